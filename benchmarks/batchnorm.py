@@ -1,0 +1,93 @@
+"""Time SynchronizedBatchNorm against nn.BatchNorm, which takes statistics of its own rows only.
+
+One process on one thread, forward and backward. The synchronized layer does all the work of one
+of several workers, except that its messages (one forward, one backward) go nowhere: what remains
+is what the layer itself costs. ``nn`` and ``synchronized`` are medians of interleaved runs, in
+milliseconds of processor time.
+
+    python benchmarks/batchnorm.py [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from raycl.batchnorm import synchronize
+
+_SHAPES = ((256, 64, 32, 32), (128, 128, 16, 16), (256, 512))
+_REPETITIONS = 15
+
+
+def main() -> None:
+    """Print the table; write it as JSON if asked."""
+    parser = argparse.ArgumentParser(description="Time SynchronizedBatchNorm against nn.BatchNorm.")
+    parser.add_argument("--json", type=Path, help="write the rows of the table here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [
+        _compare(shape, dtype, layout)
+        for shape in _SHAPES
+        for dtype in (torch.float32, torch.bfloat16)
+        for layout in (("NCHW", "channels_last") if len(shape) == 4 else ("NC",))
+    ]
+    _print(rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _compare(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> dict[str, Any]:
+    rows, grad = (torch.randn(shape).to(dtype) for _ in range(2))
+    if layout == "channels_last":
+        rows, grad = (each.contiguous(memory_format=torch.channels_last) for each in (rows, grad))
+    kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+    plain, synchronized = kind(shape[1]), synchronize(kind(shape[1]))
+    rows.requires_grad_()
+    with patch("raycl.batchnorm.num_workers", return_value=2):
+        first, second = _interleaved_medians(
+            lambda: _step(plain, rows, grad), lambda: _step(synchronized, rows, grad)
+        )
+    return {
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "layout": layout,
+        "nn_ms": round(1e3 * first, 3),
+        "synchronized_ms": round(1e3 * second, 3),
+        "ratio": round(second / first, 3),
+    }
+
+
+def _step(layer: nn.Module, rows: Tensor, grad: Tensor) -> None:
+    rows.grad = None
+    layer.zero_grad()
+    layer(rows).backward(grad)
+
+
+def _interleaved_medians(*steps: Callable[[], None]) -> list[float]:
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(_REPETITIONS + 2):
+        for own, step in zip(times, steps, strict=True):
+            start = time.process_time()
+            step()
+            own.append(time.process_time() - start)
+    return [statistics.median(own[2:]) for own in times]  # the first ones warm up
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    print(f"{'shape':20} {'dtype':9} {'layout':14} {'nn':>9} {'synchronized':>13} {'ratio':>6}")
+    for row in rows:
+        print(
+            f"{row['shape']!s:20} {row['dtype']:9} {row['layout']:14} "
+            f"{row['nn_ms']:9.2f} {row['synchronized_ms']:13.2f} {row['ratio']:6.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""NT-Xent, forward and backward: raycl beside lightly and the plain formula.
+
+    python benchmarks/loss.py [--json FILE] [--sizes 1024 4096] [--dims 128 512] [--quick]
+
+Time: one process, one thread, the implementations take turns, so that a busy machine is unfair
+to none; the median of the process's CPU time (other programs do not count) and of the wall's.
+Memory: a fresh process each, its peak resident memory above what it held before the loss.
+The allocator is left as it comes, for all of them.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycl.losses import nt_xent
+
+TEMPERATURE = 0.1
+MEMORY_LIMIT_GB = 8.0
+# Matrices of [2 * batch, 2 * batch] float32 at the peak, as measured: lightly 4.2, plain 3.
+MATRICES_HELD = {"raycl": 0.0, "lightly": 4.2, "plain": 3.0}
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def plain(view_a: Tensor, view_b: Tensor) -> Tensor:
+    """Hold the whole matrix; one cross entropy."""
+    rows = torch.cat([view_a, view_b])
+    logits = rows @ rows.T / TEMPERATURE
+    logits = logits.masked_fill(torch.eye(len(rows), dtype=torch.bool), -math.inf)
+    return F.cross_entropy(logits, torch.arange(len(rows)).roll(len(view_a)))
+
+
+def load(name: str) -> Loss:
+    """Return the implementation of that name."""
+    if name == "raycl":
+        return partial(nt_xent, temperature=TEMPERATURE)
+    if name == "plain":
+        return plain
+    try:
+        from lightly.loss import NTXentLoss
+    except ImportError:
+        sys.exit("lightly is not installed; run `uv run --extra bench python benchmarks/loss.py`")
+    return NTXentLoss(temperature=TEMPERATURE)
+
+
+def make_views(size: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return two views of ``size`` unit rows that want gradients."""
+    torch.manual_seed(0)
+    view_a, view_b = F.normalize(torch.randn(2, size, dim), dim=2)
+    return view_a.clone().requires_grad_(), view_b.clone().requires_grad_()
+
+
+def step(loss: Loss, views: tuple[Tensor, Tensor]) -> float:
+    """Take value and gradients once."""
+    for view in views:
+        view.grad = None
+    value = loss(*views)
+    value.backward()
+    return value.item()
+
+
+def read_status(field: str) -> float:
+    """Return a field of /proc/self/status, in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def print_memory(name: str, size: int, dim: int) -> None:
+    """Print the peak extra memory (MB) of one step; runs in a process of its own."""
+    loss, views = load(name), make_views(size, dim)
+    step(loss, make_views(64, dim))  # libraries and their buffers are not the loss's memory
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = read_status("VmRSS")
+    step(loss, views)
+    print(read_status("VmHWM") - before)
+
+
+def measure_memory(name: str, size: int, dim: int) -> float:
+    """Return the peak extra memory (MB) of one step."""
+    command = [sys.executable, __file__, "--memory-of", name, str(size), str(dim)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return float(answer.stdout)
+
+
+def measure_times(names: list[str], size: int, dim: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Return CPU and wall milliseconds of each; they take turns."""
+    losses, views = {name: load(name) for name in names}, make_views(size, dim)
+    values = {name: step(loss, views) for name, loss in losses.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(repeats):
+        for name, loss in losses.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            step(loss, views)
+            taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    return {
+        name: {
+            "value": values[name],
+            "cpu_ms": summarize([1e3 * cpu for cpu, _ in taken[name]]),
+            "wall_ms": summarize([1e3 * wall for _, wall in taken[name]]),
+        }
+        for name in names
+    }
+
+
+def summarize(numbers: list[float]) -> dict[str, float]:
+    """Return median, least and most."""
+    return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
+
+
+def measure_cell(size: int, dim: int, repeats: int) -> list[dict[str, Any]]:
+    """Measure every implementation that fits at one size."""
+    needed_gb = {name: held * (2 * size) ** 2 * 4 / 1e9 for name, held in MATRICES_HELD.items()}
+    fitting = [name for name, needed in needed_gb.items() if needed <= MEMORY_LIMIT_GB]
+    times = measure_times(fitting, size, dim, repeats)
+    rows = []
+    for name in MATRICES_HELD:
+        row: dict[str, Any] = {"name": name, "size": size, "dim": dim}
+        if name in fitting:
+            row |= times[name] | {"memory_mb": measure_memory(name, size, dim)}
+        else:
+            row["skipped"] = f"needs about {needed_gb[name]:.0f} GB"
+        rows.append(row)
+    return rows
+
+
+def print_cell(rows: list[dict[str, Any]]) -> None:
+    """Print one line per implementation, with its ratio to raycl."""
+    own = rows[0]
+    for row in rows:
+        label = f"{row['size']:>6} {row['dim']:>4} {row['name']:<8}"
+        if "skipped" in row:
+            print(f"{label} skipped: {row['skipped']}", flush=True)
+            continue
+        cpu, wall = row["cpu_ms"], row["wall_ms"]
+        slower = cpu["median"] / own["cpu_ms"]["median"]
+        bigger = row["memory_mb"] / own["memory_mb"]
+        print(
+            f"{label} {cpu['median']:>9.1f} ({cpu['min']:.1f}-{cpu['max']:.1f})".ljust(52)
+            + f"{wall['median']:>9.1f} {slower:>6.1f}x {row['memory_mb']:>8.1f} {bigger:>6.1f}x"
+            + f"   {row['value']:.5f}",
+            flush=True,
+        )
+
+
+def describe_machine() -> dict[str, Any]:
+    """Say what the numbers were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0].split(":")[1].strip() if models else platform.processor(),
+        "num_cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--dims", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one small size, three repeats")
+    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    torch.set_num_threads(1)
+    arguments = parse_arguments()
+    if arguments.memory_of:
+        name, size, dim = arguments.memory_of
+        print_memory(name, int(size), int(dim))
+        return
+    if arguments.quick:
+        arguments.sizes, arguments.dims, arguments.repeats = [1024], [128], 3
+    load("lightly")  # say at once if it is absent
+    print("  size  dim name     CPU ms (least-most)".ljust(52) + "  wall ms   time  memory MB  value")
+    cells = []
+    for size in arguments.sizes:
+        for dim in arguments.dims:
+            rows = measure_cell(size, dim, arguments.repeats)
+            print_cell(rows)
+            cells += rows
+    if arguments.json:
+        result = {"machine": describe_machine(), "temperature": TEMPERATURE, "cells": cells}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Samples a second of whole training: ``raycl train simclr`` beside lightly in plain DDP.
+
+Both train on the same images with the same encoder, batch, optimizer and precision, two processes
+with a thread each. lightly's side is what its documentation shows: ``SimCLRTransform`` in a
+``DataLoader``, ``NTXentLoss(gather_distributed=True)``, ``DistributedDataParallel``; BatchNorm stays
+local there, since torch synchronizes it on CUDA only, while raycl's is synchronized. The runs are
+interleaved; the figure is the median over the logged steps after the first.
+
+    python benchmarks/train_step.py --data train.parquet --encoder resnet18 --json step.json
+"""
+
+import argparse
+import io
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "resnet18": {"name": "resnet18", "width": 1.0},
+    "small": {"name": "resnet18", "width": 0.25},
+}
+
+
+def main() -> None:
+    options = read_options()
+    if options.side is not None:
+        samples_per_second = {"raycl": run_raycl, "lightly": run_lightly}[options.side](options)
+        print(json.dumps(samples_per_second))
+        return
+    rates: dict[str, list[float]] = {"raycl": [], "lightly": []}
+    for _ in range(options.repeats):
+        for side, measured in rates.items():
+            measured.append(run_side(side))
+            print(f"{side:8} {measured[-1]:8.1f} samples/s", flush=True)
+    medians = {side: statistics.median(measured) for side, measured in rates.items()}
+    ratio = medians["raycl"] / medians["lightly"]
+    print(
+        f"{options.encoder}, {options.precision}, batch {options.batch_size}, 2 workers: "
+        f"raycl {medians['raycl']:.1f}, lightly {medians['lightly']:.1f} samples/s, ratio {ratio:.2f}"
+    )
+    if options.json:
+        report = {"settings": vars(options), "rates": rates, "medians": medians, "ratio": ratio}
+        report["machine"] = {"platform": platform.platform(), "cores": os.cpu_count()}
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="samples a second of whole training beside lightly")
+    parser.add_argument("--data", required=True, help="parquet file with an image column")
+    parser.add_argument("--encoder", choices=ENCODERS, default="resnet18")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json")
+    parser.add_argument("--side", choices=["raycl", "lightly"], help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_side(side: str) -> float:
+    """Measure one side in a process of its own."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(output.strip().splitlines()[-1]))
+
+
+def run_raycl(options: argparse.Namespace) -> float:
+    import raycl
+    from raycl.records import read_metrics
+    from raycl.storage import Place
+
+    config = raycl.override(
+        raycl.recipe("simclr", image_size=32),
+        {
+            "workers": 2,
+            "precision": options.precision,
+            "encoder.name": ENCODERS[options.encoder]["name"],
+            "encoder.width": ENCODERS[options.encoder]["width"],
+            "stages.0.epochs": None,
+            "stages.0.steps": options.steps,
+            "stages.0.batch_size": options.batch_size,
+            "evaluation.every_epochs": 0,
+            "log_every_steps": 1,
+        },
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        raycl.train(config, data=options.data, output=folder, quiet=True)
+        lines = read_metrics(Place(folder))
+    return statistics.median(line["samples_per_second"] for line in lines[3:])
+
+
+def run_lightly(options: argparse.Namespace) -> float:
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(lightly_worker, args=(options, folder), nprocs=2, start_method="spawn")  # type: ignore[attr-defined]
+        return json.loads((Path(folder) / "rate.json").read_text())
+
+
+def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from lightly.loss import NTXentLoss
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    from raycl.models.heads import build_projection_head
+    from raycl.models.images import build_image_encoder
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    encoder = build_image_encoder(image_size=32, **ENCODERS[options.encoder])
+    dim = encoder(torch.zeros(2, 3, 32, 32)).shape[1]
+    head = build_projection_head(dim, num_layers=2, hidden_dim=None, dim=128)
+    model = DistributedDataParallel(torch.nn.Sequential(encoder, head))
+    criterion = NTXentLoss(temperature=0.2, gather_distributed=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
+    images = LightlyImages(options.data)
+    sampler = DistributedSampler(images)
+    loader = DataLoader(
+        images,
+        options.batch_size // 2,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        persistent_workers=True,
+    )
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < options.steps:
+        for views in loader:
+            with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bfloat16"):
+                embedding = [model(view) for view in views]
+                loss = criterion(embedding[0].float(), embedding[1].float())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            if len(seconds) == options.steps:
+                break
+    if rank == 0:
+        rate = options.batch_size / statistics.median(seconds[3:])
+        (Path(folder) / "rate.json").write_text(json.dumps(rate))
+    dist.destroy_process_group()
+
+
+class LightlyImages:
+    """The same parquet file as a map-style data set with lightly's transform for small images."""
+
+    def __init__(self, data: str) -> None:
+        import pyarrow.parquet as pq
+        from lightly.transforms import SimCLRTransform
+
+        self._images = pq.read_table(data, columns=["image"])["image"].to_pylist()
+        self._transform = SimCLRTransform(input_size=32, cj_strength=0.5, gaussian_blur=0.0)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Any:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self._images[index])) as image:
+            return self._transform(image.convert("RGB"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""raycl: contrastive learning that runs on a Ray cluster.
+
+Public names are loaded when they are first used: a data task that imports one module of raycl does
+not pay for torch and Ray Train.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "RayclError": "raycl.errors:RayclError",
+    "RunConfig": "raycl.config:RunConfig",
+    "RunResult": "raycl.training.launch:RunResult",
+    "Stage": "raycl.config:Stage",
+    "config_from_yaml": "raycl.config:config_from_yaml",
+    "config_to_yaml": "raycl.config:config_to_yaml",
+    "embed": "raycl.inference.embedding:embed_to_parquet",
+    "evaluate": "raycl.inference.judgment:evaluate",
+    "load_encoder": "raycl.models.saved:load_encoder",
+    "override": "raycl.config:override",
+    "recipe": "raycl.recipes:recipe",
+    "train": "raycl.training.launch:train",
+}
+_MODULES = ("losses",)
+
+__all__ = [
+    "RayclError",
+    "RunConfig",
+    "RunResult",
+    "Stage",
+    "config_from_yaml",
+    "config_to_yaml",
+    "embed",
+    "evaluate",
+    "load_encoder",
+    "losses",
+    "override",
+    "recipe",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"raycl.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'raycl' has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,74 @@
+"""Gaussian blur of a whole batch, each image with its own width."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Up to this side, dense products for all images at once cost less on a CPU than sums of shifted
+# copies image by image (measured: 14 and 50 us an image at 32 pixels, 250 and 180 us at 96).
+_MAX_DENSE_SIZE = 48
+
+_REACH = 5  # in sigmas; what lies beyond weighs less than a millionth
+
+
+def blur(pixels: Tensor, sigma: Tensor) -> Tensor:
+    """Blur each image by its ``sigma`` [n] in pixels; float32 [n, channels, size, size] in and out.
+
+    The kernel spans a tenth of the image, an odd number of pixels and at least three (SimCLR:
+    Chen et al., 2020); borders are reflected, as in torchvision. A ``sigma`` on the host is moved.
+    """
+    if pixels.is_cuda or pixels.shape[-1] <= _MAX_DENSE_SIZE:
+        return blur_by_products(pixels, sigma)
+    return blur_by_shifts(pixels, sigma)
+
+
+def kernel_size(size: int) -> int:
+    """Return the odd number of pixels that the kernel covers: 3 at 32, 9 at 96, 23 at 224."""
+    return max(3, 2 * (size // 20) + 1)
+
+
+def blur_by_products(pixels: Tensor, sigma: Tensor) -> Tensor:
+    """Blur as band @ image @ band.T: few operations, whatever the number of images."""
+    size, device = pixels.shape[-1], pixels.device
+    num_taps = kernel_size(size)
+    offsets = torch.arange(num_taps, device=device) - num_taps // 2
+    source = torch.arange(size, device=device)[:, None] + offsets
+    source = (size - 1) - ((size - 1) - source.abs()).abs()  # reflected at both ends
+    weights = _kernels(sigma.to(device), num_taps=num_taps)[:, None].expand(-1, size, -1)
+    band = pixels.new_zeros(len(pixels), size, size)
+    band.scatter_add_(2, source.expand(len(pixels), -1, -1), weights)
+    return torch.matmul(torch.matmul(band[:, None], pixels), band.transpose(1, 2)[:, None])
+
+
+def blur_by_shifts(pixels: Tensor, sigma: Tensor) -> Tensor:
+    """Blur as a weighted sum of shifted copies, image by image: each stays in the cache."""
+    num_taps = kernel_size(pixels.shape[-1])
+    kernels = _kernels(sigma, num_taps=num_taps)[:, num_taps // 2 :]  # symmetric: the right half
+    blurred = torch.empty_like(pixels)
+    for image, result, kernel, width in zip(pixels, blurred, kernels.tolist(), sigma.tolist(), strict=True):
+        reach = min(num_taps // 2, math.ceil(_REACH * width))
+        rows = _sum_shifts(image, kernel, reach, dim=1)
+        result.copy_(_sum_shifts(rows, kernel, reach, dim=2))
+    return blurred
+
+
+def _sum_shifts(image: Tensor, kernel: list[float], reach: int, *, dim: int) -> Tensor:
+    size = image.shape[dim]
+    borders = (0, 0, reach, reach) if dim == 1 else (reach, reach, 0, 0)
+    padded = F.pad(image[None], borders, mode="reflect")[0]
+    total, pair = image * kernel[0], torch.empty_like(image)
+    for shift in range(1, reach + 1):
+        left, right = (
+            padded.narrow(dim, reach - shift, size),
+            padded.narrow(dim, reach + shift, size),
+        )
+        total.add_(torch.add(left, right, out=pair), alpha=kernel[shift])
+    return total
+
+
+def _kernels(sigma: Tensor, *, num_taps: int) -> Tensor:
+    offsets = torch.arange(num_taps, device=sigma.device) - num_taps // 2
+    weights = torch.exp(-0.5 * (offsets / sigma[:, None]) ** 2)
+    return weights / weights.sum(1, keepdim=True)

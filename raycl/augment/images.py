@@ -1,0 +1,227 @@
+"""Two random views of each image of a batch, in plain torch (SimCLR: Chen et al., 2020)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycl.augment.blur import blur
+from raycl.augment.checks import (
+    check_images,
+    check_length,
+    check_normalization,
+    check_number,
+    check_range,
+    check_shape,
+)
+from raycl.augment.color import color_transform, recolor
+from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample
+from raycl.augment.views import uniforms
+from raycl.errors import ConfigError
+
+# One column of uniforms each; the columns of the crop box follow. Append only: a new order would
+# give every recorded run other views.
+_DRAWS = (
+    "flip", "jitter", "brightness", "contrast", "saturation", "hue", "grayscale", "blur", "sigma",
+)  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ImageAugmentation:
+    """Random crop, flip, colour jitter, grayscale and blur, with torchvision's distributions.
+
+    ``size`` is the side of a view in pixels. ``crop_scale`` bounds the share of the original area,
+    ``crop_ratio`` its width over height. ``flip``, ``jitter``, ``grayscale`` and ``blur`` are
+    probabilities; ``brightness``, ``contrast`` and ``saturation`` are the s of a factor uniform in
+    [max(0, 1 - s), 1 + s]; ``hue`` is the largest shift, in turns; ``blur_sigma`` is in pixels.
+    ``mean`` and ``std`` normalize pixels in [0, 1], one number a channel.
+
+    Raises ``ConfigError`` for a setting out of its range.
+    """
+
+    size: int
+    channels: int = 3
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: float = 0.8
+    brightness: float = 0.8
+    contrast: float = 0.8
+    saturation: float = 0.8
+    hue: float = 0.2
+    grayscale: float = 0.2
+    blur: float = 0.5
+    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse settings that would draw nonsense."""
+        check_shape(size=self.size, channels=self.channels)
+        check_normalization(self.mean, self.std, channels=self.channels)
+        for name in ("flip", "jitter", "grayscale", "blur"):
+            check_number(name, getattr(self, name), maximum=1.0)
+        for name in ("brightness", "contrast", "saturation"):
+            check_number(name, getattr(self, name), maximum=math.inf)
+        check_number("hue", self.hue, maximum=0.5)
+        check_range("crop_scale", self.crop_scale, maximum=1.0)
+        check_range("crop_ratio", self.crop_ratio, maximum=math.inf)
+        check_range("blur_sigma", self.blur_sigma, maximum=math.inf)
+
+    def __call__(
+        self,
+        images: Tensor | np.ndarray,
+        sample_id: Tensor | np.ndarray,
+        *,
+        seed: int,
+        epoch: int | Tensor | np.ndarray,
+        view: int,
+        aspect: Tensor | np.ndarray | None = None,
+    ) -> Tensor:
+        """Return one view of each image; float32 [n, channels, size, size], channels last.
+
+        ``images`` is uint8 [n, height, width, channels]; ``sample_id`` int64 [n]; ``aspect`` float
+        [n] the width over height that each image had before it was squashed to the stored shape
+        (by default, the stored shape is the original one). A view is a function of its own image,
+        ``seed``, ``epoch``, ``sample_id`` and ``view``: other rows do not matter.
+
+        Raises ``ConfigError`` for arrays of a wrong type or shape.
+        """
+        check_images(images, channels=self.channels)
+        num_images, height, width, _ = images.shape
+        # Drawn on the host, so that an image gets the same box and colours on every device.
+        draws = uniforms(sample_id, seed=seed, epoch=epoch, view=view, num=len(_DRAWS) + NUM_BOX_DRAWS)
+        check_length("sample_id", len(draws), num_images)
+        boxes = draw_boxes(
+            draws[:, len(_DRAWS) :],
+            height=height,
+            width=width,
+            aspect=_aspect(aspect, num_images=num_images, default=width / height),
+            scale=self.crop_scale,
+            ratio=self.crop_ratio,
+        )
+        named: dict[str, Tensor] = dict(zip(_DRAWS, draws.unbind(1), strict=False))
+        flip = named["flip"] < self.flip
+        matrix, gray_share = self._colors(named)
+        low, high = self.blur_sigma
+        sigma = low + (high - low) * named["sigma"]
+        blurred = named["blur"] < self.blur
+
+        views = _empty_views(images, size=self.size)
+        for rows in _chunks(images, size=self.size):
+            pixels = resample(_pixels(images[rows]), boxes[rows], flip[rows], size=self.size)
+            pixels = recolor(
+                pixels,
+                matrix[rows].to(pixels.device),
+                gray_share[rows].to(pixels.device),
+                mean=self.mean,
+                std=self.std,
+            )
+            drawn = blurred[rows].nonzero().squeeze(1)
+            if len(drawn):
+                # Weights of one sum: blurring before or after normalization is the same.
+                index = drawn.to(pixels.device)
+                pixels[index] = blur(pixels[index], sigma[rows][drawn])
+            views[rows] = pixels
+        return views
+
+    def _colors(self, draws: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Turn uniforms into the colour matrix and the share of gray of every image."""
+        jittered = draws["jitter"] < self.jitter
+
+        def factor(name: str, strength: float) -> Tensor:
+            low, high = max(0.0, 1 - strength), 1 + strength
+            return torch.where(jittered, low + (high - low) * draws[name], 1.0)
+
+        return color_transform(
+            brightness=factor("brightness", self.brightness),
+            contrast=factor("contrast", self.contrast),
+            saturation=factor("saturation", self.saturation),
+            hue=torch.where(jittered, (2 * draws["hue"] - 1) * self.hue, 0.0),
+            grayscale=draws["grayscale"] < self.grayscale,
+            channels=self.channels,
+        )
+
+
+def two_views(
+    images: Tensor | np.ndarray,
+    sample_id: Tensor | np.ndarray,
+    *,
+    augmentation: ImageAugmentation,
+    seed: int,
+    epoch: int | Tensor | np.ndarray,
+    aspect: Tensor | np.ndarray | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return view 0 and view 1 of each image; shapes and errors as ``ImageAugmentation``."""
+
+    def draw(view: int) -> Tensor:
+        return augmentation(images, sample_id, seed=seed, epoch=epoch, view=view, aspect=aspect)
+
+    return draw(0), draw(1)
+
+
+def center_view(
+    images: Tensor | np.ndarray, *, size: int, mean: Sequence[float], std: Sequence[float]
+) -> Tensor:
+    """Return the whole image without any randomness, for judging a representation.
+
+    Takes uint8 [n, height, width, channels]; resizes to ``size``, antialiased when shrinking, and
+    normalizes; returns float32 [n, channels, size, size], channels last. Raises ``ConfigError`` as
+    ``ImageAugmentation`` does.
+    """
+    channels = images.shape[-1]
+    check_shape(size=size, channels=channels)
+    check_normalization(mean, std, channels=channels)
+    check_images(images, channels=channels)
+    num_images, height, width, _ = images.shape
+    boxes = torch.tensor([0, 0, height, width]).expand(num_images, 4)
+    upright = torch.zeros(num_images, dtype=torch.bool)
+    views = _empty_views(images, size=size)
+    shift = torch.tensor(mean, device=views.device)[:, None, None]
+    scale = torch.tensor(std, device=views.device)[:, None, None]
+    for rows in _chunks(images, size=size):
+        pixels = resample(_pixels(images[rows]), boxes[rows], upright[rows], size=size)
+        views[rows] = (pixels / 255 - shift) / scale
+    return views
+
+
+def _chunks(images: Tensor | np.ndarray, *, size: int) -> Iterator[slice]:
+    """Yield runs of rows: a megabyte or two of views on a CPU, so that they stay in its cache."""
+    num_images = len(images)
+    on_cpu = isinstance(images, np.ndarray) or images.device.type == "cpu"
+    length = min(64, max(8, 2**17 // size**2)) if on_cpu else max(1, num_images)
+    for start in range(0, num_images, length):
+        yield slice(start, start + length)
+
+
+def _empty_views(images: Tensor | np.ndarray, *, size: int) -> Tensor:
+    device = images.device if isinstance(images, Tensor) else "cpu"
+    shape = (len(images), images.shape[-1], size, size)
+    return torch.empty(shape, device=device, memory_format=torch.channels_last)
+
+
+def _pixels(images: Tensor | np.ndarray) -> Tensor:
+    if isinstance(images, Tensor):
+        return images
+    # A copy only of arrays that torch cannot borrow: out of Arrow (read-only), or upside down.
+    images = np.ascontiguousarray(images)
+    return torch.from_numpy(images if images.flags.writeable else images.copy())
+
+
+def _aspect(aspect: Tensor | np.ndarray | None, *, num_images: int, default: float) -> Tensor:
+    if aspect is None:
+        return torch.full((num_images,), default)
+    values = torch.tensor(aspect) if isinstance(aspect, np.ndarray) else aspect
+    values = values.to("cpu", torch.float32)
+    check_length("aspect", values.numel(), num_images)
+    if not bool(((values > 0) & values.isfinite()).all()):
+        raise ConfigError(
+            f"aspect must be a positive number, came {values.min().item()} at the least; "
+            "give the original width divided by the original height"
+        )
+    return values.view(num_images)

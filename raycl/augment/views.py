@@ -1,0 +1,76 @@
+"""Random numbers by counter: the same sample gets the same draws in any batch, on any worker."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycl.errors import ConfigError
+
+# Increment and multipliers of splitmix64 (Steele, Lea & Flood, 2014).
+_INCREMENT = 0x9E3779B97F4A7C15
+_FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9
+_SECOND_MULTIPLIER = 0x94D049BB133111EB
+
+_MANTISSA_BITS = 24  # a float32 holds every multiple of 2**-24 below 1 exactly
+
+
+def uniforms(
+    sample_id: Tensor | np.ndarray,
+    *,
+    seed: int,
+    epoch: int | Tensor | np.ndarray,
+    view: int,
+    num: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Draw ``num`` uniform numbers in [0, 1) for each sample; float32 [n, num] on ``device``.
+
+    Entry [i, k] is a hash of (seed, view, epoch, sample_id[i], k): it depends on no other row, and
+    is the same to the last bit on every device. ``sample_id`` is int64 [n], of any sign; ``epoch``
+    is one integer or int64 [n]. Raises ``ConfigError`` for ids or epochs that are not integers or
+    differ in length.
+    """
+    ids = _integers(sample_id, name="sample_id").to(device)
+    epochs = _integers(epoch, name="epoch").to(device)
+    if ids.ndim != 1 or (epochs.ndim and epochs.shape != ids.shape):
+        raise ConfigError(
+            f"sample_id and epoch do not fit, came shapes {list(ids.shape)} and "
+            f"{list(epochs.shape)}; give sample_id [n] and epoch as one integer or [n]"
+        )
+    bits = torch.full((1,), _signed(seed), device=device)
+    for part in (torch.full((1,), _signed(view), device=device), epochs, ids):
+        bits = _absorb(bits, part)
+    bits = _absorb(bits[:, None], torch.arange(num, device=device))
+    return _shift_right(bits, 64 - _MANTISSA_BITS).to(torch.float32) * 2.0**-_MANTISSA_BITS
+
+
+def _absorb(bits: Tensor, part: Tensor) -> Tensor:
+    """Take one more word into the hash; a bijection of ``part``, so equal prefixes never collide."""
+    return _mix(_mix(bits + _signed(_INCREMENT)) ^ part)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Let every bit of an int64 change every other (the finalizer of splitmix64)."""
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(_FIRST_MULTIPLIER)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(_SECOND_MULTIPLIER)
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    # torch shifts the sign in; a hash needs zeros there.
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(value: int) -> int:
+    """Wrap any integer into the range of int64."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _integers(values: int | Tensor | np.ndarray, *, name: str) -> Tensor:
+    if isinstance(values, np.ndarray):
+        # A copy: arrays out of Arrow are read-only, which torch warns about.
+        values = torch.tensor(values)
+    tensor = torch.as_tensor(values)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ConfigError(f"{name} must hold integers, came {tensor.dtype}; give an int64 for each sample")
+    return tensor.to(torch.int64)

@@ -1,0 +1,229 @@
+"""Batch normalization over the rows of all workers (Ioffe and Szegedy, 2015).
+
+With statistics of its own rows only, each worker normalizes differently, and a network can tell
+from them which rows sat together: a leak that contrastive losses reward. Here the statistics are
+those of the global batch, so that the result does not depend on the number of workers.
+
+torch's ``SyncBatchNorm`` refuses CPU modules; on CUDA its kernels are the ones used here.
+"""
+
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules._functions import SyncBatchNorm as _DeviceBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raycl.distributed import all_sum, gather_detached, num_workers
+from raycl.errors import ConfigError
+
+_native_backward = torch.ops.aten.native_batch_norm_backward.default
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+# Values per channel that torch may add up in one go, for it sums a channels_last tensor in plain
+# float32: at a mean of 1000 and 65,536 values, the error exceeds a third of a standard deviation.
+_PIECE_VALUES = 2048
+
+
+def synchronize(module: nn.Module) -> nn.Module:
+    """Turn every ``nn.BatchNorm1d/2d/3d`` in ``module`` into a :class:`SynchronizedBatchNorm`.
+
+    The layers are changed in place and keep all they own: parameters, buffers, hooks, names,
+    settings and mode. State dicts and optimizers made before stay valid.
+
+    Args:
+        module: A network, or a single BatchNorm layer.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ConfigError: A layer is another kind of BatchNorm, whose own behaviour would be lost.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and type(layer) not in (*_PLAIN, *_SYNCHRONIZED):
+            raise ConfigError(
+                f"cannot synchronize {name or 'the module'}: {type(layer).__name__} is a kind of "
+                "BatchNorm with behaviour of its own; use nn.BatchNorm1d/2d/3d in its place"
+            )
+    for layer in module.modules():
+        if type(layer) in _PLAIN:
+            # Only forward differs. A new object would lose hooks and layers used in two places.
+            layer.__class__ = SynchronizedBatchNorm
+    return module
+
+
+@final
+class SynchronizedBatchNorm(_BatchNorm):
+    """BatchNorm whose training statistics are those of the rows of all workers.
+
+    Forward, gradients and running statistics equal those of ``nn.BatchNorm`` on the global batch;
+    the workers may hold different numbers of rows. The gradients of weight and bias are this
+    worker's share, to be summed or averaged over workers as ``DistributedDataParallel`` does.
+    One collective call forward and one backward; in eval mode and alone there is none, and the
+    layer is ``nn.BatchNorm``. Statistics are float32 for lower precisions. Input is
+    [batch, channels, ...]; its memory format (channels_last) is kept. Parameters, settings and
+    state dict are those of ``nn.BatchNorm``.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected [batch, channels, ...], got {input.dim()}D input")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize [batch, channels, ...]; in training mode all workers call this together.
+
+        Raises:
+            ValueError: The global batch holds a single value per channel, or the input has fewer
+                than two dimensions.
+        """
+        if not self.training or num_workers() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        rate = self._count_batch()
+        if input.is_cuda:
+            return self._forward_on_device(input, rate)
+        moments = _global_moments(input)
+        if self.track_running_stats:
+            self._track(moments, rate)
+        return _Normalize.apply(input, self.weight, self.bias, moments, self.eps)  # pyright: ignore[reportReturnType]
+
+    def _count_batch(self) -> float:
+        """Return how far the running statistics move towards this batch."""
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1 / float(self.num_batches_tracked)
+        return self.momentum or 0.0
+
+    @torch.no_grad()
+    def _track(self, moments: "_Moments", rate: float) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        unbiased = moments.variance * (moments.num_values / (moments.num_values - 1))
+        self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+
+    def _forward_on_device(self, input: Tensor, rate: float) -> Tensor:
+        buffers = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2
+        return _DeviceBatchNorm.apply(  # pyright: ignore[reportReturnType]
+            input, self.weight, self.bias, *buffers, self.eps, rate, dist.group.WORLD, num_workers()
+        )
+
+
+_SYNCHRONIZED = (SynchronizedBatchNorm, nn.SyncBatchNorm)
+
+
+class _Moments(NamedTuple):
+    """Statistics per channel of some rows."""
+
+    mean: Tensor  # [channels]
+    variance: Tensor  # [channels], biased
+    num_values: Tensor  # [1], values per channel
+
+
+@torch.no_grad()
+def _global_moments(x: Tensor) -> _Moments:
+    channels = x.shape[1]
+    merged = _merge(gather_detached(_local_moments(x))).to(_statistics_type(x))
+    moments = _Moments(*merged.squeeze(0).split([channels, channels, 1]))
+    # With two values here there are two in all: do not wait for the count without need.
+    if x.numel() < 2 * channels and moments.num_values.item() < 2:
+        shape = list(x.shape)
+        raise ValueError(f"Expected more than 1 value per channel when training, got input {shape}")
+    return moments
+
+
+def _local_moments(x: Tensor) -> Tensor:
+    """Return mean, biased variance and number of values side by side, [1, 2 * channels + 1]."""
+    channels = x.shape[1]
+    if x.numel() == 0:
+        return x.new_zeros(1, 2 * channels + 1, dtype=torch.float64)
+    pieces = x.split(max(1, _PIECE_VALUES // x[0, 0].numel()))
+    # The kernel computes in the type of the running statistics, which it also moves: by nothing.
+    unused = torch.zeros(2, channels, dtype=_statistics_type(x), device=x.device)
+    moments = [torch.batch_norm_update_stats(piece, unused[0], unused[1], 0.0) for piece in pieces]
+    means, variances = (torch.stack(each) for each in zip(*moments, strict=True))
+    num_values = means.new_tensor([[piece.numel() // channels] for piece in pieces])
+    # Vectors of this length cost nothing in float64, and merging then adds no error.
+    return _merge(torch.cat([means, variances, num_values], dim=1).double())
+
+
+def _merge(parts: Tensor) -> Tensor:
+    """Merge the moments of disjoint parts, [num_parts, 2 * channels + 1] (Chan et al., 1979)."""
+    if len(parts) == 1:
+        return parts
+    channels = parts.shape[1] // 2
+    means, variances, num_values = parts.split([channels, channels, 1], dim=1)
+    total = num_values.sum(dim=0, keepdim=True)
+    share = num_values / total
+    mean = (share * means).sum(dim=0, keepdim=True)
+    # From the variances and the distances of the means: sums of squares would cancel.
+    variance = (share * (variances + (means - mean).square_())).sum(dim=0, keepdim=True)
+    return torch.cat([mean, variance, total], dim=1)
+
+
+def _statistics_type(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalize by moments that are themselves functions of the input on all workers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        moments: _Moments,
+        eps: float,
+    ) -> Tensor:
+        mean, variance, num_values = moments
+        scale = torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
+        shift = torch.zeros_like(mean) if bias is None else bias.detach().to(mean.dtype)
+        ctx.save_for_backward(x, scale, mean, variance, num_values)
+        ctx.eps = eps
+        ctx.parameter_types = [None if each is None else each.dtype for each in (weight, bias)]
+        return _affine(x, scale, shift, mean, variance, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, scale, mean, variance, num_values = ctx.saved_tensors
+        if grad.stride() != x.stride():
+            grad = torch.empty_like(x).copy_(grad)  # one memory format, that of the input
+        local = _gradient_sums(grad, x, mean, variance, ctx.eps)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            slope, level = all_sum(local).div_(num_values)
+            # d/dx = scale / std * (grad - level - normalized x * slope): linear in grad and in x.
+            # In a low precision the factor of x is rounded, and the shift made for the rounded
+            # one: a small part of a small term is lost. The factor of grad stays exact.
+            factor = (scale * slope / -(variance + ctx.eps)).to(x.dtype)
+            shift = -mean * factor
+            grad_x = _affine(grad, scale, shift.to(mean.dtype), level, variance, ctx.eps)
+            grad_x.addcmul_(x, factor.view(-1, *[1] * (x.dim() - 2)))
+        # The sums of this worker: whoever averages or adds the gradients does it for these too.
+        grad_weight, grad_bias = (
+            each.to(dtype) if dtype else None for each, dtype in zip(local, ctx.parameter_types, strict=True)
+        )
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * scale + shift in one pass over memory."""
+    return torch.native_batch_norm(x, scale, shift, mean, variance, False, 0.0, eps)[0]
+
+
+def _gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Return the sums of grad * normalized x and of grad, [2, channels]."""
+    if x.numel() == 0:
+        return mean.new_zeros(2, len(mean))
+    _, slope, level = _native_backward(
+        grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack([slope, level])

@@ -1,0 +1,210 @@
+"""The command line: each command checks its input, calls one function and prints what it gave."""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from raycl.errors import ConfigError, DataError, RayclError, StorageError
+
+app = typer.Typer(
+    help="Contrastive learning that runs on a Ray cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Setting = Annotated[list[str] | None, typer.Option("--set", help="Replace one setting: key.path=value.")]
+Address = Annotated[str | None, typer.Option(help="Ray cluster to join; without it a local one is started.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what Ray logs.")]
+Gpu = Annotated[bool, typer.Option("--gpu", help="Give each worker a GPU.")]
+
+
+@app.command()
+def demo(
+    output: Annotated[str, typer.Option(help="Folder for the images, the run and the picture.")] = "demo",
+    workers: Annotated[int, typer.Option(help="Training processes.")] = 2,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training digits.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Pretrain on scikit-learn's handwritten digits, judge the encoder, and draw its neighbors."""
+    from raycl.demo.show import run_demo
+
+    run_demo(output, workers=workers, epochs=epochs, debug=debug)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this recipe as YAML.")] = None,
+    image_size: Annotated[int, typer.Option(help="Pixels a side; up to 64 the small-image values.")] = 224,
+) -> None:
+    """List the recipes, or print one as YAML."""
+    from raycl.config import config_to_yaml
+    from raycl.recipes import RECIPES, recipe
+
+    if name is not None:
+        print(config_to_yaml(recipe(name, image_size=image_size)), end="")
+        return
+    for known, build in RECIPES.items():
+        print(f"{known:12} {(build.__doc__ or '').splitlines()[0]}")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a file ending in .yaml.")],
+    data: Annotated[str, typer.Option(help="Parquet file or folder, or folder of images; local or s3://.")],
+    output: Annotated[str, typer.Option(help="Where the run is written; local or s3://.")],
+    workers: Annotated[str | None, typer.Option(help="Training processes.")] = None,
+    gpu: Gpu = False,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step over all workers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws weights, order and views.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Pretrain an encoder by contrast."""
+    from raycl.setup import plan_run
+    from raycl.training.launch import train as train_run
+
+    flags = {
+        "workers": _workers(workers),
+        "gpu": gpu or None,
+        "seed": seed,
+        "stages.0.batch_size": batch_size,
+        **_length(epochs, steps),
+    }
+    config = plan_run(
+        recipe, data=data, flags={k: v for k, v in flags.items() if v is not None}, settings=settings or []
+    )
+    result = train_run(config, data=data, output=output, resume=resume, address=address, debug=debug)
+    judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
+    print(
+        f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "
+        f"the encoder is in {result.output}"
+    )
+
+
+@app.command()
+def evaluate(
+    measure: Annotated[str, typer.Argument(help="knn or linear.")],
+    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    train: Annotated[str, typer.Option(help="Labeled set that decides.")],
+    test: Annotated[str, typer.Option(help="Labeled set that is judged.")],
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    gpu: Gpu = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Judge a run's encoder: kNN or a linear probe, with raw pixels beside."""
+    from raycl.inference.judgment import evaluate as judge
+    from raycl.setup import judgment_settings
+
+    if measure not in ("knn", "linear"):
+        raise ConfigError(f"unknown measure {measure!r}; there are knn and linear")
+    result = judge(
+        measure, run=run, train=train, test=test, gpu=gpu, address=address, debug=debug,
+        **judgment_settings(settings or []),
+    )  # fmt: skip
+    text = json.dumps(result)
+    print(text)
+    if json_file is not None:
+        _write_json(json_file, text)
+
+
+@app.command()
+def embed(
+    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    data: Annotated[str, typer.Option(help="Images to embed.")],
+    output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
+    gpu: Gpu = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Embed a set of images to parquet."""
+    from raycl.inference.embedding import embed_to_parquet
+    from raycl.setup import embedding_settings
+
+    rows = embed_to_parquet(
+        run, data, output, gpu=gpu, address=address, debug=debug, **embedding_settings(settings or [])
+    )
+    print(f"{rows.num_rows - rows.num_broken:,} images embedded to {output}")
+    if rows.num_broken:
+        print(f"left out {rows.num_broken:,}: {rows.describe_broken()}")
+
+
+@app.command()
+def doctor(
+    data: Annotated[str | None, typer.Option(help="Look at this set, too.")] = None,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Check the machine, the cluster and the data: a line each, and what to do."""
+    from raycl.doctor import examine
+    from raycl.setup import embedding_settings
+
+    columns = embedding_settings(settings or []).get("columns")
+    findings = examine(data=data, columns=columns, address=address, debug=debug)
+    for finding in findings:
+        print(finding)
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line: status 0, 2 for bad input or config, 1 for a failed run."""
+    run(app)
+
+
+def run(command: Callable[..., Any]) -> NoReturn:
+    """Call a command and turn raycl's errors into one line and an exit status."""
+    try:
+        command()
+        status = 0
+    except RayclError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        print(f"raycl: {error}", file=sys.stderr)
+        status = 2 if isinstance(error, ConfigError | DataError | StorageError) else 1
+    except KeyboardInterrupt:
+        print("raycl: interrupted; continue with --resume", file=sys.stderr)
+        status = 130
+    raise SystemExit(status)
+
+
+def _workers(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(
+            f"--workers takes a number of processes above 0, came {text!r}; for example --workers 2"
+        )
+    return int(text)
+
+
+def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
+    """Return the stage's length; the one given takes the other's place."""
+    if epochs is not None and steps is not None:
+        raise ConfigError(f"--epochs {epochs} and --steps {steps} exclude each other; give one")
+    if epochs is None and steps is None:
+        return {}
+    return {"length": {"stages.0.epochs": epochs, "stages.0.steps": steps}}
+
+
+def _write_json(file: str, text: str) -> None:
+    path = Path(file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write --json {file}: {error.strerror}; choose another place") from error

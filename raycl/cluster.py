@@ -1,0 +1,119 @@
+"""Ray itself: joining or starting a cluster, and what it has to offer."""
+
+import logging
+import os
+import sys
+from typing import Any
+
+# Ray reads these when it is imported. The first paces the end of a run and its checkpoints.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.data import DataContext
+
+from raycl.errors import ConfigError, RayclError, RunError
+
+
+def join_cluster(address: str | None = None, *, debug: bool = False) -> None:
+    """Join the cluster at ``address``, the one this job runs in, or start one on this machine.
+
+    Raises ``RunError`` if there is no cluster at the address.
+    """
+    if not ray.is_initialized():
+        where = address or os.environ.get("RAY_ADDRESS") or "local"
+        try:
+            ray.init(
+                address=where,
+                log_to_driver=debug,
+                logging_level=logging.INFO if debug else logging.ERROR,
+                include_dashboard=False if where == "local" else None,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RunError(
+                f"cannot join a Ray cluster at {where!r}: {_first_line(error)}; check --address"
+            ) from error
+    context = DataContext.get_current()
+    context.enable_progress_bars = debug
+    context.execution_options.preserve_order = True
+    if not debug:
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.train").setLevel(logging.ERROR)
+
+
+def dashboard_url() -> str | None:
+    """Return where the dashboard is, if there is one."""
+    url = ray.get_runtime_context().gcs_address and getattr(
+        ray._private.worker.global_worker.node, "webui_url", None
+    )
+    return f"http://{url}" if url else None
+
+
+def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float) -> None:
+    """Refuse a run that the cluster could never place, or whose workers would starve Ray Data.
+
+    ``spare_cpus`` must be left for tasks that read while training goes on. A cluster that
+    autoscales is believed. Raises ``ConfigError``.
+    """
+    have = ray.cluster_resources()
+    if _autoscales():
+        return
+    if gpu and have.get("GPU", 0) < workers:
+        raise ConfigError(
+            f"{workers} workers ask for a GPU each, the cluster has {have.get('GPU', 0):g}; "
+            "lower --workers or leave out --gpu"
+        )
+    need = workers * cpus_per_worker + spare_cpus
+    if need > have.get("CPU", 0):
+        raise ConfigError(
+            f"{workers} workers with {cpus_per_worker:g} CPUs each and {spare_cpus:g} for reading data need {need:g} CPUs, "
+            f"the cluster has {have.get('CPU', 0):g}; lower --workers or set cpus_per_worker"
+        )
+
+
+def cpus_for_a_worker(*, workers: int, spare_cpus: float) -> float:
+    """Return one CPU, or less where the cluster must hold all workers and ``spare_cpus`` besides."""
+    have = ray.cluster_resources().get("CPU", 1.0)
+    # Ray counts in parts of a ten-thousandth; a tenth is enough to keep the sum below what is there.
+    return 1.0 if have >= workers + spare_cpus else max(0.1, int(10 * (have - spare_cpus) / workers) / 10)
+
+
+def object_store_bytes() -> float:
+    """Return the object store of the smallest node, in bytes."""
+    return min(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])
+
+
+def threads_per_worker(*, workers: int) -> int:
+    """Share a node's cores among the workers that it may hold."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = max((node.get("CPU", 1.0) for node in nodes), default=1.0)
+    per_node = -(-workers // max(len(nodes), 1))
+    return max(1, int(cores) // per_node)
+
+
+def own_error(error: BaseException) -> RayclError | None:
+    """Find raycl's own error inside those that Ray wraps around it."""
+    seen: list[BaseException] = []
+    todo: list[Any] = [error]
+    while todo:
+        each = todo.pop()
+        if not isinstance(each, BaseException) or each in seen:
+            continue
+        seen.append(each)
+        if isinstance(each, RayclError) and type(each).__module__ == RayclError.__module__:
+            return each
+        todo += [each.__cause__, getattr(each, "cause", None), getattr(each, "controller_failure", None)]
+        todo += list(getattr(each, "worker_failures", {}).values())
+    return None
+
+
+def _autoscales() -> bool:
+    return "RAY_CLUSTER_AUTOSCALES" in os.environ
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+if sys.platform == "win32":
+    raise ConfigError("raycl runs on Linux and macOS, came Windows; use WSL")

@@ -1,0 +1,1 @@
+"""Data, read by Ray Data: sources, decoding, and equal batches for every worker."""

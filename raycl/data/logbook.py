@@ -1,0 +1,83 @@
+"""The logbook: a small actor that workers and data tasks write to and the driver reads."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import ray
+
+from raycl.errors import DataError
+
+NUM_EXAMPLES = 3
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ReadRows:
+    """What has been read so far; ``broken`` counts rows by cause."""
+
+    num_rows: int = 0
+    num_train: int = 0
+    broken: Mapping[str, int] = field(default_factory=dict)
+    examples: Sequence[str] = ()
+
+    @property
+    def num_broken(self) -> int:
+        """Rows left out, whatever the cause."""
+        return sum(self.broken.values())
+
+    def describe_broken(self) -> str:
+        """Return the counts by cause and the first examples, in one line."""
+        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.broken.items()))
+        return f"{causes}; for example {'; '.join(self.examples)}"
+
+    def check(self, max_bad_fraction: float, *, min_rows: int = 0) -> None:
+        """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is broken."""
+        if self.num_rows >= min_rows and self.num_broken > max_bad_fraction * self.num_rows:
+            raise DataError(
+                f"{self.num_broken} of {self.num_rows} rows are broken ({self.describe_broken()}), "
+                f"more than the fraction {max_bad_fraction:g} allowed; "
+                "mend the data or raise data.max_bad_fraction"
+            )
+
+
+@final
+class Logbook:
+    """Keep the latest progress and what each piece of the data held.
+
+    A piece that is read again (an epoch later, or by a task that Ray retried) counts once.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, tuple[int, int, Counter[str], list[str]]] = {}
+        self._progress: dict[str, Any] = {}
+
+    def add_rows(
+        self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
+    ) -> None:
+        """Note the rows of one piece; ``num_train`` of them are sound and not held out."""
+        self._pieces[piece] = (num_rows, num_train, Counter(broken), examples)
+
+    def add_progress(self, progress: Mapping[str, Any]) -> None:
+        """Note how far training is; what came before under the same names is replaced."""
+        self._progress |= progress
+
+    def progress(self) -> dict[str, Any]:
+        """Return the latest progress."""
+        return dict(self._progress)
+
+    def rows(self) -> ReadRows:
+        """Return what all pieces held together."""
+        pieces = [self._pieces[name] for name in sorted(self._pieces)]
+        return ReadRows(
+            num_rows=sum(piece[0] for piece in pieces),
+            num_train=sum(piece[1] for piece in pieces),
+            broken=dict(sum((piece[2] for piece in pieces), Counter())),
+            examples=[example for piece in pieces for example in piece[3]][:NUM_EXAMPLES],
+        )
+
+
+def start_logbook() -> Any:
+    """Start the actor; it takes no CPU and lives as long as the driver."""
+    return ray.remote(num_cpus=0, max_restarts=-1)(Logbook).remote()

@@ -1,0 +1,305 @@
+"""Sources: what lies at an address, cut into pieces that a Ray task reads."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from raycl.data.images import EXTENSIONS
+from raycl.errors import DataError
+from raycl.storage import Place
+
+ROWS_A_PIECE = 2_048
+NO_LABEL = -1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ColumnNames:
+    """Columns to read; ``None`` for a label or id that is not asked for by name."""
+
+    image: str = "image"
+    label: str | None = None
+    sample_id: str | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Rows ``start`` to ``stop`` of a parquet file, or a list of image files below ``uri``."""
+
+    uri: str
+    first_id: int
+    start: int = 0
+    stop: int = 0
+    paths: tuple[str, ...] = ()
+    labels: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """The rows in this piece, broken ones included."""
+        return len(self.paths) or self.stop - self.start
+
+    def to_json(self) -> str:
+        """Return the piece as text, the form in which Ray Data carries it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Piece":
+        """Read what ``to_json`` wrote."""
+        fields = json.loads(text)
+        return Piece(**fields | {"paths": tuple(fields["paths"]), "labels": tuple(fields["labels"])})
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RawRows:
+    """Rows as they lie in the source: encoded images, ids, labels, and where each came from."""
+
+    images: list[Any]
+    sample_id: NDArray[np.int64]
+    label: NDArray[np.int64]
+    where: list[str]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A set of images, found but not yet read.
+
+    Ids count the rows in the order of sorted file names (or come from the id column), so they are
+    the same in every run over the same files.
+    """
+
+    uri: str
+    kind: str
+    pieces: tuple[Piece, ...]
+    columns: ColumnNames
+    classes: tuple[str, ...] | None
+    has_labels: bool
+    ignored: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, broken ones included."""
+        return sum(piece.num_rows for piece in self.pieces)
+
+    def read(self, piece: Piece) -> Iterator[RawRows]:
+        """Yield the rows of one piece in batches; raises ``StorageError`` or ``DataError``."""
+        return self._read_files(piece) if self.kind == "folder" else self._read_parquet(piece)
+
+    def _read_files(self, piece: Piece) -> Iterator[RawRows]:
+        root = Place(piece.uri)
+        for start in range(0, len(piece.paths), 256):
+            paths = piece.paths[start : start + 256]
+            with ThreadPoolExecutor(8) as pool:
+                images = list(pool.map(lambda path: (root / path).read_bytes(), paths))
+            ids = np.arange(start, start + len(paths), dtype=np.int64) + piece.first_id
+            labels = np.array(piece.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
+            yield RawRows(images=images, sample_id=ids, label=labels, where=list(paths))
+
+    def _read_parquet(self, piece: Piece) -> Iterator[RawRows]:
+        names = [name for name in (self.columns.image, self.columns.label, self.columns.sample_id) if name]
+        with _open_parquet(Place(piece.uri)) as file:
+            for first, table in _row_range(file, piece.start, piece.stop, names):
+                position = np.arange(first, first + table.num_rows, dtype=np.int64)
+                yield RawRows(
+                    images=table[self.columns.image].to_pylist(),
+                    sample_id=self._ids(table, position - piece.start + piece.first_id),
+                    label=self._labels(table),
+                    where=[f"{Place(piece.uri).name} row {row}" for row in position],
+                )
+
+    def _ids(self, table: pa.Table, counted: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (
+            counted
+            if self.columns.sample_id is None
+            else stable_ids(table[self.columns.sample_id].to_pylist())
+        )
+
+    def _labels(self, table: pa.Table) -> NDArray[np.int64]:
+        if self.columns.label is None:
+            return np.full(table.num_rows, NO_LABEL, np.int64)
+        column = table[self.columns.label]
+        if self.classes is not None:
+            column = pc.index_in(column.cast(pa.string()), pa.array(self.classes))
+        return pc.fill_null(column.cast(pa.int64()), NO_LABEL).to_numpy()
+
+
+def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
+    """Look at ``uri``: a parquet file, a folder of them, or a folder of image files.
+
+    Raises ``DataError`` if there is nothing to read or a column is missing, ``StorageError`` if
+    the place cannot be reached.
+    """
+    place = Place(uri)
+    columns = columns or ColumnNames()
+    if not place.exists():
+        raise DataError(
+            f"there is nothing at {uri}; give a parquet file, a folder of them or a folder of images"
+        )
+    if not place.is_folder():
+        return _parquet_source(uri, [uri], columns)
+    files = place.files()
+    parquet = [f"{uri.rstrip('/')}/{path}" for path, _ in files if path.endswith(".parquet")]
+    return (
+        _parquet_source(uri, parquet, columns)
+        if parquet
+        else _folder_source(uri, [path for path, _ in files])
+    )
+
+
+def stable_ids(values: list[Any]) -> NDArray[np.int64]:
+    """Turn the values of an id column into int64: integers stay, all else is hashed."""
+    return np.array(
+        [value if isinstance(value, int) else content_id(str(value).encode()) for value in values], np.int64
+    )
+
+
+def content_id(content: bytes) -> int:
+    """Hash bytes to an int64 that is the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _folder_source(uri: str, files: list[str]) -> Source:
+    extension_of = {path: f".{path.rpartition('.')[2].lower()}" for path in files}
+    paths = [path for path in files if extension_of[path] in EXTENSIONS]
+    if not paths:
+        raise DataError(
+            f"{uri} holds no images and no parquet files ({len(files)} other files); "
+            f"known endings are {', '.join(sorted(EXTENSIONS))}"
+        )
+    classes = _class_folders(paths)
+    labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []
+    pieces = tuple(
+        Piece(
+            uri=uri,
+            first_id=first,
+            paths=tuple(paths[first : first + ROWS_A_PIECE]),
+            labels=tuple(labels[first : first + ROWS_A_PIECE]),
+        )
+        for first in range(0, len(paths), ROWS_A_PIECE)
+    )
+    ignored = Counter(extension for extension in extension_of.values() if extension not in EXTENSIONS)
+    return Source(
+        uri=uri,
+        kind="folder",
+        pieces=pieces,
+        columns=ColumnNames(),
+        classes=classes,
+        has_labels=classes is not None,
+        ignored=tuple(sorted(ignored.items())),
+    )
+
+
+def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
+    """Return the class folders where every image lies in one and there are at least two."""
+    if any("/" not in path for path in paths):
+        return None
+    classes = sorted({path.split("/")[0] for path in paths})
+    return tuple(classes) if len(classes) > 1 else None
+
+
+def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(_look_at_parquet, files))
+    columns = _check_columns(uri, found[0][1], columns)
+    pieces: list[Piece] = []
+    first_id = 0
+    for file, (group_sizes, _) in zip(files, found, strict=True):
+        for start, stop in _cut(group_sizes):
+            pieces.append(Piece(uri=file, first_id=first_id, start=start, stop=stop))
+            first_id += stop - start
+    if not first_id:
+        raise DataError(f"{uri} holds no rows; give a set with at least one batch of images")
+    classes = _named_classes(files, found[0][1], columns.label)
+    return Source(
+        uri=uri,
+        kind="parquet",
+        pieces=tuple(pieces),
+        columns=columns,
+        classes=classes,
+        has_labels=columns.label is not None,
+    )
+
+
+def _open_parquet(place: Place) -> pq.ParquetFile:
+    filesystem, path = place.resolve()
+    try:
+        return pq.ParquetFile(path, filesystem=filesystem)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"cannot read {place} as parquet: {str(error).splitlines()[0]}; give a parquet file or a folder"
+        ) from error
+
+
+def _look_at_parquet(uri: str) -> tuple[list[int], pa.Schema]:
+    with _open_parquet(Place(uri)) as file:
+        metadata = file.metadata
+        return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], file.schema_arrow
+
+
+def _check_columns(uri: str, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
+    asked = {"image": columns.image, "label": columns.label, "sample_id": columns.sample_id}
+    for role, name in asked.items():
+        if name is not None and name not in schema.names:
+            raise DataError(
+                f"{uri} has no column {name!r}; it has {', '.join(schema.names)}: "
+                f"name the right one with --set data.columns.{role}=NAME"
+            )
+    label = columns.label or ("label" if "label" in schema.names else None)
+    sample_id = columns.sample_id or ("sample_id" if "sample_id" in schema.names else None)
+    return ColumnNames(image=columns.image, label=label, sample_id=sample_id)
+
+
+def _named_classes(files: list[str], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
+    """Return the sorted class names where labels are text; reads that one column."""
+    if label is None or pa.types.is_integer(schema.field(label).type):
+        return None
+    names: set[str] = set()
+    for file in files:
+        with _open_parquet(Place(file)) as parquet:
+            names |= set(pc.unique(parquet.read([label])[label].cast(pa.string())).drop_null().to_pylist())
+    return tuple(sorted(names))
+
+
+def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Cut a file into ranges of about ``ROWS_A_PIECE`` rows: small row groups joined, large ones split."""
+    start = stop = 0
+    for size in group_sizes:
+        if stop > start and stop + size - start > ROWS_A_PIECE:
+            yield start, stop
+            start = stop
+        stop += size
+        while stop - start > 2 * ROWS_A_PIECE:
+            yield start, start + ROWS_A_PIECE
+            start += ROWS_A_PIECE
+    if stop > start:
+        yield start, stop
+
+
+def _row_range(
+    file: pq.ParquetFile, start: int, stop: int, columns: list[str]
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield (position, rows) for the range, touching only the row groups that hold it."""
+    first = 0
+    for group in range(file.metadata.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        position = first
+        first += size
+        if first <= start or position >= stop:
+            continue
+        for batch in file.iter_batches(256, row_groups=[group], columns=columns):
+            low, high = max(start - position, 0), min(stop - position, batch.num_rows)
+            if low < high:
+                yield position + low, pa.Table.from_batches([batch.slice(low, high - low)])
+            position += batch.num_rows

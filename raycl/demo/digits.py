@@ -1,0 +1,67 @@
+"""Digits on a canvas: each at random positions, sizes and angles.
+
+On scikit-learn's plain 8x8 digits raw pixels already reach a kNN accuracy of 0.98, which shows
+nothing. Placed at random they do badly, and invariance is what has to be learned.
+"""
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from raycl.storage import Place
+
+CANVAS = 32  # pixels
+SIDES = (11.0, 20.0)  # pixels of a placed digit
+ANGLES = (-30.0, 30.0)  # degrees
+NUM_PLACEMENTS = 4
+NUM_TEST = 500
+
+
+def write_digits(output: Place, *, seed: int = 0) -> tuple[str, str]:
+    """Write ``train.parquet`` and ``test.parquet`` below ``output``; return their addresses.
+
+    Digits of the test set are never seen in training. Columns: ``image`` (PNG), ``label``.
+    """
+    digits = load_digits()
+    train, test = train_test_split(
+        np.arange(len(digits.target)), test_size=NUM_TEST, random_state=seed, stratify=digits.target
+    )
+    rng = np.random.default_rng(seed)
+    uris = []
+    for name, chosen in (("train", train), ("test", test)):
+        place = output / f"{name}.parquet"
+        place.write_bytes(_to_parquet(digits.images[chosen], digits.target[chosen], rng))
+        uris.append(place.uri)
+    return uris[0], uris[1]
+
+
+def _to_parquet(images: NDArray[np.float64], labels: NDArray[np.int64], rng: np.random.Generator) -> bytes:
+    placed = [_png(_place(image, rng)) for image in images for _ in range(NUM_PLACEMENTS)]
+    table = pa.table({"image": pa.array(placed, pa.binary()), "label": np.repeat(labels, NUM_PLACEMENTS)})
+    stream = io.BytesIO()
+    pq.write_table(table, stream, row_group_size=1_024)
+    return stream.getvalue()
+
+
+def _place(digit: NDArray[np.float64], rng: np.random.Generator) -> Image.Image:
+    """Turn and scale a digit of 8x8 values up to 16, and set it somewhere on an empty canvas."""
+    side = rng.uniform(*SIDES)
+    picture = Image.fromarray((digit * (255 / 16)).astype(np.uint8))
+    picture = picture.resize((round(side), round(side)), Image.Resampling.BICUBIC)
+    picture = picture.rotate(rng.uniform(*ANGLES), Image.Resampling.BILINEAR, expand=True)
+    left, top = (int(rng.integers(0, max(1, CANVAS - length + 1))) for length in picture.size)
+    canvas = Image.new("L", (CANVAS, CANVAS))
+    canvas.paste(picture, (left, top))
+    return canvas
+
+
+def _png(picture: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    return stream.getvalue()

@@ -1,0 +1,145 @@
+"""Run the demo: pretrain, judge against raw pixels and an untrained encoder, draw neighbors."""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from raycl.config import RunConfig, override
+from raycl.data.images import ImageFormat
+from raycl.data.rows import Rows
+from raycl.demo.digits import CANVAS, write_digits
+from raycl.demo.picture import Neighborhood, draw_neighbors
+from raycl.errors import ConfigError
+from raycl.inference.judgment import raw_pixels
+from raycl.inference.reading import read_rows
+from raycl.judging.embed import embed
+from raycl.judging.knn import knn_accuracy, nearest
+from raycl.judging.linear import linear_accuracy
+from raycl.models.saved import EncoderSpec, ImageEncoder, load_encoder
+from raycl.recipes import recipe
+from raycl.storage import Place
+from raycl.training.launch import train
+
+LABELS_PER_CLASS = 10
+NUM_QUERIES, NUM_NEIGHBORS = 8, 6
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One way to see the digits: a vector for every training and test image."""
+
+    name: str
+    train: Tensor
+    test: Tensor
+
+
+def demo_config(*, workers: int = 2, epochs: int = 40) -> RunConfig:
+    """Return SimCLR for the digits: a small ResNet, crops and contrast, no flips."""
+    return override(
+        recipe("simclr", image_size=CANVAS),
+        {
+            "workers": workers,
+            "data.channels": 1,
+            "augment.crop_scale": [0.3, 1.0],
+            "augment.flip": 0.0,
+            "encoder.name": "resnet10",
+            "encoder.width": 0.375,
+            "stages.0.epochs": epochs,
+            "evaluation.num_test": 500,
+        },
+    )
+
+
+def run_demo(
+    output: str, *, workers: int = 2, epochs: int | None = None, debug: bool = False
+) -> dict[str, dict[str, float]]:
+    """Do it all below ``output``; return kNN and linear accuracy of each way to look.
+
+    Raises ``ConfigError`` if an earlier demo lies there, or the errors of ``raycl.train``.
+    """
+    console = Console()
+    place = Place(output)
+    if (place / "run").exists():
+        raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
+    place.check_writable()
+    train_uri, test_uri = write_digits(place)
+    console.print(f"digits of scikit-learn, placed at random on {CANVAS}x{CANVAS} pixels: {place}")
+    config = demo_config(workers=workers, **({} if epochs is None else {"epochs": epochs}))
+    result = train(config, data=train_uri, output=(place / "run").uri, debug=debug)
+    console.print(
+        f"trained {result.steps} steps in {result.seconds:.0f} s, {result.samples_per_second:,.0f} samples/s"
+    )
+    encoder = load_encoder(result.output)
+    image_format = ImageFormat(size=CANVAS, channels=1)
+    train_rows, test_rows = (read_rows(uri, image_format) for uri in (train_uri, test_uri))
+    looks = _looks(encoder, train_rows, test_rows)
+    scores = {look.name: _score(look, train_rows, test_rows) for look in looks}
+    console.print(_table(scores))
+    picture = place / "neighbors.png"
+    picture.write_bytes(_picture(looks, train_rows, test_rows))
+    console.print(f"neighbors before and after: {picture}")
+    return scores
+
+
+def _looks(encoder: ImageEncoder, train_rows: Rows, test_rows: Rows) -> list[Look]:
+    pixels = [
+        raw_pixels(rows, np.arange(len(rows)), channels=1, size=CANVAS) for rows in (train_rows, test_rows)
+    ]
+    mean = pixels[0].mean(0)
+    return [
+        Look(name="raw pixels", train=pixels[0] - mean, test=pixels[1] - mean),
+        _encoded("untrained encoder", _untrained(encoder.spec), train_rows, test_rows),
+        _encoded("trained encoder", encoder, train_rows, test_rows),
+    ]
+
+
+def _untrained(spec: EncoderSpec) -> ImageEncoder:
+    torch.manual_seed(0)
+    return ImageEncoder(spec.build(), spec).eval()
+
+
+def _encoded(name: str, encoder: ImageEncoder, train_rows: Rows, test_rows: Rows) -> Look:
+    train, test = (
+        embed(encoder, (batch.images for batch in rows.batches(256)), encoder.prepare)
+        for rows in (train_rows, test_rows)
+    )
+    return Look(name=name, train=train, test=test)
+
+
+def _score(look: Look, train_rows: Rows, test_rows: Rows) -> dict[str, float]:
+    train_label, test_label = torch.from_numpy(train_rows.label), torch.from_numpy(test_rows.label)
+    return {
+        "knn": knn_accuracy(look.test, test_label, look.train, train_label),
+        "linear": linear_accuracy(
+            look.train, train_label, look.test, test_label, labels_per_class=LABELS_PER_CLASS
+        ),
+    }
+
+
+def _table(scores: dict[str, dict[str, float]]) -> Table:
+    table = Table(title="accuracy on digits never seen in training")
+    table.add_column("")
+    table.add_column("kNN", justify="right")
+    table.add_column(f"linear, {LABELS_PER_CLASS} labels a class", justify="right")
+    for name, score in scores.items():
+        table.add_row(name, f"{score['knn']:.3f}", f"{score['linear']:.3f}")
+    return table
+
+
+def _picture(looks: list[Look], train_rows: Rows, test_rows: Rows) -> bytes:
+    # One query of each of the first classes, always the same ones.
+    queries = np.array([np.flatnonzero(test_rows.label == label)[0] for label in range(NUM_QUERIES)])
+    neighborhoods = [
+        Neighborhood(
+            title=look.name,
+            neighbors=nearest(look.test[torch.from_numpy(queries)], look.train, k=NUM_NEIGHBORS)[1].numpy(),
+        )
+        for look in looks
+    ]
+    return draw_neighbors(test_rows, queries, train_rows, neighborhoods)

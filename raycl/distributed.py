@@ -1,0 +1,117 @@
+"""What the workers say to one another: rows gathered with their gradient, sums, votes, checks.
+
+Everything here also works alone, without a process group: one worker, of rank 0.
+
+Every function except ``rank`` and ``num_workers`` is collective: all workers call it, in the same
+order.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raycl.errors import RayclError
+
+
+def rank() -> int:
+    """Return the index of this worker; 0 when it is alone."""
+    return dist.get_rank() if _connected() else 0
+
+
+def num_workers() -> int:
+    """Return how many workers train together; 1 when this one is alone."""
+    return dist.get_world_size() if _connected() else 1
+
+
+def gather(rows: Tensor) -> Tensor:
+    """Stack the rows of all workers, in the order of their ranks, with gradient.
+
+    The gradient of a row is the **sum** of what all workers' losses ask of it. With a loss that is
+    the mean over a worker's own rows, and ``DistributedDataParallel``, which averages over workers,
+    the parameters receive the gradient of the mean loss over the global batch.
+
+    Args:
+        rows: This worker's rows, [local_batch, ...]; the same shape and type on every worker
+            (check it once with :func:`check_equal`; it is not checked at each call).
+
+    Returns:
+        [num_workers * local_batch, ...]; this worker's rows begin at ``rank() * local_batch``.
+    """
+    return _Gather.apply(rows) if num_workers() > 1 else rows  # pyright: ignore[reportReturnType]
+
+
+def gather_detached(rows: Tensor) -> Tensor:
+    """Stack the rows of all workers without gradient; ids and other integers too.
+
+    Args:
+        rows: [local_batch, ...]; the same shape and type on every worker.
+
+    Returns:
+        [num_workers * local_batch, ...].
+    """
+    rows = rows.detach()
+    if num_workers() == 1:
+        return rows
+    stacked = rows.new_empty(num_workers() * rows.shape[0], *rows.shape[1:])
+    dist.all_gather_into_tensor(stacked, rows.contiguous())
+    return stacked
+
+
+def all_sum(value: Tensor) -> Tensor:
+    """Return the elementwise sum over all workers, without gradient; ``value`` is left alone."""
+    total = value.detach().clone(memory_format=torch.contiguous_format)
+    if num_workers() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def all_agree(flag: bool) -> bool:
+    """Return True on every worker if ``flag`` is true on all of them, so that all act alike."""
+    return all(_gather_integers(int(flag)))
+
+
+def check_equal(value: int, name: str) -> None:
+    """Raise on every worker unless ``value`` is the same on all of them.
+
+    Args:
+        value: For example the local batch size, once before the first step.
+        name: What the value is, for the error.
+
+    Raises:
+        RayclError: The values differ; the text names the value of each rank.
+    """
+    values = _gather_integers(value)
+    if len(set(values)) > 1:
+        came = ", ".join(f"rank {index}: {each}" for index, each in enumerate(values))
+        raise RayclError(f"{name} must be the same on every worker, but differs ({came})")
+
+
+def _connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _gather_integers(value: int) -> list[int]:
+    # nccl moves nothing but device memory, gloo serves the host.
+    on_device = _connected() and dist.get_backend() == "nccl"
+    return gather_detached(torch.tensor([value], device="cuda" if on_device else "cpu")).tolist()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.local_batch = rows.shape[0]
+        return gather_detached(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Sum, not mean: DDP divides by the number of workers afterwards.
+        if grad.is_cuda:
+            own = grad.new_empty(ctx.local_batch, *grad.shape[1:])
+            dist.reduce_scatter_tensor(own, grad.contiguous())
+            return own
+        # gloo's reduce-scatter takes three times as long as its all-reduce (1 MB, 2 workers).
+        return all_sum(grad).narrow(0, rank() * ctx.local_batch, ctx.local_batch)

@@ -1,0 +1,33 @@
+"""The error tree: every error that raycl raises on purpose.
+
+RayclError
+├── ConfigError     a setting is unknown, of the wrong type or impossible   (exit status 2)
+├── DataError       the data cannot be read, lack a column, hold no rows    (exit status 2)
+├── StorageError    a place cannot be read from or written to               (exit status 2)
+└── RunError        the run started and failed                              (exit status 1)
+    └── NonFiniteLossError
+"""
+
+
+class RayclError(Exception):
+    """The root of raycl's own errors; its text is one line: what is wrong, what came, what to do."""
+
+
+class ConfigError(RayclError, ValueError):
+    """A setting is unknown, of the wrong type or impossible."""
+
+
+class DataError(RayclError):
+    """The data cannot be used: no rows, no such column, too many broken rows."""
+
+
+class StorageError(RayclError):
+    """A place (a local path or s3:// address) cannot be read from or written to."""
+
+
+class RunError(RayclError):
+    """A run that had started failed."""
+
+
+class NonFiniteLossError(RunError):
+    """The loss became NaN or infinite."""

@@ -1,0 +1,185 @@
+"""Judge representations by a linear probe: logistic regression on frozen rows, by scikit-learn."""
+
+import logging
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from raycl.errors import ConfigError, DataError
+
+__all__ = ["linear_accuracy"]
+
+_log = logging.getLogger(__name__)
+
+# Tried from strong to weak; of equals the stronger wins, and strong ones also converge sooner.
+_WEIGHT_DECAYS = (1e-1, 1e-2, 1e-3, 1e-4)
+
+# For a few labels a class: a fifth of ten labels is too few to choose by.
+_FEW_LABELS_WEIGHT_DECAY = 1e-2
+
+_HELD_OUT = 5  # every fifth row of a class
+
+
+def linear_accuracy(
+    train: Tensor,
+    train_label: Tensor,
+    test: Tensor,
+    test_label: Tensor,
+    *,
+    labels_per_class: int | None = None,
+    num_draws: int = 5,
+    weight_decay: float | None = None,
+    max_iterations: int = 500,
+    seed: int = 0,
+) -> float:
+    """Return the share of test rows that a linear classifier of frozen rows gets right, 0 to 1.
+
+    ``train`` and ``test`` are [num_rows, dim], the labels [num_rows], any integers. Columns are
+    standardized by the statistics of the rows fitted on; the classifier is multinomial logistic
+    regression (L-BFGS, float32) with loss = mean cross-entropy + weight_decay / 2 * |W|^2, whatever
+    the size of the set (scikit-learn's C is 1 / (weight_decay * num_rows)).
+
+    ``weight_decay`` None chooses among 0.1, 0.01, 0.001 and 0.0001 by the accuracy on a fifth of
+    each class of **train**, then fits on all of train; the test rows decide nothing.
+    ``labels_per_class`` fits on that many rows of each class only, at weight decay 0.01 unless
+    given, and returns the mean over ``num_draws`` draws, for one draw is noisy. The same ``seed``
+    draws the same rows.
+
+    Time grows with rows * dim * classes: five fits of 50,000 x 512 with 10 classes take about a
+    quarter of a minute of one core. L-BFGS ends after ``max_iterations`` at the latest, and the
+    classifier is judged as it then is.
+
+    Raises ``ConfigError`` for settings out of range, ``DataError`` for shapes, labels or values
+    that do not fit, or fewer rows of a class than ``labels_per_class``.
+    """
+    _check_settings(labels_per_class, num_draws, weight_decay, max_iterations)
+    rows, label = _as_arrays("train", train, train_label)
+    test_rows, test_classes = _as_arrays("test", test, test_label)
+    _check_sets(rows, label, test_rows)
+
+    def score(part: NDArray[np.int64], decay: float) -> float:
+        probe = _fit(rows[part], label[part], decay, max_iterations)
+        return _share_right(probe, test_rows, test_classes)
+
+    rng = np.random.default_rng(seed)
+    if labels_per_class is None:
+        if weight_decay is None:
+            weight_decay = _choose_weight_decay(rows, label, max_iterations, rng)
+        return score(np.arange(len(rows)), weight_decay)
+    draws = [_draw(label, labels_per_class, rng) for _ in range(num_draws)]
+    decay = _FEW_LABELS_WEIGHT_DECAY if weight_decay is None else weight_decay
+    return float(np.mean([score(draw, decay) for draw in draws]))
+
+
+def _fit(
+    rows: NDArray[np.float32], label: NDArray[np.int64], weight_decay: float, max_iterations: int
+) -> Pipeline:
+    """Fit the scaler and the classifier; say so where the classifier was still moving."""
+    classifier = LogisticRegression(C=1 / (weight_decay * len(rows)), max_iter=max_iterations)
+    probe = make_pipeline(StandardScaler(), classifier)
+    with warnings.catch_warnings():
+        # The limit on iterations is part of the probe: weak decay on separable rows moves for ever,
+        # at an accuracy that no longer changes. The choice of decay judges it like any other.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        probe.fit(rows, label)
+    if int(classifier.n_iter_.max()) >= max_iterations:
+        _log.info("the linear probe stopped at %d iterations", max_iterations)
+    return probe
+
+
+def _choose_weight_decay(
+    rows: NDArray[np.float32],
+    label: NDArray[np.int64],
+    max_iterations: int,
+    rng: np.random.Generator,
+) -> float:
+    """Return the decay that does best on rows held out of the training set."""
+    classes = _shuffled_rows_by_class(label, rng)
+    held_out = np.concatenate([members[: len(members) // _HELD_OUT] for members in classes])
+    if len(held_out) == 0:  # classes too small to give any up
+        return _FEW_LABELS_WEIGHT_DECAY
+    kept = np.concatenate([members[len(members) // _HELD_OUT :] for members in classes])
+
+    def accuracy(decay: float) -> float:
+        probe = _fit(rows[kept], label[kept], decay, max_iterations)
+        return _share_right(probe, rows[held_out], label[held_out])
+
+    return max(_WEIGHT_DECAYS, key=accuracy)
+
+
+def _draw(label: NDArray[np.int64], labels_per_class: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Pick that many rows of each class."""
+    classes = _shuffled_rows_by_class(label, rng)
+    smallest = min(classes, key=len)
+    if len(smallest) < labels_per_class:
+        raise DataError(
+            f"labels_per_class is {labels_per_class}, but class {label[smallest[0]]} has only "
+            f"{len(smallest)} training rows; lower it or leave that class out"
+        )
+    return np.concatenate([members[:labels_per_class] for members in classes])
+
+
+def _shuffled_rows_by_class(label: NDArray[np.int64], rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Return the row numbers of each class, in random order."""
+    order = rng.permutation(len(label))
+    order = order[np.argsort(label[order], kind="stable")]
+    _, sizes = np.unique(label, return_counts=True)
+    return np.split(order, np.cumsum(sizes)[:-1])
+
+
+def _share_right(probe: Pipeline, rows: NDArray[np.float32], label: NDArray[np.int64]) -> float:
+    return float(np.mean(probe.predict(rows) == label))
+
+
+def _as_arrays(name: str, rows: Tensor, label: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Check one set and hand it to numpy."""
+    if rows.ndim != 2 or len(rows) == 0:
+        raise DataError(
+            f"{name} must be [num_rows, dim] with at least one row, got {list(rows.shape)}; "
+            "embed the set first"
+        )
+    if label.shape != (len(rows),):
+        raise DataError(
+            f"{name}_label must be one label a row, [{len(rows)}], got {list(label.shape)}; "
+            "check that rows and labels come from the same set"
+        )
+    if label.is_floating_point() or label.is_complex():
+        raise DataError(f"{name}_label must be integers, got {label.dtype}; number the classes")
+    values = rows.detach().float().cpu().numpy()
+    if not np.isfinite(values).all():
+        raise DataError(f"{name} has values that are not finite; look for nan or inf in the representations")
+    return values, label.detach().long().cpu().numpy()
+
+
+def _check_sets(rows: NDArray[np.float32], label: NDArray[np.int64], test_rows: NDArray[np.float32]) -> None:
+    if rows.shape[1] != test_rows.shape[1]:
+        raise DataError(
+            f"train and test must have one dim, got {rows.shape[1]} and {test_rows.shape[1]}; "
+            "embed both with the same encoder"
+        )
+    if label.min() == label.max():
+        raise DataError(
+            f"a probe needs two classes or more, got only class {label[0]}; "
+            "check the label column of the training set"
+        )
+
+
+def _check_settings(
+    labels_per_class: int | None, num_draws: int, weight_decay: float | None, max_iterations: int
+) -> None:
+    counts = {"num_draws": num_draws, "max_iterations": max_iterations}
+    if labels_per_class is not None:
+        counts["labels_per_class"] = labels_per_class
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number")
+    if weight_decay is not None and not weight_decay > 0:
+        raise ConfigError(
+            f"weight_decay must be positive, got {weight_decay}; leave it out to have it chosen"
+        )

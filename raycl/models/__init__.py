@@ -1,0 +1,1 @@
+"""Encoders, projection heads and towers, and how an encoder is saved and loaded."""

@@ -1,0 +1,17 @@
+"""Projection heads: used by the loss, thrown away afterwards."""
+
+from torch import nn
+
+
+def build_projection_head(in_dim: int, *, num_layers: int, hidden_dim: int | None, dim: int) -> nn.Sequential:
+    """Build SimCLR's head (Chen et al., 2020, section 4.2): representations to rows of ``dim``.
+
+    Hidden layers are as wide as the representation unless ``hidden_dim`` says otherwise, each
+    followed by BatchNorm and ReLU; one layer makes the head linear.
+    """
+    layers: list[nn.Module] = []
+    width = hidden_dim or in_dim
+    for _ in range(num_layers - 1):
+        layers += [nn.Linear(in_dim, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(inplace=True)]
+        in_dim = width
+    return nn.Sequential(*layers, nn.Linear(in_dim, dim))

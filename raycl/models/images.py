@@ -1,0 +1,141 @@
+"""Image encoders: torchvision's ResNets and ViTs, for small images and few cores as well."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from raycl.errors import ConfigError
+
+Stem = Literal["auto", "small", "standard"]
+SMALL = 64  # pixels: up to here "auto" takes the small stem
+
+RESNETS: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
+    "resnet10": (BasicBlock, [1, 1, 1, 1]),
+    "resnet18": (BasicBlock, [2, 2, 2, 2]),
+    "resnet34": (BasicBlock, [3, 4, 6, 3]),
+    "resnet50": (Bottleneck, [3, 4, 6, 3]),
+    "resnet101": (Bottleneck, [3, 4, 23, 3]),
+    "resnet152": (Bottleneck, [3, 8, 36, 3]),
+}
+# Layers, heads, hidden width: DeiT's tiny and small, ViT's base and large.
+VITS: dict[str, tuple[int, int, int]] = {
+    "vit_tiny": (12, 3, 192),
+    "vit_small": (12, 6, 384),
+    "vit_base": (12, 12, 768),
+    "vit_large": (24, 16, 1024),
+}
+
+
+def build_image_encoder(
+    name: str,
+    *,
+    image_size: int,
+    channels: int = 3,
+    stem: Stem = "auto",
+    width: float = 1.0,
+    arguments: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build an untrained encoder: images [batch, channels, size, size] to representations.
+
+    ``name`` is a ResNet, a ViT, or ``package.module:function`` of the user's own, called with
+    ``arguments``. The small stem is a 3x3 convolution without pooling (ViT: patches of 4 instead
+    of 16 pixels); ``width`` multiplies the channels. Raises ``ConfigError`` for an unknown name.
+    """
+    if ":" in name:
+        return _users_own(name, arguments or {})
+    if arguments:
+        raise ConfigError(
+            f"encoder.arguments go to an encoder of your own, came {dict(arguments)} for {name}"
+        )
+    small = stem == "small" or (stem == "auto" and image_size <= SMALL)
+    if name in RESNETS:
+        return _ScaledResNet(*RESNETS[name], width=width, channels=channels, small_stem=small)
+    if name in VITS:
+        return _build_vit(name, image_size, channels, 4 if small else 16, width)
+    raise ConfigError(
+        f"unknown encoder.name {name!r}; there are {', '.join([*RESNETS, *VITS])}, "
+        "or package.module:function for your own"
+    )
+
+
+@torch.no_grad()
+def representation_dim(encoder: nn.Module, *, image_size: int, channels: int) -> int:
+    """Return the width of an encoder's output; raises ``ConfigError`` unless it is [batch, dim]."""
+    was_training = encoder.training
+    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+    output = encoder.eval()(torch.zeros(1, channels, image_size, image_size, device=device))
+    encoder.train(was_training)
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        came = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(f"an encoder must return [batch, dim], came {came}; flatten its output")
+    return output.shape[1]
+
+
+@final
+class _ScaledResNet(ResNet):
+    """torchvision's ResNet with every width multiplied and, for small images, a 3x3 stem."""
+
+    def __init__(
+        self,
+        block: type[BasicBlock | Bottleneck],
+        layers: list[int],
+        *,
+        width: float,
+        channels: int,
+        small_stem: bool,
+    ) -> None:
+        self._width = width
+        self._stem_width = _scaled(64, width)
+        super().__init__(block, layers)
+        self.conv1 = (
+            nn.Conv2d(channels, self._stem_width, 3, padding=1, bias=False)
+            if small_stem
+            else nn.Conv2d(channels, self._stem_width, 7, stride=2, padding=3, bias=False)
+        )
+        nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
+        self.bn1 = nn.BatchNorm2d(self._stem_width)
+        if small_stem:
+            self.maxpool = nn.Identity()  # type: ignore[assignment]
+        self.fc = nn.Identity()  # type: ignore[assignment]
+
+    def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
+        if planes == 64:  # the first layer: its input is the stem's output
+            self.inplanes = self._stem_width
+        return super()._make_layer(block, _scaled(planes, self._width), *args, **kwargs)
+
+
+def _build_vit(name: str, image_size: int, channels: int, patch: int, width: float) -> nn.Module:
+    num_layers, num_heads, hidden = VITS[name]
+    if image_size % patch:
+        raise ConfigError(
+            f"{name} cuts images into patches of {patch} pixels, came data.image_size={image_size}; choose a multiple"
+        )
+    hidden = max(num_heads * 8, round(hidden * width / (num_heads * 8)) * num_heads * 8)
+    vit = VisionTransformer(image_size, patch, num_layers, num_heads, hidden, 4 * hidden)
+    if channels != 3:
+        vit.conv_proj = nn.Conv2d(channels, hidden, patch, stride=patch)
+    vit.heads = nn.Identity()  # type: ignore[assignment]
+    return vit
+
+
+def _users_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    module_name, _, function = name.partition(":")
+    try:
+        encoder = getattr(importlib.import_module(module_name), function)(**arguments)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"cannot build encoder.name {name!r}: {error}; give package.module:function"
+        ) from error
+    if not isinstance(encoder, nn.Module):
+        raise ConfigError(f"{name} must return a torch.nn.Module, came {type(encoder).__name__}")
+    return encoder
+
+
+def _scaled(planes: int, width: float) -> int:
+    """Multiples of eight suit the vector units."""
+    return max(8, round(planes * width / 8) * 8)

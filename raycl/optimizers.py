@@ -1,0 +1,93 @@
+"""Optimizers: SGD, AdamW and LARS, with weight decay where it belongs."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+
+def build_optimizer(
+    name: Literal["sgd", "adamw", "lars"],
+    module: nn.Module,
+    *,
+    momentum: float = 0.9,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    trust_coefficient: float = 1e-3,
+) -> Optimizer:
+    """Build an optimizer over ``module``; its learning rate is set at every step.
+
+    Biases and normalization weights (all parameters with fewer than two dimensions) are neither
+    decayed nor scaled by LARS, as in SimCLR.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay, "adapt": True},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "adapt": False},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name == "adamw":
+        return AdamW(groups, lr=0.0, betas=betas, fused=True)
+    if name == "sgd":
+        return SGD(groups, lr=0.0, momentum=momentum, fused=True)
+    return LARS(groups, momentum=momentum, trust_coefficient=trust_coefficient)
+
+
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    """Use this learning rate for the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+@final
+class LARS(Optimizer):
+    """SGD whose step is scaled by the weight's norm over its gradient's (You et al., 2017)."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        *,
+        lr: float = 0.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "adapt": True,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Make one step; a closure is not supported."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._step_group(group, parameters)
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        if group["weight_decay"]:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+        if group["adapt"]:
+            gradients = _adapted(parameters, gradients, group["trust_coefficient"])
+        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, gradients)
+        torch._foreach_add_(parameters, buffers, alpha=-group["lr"])
+
+
+def _adapted(parameters: list[Tensor], gradients: list[Tensor], trust_coefficient: float) -> list[Tensor]:
+    """Scale each gradient by trust_coefficient * |weight| / |gradient|, where both are not zero."""
+    scaled = []
+    norms = zip(torch._foreach_norm(parameters), torch._foreach_norm(gradients), strict=True)
+    for gradient, (weight_norm, gradient_norm) in zip(gradients, norms, strict=True):
+        ratio = trust_coefficient * weight_norm / gradient_norm
+        scaled.append(gradient * torch.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0))
+    return scaled

@@ -1,0 +1,119 @@
+"""The live progress line: what the logbook says, shown while the driver waits."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, final
+
+import ray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+Reading = Callable[[], tuple[int, int, str] | None]
+
+POLL_S = 0.5
+LINE_EVERY_S = 15.0
+
+
+@final
+class ProgressLine:
+    """Show how far something is: a bar on a terminal, a line now and then in a log.
+
+    ``look`` returns (done, total, text), or None while there is nothing to tell.
+    """
+
+    def __init__(self, title: str, look: Reading, *, quiet: bool = False) -> None:
+        self._title, self._look, self._quiet = title, look, quiet
+        self._console = Console(stderr=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        if not self._quiet:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        if not self._quiet:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        if self._console.is_terminal:
+            self._draw_bar()
+        else:
+            self._print_lines()
+
+    def _draw_bar(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._console) as bar:
+            task: TaskID | None = None
+            while True:
+                last = self._stopped.is_set()
+                if seen := self._look():
+                    done, total, text = seen
+                    if task is None:
+                        task = bar.add_task(self._title, total=total, text=text)
+                    bar.update(task, completed=done, total=total, text=text)
+                if last:
+                    return
+                self._stopped.wait(POLL_S)
+
+    def _print_lines(self) -> None:
+        printed_at = 0.0
+        while True:
+            last = self._stopped.is_set()
+            if (last or time.monotonic() - printed_at > LINE_EVERY_S) and (seen := self._look()):
+                done, total, text = seen
+                print(f"{self._title} {done:,}/{total:,}  {text}", file=sys.stderr, flush=True)
+                printed_at = time.monotonic()
+            if last:
+                return
+            self._stopped.wait(POLL_S)
+
+
+def rows_read(logbook: Any, total: int) -> Reading:
+    """Look at how many rows have been read."""
+
+    def look() -> tuple[int, int, str] | None:
+        rows = _ask(logbook.rows)
+        return rows and (rows.num_rows, total, f"rows, {rows.num_broken} broken")
+
+    return look
+
+
+def steps_made(logbook: Any) -> Reading:
+    """Look at how far training is."""
+
+    def look() -> tuple[int, int, str] | None:
+        seen = _ask(logbook.progress)
+        return (seen["step"], seen["num_steps"], _describe(seen)) if seen and "step" in seen else None
+
+    return look
+
+
+def _describe(seen: dict[str, Any]) -> str:
+    parts = [f"steps  epoch {seen['epoch']}  loss {seen['loss']:.4f}"]
+    if "knn_top1" in seen:
+        parts.append(f"kNN {seen['knn_top1']:.3f}")
+    if "samples_per_second" in seen:
+        parts.append(f"{seen['samples_per_second']:,.0f} samples/s")
+    return "  ".join(parts)
+
+
+def _ask(method: Any) -> Any:
+    """Ask the logbook; a progress line is never a reason to fail."""
+    try:
+        return ray.get(method.remote(), timeout=5.0)
+    except Exception:
+        return None

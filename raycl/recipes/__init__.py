@@ -1,0 +1,23 @@
+"""Recipes: functions of the image size that return a whole run as a value."""
+
+from collections.abc import Callable
+
+from raycl.config import RunConfig
+from raycl.errors import ConfigError
+from raycl.recipes.images import simclr
+
+RECIPES: dict[str, Callable[[int], RunConfig]] = {
+    "simclr": simclr,
+}
+
+
+def recipe(name: str, *, image_size: int = 224) -> RunConfig:
+    """Return the run called ``name`` for images of ``image_size`` pixels.
+
+    Raises ``ConfigError`` naming the recipes that exist.
+    """
+    if name not in RECIPES:
+        raise ConfigError(
+            f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a file ending in .yaml"
+        )
+    return RECIPES[name](image_size)

@@ -1,0 +1,84 @@
+"""From what a user types to what a run needs: recipe, flags, settings, and a look at the data."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from raycl.config import Columns, RunConfig, config_from_yaml, override, parse_setting
+from raycl.data.images import BrokenImageError, image_sides
+from raycl.data.sources import ColumnNames, Source, find_source
+from raycl.errors import ConfigError
+from raycl.recipes import recipe
+from raycl.storage import Place
+
+LARGEST = 224
+NUM_PEEKED = 16
+
+
+def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
+    """Return the run: a recipe sized to the data, or a YAML file; then flags; then ``--set``.
+
+    A recipe looks at a few images: its image size is their shorter side, at most 224, unless
+    ``data.image_size`` is set. Raises ``ConfigError`` or ``DataError``.
+    """
+    pairs = dict(map(parse_setting, settings))
+    overrides = {**flags.get("length", {}), **{k: v for k, v in flags.items() if k != "length"}, **pairs}
+    if name.endswith((".yaml", ".yml")):
+        return override(config_from_yaml(Place(name).read_text(), name=name), overrides)
+    config = recipe(name, image_size=LARGEST)
+    override(config, overrides)  # a typing error is found before the data are touched
+    if "data.image_size" in pairs:
+        return override(recipe(name, image_size=pairs["data.image_size"]), overrides)
+    columns = {
+        key.removeprefix("data.columns."): v for key, v in pairs.items() if key.startswith("data.columns.")
+    }
+    size = peek_image_size(find_source(data, ColumnNames(**columns)))
+    return override(recipe(name, image_size=size), overrides)
+
+
+def peek_image_size(source: Source) -> int:
+    """Return the median shorter side of the first sound images, between 8 and 224 pixels."""
+    sides = []
+    for rows in islice(source.read(source.pieces[0]), 1):
+        for content in rows.images[:NUM_PEEKED]:
+            try:
+                sides.append(min(image_sides(content)))
+            except BrokenImageError:
+                continue
+    return max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
+
+
+def judgment_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Read ``--set`` of ``evaluate``: k, temperature, labels_per_class, seed, floor, data.*."""
+    kinds = {"k": int, "temperature": float, "labels_per_class": int, "seed": int, "floor": bool}
+    return _read_settings(settings, kinds)
+
+
+def embedding_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Read ``--set`` of ``embed`` and ``doctor``: data.columns.* and data.max_bad_fraction."""
+    return _read_settings(settings, {})
+
+
+def _read_settings(settings: Sequence[str], kinds: Mapping[str, type]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
+    allowed = [*kinds, "data.max_bad_fraction", *(f"data.columns.{name}" for name in Columns.model_fields)]
+    for path, value in map(parse_setting, settings):
+        if path not in allowed:
+            raise ConfigError(f"unknown key {path} (allowed: {', '.join(allowed)})")
+        if path.startswith("data.columns."):
+            columns[path.removeprefix("data.columns.")] = value
+        elif path == "data.max_bad_fraction":
+            result["max_bad_fraction"] = _typed(path, value, float)
+        else:
+            result[path] = _typed(path, value, kinds[path])
+    return result | ({"columns": ColumnNames(**columns)} if columns else {})
+
+
+def _typed(path: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{path} must be {kind.__name__}, came {value!r}")
+    return value

@@ -1,0 +1,321 @@
+"""The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raycl.augment.images import center_view, two_views
+from raycl.config import RunConfig
+from raycl.data.holdout import Holdout
+from raycl.data.logbook import ReadRows
+from raycl.data.order import Share, Shuffled
+from raycl.data.prefetch import prefetch
+from raycl.data.rows import Batch, Rows
+from raycl.data.stream import Stream
+from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank
+from raycl.errors import DataError, NonFiniteLossError
+from raycl.models.saved import save_encoder
+from raycl.models.towers import Tower
+from raycl.records import MetricsLog
+from raycl.storage import Place
+from raycl.training import build
+from raycl.training.checkpoint import Position, restore_checkpoint, save_checkpoint
+from raycl.training.judge import Judge
+from raycl.training.process import prepare_process
+from raycl.training.step import Views, train_step
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the driver hands to every worker.
+
+    ``blocks`` hold all decoded rows, or with a ``stream`` only those of the periodic judge.
+    """
+
+    config: RunConfig
+    output: Place
+    blocks: tuple[ray.ObjectRef, ...]
+    stream: Stream | None
+    num_train: int
+    holdout: Holdout
+    logbook: Any
+    num_threads: int
+    judged: bool
+    network: nn.Module | None = None
+
+
+def run_worker(settings: dict[str, Job]) -> dict[str, Any] | None:
+    """Train on this worker; the first one returns the final metrics."""
+    job = settings["job"]
+    prepare_process(job.num_threads)
+    loop = _Loop(job, ray.train.torch.get_device())
+    return loop.run()
+
+
+@final
+class _Loop:
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._job, self._config, self._device = job, job.config, device
+        self._stage = job.config.stage
+        self._is_writer = rank() == 0
+        image_format = build.image_format(job.config)
+        rows = Rows(ray.get(list(job.blocks)), image_format)
+        train_rows = rows.where(job.holdout.is_train)
+        self._batches = job.stream or Shuffled(rows=train_rows, seed=job.config.seed)
+        self._judge = self._build_judge(rows)
+        self._share = Share(batch_size=self._stage.batch_size, rank=rank(), num_workers=num_workers())
+        self._steps_per_epoch = job.num_train // self._stage.batch_size
+        self._num_steps = build.num_steps(self._stage, self._steps_per_epoch)
+        self._learning_rate = build.learning_rate(self._stage, self._steps_per_epoch)
+        self._augmentation = build.augmentation(job.config)
+        network = build.encoder(job.config) if job.network is None else job.network
+        self._tower = build.tower(job.config, network).to(device, memory_format=torch.channels_last)
+        self._spec = build.encoder_spec(job.config, self._tower.encoder)
+        self._optimizer = build.optimizer(job.config, self._tower)
+        check_equal(len(train_rows), "the number of training rows")
+
+    def run(self) -> dict[str, Any] | None:
+        position, metrics = restore_checkpoint(self._tower, self._optimizer)
+        self._metrics = metrics
+        self._parallel = _parallel(self._tower, self._device)
+        self._log = MetricsLog(self._job.output, resume_step=position.step) if self._is_writer else None
+        self._clock = _Clock(position)
+        self._saved_step, self._saved_at = position.step, time.monotonic()
+        if position.step == 0:
+            self._judge_now(position)
+        while position.step < self._num_steps:
+            position = self._run_epoch(position)
+        return self._finish(position)
+
+    def _run_epoch(self, position: Position) -> Position:
+        self._tower.train()
+        for views in self._views(position):
+            # Dropout must not depend on what ran before, or a resumed run would differ.
+            torch.manual_seed(hash((self._config.seed, position.step, rank())) % 2**63)
+            loss = self._step(views, position)
+            position = replace(position.next_step(), seconds=self._clock.seconds())
+            self._record(position, loss)
+            if position.step >= self._num_steps:
+                break
+            if self._checkpoint_is_due(position):
+                self._save(position)
+        if position.epoch_step == 0:
+            raise DataError(
+                f"epoch {position.epoch} gave worker {rank()} not one batch of {self._share.local_batch_size} rows; "
+                "lower --batch-size or give more data"
+            )
+        position = position.next_epoch()
+        if self._judgment_is_due(position):
+            self._judge_now(position)
+            self._save(position)
+        return position
+
+    def _views(self, position: Position) -> Iterator[Views]:
+        batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)
+        if self._device.type == "cpu":
+            return self._timed(prefetch(map(self._augment, batches)))
+        return self._timed(map(self._augment, prefetch(batches)))
+
+    def _augment(self, batch: Batch) -> Views:
+        images = torch.from_numpy(batch.images).to(self._device, non_blocking=True)
+        view_a, view_b = two_views(
+            images,
+            batch.sample_id,
+            augmentation=self._augmentation,
+            seed=self._config.seed,
+            epoch=batch.epoch,
+            aspect=batch.aspect,
+        )
+        return Views(
+            view_a=view_a, view_b=view_b, sample_id=torch.from_numpy(batch.sample_id).to(self._device)
+        )
+
+    def _timed(self, items: Iterator[Views]) -> Iterator[Views]:
+        """Count the time that the step waits for data."""
+        while True:
+            with self._clock.waiting():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def _step(self, views: Views, position: Position) -> float:
+        try:
+            return train_step(
+                self._parallel,
+                self._optimizer,
+                views,
+                temperature=self._stage.temperature,
+                learning_rate=self._learning_rate(position.step),
+                precision=self._config.precision,
+            )
+        except NonFiniteLossError as error:
+            ids = gather_detached(views.sample_id).tolist()
+            shown = ", ".join(map(str, ids[:8]))
+            if self._log:
+                self._log.flush()
+            raise NonFiniteLossError(
+                f"{error} at step {position.step + 1} (epoch {position.epoch}), on the batch of sample ids "
+                f"{shown}{', ...' if len(ids) > 8 else ''}; the last checkpoint (step {self._saved_step}) is kept: "
+                "look at these samples, or lower stages.0.learning_rate"
+            ) from None
+
+    def _record(self, position: Position, loss: float) -> None:
+        if not self._log:
+            return
+        progress = {
+            "step": position.step,
+            "num_steps": self._num_steps,
+            "epoch": position.epoch,
+            "loss": loss,
+        }
+        if position.step % self._config.log_every_steps == 0 or position.step == self._num_steps:
+            samples_per_second, wait_fraction = self._clock.lap(position.step, self._stage.batch_size)
+            progress["samples_per_second"] = samples_per_second
+            self._check_broken_rows()
+            self._log.write(
+                {
+                    "step": position.step,
+                    "epoch": position.epoch,
+                    "stage": 0,
+                    "loss": loss,
+                    "learning_rate": self._learning_rate(position.step - 1),
+                    "samples_per_second": samples_per_second,
+                    "data_wait_fraction": wait_fraction,
+                    "seconds": position.seconds,
+                }
+            )
+        self._clock.tell(self._job.logbook, progress)
+
+    def _check_broken_rows(self) -> None:
+        if self._job.stream is not None:
+            rows: ReadRows = ray.get(self._job.logbook.rows.remote())
+            rows.check(self._config.data.max_bad_fraction, min_rows=min(1_000, self._job.num_train))
+
+    def _checkpoint_is_due(self, position: Position) -> bool:
+        every = self._config.checkpoints.every_steps
+        if every is not None and position.step % every == 0:
+            return True
+        # Clocks differ between workers: the first one decides.
+        late = time.monotonic() - self._saved_at > self._config.checkpoints.every_s
+        if position.step % self._config.log_every_steps:
+            return False
+        return bool(all_sum(torch.tensor(int(late and self._is_writer), device=self._device)))
+
+    def _save(self, position: Position) -> None:
+        if position.step == self._saved_step:
+            return
+        with self._clock.paused():
+            if self._log:
+                self._log.flush()
+            save_checkpoint(self._tower, self._optimizer, position, self._metrics, is_writer=self._is_writer)
+        self._saved_step, self._saved_at = position.step, time.monotonic()
+
+    def _build_judge(self, rows: Rows) -> Judge | None:
+        if not self._job.judged:
+            return None
+        mean, std = self._config.normalization
+        settings = self._config.evaluation
+        return Judge(
+            bank=rows.where(self._job.holdout.is_bank),
+            test=rows.where(self._job.holdout.is_test),
+            prepare=lambda images: center_view(images, size=self._config.data.image_size, mean=mean, std=std),
+            k=settings.k,
+            temperature=settings.temperature,
+        )
+
+    def _judgment_is_due(self, position: Position) -> bool:
+        if self._judge is None or position.step >= self._num_steps:
+            return False
+        num_epochs = max(1, self._num_steps // max(1, self._steps_per_epoch))
+        every = self._config.evaluation.every_epochs or max(1, num_epochs // 10)
+        return position.epoch % every == 0
+
+    def _judge_now(self, position: Position) -> None:
+        if self._judge is None:
+            return
+        with self._clock.paused():
+            accuracy = self._judge.knn_accuracy(self._tower.encoder, self._device)
+        self._metrics = {**self._metrics, "knn_top1": accuracy}
+        if self._log:
+            line = {"step": position.step, "epoch": position.epoch, "stage": 0, "knn_top1": accuracy}
+            self._log.write(line | {"seconds": self._clock.seconds()})
+            self._job.logbook.add_progress.remote({"knn_top1": accuracy})
+
+    def _finish(self, position: Position) -> dict[str, Any] | None:
+        self._judge_now(position)
+        self._save(position)
+        if self._log is None:
+            return None
+        self._log.flush()
+        save_encoder(self._tower.encoder, self._spec, self._job.output)
+        return {"step": position.step, "epoch": position.epoch, "seconds": position.seconds, **self._metrics}
+
+
+@final
+class _Clock:
+    """Training time, without judgments and checkpoints, and how much of it waits for data."""
+
+    def __init__(self, position: Position) -> None:
+        self._started = time.monotonic() - position.seconds
+        self._excluded = self._waited = 0.0
+        self._lap_step, self._lap_seconds, self._lap_waited = position.step, position.seconds, 0.0
+        self._told_at = 0.0
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._started - self._excluded
+
+    def paused(self) -> "_Stopwatch":
+        return _Stopwatch(self, "_excluded")
+
+    def waiting(self) -> "_Stopwatch":
+        return _Stopwatch(self, "_waited")
+
+    def lap(self, step: int, batch_size: int) -> tuple[float, float]:
+        """Return samples a second and the fraction of time spent waiting since the last lap."""
+        seconds = self.seconds()
+        num_steps = step - self._lap_step
+        spent = max(seconds - self._lap_seconds, 1e-9)
+        waited = (self._waited - self._lap_waited) / spent
+        self._lap_step, self._lap_seconds, self._lap_waited = step, seconds, self._waited
+        return num_steps * batch_size / spent, waited
+
+    def tell(self, logbook: Any, progress: dict[str, Any]) -> None:
+        """Send progress to the driver, at most three times a second."""
+        if time.monotonic() - self._told_at > 0.3:
+            self._told_at = time.monotonic()
+            logbook.add_progress.remote(progress)
+
+
+@final
+class _Stopwatch:
+    def __init__(self, clock: _Clock, account: str) -> None:
+        self._clock, self._account = clock, account
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.monotonic() - self._since
+        setattr(self._clock, self._account, getattr(self._clock, self._account) + spent)
+
+
+def _parallel(tower: Tower, device: torch.device) -> nn.Module:
+    """Wrap the tower so that gradients are averaged over workers."""
+    if num_workers() == 1:
+        return tower
+    return DistributedDataParallel(
+        tower,
+        device_ids=[device] if device.type == "cuda" else None,
+        broadcast_buffers=False,  # synchronized statistics are equal anyway
+        gradient_as_bucket_view=True,
+    )

@@ -1,0 +1,46 @@
+"""Encoders of the tests' own: small, and able to go wrong at a chosen step."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+class Small(nn.Module):
+    """Two convolutions with BatchNorm and dropout; dies or returns NaN at a training step, once."""
+
+    def __init__(self, channels: int = 3, die_at: int = 0, nan_at: int = 0, marker: str = "") -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, 8, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+        self._die_at, self._nan_at, self._marker = die_at, nan_at, marker
+        self._num_steps = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self._num_steps += 1
+            if self._num_steps == self._die_at and not Path(self._marker).exists():
+                Path(self._marker).touch()
+                os._exit(1)
+            if self._num_steps == self._nan_at:
+                return self.layers(images) * torch.nan
+        return self.layers(images)
+
+
+def small(**arguments: object) -> nn.Module:
+    return Small(**arguments)  # type: ignore[arg-type]
+
+
+def flat(**arguments: object) -> nn.Module:
+    """Return the wrong shape."""
+    return nn.Conv2d(3, 4, 3)

@@ -1,0 +1,246 @@
+"""Whole runs on a real local Ray: what they write, how they resume, how they fail."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import raycl
+from raycl.config import RunConfig
+from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError
+from raycl.records import read_metrics, read_result
+from raycl.storage import Place
+from tests.images import write_digits
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+NUM_IMAGES, NUM_BROKEN, BATCH_SIZE = 700, 5, 64
+
+
+def small_run(**settings: Any) -> RunConfig:
+    """Two workers, two epochs of nine steps, a checkpoint every fifth, dropout in the encoder."""
+    return raycl.override(
+        raycl.recipe("simclr", image_size=16),
+        {
+            "workers": 2,
+            "cpus_per_worker": 0.5,
+            "data.channels": 1,
+            "encoder.name": "tests.cluster.networks:small",
+            "encoder.arguments": {"channels": 1},
+            "stages.0.epochs": 2,
+            "stages.0.batch_size": BATCH_SIZE,
+            "evaluation.num_test": 64,
+            "evaluation.k": 20,
+            "checkpoints.every_steps": 5,
+            "log_every_steps": 1,
+            **settings,
+        },
+    )
+
+
+def weights_of(output: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(output / "encoder.safetensors")
+
+
+@dataclass(frozen=True)
+class Finished:
+    data: Path
+    output: Path
+    result: raycl.RunResult
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One uninterrupted run that many tests look at."""
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    return Finished(data, output, raycl.train(small_run(), data=str(data), output=str(output), quiet=True))
+
+
+def test_a_run_writes_what_it_promises(finished: Finished) -> None:
+    result = read_result(Place(str(finished.output)))
+    assert result["status"] == "finished"
+    assert result["steps"] == finished.result.steps
+    assert result["samples_per_second"] > 0
+    assert 0 < result["final"]["knn_top1"] <= 1
+    saved = raycl.config_from_yaml((finished.output / "config.yaml").read_text())
+    assert saved == small_run()
+
+
+def test_broken_rows_are_counted_by_cause(finished: Finished) -> None:
+    assert finished.result.broken_rows == {"not an image": NUM_BROKEN}
+
+
+def test_metrics_have_a_line_a_step_and_judgments_between(finished: Finished) -> None:
+    lines = read_metrics(Place(str(finished.output)))
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, finished.result.steps + 1))
+    assert {"step", "epoch", "stage", "loss", "learning_rate", "samples_per_second"} <= steps[0].keys()
+    judged = [line["step"] for line in lines if "knn_top1" in line]
+    assert judged[0] == 0
+    assert judged[-1] == finished.result.steps
+
+
+def test_an_epoch_has_as_many_steps_as_whole_batches(finished: Finished) -> None:
+    lines = [line for line in read_metrics(Place(str(finished.output))) if "loss" in line]
+    num_steps = [sum(line["epoch"] == epoch for line in lines) for epoch in (0, 1)]
+    assert num_steps[0] == num_steps[1]
+    held_out = NUM_IMAGES - NUM_BROKEN - num_steps[0] * BATCH_SIZE
+    assert 20 < held_out < 64 + 64  # about a tenth of the rows, and less than a batch
+
+
+def test_the_encoder_loads_and_encodes(finished: Finished) -> None:
+    encoder = raycl.load_encoder(str(finished.output))
+    representation = encoder.encode(np.zeros((3, 16, 16, 1), np.uint8))
+    assert representation.shape == (3, 16)
+    assert not encoder.training
+
+
+def test_latest_and_best_checkpoint_are_kept(finished: Finished) -> None:
+    kept = sorted(path.name for path in (finished.output / "checkpoints").glob("step-*"))
+    assert f"step-{finished.result.steps:08d}" in kept
+    assert len(kept) <= 3
+
+
+def test_an_existing_output_is_refused_without_resume(finished: Finished) -> None:
+    with pytest.raises(ConfigError, match="earlier run.*--resume"):
+        raycl.train(small_run(), data=str(finished.data), output=str(finished.output), quiet=True)
+
+
+def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one(
+    finished: Finished, tmp_path: Path
+) -> None:
+    output, marker = tmp_path / "killed", tmp_path / "died"
+    # It dies at the 8th step, after the checkpoint of the 5th: neither is the end of an epoch.
+    config = small_run(**{"encoder.arguments": {"channels": 1, "die_at": 8, "marker": str(marker)}})
+    with pytest.raises(RunError):
+        raycl.train(config, data=str(finished.data), output=str(output), quiet=True)
+    assert marker.exists()
+    assert read_result(Place(str(output)))["status"] == "failed"
+    raycl.train(config, data=str(finished.data), output=str(output), resume=True, quiet=True)
+    whole, resumed = weights_of(finished.output), weights_of(output)
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+    losses = [
+        [(line["step"], line["loss"]) for line in read_metrics(Place(str(place))) if "loss" in line]
+        for place in (finished.output, output)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_one_worker_takes_the_same_steps_as_two(finished: Finished, tmp_path: Path) -> None:
+    # Without dropout, whose masks belong to a worker's own rows.
+    without = {"encoder.name": "resnet10", "encoder.arguments": {}, "encoder.width": 0.125}
+    without |= {"stages.0.epochs": None, "stages.0.steps": 4, "evaluation.every_epochs": 0}
+    losses = []
+    for workers in (1, 2):
+        output = tmp_path / str(workers)
+        raycl.train(
+            small_run(**without, workers=workers), data=str(finished.data), output=str(output), quiet=True
+        )
+        losses.append([line["loss"] for line in read_metrics(Place(str(output)))])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_step_and_ids(data: Path, tmp_path: Path) -> None:
+    config = small_run(**{"encoder.arguments": {"channels": 1, "nan_at": 7}})
+    with pytest.raises(NonFiniteLossError) as caught:
+        raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "nan at step 7" in text
+    assert "sample ids" in text
+    assert "last checkpoint (step 5) is kept" in text
+    assert (tmp_path / "run" / "checkpoints" / "step-00000005").exists()
+    assert read_result(Place(str(tmp_path / "run")))["error"] == text
+
+
+def test_a_streamed_set_trains_and_every_worker_makes_the_same_steps(data: Path, tmp_path: Path) -> None:
+    config = small_run(**{"data.cache": "stream", "data.shuffle_rows": 128})
+    result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    assert result.steps == 2 * (round((NUM_IMAGES) * 0.9086) // BATCH_SIZE)
+    assert result.broken_rows == {"not an image": NUM_BROKEN}
+    assert "knn_top1" in result.final
+
+
+def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
+    import ray
+
+    from tests.cluster.networks import Small
+
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 255, (128, 12, 12, 3), np.uint8)
+    dataset = ray.data.from_items(
+        [{"image": image, "label": index % 2} for index, image in enumerate(pixels)]
+    )
+    config = small_run(
+        **{
+            "data.channels": 3,
+            "encoder.name": "resnet10",
+            "encoder.arguments": {},
+            "stages.0.epochs": 1,
+            "workers": 1,
+        }
+    )
+    output = str(tmp_path / "run")
+    result = raycl.train(config, dataset=dataset, encoder=Small(), output=output, quiet=True)
+    assert result.steps == 1
+    loaded = raycl.load_encoder(output, network=Small())
+    assert loaded.encode(pixels[:2]).shape == (2, 16)
+
+
+def test_too_many_broken_rows_stop_before_training(tmp_path: Path) -> None:
+    path = write_digits(tmp_path / "digits.parquet", 200, broken=20)
+    with pytest.raises(
+        DataError, match=r"20 of 200 rows are broken \(20 not an image; for example digits.parquet row 180"
+    ):
+        raycl.train(small_run(), data=str(path), output=str(tmp_path / "run"), quiet=True)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_batch_larger_than_the_set_is_refused(tmp_path: Path) -> None:
+    path = write_digits(tmp_path / "digits.parquet", 40)
+    with pytest.raises(DataError, match="a batch of 64 rows is larger than the 40 rows"):
+        raycl.train(small_run(), data=str(path), output=str(tmp_path / "run"), quiet=True)
+
+
+def test_an_encoder_of_the_wrong_shape_is_refused(data: Path, tmp_path: Path) -> None:
+    config = small_run(
+        **{"encoder.name": "tests.cluster.networks:flat", "encoder.arguments": {}, "data.channels": 3}
+    )
+    with pytest.raises(ConfigError, match=r"must return \[batch, dim\]"):
+        raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+
+
+def test_workers_that_the_cluster_cannot_hold_are_refused(data: Path, tmp_path: Path) -> None:
+    config = small_run(workers=64, cpus_per_worker=1.0)
+    with pytest.raises(ConfigError, match="64 workers with 1 CPUs each .* the cluster has 4"):
+        raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+
+
+def test_embedding_and_judging_a_run(finished: Finished, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    embedded = tmp_path / "embedded.parquet"
+    rows = raycl.embed(str(finished.output), str(finished.data), str(embedded), quiet=True)
+    assert rows.num_broken == NUM_BROKEN
+    table = pq.read_table(embedded)
+    assert sorted(table["sample_id"].to_pylist()) == list(range(NUM_IMAGES - NUM_BROKEN))
+    assert len(table["representation"][0].as_py()) == 16
+    judged = raycl.evaluate(
+        "knn", run=str(finished.output), train=str(finished.data), test=str(finished.data), k=1, quiet=True
+    )
+    # Every test image is in the training set, so its nearest neighbor is itself.
+    assert judged["top1"] == 1.0
+    assert judged["floor"] == {"pixels": 1.0}
+    assert judged["num_train"] == judged["num_test"] == NUM_IMAGES - NUM_BROKEN
+    json.dumps(judged)

@@ -1,0 +1,714 @@
+"""The views: what they depend on, and that their distributions are torchvision's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.functional as tvf
+from scipy.stats import chisquare
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torchvision import transforms
+
+import raycl.augment.images
+from raycl.augment import ImageAugmentation, center_view, two_views, uniforms
+from raycl.augment.blur import blur, blur_by_products, blur_by_shifts, kernel_size
+from raycl.augment.color import color_transform, recolor
+from raycl.augment.crop import (
+    NUM_BOX_DRAWS,
+    draw_boxes,
+    resample,
+    resample_by_products,
+    resample_by_slices,
+)
+from raycl.errors import ConfigError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PLAIN: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+STILL: dict[str, Any] = {
+    "crop_scale": (1.0, 1.0),
+    "crop_ratio": (1.0, 1.0),
+    "flip": 0.0,
+    "jitter": 0.0,
+    "grayscale": 0.0,
+    "blur": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def photos() -> np.ndarray:
+    """Give 24 crops of 200 x 200 pixels from two photographs; uint8 [24, 200, 200, 3]."""
+    tiles = [
+        picture[top : top + 200, left : left + 200]
+        for picture in load_sample_images().images
+        for top in (0, 100, 200, 227)
+        for left in (0, 200, 400)
+    ]
+    return np.stack(tiles).astype(np.uint8)
+
+
+def squares(photos: np.ndarray, size: int) -> np.ndarray:
+    """Cut the middle ``size`` x ``size`` pixels out of each photo."""
+    start = (photos.shape[1] - size) // 2
+    return np.ascontiguousarray(photos[:, start : start + size, start : start + size])
+
+
+def as_planes(images: np.ndarray) -> Tensor:
+    """Turn uint8 [n, height, width, channels] into [n, channels, height, width]."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+
+
+def noise(num_images: int, size: int, *, channels: int = 3) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (num_images, size, size, channels), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep to one core: these tensors are too small for more, and other tests may want them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Draws
+
+
+def mixed(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+@pytest.mark.parametrize("sample_id", [0, 1, -1, 12345, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize(("seed", "epoch", "view"), [(0, 0, 0), (-3, 7, 1), (2**70 + 5, 1, 0)])
+def test_uniforms_equal_a_hash_in_unbounded_integers(
+    sample_id: int, seed: int, epoch: int, view: int
+) -> None:
+    came = uniforms(np.array([sample_id]), seed=seed, epoch=epoch, view=view, num=5)
+    for column in range(5):
+        word = seed % 2**64
+        for part in (view, epoch, sample_id, column):
+            word = mixed(mixed((word + 0x9E3779B97F4A7C15) % 2**64) ^ (part % 2**64))
+        assert came[0, column].item() == (word >> 40) / 2**24
+
+
+def test_uniforms_of_a_sample_do_not_depend_on_its_batch() -> None:
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 300)
+    whole = uniforms(ids, seed=3, epoch=5, view=1, num=7)
+    assert whole.dtype == torch.float32
+    assert whole.shape == (300, 7)
+    order = np.random.default_rng(1).permutation(300)
+    torch.testing.assert_close(
+        uniforms(ids[order], seed=3, epoch=5, view=1, num=7), whole[order], rtol=0, atol=0
+    )
+    alone = uniforms(torch.from_numpy(ids[17:18]), seed=3, epoch=5, view=1, num=4)
+    torch.testing.assert_close(alone, whole[17:18, :4], rtol=0, atol=0)
+
+
+def test_uniforms_take_an_epoch_for_each_row() -> None:
+    ids, epochs = np.array([4, 4, 9]), np.array([0, 1, 1])
+    rows = uniforms(ids, seed=0, epoch=epochs, view=0, num=6)
+    for row in range(3):
+        alone = uniforms(ids[row : row + 1], seed=0, epoch=int(epochs[row]), view=0, num=6)
+        assert torch.equal(rows[row], alone[0])
+
+
+def test_uniforms_are_uniform() -> None:
+    draws = uniforms(np.arange(20_000), seed=0, epoch=0, view=0, num=16).double()
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    # Standard errors: 0.289 / sqrt(320,000) = 0.0005 and 0.0745 / sqrt(320,000) = 0.00013.
+    assert draws.mean().item() == pytest.approx(1 / 2, abs=0.002)
+    assert draws.var().item() == pytest.approx(1 / 12, abs=0.0006)
+    for column in draws.unbind(1):
+        counts = torch.histc(column, bins=64, min=0, max=1).numpy()
+        assert chisquare(counts).pvalue > 1e-5
+
+
+def test_neighbouring_seeds_epochs_views_samples_and_columns_are_uncorrelated() -> None:
+    ids = np.arange(20_000)
+
+    def draw(*, shift: int = 0, seed: int = 0, epoch: int = 0, view: int = 0) -> Tensor:
+        return uniforms(ids + shift, seed=seed, epoch=epoch, view=view, num=4)
+
+    base = draw()
+    others = [draw(shift=shift) for shift in (1, 2, 64, 2**32, -(2**63))]
+    others += [draw(seed=1), draw(seed=2**32), draw(seed=-1), draw(epoch=1), draw(epoch=2)]
+    others += [draw(view=1), draw(seed=1, epoch=1), draw(epoch=1, view=1), draw(epoch=1, shift=1)]
+    for other in others:
+        table = torch.corrcoef(torch.cat([base, other], dim=1).T) - torch.eye(8)
+        assert table.abs().max() < 5 / np.sqrt(len(ids))  # five standard errors
+        assert (base == other).float().mean() < 1e-3
+    swapped = uniforms(np.array([1]), seed=0, epoch=0, view=0, num=4)
+    assert not torch.equal(swapped, uniforms(np.array([0]), seed=0, epoch=1, view=0, num=4))
+    assert not torch.equal(swapped, uniforms(np.array([0]), seed=1, epoch=0, view=0, num=4))
+    assert not torch.equal(swapped, uniforms(np.array([0]), seed=0, epoch=0, view=1, num=4))
+
+
+# What a view depends on
+
+
+@pytest.mark.parametrize(("size", "stored"), [(32, 32), (96, 120)])
+def test_a_view_is_the_same_in_any_batch_order_and_chunk(
+    size: int, stored: int, photos: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = np.tile(squares(photos, stored), (4, 1, 1, 1))
+    ids = np.arange(len(images)) * 7 - 100
+    augmentation = ImageAugmentation(size=size, mean=MEAN, std=STD)
+
+    def views(rows: np.ndarray) -> Tensor:
+        return augmentation(images[rows], ids[rows], seed=1, epoch=2, view=0)
+
+    everything = np.arange(len(images))
+    whole = views(everything)
+    order = np.random.default_rng(0).permutation(len(images))
+    torch.testing.assert_close(views(order), whole[order], rtol=0, atol=1e-5)
+    torch.testing.assert_close(views(everything[70:75]), whole[70:75], rtol=0, atol=1e-5)
+    torch.testing.assert_close(views(everything[3:4]), whole[3:4], rtol=0, atol=1e-5)
+    monkeypatch.setattr(raycl.augment.images, "_chunks", lambda *_, **__: [slice(0, None)])
+    torch.testing.assert_close(views(everything), whole, rtol=0, atol=1e-5)
+
+
+def test_another_seed_epoch_view_or_sample_gives_another_view(photos: np.ndarray) -> None:
+    images, ids = squares(photos, 32), np.arange(len(photos))
+    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
+    base = augmentation(images, ids, seed=0, epoch=0, view=0)
+    assert torch.equal(augmentation(images, ids, seed=0, epoch=0, view=0), base)
+    for other in (
+        augmentation(images, ids, seed=1, epoch=0, view=0),
+        augmentation(images, ids, seed=0, epoch=1, view=0),
+        augmentation(images, ids, seed=0, epoch=0, view=1),
+        augmentation(images, ids + len(ids), seed=0, epoch=0, view=0),
+    ):
+        assert ((other - base).abs().mean((1, 2, 3)) > 0.05).all()
+
+
+def test_two_views_are_view_zero_and_view_one(photos: np.ndarray) -> None:
+    images, ids = torch.from_numpy(squares(photos, 32)), torch.arange(len(photos))
+    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
+    view_a, view_b = two_views(images, ids, augmentation=augmentation, seed=4, epoch=1)
+    assert torch.equal(view_a, augmentation(images, ids, seed=4, epoch=1, view=0))
+    assert torch.equal(view_b, augmentation(images, ids, seed=4, epoch=1, view=1))
+
+
+# Crop
+
+
+def relative(boxes: np.ndarray, *, height: int, width: int, aspect: float) -> dict[str, np.ndarray]:
+    """Describe boxes by what does not depend on the pixel grid."""
+    top, left, box_height, box_width = boxes.T.astype(np.float64)
+    tall, wide = box_height / height, box_width / width
+    return {
+        "area": tall * wide,
+        "log_ratio": np.log(wide / tall * aspect),
+        "middle_x": left / width + wide / 2,
+        "middle_y": top / height + tall / 2,
+        "left": left / width,
+        "top": top / height,
+    }
+
+
+def largest_gap(one: np.ndarray, other: np.ndarray, *, slack: float) -> float:
+    """Compare distribution functions, up to a shift of the values by ``slack``.
+
+    The pixel grids differ, and the central box of the last resort is a single value.
+    """
+    one, other = np.sort(one), np.sort(other)
+
+    def share_below(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        return np.searchsorted(values, limits, side="right") / len(values)
+
+    gaps = [
+        (share_below(low, low) - share_below(high, low + slack)).max()
+        for low, high in ((one, other), (other, one))
+    ]
+    return float(max(gaps))
+
+
+@pytest.mark.parametrize("scale", [(0.08, 1.0), (0.5, 1.0)])
+@pytest.mark.parametrize(("height", "width"), [(400, 400), (400, 800), (900, 300)])
+def test_crop_boxes_are_distributed_as_torchvisions(
+    height: int, width: int, scale: tuple[float, float]
+) -> None:
+    image, ratio, num = torch.empty(1, height, width), (3 / 4, 4 / 3), 2_500
+    torch.manual_seed(0)
+    theirs = np.array(
+        [transforms.RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(num)]
+    )
+    # Ours crops from a square that the image was squashed to.
+    boxes = draw_boxes(
+        uniforms(np.arange(4 * num), seed=0, epoch=0, view=0, num=NUM_BOX_DRAWS),
+        height=400,
+        width=400,
+        aspect=torch.full((4 * num,), width / height),
+        scale=scale,
+        ratio=ratio,
+    )
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 2:] >= 1).all()
+    assert (boxes[:, :2] + boxes[:, 2:] <= 400).all()
+    want = relative(theirs, height=height, width=width, aspect=width / height)
+    came = relative(boxes.numpy(), height=400, width=400, aspect=width / height)
+    for name, values in want.items():
+        # 1.95 gives the 0.1% point of the two-sample statistic of Kolmogorov and Smirnov.
+        limit = 1.95 * np.sqrt(1 / num + 1 / (4 * num))
+        assert largest_gap(values, came[name], slack=0.01) < limit, name
+
+
+def test_boxes_on_a_coarse_grid_equal_torchvisions_box_for_box() -> None:
+    num, ratio = 4_000, [3 / 4, 4 / 3]
+    torch.manual_seed(0)
+    image = torch.empty(1, 8, 8)
+    theirs = np.array(
+        [transforms.RandomResizedCrop.get_params(image, [0.08, 1.0], ratio) for _ in range(num)]
+    )
+    ours = draw_boxes(
+        uniforms(np.arange(num), seed=0, epoch=0, view=0, num=NUM_BOX_DRAWS),
+        height=8,
+        width=8,
+        aspect=torch.ones(num),
+        scale=(0.08, 1.0),
+        ratio=(3 / 4, 4 / 3),
+    ).numpy()
+    for column in range(4):
+        want = np.bincount(theirs[:, column], minlength=9) / num
+        came = np.bincount(ours[:, column], minlength=9) / num
+        assert np.abs(want - came).max() < 5 * np.sqrt(0.25 * 2 / num)
+
+
+@pytest.mark.parametrize(
+    ("aspect", "box"), [(8.0, [0, 33, 80, 13]), (1 / 8, [33, 0, 13, 80]), (1.0, [0, 0, 80, 80])]
+)
+def test_a_crop_that_never_fits_is_the_largest_central_box(aspect: float, box: list[int]) -> None:
+    boxes = draw_boxes(
+        torch.rand(50, NUM_BOX_DRAWS).clamp(min=0.4),
+        height=80,
+        width=80,
+        aspect=torch.full((50,), aspect),
+        scale=(0.9, 1.0) if aspect != 1 else (1.0, 1.0),
+        ratio=(3 / 4, 4 / 3) if aspect != 1 else (0.5, 1.5),
+    )
+    central = (boxes == torch.tensor(box)).all(1)
+    assert central.all() if aspect != 1 else central.any()
+
+
+@pytest.mark.parametrize("method", [resample_by_products, resample_by_slices])
+@pytest.mark.parametrize(
+    "box", [(0, 0, 200, 200), (13, 40, 150, 101), (60, 7, 20, 33), (199, 199, 1, 1), (5, 0, 32, 32)]
+)
+def test_crops_equal_torchvisions_resized_crop(
+    method: Any, box: tuple[int, int, int, int], photos: np.ndarray
+) -> None:
+    images, size = photos[:6], 32
+    boxes = torch.tensor(box).expand(6, 4)
+    flip = torch.tensor([False, True] * 3)
+    came = method(torch.from_numpy(images), boxes, flip, size=size)
+    planes = as_planes(images)
+    want = tvf.resized_crop(planes.float(), *box, [size, size], antialias=True)
+    want = torch.where(flip[:, None, None, None], want.flip(3), want)
+    # The kernel by slices rounds to whole grey levels, as torchvision does on bytes.
+    tolerance = 2e-3 if method is resample_by_products else 1.01
+    torch.testing.assert_close(came, want, rtol=0, atol=tolerance)
+    assert (came - want).abs().mean() < 0.35
+
+
+def test_products_and_slices_agree_on_boxes_of_their_own(photos: np.ndarray) -> None:
+    images = torch.from_numpy(photos[:, :150])  # 150 x 200
+    boxes = draw_boxes(
+        torch.rand(len(images), NUM_BOX_DRAWS, generator=torch.Generator().manual_seed(0)),
+        height=150,
+        width=200,
+        aspect=torch.full((len(images),), 200 / 150),
+        scale=(0.08, 1.0),
+        ratio=(3 / 4, 4 / 3),
+    )
+    flip = torch.arange(len(images)) % 2 == 0
+    dense = resample_by_products(images, boxes, flip, size=64)
+    sliced = resample_by_slices(images, boxes, flip, size=64)
+    torch.testing.assert_close(dense, sliced, rtol=0, atol=1.01)
+    assert (dense - sliced).abs().mean() < 0.35
+
+
+def test_flips_have_their_probability(photos: np.ndarray) -> None:
+    image = np.repeat(squares(photos, 32)[:1], 2_000, axis=0)
+    still = STILL | {"flip": 0.3}
+    views = ImageAugmentation(size=32, **still, **PLAIN)(image, np.arange(2_000), seed=0, epoch=0, view=0)
+    upright = as_planes(image[:1]).float() / 255
+    kept = (views - upright).abs().amax((1, 2, 3)) < 1e-5
+    mirrored = (views - upright.flip(3)).abs().amax((1, 2, 3)) < 1e-5
+    assert (kept ^ mirrored).all()
+    assert mirrored.float().mean().item() == pytest.approx(0.3, abs=0.05)
+
+
+# Colour
+
+
+def colored(pixels: Tensor, **factors: float | bool) -> Tensor:
+    """Recolour [n, channels, size, size] in [0, 1] by fixed factors."""
+    settings = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0} | factors
+    grayscale = torch.full((len(pixels),), bool(settings.pop("grayscale", False)))
+    tensors = {name: torch.full((len(pixels),), float(x)) for name, x in settings.items()}
+    channels = pixels.shape[1]
+    matrix, gray_share = color_transform(**tensors, grayscale=grayscale, channels=channels)
+    plain = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    return recolor(pixels * 255, matrix, gray_share, **plain)
+
+
+@pytest.fixture(scope="module")
+def muted(photos: np.ndarray) -> Tensor:
+    """Give photos between 0.35 and 0.55, which no factor below pushes out of [0, 1]."""
+    return 0.35 + 0.2 * as_planes(squares(photos, 64)).float() / 255
+
+
+@pytest.mark.parametrize("factor", [0.2, 0.7, 1.0, 1.4, 1.8])
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
+def test_a_factor_equals_torchvisions(name: str, factor: float, muted: Tensor) -> None:
+    want = getattr(tvf, f"adjust_{name}")(muted, factor)
+    # torchvision's weights of gray sum to 0.9999.
+    torch.testing.assert_close(colored(muted, **{name: factor}), want, rtol=0, atol=3e-4)
+
+
+def test_factors_follow_each_other_as_in_torchvision(muted: Tensor) -> None:
+    want = tvf.adjust_brightness(muted, 1.3)
+    want = tvf.adjust_contrast(want, 0.6)
+    want = tvf.adjust_saturation(want, 1.5)
+    came = colored(muted, brightness=1.3, contrast=0.6, saturation=1.5)
+    torch.testing.assert_close(came, want, rtol=0, atol=3e-4)
+    came = colored(muted, brightness=1.3, contrast=0.6, saturation=1.5, grayscale=True)
+    want = tvf.rgb_to_grayscale(want, num_output_channels=3)
+    torch.testing.assert_close(came, want, rtol=0, atol=3e-4)
+
+
+def test_colour_steps_are_composed_in_the_stated_order(muted: Tensor) -> None:
+    steps = {"brightness": 1.2, "contrast": 0.7, "saturation": 0.3, "hue": 0.12}
+    one_by_one = muted
+    for name, factor in steps.items():
+        one_by_one = colored(one_by_one, **{name: factor})
+    torch.testing.assert_close(colored(muted, **steps), one_by_one, rtol=0, atol=1e-5)
+    gray = colored(one_by_one, grayscale=True)
+    torch.testing.assert_close(colored(muted, **steps, grayscale=True), gray, rtol=0, atol=1e-5)
+
+
+def test_grayscale_equals_torchvisions(photos: np.ndarray) -> None:
+    pixels = as_planes(photos[:4]).float() / 255
+    want = tvf.rgb_to_grayscale(pixels, num_output_channels=3)
+    torch.testing.assert_close(colored(pixels, grayscale=True), want, rtol=0, atol=3e-4)
+
+
+def test_colours_are_clamped_to_the_range_of_an_image(photos: np.ndarray) -> None:
+    pixels = as_planes(photos[:4]).float() / 255
+    came = colored(pixels, brightness=1.8)
+    torch.testing.assert_close(came, tvf.adjust_brightness(pixels, 1.8), rtol=0, atol=1e-5)
+    assert came.max() <= 1
+    assert colored(pixels, contrast=1.8).min() >= 0
+
+
+@pytest.mark.parametrize("turns", [-0.2, -0.1, -0.05, 0.05, 0.1, 0.2])
+def test_hue_turns_as_torchvisions_on_photographs(turns: float, photos: np.ndarray) -> None:
+    pixels = as_planes(photos).float() / 255
+    want = tvf.adjust_hue(pixels, turns)
+    change = (want - pixels).abs().mean()
+    error = (colored(pixels, hue=turns) - want).abs().mean()
+    wrong_way = (colored(pixels, hue=-turns) - want).abs().mean()
+    # An approximation: HSV keeps the largest and the smallest channel, we keep their mean.
+    assert error < 0.05
+    assert error < 0.9 * change
+    assert error < 0.45 * wrong_way
+
+
+@pytest.mark.parametrize("turns", [1 / 3, -1 / 3])
+def test_hue_takes_pure_colours_to_pure_colours(turns: float) -> None:
+    pixels = torch.eye(3)[:, :, None, None].expand(-1, -1, 8, 8).contiguous()
+    want = tvf.adjust_hue(pixels, turns)
+    torch.testing.assert_close(colored(pixels, hue=turns), want, rtol=0, atol=1e-5)
+
+
+def test_hue_keeps_the_mean_of_the_channels_and_so_gray(muted: Tensor) -> None:
+    gray = muted.mean(1, keepdim=True).expand(-1, 3, -1, -1).contiguous()
+    torch.testing.assert_close(colored(gray, hue=0.17), gray, rtol=0, atol=1e-6)
+    torch.testing.assert_close(colored(muted, hue=0.17).mean(1), muted.mean(1), rtol=0, atol=1e-6)
+
+
+def test_one_channel_has_brightness_and_contrast_only() -> None:
+    pixels = 0.35 + 0.2 * as_planes(noise(4, 32, channels=1)).float() / 255
+    settings = {"saturation": 0.1, "hue": 0.2, "grayscale": True}
+    torch.testing.assert_close(colored(pixels, **settings), pixels, rtol=0, atol=1e-6)
+    want = tvf.adjust_contrast(tvf.adjust_brightness(pixels, 1.2), 0.5)
+    came = colored(pixels, brightness=1.2, contrast=0.5, **settings)
+    torch.testing.assert_close(came, want, rtol=0, atol=1e-5)
+
+
+def test_factors_are_drawn_from_torchvisions_ranges() -> None:
+    # A flat image at 40: brightness alone sets its level, and nothing clamps.
+    num = 4_000
+    flat = np.full((num, 8, 8, 3), 40, dtype=np.uint8)
+    settings = {"contrast": 0.0, "saturation": 0.0, "hue": 0.0}
+    for strength in (0.5, 1.5):
+        still = STILL | {"jitter": 1.0, "brightness": strength} | settings
+        views = ImageAugmentation(size=8, **still, **PLAIN)(flat, np.arange(num), seed=0, epoch=0, view=0)
+        factor = views.mean((1, 2, 3)) * 255 / 40
+        low, high = max(0.0, 1 - strength), 1 + strength
+        assert low <= factor.min() + 1e-4
+        assert factor.max() - 1e-4 <= high
+        expected = np.linspace(low, high, 10_000)
+        assert largest_gap(factor.numpy(), expected, slack=1e-3) < 1.95 / np.sqrt(num)
+
+
+def test_hue_is_drawn_evenly_to_both_sides() -> None:
+    num = 4_000
+    reddish = np.tile(np.array([150, 100, 100], dtype=np.uint8), (num, 8, 8, 1))
+    factors = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.2}
+    views = ImageAugmentation(size=8, **(STILL | {"jitter": 1.0} | factors), **PLAIN)(
+        reddish, np.arange(num), seed=0, epoch=0, view=0
+    )
+    red, green, blue = views[:, :, 4, 4].unbind(1)
+    turns = torch.atan2(np.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * np.pi)
+    expected = np.linspace(-0.2, 0.2, 10_000)
+    assert largest_gap(turns.numpy(), expected, slack=1e-4) < 1.95 / np.sqrt(num)
+
+
+def test_jitter_grayscale_and_blur_have_their_probability(photos: np.ndarray) -> None:
+    image = np.repeat(squares(photos, 16)[:1], 3_000, axis=0)
+    source = as_planes(image[:1]).float() / 255
+    for name, probability in (("jitter", 0.8), ("grayscale", 0.2), ("blur", 0.5)):
+        still = STILL | {name: probability, "blur_sigma": (0.5, 2.0)}
+        views = ImageAugmentation(size=16, **still, **PLAIN)(image, np.arange(3_000), seed=0, epoch=0, view=0)
+        changed = (views - source).abs().amax((1, 2, 3)) > 1e-4
+        assert changed.float().mean().item() == pytest.approx(probability, abs=0.04), name
+
+
+# Blur
+
+
+@pytest.mark.parametrize("method", [blur_by_products, blur_by_shifts, blur])
+@pytest.mark.parametrize(("size", "channels"), [(8, 3), (32, 1), (33, 3), (96, 3), (224, 3)])
+def test_blur_equals_torchvisions(method: Any, size: int, channels: int) -> None:
+    sigma = torch.tensor([0.1, 0.5, 1.0, 2.0])
+    pixels = torch.rand(4, channels, size, size, generator=torch.Generator().manual_seed(0))
+    came = method(pixels, sigma)
+    for image, result, width in zip(pixels, came, sigma.tolist(), strict=True):
+        want = tvf.gaussian_blur(image, [kernel_size(size)] * 2, [width] * 2)
+        torch.testing.assert_close(result, want, rtol=0, atol=1e-5)
+
+
+def test_widths_of_blur_are_drawn_evenly_from_their_range() -> None:
+    num, size = 2_000, 40
+    points = np.zeros((num, size, size, 1), dtype=np.uint8)
+    points[:, 20, 20] = 255
+    settings = STILL | {"blur": 1.0, "blur_sigma": (0.3, 1.2)}
+    views = ImageAugmentation(size=size, channels=1, **settings, mean=(0.0,), std=(1.0,))(
+        points, np.arange(num), seed=0, epoch=0, view=0
+    )
+    # Two pixels of one Gaussian give its width.
+    ratio = views[:, 0, 20, 21] / views[:, 0, 20, 20]
+    widths = torch.sqrt(-0.5 / torch.log(ratio))
+    expected = np.linspace(0.3, 1.2, 10_000)
+    assert largest_gap(widths.numpy(), expected, slack=1e-3) < 1.95 / np.sqrt(num)
+
+
+def test_kernel_is_a_tenth_of_the_image_and_odd() -> None:
+    assert [kernel_size(size) for size in (8, 32, 96, 224)] == [3, 3, 9, 23]
+
+
+# The whole
+
+
+@pytest.mark.parametrize(("size", "stored"), [(8, 8), (8, 40), (32, 32), (224, 64)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_views_are_normalized_floats_in_channels_last(size: int, stored: int, channels: int) -> None:
+    images = noise(9, stored, channels=channels)
+    mean, std = (0.5,) * channels, (0.25,) * channels
+    augmentation = ImageAugmentation(size=size, channels=channels, mean=mean, std=std)
+    views = augmentation(images, np.arange(9), seed=0, epoch=0, view=0)
+    assert views.shape == (9, channels, size, size)
+    assert views.dtype == torch.float32
+    assert views.is_contiguous(memory_format=torch.channels_last)
+    assert views.min() >= -2 - 1e-5
+    assert views.max() <= 2 + 1e-5
+    assert augmentation(images[:0], np.arange(0), seed=0, epoch=0, view=0).shape[0] == 0
+
+
+def test_no_probability_leaves_the_image_and_normalizes_it(photos: np.ndarray) -> None:
+    images = squares(photos, 32)
+    views = ImageAugmentation(size=32, **STILL, mean=MEAN, std=STD)(
+        images, np.arange(len(images)), seed=0, epoch=0, view=0
+    )
+    want = tvf.normalize(as_planes(images).float() / 255, list(MEAN), list(STD))
+    torch.testing.assert_close(views, want, rtol=0, atol=1e-4)
+
+
+def test_certain_grayscale_flip_and_blur_strike_every_image(photos: np.ndarray) -> None:
+    images, ids = squares(photos, 32), np.arange(len(photos))
+    still = STILL | {"flip": 1.0, "grayscale": 1.0, "blur": 1.0, "blur_sigma": (1.5, 1.5)}
+    views = ImageAugmentation(size=32, **still, **PLAIN)(images, ids, seed=0, epoch=0, view=0)
+    want = tvf.rgb_to_grayscale(as_planes(images).float() / 255, num_output_channels=3)
+    want = tvf.gaussian_blur(want.flip(3), [3, 3], [1.5, 1.5])
+    torch.testing.assert_close(views, want, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_many_views_have_torchvisions_mean_and_spread(size: int, photos: np.ndarray) -> None:
+    images = squares(photos, size)
+    repeats = 15 if size == 32 else 8
+    jitter = transforms.ColorJitter(0.8, 0.8, 0.8, 0.2)
+    gaussian = transforms.GaussianBlur(kernel_size(size), (0.1, 2.0))
+    pipeline = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size, scale=(0.08, 1.0)),
+            transforms.RandomHorizontalFlip(),
+            transforms.RandomApply([jitter], 0.8),
+            transforms.RandomGrayscale(0.2),
+            transforms.RandomApply([gaussian], 0.5),
+        ]
+    )
+    torch.manual_seed(0)
+    planes = as_planes(images)
+    theirs = torch.stack([pipeline(image) for _ in range(repeats) for image in planes]) / 255
+    num = 8 * repeats * len(images)
+    ours = ImageAugmentation(size=size, **PLAIN)(
+        np.tile(images, (8 * repeats, 1, 1, 1)), np.arange(num), seed=0, epoch=0, view=0
+    )
+
+    def summary(views: Tensor) -> dict[str, Tensor]:
+        across = (views[..., 1:] - views[..., :-1]).abs().mean((1, 2, 3))
+        return {
+            "mean": views.mean((1, 2, 3)),
+            "spread": views.std((1, 2, 3)),
+            "sharpness": across,
+            "colour": views.std(1).mean((1, 2)),
+            "dark": (views < 0.05).float().mean((1, 2, 3)),
+            "bright": (views > 0.95).float().mean((1, 2, 3)),
+        }
+
+    came = summary(ours)
+    for name, values in summary(theirs).items():
+        # Five standard errors, and a little for the fixed order and the hue of YIQ.
+        limit = 5 * values.std().item() / len(values) ** 0.5 + 0.01
+        assert abs(came[name].mean() - values.mean()).item() < limit, name
+
+
+@pytest.mark.parametrize(("size", "stored"), [(32, 32), (32, 40), (96, 120), (224, 200)])
+def test_center_view_equals_torchvisions_resize_and_normalize(
+    size: int, stored: int, photos: np.ndarray
+) -> None:
+    images = squares(photos, stored)
+    came = center_view(images, size=size, mean=MEAN, std=STD)
+    planes = as_planes(images).float()
+    want = tvf.normalize(tvf.resize(planes, [size, size]) / 255, list(MEAN), list(STD))
+    assert came.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(came, want, rtol=0, atol=1.01 / 255 / min(STD))
+    assert (came - want).abs().mean() < 0.5 / 255 / min(STD)
+
+
+def test_views_of_squashed_images_look_like_views_of_the_originals(photos: np.ndarray) -> None:
+    # With the aspect, a crop of ratio 1 of a 2:1 image spans half the width of its square.
+    images = squares(photos, 64)
+    settings = STILL | {"crop_scale": (0.5, 0.5)}
+    augmentation = ImageAugmentation(size=32, **settings, **PLAIN)
+    ids = np.arange(len(images))
+    aspect = np.full(len(images), 2.0, dtype=np.float32)
+    came = augmentation(images, ids, seed=0, epoch=0, view=0, aspect=aspect)
+    for image, view in zip(as_planes(images).float() / 255, came, strict=True):
+        candidates = torch.stack([tvf.resized_crop(image, 0, left, 64, 32, [32, 32]) for left in range(33)])
+        # To the rounding of bytes.
+        assert (candidates - view).abs().amax((1, 2, 3)).min() < 1.01 / 255
+
+
+def test_a_stored_shape_that_is_not_square_is_the_original_shape(photos: np.ndarray) -> None:
+    images, ids = np.ascontiguousarray(photos[:, :100]), np.arange(len(photos))
+    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
+    given = np.full(len(ids), 2.0, dtype=np.float32)
+    want = augmentation(images, ids, seed=0, epoch=0, view=0, aspect=given)
+    assert torch.equal(augmentation(images, ids, seed=0, epoch=0, view=0), want)
+
+
+def test_read_only_and_strided_arrays_are_taken_as_they_come(photos: np.ndarray) -> None:
+    images, ids = squares(photos, 32), np.arange(len(photos))
+    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
+    want = augmentation(images, ids, seed=0, epoch=0, view=0)
+    frozen, frozen_ids = images.copy(), ids.copy()
+    frozen.flags.writeable = frozen_ids.flags.writeable = False
+    assert torch.equal(augmentation(frozen, frozen_ids, seed=0, epoch=0, view=0), want)
+    upside_down = np.ascontiguousarray(images[:, ::-1])[:, ::-1]
+    assert torch.equal(augmentation(upside_down, ids, seed=0, epoch=0, view=0), want)
+    before = images.copy()
+    augmentation(torch.from_numpy(images), ids, seed=0, epoch=0, view=0)
+    assert (images == before).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": 7}, "size"),
+        ({"size": 32.0}, "size"),
+        ({"channels": 2}, "channels"),
+        ({"flip": 1.5}, "flip"),
+        ({"jitter": -0.1}, "jitter"),
+        ({"grayscale": float("nan")}, "grayscale"),
+        ({"blur": 2.0}, "blur"),
+        ({"brightness": -1.0}, "brightness"),
+        ({"contrast": float("inf")}, "contrast"),
+        ({"hue": 0.6}, "hue"),
+        ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
+        ({"crop_scale": (0.9, 0.2)}, "crop_scale"),
+        ({"crop_scale": (0.5, 1.2)}, "crop_scale"),
+        ({"crop_ratio": (1.0, float("inf"))}, "crop_ratio"),
+        ({"blur_sigma": (0.0, 2.0)}, "blur_sigma"),
+        ({"mean": (0.5,)}, "mean"),
+        ({"std": (0.2, 0.2)}, "std"),
+        ({"std": (0.2, 0.2, 0.0)}, "std"),
+        ({"mean": (0.5, 0.5, float("nan"))}, "mean"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{message} .*came .*; give"):
+        ImageAugmentation(**({"size": 32, "mean": MEAN, "std": STD} | settings))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"images": noise(4, 32).astype(np.float32)}, "images"),
+        ({"images": torch.zeros(4, 3, 32, 32, dtype=torch.uint8)}, "images"),
+        ({"images": noise(4, 32)[0]}, "images"),
+        ({"images": noise(4, 32, channels=1)}, "images"),
+        ({"sample_id": np.arange(3)}, "sample_id"),
+        ({"sample_id": np.arange(4.0)}, "sample_id"),
+        ({"sample_id": np.zeros((4, 1), dtype=np.int64)}, "sample_id"),
+        ({"epoch": np.arange(3)}, "sample_id and epoch"),
+        ({"epoch": 0.5}, "epoch"),
+        ({"aspect": np.ones(3)}, "aspect"),
+        ({"aspect": np.array([1.0, 1.0, 0.0, 1.0])}, "aspect"),
+        ({"aspect": np.array([1.0, 1.0, np.nan, 1.0])}, "aspect"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
+    arguments = {"images": noise(4, 32), "sample_id": np.arange(4), "epoch": 0} | changes
+    with pytest.raises(ConfigError, match=rf"^{message} .*came .*; give"):
+        augmentation(**arguments, seed=0, view=0)
+
+
+def test_center_view_refuses_what_it_cannot_judge() -> None:
+    with pytest.raises(ConfigError, match="size"):
+        center_view(noise(2, 32), size=4, mean=MEAN, std=STD)
+    with pytest.raises(ConfigError, match="mean"):
+        center_view(noise(2, 32), size=32, mean=(0.5,), std=STD)
+    with pytest.raises(ConfigError, match="images"):
+        center_view(noise(2, 32).astype(np.int64), size=32, mean=MEAN, std=STD)
+
+
+def test_resample_chooses_by_size_and_both_ways_are_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    for name in ("resample_by_products", "resample_by_slices"):
+        monkeypatch.setattr(f"raycl.augment.crop.{name}", lambda *_, name=name, **__: taken.append(name))
+    for size in (32, 96):
+        images = torch.from_numpy(noise(1, size))
+        resample(images, torch.tensor([[0, 0, size, size]]), torch.zeros(1, dtype=torch.bool), size=size)
+    assert taken == ["resample_by_products", "resample_by_slices"]

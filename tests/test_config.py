@@ -1,0 +1,112 @@
+"""Configuration: frozen, validated, and clear about what is wrong."""
+
+import pytest
+from pydantic import ValidationError
+
+from raycl.config import RunConfig, Stage, config_from_dict, config_from_yaml, config_to_yaml, override
+from raycl.errors import ConfigError
+from raycl.recipes import RECIPES, recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("image_size", [8, 32, 64, 96, 224])
+def test_recipe_survives_yaml(name: str, image_size: int) -> None:
+    config = recipe(name, image_size=image_size)
+    assert config_from_yaml(config_to_yaml(config)) == config
+
+
+def test_a_run_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        recipe("simclr").seed = 1  # type: ignore[misc]
+
+
+def test_override_replaces_one_setting_and_leaves_the_original() -> None:
+    config = recipe("simclr")
+    changed = override(config, ["stages.0.temperature=0.25", "data.columns.image=img"])
+    assert changed.stage.temperature == 0.25
+    assert changed.data.columns.image == "img"
+    assert config.stage.temperature != 0.25
+
+
+def test_epochs_give_way_to_steps() -> None:
+    changed = override(recipe("simclr"), ["stages.0.epochs=null", "stages.0.steps=7"])
+    assert (changed.stage.epochs, changed.stage.steps) == (None, 7)
+
+
+def test_arguments_of_a_users_own_encoder_are_free() -> None:
+    changed = override(recipe("simclr"), ["encoder.arguments.depth=4"])
+    assert changed.encoder.arguments == {"depth": 4}
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("stages.0.temperature=0", ["stages.0.temperature", "greater than 0", "came 0"]),
+        ("stages.0.temperature=-1", ["stages.0.temperature", "came -1"]),
+        ("stages.0.temperature=.nan", ["stages.0.temperature"]),
+        ("stages.0.temperatur=1", ["unknown key", "did you mean temperature?"]),
+        ("data.colums.image=x", ["unknown key data.colums.image", "columns"]),
+        ("workers=3", ["batch_size 256", "3 workers"]),
+        ("workers=0", ["workers", "came 0"]),
+        ("workers=2.5", ["workers", "came 2.5"]),
+        ("stages.0.epochs=abc", ["stages.0.epochs", "integer", "'abc'"]),
+        ("stages.0.steps=5", ["stages.0", "exactly one of epochs and steps"]),
+        ("stages.1.steps=5", ["stages.1.steps", "index"]),
+        ("augment.flip=1.5", ["augment.flip", "1.5"]),
+        ("augment.crop_scale=[0.9, 0.1]", ["augment.crop_scale", "ascend"]),
+        ("augment.mean=[0.5]", ["augment.mean", "3 channels"]),
+        ("optimizer.name=adam", ["optimizer.name", "'adamw'", "'adam'"]),
+        ("data.channels=2", ["data.channels", "came 2"]),
+        ("data.image_size=4", ["data.image_size", "8", "came 4"]),
+        ("seed.x=1", ["unknown key seed.x"]),
+        ("no_equals_sign", ["key.path=value", "no_equals_sign"]),
+        ("encoder.name=[1", ["encoder.name", "YAML"]),
+    ],
+)
+def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(recipe("simclr", image_size=32), [setting])
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "more)" not in text
+    for name in names:
+        assert name in text
+
+
+def test_unknown_key_in_a_file_names_those_that_exist() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown key stages.0.tau \(allowed: epochs, steps, .*temperature"
+    ):
+        config_from_dict({"recipe": "x", "stages": [{"steps": 3, "tau": 1.0}]})
+
+
+def test_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="recipe is missing"):
+        config_from_dict({"stages": [{"steps": 3}]})
+
+
+@pytest.mark.parametrize("text", ["- 1", "just words", "a: [1", ""])
+def test_a_file_that_is_no_run_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        config_from_yaml(text, name="mine.yaml")
+
+
+def test_unknown_recipe_names_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match="simclr"):
+        recipe("simclear")
+
+
+@pytest.mark.parametrize(("scaling", "peak"), [("linear", 1.2), ("square_root", 0.6), ("none", 0.3)])
+def test_learning_rate_follows_the_batch(scaling: str, peak: float) -> None:
+    stage = Stage(steps=1, batch_size=1024, learning_rate=0.3, learning_rate_scaling=scaling)  # type: ignore[arg-type]
+    assert stage.peak_learning_rate == pytest.approx(peak)
+
+
+def test_a_run_needs_a_stage() -> None:
+    with pytest.raises(ConfigError, match="stages"):
+        config_from_dict({"recipe": "x", "stages": []})
+
+
+def test_a_run_can_be_written_in_python() -> None:
+    config = RunConfig(recipe="mine", workers=2, stages=(Stage(steps=10, batch_size=64),))
+    assert config.stage.batch_size == 64

@@ -1,0 +1,72 @@
+"""The floor plan: each room imports only lower floors."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "raycl"
+FLOORS = (  # lowest first; rooms on one floor do not know each other
+    {"errors"},
+    {"storage", "schedules"},
+    {"records"},
+    {"losses", "augment", "distributed"},
+    {"models", "batchnorm", "optimizers"},
+    {"data", "judging"},
+    {"config"},
+    {"recipes"},
+    {"cluster", "progress"},
+    {"training", "inference"},
+    {"setup", "doctor", "demo"},
+    {"cli"},
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+GROUND = {"errors", "storage", "schedules", "records", "config", "recipes"}
+MATHEMATICS = {"losses", "augment", "distributed", "models", "batchnorm", "optimizers", "judging"}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def modules_imported_by(path: Path) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
+
+
+def rooms_imported_by(path: Path) -> set[str]:
+    parts = [module.split(".") for module in modules_imported_by(path)]
+    return {names[1] for names in parts if names[0] == "raycl" and len(names) > 1}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_imports_only_lower_floors(path: Path) -> None:
+    room = room_of(path)
+    for imported in rooms_imported_by(path) - {room}:
+        assert FLOOR_OF[imported] < FLOOR_OF[room], f"{room} imports {imported}"
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in FILES} == set(FLOOR_OF)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_ground_knows_neither_torch_nor_ray_and_mathematics_knows_no_ray(path: Path) -> None:
+    packages = {module.split(".")[0] for module in modules_imported_by(path)}
+    if room_of(path) in GROUND:
+        assert not packages & {"torch", "torchvision", "ray"}
+    if room_of(path) in MATHEMATICS:
+        assert "ray" not in packages
+
+
+def test_data_tasks_do_not_pay_for_torch() -> None:
+    for name in ("decode", "images", "sources", "holdout", "logbook", "rows"):
+        packages = {module.split(".")[0] for module in modules_imported_by(PACKAGE / "data" / f"{name}.py")}
+        assert "torch" not in packages

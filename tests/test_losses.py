@@ -1,0 +1,396 @@
+"""The losses: the fused core against the formula written plainly in float64."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from raycl.errors import ConfigError
+from raycl.losses import nt_xent, tiled
+
+TEMPERATURES = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005)
+SIZES = ((1, 3), (2, 5), (3, 2), (7, 3), (256, 8), (257, 17), (515, 33))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain_nt_xent(
+    view_a: Tensor,
+    view_b: Tensor,
+    temperature: Tensor,
+    gathered_a: Tensor | None = None,
+    gathered_b: Tensor | None = None,
+    *,
+    offset: int = 0,
+    ids: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write the loss down as the paper does: the whole matrix, one cross entropy."""
+    gathered_a = view_a if gathered_a is None else gathered_a
+    gathered_b = view_b if gathered_b is None else gathered_b
+    logits = torch.cat([view_a, view_b]) @ torch.cat([gathered_a, gathered_b]).T / temperature
+    index = torch.arange(len(view_a)) + offset
+    own = torch.cat([index, index + len(gathered_a)])
+    positive = torch.cat([index + len(gathered_a), index])
+    masked = torch.zeros(logits.shape, dtype=torch.bool)
+    if ids is not None:
+        masked |= ids[0].repeat(2)[:, None] == ids[1].repeat(2)
+    masked[torch.arange(len(own)), own] = True
+    masked[torch.arange(len(own)), positive] = False
+    return F.cross_entropy(logits.masked_fill(masked, -torch.inf), positive)
+
+
+def make_views(batch: int, dim: int, *, noise: float = 0.3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    view_a = F.normalize(torch.randn(batch, dim, generator=generator), dim=1)
+    view_b = view_a + noise * torch.randn(batch, dim, generator=generator)
+    return view_a, F.normalize(view_b, dim=1)
+
+
+def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [tensor.detach().clone().to(dtype=dtype).requires_grad_() for tensor in tensors]
+
+
+def value_and_gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def assert_close(ours: list[Tensor], plain: list[Tensor], tolerance: float, floor: float = 1e-15) -> None:
+    """Compare each tensor as a whole: its error's norm relative to the true norm."""
+    for mine, true in zip(ours, plain, strict=True):
+        error = (mine.double() - true.double()).norm()
+        assert error <= tolerance * true.double().norm() + floor, f"{error:g} of {true.norm():g}"
+
+
+def tolerance_at(temperature: float) -> float:
+    # A float32 logit is wrong by about 1e-7 / temperature, and so is what follows from it.
+    return 1e-6 + 3e-6 / temperature
+
+
+def compare_with_plain(view_a: Tensor, view_b: Tensor, temperature: float) -> Tensor:
+    """Hold value and gradients of both forms against the plain formula; return its value."""
+    tolerance = tolerance_at(temperature)
+    # The plain formula subtracts the positive too late, even for float64: 1 - p is 1e-16 wrong.
+    floor = 1e-15 / temperature**2
+    degrees = torch.tensor(temperature)
+    exact = leaves(view_a, view_b, degrees, dtype=torch.float64)
+    plain = value_and_gradients(plain_nt_xent(exact[0], exact[1], exact[2]), exact)
+    alone = leaves(view_a, view_b, degrees)
+    ours = nt_xent(alone[0], alone[1], temperature=alone[2])
+    assert_close(value_and_gradients(ours, alone), plain, tolerance, floor)
+    wide = leaves(view_a, view_b, degrees)
+    gathered = nt_xent(*wide[:2], temperature=wide[2], gathered_a=wide[0] * 1, gathered_b=wide[1] * 1)
+    assert_close(value_and_gradients(gathered, wide), plain, tolerance, floor)
+    return plain[0]
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(("batch", "dim"), SIZES)
+def test_tiled_loss_and_gradients_equal_the_plain_formula(batch: int, dim: int, temperature: float) -> None:
+    compare_with_plain(*make_views(batch, dim), temperature)
+
+
+def test_many_tiles_equal_the_plain_formula() -> None:
+    compare_with_plain(*make_views(1050, 6), 0.1)
+    compare_with_plain(*make_views(1050, 6), 0.01)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_unrelated_views_neither_overflow_nor_underflow(temperature: float) -> None:
+    """The best similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
+    value = compare_with_plain(*make_views(300, 128, noise=100.0), temperature)
+    assert value.isfinite()
+
+
+@pytest.mark.parametrize("temperature", (0.1, 0.05, 0.04))
+def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
+    view = torch.eye(40)
+    nearly = F.normalize(view + 1e-3, dim=1)
+    value = compare_with_plain(view, nearly, temperature)
+    assert 0 < value < 1e-2
+
+
+def test_equal_views_at_a_low_temperature_give_a_tiny_true_loss() -> None:
+    view = torch.eye(16)
+    value = nt_xent(view, view, temperature=0.02)
+    true = torch.log1p(30 * torch.exp(torch.tensor(-50.0, dtype=torch.float64)))
+    assert value.item() == pytest.approx(true.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("length", (1e-3, 0.2, 30.0))
+def test_rows_of_any_length_give_the_right_value(length: float) -> None:
+    view_a, view_b = make_views(270, 9)
+    lengths = length * torch.linspace(0.5, 1.5, 270)[:, None]
+    # A longer row is a lower temperature: 0.5 keeps the largest case meaningful in float32.
+    view_a, view_b = lengths * view_a, lengths * view_b
+    exact = plain_nt_xent(view_a.double(), view_b.double(), torch.tensor(0.5))
+    assert_close([nt_xent(view_a, view_b, temperature=0.5)], [exact], 1e-5)
+    wide = nt_xent(view_a, view_b, temperature=0.5, gathered_a=view_a, gathered_b=view_b)
+    assert_close([wide], [exact], 1e-5)
+
+
+def test_one_short_row_among_long_ones_does_not_underflow() -> None:
+    view_a, view_b = make_views(20, 4)
+    view_a[0] *= 1e-4
+    view_b[1:] *= 100.0
+    exact = plain_nt_xent(view_a.double(), view_b.double(), torch.tensor(0.5))
+    assert_close([nt_xent(view_a, view_b, temperature=0.5)], [exact], 1e-5)
+
+
+def test_float64_rows_are_computed_in_float64() -> None:
+    inputs = [*make_views(5, 3), torch.tensor(0.07)]
+    exact = leaves(*inputs, dtype=torch.float64)
+    ours = value_and_gradients(nt_xent(exact[0], exact[1], temperature=exact[2]), exact)
+    assert_close(ours, value_and_gradients(plain_nt_xent(exact[0], exact[1], exact[2]), exact), 1e-13)
+    as_float = nt_xent(exact[0], exact[1], temperature=0.07)
+    as_tensor = torch.tensor(0.07, dtype=torch.float64)
+    assert_close([as_float], [plain_nt_xent(exact[0], exact[1], as_tensor)], 1e-14)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_half_precision_rows_lose_nothing_but_their_own_rounding(dtype: torch.dtype) -> None:
+    half = leaves(*make_views(70, 6), dtype=dtype)
+    value = nt_xent(*half, temperature=0.1)
+    assert value.dtype == torch.float32
+    exact = leaves(*half, dtype=torch.float64)
+    plain = value_and_gradients(plain_nt_xent(exact[0], exact[1], torch.tensor(0.1)), exact)
+    assert_close([value], plain[:1], 1e-5)
+    gradients = torch.autograd.grad(value, half)
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
+    assert_close(list(gradients), plain[1:], 5e-3)
+
+
+@pytest.mark.parametrize("has_onednn", (True, False))
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+def test_autocast_does_not_lower_the_precision(
+    temperature: float, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without oneDNN the products go through F.linear, which autocast would lower.
+    monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
+    views = leaves(*make_views(70, 6))
+    without = value_and_gradients(nt_xent(*views, temperature=temperature), views)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone = nt_xent(*views, temperature=temperature)
+        gathered = nt_xent(*views, temperature=temperature, gathered_a=views[0], gathered_b=views[1])
+    assert alone.dtype == gathered.dtype == torch.float32
+    assert_close(value_and_gradients(alone, views), without, 1e-6)
+    assert_close(value_and_gradients(gathered, views), without, tolerance_at(temperature))
+
+
+def worker_losses(
+    views: list[Tensor], temperature: Tensor, num_workers: int, ids: Tensor | None = None
+) -> list[Tensor]:
+    """Return each worker's loss; slicing plays the part of the gather."""
+    local = len(views[0]) // num_workers
+    spans = [slice(rank * local, (rank + 1) * local) for rank in range(num_workers)]
+    return [
+        nt_xent(
+            views[0][span],
+            views[1][span],
+            temperature=temperature,
+            gathered_a=views[0],
+            gathered_b=views[1],
+            offset=span.start,
+            sample_id=None if ids is None else ids[span],
+            gathered_sample_id=ids,
+        )
+        for span in spans
+    ]
+
+
+@pytest.mark.parametrize("with_ids", (False, True))
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+@pytest.mark.parametrize("num_workers", (1, 2, 4))
+def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
+    num_workers: int, temperature: float, with_ids: bool
+) -> None:
+    ids = torch.arange(300) % 250 if with_ids else None
+    inputs = leaves(*make_views(300, 7), torch.tensor(temperature))
+    whole = nt_xent(inputs[0], inputs[1], temperature=inputs[2], sample_id=ids)
+    mean = torch.stack(worker_losses(inputs[:2], inputs[2], num_workers, ids)).mean()
+    assert_close(
+        value_and_gradients(mean, inputs),
+        value_and_gradients(whole, inputs),
+        tolerance_at(temperature),
+    )
+
+
+def test_each_worker_has_the_plain_loss_and_gradient_at_local_and_gathered_rows() -> None:
+    gathered_a, gathered_b = make_views(600, 5)
+    start, stop = 130, 417
+    inputs = leaves(gathered_a[start:stop], gathered_b[start:stop], gathered_a, gathered_b)
+    exact = leaves(*inputs, dtype=torch.float64)
+    ours = nt_xent(*inputs[:2], temperature=0.1, gathered_a=inputs[2], gathered_b=inputs[3], offset=start)
+    plain = plain_nt_xent(exact[0], exact[1], torch.tensor(0.1), exact[2], exact[3], offset=start)
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(plain, exact), 1e-5)
+
+
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+def test_candidates_with_the_same_id_are_masked(temperature: float) -> None:
+    ids = torch.arange(700) % 50
+    views = make_views(700, 9)
+    degrees = torch.tensor(temperature, dtype=torch.float64)
+    exact = leaves(*views, dtype=torch.float64)
+    plain = value_and_gradients(plain_nt_xent(exact[0], exact[1], degrees, ids=(ids, ids)), exact)
+    alone = leaves(*views)
+    ours = nt_xent(*alone, temperature=temperature, sample_id=ids)
+    assert_close(value_and_gradients(ours, alone), plain, tolerance_at(temperature))
+    unmasked = nt_xent(*alone, temperature=temperature)
+    assert unmasked - ours > 1e-3
+
+
+def test_a_batch_of_one_sample_has_no_negatives_and_no_loss() -> None:
+    views = leaves(*make_views(9, 4))
+    loss = nt_xent(*views, temperature=0.1, sample_id=torch.zeros(9, dtype=torch.int64))
+    for result in value_and_gradients(loss, views):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+class Recorder(TorchFunctionMode):
+    """Note the largest tensor that is made, and which functions are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.functions: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.functions.add(getattr(func, "__name__", str(func)))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // 4)
+        return result
+
+
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
+    views = leaves(*make_views(1536, 4))
+    with Recorder() as alone:
+        nt_xent(*views, temperature=temperature).backward()
+    assert 0 < alone.largest <= 512 * 512
+    with Recorder() as gathered:
+        worker_losses(views, torch.tensor(temperature), 2)[1].backward()
+    assert 0 < gathered.largest <= 256 * 2 * 1536
+
+
+def test_distinct_ids_cost_no_mask() -> None:
+    views, ids = make_views(40, 4), torch.randperm(40)
+    for sample_id, masked in ((ids, False), (ids % 39, True)):
+        with Recorder() as recorder:
+            nt_xent(*views, temperature=0.1, sample_id=sample_id)
+            worker_losses(list(views), torch.tensor(0.1), 2, sample_id)
+        assert ("masked_fill_" in recorder.functions) == masked
+
+
+def test_without_gradient_only_the_value_is_computed() -> None:
+    views = make_views(700, 8)
+    wanted, degrees = leaves(*views), torch.tensor(0.1, requires_grad=True)
+    with Recorder() as with_gradient:
+        value = nt_xent(*wanted, temperature=degrees)
+    with Recorder() as without, torch.no_grad():
+        bare = nt_xent(*wanted, temperature=degrees)
+    assert torch.equal(value, bare)
+    assert not bare.requires_grad
+    assert not nt_xent(*views, temperature=0.1).requires_grad
+    assert "addcmul_" in with_gradient.functions - without.functions
+
+
+def test_gradient_goes_only_where_it_is_wanted() -> None:
+    view_a, view_b = make_views(9, 4)
+    degrees = torch.tensor(0.1, requires_grad=True)
+    nt_xent(view_a, view_b, temperature=degrees).backward()
+    assert degrees.grad is not None
+    (only_a,) = leaves(view_a)
+    both = leaves(view_a, view_b)
+    nt_xent(only_a, view_b, temperature=0.1).backward()
+    nt_xent(*both, temperature=0.1).backward()
+    assert only_a.grad is not None
+    assert both[0].grad is not None
+    assert torch.equal(only_a.grad, both[0].grad)
+
+
+def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice() -> None:
+    views = leaves(*make_views(9, 4))
+    loss = nt_xent(*views, temperature=0.1)
+    once = torch.autograd.grad(loss, views, retain_graph=True)
+    tripled = torch.autograd.grad(3 * loss, views)
+    assert_close(list(tripled), [3 * gradient for gradient in once], 1e-6)
+
+
+def test_second_derivative_is_refused_rather_than_wrong() -> None:
+    views = leaves(*make_views(9, 4))
+    (gradient, _) = torch.autograd.grad(nt_xent(*views, temperature=0.1), views, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+def test_broken_rows_give_nan(broken: float, temperature: float) -> None:
+    view_a, view_b = make_views(9, 4)
+    view_a[3, 1] = broken
+    assert nt_xent(view_a, view_b, temperature=temperature).isnan()
+    wide = nt_xent(view_a, view_b, temperature=temperature, gathered_a=view_a, gathered_b=view_b)
+    assert wide.isnan()
+
+
+def test_loss_is_the_mean_over_both_views_rows() -> None:
+    """Of n equal rows each candidate is as likely as the other: log(2 * batch - 1)."""
+    view = F.normalize(torch.ones(8, 4), dim=1)
+    value = nt_xent(view, view, temperature=0.5)
+    assert value.item() == pytest.approx(torch.tensor(15.0).log().item(), rel=1e-6)
+    assert "mean" in (nt_xent.__doc__ or "")
+
+
+ROWS = torch.eye(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "the temperature is not above 0: it is 0; usual values"),
+        ({"temperature": torch.tensor(-0.5)}, "is not above 0: it is -0.5; usual values"),
+        ({"temperature": torch.ones(1)}, "is not one number: its shape is [1]; pass a float"),
+        ({"view_b": ROWS[:3]}, "they came as [4, 4] and [3, 4]; pass one row per sample"),
+        ({"view_a": ROWS[0], "view_b": ROWS[0]}, "they came as [4] and [4]; pass one row"),
+        ({"view_a": ROWS[:0], "view_b": ROWS[:0]}, "they came as [0, 4] and [0, 4]; pass"),
+        ({"sample_id": torch.arange(5)}, "[5] ids came for 4 rows; pass one id per row"),
+        ({"gathered_a": ROWS}, "gathered_b is None; gather both or neither"),
+        ({"gathered_a": ROWS, "gathered_b": ROWS[:2]}, "they came as [4, 4] and [2, 4] for"),
+        ({"gathered_a": ROWS[:, :2], "gathered_b": ROWS[:, :2]}, "for rows of [4, 4]; gather"),
+        ({"gathered_a": ROWS, "gathered_b": ROWS, "offset": 1}, "offset 1 with 4 rows came for 4"),
+        ({"gathered_a": ROWS, "gathered_b": ROWS, "offset": -1}, "offset -1 with 4 rows came"),
+        (
+            {"gathered_a": ROWS, "gathered_b": ROWS, "sample_id": torch.arange(4)},
+            "gathered_sample_id is None; pass both or neither",
+        ),
+        (
+            {
+                "gathered_a": ROWS,
+                "gathered_b": ROWS,
+                "sample_id": torch.arange(4),
+                "gathered_sample_id": torch.arange(3),
+            },
+            "[3] ids came for 4 rows; gather the ids",
+        ),
+    ],
+)
+def test_impossible_input_is_refused_with_what_came_and_what_to_do(
+    changes: dict[str, Any], message: str
+) -> None:
+    arguments = {"view_a": ROWS, "view_b": ROWS, "temperature": 0.1} | changes
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        nt_xent(**arguments)

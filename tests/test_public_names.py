@@ -1,0 +1,33 @@
+"""The public names: few, sorted, and all of them there."""
+
+import subprocess
+import sys
+
+import pytest
+
+import raycl
+
+
+def test_public_names_are_sorted() -> None:
+    assert raycl.__all__ == sorted(raycl.__all__)
+
+
+@pytest.mark.parametrize("name", raycl.__all__)
+def test_public_name_is_there_and_documented(name: str) -> None:
+    assert getattr(raycl, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = raycl.trian
+
+
+def test_importing_raycl_loads_neither_torch_nor_ray() -> None:
+    code = "import raycl, sys; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_train_stays_a_function_after_its_room_is_imported() -> None:
+    import raycl.training.launch
+
+    assert raycl.train is raycl.training.launch.train

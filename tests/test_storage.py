@@ -1,0 +1,73 @@
+"""Places and records on a local disk; S3 has a file of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raycl.errors import StorageError
+from raycl.records import MetricsLog, read_metrics, read_result, write_result
+from raycl.storage import Place
+
+
+def test_files_are_listed_sorted_and_without_hidden_ones(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "a/1.txt", ".hidden/x", "b/_partial"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert Place(str(tmp_path)).files() == [("a/1.txt", 1), ("b/2.txt", 1)]
+
+
+def test_a_file_is_replaced_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    place = Place(str(tmp_path)) / "deep" / "x.json"
+    place.write_text("old")
+    place.write_text("new")
+    assert place.read_text() == "new"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.json"]
+
+
+def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot read .*nothing") as caught:
+        (Place(str(tmp_path)) / "nothing").read_bytes()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unwritable_output_is_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="cannot write"):
+        (Place(str(tmp_path)) / "file" / "below").check_writable()
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(StorageError, match="ftp://x"):
+        Place("ftp://x/y").exists()
+
+
+def test_metrics_survive_and_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    log = MetricsLog(output)
+    for step in (10, 20, 30):
+        log.write({"step": step, "loss": 1.0 / 3.0})
+    log.flush()
+    resumed = MetricsLog(output, resume_step=20)
+    resumed.write({"step": 30, "loss": float("nan")})
+    resumed.flush()
+    assert read_metrics(output) == [
+        {"step": 10, "loss": 0.333333},
+        {"step": 20, "loss": 0.333333},
+        {"step": 30, "loss": None},
+    ]
+
+
+def test_a_new_run_starts_its_metrics_anew(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    log = MetricsLog(output)
+    log.write({"step": 2})
+    log.flush()
+    assert read_metrics(output) == [{"step": 2}]
+
+
+def test_result_is_json(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    write_result(output, {"status": "finished", "final": {"knn_top1": 0.5}})
+    assert read_result(output) == json.loads((tmp_path / "result.json").read_text())

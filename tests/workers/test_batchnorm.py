@@ -1,0 +1,352 @@
+"""Synchronized BatchNorm on several workers against nn.BatchNorm on the whole batch."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raycl.batchnorm import SynchronizedBatchNorm, synchronize
+from raycl.errors import ConfigError
+from tests.workers.processes import run_workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What a layer did with some rows."""
+
+    output: Tensor
+    grad_input: Tensor
+    grad_parameters: list[Tensor]
+    buffers: dict[str, Tensor]
+
+
+def _rows(*shape: int, dtype: torch.dtype = torch.float64, offset: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    scale = torch.linspace(0.5, 2.0, shape[1]).view(-1, *[1] * (len(shape) - 2))
+    return (torch.randn(shape, generator=generator).double() * scale + scale + offset).to(dtype)
+
+
+def _layer(kind: type[nn.Module], dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
+    layer = kind(5, **settings)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.linspace(-1.0, 2.0, 5))
+    return layer.to(dtype)
+
+
+def _run(layer: nn.Module, batches: list[Tensor], grads: list[Tensor]) -> _Outcome:
+    """Take statistics of all batches, and everything else of the last."""
+    for rows in batches[:-1]:
+        layer(rows)
+    rows = batches[-1].detach().requires_grad_()
+    output = layer(rows)
+    output.backward(grads[-1])
+    assert rows.grad is not None
+    return _Outcome(
+        output=output.detach(),
+        grad_input=rows.grad,
+        grad_parameters=[parameter.grad for parameter in layer.parameters()],  # pyright: ignore[reportArgumentType]
+        buffers=dict(layer.named_buffers()),
+    )
+
+
+def _share(
+    rank: int,
+    num_workers: int,
+    layer: nn.Module,
+    batches: list[Tensor],
+    grads: list[Tensor],
+    sizes: list[int],
+) -> _Outcome:
+    own = [[each.split(sizes)[rank] for each in rows] for rows in (batches, grads)]
+    return _run(synchronize(layer), *own)
+
+
+def _reference_and_shares(
+    layer: nn.Module, batches: list[Tensor], sizes: list[int]
+) -> tuple[_Outcome, list[_Outcome]]:
+    grads = [_rows(*rows.shape).flip(0).sin().to(rows) for rows in batches]
+    shares = run_workers(_share, len(sizes), copy.deepcopy(layer), batches, grads, sizes)
+    return _run(layer, batches, grads), shares
+
+
+def _assert_equal(whole: _Outcome, shares: list[_Outcome], tolerance: float) -> None:
+    def assert_close(ours: Any, true: Any) -> None:
+        torch.testing.assert_close(ours, true, rtol=tolerance, atol=tolerance)
+
+    outputs = torch.cat([share.output for share in shares])
+    assert_close(outputs, whole.output)
+    grads = torch.cat([share.grad_input for share in shares])
+    assert_close(grads, whole.grad_input)
+    summed = [sum(each) for each in zip(*(share.grad_parameters for share in shares), strict=True)]
+    assert_close(summed, whole.grad_parameters)
+    for share in shares:
+        assert_close(share.buffers, whole.buffers)
+
+
+_KINDS = {
+    (12, 5): nn.BatchNorm1d,
+    (12, 5, 7): nn.BatchNorm1d,
+    (12, 5, 4, 3): nn.BatchNorm2d,
+    (12, 5, 2, 3, 2): nn.BatchNorm3d,
+}
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("shape", _KINDS, ids=str)
+def test_workers_equal_batchnorm_on_the_whole_batch(
+    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, num_workers: int
+) -> None:
+    batches = [_rows(*shape, dtype=dtype), _rows(*shape, dtype=dtype).flip(0) * 2]
+    sizes = [12 // num_workers] * num_workers
+    whole, shares = _reference_and_shares(_layer(_KINDS[shape], dtype), batches, sizes)
+    _assert_equal(whole, shares, tolerance)
+    assert shares[0].buffers["num_batches_tracked"] == 2
+
+
+@pytest.mark.parametrize("sizes", [[9, 3], [1, 10, 1], [12, 0]], ids=str)
+@pytest.mark.parametrize("shape", [(12, 5), (12, 5, 4, 3)], ids=str)
+def test_workers_may_hold_different_numbers_of_rows(shape: tuple[int, ...], sizes: list[int]) -> None:
+    whole, shares = _reference_and_shares(_layer(_KINDS[shape]), [_rows(*shape)], sizes)
+    _assert_equal(whole, shares, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"momentum": None},
+        {"momentum": 0.3, "eps": 1e-2},
+        {"momentum": 0.0},
+        {"affine": False},
+        {"track_running_stats": False},
+    ],
+    ids=str,
+)
+def test_settings_mean_what_they_mean_to_batchnorm(settings: dict[str, Any]) -> None:
+    batches = [_rows(8, 5, 3, 3) * factor for factor in (1, 2, 3)]
+    layer = _layer(nn.BatchNorm2d, **settings)
+    _assert_equal(*_reference_and_shares(layer, batches, [4, 4]), 1e-10)
+
+
+def test_layer_without_bias_has_the_gradient_of_its_weight() -> None:
+    layer = _layer(nn.BatchNorm2d)
+    layer.register_parameter("bias", None)
+    _assert_equal(*_reference_and_shares(layer, [_rows(8, 5, 3, 3)], [4, 4]), 1e-10)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_large_mean_does_not_cost_accuracy(memory_format: torch.memory_format) -> None:
+    rows = _rows(256, 5, 16, 16, dtype=torch.float32, offset=1e3)
+    rows = rows.contiguous(memory_format=memory_format)
+    layer = _layer(nn.BatchNorm2d, torch.float32)
+    _, shares = _reference_and_shares(copy.deepcopy(layer), [rows], [100, 156])
+    exact, _ = _reference_and_shares(layer.double(), [rows.double()], [256])
+    # Float32 is 6e-5 wide at 1000, and the deviation is 0.5 and more: nothing can be closer than
+    # 1e-4. On channels_last nn.BatchNorm itself is off by 0.4.
+    output = torch.cat([share.output for share in shares]).double()
+    torch.testing.assert_close(output, exact.output, rtol=0, atol=1e-3)
+    grad = torch.cat([share.grad_input for share in shares]).double()
+    torch.testing.assert_close(grad, exact.grad_input, rtol=0, atol=1e-3)
+    variance = shares[0].buffers["running_var"].double()
+    torch.testing.assert_close(variance, exact.buffers["running_var"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [((8, 5, 4, 3), torch.channels_last), ((8, 5, 2, 3, 2), torch.channels_last_3d)],
+)
+def test_channels_last_stays_channels_last(
+    shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    rows = _rows(*shape).contiguous(memory_format=memory_format)
+    whole, shares = _reference_and_shares(_layer(_KINDS[(12, *shape[1:])]), [rows], [4, 4])
+    _assert_equal(whole, shares, 1e-10)
+    for share in shares:
+        assert share.output.is_contiguous(memory_format=memory_format)
+        assert share.grad_input.is_contiguous(memory_format=memory_format)
+
+
+def _gradient_between_layers(
+    rank: int, num_workers: int, layer: nn.Module, rows: Tensor, grad: Tensor
+) -> Tensor:
+    # By a hook and not at a leaf: what torch keeps in .grad it puts in a format of its own choice.
+    inner, seen = rows.chunk(num_workers)[rank].requires_grad_() * 1, []
+    inner.register_hook(seen.append)
+    synchronize(layer)(inner).backward(grad.chunk(num_workers)[rank])
+    return seen[0]
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_a_gradient_of_another_format_is_taken_in_the_format_of_the_input(expanded: bool) -> None:
+    layer, grad = _layer(nn.BatchNorm2d), _rows(8, 5, 4, 3).sin()
+    grad = grad[:, :, :1, :1].expand(grad.shape) if expanded else grad
+    rows = _rows(8, 5, 4, 3).contiguous(memory_format=torch.channels_last)
+    shares = run_workers(_gradient_between_layers, 2, copy.deepcopy(layer), rows, grad)
+    for share in shares:
+        assert share.is_contiguous(memory_format=torch.channels_last)
+    true = _run(layer, [rows], [grad]).grad_input
+    torch.testing.assert_close(torch.cat(shares), true, rtol=1e-10, atol=1e-10)
+
+
+def _share_under_autocast(rank: int, num_workers: int, net: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+    own = rows.chunk(num_workers)[rank].requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = synchronize(net)(own)
+    assert output.dtype == torch.bfloat16
+    output.float().square().mean().backward()
+    return _state_with_gradients(net) | {"output": output.detach().float()}
+
+
+def _state_with_gradients(net: nn.Module) -> dict[str, Tensor]:
+    grads = {f"{name}.grad": each.grad for name, each in net.named_parameters()}
+    return dict(net.state_dict()) | grads  # pyright: ignore[reportReturnType, reportOperatorIssue]
+
+
+def test_bfloat16_autocast_takes_float32_statistics() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.Conv2d(5, 4, 3))
+    rows = torch.randn(16, 3, 10, 10)
+    first, second = run_workers(_share_under_autocast, 2, copy.deepcopy(net), rows)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = net(rows)
+    output.float().square().mean().backward()
+    for name, true in _state_with_gradients(net).items():
+        ours = (first[name] + second[name]) / 2 if name.endswith("grad") else first[name]
+        tolerance = 0.02 * true.abs().max().item() if name.endswith("grad") else 1e-6
+        assert ours.dtype == true.dtype
+        torch.testing.assert_close(ours, true, rtol=0, atol=tolerance, msg=name)
+    ours = torch.cat([first["output"], second["output"]])
+    torch.testing.assert_close(ours, output.float(), rtol=0.02, atol=0.02)
+
+
+def _in_bfloat16(rank: int, num_workers: int) -> tuple[Tensor, Tensor, Tensor]:
+    layer = synchronize(_layer(nn.BatchNorm2d, torch.bfloat16))
+    outcome = _run(layer, [_rows(4, 5, 3, 3, dtype=torch.bfloat16)], [torch.ones(4, 5, 3, 3)])
+    return outcome.output, outcome.grad_parameters[0], outcome.buffers["running_mean"]
+
+
+def test_a_layer_of_bfloat16_stays_bfloat16() -> None:
+    for share in run_workers(_in_bfloat16, 2):
+        assert [each.dtype for each in share] == [torch.bfloat16] * 3
+
+
+def _evaluate(rank: int, num_workers: int, layer: nn.Module, rows: Tensor) -> Tensor:
+    return synchronize(layer).eval()(rows.chunk(num_workers)[rank])
+
+
+def test_eval_mode_is_batchnorm_with_the_running_statistics() -> None:
+    layer = _layer(nn.BatchNorm2d, torch.float32)
+    layer(_rows(12, 5, 4, 3, dtype=torch.float32))
+    rows = _rows(8, 5, 3, 3, dtype=torch.float32)
+    output = torch.cat(run_workers(_evaluate, 2, layer, rows))
+    assert torch.equal(output, layer.eval()(rows))
+
+
+def _single_values(rank: int, num_workers: int, num_rows: int) -> Tensor:
+    layer = synchronize(_layer(nn.BatchNorm1d))
+    return layer(_rows(num_rows, 5)[rank : rank + 1])
+
+
+def test_a_single_value_per_channel_in_all_is_refused() -> None:
+    assert [len(rows) for rows in run_workers(_single_values, 2, 2)] == [1, 1]
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        run_workers(_single_values, 2, 1)
+
+
+class _Block(nn.Module):
+    """A residual block, as in torchvision."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2, bias=False),
+        nn.BatchNorm2d(6),
+        nn.Sequential(_Block(6), _Block(6)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 8, bias=False),
+        nn.BatchNorm1d(8, affine=False),
+    )
+
+
+def test_synchronize_replaces_every_layer_and_keeps_what_it_owns() -> None:
+    net = _net()
+    net[1].eval()
+    before = {name: id(each) for name, each in net.state_dict(keep_vars=True).items()}
+    names = [name for name, each in net.named_modules() if isinstance(each, nn.BatchNorm2d)]
+    assert synchronize(net) is net
+    assert {name: id(each) for name, each in net.state_dict(keep_vars=True).items()} == before
+    synchronized = [n for n, each in net.named_modules() if type(each) is SynchronizedBatchNorm]
+    assert synchronized == [*names, "6"]
+    assert not net[1].training and net[2].training
+    synchronize(net)  # twice does no harm
+
+
+def test_synchronize_takes_a_layer_that_is_the_root() -> None:
+    layer = nn.BatchNorm1d(3, eps=0.1, momentum=None)
+    assert type(synchronize(layer)) is SynchronizedBatchNorm
+    assert (layer.eps, layer.momentum) == (0.1, None)
+
+
+def test_synchronize_refuses_layers_with_behaviour_of_their_own() -> None:
+    class BatchNormAndRelu(nn.BatchNorm2d):
+        pass
+
+    with pytest.raises(ConfigError, match="0.1: BatchNormAndRelu"):
+        synchronize(nn.Sequential(nn.Sequential(nn.ReLU(), BatchNormAndRelu(3))))
+    with pytest.raises(ConfigError, match="LazyBatchNorm1d"):
+        synchronize(nn.LazyBatchNorm1d())
+
+
+def test_weights_load_both_ways() -> None:
+    plain, synchronized = _net(), synchronize(_net())
+    plain(torch.randn(4, 3, 9, 9))
+    synchronized.load_state_dict(plain.state_dict())
+    _net().load_state_dict(synchronized.state_dict())
+    torch.testing.assert_close(synchronized.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_alone_the_layer_is_batchnorm() -> None:
+    rows, grads = [_rows(6, 5, 3, 3)], [_rows(6, 5, 3, 3).sin()]
+    plain = _run(_layer(nn.BatchNorm2d), rows, grads)
+    alone = _run(synchronize(_layer(nn.BatchNorm2d)), rows, grads)
+    _assert_equal(plain, [alone], 0)
+
+
+def _train(net: nn.Module, images: Tensor) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(images).sub(1).pow(4).mean().backward()
+        optimizer.step()
+
+
+def _train_share(rank: int, num_workers: int, images: Tensor) -> dict[str, Tensor]:
+    net = synchronize(_net()).double()
+    _train(DistributedDataParallel(net), images.chunk(num_workers)[rank])
+    return dict(net.state_dict())
+
+
+def test_a_network_under_ddp_trains_as_in_one_process() -> None:
+    images = _rows(8, 3, 9, 9)
+    net = _net().double()
+    _train(net, images)
+    for state in run_workers(_train_share, 2, images):
+        torch.testing.assert_close(state, dict(net.state_dict()), rtol=1e-9, atol=1e-9)

@@ -1,0 +1,178 @@
+"""The exactness of training on several workers: gloo processes against one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raycl.distributed import (
+    all_agree,
+    all_sum,
+    check_equal,
+    gather,
+    gather_detached,
+    num_workers,
+    rank,
+)
+from raycl.errors import RayclError
+from tests.workers.processes import run_workers
+
+Gather = Callable[[Tensor], Tensor]
+
+_GLOBAL_BATCH = 8
+
+
+class _Tower(nn.Module):
+    """Two layers and a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.log_temperature = nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, view_a: Tensor, view_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key = F.normalize(self.layers(torch.cat([view_a, view_b])), dim=1).chunk(2)
+        return query, key, self.log_temperature.exp()
+
+
+def _softmax_loss(query: Tensor, keys: Tensor, temperature: Tensor, offset: int) -> Tensor:
+    positive = torch.arange(len(query)) + offset
+    return F.cross_entropy(query @ keys.T / temperature, positive)
+
+
+def _tower_and_views() -> tuple[_Tower, Tensor, Tensor]:
+    torch.manual_seed(0)
+    tower = _Tower()
+    view_a = torch.randn(_GLOBAL_BATCH, 6)
+    return tower, view_a, view_a + 0.5 * torch.randn(_GLOBAL_BATCH, 6)
+
+
+def _gradients(tower: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in tower.named_parameters()}  # pyright: ignore[reportReturnType]
+
+
+def _gradients_of_the_whole_batch() -> dict[str, Tensor]:
+    tower, view_a, view_b = _tower_and_views()
+    query, key, temperature = tower(view_a, view_b)
+    _softmax_loss(query, key, temperature, offset=0).backward()
+    return _gradients(tower)
+
+
+def _gradients_of_one_worker(rank: int, num_workers: int, gather: Gather) -> dict[str, Tensor]:
+    tower, *views = _tower_and_views()
+    parallel = DistributedDataParallel(tower)
+    query, key, temperature = parallel(*(view.chunk(num_workers)[rank] for view in views))
+    _softmax_loss(query, gather(key), temperature, offset=rank * len(query)).backward()
+    return _gradients(tower)
+
+
+def _largest_relative_error(ours: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    return max(((ours[name] - true[name]).norm() / true[name].norm()).item() for name in true)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_workers_give_the_gradient_of_one_process_on_the_whole_batch(num_workers: int) -> None:
+    true = _gradients_of_the_whole_batch()
+    for ours in run_workers(_gradients_of_one_worker, num_workers, gather):
+        assert _largest_relative_error(ours, true) < 1e-5
+
+
+def test_keys_gathered_without_gradient_give_another_gradient() -> None:
+    ours, *_ = run_workers(_gradients_of_one_worker, 2, gather_detached)
+    assert _largest_relative_error(ours, _gradients_of_the_whole_batch()) > 0.01
+
+
+def _gather_scattered(rank: int, num_workers: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # A transposed tensor: neither rows nor their gradient are contiguous in memory.
+    rows = torch.arange(6).view(2, 3).T.to(dtype).add(10 * rank).requires_grad_()
+    stacked = gather(rows)
+    (stacked * (rank + 1)).sum().backward()
+    assert rows.grad is not None
+    return stacked.detach(), rows.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gather_stacks_by_rank_and_sums_the_gradients(dtype: torch.dtype) -> None:
+    rows = torch.arange(6).view(2, 3).T.to(dtype)
+    for stacked, grad in run_workers(_gather_scattered, 2, dtype):
+        assert torch.equal(stacked, torch.cat([rows, rows + 10]))
+        assert torch.equal(grad, torch.full((3, 2), 1 + 2, dtype=dtype))
+
+
+def _gather_detached(rank: int, num_workers: int) -> tuple[Tensor, Tensor]:
+    ids = gather_detached(torch.tensor([2**62 + rank, -rank]))
+    rows = torch.full((2, 3), float(rank), requires_grad=True)
+    return ids, gather_detached(rows)
+
+
+def test_gather_detached_keeps_large_integers_and_has_no_gradient() -> None:
+    for ids, rows in run_workers(_gather_detached, 2):
+        assert ids.tolist() == [2**62, 0, 2**62 + 1, -1]
+        assert ids.dtype == torch.int64
+        assert not rows.requires_grad
+        assert rows[:, 0].tolist() == [0, 0, 1, 1]
+
+
+def _sum_ranks(rank: int, num_workers: int) -> tuple[Tensor, Tensor]:
+    value = torch.tensor([rank, 1.0], requires_grad=True)
+    return value.detach(), all_sum(value)
+
+
+def test_all_sum_adds_over_workers_and_leaves_its_argument_alone() -> None:
+    for index, (value, total) in enumerate(run_workers(_sum_ranks, 4)):
+        assert value.tolist() == [index, 1]
+        assert total.tolist() == [0 + 1 + 2 + 3, 4]
+        assert not total.requires_grad
+
+
+def _vote(rank: int, num_workers: int) -> list[bool]:
+    return [all_agree(rank >= 0), all_agree(rank == 0), all_agree(False)]
+
+
+def test_all_agree_is_true_only_if_every_worker_says_so() -> None:
+    assert run_workers(_vote, 2) == [[True, False, False]] * 2
+
+
+def _check_rank(rank: int, num_workers: int, step: int) -> None:
+    check_equal(8 + step * rank, "the local batch")
+
+
+def test_check_equal_names_the_value_of_each_rank() -> None:
+    assert run_workers(_check_rank, 2, 0) == [None, None]
+    with pytest.raises(RayclError, match=r"the local batch .* \(rank 0: 8, rank 1: 11\)"):
+        run_workers(_check_rank, 2, 3)
+
+
+def _place(index: int, count: int) -> tuple[int, int]:
+    return rank(), num_workers()
+
+
+def test_rank_and_num_workers_are_those_of_the_group() -> None:
+    assert run_workers(_place, 2) == [(0, 2), (1, 2)]
+
+
+def test_alone_without_a_group_everything_is_the_identity() -> None:
+    rows = torch.randn(3, 2, requires_grad=True)
+    assert (rank(), num_workers()) == (0, 1)
+    gather(rows).sum().backward()
+    assert rows.grad is not None and rows.grad.eq(1).all()
+    assert torch.equal(gather_detached(rows), rows)
+    assert not gather_detached(rows).requires_grad
+    assert torch.equal(all_sum(rows), rows)
+    assert all_agree(True) and not all_agree(False)
+    check_equal(3, "anything")
+
+
+def _fail_on_one(rank: int, num_workers: int) -> None:
+    if rank == 1:
+        raise KeyError("broken on purpose")
+    gather_detached(torch.ones(1))  # waits for the other one
+
+
+def test_an_error_of_one_worker_is_raised_while_the_other_waits() -> None:
+    with pytest.raises(KeyError, match="broken on purpose") as caught:
+        run_workers(_fail_on_one, 2)
+    assert "in worker 1" in caught.value.__notes__[0]
