@@ -7,6 +7,7 @@ those of the global batch, so that the result does not depend on the number of w
 torch's ``SyncBatchNorm`` refuses CPU modules; on CUDA its kernels are the ones used here.
 """
 
+import math
 from typing import Any, NamedTuple, final
 
 import torch
@@ -206,12 +207,26 @@ class _Normalize(torch.autograd.Function):
             factor = (scale * slope / -(variance + ctx.eps)).to(x.dtype)
             shift = -mean * factor
             grad_x = _affine(grad, scale, shift.to(mean.dtype), level, variance, ctx.eps)
-            grad_x.addcmul_(x, factor.view(-1, *[1] * (x.dim() - 2)))
+            _add_scaled(grad_x, x, factor)
         # The sums of this worker: whoever averages or adds the gradients does it for these too.
         grad_weight, grad_bias = (
             each.to(dtype) if dtype else None for each, dtype in zip(local, ctx.parameter_types, strict=True)
         )
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _add_scaled(out: Tensor, x: Tensor, factor: Tensor) -> None:
+    """Add x times its channel's factor to ``out``, which has the strides of ``x``."""
+    channels = len(factor)
+    last = x.movedim(1, -1)
+    if not last.is_contiguous() or not last.numel():
+        out.addcmul_(x, factor.view(-1, *[1] * (x.dim() - 2)))
+        return
+    # With channels last a row is as short as the channels are few: repeat the factors, so that the
+    # innermost loop is long.
+    repeats = math.gcd(last.numel() // channels, 2 ** (4096 // channels).bit_length())
+    rows = (-1, repeats * channels)
+    out.movedim(1, -1).view(rows).addcmul_(last.view(rows), factor.repeat(repeats))
 
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:

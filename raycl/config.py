@@ -78,7 +78,7 @@ class EncoderConfig(Section):
     """The network: a torchvision name, or ``package.module:function`` of the user's own."""
 
     name: str = "resnet50"
-    stem: Literal["auto", "small", "standard"] = "auto"
+    stem: Literal["auto", "small", "half", "standard"] = "auto"
     width: Positive = 1.0
     arguments: dict[str, Any] = {}
 

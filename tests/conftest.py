@@ -1,7 +1,14 @@
-"""One local Ray for the whole session; its environment is set before Ray is imported anywhere."""
+"""One S3 server and one local Ray for the whole session; the environment is set before Ray is imported."""
 
 import os
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray writes a token into the home folder
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
@@ -11,14 +18,45 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
     os.environ.pop(name, None)
 
-from collections.abc import Iterator
-
 import pytest
+
+BUCKET = "raycl-test"
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """Start a Ray of the tests' own, with room for two workers and the tasks that read."""
+def s3_server() -> Iterator[str]:
+    """Serve S3 on the loopback, with one empty bucket; clients find it by the usual AWS variables."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    os.environ |= {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(url)
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")):
+            yield url
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(s3_server: str) -> Iterator[None]:
+    """Start a Ray of the tests' own, with room for two workers and the tasks that read.
+
+    Its processes take their environment from here, so the S3 server's address must be known first.
+    """
     import ray
 
     # A socket's path may have 107 characters at most.
@@ -34,3 +72,13 @@ def ray_cluster() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+def _wait_for(url: str) -> None:
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+    raise TimeoutError(f"no S3 server at {url}")

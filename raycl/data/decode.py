@@ -48,7 +48,8 @@ class Decoder:
             if sum(part.nbytes for part in block) >= BLOCK_BYTES:
                 yield pa.concat_tables(block).combine_chunks()
                 block = []
-        self.logbook.add_rows.remote(piece, num_rows, num_train, broken, examples[:NUM_EXAMPLES])
+        # Waited for, so that whoever has the rows also finds the count of those that are missing.
+        ray.get(self.logbook.add_rows.remote(piece, num_rows, num_train, broken, examples[:NUM_EXAMPLES]))
         yield pa.concat_tables(block or [self._table([], [], [], [])]).combine_chunks()
 
     def _decode(self, rows: RawRows, broken: Counter[str], examples: list[str]) -> pa.Table:

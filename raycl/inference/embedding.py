@@ -15,7 +15,7 @@ from raycl.data.rows import Rows
 from raycl.data.sources import ColumnNames, Source, find_source
 from raycl.errors import StorageError
 from raycl.judging.embed import embed
-from raycl.models.saved import EncoderSpec, ImageEncoder, load_encoder
+from raycl.models.saved import EncoderSpec, load_encoder
 from raycl.progress import ProgressLine, rows_read
 from raycl.storage import Place
 
@@ -26,10 +26,9 @@ BATCH_SIZE = 256
 class Embedder:
     """One actor of the pool: holds the encoder, turns decoded rows into representations."""
 
-    def __init__(self, encoder: ImageEncoder | ray.ObjectRef, use_gpu: bool) -> None:
+    def __init__(self, run: str, use_gpu: bool) -> None:
         self._device = torch.device("cuda" if use_gpu else "cpu")
-        held = ray.get(encoder) if isinstance(encoder, ray.ObjectRef) else encoder
-        self._encoder = held.to(self._device)
+        self._encoder = load_encoder(run).to(self._device)
         self._format = image_format(self._encoder.spec)
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -57,13 +56,13 @@ def image_format(spec: EncoderSpec) -> ImageFormat:
     return ImageFormat(size=spec.stored_size, channels=spec.channels, max_pixels=spec.max_pixels)
 
 
-def embed_dataset(decoded: ray.data.Dataset, encoder: ImageEncoder, *, gpu: bool = False) -> ray.data.Dataset:
-    """Return decoded rows with their representations, by a pool of actors, lazily."""
+def embed_dataset(decoded: ray.data.Dataset, run: str, *, gpu: bool = False) -> ray.data.Dataset:
+    """Return decoded rows with their representations by the encoder of ``run``, lazily."""
     cpus = int(ray.cluster_resources().get("CPU", 1))
     gpus = int(ray.cluster_resources().get("GPU", 0))
     return decoded.map_batches(
         Embedder,
-        fn_constructor_args=(ray.put(encoder.cpu()), gpu),
+        fn_constructor_args=(absolute(run), gpu),
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=1,
@@ -102,7 +101,7 @@ def embed_to_parquet(
     decoded = decode_source(source, Decoder(image_format=image_format(encoder.spec), logbook=logbook))
     filesystem, path = place.resolve()
     with ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
-        embed_dataset(decoded, encoder, gpu=gpu).write_parquet(path, filesystem=filesystem)
+        embed_dataset(decoded, run, gpu=gpu).write_parquet(path, filesystem=filesystem)
     rows: ReadRows = ray.get(logbook.rows.remote())
     rows.check(max_bad_fraction)
     return rows

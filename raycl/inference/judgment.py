@@ -86,7 +86,7 @@ def evaluate(
         name: decode_set(source, encoder.spec, name=name, max_bad_fraction=max_bad_fraction, quiet=quiet)
         for name, source in sources.items()
     }
-    embedded = {name: _representations(rows, encoder, gpu=gpu) for name, rows in decoded.items()}
+    embedded = {name: _representations(rows, run, encoder.spec.representation_dim, gpu=gpu) for name, rows in decoded.items()}
     result: dict[str, Any] = {"measure": measure, "top1": score(embedded["train"], embedded["test"])}
     if measure == "linear" and labels_per_class is not None:
         result["labels_per_class"] = labels_per_class
@@ -96,9 +96,8 @@ def evaluate(
     return result
 
 
-def _representations(decoded: ray.data.Dataset, encoder: ImageEncoder, *, gpu: bool) -> LabeledSet:
-    tables = ray.get(embed_dataset(decoded, encoder, gpu=gpu).materialize().to_arrow_refs())
-    width = encoder.spec.representation_dim
+def _representations(decoded: ray.data.Dataset, run: str, width: int, *, gpu: bool) -> LabeledSet:
+    tables = ray.get(embed_dataset(decoded, run, gpu=gpu).materialize().to_arrow_refs())
     values = [
         chunk.flatten().to_numpy().reshape(-1, width)
         for table in tables

@@ -73,6 +73,8 @@ def train(
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
     place = _prepare_output(output, resume=resume)
     source = None if data is None else find_source(_absolute(data), build.column_names(config))
+    if source is not None:
+        _check_size(config, source.num_rows)
     build.augmentation(config)  # an impossible view or encoder is found here, not on the workers
     if encoder is None:
         build.tower(config, build.encoder(config))
@@ -184,14 +186,14 @@ class _Launch:
 
     def run(self, source: Source | None, dataset: ray.data.Dataset | None) -> RunResult:
         images = _Images(self._config, self._logbook, source, dataset)
-        self._check_size(images.num_rows)
+        _check_size(self._config, images.num_rows)
         streamed = images.must_stream()
         cpus = self._check_cluster(streamed)
         blocks, stream = self._open(images, streamed)
         rows: ReadRows = ray.get(self._logbook.rows.remote())
         rows.check(self._config.data.max_bad_fraction)
         num_train = images.num_train_expected() if streamed else rows.num_train
-        self._check_size(num_train)
+        _check_size(self._config, num_train)
         (self._output / CONFIG).write_text(config_to_yaml(self._config))
         job = Job(
             config=self._config,
@@ -223,14 +225,6 @@ class _Launch:
         cpus = config.cpus_per_worker or cpus_for_a_worker(workers=config.workers, spare_cpus=spare)
         check_resources(workers=config.workers, cpus_per_worker=cpus, gpu=config.gpu, spare_cpus=spare)
         return cpus
-
-    def _check_size(self, num_rows: int) -> None:
-        batch_size = self._config.stage.batch_size
-        if num_rows < batch_size:
-            raise DataError(
-                f"a batch of {batch_size} rows is larger than the {num_rows} rows to train on; "
-                "lower --batch-size or give more data"
-            )
 
     def _fit(self, job: Job, cpus: float) -> dict[str, Any]:
         filesystem, path = self._output.resolve()
@@ -277,6 +271,15 @@ class _Launch:
             self._output, {"status": "finished", **{k: v for k, v in vars(result).items() if k != "output"}}
         )
         return result
+
+
+def _check_size(config: RunConfig, num_rows: int) -> None:
+    batch_size = config.stage.batch_size
+    if num_rows < batch_size:
+        raise DataError(
+            f"a batch of {batch_size} rows is larger than the {num_rows} rows to train on; "
+            "lower --batch-size or give more data"
+        )
 
 
 def _prepare_output(output: str, *, resume: bool) -> Place:

@@ -1,0 +1,139 @@
+"""The command line: exit statuses, one line for what is wrong, YAML out and in."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from raycl.cli import main
+from raycl.config import config_from_yaml
+from raycl.recipes import recipe
+from raycl.setup import plan_run
+from tests.images import encode, photograph, write_digits
+
+
+def run_raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Return exit status, stdout and stderr of ``raycl ARGUMENTS``."""
+    monkeypatch.setattr(sys, "argv", ["raycl", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    output = capsys.readouterr()
+    code = exit_.value.code
+    return (code if isinstance(code, int) else 0), output.out, output.err
+
+
+@pytest.fixture
+def raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    return lambda *arguments: run_raycl(monkeypatch, capsys, *arguments)
+
+
+def test_recipes_are_listed_and_printed_as_yaml_that_reads_back(raycl) -> None:
+    status, out, _ = raycl("recipes")
+    assert status == 0
+    assert out.startswith("simclr")
+    _, out, _ = raycl("recipes", "simclr", "--image-size", 32)
+    assert config_from_yaml(out) == recipe("simclr", image_size=32)
+
+
+def test_help_names_every_command(raycl) -> None:
+    status, out, _ = raycl("--help")
+    assert status == 0
+    for name in ("demo", "recipes", "train", "evaluate", "embed", "doctor"):
+        assert name in out
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    return write_digits(tmp_path / "digits.parquet", 100)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--epochs", 1, "--steps", 1], "exclude each other"),
+        (["--workers", "1:4"], "--workers takes a number"),
+        (["--workers", 0], "--workers takes a number"),
+        (["--workers", 3], "does not divide over 3 workers"),
+        (["--batch-size", 1], "stages.0.batch_size"),
+        (["--epochs", 0], "stages.0.epochs"),
+        (["--seed", -1], "seed"),
+        (["--set", "stages.0.temperature=0"], "stages.0.temperature"),
+        (["--set", "nonsense.key=0"], "unknown key nonsense.key"),
+        (["--set", "encoder.name=resnet19"], "unknown encoder.name 'resnet19'"),
+        (["--set", "encoder.name=no.such:thing"], "cannot build encoder.name"),
+        (["--set", "data.columns.image=img"], "no column 'img'; it has image, label"),
+        (["--set", "data.columns.label=class"], "no column 'class'"),
+        (["--batch-size", 128], "a batch of 128 rows is larger than the 100 rows"),
+    ],
+)
+def test_bad_flags_are_one_line_and_status_2(raycl, digits: Path, flags: list[object], says: str) -> None:
+    status, out, err = raycl("train", "simclr", "--data", digits, "--output", digits.parent / "run", *flags)
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("raycl: ")
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: folder / "missing", "there is nothing at"),
+        (lambda folder: folder, "holds no images"),
+        (lambda folder: _written(folder / "a.parquet", b"no parquet"), "cannot read"),
+    ],
+)
+def test_data_that_cannot_be_used_are_one_line_and_status_2(raycl, tmp_path: Path, make, says: str) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    status, _, err = raycl("train", "simclr", "--data", make(folder), "--output", tmp_path / "run")
+    assert (status, err.count("\n")) == (2, 1)
+    assert says in err
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_an_unknown_recipe_and_a_missing_file_are_status_2(raycl, digits: Path) -> None:
+    status, _, err = raycl("train", "simclear", "--data", digits, "--output", digits.parent / "run")
+    assert (status, "simclr" in err) == (2, True)
+    status, _, err = raycl("train", "missing.yaml", "--data", digits, "--output", digits.parent / "run")
+    assert (status, "cannot read" in err) == (2, True)
+
+
+def test_an_unwritable_output_is_found_before_anything_starts(raycl, digits: Path) -> None:
+    status, _, err = raycl("train", "simclr", "--data", digits, "--output", digits / "below", "--batch-size", 8)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "cannot write" in err
+
+
+def test_a_run_that_is_not_there_cannot_be_judged(raycl, digits: Path) -> None:
+    status, _, err = raycl("evaluate", "knn", "--run", digits.parent, "--train", digits, "--test", digits)
+    assert status == 2
+    assert "no encoder at" in err
+    status, _, err = raycl("evaluate", "magic", "--run", digits.parent, "--train", digits, "--test", digits)
+    assert (status, "knn and linear" in err) == (2, True)
+
+
+def test_a_recipe_takes_its_size_from_the_images_unless_it_is_set(digits: Path, tmp_path: Path) -> None:
+    assert plan_run("simclr", data=str(digits), flags={}, settings=[]).data.image_size == 16
+    set_size = plan_run("simclr", data=str(digits), flags={}, settings=["data.image_size=24"])
+    assert set_size.data.image_size == 24
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(encode(photograph(), "JPEG"))
+    large = plan_run("simclr", data=str(tmp_path / "photos"), flags={}, settings=[])
+    assert large.data.image_size == 224
+    assert large.encoder.name == "resnet50"
+
+
+def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(recipe("simclr", image_size=32).model_dump(mode="json")))
+    flags = {"length": {"stages.0.epochs": None, "stages.0.steps": 5}, "seed": 3}
+    config = plan_run(str(file), data=str(digits), flags=flags, settings=["precision=bfloat16"])
+    assert (config.stage.steps, config.stage.epochs, config.seed) == (5, None, 3)
+    assert config.precision == "bfloat16"
