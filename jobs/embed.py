@@ -3,9 +3,7 @@
 Takes the flags of ``raycl embed``.
 """
 
-import typer
-
-from raycl.cli import embed, run
+from raycl.cli import embed, run_job
 
 if __name__ == "__main__":
-    run(lambda: typer.run(embed))
+    run_job(embed)

@@ -3,9 +3,7 @@
 Takes the flags of ``raycl evaluate``.
 """
 
-import typer
-
-from raycl.cli import evaluate, run
+from raycl.cli import evaluate, run_job
 
 if __name__ == "__main__":
-    run(lambda: typer.run(evaluate))
+    run_job(evaluate)

@@ -13,12 +13,11 @@ import pyarrow as pa
 import ray
 import typer
 
-from raycl.cli import run
-from raycl.cluster import join_cluster
+from raycl.cli import run_job
+from raycl.cluster import join_cluster, own_errors
 from raycl.data.sources import NO_LABEL, Piece, Source, find_source
 from raycl.errors import StorageError
-from raycl.inference.embedding import absolute
-from raycl.storage import Place
+from raycl.storage import Place, absolute
 
 
 def prepare(
@@ -32,11 +31,15 @@ def prepare(
     place = Place(absolute(output))
     if place.exists():
         raise StorageError(f"{output} exists already; give another --output or remove it")
-    source = find_source(absolute(data))
+    source = find_source(data)
     place.check_writable()
     join_cluster(address, debug=debug)
     filesystem, path = place.resolve()
-    pack(source).write_parquet(path, filesystem=filesystem, min_rows_per_file=rows_per_file)
+    with own_errors():
+        # Small row groups, so that a task reads only its own rows.
+        pack(source).write_parquet(
+            path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
+        )
     print(f"{source.num_rows:,} images packed into {output}")
     if source.ignored:
         print("ignored: " + ", ".join(f"{count} {extension}" for extension, count in source.ignored))
@@ -65,4 +68,4 @@ def pack(source: Source) -> ray.data.Dataset:
 
 
 if __name__ == "__main__":
-    run(lambda: typer.run(prepare))
+    run_job(prepare)

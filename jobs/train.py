@@ -3,9 +3,7 @@
 Takes the flags of ``raycl train``.
 """
 
-import typer
-
-from raycl.cli import run, train
+from raycl.cli import run_job, train
 
 if __name__ == "__main__":
-    run(lambda: typer.run(train))
+    run_job(train)

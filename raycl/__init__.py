@@ -5,7 +5,17 @@ not pay for torch and Ray Train.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raycl import losses
+    from raycl.config import RunConfig, Stage, config_from_yaml, config_to_yaml, override
+    from raycl.errors import RayclError
+    from raycl.inference.embedding import embed_to_parquet as embed
+    from raycl.inference.judgment import evaluate
+    from raycl.models.saved import load_encoder
+    from raycl.recipes import recipe
+    from raycl.training.launch import RunResult, train
 
 _HOME = {
     "RayclError": "raycl.errors:RayclError",

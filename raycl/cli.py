@@ -1,19 +1,19 @@
 """The command line: each command checks its input, calls one function and prints what it gave."""
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from raycl.errors import ConfigError, DataError, RayclError, StorageError
+from raycl.storage import Place
 
 app = typer.Typer(
     help="Contrastive learning that runs on a Ray cluster.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -90,6 +90,9 @@ def train(
         f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "
         f"the encoder is in {result.output}"
     )
+    if result.broken_rows:
+        causes = ", ".join(f"{count} {cause}" for cause, count in result.broken_rows.items())
+        print(f"broken images left out: {causes}")
 
 
 @app.command()
@@ -117,7 +120,7 @@ def evaluate(
     text = json.dumps(result)
     print(text)
     if json_file is not None:
-        _write_json(json_file, text)
+        Place(json_file).write_text(text + "\n")
 
 
 @app.command()
@@ -163,23 +166,41 @@ def doctor(
 
 def main() -> None:
     """Run the command line: status 0, 2 for bad input or config, 1 for a failed run."""
-    run(app)
+    # An encoder of the user's own may lie in the folder where they stand.
+    sys.path.insert(0, os.getcwd())
+    _run(app)
 
 
-def run(command: Callable[..., Any]) -> NoReturn:
-    """Call a command and turn raycl's errors into one line and an exit status."""
+def run_job(command: Callable[..., None]) -> NoReturn:
+    """Run one command as a script of its own, with the same flags, errors and exit statuses."""
+    job = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    job.command()(command)
+    _run(job)
+
+
+def _run(door: typer.Typer) -> NoReturn:
+    """Turn errors into one line and an exit status."""
     try:
-        command()
-        status = 0
+        status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
     except RayclError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        print(f"raycl: {error}", file=sys.stderr)
         status = 2 if isinstance(error, ConfigError | DataError | StorageError) else 1
-    except KeyboardInterrupt:
-        print("raycl: interrupted; continue with --resume", file=sys.stderr)
+        _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
         status = 130
+        _complain("interrupted; continue with --resume")
+    except Exception as error:
+        # A wrong flag: typer has no public name for these errors, which know their own text.
+        if not hasattr(error, "format_message"):
+            raise
+        status = 2
+        _complain(f"{' '.join(error.format_message().split())} (see --help)")  # pyright: ignore[reportAttributeAccessIssue]
     raise SystemExit(status)
+
+
+def _complain(text: str) -> None:
+    print(f"raycl: {text}", file=sys.stderr)
 
 
 def _workers(text: str | None) -> int | None:
@@ -199,12 +220,3 @@ def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
     if epochs is None and steps is None:
         return {}
     return {"length": {"stages.0.epochs": epochs, "stages.0.steps": steps}}
-
-
-def _write_json(file: str, text: str) -> None:
-    path = Path(file)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    except OSError as error:
-        raise StorageError(f"cannot write --json {file}: {error.strerror}; choose another place") from error

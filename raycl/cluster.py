@@ -1,14 +1,17 @@
 """Ray itself: joining or starting a cluster, and what it has to offer."""
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 # Ray reads these when it is imported. The first paces the end of a run and its checkpoints.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+import pyarrow as pa
 import ray
 from ray.data import DataContext
 
@@ -41,33 +44,22 @@ def join_cluster(address: str | None = None, *, debug: bool = False) -> None:
         logging.getLogger("ray.train").setLevel(logging.ERROR)
 
 
-def dashboard_url() -> str | None:
-    """Return where the dashboard is, if there is one."""
-    url = ray.get_runtime_context().gcs_address and getattr(
-        ray._private.worker.global_worker.node, "webui_url", None
-    )
-    return f"http://{url}" if url else None
-
-
 def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float) -> None:
     """Refuse a run that the cluster could never place, or whose workers would starve Ray Data.
 
-    ``spare_cpus`` must be left for tasks that read while training goes on. A cluster that
-    autoscales is believed. Raises ``ConfigError``.
+    ``spare_cpus`` must be left for tasks that read while training goes on. Raises ``ConfigError``.
     """
     have = ray.cluster_resources()
-    if _autoscales():
-        return
     if gpu and have.get("GPU", 0) < workers:
         raise ConfigError(
             f"{workers} workers ask for a GPU each, the cluster has {have.get('GPU', 0):g}; "
-            "lower --workers or leave out --gpu"
+            "lower --workers, leave out --gpu, or set autoscaling=true if the cluster will grow"
         )
     need = workers * cpus_per_worker + spare_cpus
     if need > have.get("CPU", 0):
         raise ConfigError(
             f"{workers} workers with {cpus_per_worker:g} CPUs each and {spare_cpus:g} for reading data need {need:g} CPUs, "
-            f"the cluster has {have.get('CPU', 0):g}; lower --workers or set cpus_per_worker"
+            f"the cluster has {have.get('CPU', 0):g}; lower --workers, set cpus_per_worker, or set autoscaling=true if the cluster will grow"
         )
 
 
@@ -83,12 +75,10 @@ def object_store_bytes() -> float:
     return min(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])
 
 
-def threads_per_worker(*, workers: int) -> int:
-    """Share a node's cores among the workers that it may hold."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cores = max((node.get("CPU", 1.0) for node in nodes), default=1.0)
-    per_node = -(-workers // max(len(nodes), 1))
-    return max(1, int(cores) // per_node)
+def fetch_tables(dataset: ray.data.Dataset) -> list[pa.Table]:
+    """Execute a dataset and return its blocks, zero-copy where this node holds them."""
+    refs: list[Any] = dataset.materialize().to_arrow_refs()
+    return ray.get(refs)
 
 
 def own_error(error: BaseException) -> RayclError | None:
@@ -107,8 +97,18 @@ def own_error(error: BaseException) -> RayclError | None:
     return None
 
 
-def _autoscales() -> bool:
-    return "RAY_CLUSTER_AUTOSCALES" in os.environ
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Let only raycl's errors out: those inside Ray's, or a ``RunError`` with the last line."""
+    try:
+        yield
+    except RayclError as error:
+        raise own_error(error) or error from error
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise own_error(error) or RunError(
+            f"the run failed: {lines[-1]}; use --debug for the whole story"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

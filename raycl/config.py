@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, final
 
@@ -167,12 +168,17 @@ class CheckpointConfig(Section):
 
 @final
 class RunConfig(Section):
-    """A whole run as a value; recipes return one, YAML holds one."""
+    """A whole run as a value; recipes return one, YAML holds one.
+
+    ``autoscaling`` says that the cluster grows when more is asked for than it has now; otherwise
+    a run that does not fit is refused.
+    """
 
     recipe: str
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     workers: Count = 1
     gpu: bool = False
+    autoscaling: bool = False
     cpus_per_worker: Positive | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     data: DataConfig = DataConfig()
@@ -234,10 +240,19 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"the configuration holds a value that is no plain YAML: {error}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-4 for text; people mean the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
+)
+
+
 def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
     """Read a run from YAML; raises ``ConfigError``."""
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -264,6 +279,26 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
     return config_from_dict(values)
 
 
+def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which two runs differ: key path to (before, after)."""
+    old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def _flat(values: Any, path: str = "") -> dict[str, Any]:
+    items = (
+        values.items()
+        if isinstance(values, dict)
+        else enumerate(values)
+        if isinstance(values, list)
+        else None
+    )
+    if items is None:
+        return {path: values}
+    parts = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in items]
+    return {key: value for part in parts for key, value in part.items()}
+
+
 def parse_setting(setting: str) -> tuple[str, Any]:
     """Split ``key.path=value``; the value is YAML. Raises ``ConfigError``."""
     path, equals, value = setting.partition("=")
@@ -272,8 +307,8 @@ def parse_setting(setting: str) -> tuple[str, Any]:
             f"--set takes key.path=value, came {setting!r}; for example stages.0.temperature=0.2"
         )
     try:
-        return path.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
+        return path.strip(), yaml.load(value, _Loader)
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"--set {path}: {value!r} is no YAML value; quote it") from None
 
 

@@ -1,6 +1,7 @@
 """The doctor: is this machine, this cluster, this set ready for a run?"""
 
 import platform
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -9,10 +10,10 @@ import pyarrow
 import ray
 import torch
 
-from raycl.cluster import join_cluster
+from raycl.cluster import join_cluster, own_errors
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import ReadRows, start_logbook
+from raycl.data.logbook import rows_in, start_logbook
 from raycl.data.sources import ColumnNames, Source, find_source
 from raycl.errors import RayclError
 
@@ -30,7 +31,9 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        mark = "\033[32m✓\033[0m" if self.good else "\033[31m✗\033[0m"
+        mark = "✓" if self.good else "✗"
+        if sys.stdout.isatty():
+            mark = f"\033[{32 if self.good else 31}m{mark}\033[0m"
         return f"{mark} {self.name}: {self.seen}" + (f" -> {self.remedy}" if self.remedy else "")
 
 
@@ -101,8 +104,12 @@ def _sample(source: Source) -> Finding:
     step = max(1, len(source.pieces) // NUM_PIECES)
     logbook = start_logbook()
     decoder = Decoder(image_format=ImageFormat(size=32), logbook=logbook)
-    decode_source(source, decoder, source.pieces[::step][:NUM_PIECES]).materialize()
-    rows: ReadRows = ray.get(logbook.rows.remote())
+    try:
+        with own_errors():
+            decode_source(source, decoder, source.pieces[::step][:NUM_PIECES]).materialize()
+    except RayclError as error:
+        return Finding(good=False, name="sample", seen=str(error))
+    rows = rows_in(logbook)
     seen = f"{rows.num_rows:,} decoded, {rows.num_broken:,} broken"
     if not rows.num_broken:
         return Finding(good=True, name="sample", seen=seen)

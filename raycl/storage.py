@@ -8,6 +8,7 @@ import os
 import posixpath
 import uuid
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 
@@ -19,20 +20,29 @@ from raycl.errors import StorageError
 @final
 @dataclass(frozen=True)
 class Place:
-    """One address in a filesystem; ``place / "name"`` is an address below it."""
+    """One address in a filesystem; ``place / "name"`` is an address below it.
 
-    uri: str
+    Only ``root`` is read as a URI. What lies below keeps its name, whatever characters it has.
+    """
+
+    root: str
+    path: str = ""
 
     def __truediv__(self, name: str) -> "Place":
-        return Place(f"{self.uri.rstrip('/')}/{name}")
+        return Place(self.root, f"{self.path}/{name}" if self.path else name)
 
     def __str__(self) -> str:
         return self.uri
 
     @property
+    def uri(self) -> str:
+        """The address as text."""
+        return f"{self.root.rstrip('/')}/{self.path}" if self.path else self.root
+
+    @property
     def is_local(self) -> bool:
         """Whether this is a path of the local filesystem."""
-        return "://" not in self.uri
+        return "://" not in self.root
 
     @property
     def name(self) -> str:
@@ -41,14 +51,8 @@ class Place:
 
     def resolve(self) -> tuple[fs.FileSystem, str]:
         """Return the filesystem and the path in it; raises ``StorageError`` on an unknown scheme."""
-        if self.is_local:
-            return fs.LocalFileSystem(), str(Path(self.uri).expanduser().absolute())
-        try:
-            return fs.FileSystem.from_uri(self.uri)
-        except (OSError, ValueError) as error:
-            raise StorageError(
-                f"cannot use the address {self.uri!r}: {_first_line(error)}; give a local path or s3://bucket/path"
-            ) from error
+        filesystem, path = _open_filesystem(self.root)
+        return filesystem, f"{path.rstrip('/')}/{self.path}" if self.path else path
 
     def exists(self) -> bool:
         """Whether a file or folder is there."""
@@ -98,6 +102,15 @@ class Place:
         """Replace the file by UTF-8 text, whole or not at all."""
         self.write_bytes(text.encode())
 
+    def remove(self) -> None:
+        """Remove the folder and all below it, if it is there."""
+        filesystem, path = self.resolve()
+        try:
+            if self.is_folder():
+                filesystem.delete_dir(path)
+        except OSError as error:
+            raise self._error("remove", error) from error
+
     def check_writable(self) -> None:
         """Write a small file below and remove it; raises ``StorageError`` if that fails."""
         probe = self / f".raycl-{uuid.uuid4().hex}"
@@ -130,6 +143,23 @@ class Place:
             f"cannot {verb} {self.uri!r}: {_first_line(error)}; "
             "check the address, its permissions and (for s3://) the AWS variables"
         )
+
+
+def absolute(uri: str) -> str:
+    """Make a local path absolute: Ray's processes run in folders of their own."""
+    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+
+
+@lru_cache(maxsize=64)  # opening a connection for every file would cost more than the files
+def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
+    if "://" not in root:
+        return fs.LocalFileSystem(), absolute(root)
+    try:
+        return fs.FileSystem.from_uri(root)
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"cannot use the address {root!r}: {_first_line(error)}; give a local path or s3://bucket/path"
+        ) from error
 
 
 def _is_hidden(path: str) -> bool:

@@ -13,7 +13,9 @@ from raycl.setup import plan_run
 from tests.images import encode, photograph, write_digits
 
 
-def run_raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def run_raycl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str, str]:
     """Return exit status, stdout and stderr of ``raycl ARGUMENTS``."""
     monkeypatch.setattr(sys, "argv", ["raycl", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit_:
@@ -57,11 +59,13 @@ def digits(tmp_path: Path) -> Path:
         (["--workers", 3], "does not divide over 3 workers"),
         (["--batch-size", 1], "stages.0.batch_size"),
         (["--epochs", 0], "stages.0.epochs"),
+        (["--epochs", "many"], "--epochs"),
+        (["--no-such-flag"], "--no-such-flag"),
         (["--seed", -1], "seed"),
         (["--set", "stages.0.temperature=0"], "stages.0.temperature"),
         (["--set", "nonsense.key=0"], "unknown key nonsense.key"),
-        (["--set", "encoder.name=resnet19"], "unknown encoder.name 'resnet19'"),
-        (["--set", "encoder.name=no.such:thing"], "cannot build encoder.name"),
+        (["--batch-size", 32, "--set", "encoder.name=resnet19"], "unknown encoder.name 'resnet19'"),
+        (["--batch-size", 32, "--set", "encoder.name=no.such:thing"], "cannot build encoder.name"),
         (["--set", "data.columns.image=img"], "no column 'img'; it has image, label"),
         (["--set", "data.columns.label=class"], "no column 'class'"),
         (["--batch-size", 128], "a batch of 128 rows is larger than the 100 rows"),
@@ -106,7 +110,9 @@ def test_an_unknown_recipe_and_a_missing_file_are_status_2(raycl, digits: Path) 
 
 
 def test_an_unwritable_output_is_found_before_anything_starts(raycl, digits: Path) -> None:
-    status, _, err = raycl("train", "simclr", "--data", digits, "--output", digits / "below", "--batch-size", 8)
+    status, _, err = raycl(
+        "train", "simclr", "--data", digits, "--output", digits / "below", "--batch-size", 8
+    )
     assert (status, err.count("\n")) == (2, 1)
     assert "cannot write" in err
 

@@ -28,6 +28,10 @@ def test_override_replaces_one_setting_and_leaves_the_original() -> None:
     assert config.stage.temperature != 0.25
 
 
+def test_a_number_with_an_exponent_is_a_number() -> None:
+    assert override(recipe("simclr"), ["optimizer.weight_decay=1e-4"]).optimizer.weight_decay == 1e-4
+
+
 def test_epochs_give_way_to_steps() -> None:
     changed = override(recipe("simclr"), ["stages.0.epochs=null", "stages.0.steps=7"])
     assert (changed.stage.epochs, changed.stage.steps) == (None, 7)

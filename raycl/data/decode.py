@@ -26,13 +26,14 @@ class Decoder:
     """Turn raw rows into tables: ``pixels`` (bytes), ``aspect``, ``sample_id``, ``label``.
 
     A broken row is left out and counted by its cause in the logbook. Rows that ``keep`` refuses
-    are not decoded at all.
+    are not decoded at all; of those decoded, ``count`` says which are counted (by default all).
     """
 
     image_format: ImageFormat
     logbook: Any
     holdout: Holdout | None = None
     keep: Keep | None = None
+    count: Keep | None = None
 
     def tables(self, piece: str, batches: Iterator[RawRows]) -> Iterator[pa.Table]:
         """Yield the sound rows of one piece, in order, in blocks of at most 64 MiB."""
@@ -41,28 +42,32 @@ class Decoder:
         num_rows = num_train = 0
         block: list[pa.Table] = []
         for rows in batches:
-            num_rows += len(rows.images)
+            num_rows += int(_accepted(self.count or self.keep, rows.sample_id).sum())
             table = self._decode(rows, broken, examples)
             num_train += self._count_train(table)
             block.append(table)
             if sum(part.nbytes for part in block) >= BLOCK_BYTES:
                 yield pa.concat_tables(block).combine_chunks()
                 block = []
+        # The rows to judge on are read by themselves where a set is streamed.
+        name = f"{piece}, to judge on" if self.count else piece
         # Waited for, so that whoever has the rows also finds the count of those that are missing.
-        ray.get(self.logbook.add_rows.remote(piece, num_rows, num_train, broken, examples[:NUM_EXAMPLES]))
+        ray.get(self.logbook.add_rows.remote(name, num_rows, num_train, broken, examples[:NUM_EXAMPLES]))
         yield pa.concat_tables(block or [self._table([], [], [], [])]).combine_chunks()
 
     def _decode(self, rows: RawRows, broken: Counter[str], examples: list[str]) -> pa.Table:
-        wanted = self.keep(rows.sample_id) if self.keep else np.ones(len(rows.images), np.bool_)
+        wanted = _accepted(self.keep, rows.sample_id)
+        counted = _accepted(self.count, rows.sample_id)
         pixels: list[bytes] = []
         aspects: list[float] = []
         sound: list[int] = []
-        for index in np.flatnonzero(wanted):
+        for index in np.flatnonzero(wanted).tolist():
             try:
                 image, aspect = self.image_format.decode(rows.images[index])
             except BrokenImageError as error:
-                broken[str(error)] += 1
-                examples.append(f"{rows.where[index]} ({error})")
+                if counted[index]:
+                    broken[str(error)] += 1
+                    examples.append(f"{rows.where[index]} ({error})")
                 continue
             pixels.append(image.tobytes())
             aspects.append(aspect)
@@ -84,6 +89,10 @@ class Decoder:
         if self.holdout is None:
             return table.num_rows
         return int(self.holdout.is_train(table["sample_id"].to_numpy()).sum())
+
+
+def _accepted(keep: Keep | None, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return np.ones(len(sample_id), np.bool_) if keep is None else keep(sample_id)
 
 
 def decode_source(
@@ -111,15 +120,19 @@ def decode_dataset(dataset: ray.data.Dataset, columns: Any, decoder: Decoder) ->
     Without an id column a row's id is the hash of its image, so equal images share one.
     Raises ``DataError`` if a column is missing.
     """
-    names = dataset.schema().names
+    names = column_names(dataset)
     for name in (columns.image, columns.label, columns.sample_id):
         if name is not None and name not in names:
             raise DataError(f"the dataset has no column {name!r}; it has {', '.join(names)}")
     label = columns.label or ("label" if "label" in names else None)
     sample_id = columns.sample_id or ("sample_id" if "sample_id" in names else None)
 
-    def read(batch: dict[str, Any]) -> Iterator[pa.Table]:
+    def read(batch: Any) -> Any:
         images = list(batch[columns.image])
+        if label and batch[label].dtype.kind not in "iub":
+            raise DataError(
+                f"labels must be integers, column {label!r} holds {batch[label].dtype}; map them first"
+            )
         ids = stable_ids(batch[sample_id].tolist()) if sample_id else _content_ids(images)
         labels = batch[label].astype(np.int64) if label else np.full(len(images), NO_LABEL, np.int64)
         where = [f"row with id {row_id}" for row_id in ids]
@@ -127,6 +140,12 @@ def decode_dataset(dataset: ray.data.Dataset, columns: Any, decoder: Decoder) ->
         yield from decoder.tables(f"ids {content_id(ids.tobytes())}", iter([rows]))
 
     return dataset.map_batches(read, batch_size=1_024, batch_format="numpy")
+
+
+def column_names(dataset: ray.data.Dataset) -> list[str]:
+    """Return the columns of a dataset, none if it is empty."""
+    schema = dataset.schema()
+    return list(schema.names) if schema is not None else []
 
 
 def _content_ids(images: list[Any]) -> NDArray[np.int64]:

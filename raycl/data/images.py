@@ -32,11 +32,11 @@ class ImageFormat:
 
     def decode(self, content: Any) -> tuple[NDArray[np.uint8], float]:
         """Return pixels [size, size, channels] and the aspect; raises ``BrokenImageError``."""
-        if isinstance(content, np.ndarray):
-            return self._fit(_from_array(content))
-        if not isinstance(content, bytes):
+        if not isinstance(content, bytes | np.ndarray):
             raise BrokenImageError("no image bytes" if content is not None else "missing value")
         try:
+            if isinstance(content, np.ndarray):
+                return self._fit(_from_array(content))
             with Image.open(io.BytesIO(content)) as image:
                 if image.width * image.height > self.max_pixels:
                     raise BrokenImageError(f"more than {self.max_pixels:,} pixels")
@@ -47,8 +47,8 @@ class ImageFormat:
             raise BrokenImageError("not an image") from None
         except BrokenImageError:
             raise
-        # Pillow reports damage as any of these, depending on the format.
-        except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:
+        # Each of Pillow's formats reports damage by other errors; one image must not stop a run.
+        except Exception as error:
             truncated = "truncated" in str(error) or isinstance(error, EOFError)
             raise BrokenImageError("truncated image" if truncated else "undecodable image") from None
 
@@ -65,7 +65,7 @@ def image_sides(content: Any) -> tuple[int, int]:
     if isinstance(content, np.ndarray) and content.ndim >= 2:
         return content.shape[1], content.shape[0]
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(bytes(content))) as image:
             return image.size
     except (UnidentifiedImageError, OSError, TypeError, ValueError):
         raise BrokenImageError("not an image") from None

@@ -78,6 +78,11 @@ class Logbook:
         )
 
 
+def rows_in(logbook: Any) -> ReadRows:
+    """Ask a logbook actor what has been read so far."""
+    return ray.get(logbook.rows.remote())  # pyright: ignore[reportReturnType]
+
+
 def start_logbook() -> Any:
     """Start the actor; it takes no CPU and lives as long as the driver."""
     return ray.remote(num_cpus=0, max_restarts=-1)(Logbook).remote()

@@ -77,6 +77,11 @@ class Rows:
             setattr(chosen, name, getattr(self, name)[positions])
         return chosen
 
+    def labeled(self) -> Self:
+        """Return the rows that have a label, sorted by id."""
+        known = self.sample_id[self.label >= 0]
+        return self.where(lambda ids: np.isin(ids, known))
+
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all rows in order; the last batch may be short."""
         for start in range(0, len(self), size):

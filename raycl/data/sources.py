@@ -10,13 +10,12 @@ from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from raycl.data.images import EXTENSIONS
 from raycl.errors import DataError
-from raycl.storage import Place
+from raycl.storage import Place, absolute
 
 ROWS_A_PIECE = 2_048
 NO_LABEL = -1
@@ -35,10 +34,14 @@ class ColumnNames:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Rows ``start`` to ``stop`` of a parquet file, or a list of image files below ``uri``."""
+    """Rows ``start`` to ``stop`` of the parquet ``file``, or a list of image files, below ``uri``.
+
+    ``file`` is empty where the address itself is the file.
+    """
 
     uri: str
     first_id: int
+    file: str = ""
     start: int = 0
     stop: int = 0
     paths: tuple[str, ...] = ()
@@ -48,6 +51,11 @@ class Piece:
     def num_rows(self) -> int:
         """The rows in this piece, broken ones included."""
         return len(self.paths) or self.stop - self.start
+
+    @property
+    def place(self) -> Place:
+        """Where the parquet file lies."""
+        return Place(self.uri) / self.file if self.file else Place(self.uri)
 
     def to_json(self) -> str:
         """Return the piece as text, the form in which Ray Data carries it."""
@@ -109,14 +117,14 @@ class Source:
 
     def _read_parquet(self, piece: Piece) -> Iterator[RawRows]:
         names = [name for name in (self.columns.image, self.columns.label, self.columns.sample_id) if name]
-        with _open_parquet(Place(piece.uri)) as file:
+        with _open_parquet(piece.place) as file:
             for first, table in _row_range(file, piece.start, piece.stop, names):
                 position = np.arange(first, first + table.num_rows, dtype=np.int64)
                 yield RawRows(
                     images=table[self.columns.image].to_pylist(),
                     sample_id=self._ids(table, position - piece.start + piece.first_id),
                     label=self._labels(table),
-                    where=[f"{Place(piece.uri).name} row {row}" for row in position],
+                    where=[f"{piece.place.name} row {row}" for row in position],
                 )
 
     def _ids(self, table: pa.Table, counted: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -131,8 +139,9 @@ class Source:
             return np.full(table.num_rows, NO_LABEL, np.int64)
         column = table[self.columns.label]
         if self.classes is not None:
-            column = pc.index_in(column.cast(pa.string()), pa.array(self.classes))
-        return pc.fill_null(column.cast(pa.int64()), NO_LABEL).to_numpy()
+            index = {name: place for place, name in enumerate(self.classes)}
+            return np.array([index.get(str(name), NO_LABEL) for name in column.to_pylist()], np.int64)
+        return column.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
@@ -141,6 +150,7 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     Raises ``DataError`` if there is nothing to read or a column is missing, ``StorageError`` if
     the place cannot be reached.
     """
+    uri = absolute(uri)
     place = Place(uri)
     columns = columns or ColumnNames()
     if not place.exists():
@@ -148,9 +158,9 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
             f"there is nothing at {uri}; give a parquet file, a folder of them or a folder of images"
         )
     if not place.is_folder():
-        return _parquet_source(uri, [uri], columns)
+        return _parquet_source(uri, [""], columns)
     files = place.files()
-    parquet = [f"{uri.rstrip('/')}/{path}" for path, _ in files if path.endswith(".parquet")]
+    parquet = [path for path, _ in files if path.endswith(".parquet")]
     return (
         _parquet_source(uri, parquet, columns)
         if parquet
@@ -210,18 +220,25 @@ def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
 
 
 def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
+    root = Place(uri)
+    places = [root / file if file else root for file in files]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(_look_at_parquet, files))
-    columns = _check_columns(uri, found[0][1], columns)
+        found = list(pool.map(_look_at_parquet, places))
+    chosen = [
+        _check_columns(place, schema, columns) for place, (_, schema) in zip(places, found, strict=True)
+    ]
+    columns = chosen[0]
+    if any(each != columns for each in chosen):
+        raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
     pieces: list[Piece] = []
     first_id = 0
     for file, (group_sizes, _) in zip(files, found, strict=True):
         for start, stop in _cut(group_sizes):
-            pieces.append(Piece(uri=file, first_id=first_id, start=start, stop=stop))
+            pieces.append(Piece(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
             first_id += stop - start
     if not first_id:
         raise DataError(f"{uri} holds no rows; give a set with at least one batch of images")
-    classes = _named_classes(files, found[0][1], columns.label)
+    classes = _named_classes(places, found[0][1], columns.label)
     return Source(
         uri=uri,
         kind="parquet",
@@ -242,33 +259,50 @@ def _open_parquet(place: Place) -> pq.ParquetFile:
         ) from error
 
 
-def _look_at_parquet(uri: str) -> tuple[list[int], pa.Schema]:
-    with _open_parquet(Place(uri)) as file:
+def _look_at_parquet(place: Place) -> tuple[list[int], pa.Schema]:
+    with _open_parquet(place) as file:
         metadata = file.metadata
         return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], file.schema_arrow
 
 
-def _check_columns(uri: str, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
+def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
     asked = {"image": columns.image, "label": columns.label, "sample_id": columns.sample_id}
     for role, name in asked.items():
         if name is not None and name not in schema.names:
             raise DataError(
-                f"{uri} has no column {name!r}; it has {', '.join(schema.names)}: "
+                f"{place} has no column {name!r}; it has {', '.join(schema.names)}: "
                 f"name the right one with --set data.columns.{role}=NAME"
             )
     label = columns.label or ("label" if "label" in schema.names else None)
+    if label is not None and not _is_label(schema.field(label).type):
+        raise DataError(
+            f"labels must be integers or text, column {label!r} of {place} holds {schema.field(label).type}; "
+            "name another with --set data.columns.label=NAME"
+        )
     sample_id = columns.sample_id or ("sample_id" if "sample_id" in schema.names else None)
     return ColumnNames(image=columns.image, label=label, sample_id=sample_id)
 
 
-def _named_classes(files: list[str], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
+def _is_label(kind: pa.DataType) -> bool:
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text = pa.types.is_string(values) or pa.types.is_large_string(values)
+    return is_text or pa.types.is_integer(values) or pa.types.is_boolean(values)
+
+
+def _named_classes(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
     """Return the sorted class names where labels are text; reads that one column."""
-    if label is None or pa.types.is_integer(schema.field(label).type):
+    if (
+        label is None
+        or pa.types.is_integer(schema.field(label).type)
+        or pa.types.is_boolean(schema.field(label).type)
+    ):
         return None
     names: set[str] = set()
-    for file in files:
-        with _open_parquet(Place(file)) as parquet:
-            names |= set(pc.unique(parquet.read([label])[label].cast(pa.string())).drop_null().to_pylist())
+    for place in places:
+        with _open_parquet(place) as parquet:
+            names |= {
+                str(name) for name in parquet.read([label])[label].unique().to_pylist() if name is not None
+            }
     return tuple(sorted(names))
 
 
@@ -280,9 +314,11 @@ def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
             yield start, stop
             start = stop
         stop += size
-        while stop - start > 2 * ROWS_A_PIECE:
-            yield start, start + ROWS_A_PIECE
-            start += ROWS_A_PIECE
+        # Each part of a row group reads the group anew: no more than eight parts.
+        rows = max(ROWS_A_PIECE, size // 8)
+        while stop - start > 2 * rows:
+            yield start, start + rows
+            start += rows
     if stop > start:
         yield start, stop
 
@@ -303,3 +339,5 @@ def _row_range(
             if low < high:
                 yield position + low, pa.Table.from_batches([batch.slice(low, high - low)])
             position += batch.num_rows
+            if position >= stop:
+                return

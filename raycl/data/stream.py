@@ -67,9 +67,10 @@ def stream_dataset(dataset: ray.data.Dataset, columns: Any, decoder: Decoder, *,
     """Return how to open an epoch of a user's own Ray Dataset."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
-        return decode_dataset(
-            dataset.randomize_block_order(seed=hash((seed, epoch)) % 2**31), columns, decoder
-        )
+        shuffled = dataset.randomize_block_order(seed=hash((seed, epoch)) % 2**31)
+        # A dataset keeps the settings of the process that made it.
+        shuffled.context.execution_options.preserve_order = True
+        return decode_dataset(shuffled, columns, decoder)
 
     return open_epoch
 

@@ -5,6 +5,7 @@ nothing. Placed at random they do badly, and invariance is what has to be learne
 """
 
 import io
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,7 @@ def write_digits(output: Place, *, seed: int = 0) -> tuple[str, str]:
 
     Digits of the test set are never seen in training. Columns: ``image`` (PNG), ``label``.
     """
-    digits = load_digits()
+    digits: Any = load_digits()
     train, test = train_test_split(
         np.arange(len(digits.target)), test_size=NUM_TEST, random_state=seed, stratify=digits.target
     )

@@ -39,18 +39,20 @@ class Look:
     test: Tensor
 
 
-def demo_config(*, workers: int = 2, epochs: int = 40) -> RunConfig:
+def demo_config(*, workers: int = 2, epochs: int = 30) -> RunConfig:
     """Return SimCLR for the digits: a small ResNet, crops and contrast, no flips."""
     return override(
         recipe("simclr", image_size=CANVAS),
         {
             "workers": workers,
             "data.channels": 1,
-            "augment.crop_scale": [0.3, 1.0],
+            "augment.crop_scale": [0.5, 1.0],
             "augment.flip": 0.0,
             "encoder.name": "resnet10",
-            "encoder.width": 0.375,
+            "encoder.width": 0.25,
             "stages.0.epochs": epochs,
+            "stages.0.batch_size": 128,
+            "stages.0.learning_rate": 0.24,
             "evaluation.num_test": 500,
         },
     )
@@ -88,9 +90,7 @@ def run_demo(
 
 
 def _looks(encoder: ImageEncoder, train_rows: Rows, test_rows: Rows) -> list[Look]:
-    pixels = [
-        raw_pixels(rows, np.arange(len(rows)), channels=1, size=CANVAS) for rows in (train_rows, test_rows)
-    ]
+    pixels = [raw_pixels(rows, channels=1, size=CANVAS) for rows in (train_rows, test_rows)]
     mean = pixels[0].mean(0)
     return [
         Look(name="raw pixels", train=pixels[0] - mean, test=pixels[1] - mean),

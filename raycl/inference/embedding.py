@@ -1,23 +1,23 @@
 """Embedding by Ray Data: decoding tasks feed a pool of actors that hold the encoder."""
 
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import pyarrow as pa
 import ray
 import torch
+from torch import nn
 
-from raycl.cluster import join_cluster
+from raycl.cluster import join_cluster, own_errors
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import ReadRows, start_logbook
+from raycl.data.logbook import ReadRows, rows_in, start_logbook
 from raycl.data.rows import Rows
-from raycl.data.sources import ColumnNames, Source, find_source
-from raycl.errors import StorageError
+from raycl.data.sources import ColumnNames, find_source
+from raycl.errors import ConfigError, StorageError
 from raycl.judging.embed import embed
 from raycl.models.saved import EncoderSpec, load_encoder
 from raycl.progress import ProgressLine, rows_read
-from raycl.storage import Place
+from raycl.storage import Place, absolute
 
 BATCH_SIZE = 256
 
@@ -26,9 +26,9 @@ BATCH_SIZE = 256
 class Embedder:
     """One actor of the pool: holds the encoder, turns decoded rows into representations."""
 
-    def __init__(self, run: str, use_gpu: bool) -> None:
+    def __init__(self, run: str, use_gpu: bool, network: nn.Module | None) -> None:
         self._device = torch.device("cuda" if use_gpu else "cpu")
-        self._encoder = load_encoder(run).to(self._device)
+        self._encoder = load_encoder(run, network=network).to(self._device)
         self._format = image_format(self._encoder.spec)
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -56,19 +56,27 @@ def image_format(spec: EncoderSpec) -> ImageFormat:
     return ImageFormat(size=spec.stored_size, channels=spec.channels, max_pixels=spec.max_pixels)
 
 
-def embed_dataset(decoded: ray.data.Dataset, run: str, *, gpu: bool = False) -> ray.data.Dataset:
-    """Return decoded rows with their representations by the encoder of ``run``, lazily."""
-    cpus = int(ray.cluster_resources().get("CPU", 1))
-    gpus = int(ray.cluster_resources().get("GPU", 0))
+def embed_dataset(
+    decoded: ray.data.Dataset, run: str, *, gpu: bool = False, network: nn.Module | None = None
+) -> ray.data.Dataset:
+    """Return decoded rows with their representations by the encoder of ``run``, lazily.
+
+    Raises ``ConfigError`` if a GPU is asked for and the cluster has none.
+    """
+    resources = ray.cluster_resources()
+    if gpu and resources.get("GPU", 0) < 1:
+        raise ConfigError("--gpu asks for a GPU, the cluster has none; leave it out or join one that has")
+    largest = resources["GPU"] if gpu else resources.get("CPU", 1) - 1
     return decoded.map_batches(
         Embedder,
-        fn_constructor_args=(absolute(run), gpu),
+        fn_constructor_args=(absolute(run), gpu, network),
         batch_size=None,
         batch_format="pyarrow",
-        num_cpus=1,
+        # Half a core: on one core there is room for the task that decodes, and Ray does not put
+        # decoding into this actor, as it would if both asked for the same.
+        num_cpus=0.5,
         num_gpus=1 if gpu else 0,
-        # One core stays free for decoding.
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, gpus if gpu else cpus - 1)),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, int(largest))),
     )
 
 
@@ -78,6 +86,7 @@ def embed_to_parquet(
     output: str,
     *,
     columns: ColumnNames | None = None,
+    network: nn.Module | None = None,
     gpu: bool = False,
     max_bad_fraction: float = 0.01,
     address: str | None = None,
@@ -87,38 +96,27 @@ def embed_to_parquet(
     """Embed all images at ``data`` with the encoder of ``run``, into a folder of parquet files.
 
     Columns: ``sample_id``, ``label`` (-1 where there is none), ``representation`` (float32 list).
-    Returns what was read, broken rows counted by cause. Raises ``DataError``, ``StorageError``, or
-    ``ConfigError`` for an output that exists.
+    ``network`` is needed for a run that trained a module of your own. Returns what was read, broken
+    rows counted by cause. Raises ``StorageError`` for an output that exists, and ``DataError`` if
+    too many rows are broken; nothing is left at the output then.
     """
-    place = Place(output)
+    place = Place(absolute(output))
     if place.exists():
         raise StorageError(f"{output} exists already; give another --output or remove it")
-    encoder = load_encoder(run)
-    source = find_source(absolute(data), columns)
+    encoder = load_encoder(run, network=network)
+    source = find_source(data, columns)
     place.check_writable()
     join_cluster(address, debug=debug)
     logbook = start_logbook()
     decoded = decode_source(source, Decoder(image_format=image_format(encoder.spec), logbook=logbook))
     filesystem, path = place.resolve()
-    with ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
-        embed_dataset(decoded, run, gpu=gpu).write_parquet(path, filesystem=filesystem)
-    rows: ReadRows = ray.get(logbook.rows.remote())
-    rows.check(max_bad_fraction)
+    try:
+        with own_errors(), ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
+            embedded = embed_dataset(decoded, run, gpu=gpu, network=network)
+            embedded.write_parquet(path, filesystem=filesystem)
+        rows = rows_in(logbook)
+        rows.check(max_bad_fraction)
+    except Exception:
+        place.remove()
+        raise
     return rows
-
-
-def decode_set(
-    source: Source, spec: EncoderSpec, *, name: str, max_bad_fraction: float = 0.01, quiet: bool = False
-) -> Any:
-    """Return the decoded rows of a whole set, materialized; raises ``DataError`` if too many break."""
-    logbook = start_logbook()
-    decoded = decode_source(source, Decoder(image_format=image_format(spec), logbook=logbook))
-    with ProgressLine(f"reading the {name} set", rows_read(logbook, source.num_rows), quiet=quiet):
-        materialized = decoded.materialize()
-    ray.get(logbook.rows.remote()).check(max_bad_fraction)
-    return materialized
-
-
-def absolute(uri: str) -> str:
-    """Make a local path absolute: tasks run in folders of their own."""
-    return uri if "://" in uri else str(Path(uri).expanduser().absolute())

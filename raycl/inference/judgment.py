@@ -5,32 +5,41 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import numpy as np
-import ray
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raycl.augment.images import center_view
-from raycl.cluster import join_cluster
+from raycl.cluster import fetch_tables, join_cluster, own_errors
+from raycl.data.decode import Decoder, decode_source
+from raycl.data.holdout import Holdout
+from raycl.data.images import ImageFormat
+from raycl.data.logbook import rows_in, start_logbook
 from raycl.data.rows import Rows
-from raycl.data.sources import NO_LABEL, ColumnNames, find_source
+from raycl.data.sources import NO_LABEL, ColumnNames, Source, find_source
 from raycl.errors import DataError
-from raycl.inference.embedding import absolute, decode_set, embed_dataset, image_format
+from raycl.inference.embedding import embed_dataset, image_format
+from raycl.inference.reading import read_rows
 from raycl.judging.knn import knn_accuracy
 from raycl.judging.linear import linear_accuracy
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.saved import EncoderSpec, load_encoder
+from raycl.progress import ProgressLine, rows_read
 
 Measure = Literal["knn", "linear"]
-MAX_FLOOR_ROWS = 50_000  # raw pixels of more rows would not fit; the floor is then that of a part
+# Raw pixels have thousands of columns: of more rows the floor takes an even part.
+MAX_FLOOR_ROWS = {"knn": 50_000, "linear": 10_000}
 FLOOR_SIZE = 32  # pixels a side
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LabeledSet:
-    """Rows with labels [num_rows], and either their representations or their raw pixels."""
+    """Values [num_rows, dim], representations or raw pixels, and labels [num_rows]."""
 
     values: Tensor
     label: Tensor
+
+
+Score = Callable[[LabeledSet, LabeledSet], float]
 
 
 def evaluate(
@@ -40,6 +49,7 @@ def evaluate(
     train: str,
     test: str,
     columns: ColumnNames | None = None,
+    network: nn.Module | None = None,
     k: int = 200,
     temperature: float = 0.07,
     labels_per_class: int | None = None,
@@ -54,50 +64,68 @@ def evaluate(
     """Judge the encoder of ``run`` by labels: representations of ``train`` decide about ``test``.
 
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``floor`` (the same measure on
-    raw pixels, at most 32 a side with the mean image subtracted). Raises ``DataError`` if a set has
-    no labels, ``StorageError`` if there is no encoder.
+    raw pixels, at most 32 a side with the mean image subtracted; of large sets an even part).
+    Raises ``DataError`` if a set has no labels or their classes differ, ``StorageError`` if there
+    is no encoder.
     """
-    encoder = load_encoder(run)
-    sources = {name: find_source(absolute(uri), columns) for name, uri in (("train", train), ("test", test))}
+    spec = load_encoder(run, network=network).spec
+    sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
+    _check_labels(sources)
+    join_cluster(address, debug=debug)
+
+    def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
+        sets = (train_set.values, train_set.label, test_set.values, test_set.label)
+        if measure == "knn":
+            return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
+        return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
+
+    def represent(name: str) -> LabeledSet:
+        logbook = start_logbook()
+        decoder = Decoder(image_format=image_format(spec), logbook=logbook)
+        look = rows_read(logbook, sources[name].num_rows)
+        with own_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
+            decoded = decode_source(sources[name], decoder)
+            tables = fetch_tables(embed_dataset(decoded, run, gpu=gpu, network=network))
+        rows_in(logbook).check(max_bad_fraction)
+        return _representations(tables, spec.representation_dim)
+
+    train_set, test_set = represent("train"), _with_classes_of(sources, represent("test"))
+    result: dict[str, Any] = {"measure": measure, "top1": score(train_set, test_set)}
+    if measure == "linear" and labels_per_class is not None:
+        result["labels_per_class"] = labels_per_class
+    result |= {"num_train": len(train_set.label), "num_test": len(test_set.label)}
+    if floor:
+        result["floor"] = _pixel_floor(sources, spec, score, max_rows=MAX_FLOOR_ROWS[measure], quiet=quiet)
+    return result
+
+
+def _check_labels(sources: dict[str, Source]) -> None:
     for name, source in sources.items():
         if not source.has_labels:
             raise DataError(
                 f"the {name} set {source.uri} has no labels; put images in a folder a class, "
                 "or name the column with --set data.columns.label=NAME"
             )
-    join_cluster(address, debug=debug)
-
-    def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
-        if measure == "knn":
-            return knn_accuracy(
-                test_set.values,
-                test_set.label,
-                train_set.values,
-                train_set.label,
-                k=k,
-                temperature=temperature,
-            )
-        return linear_accuracy(
-            train_set.values, train_set.label, test_set.values, test_set.label,
-            labels_per_class=labels_per_class, seed=seed,
-        )  # fmt: skip
-
-    decoded = {
-        name: decode_set(source, encoder.spec, name=name, max_bad_fraction=max_bad_fraction, quiet=quiet)
-        for name, source in sources.items()
-    }
-    embedded = {name: _representations(rows, run, encoder.spec.representation_dim, gpu=gpu) for name, rows in decoded.items()}
-    result: dict[str, Any] = {"measure": measure, "top1": score(embedded["train"], embedded["test"])}
-    if measure == "linear" and labels_per_class is not None:
-        result["labels_per_class"] = labels_per_class
-    result |= {"num_train": len(embedded["train"].label), "num_test": len(embedded["test"].label)}
-    if floor:
-        result["floor"] = {"pixels": _pixel_floor(decoded, encoder, score)}
-    return result
+    train, test = (sources[name].classes for name in ("train", "test"))
+    if (train is None) != (test is None):
+        raise DataError(
+            "one set names its classes, the other numbers them; give both the same kind of labels"
+        )
+    unknown = sorted(set(test or ()) - set(train or ()))
+    if unknown:
+        raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
 
 
-def _representations(decoded: ray.data.Dataset, run: str, width: int, *, gpu: bool) -> LabeledSet:
-    tables = ray.get(embed_dataset(decoded, run, gpu=gpu).materialize().to_arrow_refs())
+def _with_classes_of(sources: dict[str, Source], test_set: LabeledSet) -> LabeledSet:
+    """Number the test set's classes as the training set does."""
+    train, test = sources["train"].classes, sources["test"].classes
+    if train is None or test is None:
+        return test_set
+    number = torch.tensor([train.index(name) for name in test])
+    return LabeledSet(values=test_set.values, label=number[test_set.label])
+
+
+def _representations(tables: list[Any], width: int) -> LabeledSet:
     values = [
         chunk.flatten().to_numpy().reshape(-1, width)
         for table in tables
@@ -108,33 +136,34 @@ def _representations(decoded: ray.data.Dataset, run: str, width: int, *, gpu: bo
 
 
 def _pixel_floor(
-    decoded: dict[str, Any], encoder: ImageEncoder, score: Callable[[LabeledSet, LabeledSet], float]
-) -> float:
-    train, test = (_pixels(decoded[name], encoder) for name in ("train", "test"))
-    mean = train.values.mean(0)
-    return score(
-        LabeledSet(values=train.values - mean, label=train.label),
-        LabeledSet(values=test.values - mean, label=test.label),
-    )
+    sources: dict[str, Source], spec: EncoderSpec, score: Score, *, max_rows: int, quiet: bool
+) -> dict[str, Any]:
+    pixels = {}
+    for name, source in sources.items():
+        size = min(FLOOR_SIZE, spec.image_size)
+        part = Holdout(seed=0, bank=min(1.0, max_rows / source.num_rows))
+        rows = read_rows(
+            source,
+            ImageFormat(size=size, channels=spec.channels, max_pixels=spec.max_pixels),
+            keep=part.is_judged,
+            title=f"reading pixels of the {name} set",
+            max_bad_fraction=1.0,  # checked when the set was embedded
+            quiet=quiet,
+        )
+        values = raw_pixels(rows, channels=spec.channels, size=size)
+        pixels[name] = _labeled(values, torch.from_numpy(rows.label))
+    mean = pixels["train"].values.mean(0)
+    train, test = (LabeledSet(values=each.values - mean, label=each.label) for each in pixels.values())
+    floor: dict[str, Any] = {"pixels": score(train, _with_classes_of(sources, test))}
+    if sources["train"].num_rows > max_rows:
+        floor["num_train"] = len(train.label)
+    return floor
 
 
-def _pixels(decoded: Any, encoder: ImageEncoder) -> LabeledSet:
-    rows = Rows(ray.get(decoded.to_arrow_refs()), image_format(encoder.spec))
-    step = max(1, -(-len(rows) // MAX_FLOOR_ROWS))
-    chosen = np.arange(0, len(rows), step)
-    values = raw_pixels(
-        rows, chosen, channels=encoder.spec.channels, size=min(FLOOR_SIZE, encoder.spec.image_size)
-    )
-    return _labeled(values, torch.from_numpy(rows.label[chosen]))
-
-
-def raw_pixels(rows: Rows, chosen: np.ndarray, *, channels: int, size: int) -> Tensor:
-    """Return the pixels of the chosen rows as float32 vectors [num_rows, channels * size**2]."""
+def raw_pixels(rows: Rows, *, channels: int, size: int) -> Tensor:
+    """Return the pixels of all rows as float32 vectors [num_rows, channels * size**2]."""
     plain = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-    parts = [
-        center_view(rows.take(chosen[start : start + 1_024]).images, size=size, **plain).flatten(1)
-        for start in range(0, len(chosen), 1_024)
-    ]
+    parts = [center_view(batch.images, size=size, **plain).flatten(1) for batch in rows.batches(1_024)]
     return torch.cat(parts)
 
 

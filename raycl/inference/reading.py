@@ -1,23 +1,32 @@
 """A small set, decoded and at hand in this process."""
 
-import ray
-
-from raycl.cluster import join_cluster
-from raycl.data.decode import Decoder, decode_source
+from raycl.cluster import fetch_tables, join_cluster, own_errors
+from raycl.data.decode import Decoder, Keep, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import start_logbook
+from raycl.data.logbook import rows_in, start_logbook
 from raycl.data.rows import Rows
-from raycl.data.sources import ColumnNames, find_source
+from raycl.data.sources import Source, find_source
+from raycl.progress import ProgressLine, rows_read
 
 
 def read_rows(
-    uri: str, image_format: ImageFormat, *, columns: ColumnNames | None = None, max_bad_fraction: float = 0.01
+    source: Source | str,
+    image_format: ImageFormat,
+    *,
+    keep: Keep | None = None,
+    title: str = "reading",
+    max_bad_fraction: float = 0.01,
+    quiet: bool = True,
 ) -> Rows:
-    """Decode all images at ``uri`` by Ray Data; raises ``DataError`` if too many are broken."""
-    source = find_source(uri, columns)
+    """Decode the images of a source, or those whose ids ``keep`` accepts, by Ray Data.
+
+    Raises ``DataError`` if there is nothing to read or too many images are broken.
+    """
+    source = find_source(source) if isinstance(source, str) else source
     join_cluster()
     logbook = start_logbook()
-    decoded = decode_source(source, Decoder(image_format=image_format, logbook=logbook))
-    tables = ray.get(decoded.materialize().to_arrow_refs())
-    ray.get(logbook.rows.remote()).check(max_bad_fraction)
+    decoder = Decoder(image_format=image_format, logbook=logbook, keep=keep)
+    with own_errors(), ProgressLine(title, rows_read(logbook, source.num_rows), quiet=quiet):
+        tables = fetch_tables(decode_source(source, decoder))
+    rows_in(logbook).check(max_bad_fraction)
     return Rows(tables, image_format)

@@ -70,7 +70,13 @@ def representation_dim(encoder: nn.Module, *, image_size: int, channels: int) ->
     """Return the width of an encoder's output; raises ``ConfigError`` unless it is [batch, dim]."""
     was_training = encoder.training
     device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
-    output = encoder.eval()(torch.zeros(1, channels, image_size, image_size, device=device))
+    try:
+        output = encoder.eval()(torch.zeros(1, channels, image_size, image_size, device=device))
+    except Exception as error:  # a network of the user's own may fail in any way
+        raise ConfigError(
+            f"the encoder does not take images [batch, {channels}, {image_size}, {image_size}]: "
+            f"{str(error).splitlines()[0]}; check data.channels and data.image_size"
+        ) from error
     encoder.train(was_training)
     if not isinstance(output, Tensor) or output.ndim != 2:
         came = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -94,10 +100,10 @@ class _ScaledResNet(ResNet):
         self._width = width
         self._stem_width = _scaled(64, width)
         super().__init__(block, layers)
-        standard = {"kernel_size": 7, "stride": 2, "padding": 3}
-        small = {"kernel_size": 3, "stride": 2 if stem == "half" else 1, "padding": 1}
-        shape = standard if stem == "standard" else small
-        self.conv1 = nn.Conv2d(channels, self._stem_width, **shape, bias=False)
+        kernel, stride = {"standard": (7, 2), "half": (3, 2), "small": (3, 1)}[stem]
+        self.conv1 = nn.Conv2d(
+            channels, self._stem_width, kernel, stride=stride, padding=kernel // 2, bias=False
+        )
         nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         self.bn1 = nn.BatchNorm2d(self._stem_width)
         if stem != "standard":
@@ -128,7 +134,7 @@ def _users_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     module_name, _, function = name.partition(":")
     try:
         encoder = getattr(importlib.import_module(module_name), function)(**arguments)
-    except (ImportError, AttributeError, TypeError) as error:
+    except Exception as error:  # whatever the user's function raises
         raise ConfigError(
             f"cannot build encoder.name {name!r}: {error}; give package.module:function"
         ) from error

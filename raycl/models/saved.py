@@ -18,6 +18,7 @@ from raycl.storage import Place
 
 WEIGHTS = "encoder.safetensors"
 SPEC = "encoder.json"
+OWN = "a network of the user's own"
 
 
 @final
@@ -98,6 +99,14 @@ def load_encoder(uri: str, *, network: nn.Module | None = None) -> ImageEncoder:
         raise StorageError(
             f"the encoder at {uri} is damaged: {str(error).splitlines()[0]}; save it again"
         ) from error
-    network = spec.build() if network is None else network
-    network.load_state_dict(weights)
+    if network is None:
+        if spec.name == OWN:
+            raise StorageError(f"the run at {uri} trained a network of your own; pass it as network=")
+        network = spec.build()
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise StorageError(
+            f"the weights at {uri} do not fit the network: {' '.join(str(error).split())[:200]}; pass the same one"
+        ) from error
     return ImageEncoder(network, spec).eval()

@@ -20,4 +20,6 @@ def recipe(name: str, *, image_size: int = 224) -> RunConfig:
         raise ConfigError(
             f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a file ending in .yaml"
         )
+    if not 8 <= image_size <= 1024:
+        raise ConfigError(f"image sizes go from 8 to 1024 pixels, came {image_size}")
     return RECIPES[name](image_size)

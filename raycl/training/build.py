@@ -11,7 +11,7 @@ from raycl.data.images import ImageFormat
 from raycl.data.sources import ColumnNames
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder, representation_dim
-from raycl.models.saved import EncoderSpec
+from raycl.models.saved import OWN, EncoderSpec
 from raycl.models.towers import Tower
 from raycl.optimizers import build_optimizer
 from raycl.schedules import Schedule, constant, cosine, join, linear
@@ -62,12 +62,15 @@ def tower(config: RunConfig, network: nn.Module) -> Tower:
     return whole
 
 
-def encoder_spec(config: RunConfig, network: nn.Module) -> EncoderSpec:
-    """Return what must be known to load the encoder again."""
+def encoder_spec(config: RunConfig, network: nn.Module, *, own: bool = False) -> EncoderSpec:
+    """Return what must be known to load the encoder again; ``own`` if it cannot be built by name."""
     mean, std = config.normalization
     data = config.data
     return EncoderSpec(
-        **config.encoder.model_dump(),
+        name=OWN if own else config.encoder.name,
+        stem=config.encoder.stem,
+        width=config.encoder.width,
+        arguments=config.encoder.arguments,
         image_size=data.image_size,
         channels=data.channels,
         stored_size=data.decoded_size,

@@ -39,11 +39,21 @@ class Position:
 
 
 def save_checkpoint(
-    tower: nn.Module, optimizer: Optimizer, position: Position, metrics: Mapping[str, Any], *, is_writer: bool
+    tower: nn.Module,
+    optimizer: Optimizer,
+    position: Position,
+    metrics: Mapping[str, Any],
+    *,
+    judged: bool,
+    is_writer: bool,
 ) -> None:
-    """Store a checkpoint; every worker calls this, the writer alone writes."""
-    reported = {"step": position.step, "epoch": position.epoch, **metrics}
-    name = f"step-{position.step:08d}"
+    """Store a checkpoint; every worker calls this, the writer alone writes.
+
+    ``judged`` says that ``metrics`` are those of these very weights, so that they may be the best.
+    """
+    # Ray ranks a checkpoint without the score below all others.
+    reported = {"step": position.step, "epoch": position.epoch, **(metrics if judged else {})}
+    name = f"step-{position.step:08d}{'-judged' if judged else ''}"
     if not is_writer:
         ray.train.report(reported, checkpoint=None, checkpoint_dir_name=name)
         return

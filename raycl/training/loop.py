@@ -1,8 +1,9 @@
 """The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
 
+import inspect
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import ray
@@ -13,50 +14,29 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raycl.augment.images import center_view, two_views
-from raycl.config import RunConfig
-from raycl.data.holdout import Holdout
-from raycl.data.logbook import ReadRows
+from raycl.data.logbook import rows_in
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
 from raycl.data.rows import Batch, Rows
-from raycl.data.stream import Stream
 from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank
 from raycl.errors import DataError, NonFiniteLossError
 from raycl.models.saved import save_encoder
 from raycl.models.towers import Tower
 from raycl.records import MetricsLog
-from raycl.storage import Place
 from raycl.training import build
 from raycl.training.checkpoint import Position, restore_checkpoint, save_checkpoint
+from raycl.training.clock import Clock
+from raycl.training.job import Job
 from raycl.training.judge import Judge
-from raycl.training.process import prepare_process
+from raycl.training.process import available_cores, prepare_process
 from raycl.training.step import Views, train_step
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the driver hands to every worker.
-
-    ``blocks`` hold all decoded rows, or with a ``stream`` only those of the periodic judge.
-    """
-
-    config: RunConfig
-    output: Place
-    blocks: tuple[ray.ObjectRef, ...]
-    stream: Stream | None
-    num_train: int
-    holdout: Holdout
-    logbook: Any
-    num_threads: int
-    judged: bool
-    network: nn.Module | None = None
 
 
 def run_worker(settings: dict[str, Job]) -> dict[str, Any] | None:
     """Train on this worker; the first one returns the final metrics."""
     job = settings["job"]
-    prepare_process(job.num_threads)
+    workers_here = ray.train.get_context().get_local_world_size()
+    prepare_process(max(1, available_cores() // workers_here))
     loop = _Loop(job, ray.train.torch.get_device())
     return loop.run()
 
@@ -78,8 +58,8 @@ class _Loop:
         self._learning_rate = build.learning_rate(self._stage, self._steps_per_epoch)
         self._augmentation = build.augmentation(job.config)
         network = build.encoder(job.config) if job.network is None else job.network
-        self._tower = build.tower(job.config, network).to(device, memory_format=torch.channels_last)
-        self._spec = build.encoder_spec(job.config, self._tower.encoder)
+        self._tower = build.tower(job.config, network).to(device).to(memory_format=torch.channels_last)
+        self._spec = build.encoder_spec(job.config, self._tower.encoder, own=job.network is not None)
         self._optimizer = build.optimizer(job.config, self._tower)
         check_equal(len(train_rows), "the number of training rows")
 
@@ -88,7 +68,7 @@ class _Loop:
         self._metrics = metrics
         self._parallel = _parallel(self._tower, self._device)
         self._log = MetricsLog(self._job.output, resume_step=position.step) if self._is_writer else None
-        self._clock = _Clock(position)
+        self._clock = Clock(position)
         self._saved_step, self._saved_at = position.step, time.monotonic()
         if position.step == 0:
             self._judge_now(position)
@@ -105,7 +85,7 @@ class _Loop:
             position = replace(position.next_step(), seconds=self._clock.seconds())
             self._record(position, loss)
             if position.step >= self._num_steps:
-                break
+                return position
             if self._checkpoint_is_due(position):
                 self._save(position)
         if position.epoch_step == 0:
@@ -115,14 +95,13 @@ class _Loop:
             )
         position = position.next_epoch()
         if self._judgment_is_due(position):
-            self._judge_now(position)
-            self._save(position)
+            self._save(position, judged=self._judge_now(position))
         return position
 
     def _views(self, position: Position) -> Iterator[Views]:
         batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)
-        if self._device.type == "cpu":
-            return self._timed(prefetch(map(self._augment, batches)))
+        # Rows are fetched in the background. Views are not: on a CPU a second thread of torch would
+        # fight the step for the same cores, on an accelerator they are drawn there.
         return self._timed(map(self._augment, prefetch(batches)))
 
     def _augment(self, batch: Batch) -> Views:
@@ -198,8 +177,9 @@ class _Loop:
 
     def _check_broken_rows(self) -> None:
         if self._job.stream is not None:
-            rows: ReadRows = ray.get(self._job.logbook.rows.remote())
-            rows.check(self._config.data.max_bad_fraction, min_rows=min(1_000, self._job.num_train))
+            rows_in(self._job.logbook).check(
+                self._config.data.max_bad_fraction, min_rows=min(1_000, self._job.num_train)
+            )
 
     def _checkpoint_is_due(self, position: Position) -> bool:
         every = self._config.checkpoints.every_steps
@@ -211,13 +191,27 @@ class _Loop:
             return False
         return bool(all_sum(torch.tensor(int(late and self._is_writer), device=self._device)))
 
-    def _save(self, position: Position) -> None:
-        if position.step == self._saved_step:
+    def _save(self, position: Position, *, judged: bool = False) -> None:
+        """Store a checkpoint; its score counts for the best one only if these weights were judged."""
+        if position.step == self._saved_step and not judged:
             return
         with self._clock.paused():
+            # A finite loss may have had a gradient that is not: never keep what it did.
+            if not all(bool(each.isfinite().all()) for each in self._tower.parameters()):
+                raise NonFiniteLossError(
+                    f"the weights are no numbers after step {position.step}; the last checkpoint "
+                    f"(step {self._saved_step}) is kept: lower stages.0.learning_rate"
+                )
             if self._log:
                 self._log.flush()
-            save_checkpoint(self._tower, self._optimizer, position, self._metrics, is_writer=self._is_writer)
+            save_checkpoint(
+                self._tower,
+                self._optimizer,
+                position,
+                self._metrics,
+                judged=judged,
+                is_writer=self._is_writer,
+            )
         self._saved_step, self._saved_at = position.step, time.monotonic()
 
     def _build_judge(self, rows: Rows) -> Judge | None:
@@ -225,9 +219,13 @@ class _Loop:
             return None
         mean, std = self._config.normalization
         settings = self._config.evaluation
+        bank = rows.where(self._job.holdout.is_bank).labeled()
+        test = rows.where(self._job.holdout.is_test).labeled()
+        if min(len(bank), len(test)) < num_workers():
+            return None  # too few to share out
         return Judge(
-            bank=rows.where(self._job.holdout.is_bank),
-            test=rows.where(self._job.holdout.is_test),
+            bank=bank,
+            test=test,
             prepare=lambda images: center_view(images, size=self._config.data.image_size, mean=mean, std=std),
             k=settings.k,
             temperature=settings.temperature,
@@ -240,9 +238,9 @@ class _Loop:
         every = self._config.evaluation.every_epochs or max(1, num_epochs // 10)
         return position.epoch % every == 0
 
-    def _judge_now(self, position: Position) -> None:
+    def _judge_now(self, position: Position) -> bool:
         if self._judge is None:
-            return
+            return False
         with self._clock.paused():
             accuracy = self._judge.knn_accuracy(self._tower.encoder, self._device)
         self._metrics = {**self._metrics, "knn_top1": accuracy}
@@ -250,72 +248,35 @@ class _Loop:
             line = {"step": position.step, "epoch": position.epoch, "stage": 0, "knn_top1": accuracy}
             self._log.write(line | {"seconds": self._clock.seconds()})
             self._job.logbook.add_progress.remote({"knn_top1": accuracy})
+        return True
 
     def _finish(self, position: Position) -> dict[str, Any] | None:
-        self._judge_now(position)
-        self._save(position)
+        already_saved = position.step == self._saved_step
+        judged = self._judge_now(position)
+        self._save(position, judged=judged and not already_saved)
         if self._log is None:
             return None
         self._log.flush()
         save_encoder(self._tower.encoder, self._spec, self._job.output)
-        return {"step": position.step, "epoch": position.epoch, "seconds": position.seconds, **self._metrics}
-
-
-@final
-class _Clock:
-    """Training time, without judgments and checkpoints, and how much of it waits for data."""
-
-    def __init__(self, position: Position) -> None:
-        self._started = time.monotonic() - position.seconds
-        self._excluded = self._waited = 0.0
-        self._lap_step, self._lap_seconds, self._lap_waited = position.step, position.seconds, 0.0
-        self._told_at = 0.0
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._started - self._excluded
-
-    def paused(self) -> "_Stopwatch":
-        return _Stopwatch(self, "_excluded")
-
-    def waiting(self) -> "_Stopwatch":
-        return _Stopwatch(self, "_waited")
-
-    def lap(self, step: int, batch_size: int) -> tuple[float, float]:
-        """Return samples a second and the fraction of time spent waiting since the last lap."""
-        seconds = self.seconds()
-        num_steps = step - self._lap_step
-        spent = max(seconds - self._lap_seconds, 1e-9)
-        waited = (self._waited - self._lap_waited) / spent
-        self._lap_step, self._lap_seconds, self._lap_waited = step, seconds, self._waited
-        return num_steps * batch_size / spent, waited
-
-    def tell(self, logbook: Any, progress: dict[str, Any]) -> None:
-        """Send progress to the driver, at most three times a second."""
-        if time.monotonic() - self._told_at > 0.3:
-            self._told_at = time.monotonic()
-            logbook.add_progress.remote(progress)
-
-
-@final
-class _Stopwatch:
-    def __init__(self, clock: _Clock, account: str) -> None:
-        self._clock, self._account = clock, account
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.monotonic() - self._since
-        setattr(self._clock, self._account, getattr(self._clock, self._account) + spent)
+        num_epochs = position.epoch + (position.epoch_step >= self._steps_per_epoch)
+        return {
+            "step": position.step,
+            "epoch": num_epochs,
+            "seconds": position.seconds,
+            **self._metrics,
+        }
 
 
 def _parallel(tower: Tower, device: torch.device) -> nn.Module:
     """Wrap the tower so that gradients are averaged over workers."""
     if num_workers() == 1:
         return tower
+    # Synchronized statistics are equal on all workers anyway. torch 2.15 renamed the switch.
+    known = inspect.signature(DistributedDataParallel).parameters
+    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
         tower,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,  # synchronized statistics are equal anyway
         gradient_as_bucket_view=True,
+        **{switch: False},  # pyright: ignore[reportArgumentType]
     )

@@ -2,12 +2,18 @@
 
 import contextlib
 import ctypes
+import os
 import platform
 
 import torch
 
 # glibc's mallopt parameters (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+
+
+def available_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_process(num_threads: int) -> None:

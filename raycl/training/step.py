@@ -54,7 +54,7 @@ def train_step(
     return value
 
 
-def gathered_nt_xent(embedding: Tensor, sample_id: Tensor, *, temperature: float) -> Tensor:
+def gathered_nt_xent(embedding: Tensor, sample_id: Tensor, *, temperature: float | Tensor) -> Tensor:
     """NT-Xent over the embeddings of all workers; view_a's rows first, view_b's after them."""
     view_a, view_b = embedding.chunk(2)
     if num_workers() == 1:

@@ -1,22 +1,29 @@
 """Encoders of the tests' own: small, and able to go wrong at a chosen step."""
 
 import os
+import time
 from pathlib import Path
 
+import ray.train
 import torch
 from torch import Tensor, nn
 
 
 class Small(nn.Module):
-    """Two convolutions with BatchNorm and dropout; dies or returns NaN at a training step, once."""
+    """Two convolutions with BatchNorm and dropout; dies or returns NaN at a training step, once.
 
-    def __init__(self, channels: int = 3, die_at: int = 0, nan_at: int = 0, marker: str = "") -> None:
+    After its death it writes the steps that it has made since into the marker.
+    """
+
+    def __init__(
+        self, channels: int = 3, die_at: int = 0, nan_at: int = 0, dropout: float = 0.1, marker: str = ""
+    ) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(channels, 8, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(8),
             nn.ReLU(),
-            nn.Dropout(0.1),
+            nn.Dropout(dropout),
             nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(16),
             nn.ReLU(),
@@ -29,12 +36,24 @@ class Small(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
             self._num_steps += 1
-            if self._num_steps == self._die_at and not Path(self._marker).exists():
+            if self._die_at and Path(self._marker).exists():
+                Path(self._marker).write_text(str(self._num_steps))
+            elif self._num_steps == self._die_at:
+                wait_for_checkpoint()
                 Path(self._marker).touch()
                 os._exit(1)
             if self._num_steps == self._nan_at:
                 return self.layers(images) * torch.nan
         return self.layers(images)
+
+
+def wait_for_checkpoint() -> None:
+    """Wait until Ray Train has listed a checkpoint: one reported a moment ago may not count yet."""
+    for _ in range(100):
+        if ray.train.get_all_reported_checkpoints():
+            return
+        time.sleep(0.2)
+    raise TimeoutError("no checkpoint within 20 s")
 
 
 def small(**arguments: object) -> nn.Module:

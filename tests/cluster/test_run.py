@@ -12,7 +12,7 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
-from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError
+from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, StorageError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from tests.images import write_digits
@@ -107,13 +107,35 @@ def test_the_encoder_loads_and_encodes(finished: Finished) -> None:
 
 def test_latest_and_best_checkpoint_are_kept(finished: Finished) -> None:
     kept = sorted(path.name for path in (finished.output / "checkpoints").glob("step-*"))
-    assert f"step-{finished.result.steps:08d}" in kept
+    assert f"step-{finished.result.steps:08d}-judged" in kept
     assert len(kept) <= 3
 
 
 def test_an_existing_output_is_refused_without_resume(finished: Finished) -> None:
     with pytest.raises(ConfigError, match="earlier run.*--resume"):
         raycl.train(small_run(), data=str(finished.data), output=str(finished.output), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"stages.0.batch_size": 32}, "stages.0.batch_size"),
+        ({"data.channels": 3}, "data.channels"),
+    ],
+)
+def test_a_resumed_run_must_not_change_what_it_learns_from(
+    finished: Finished, setting: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--resume would change {key} from"):
+        raycl.train(
+            small_run(**setting),
+            data=str(finished.data),
+            output=str(finished.output),
+            resume=True,
+            quiet=True,
+        )
+    assert read_result(Place(str(finished.output)))["status"] == "finished"
 
 
 def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one(
@@ -127,6 +149,8 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
     assert marker.exists()
     assert read_result(Place(str(output)))["status"] == "failed"
     raycl.train(config, data=str(finished.data), output=str(output), resume=True, quiet=True)
+    # It went on from the checkpoint at step 5, not from the start.
+    assert int(marker.read_text()) == finished.result.steps - 5
     whole, resumed = weights_of(finished.output), weights_of(output)
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
@@ -137,33 +161,45 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
     assert losses[0] == losses[1]
 
 
-def test_one_worker_takes_the_same_steps_as_two(finished: Finished, tmp_path: Path) -> None:
-    # Without dropout, whose masks belong to a worker's own rows.
-    without = {"encoder.name": "resnet10", "encoder.arguments": {}, "encoder.width": 0.125}
-    # A small rate, so that rounding does not grow from step to step.
-    without |= {"stages.0.epochs": None, "stages.0.steps": 4, "stages.0.learning_rate": 0.01}
-    without |= {"evaluation.every_epochs": 0}
-    losses = []
-    for workers in (1, 2):
-        output = tmp_path / str(workers)
-        raycl.train(
-            small_run(**without, workers=workers), data=str(finished.data), output=str(output), quiet=True
-        )
-        losses.append([line["loss"] for line in read_metrics(Place(str(output)))])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+@dataclass(frozen=True)
+class Failed:
+    config: RunConfig
+    output: Path
+    error: NonFiniteLossError
 
 
-def test_a_loss_that_is_no_number_stops_the_run_with_step_and_ids(data: Path, tmp_path: Path) -> None:
-    config = small_run(**{"encoder.arguments": {"channels": 1, "nan_at": 7}})
+@pytest.fixture(scope="module")
+def failed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Failed:
+    """Two workers whose loss becomes NaN at the seventh step; without dropout, at a small rate."""
+    output = tmp_path_factory.mktemp("runs") / "failed"
+    arguments = {"channels": 1, "dropout": 0.0, "nan_at": 7}
+    rate = {"stages.0.learning_rate": 0.01, "stages.0.learning_rate_schedule": "constant"}
+    config = small_run(**{"encoder.arguments": arguments, **rate, "stages.0.warmup_epochs": 0.0})
     with pytest.raises(NonFiniteLossError) as caught:
-        raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
-    text = str(caught.value)
+        raycl.train(config, data=str(data), output=str(output), quiet=True)
+    return Failed(config, output, caught.value)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_step_and_ids(failed: Failed) -> None:
+    text = str(failed.error)
     assert "\n" not in text
     assert "nan at step 7" in text
     assert "sample ids" in text
     assert "last checkpoint (step 5) is kept" in text
-    assert (tmp_path / "run" / "checkpoints" / "step-00000005").exists()
-    assert read_result(Place(str(tmp_path / "run")))["error"] == text
+    assert (failed.output / "checkpoints" / "step-00000005").exists()
+    assert read_result(Place(str(failed.output)))["error"] == text
+
+
+def test_one_worker_takes_the_same_steps_as_two(failed: Failed, data: Path, tmp_path: Path) -> None:
+    steps = {"stages.0.epochs": None, "stages.0.steps": 6, "workers": 1}
+    config = raycl.override(failed.config, steps)
+    raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    alone, together = (
+        [line["loss"] for line in read_metrics(Place(str(output))) if "loss" in line]
+        for output in (tmp_path / "run", failed.output)
+    )
+    assert len(alone) == len(together) == 6
+    assert alone == pytest.approx(together, rel=1e-4)
 
 
 def test_a_streamed_set_trains_and_every_worker_makes_the_same_steps(data: Path, tmp_path: Path) -> None:
@@ -196,6 +232,8 @@ def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
     output = str(tmp_path / "run")
     result = raycl.train(config, dataset=dataset, encoder=Small(), output=output, quiet=True)
     assert result.steps == 1
+    with pytest.raises(StorageError, match="network of your own; pass it as network="):
+        raycl.load_encoder(output)
     loaded = raycl.load_encoder(output, network=Small())
     assert loaded.encode(pixels[:2]).shape == (2, 16)
 

@@ -1,7 +1,5 @@
 """Training from and to an S3 server over the real protocol."""
 
-from pathlib import Path
-
 import pytest
 
 import raycl
@@ -38,31 +36,33 @@ def test_a_bucket_that_is_not_there_is_one_clear_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_on_s3_is_killed_resumed_and_loaded(tmp_path: Path) -> None:
-    local = write_digits(tmp_path / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """One run from S3 to S3 that is killed in its second epoch and resumed."""
+    folder = tmp_path_factory.mktemp("local")
+    local = write_digits(folder / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
     data, output = Place(f"{ROOT}/data/digits.parquet"), Place(f"{ROOT}/runs/first")
     data.write_bytes(local.read_bytes())
-    marker = str(tmp_path / "died")
-    config = small_run(**{"encoder.arguments": {"channels": 1, "die_at": 13, "marker": marker}})
+    config = small_run(**{"encoder.arguments": {"channels": 1, "die_at": 13, "marker": str(folder / "died")}})
     with pytest.raises(RunError):
         raycl.train(config, data=data.uri, output=output.uri, quiet=True)
-    result = raycl.train(config, data=data.uri, output=output.uri, resume=True, quiet=True)
-    assert result.steps == 18
-    assert read_result(output)["status"] == "finished"
-    assert [line["step"] for line in read_metrics(output) if "loss" in line] == list(range(1, 19))
-    encoder = raycl.load_encoder(output.uri)
-    assert encoder.spec.representation_dim == 16
+    raycl.train(config, data=data.uri, output=output.uri, resume=True, quiet=True)
+    return output
 
 
-def test_a_folder_of_images_on_s3_is_embedded_to_s3(tmp_path: Path) -> None:
+def test_a_run_on_s3_is_killed_resumed_and_loaded(run: Place) -> None:
+    steps = [line["step"] for line in read_metrics(run) if "loss" in line]
+    assert steps == list(range(1, read_result(run)["steps"] + 1))
+    assert read_result(run)["status"] == "finished"
+    assert raycl.load_encoder(run.uri).spec.representation_dim == 16
+
+
+def test_a_folder_of_images_on_s3_is_embedded_to_s3(run: Place) -> None:
     import pyarrow.parquet as pq
 
     files, labels = digit_files(40)
     for index, (content, label) in enumerate(zip(files, labels, strict=True)):
         (Place(f"{ROOT}/folder") / f"{label}" / f"{index:03}.png").write_bytes(content)
-    run = Place(f"{ROOT}/runs/folder")
-    config = small_run(**{"stages.0.epochs": 1, "stages.0.batch_size": 32, "workers": 1})
-    raycl.train(config, data=f"{ROOT}/folder", output=run.uri, quiet=True)
     embedded = Place(f"{ROOT}/embedded.parquet")
     assert raycl.embed(run.uri, f"{ROOT}/folder", embedded.uri, quiet=True).num_rows == 40
     filesystem, path = embedded.resolve()

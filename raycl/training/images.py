@@ -1,0 +1,115 @@
+"""The images of a run, wherever they come from: read once and held, or read anew every epoch."""
+
+from typing import Any, final
+
+import ray
+
+from raycl.cluster import object_store_bytes
+from raycl.config import RunConfig
+from raycl.data.decode import Decoder, Keep, column_names, decode_dataset, decode_source
+from raycl.data.holdout import Holdout, hold_out
+from raycl.data.sources import Piece, Source
+from raycl.data.stream import Stream, stream_dataset, stream_source
+from raycl.training import build
+
+JUDGED_PART = 20  # of a large set, one row in so many is judged on
+
+
+@final
+class Images:
+    """The images of a run, wherever they come from: how many, and how they are opened."""
+
+    def __init__(
+        self, config: RunConfig, logbook: Any, source: Source | None, dataset: ray.data.Dataset | None
+    ) -> None:
+        self._config, self._logbook, self._source, self._dataset = config, logbook, source, dataset
+        self.num_rows = source.num_rows if source is not None else _given(dataset).count()
+        self.holdout = self._hold_out()
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether there are labels for the periodic judge."""
+        if self._source is not None:
+            return self._source.has_labels
+        return (self._config.data.columns.label or "label") in column_names(_given(self._dataset))
+
+    def must_stream(self) -> bool:
+        """Whether the decoded rows are too many for half of a node's object store."""
+        data = self._config.data
+        if data.cache != "auto":
+            return data.cache == "stream"
+        return self.num_rows * data.channels * data.decoded_size**2 > object_store_bytes() / 2
+
+    def num_train_expected(self) -> int:
+        """Return how many rows are trained on if none is broken."""
+        return round(self.num_rows * (1.0 - self.holdout.test))
+
+    def num_read_first(self, streamed: bool) -> int:
+        """Return how many rows are read before training starts."""
+        return (
+            sum(piece.num_rows for piece in self._judged_pieces())
+            if streamed and self._source
+            else self.num_rows
+        )
+
+    def all(self) -> ray.data.Dataset:
+        """Return all rows, decoded."""
+        return self._decode(self._decoder())
+
+    def to_judge_on(self) -> ray.data.Dataset | None:
+        """Return the rows of the periodic judge, or None if there is no judging."""
+        if self.holdout.test == 0 or not self.has_labels:
+            return None
+        return self._decode(
+            self._decoder(self.holdout.is_judged, count=self.holdout.is_test), self._judged_pieces()
+        )
+
+    def stream(self) -> Stream:
+        """Return the rows to train on, to be read anew every epoch."""
+        decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
+        opened = (
+            stream_source(self._source, decoder, seed=seed)
+            if self._source is not None
+            else stream_dataset(_given(self._dataset), self._config.data.columns, decoder, seed=seed)
+        )
+        return Stream(
+            open_epoch=opened,
+            image_format=decoder.image_format,
+            seed=seed,
+            shuffle_rows=self._config.data.shuffle_rows,
+        )
+
+    def _decode(self, decoder: Decoder, pieces: tuple[Piece, ...] | None = None) -> ray.data.Dataset:
+        if self._source is not None:
+            return decode_source(self._source, decoder, pieces)
+        return decode_dataset(_given(self._dataset), self._config.data.columns, decoder)
+
+    def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
+        return Decoder(
+            image_format=build.image_format(self._config),
+            logbook=self._logbook,
+            holdout=self.holdout,
+            keep=keep,
+            count=count,
+        )
+
+    def _hold_out(self) -> Holdout:
+        settings = self._config.evaluation
+        if settings.every_epochs == 0 or not self.has_labels:
+            return Holdout(seed=self._config.seed)
+        num_rows = sum(piece.num_rows for piece in self._judged_pieces()) if self._source else self.num_rows
+        return hold_out(
+            num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
+        )
+
+    def _judged_pieces(self) -> tuple[Piece, ...]:
+        """Return pieces spread over the set, enough to judge on: all of them, if it is not large."""
+        pieces = self._source.pieces if self._source is not None else ()
+        settings = self._config.evaluation
+        enough = JUDGED_PART * (settings.num_test + settings.num_train)
+        return pieces[:: max(1, self.num_rows // enough)]
+
+
+def _given(dataset: ray.data.Dataset | None) -> ray.data.Dataset:
+    assert dataset is not None, "a run has a source or a dataset"
+    return dataset

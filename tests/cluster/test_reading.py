@@ -1,0 +1,182 @@
+"""Reading by Ray Data: every kind of broken image counted by cause, streams dealt evenly."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import ray
+from PIL import Image
+
+from jobs.prepare import prepare
+from raycl.cluster import join_cluster
+from raycl.data.decode import Decoder, decode_dataset, decode_source
+from raycl.data.images import ImageFormat
+from raycl.data.logbook import ReadRows, rows_in, start_logbook
+from raycl.data.order import Share
+from raycl.data.rows import Rows
+from raycl.data.sources import ColumnNames, find_source
+from raycl.data.stream import Stream, stream_source
+from raycl.doctor import examine
+from raycl.errors import DataError, StorageError
+from raycl.inference.reading import read_rows
+from tests.images import encode, photograph, write_digits
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+FORMAT = ImageFormat(size=16)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a folder of images of every mode, and of everything that is wrong with images."""
+    folder = tmp_path_factory.mktemp("mixed")
+    photo = Image.fromarray(photograph())
+    good = {
+        "color.jpg": encode(photo, "JPEG"),
+        "gray.png": encode(photo.convert("L")),
+        "cmyk.jpg": encode(photo.convert("CMYK"), "JPEG"),
+        "alpha.png": encode(photo.convert("RGBA").resize((64, 40))),
+        "palette.png": encode(photo.convert("P")),
+    }
+    bad = {
+        "text.jpg": b"this is a text file",
+        "truncated.jpg": good["color.jpg"][:20_000],
+        "huge.png": encode(Image.new("1", (20_000, 20_000))),
+        "empty.jpg": b"",
+    }
+    for name, content in {**good, **bad, "notes.txt": b"x"}.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def read(uri: Path) -> tuple[Rows, ReadRows]:
+    logbook = start_logbook()
+    decoded = decode_source(find_source(str(uri)), Decoder(image_format=FORMAT, logbook=logbook))
+    return Rows(ray.get(decoded.materialize().to_arrow_refs()), FORMAT), rows_in(logbook)
+
+
+def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path) -> None:
+    rows, seen = read(mixed)
+    assert len(rows) == 5
+    assert seen.num_rows == 9
+    assert dict(seen.broken) == {
+        "not an image": 2,
+        "truncated image": 1,
+        "more than 64,000,000 pixels": 1,
+    }
+    assert rows.aspect.max() == pytest.approx(640 / 427, rel=0.1)
+    with pytest.raises(DataError, match="4 of 9 rows are broken"):
+        seen.check(0.01)
+
+
+def test_ids_follow_sorted_names_whatever_is_broken(mixed: Path) -> None:
+    names = sorted(path.name for path in mixed.iterdir() if path.suffix != ".txt")
+    sound = [names.index(name) for name in ("alpha.png", "cmyk.jpg", "color.jpg", "gray.png", "palette.png")]
+    assert sorted(read(mixed)[0].sample_id.tolist()) == sorted(sound)
+
+
+def test_a_dataset_without_ids_names_equal_images_alike() -> None:
+    same = encode(photograph())
+    dataset = ray.data.from_items(
+        [{"picture": same}, {"picture": encode(photograph()[:100])}, {"picture": same}]
+    )
+    logbook = start_logbook()
+    columns = ColumnNames(image="picture")
+    decoded = decode_dataset(dataset, columns, Decoder(image_format=FORMAT, logbook=logbook))
+    ids = [row["sample_id"] for row in decoded.take_all()]
+    assert len(set(ids)) == 2
+    with pytest.raises(DataError, match="no column 'image'; it has picture"):
+        decode_dataset(dataset, ColumnNames(), Decoder(image_format=FORMAT, logbook=logbook))
+
+
+def test_a_folder_is_packed_into_parquet_that_reads_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(12):
+        path = tmp_path / "images" / f"class{index % 3}" / f"{index:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(np.full((20, 20, 3), index * 20, np.uint8)))
+    packed = tmp_path / "packed"
+    prepare(str(tmp_path / "images"), str(packed), rows_per_file=5, address=None, debug=False)
+    assert "12 images packed" in capsys.readouterr().out
+    assert pq.read_table(packed).num_rows == 12
+    before, after = (read_rows(str(uri), FORMAT) for uri in (tmp_path / "images", packed))
+    order = np.argsort(after.sample_id)
+    assert after.sample_id[order].tolist() == sorted(before.sample_id.tolist())
+    by_id = dict(zip(before.sample_id.tolist(), before.label.tolist(), strict=True))
+    assert [by_id[row_id] for row_id in after.sample_id.tolist()] == after.label.tolist()
+    with pytest.raises(StorageError, match="exists already"):
+        prepare(str(tmp_path / "images"), str(packed), rows_per_file=5, address=None, debug=False)
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stream]:
+    """Three files, so that a stream has several pieces to put in order."""
+    join_cluster()  # sets the order of blocks, as every door does
+    folder = tmp_path_factory.mktemp("stream")
+    for name, num_images in (("a", 70), ("b", 81), ("c", 50)):
+        write_digits(folder / f"{name}.parquet", num_images)
+    source = find_source(str(folder))
+    gray = ImageFormat(size=16, channels=1)
+    decoder = Decoder(image_format=gray, logbook=start_logbook())
+    opened = stream_source(source, decoder, seed=3)
+    yield Stream(open_epoch=opened, image_format=gray, seed=3, shuffle_rows=64)
+
+
+def ids_of(stream: Stream, share: Share, epoch: int, start: int = 0) -> list[list[int]]:
+    return [batch.sample_id.tolist() for batch in stream.epoch_batches(share, epoch=epoch, start=start)]
+
+
+def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_a_new_order(stream: Stream) -> None:
+    share = Share(batch_size=20)
+    first, again, second = (ids_of(stream, share, epoch) for epoch in (0, 0, 1))
+    assert first == again
+    assert first != second
+    assert {len(batch) for batch in first} == {20}
+    seen = [row_id for batch in first for row_id in batch]
+    assert len(seen) == len(set(seen)) == 200
+
+
+def test_a_stream_begun_in_the_middle_goes_on_with_the_same_batches(stream: Stream) -> None:
+    share = Share(batch_size=20)
+    assert ids_of(stream, share, 1, start=4) == ids_of(stream, share, 1)[4:]
+
+
+def test_two_workers_share_a_streamed_epoch_evenly(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    box: list[list] = []
+    dealt = threading.Barrier(2)
+
+    def broadcast(splits):  # threads instead of train workers: rank 0 leaves the splits for the other
+        if splits is not None:
+            box.append(splits)
+        dealt.wait(60)
+        return box[0]
+
+    monkeypatch.setattr("raycl.data.stream.broadcast_from_rank_zero", broadcast)
+    results: dict[int, list[list[int]]] = {}
+
+    def work(rank: int) -> None:
+        results[rank] = ids_of(stream, Share(batch_size=20, rank=rank, num_workers=2), 0)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(results[0]) == len(results[1]) == 10
+    seen = [row_id for batches in results.values() for batch in batches for row_id in batch]
+    assert len(set(seen)) == len(seen) == 200
+
+
+def test_the_doctor_looks_at_machine_cluster_and_data(mixed: Path) -> None:
+    findings = {finding.name: finding for finding in examine(data=str(mixed))}
+    assert findings["cluster"].good
+    assert "9 rows without labels" in findings["data"].seen
+    assert "1 .txt" in findings["other files"].seen
+    assert not findings["sample"].good
+    assert "4 broken" in findings["sample"].seen
+    missing = {finding.name: finding for finding in examine(data=str(mixed / "none"))}
+    assert not missing["data"].good
