@@ -192,11 +192,16 @@ def _run(door: typer.Typer) -> NoReturn:
         _complain("interrupted; continue with --resume")
     except Exception as error:
         # A wrong flag: typer has no public name for these errors, which know their own text.
-        if not hasattr(error, "format_message"):
+        text = getattr(error, "format_message", None)
+        if text is None and "--debug" in sys.argv:
             raise
-        status = 2
-        _complain(f"{' '.join(error.format_message().split())} (see --help)")  # pyright: ignore[reportAttributeAccessIssue]
+        status = 1 if text is None else 2
+        _complain(f"{_in_one_line(text() if text else repr(error))} (see {'--help' if text else '--debug'})")
     raise SystemExit(status)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 def _complain(text: str) -> None:
