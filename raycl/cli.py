@@ -196,16 +196,13 @@ def _run(door: typer.Typer) -> NoReturn:
         if text is None and "--debug" in sys.argv:
             raise
         status = 1 if text is None else 2
-        _complain(f"{_in_one_line(text() if text else repr(error))} (see {'--help' if text else '--debug'})")
+        _complain(f"{text() if text else repr(error)} (see {'--help' if text else '--debug'})")
     raise SystemExit(status)
 
 
-def _in_one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
-
-
 def _complain(text: str) -> None:
-    print(f"raycl: {text}", file=sys.stderr)
+    """Print one line, whatever a library put into its message."""
+    print(f"raycl: {' '.join(text.split())[:1_000]}", file=sys.stderr)
 
 
 def _workers(text: str | None) -> int | None:

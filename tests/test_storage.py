@@ -17,6 +17,13 @@ def test_files_are_listed_sorted_and_without_hidden_ones(tmp_path: Path) -> None
     assert Place(str(tmp_path)).files() == [("a/1.txt", 1), ("b/2.txt", 1)]
 
 
+def test_names_below_a_place_may_have_any_characters(tmp_path: Path) -> None:
+    place = Place(str(tmp_path)) / "a b#c%20?.txt"
+    place.write_text("x")
+    assert Place(str(tmp_path)).files() == [("a b#c%20?.txt", 1)]
+    assert place.read_text() == "x"
+
+
 def test_a_file_is_replaced_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
     place = Place(str(tmp_path)) / "deep" / "x.json"
     place.write_text("old")

@@ -75,7 +75,7 @@ def representation_dim(encoder: nn.Module, *, image_size: int, channels: int) ->
     except Exception as error:  # a network of the user's own may fail in any way
         raise ConfigError(
             f"the encoder does not take images [batch, {channels}, {image_size}, {image_size}]: "
-            f"{str(error).splitlines()[0]}; check data.channels and data.image_size"
+            f"{' '.join(str(error).split())[:200]}; check data.channels and data.image_size"
         ) from error
     encoder.train(was_training)
     if not isinstance(output, Tensor) or output.ndim != 2:

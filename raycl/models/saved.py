@@ -97,7 +97,7 @@ def load_encoder(uri: str, *, network: nn.Module | None = None) -> ImageEncoder:
         weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
     except (ValidationError, json.JSONDecodeError, safetensors.SafetensorError) as error:
         raise StorageError(
-            f"the encoder at {uri} is damaged: {str(error).splitlines()[0]}; save it again"
+            f"the encoder at {uri} is damaged: {' '.join(str(error).split())[:200]}; save it again"
         ) from error
     if network is None:
         if spec.name == OWN:

@@ -22,6 +22,9 @@ def test_places_on_s3_work_like_local_ones() -> None:
     (place / "a.txt").write_text("one")
     assert place.files() == [("a.txt", 3), ("b/2.txt", 3)]
     assert (place / "b" / "2.txt").read_text() == "two"
+    odd = place.root + "-odd"
+    (Place(odd) / "a b#c%20?.txt").write_text("odd")
+    assert Place(odd).files() == [("a b#c%20?.txt", 3)]
     assert place.is_folder()
     assert not (place / "c").exists()
     with pytest.raises(StorageError, match="cannot read"):
