@@ -4,7 +4,8 @@ Both train on the same images with the same encoder, batch, optimizer and precis
 with a thread each. lightly's side is what its documentation shows: ``SimCLRTransform`` in a
 ``DataLoader``, ``NTXentLoss(gather_distributed=True)``, ``DistributedDataParallel``; BatchNorm stays
 local there, since torch synchronizes it on CUDA only, while raycl's is synchronized. The runs are
-interleaved; the figure is the median over the logged steps after the first.
+interleaved; a run's rate is over all its steps but the first three, the figure the median of runs.
+``small`` is the encoder of the CIFAR-10 run of docs/results.md.
 
     python benchmarks/train_step.py --data train.parquet --encoder resnet18 --json step.json
 """
@@ -23,16 +24,17 @@ from pathlib import Path
 from typing import Any
 
 ENCODERS: dict[str, dict[str, Any]] = {
-    "resnet18": {"name": "resnet18", "width": 1.0},
-    "small": {"name": "resnet18", "width": 0.25},
+    "resnet18": {"name": "resnet18", "stem": "small", "width": 1.0},
+    "small": {"name": "resnet10", "stem": "half", "width": 0.5},
 }
+WARMUP_STEPS = 3
 
 
 def main() -> None:
     options = read_options()
     if options.side is not None:
         samples_per_second = {"raycl": run_raycl, "lightly": run_lightly}[options.side](options)
-        print(json.dumps(samples_per_second))
+        print(samples_per_second)
         return
     rates: dict[str, list[float]] = {"raycl": [], "lightly": []}
     for _ in range(options.repeats):
@@ -68,7 +70,7 @@ def run_side(side: str) -> float:
     """Measure one side in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(output.strip().splitlines()[-1]))
+    return float(output.split()[-1])
 
 
 def run_raycl(options: argparse.Namespace) -> float:
@@ -81,8 +83,7 @@ def run_raycl(options: argparse.Namespace) -> float:
         {
             "workers": 2,
             "precision": options.precision,
-            "encoder.name": ENCODERS[options.encoder]["name"],
-            "encoder.width": ENCODERS[options.encoder]["width"],
+            **{f"encoder.{key}": value for key, value in ENCODERS[options.encoder].items()},
             "stages.0.epochs": None,
             "stages.0.steps": options.steps,
             "stages.0.batch_size": options.batch_size,
@@ -93,7 +94,8 @@ def run_raycl(options: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory() as folder:
         raycl.train(config, data=options.data, output=folder, quiet=True)
         lines = read_metrics(Place(folder))
-    return statistics.median(line["samples_per_second"] for line in lines[3:])
+    seconds = lines[-1]["seconds"] - lines[WARMUP_STEPS - 1]["seconds"]
+    return (options.steps - WARMUP_STEPS) * options.batch_size / seconds
 
 
 def run_lightly(options: argparse.Namespace) -> float:
@@ -132,9 +134,8 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
         num_workers=1,
         persistent_workers=True,
     )
-    seconds: list[float] = []
-    began = time.perf_counter()
-    while len(seconds) < options.steps:
+    ends: list[float] = []
+    while len(ends) < options.steps:
         for views in loader:
             with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bfloat16"):
                 embedding = [model(view) for view in views]
@@ -142,12 +143,12 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            seconds.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            if len(seconds) == options.steps:
+            ends.append(time.perf_counter())
+            if len(ends) == options.steps:
                 break
     if rank == 0:
-        rate = options.batch_size / statistics.median(seconds[3:])
+        seconds = ends[-1] - ends[WARMUP_STEPS - 1]
+        rate = (options.steps - WARMUP_STEPS) * options.batch_size / seconds
         (Path(folder) / "rate.json").write_text(json.dumps(rate))
     dist.destroy_process_group()
 

@@ -6,6 +6,9 @@ Every function except ``rank`` and ``num_workers`` is collective: all workers ca
 order.
 """
 
+import contextlib
+import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raycl.errors import RayclError
+from raycl.shared_memory import MAX_BYTES, SharedMemory
+
+_memory: SharedMemory | None = None
 
 
 def rank() -> int:
@@ -55,6 +61,8 @@ def gather_detached(rows: Tensor) -> Tensor:
     rows = rows.detach()
     if num_workers() == 1:
         return rows
+    if memory := _memory_for(rows):
+        return memory.gather(rows)
     stacked = rows.new_empty(num_workers() * rows.shape[0], *rows.shape[1:])
     dist.all_gather_into_tensor(stacked, rows.contiguous())
     return stacked
@@ -62,6 +70,8 @@ def gather_detached(rows: Tensor) -> Tensor:
 
 def all_sum(value: Tensor) -> Tensor:
     """Return the elementwise sum over all workers, without gradient; ``value`` is left alone."""
+    if num_workers() > 1 and _memory_for(value):
+        return gather_detached(value[None]).sum(0, dtype=value.dtype)
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if num_workers() > 1:
         dist.all_reduce(total)
@@ -87,6 +97,39 @@ def check_equal(value: int, name: str) -> None:
     if len(set(values)) > 1:
         came = ", ".join(f"rank {index}: {each}" for index, each in enumerate(values))
         raise RayclError(f"{name} must be the same on every worker, but differs ({came})")
+
+
+@contextlib.contextmanager
+def shared_memory() -> Iterator[bool]:
+    """Let small messages of workers on one machine pass through its memory; yield whether they do.
+
+    Results are the same, only sooner. Where workers sit on several machines, on accelerators or
+    without such memory, messages go on as before.
+    """
+    global _memory
+    _memory = _map_memory() if num_workers() > 1 and dist.get_backend() == "gloo" else None
+    try:
+        yield _memory is not None
+    finally:
+        _memory = None
+
+
+def _map_memory() -> SharedMemory | None:
+    name = f"raycl-{_gather_integers(secrets.randbits(62))[0]:x}"
+    memory = None
+    with contextlib.suppress(OSError):
+        memory = SharedMemory(name, rank=rank(), num_workers=num_workers())
+        memory.greet()
+    # Equal names are not yet the same memory: machines and containers have each their own.
+    everyone_maps = all_agree(memory is not None)
+    everyone_met = all_agree(memory is not None and memory.met_all())
+    if memory is not None:
+        memory.forget_name()
+    return memory if everyone_maps and everyone_met else None
+
+
+def _memory_for(rows: Tensor) -> SharedMemory | None:
+    return _memory if not rows.is_cuda and 0 < rows.nbytes <= MAX_BYTES else None
 
 
 def _connected() -> bool:

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors"},
-    {"storage", "schedules"},
+    {"storage", "schedules", "shared_memory"},
     {"records"},
     {"losses", "augment", "distributed"},
     {"models", "batchnorm", "optimizers"},

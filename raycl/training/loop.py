@@ -18,7 +18,7 @@ from raycl.data.logbook import rows_in
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
 from raycl.data.rows import Batch, Rows
-from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank
+from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank, shared_memory
 from raycl.errors import DataError, NonFiniteLossError
 from raycl.models.saved import save_encoder
 from raycl.models.towers import Tower
@@ -37,8 +37,8 @@ def run_worker(settings: dict[str, Job]) -> dict[str, Any] | None:
     job = settings["job"]
     workers_here = ray.train.get_context().get_local_world_size()
     prepare_process(max(1, available_cores() // workers_here))
-    loop = _Loop(job, ray.train.torch.get_device())
-    return loop.run()
+    with shared_memory():
+        return _Loop(job, ray.train.torch.get_device()).run()
 
 
 @final

@@ -1,0 +1,130 @@
+"""Messages through shared memory against the same messages through gloo."""
+
+import sys
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from raycl.batchnorm import synchronize
+from raycl.distributed import all_sum, gather, gather_detached, shared_memory
+from raycl.errors import RayclError
+from raycl.shared_memory import MAX_BYTES, SharedMemory
+from tests.workers.processes import run_workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is used on Linux only")
+
+
+def _messages(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(rank)
+    shapes = [(1, 5), (3, 2, 2), (7,), (1, MAX_BYTES // 8), (2, MAX_BYTES // 8 + 1), (0, 4)]
+    types = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+    made = [torch.randn(shape).mul(100).to(dtype) for shape in shapes for dtype in types]
+    return [*made, torch.randn(6, 4).T, torch.randn(4, 2) > 0]
+
+
+def _exchange(rank: int, num_workers: int) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
+    messages = _messages(rank)
+    by_gloo = [gather_detached(each) for each in messages]
+    with shared_memory() as is_shared:
+        through_memory = [gather_detached(each) for each in messages]
+    return is_shared, through_memory, by_gloo
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_rows_through_memory_are_those_through_gloo(num_workers: int) -> None:
+    for is_shared, through_memory, by_gloo in run_workers(_exchange, num_workers):
+        assert is_shared
+        for ours, theirs in zip(through_memory, by_gloo, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+
+
+def _sums(rank: int, num_workers: int) -> list[torch.Tensor]:
+    value = torch.arange(6, dtype=torch.float64).view(2, 3).T * (rank + 1)
+    with shared_memory():
+        return [all_sum(value), all_sum(value[0, 0]), all_sum(value.long()), value]
+
+
+def test_sums_are_exact_and_leave_the_value_alone() -> None:
+    whole = torch.arange(6, dtype=torch.float64).view(2, 3).T * 6
+    for rank, (total, scalar, integers, value) in enumerate(run_workers(_sums, 3)):
+        assert torch.equal(total, whole)
+        assert scalar == whole[0, 0]
+        assert scalar.ndim == 0
+        assert integers.dtype == torch.int64
+        assert torch.equal(integers, whole.long())
+        assert torch.equal(value, whole / 6 * (rank + 1))
+
+
+def _many_rounds(rank: int, num_workers: int) -> int:
+    """Return how many of many short messages came wrong, at changing paces."""
+    num_wrong = 0
+    with shared_memory():
+        for number in range(3_000):
+            if number % 100 == rank:
+                time.sleep(0.002)  # now this one is late, now the other
+            size = 1 + number % 7 * 300
+            rows = gather_detached(torch.full((1, size), number * 10.0 + rank))
+            expected = number * 10.0 + torch.arange(num_workers).float().unsqueeze(1)
+            num_wrong += not torch.equal(rows, expected.expand(-1, size))
+    return num_wrong
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_no_message_is_overwritten_before_it_is_read(num_workers: int) -> None:
+    assert run_workers(_many_rounds, num_workers) == [0] * num_workers
+
+
+def _batchnorm_pass(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = synchronize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)))
+    images = torch.randn(4 * num_workers, 3, 6, 6).chunk(num_workers)[rank]
+    with shared_memory() if share else torch.enable_grad():
+        output = gather(layers(images))
+        output.square().mean().backward()
+    return [output.detach(), *(each.grad for each in layers.parameters() if each.grad is not None)]
+
+
+def test_batchnorm_and_gradients_are_the_same_through_memory() -> None:
+    for ours, theirs in zip(
+        run_workers(_batchnorm_pass, 2, True), run_workers(_batchnorm_pass, 2, False), strict=True
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def _unequal(rank: int, num_workers: int) -> None:
+    with shared_memory():
+        gather_detached(torch.zeros(1, 3 + rank))
+
+
+def test_unequal_rows_are_an_error_on_every_worker() -> None:
+    with pytest.raises(RayclError, match="all workers must send rows of the same shape and type"):
+        run_workers(_unequal, 2)
+
+
+def _without_a_greeting(rank: int, num_workers: int) -> tuple[bool, torch.Tensor]:
+    # As if the second worker sat in a container with a memory of its own.
+    greet = (lambda _: None) if rank == 1 else SharedMemory.greet
+    with patch.object(SharedMemory, "greet", greet), shared_memory() as is_shared:
+        return is_shared, gather_detached(torch.tensor([rank]))
+
+
+def test_workers_that_do_not_meet_go_on_through_gloo() -> None:
+    for is_shared, rows in run_workers(_without_a_greeting, 2):
+        assert not is_shared
+        assert rows.tolist() == [0, 1]
+
+
+def test_the_memory_has_no_name_once_all_have_met() -> None:
+    assert all(is_shared for is_shared, *_ in run_workers(_exchange, 2))
+    assert not list(Path("/dev/shm").glob("raycl-*"))
+
+
+def test_alone_there_is_nothing_to_share() -> None:
+    with shared_memory() as is_shared:
+        assert not is_shared
