@@ -2,8 +2,8 @@
 
 Everything here also works alone, without a process group: one worker, of rank 0.
 
-Every function except ``rank`` and ``num_workers`` is collective: all workers call it, in the same
-order.
+Every function except ``rank``, ``num_workers`` and ``shares_memory`` is collective: all workers call
+it, in the same order.
 """
 
 import contextlib
@@ -112,6 +112,11 @@ def shared_memory() -> Iterator[bool]:
         yield _memory is not None
     finally:
         _memory = None
+
+
+def shares_memory() -> bool:
+    """Return whether small messages pass through shared memory now."""
+    return _memory is not None
 
 
 def _map_memory() -> SharedMemory | None:

@@ -1,6 +1,5 @@
 """The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
 
-import inspect
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,8 +9,6 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raycl.augment.images import center_view, two_views
 from raycl.data.logbook import rows_in
@@ -21,13 +18,13 @@ from raycl.data.rows import Batch, Rows
 from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank, shared_memory
 from raycl.errors import DataError, NonFiniteLossError
 from raycl.models.saved import save_encoder
-from raycl.models.towers import Tower
 from raycl.records import MetricsLog
 from raycl.training import build
 from raycl.training.checkpoint import Position, restore_checkpoint, save_checkpoint
 from raycl.training.clock import Clock
 from raycl.training.job import Job
 from raycl.training.judge import Judge
+from raycl.training.parallel import average_gradients
 from raycl.training.process import available_cores, prepare_process
 from raycl.training.step import Views, train_step
 
@@ -66,7 +63,7 @@ class _Loop:
     def run(self) -> dict[str, Any] | None:
         position, metrics = restore_checkpoint(self._tower, self._optimizer)
         self._metrics = metrics
-        self._parallel = _parallel(self._tower, self._device)
+        self._parallel = average_gradients(self._tower, self._device)
         self._log = MetricsLog(self._job.output, resume_step=position.step) if self._is_writer else None
         self._clock = Clock(position)
         self._saved_step, self._saved_at = position.step, time.monotonic()
@@ -265,18 +262,3 @@ class _Loop:
             "seconds": position.seconds,
             **self._metrics,
         }
-
-
-def _parallel(tower: Tower, device: torch.device) -> nn.Module:
-    """Wrap the tower so that gradients are averaged over workers."""
-    if num_workers() == 1:
-        return tower
-    # Synchronized statistics are equal on all workers anyway. torch 2.15 renamed the switch.
-    known = inspect.signature(DistributedDataParallel).parameters
-    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(
-        tower,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **{switch: False},  # pyright: ignore[reportArgumentType]
-    )

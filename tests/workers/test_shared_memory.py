@@ -1,5 +1,6 @@
 """Messages through shared memory against the same messages through gloo."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from raycl.batchnorm import synchronize
 from raycl.distributed import all_sum, gather, gather_detached, shared_memory
 from raycl.errors import RayclError
 from raycl.shared_memory import MAX_BYTES, SharedMemory
+from raycl.training.parallel import average_gradients
 from tests.workers.processes import run_workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is used on Linux only")
@@ -83,7 +85,7 @@ def _batchnorm_pass(rank: int, num_workers: int, share: bool) -> list[torch.Tens
     torch.manual_seed(0)
     layers = synchronize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)))
     images = torch.randn(4 * num_workers, 3, 6, 6).chunk(num_workers)[rank]
-    with shared_memory() if share else torch.enable_grad():
+    with shared_memory() if share else contextlib.nullcontext():
         output = gather(layers(images))
         output.square().mean().backward()
     return [output.detach(), *(each.grad for each in layers.parameters() if each.grad is not None)]
@@ -95,6 +97,34 @@ def test_batchnorm_and_gradients_are_the_same_through_memory() -> None:
     ):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def _gradients(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(600, 700), nn.Tanh(), nn.Linear(700, 3))  # 1.7 MB: several pieces
+    rows = torch.randn(4 * num_workers, 600).chunk(num_workers)[rank]
+    with shared_memory() if share else contextlib.nullcontext():
+        parallel = average_gradients(tower, torch.device("cpu"))
+        for _ in range(2):  # the second time through the bucket views of the first
+            tower.zero_grad()
+            parallel(rows).square().mean().backward()
+    return [each.grad.clone() for each in tower.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("share", [True, False])
+def test_gradients_are_those_of_the_whole_batch(num_workers: int, share: bool) -> None:
+    (whole,) = run_workers(_gradients_alone, 1, num_workers)
+    for ours in run_workers(_gradients, num_workers, share):
+        for one, other in zip(ours, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def _gradients_alone(rank: int, num_workers: int, num_parts: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(600, 700), nn.Tanh(), nn.Linear(700, 3))
+    tower(torch.randn(4 * num_parts, 600)).square().mean().backward()
+    return [each.grad for each in tower.parameters() if each.grad is not None]
 
 
 def _unequal(rank: int, num_workers: int) -> None:
