@@ -42,13 +42,13 @@ def synchronize(module: nn.Module) -> nn.Module:
         The same module.
 
     Raises:
-        ConfigError: A layer is another kind of BatchNorm, whose own behaviour would be lost.
+        ConfigError: A layer is another kind of BatchNorm, whose own behavior would be lost.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and type(layer) not in (*_PLAIN, *_SYNCHRONIZED):
             raise ConfigError(
                 f"cannot synchronize {name or 'the module'}: {type(layer).__name__} is a kind of "
-                "BatchNorm with behaviour of its own; use nn.BatchNorm1d/2d/3d in its place"
+                "BatchNorm with behavior of its own; use nn.BatchNorm1d/2d/3d in its place"
             )
     for layer in module.modules():
         if type(layer) in _PLAIN:

@@ -62,6 +62,7 @@ class AugmentConfig(Section):
     crop_scale: Range = (0.08, 1.0)
     crop_ratio: Range = (3 / 4, 4 / 3)
     flip: Probability = 0.5
+    rotation: Annotated[float, Field(ge=0.0, le=180.0)] = 0.0
     jitter: Probability = 0.8
     brightness: NotNegative = 0.8
     contrast: NotNegative = 0.8

@@ -23,6 +23,7 @@ from raycl.augment.crop import (
     resample_by_products,
     resample_by_slices,
 )
+from raycl.augment.rotation import rotate
 from raycl.errors import ConfigError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -129,7 +130,7 @@ def test_uniforms_are_uniform() -> None:
         assert chisquare(counts).pvalue > 1e-5
 
 
-def test_neighbouring_seeds_epochs_views_samples_and_columns_are_uncorrelated() -> None:
+def test_neighboring_seeds_epochs_views_samples_and_columns_are_uncorrelated() -> None:
     ids = np.arange(20_000)
 
     def draw(*, shift: int = 0, seed: int = 0, epoch: int = 0, view: int = 0) -> Tensor:
@@ -310,7 +311,7 @@ def test_crops_equal_torchvisions_resized_crop(
     planes = as_planes(images)
     want = tvf.resized_crop(planes.float(), *box, [size, size], antialias=True)
     want = torch.where(flip[:, None, None, None], want.flip(3), want)
-    # The kernel by slices rounds to whole grey levels, as torchvision does on bytes.
+    # The kernel by slices rounds to whole gray levels, as torchvision does on bytes.
     tolerance = 2e-3 if method is resample_by_products else 1.01
     torch.testing.assert_close(came, want, rtol=0, atol=tolerance)
     assert (came - want).abs().mean() < 0.35
@@ -344,11 +345,48 @@ def test_flips_have_their_probability(photos: np.ndarray) -> None:
     assert mirrored.float().mean().item() == pytest.approx(0.3, abs=0.05)
 
 
-# Colour
+# Rotation
+
+
+@pytest.mark.parametrize("degrees", [0.0, 17.5, -30.0, 90.0, 180.0])
+def test_rotation_equals_torchvisions(degrees: float, photos: np.ndarray) -> None:
+    planes = as_planes(squares(photos, 48)).float()
+    want = tvf.rotate(planes, degrees, transforms.InterpolationMode.BILINEAR)
+    torch.testing.assert_close(rotate(planes, torch.full((len(planes),), degrees)), want, rtol=0, atol=0.02)
+
+
+def test_each_image_turns_by_an_angle_of_its_own_from_the_whole_range(photos: np.ndarray) -> None:
+    num = 2_000
+    # A line from the middle to the right: where it points tells the angle.
+    line = np.zeros((num, 65, 65, 3), dtype=np.uint8)
+    line[:, 31:34, 32:] = 255
+    augmentation = ImageAugmentation(size=65, rotation=40.0, **STILL, **PLAIN)
+    views = augmentation(line, np.arange(num), seed=0, epoch=0, view=0)[:, 0]
+    offset = torch.arange(65) - 32.0
+    up, right = -(views.sum(2) * offset).sum(1), (views.sum(1) * offset).sum(1)
+    angles = torch.rad2deg(torch.atan2(up, right)).numpy()
+    assert angles.min() >= -41
+    assert angles.max() <= 41
+    counts, _ = np.histogram(angles, bins=8, range=(-41, 41))
+    assert chisquare(counts).pvalue > 1e-3
+
+
+def test_rotation_leaves_all_other_draws_as_they_were(photos: np.ndarray) -> None:
+    images, ids = squares(photos, 32), np.arange(len(photos))
+    settings = STILL | PLAIN | {"crop_scale": (0.2, 1.0), "flip": 0.5}
+    still = ImageAugmentation(size=32, **settings)(images, ids, seed=0, epoch=0, view=0)
+    turned = ImageAugmentation(size=32, rotation=25.0, **settings)(images, ids, seed=0, epoch=0, view=0)
+    draws = uniforms(ids, seed=0, epoch=0, view=0, num=9 + NUM_BOX_DRAWS + 1)
+    degrees = (2 * draws[:, -1] - 1) * 25.0
+    torch.testing.assert_close(turned, rotate(still, degrees), rtol=0, atol=1e-5)
+    assert not torch.equal(turned, still)
+
+
+# Color
 
 
 def colored(pixels: Tensor, **factors: float | bool) -> Tensor:
-    """Recolour [n, channels, size, size] in [0, 1] by fixed factors."""
+    """Recolor [n, channels, size, size] in [0, 1] by fixed factors."""
     settings = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0} | factors
     grayscale = torch.full((len(pixels),), bool(settings.pop("grayscale", False)))
     tensors = {name: torch.full((len(pixels),), float(x)) for name, x in settings.items()}
@@ -383,7 +421,7 @@ def test_factors_follow_each_other_as_in_torchvision(muted: Tensor) -> None:
     torch.testing.assert_close(came, want, rtol=0, atol=3e-4)
 
 
-def test_colour_steps_are_composed_in_the_stated_order(muted: Tensor) -> None:
+def test_color_steps_are_composed_in_the_stated_order(muted: Tensor) -> None:
     steps = {"brightness": 1.2, "contrast": 0.7, "saturation": 0.3, "hue": 0.12}
     one_by_one = muted
     for name, factor in steps.items():
@@ -399,7 +437,7 @@ def test_grayscale_equals_torchvisions(photos: np.ndarray) -> None:
     torch.testing.assert_close(colored(pixels, grayscale=True), want, rtol=0, atol=3e-4)
 
 
-def test_colours_are_clamped_to_the_range_of_an_image(photos: np.ndarray) -> None:
+def test_colors_are_clamped_to_the_range_of_an_image(photos: np.ndarray) -> None:
     pixels = as_planes(photos[:4]).float() / 255
     came = colored(pixels, brightness=1.8)
     torch.testing.assert_close(came, tvf.adjust_brightness(pixels, 1.8), rtol=0, atol=1e-5)
@@ -421,7 +459,7 @@ def test_hue_turns_as_torchvisions_on_photographs(turns: float, photos: np.ndarr
 
 
 @pytest.mark.parametrize("turns", [1 / 3, -1 / 3])
-def test_hue_takes_pure_colours_to_pure_colours(turns: float) -> None:
+def test_hue_takes_pure_colors_to_pure_colors(turns: float) -> None:
     pixels = torch.eye(3)[:, :, None, None].expand(-1, -1, 8, 8).contiguous()
     want = tvf.adjust_hue(pixels, turns)
     torch.testing.assert_close(colored(pixels, hue=turns), want, rtol=0, atol=1e-5)
@@ -579,7 +617,7 @@ def test_many_views_have_torchvisions_mean_and_spread(size: int, photos: np.ndar
             "mean": views.mean((1, 2, 3)),
             "spread": views.std((1, 2, 3)),
             "sharpness": across,
-            "colour": views.std(1).mean((1, 2)),
+            "color": views.std(1).mean((1, 2)),
             "dark": (views < 0.05).float().mean((1, 2, 3)),
             "bright": (views > 0.95).float().mean((1, 2, 3)),
         }
@@ -653,6 +691,7 @@ def test_read_only_and_strided_arrays_are_taken_as_they_come(photos: np.ndarray)
         ({"brightness": -1.0}, "brightness"),
         ({"contrast": float("inf")}, "contrast"),
         ({"hue": 0.6}, "hue"),
+        ({"rotation": 181.0}, "rotation"),
         ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
         ({"crop_scale": (0.9, 0.2)}, "crop_scale"),
         ({"crop_scale": (0.5, 1.2)}, "crop_scale"),

@@ -1,4 +1,4 @@
-"""Colour jitter of a whole batch: one matrix and one shift an image."""
+"""Color jitter of a whole batch: one matrix and one shift an image."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def color_transform(
 
 
 def _hue_rotation(turns: Tensor) -> Tensor:
-    """Matrices [n, 3, 3] that turn colours about the gray axis; a third of a turn: red to green."""
+    """Matrices [n, 3, 3] that turn colors about the gray axis; a third of a turn: red to green."""
     cosine = torch.cos(2 * math.pi * turns)[:, None, None]
     sine = torch.sin(2 * math.pi * turns)[:, None, None]
     across = torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]]) / math.sqrt(3)

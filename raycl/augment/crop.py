@@ -105,7 +105,7 @@ def _interpolation(
 
 
 def resample_by_slices(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int) -> Tensor:
-    """Resample image by image with torch's uint8 kernel, which rounds to whole grey levels."""
+    """Resample image by image with torch's uint8 kernel, which rounds to whole gray levels."""
     num_images, _, _, channels = images.shape
     views = torch.empty(num_images, channels, size, size)
     for view, image, box, mirror in zip(views, images, boxes.tolist(), flip.tolist(), strict=True):

@@ -20,25 +20,28 @@ from raycl.augment.checks import (
 )
 from raycl.augment.color import color_transform, recolor
 from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample
+from raycl.augment.rotation import rotate
 from raycl.augment.views import uniforms
 from raycl.errors import ConfigError
 
-# One column of uniforms each; the columns of the crop box follow. Append only: a new order would
-# give every recorded run other views.
+# One column of uniforms each; the columns of the crop box follow, and after them that of the rotation.
+# Append only: a new order would give every recorded run other views.
 _DRAWS = (
     "flip", "jitter", "brightness", "contrast", "saturation", "hue", "grayscale", "blur", "sigma",
 )  # fmt: skip
+_ROTATION = len(_DRAWS) + NUM_BOX_DRAWS
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ImageAugmentation:
-    """Random crop, flip, colour jitter, grayscale and blur, with torchvision's distributions.
+    """Random crop, flip, rotation, color jitter, grayscale and blur, with torchvision's distributions.
 
     ``size`` is the side of a view in pixels. ``crop_scale`` bounds the share of the original area,
     ``crop_ratio`` its width over height. ``flip``, ``jitter``, ``grayscale`` and ``blur`` are
     probabilities; ``brightness``, ``contrast`` and ``saturation`` are the s of a factor uniform in
     [max(0, 1 - s), 1 + s]; ``hue`` is the largest shift, in turns; ``blur_sigma`` is in pixels.
+    ``rotation`` is the largest angle to either side, in degrees; corners that it uncovers are black.
     ``mean`` and ``std`` normalize pixels in [0, 1], one number a channel.
 
     Raises ``ConfigError`` for a setting out of its range.
@@ -49,6 +52,7 @@ class ImageAugmentation:
     crop_scale: tuple[float, float] = (0.08, 1.0)
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
+    rotation: float = 0.0
     jitter: float = 0.8
     brightness: float = 0.8
     contrast: float = 0.8
@@ -69,6 +73,7 @@ class ImageAugmentation:
         for name in ("brightness", "contrast", "saturation"):
             check_number(name, getattr(self, name), maximum=math.inf)
         check_number("hue", self.hue, maximum=0.5)
+        check_number("rotation", self.rotation, maximum=180.0)
         check_range("crop_scale", self.crop_scale, maximum=1.0)
         check_range("crop_ratio", self.crop_ratio, maximum=math.inf)
         check_range("blur_sigma", self.blur_sigma, maximum=math.inf)
@@ -94,11 +99,11 @@ class ImageAugmentation:
         """
         check_images(images, channels=self.channels)
         num_images, height, width, _ = images.shape
-        # Drawn on the host, so that an image gets the same box and colours on every device.
-        draws = uniforms(sample_id, seed=seed, epoch=epoch, view=view, num=len(_DRAWS) + NUM_BOX_DRAWS)
+        # Drawn on the host, so that an image gets the same box and colors on every device.
+        draws = uniforms(sample_id, seed=seed, epoch=epoch, view=view, num=_ROTATION + 1)
         check_length("sample_id", len(draws), num_images)
         boxes = draw_boxes(
-            draws[:, len(_DRAWS) :],
+            draws[:, len(_DRAWS) : _ROTATION],
             height=height,
             width=width,
             aspect=_aspect(aspect, num_images=num_images, default=width / height),
@@ -111,10 +116,13 @@ class ImageAugmentation:
         low, high = self.blur_sigma
         sigma = low + (high - low) * named["sigma"]
         blurred = named["blur"] < self.blur
+        degrees = (2 * draws[:, _ROTATION] - 1) * self.rotation
 
         views = _empty_views(images, size=self.size)
         for rows in _chunks(images, size=self.size):
             pixels = resample(_pixels(images[rows]), boxes[rows], flip[rows], size=self.size)
+            if self.rotation:
+                pixels = rotate(pixels, degrees[rows])
             pixels = recolor(
                 pixels,
                 matrix[rows].to(pixels.device),
@@ -131,7 +139,7 @@ class ImageAugmentation:
         return views
 
     def _colors(self, draws: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Turn uniforms into the colour matrix and the share of gray of every image."""
+        """Turn uniforms into the color matrix and the share of gray of every image."""
         jittered = draws["jitter"] < self.jitter
 
         def factor(name: str, strength: float) -> Tensor:

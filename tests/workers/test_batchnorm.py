@@ -305,7 +305,7 @@ def test_synchronize_takes_a_layer_that_is_the_root() -> None:
     assert (layer.eps, layer.momentum) == (0.1, None)
 
 
-def test_synchronize_refuses_layers_with_behaviour_of_their_own() -> None:
+def test_synchronize_refuses_layers_with_behavior_of_their_own() -> None:
     class BatchNormAndRelu(nn.BatchNorm2d):
         pass
 
