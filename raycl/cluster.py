@@ -18,20 +18,24 @@ from ray.data import DataContext
 from raycl.errors import ConfigError, RayclError, RunError
 
 
-def join_cluster(address: str | None = None, *, debug: bool = False) -> None:
+def join_cluster(address: str | None = None, *, debug: bool = False) -> str | None:
     """Join the cluster at ``address``, the one this job runs in, or start one on this machine.
+
+    Returns host and port of the dashboard of a cluster just joined, if it has one.
 
     Raises ``RunError`` if there is no cluster at the address.
     """
+    dashboard = None
     if not ray.is_initialized():
         where = address or os.environ.get("RAY_ADDRESS") or "local"
         try:
-            ray.init(
+            joined = ray.init(
                 address=where,
                 log_to_driver=debug,
                 logging_level=logging.INFO if debug else logging.ERROR,
                 include_dashboard=False if where == "local" else None,
             )
+            dashboard = joined.dashboard_url
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(
                 f"cannot join a Ray cluster at {where!r}: {_first_line(error)}; check --address"
@@ -42,6 +46,7 @@ def join_cluster(address: str | None = None, *, debug: bool = False) -> None:
     if not debug:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         logging.getLogger("ray.train").setLevel(logging.ERROR)
+    return dashboard or None
 
 
 def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float) -> None:

@@ -33,7 +33,7 @@ def draw_neighbors(
 ) -> bytes:
     """Return a PNG: queries at the left, a block of neighbors for each way to look.
 
-    A neighbor of the query's class is framed green, another red.
+    A neighbor of the query's class is framed green, another red with a cross.
     """
     width = neighborhoods[0].neighbors.shape[1]
     num_columns = 1 + len(neighborhoods) * (width + 1)
@@ -49,7 +49,7 @@ def draw_neighbors(
         hspace=0.12,
         left=0.01,
         right=0.99,
-        top=0.86,
+        top=0.9,
         bottom=0.08,
     )
     asked = query_rows.take(queries)
@@ -58,9 +58,12 @@ def draw_neighbors(
         for block, neighborhood in enumerate(neighborhoods):
             found = bank_rows.take(neighborhood.neighbors[row])
             for place in range(width):
-                color = RIGHT if found.label[place] == asked.label[row] else WRONG
                 axes = figure.add_subplot(grid[row, 2 + block * (width + 1) + place])
-                _show(axes, found.images[place], color)
+                if found.label[place] == asked.label[row]:
+                    _show(axes, found.images[place], RIGHT)
+                else:
+                    _show(axes, found.images[place], WRONG)
+                    _cross_out(axes)  # not everybody tells green from red
     _write_titles(figure, grid, neighborhoods, width)
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
@@ -75,19 +78,27 @@ def _show(axes, image: NDArray[np.uint8], color: str) -> None:
         spine.set(color=color, linewidth=2.0)
 
 
+def _cross_out(axes) -> None:
+    axes.text(
+        0.95, 0.95, "\u00d7", transform=axes.transAxes, color=WRONG, ha="right", va="top", weight="bold"
+    )
+
+
 def _write_titles(figure: Figure, grid, neighborhoods: Sequence[Neighborhood], width: int) -> None:
     def middle(first: int, last: int) -> float:
         left = grid[0, first].get_position(figure).x0
         return (left + grid[0, last].get_position(figure).x1) / 2
 
-    figure.text(middle(0, 0), 0.89, "query", ha="center", fontsize=9)
+    figure.text(middle(0, 0), 0.925, "query", ha="center", fontsize=9)
     for block, neighborhood in enumerate(neighborhoods):
         first = 2 + block * (width + 1)
         figure.text(
             middle(first, first + width - 1),
-            0.89,
+            0.925,
             f"nearest by {neighborhood.title}",
             ha="center",
             fontsize=9,
         )
-    figure.text(0.5, 0.02, "green frame: same digit; red frame: another digit", ha="center", fontsize=8)
+    figure.text(
+        0.5, 0.02, "green frame: same digit; red frame and cross: another digit", ha="center", fontsize=8
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from raycl.config import RunConfig, override
 from raycl.data.images import ImageFormat
 from raycl.data.rows import Rows
-from raycl.demo.digits import CANVAS, write_digits
+from raycl.demo.digits import ANGLES, CANVAS, write_digits
 from raycl.demo.picture import Neighborhood, draw_neighbors
 from raycl.errors import ConfigError
 from raycl.inference.judgment import raw_pixels
@@ -39,19 +39,22 @@ class Look:
     test: Tensor
 
 
-def demo_config(*, workers: int = 2, epochs: int = 30) -> RunConfig:
-    """Return SimCLR for the digits: a small ResNet, crops and contrast, no flips."""
+def demo_config(*, workers: int = 2, epochs: int = 40) -> RunConfig:
+    """Return SimCLR for the digits: a small ResNet; crops, angles and contrast, no flips."""
     return override(
         recipe("simclr", image_size=CANVAS),
         {
             "workers": workers,
             "data.channels": 1,
-            "augment.crop_scale": [0.5, 1.0],
+            "augment.crop_scale": [0.4, 1.0],
             "augment.flip": 0.0,
+            "augment.rotation": ANGLES[1],
             "encoder.name": "resnet10",
-            "encoder.width": 0.25,
+            "encoder.stem": "half",
+            "encoder.width": 0.5,
             "stages.0.epochs": epochs,
             "stages.0.batch_size": 128,
+            "stages.0.temperature": 0.15,
             "stages.0.learning_rate": 0.24,
             "evaluation.num_test": 500,
         },

@@ -1,5 +1,6 @@
 """From a configuration to a finished run: check, read, train, record."""
 
+import json
 import sys
 from dataclasses import dataclass
 from typing import Any, final
@@ -30,6 +31,7 @@ from raycl.training.job import Job
 from raycl.training.loop import run_worker
 
 CONFIG = "config.yaml"
+DATA = "data.json"
 CHECKPOINTS = "checkpoints"
 # What a resumed run may set anew: where and how long it runs, and what it writes down.
 MAY_CHANGE = (
@@ -87,9 +89,11 @@ def train(
     build.augmentation(config)  # an impossible view or encoder is found here, not on the workers
     if encoder is None:
         build.tower(config, build.encoder(config))
-    join_cluster(address, debug=debug)
+    dashboard = join_cluster(address, debug=debug)
+    if dashboard and not quiet:
+        print(f"dashboard: http://{dashboard}", file=sys.stderr)
     with own_errors():
-        return _Launch(config, place, encoder, quiet=quiet).run(source, dataset)
+        return _Launch(config, place, encoder, quiet=quiet).run(data, source, dataset)
 
 
 @final
@@ -98,10 +102,11 @@ class _Launch:
         self._config, self._output, self._network, self._quiet = config, output, network, quiet
         self._logbook = start_logbook()
 
-    def run(self, source: Source | None, dataset: ray.data.Dataset | None) -> RunResult:
+    def run(self, data: str | None, source: Source | None, dataset: ray.data.Dataset | None) -> RunResult:
         images = Images(self._config, self._logbook, source, dataset)
         self._tell_what_is_left_out(images, source)
         _check_size(self._config, images.num_rows)
+        _check_same_data(self._output, data, images.num_rows)
         streamed = images.must_stream()
         cpus = self._check_cluster(streamed)
         blocks, stream = self._open(images, streamed)
@@ -110,6 +115,8 @@ class _Launch:
         num_train = images.num_train_expected() if streamed else rows.num_train
         _check_size(self._config, num_train)
         (self._output / CONFIG).write_text(config_to_yaml(self._config))
+        described = {"data": data and absolute(data), "num_rows": images.num_rows}
+        (self._output / DATA).write_text(json.dumps(described) + "\n")
         job = Job(
             config=self._config,
             output=self._output,
@@ -234,3 +241,18 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
                 f"--resume would change {key} from {before!r} to {now!r}; "
                 "repeat the flags of the first run, or give another --output"
             )
+
+
+def _check_same_data(output: Place, data: str | None, num_rows: int) -> None:
+    """Refuse to resume on a set of another size: a sample's id and its turn would be another's.
+
+    The same rows at another address, say copied to a nearer bucket, are welcome.
+    """
+    if not (output / DATA).exists():
+        return
+    before = json.loads((output / DATA).read_text())
+    if before["num_rows"] != num_rows:
+        raise ConfigError(
+            f"--resume would go on with {num_rows} rows ({data or 'a dataset'}) what began with "
+            f"{before['num_rows']} ({before['data'] or 'a dataset'}); give the same data, or another --output"
+        )

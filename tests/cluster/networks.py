@@ -10,13 +10,21 @@ from torch import Tensor, nn
 
 
 class Small(nn.Module):
-    """Two convolutions with BatchNorm and dropout; dies or returns NaN at a training step, once.
+    """Two convolutions with BatchNorm and dropout; goes wrong at a chosen training step, once.
+
+    It dies, returns NaN, or returns numbers whose gradient is NaN.
 
     After its death it writes the steps that it has made since into the marker.
     """
 
     def __init__(
-        self, channels: int = 3, die_at: int = 0, nan_at: int = 0, dropout: float = 0.1, marker: str = ""
+        self,
+        channels: int = 3,
+        die_at: int = 0,
+        nan_at: int = 0,
+        nan_gradient_at: int = 0,
+        dropout: float = 0.1,
+        marker: str = "",
     ) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -31,6 +39,7 @@ class Small(nn.Module):
             nn.Flatten(),
         )
         self._die_at, self._nan_at, self._marker = die_at, nan_at, marker
+        self._nan_gradient_at = nan_gradient_at
         self._num_steps = 0
 
     def forward(self, images: Tensor) -> Tensor:
@@ -44,6 +53,9 @@ class Small(nn.Module):
                 os._exit(1)
             if self._num_steps == self._nan_at:
                 return self.layers(images) * torch.nan
+            if self._num_steps == self._nan_gradient_at:
+                features = self.layers(images)
+                return features + 0 * (0 * features).sqrt()  # the root of 0 has no finite slope
         return self.layers(images)
 
 

@@ -111,6 +111,17 @@ def test_latest_and_best_checkpoint_are_kept(finished: Finished) -> None:
     assert len(kept) <= 3
 
 
+def test_the_best_checkpoint_is_one_that_was_judged(finished: Finished) -> None:
+    lines = read_metrics(Place(str(finished.output)))
+    judged = {line["step"]: line["knn_top1"] for line in lines if line.get("knn_top1") and line["step"]}
+    best = max(judged, key=lambda step: judged[step])
+    assert (finished.output / "checkpoints" / f"step-{best:08d}-judged").exists()
+    unjudged = set((finished.output / "checkpoints").glob("step-*")) - set(
+        (finished.output / "checkpoints").glob("step-*-judged")
+    )
+    assert len(unjudged) <= 1  # none but the latest
+
+
 def test_an_existing_output_is_refused_without_resume(finished: Finished) -> None:
     with pytest.raises(ConfigError, match="earlier run.*--resume"):
         raycl.train(small_run(), data=str(finished.data), output=str(finished.output), quiet=True)
@@ -161,6 +172,45 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
     assert losses[0] == losses[1]
 
 
+def test_a_run_is_not_resumed_on_a_set_of_another_size(finished: Finished, tmp_path: Path) -> None:
+    other = write_digits(tmp_path / "digits.parquet", NUM_IMAGES + 1)
+    with pytest.raises(ConfigError, match=r"go on with 701 rows \(.*\) what began with 700 \(.*\); give"):
+        raycl.train(small_run(), data=str(other), output=str(finished.output), resume=True, quiet=True)
+
+
+def test_a_run_that_ended_in_the_middle_of_an_epoch_goes_on_from_there(
+    finished: Finished, tmp_path: Path
+) -> None:
+    def run(steps: int, output: Path, *, resume: bool = False) -> list[float]:
+        config = raycl.override(
+            small_run(),
+            {
+                "workers": 1,
+                "stages.0.epochs": None,
+                "stages.0.steps": steps,
+                "stages.0.learning_rate_schedule": "constant",
+                "stages.0.warmup_epochs": 0.0,
+            },
+        )
+        raycl.train(config, data=str(finished.data), output=str(output), resume=resume, quiet=True)
+        return [line["loss"] for line in read_metrics(Place(str(output))) if "loss" in line]
+
+    run(7, tmp_path / "parts")
+    parts = run(12, tmp_path / "parts", resume=True)
+    assert parts == run(12, tmp_path / "whole")
+    whole, resumed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_weights_that_are_no_numbers_are_never_saved(finished: Finished, tmp_path: Path) -> None:
+    config = small_run(**{"workers": 1, "encoder.arguments": {"channels": 1, "nan_gradient_at": 10}})
+    with pytest.raises(NonFiniteLossError, match=r"no numbers after step 10; .*\(step 9\) is kept: lower"):
+        raycl.train(config, data=str(finished.data), output=str(tmp_path / "run"), quiet=True)
+    kept = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+    assert "step-00000009-judged" in kept
+    assert not any("00010" in name for name in kept)
+
+
 @dataclass(frozen=True)
 class Failed:
     config: RunConfig
@@ -202,12 +252,34 @@ def test_one_worker_takes_the_same_steps_as_two(failed: Failed, data: Path, tmp_
     assert alone == pytest.approx(together, rel=1e-4)
 
 
-def test_a_streamed_set_trains_and_every_worker_makes_the_same_steps(data: Path, tmp_path: Path) -> None:
-    config = small_run(**{"data.cache": "stream", "data.shuffle_rows": 128})
-    result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
-    assert result.steps == 2 * (round((NUM_IMAGES) * 0.9086) // BATCH_SIZE)
-    assert result.broken_rows == {"not an image": NUM_BROKEN}
-    assert "knn_top1" in result.final
+STREAMED = {"data.cache": "stream", "data.shuffle_rows": 128}
+
+
+@pytest.fixture(scope="module")
+def streamed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One uninterrupted run over a stream."""
+    output = tmp_path_factory.mktemp("runs") / "streamed"
+    config = small_run(**STREAMED)
+    return Finished(data, output, raycl.train(config, data=str(data), output=str(output), quiet=True))
+
+
+def test_a_streamed_set_trains_and_every_worker_makes_the_same_steps(streamed: Finished) -> None:
+    assert streamed.result.steps == 2 * (round((NUM_IMAGES) * 0.9086) // BATCH_SIZE)
+    assert streamed.result.broken_rows == {"not an image": NUM_BROKEN}
+    assert "knn_top1" in streamed.result.final
+
+
+def test_a_streamed_run_killed_and_resumed_equals_the_whole_one(streamed: Finished, tmp_path: Path) -> None:
+    marker, output = tmp_path / "died", tmp_path / "killed"
+    arguments = {"encoder.arguments": {"channels": 1, "die_at": 8, "marker": str(marker)}}
+    config = small_run(**STREAMED, **arguments)
+    with pytest.raises(RunError):
+        raycl.train(config, data=str(streamed.data), output=str(output), quiet=True)
+    raycl.train(config, data=str(streamed.data), output=str(output), resume=True, quiet=True)
+    assert int(marker.read_text()) == streamed.result.steps - 5
+    resumed = weights_of(output)
+    for name, value in weights_of(streamed.output).items():
+        assert torch.equal(value, resumed[name]), name
 
 
 def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
