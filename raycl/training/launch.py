@@ -29,6 +29,7 @@ from raycl.training import build
 from raycl.training.images import Images
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
+from raycl.training.process import ENVIRONMENT
 
 CONFIG = "config.yaml"
 DATA = "data.json"
@@ -183,6 +184,7 @@ class _Launch:
                 storage_filesystem=filesystem,
                 checkpoint_config=keep,
                 failure_config=FailureConfig(max_failures=self._config.max_failures),
+                worker_runtime_env={"env_vars": ENVIRONMENT},
             ),
         )
         with ProgressLine("training", steps_made(self._logbook), quiet=self._quiet):

@@ -8,7 +8,11 @@ import platform
 import torch
 
 # glibc's mallopt parameters (malloc.h).
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+
+# What a worker's process must be started with. Ray runs the loop in a thread, to which glibc would
+# give an arena of its own, and such an arena cannot keep a block above 64 MB.
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
 
 
 def available_cores() -> int:
@@ -25,8 +29,6 @@ def prepare_process(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
-        # Ray runs the loop in a thread, whose own arena would be too small for large blocks.
-        mallopt(_ARENA_MAX, 1)
         mallopt(_MMAP_THRESHOLD, 2**30)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_TOP_PAD, 64 * 2**20)
