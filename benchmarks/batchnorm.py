@@ -50,7 +50,7 @@ def _compare(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> dict[st
     kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
     plain, synchronized = kind(shape[1]), synchronize(kind(shape[1]))
     rows.requires_grad_()
-    with patch("raycl.batchnorm.num_workers", return_value=2):
+    with patch("raycl.batchnorm.synchronized.num_workers", return_value=2):
         first, second = _interleaved_medians(
             lambda: _step(plain, rows, grad), lambda: _step(synchronized, rows, grad)
         )

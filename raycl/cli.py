@@ -166,8 +166,6 @@ def doctor(
 
 def main() -> None:
     """Run the command line: status 0, 2 for bad input or config, 1 for a failed run."""
-    # An encoder of the user's own may lie in the folder where they stand.
-    sys.path.insert(0, os.getcwd())
     _run(app)
 
 
@@ -180,6 +178,8 @@ def run_job(command: Callable[..., None]) -> NoReturn:
 
 def _run(door: typer.Typer) -> NoReturn:
     """Turn errors into one line and an exit status."""
+    # An encoder of the user's own may lie in the folder where they stand.
+    sys.path.insert(0, os.getcwd())
     try:
         status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
     except RayclError as error:
@@ -189,7 +189,7 @@ def _run(door: typer.Typer) -> NoReturn:
         _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
         status = 130
-        _complain("interrupted; continue with --resume")
+        _complain("interrupted; a run of `raycl train` goes on with --resume")
     except Exception as error:
         # A wrong flag: typer has no public name for these errors, which know their own text.
         text = getattr(error, "format_message", None)

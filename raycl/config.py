@@ -148,7 +148,8 @@ class EvaluationConfig(Section):
     """The periodic kNN judge on held-out labeled rows (Wu et al., 2018).
 
     ``every_epochs=None`` judges about ten times a run, ``0`` never. ``num_test`` rows are held
-    out of training (never more than a tenth of the set) and vote over ``num_train`` others.
+    out of training (never more than a tenth of the set) and vote over ``num_train`` others. Of a set
+    too large to hold, the same share of all rows is held out, and those of some pieces are judged.
     """
 
     every_epochs: Annotated[int, Field(ge=0)] | None = None
@@ -316,7 +317,9 @@ def parse_setting(setting: str) -> tuple[str, Any]:
 def _set(values: Any, path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for name in parents:
-        values = values[_child(values, name, path)]
+        child = _child(values, name, path)
+        # Below free-form arguments a path makes what it passes.
+        values = values.setdefault(child, {}) if isinstance(values, dict) else values[child]
         if not isinstance(values, dict | list):
             raise ConfigError(f"unknown key {path}: {name} holds the single value {values!r}")
     values[_child(values, last, path)] = value

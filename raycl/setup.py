@@ -11,6 +11,7 @@ from raycl.data.sources import ColumnNames, Source, find_source
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.storage import Place
+from raycl.training import build
 
 LARGEST = 224
 NUM_PEEKED = 16
@@ -27,13 +28,10 @@ def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequen
     if name.endswith((".yaml", ".yml")):
         return override(config_from_yaml(Place(name).read_text(), name=name), overrides)
     config = recipe(name, image_size=LARGEST)
-    override(config, overrides)  # a typing error is found before the data are touched
+    asked = override(config, overrides)  # a typing error is found before the data are touched
     if "data.image_size" in pairs:
         return override(recipe(name, image_size=pairs["data.image_size"]), overrides)
-    columns = {
-        key.removeprefix("data.columns."): v for key, v in pairs.items() if key.startswith("data.columns.")
-    }
-    size = peek_image_size(find_source(data, ColumnNames(**columns)))
+    size = peek_image_size(find_source(data, build.column_names(asked)))
     return override(recipe(name, image_size=size), overrides)
 
 

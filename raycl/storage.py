@@ -83,7 +83,10 @@ class Place:
 
     def read_text(self) -> str:
         """Return the whole file as UTF-8 text; raises ``StorageError`` if it cannot be read."""
-        return self.read_bytes().decode()
+        try:
+            return self.read_bytes().decode()
+        except UnicodeDecodeError:
+            raise StorageError(f"{self} is not text; give a file in UTF-8") from None
 
     def write_bytes(self, content: bytes) -> None:
         """Replace the file whole or not at all; raises ``StorageError`` if it cannot be written."""
@@ -112,12 +115,18 @@ class Place:
             raise self._error("remove", error) from error
 
     def check_writable(self) -> None:
-        """Write a small file below and remove it; raises ``StorageError`` if that fails."""
+        """Write a small file below and remove it; raises ``StorageError`` if that fails.
+
+        A local folder that was not there before is not there afterwards.
+        """
+        is_new = self.is_local and not self.exists()
         probe = self / f".raycl-{uuid.uuid4().hex}"
         probe.write_bytes(b"raycl")
         filesystem, path = probe.resolve()
         try:
             filesystem.delete_file(path)
+            if is_new:
+                Path(self.resolve()[1]).rmdir()
         except OSError as error:
             raise self._error("delete in", error) from error
 

@@ -40,6 +40,8 @@ def test_epochs_give_way_to_steps() -> None:
 def test_arguments_of_a_users_own_encoder_are_free() -> None:
     changed = override(recipe("simclr"), ["encoder.arguments.depth=4"])
     assert changed.encoder.arguments == {"depth": 4}
+    deeper = override(changed, ["encoder.arguments.block.width=8"])
+    assert deeper.encoder.arguments == {"depth": 4, "block": {"width": 8}}
 
 
 @pytest.mark.parametrize(

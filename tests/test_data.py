@@ -15,7 +15,7 @@ from raycl.data.logbook import Logbook
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
 from raycl.data.rows import Rows
-from raycl.data.sources import ROWS_A_PIECE, ColumnNames, Piece, find_source
+from raycl.data.sources import ROWS_A_PIECE, ColumnNames, Piece, find_source, stable_ids
 from raycl.errors import DataError
 
 
@@ -177,6 +177,20 @@ def test_a_missing_column_names_those_that_exist(tmp_path: Path, role: str) -> N
     write_parquet(tmp_path / "a.parquet", 3, 2, weight=[1, 2, 3])
     with pytest.raises(DataError, match=rf"no column 'img'; it has image, weight.*data.columns.{role}="):
         find_source(str(tmp_path), ColumnNames(**{role: "img"}))
+
+
+def test_unsigned_ids_wrap_text_is_hashed_and_a_row_without_id_is_refused() -> None:
+    assert stable_ids([0, -1, 2**63, 2**64 - 2]).tolist() == [0, -1, -(2**63), -2]
+    assert stable_ids(["a", "b"]).tolist() == stable_ids(["a", "b"]).tolist()
+    assert len(set(stable_ids(["a", "b", "1", 1]).tolist())) == 4
+    with pytest.raises(DataError, match="row 1 of a batch has no id"):
+        stable_ids([3, None])
+
+
+def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", 3, 10, size=[2**45] * 3)
+    with pytest.raises(DataError, match=r"encoded bytes, column 'size' of .* holds int64; name another"):
+        find_source(str(tmp_path / "a.parquet"), ColumnNames(image="size"))
 
 
 def test_an_empty_parquet_file_and_a_damaged_one_say_so(tmp_path: Path) -> None:

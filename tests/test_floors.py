@@ -11,7 +11,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"storage", "schedules", "shared_memory"},
     {"records"},
     {"losses", "augment", "distributed"},
-    {"models", "batchnorm", "optimizers"},
+    {"models", "batchnorm", "optimizers", "negatives"},
     {"data", "judging"},
     {"config"},
     {"recipes"},

@@ -78,3 +78,16 @@ def test_result_is_json(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     write_result(output, {"status": "finished", "final": {"knn_top1": 0.5}})
     assert read_result(output) == json.loads((tmp_path / "result.json").read_text())
+
+
+def test_checking_a_new_place_leaves_no_folder(tmp_path: Path) -> None:
+    Place(str(tmp_path / "new")).check_writable()
+    assert not (tmp_path / "new").exists()
+    Place(str(tmp_path)).check_writable()
+    assert tmp_path.exists()
+
+
+def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00binary")
+    with pytest.raises(StorageError, match="is not text; give a file in UTF-8"):
+        Place(str(tmp_path / "run.yaml")).read_text()

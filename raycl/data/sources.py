@@ -169,10 +169,23 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
 
 
 def stable_ids(values: list[Any]) -> NDArray[np.int64]:
-    """Turn the values of an id column into int64: integers stay, all else is hashed."""
+    """Turn the values of an id column into int64: integers stay, all else is hashed.
+
+    Unsigned integers of 64 bits wrap around. Raises ``DataError`` for a row without an id.
+    """
+    if None in values:
+        raise DataError(
+            f"row {values.index(None)} of a batch has no id: give every row an id of its own, or leave out "
+            "the id column"
+        )
     return np.array(
-        [value if isinstance(value, int) else content_id(str(value).encode()) for value in values], np.int64
+        [_wrapped(value) if isinstance(value, int) else content_id(str(value).encode()) for value in values],
+        np.int64,
     )
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def content_id(content: bytes) -> int:
@@ -273,6 +286,12 @@ def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> Col
                 f"{place} has no column {name!r}; it has {', '.join(schema.names)}: "
                 f"name the right one with --set data.columns.{role}=NAME"
             )
+    kind = schema.field(columns.image).type
+    if not _is_bytes(kind):
+        raise DataError(
+            f"images must be encoded bytes, column {columns.image!r} of {place} holds {kind}; "
+            "name another with --set data.columns.image=NAME"
+        )
     label = columns.label or ("label" if "label" in schema.names else None)
     if label is not None and not _is_label(schema.field(label).type):
         raise DataError(
@@ -281,6 +300,11 @@ def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> Col
         )
     sample_id = columns.sample_id or ("sample_id" if "sample_id" in schema.names else None)
     return ColumnNames(image=columns.image, label=label, sample_id=sample_id)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # of an empty file
 
 
 def _is_label(kind: pa.DataType) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -14,9 +13,6 @@ from numpy.typing import NDArray
 from raycl.data.rows import Rows
 
 RIGHT, WRONG = "#1a9850", "#d73027"
-
-# A server has no screen; the figure is drawn without pyplot's global state.
-matplotlib.use("Agg", force=False)
 
 
 @final

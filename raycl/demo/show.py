@@ -23,7 +23,7 @@ from raycl.judging.linear import linear_accuracy
 from raycl.models.saved import EncoderSpec, ImageEncoder, load_encoder
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.training.launch import train
+from raycl.training.launch import CONFIG, train
 
 LABELS_PER_CLASS = 10
 NUM_QUERIES, NUM_NEIGHBORS = 8, 6
@@ -70,11 +70,12 @@ def run_demo(
     """
     console = Console()
     place = Place(output)
-    if (place / "run").exists():
+    if (place / "run" / CONFIG).exists():
         raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
     place.check_writable()
     train_uri, test_uri = write_digits(place)
     console.print(f"digits of scikit-learn, placed at random on {CANVAS}x{CANVAS} pixels: {place}")
+    console.print("kNN on the way: held-out placements of training digits; at the end: digits never seen")
     config = demo_config(workers=workers, **({} if epochs is None else {"epochs": epochs}))
     result = train(config, data=train_uri, output=(place / "run").uri, debug=debug)
     console.print(

@@ -1,5 +1,8 @@
 """Contrastive losses: tensors in, a scalar out; they know no ranks and hold no B x B."""
 
+from raycl.losses.info_nce import info_nce
+from raycl.losses.nce import nce, noise_mass, proximal_term
+from raycl.losses.normalizer import NormalizingConstant
 from raycl.losses.nt_xent import nt_xent
 
-__all__ = ["nt_xent"]
+__all__ = ["NormalizingConstant", "info_nce", "nce", "noise_mass", "nt_xent", "proximal_term"]

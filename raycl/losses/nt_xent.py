@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
+from raycl.losses.checks import check_offset, check_pair, check_sample_id, checked_ids, checked_temperature
+from raycl.losses.rectangle import Ids, Side, evaluate_rectangle
 from raycl.losses.tiled import (
     LOG2_E,
+    SAFE_SPREAD,
     Gradients,
-    Side,
     Softmax,
-    evaluate_rectangle,
     finish,
     fused,
     has_duplicates,
@@ -64,16 +65,18 @@ def nt_xent(
     Raises:
         ConfigError: shapes do not agree, or the temperature is not above 0.
     """
-    _check_shapes(view_a, view_b, sample_id)
+    check_pair("the two views", view_a, view_b)
+    check_sample_id(sample_id, view_a)
     rows = working_precision(torch.cat([view_a, view_b]))
-    degrees = _checked_temperature(temperature).to(rows)
+    degrees = checked_temperature(temperature).to(rows)
     if gathered_a is None and gathered_b is None:
         ids = None if sample_id is None or not has_duplicates(sample_id) else sample_id.repeat(2)
         return fused(partial(_evaluate_square, ids=ids), rows, degrees)
     columns = _checked_columns(view_a, gathered_a, gathered_b, offset).to(rows)
-    ids = _checked_ids(len(columns) // 2, sample_id, gathered_sample_id)
+    ids = _doubled_ids(sample_id, gathered_sample_id, len(columns) // 2)
     sides = _sides(len(rows) // 2, len(columns) // 2, offset)
-    return fused(partial(evaluate_rectangle, sides=sides, ids=ids), rows, columns, degrees)
+    no_others = rows.new_empty(0, rows.shape[1])
+    return fused(partial(evaluate_rectangle, sides=sides, ids=ids), rows, columns, no_others, degrees)
 
 
 def _sides(local_batch: int, batch: int, offset: int) -> tuple[Side, Side]:
@@ -102,10 +105,6 @@ def _evaluate_square(
     return loss, (gradient, temperature_gradient(rows, gradient, temperature, share=0.5))
 
 
-# Where 2**-x is still far from underflow in float32 (which ends at 2**-126).
-_SAFE_SPREAD = 115.0
-
-
 @final
 class _SquareWalk:
     """Visit the tiles on and above the diagonal of the logits of rows with themselves."""
@@ -122,7 +121,7 @@ class _SquareWalk:
         # |logit| <= bound (Cauchy-Schwarz). One shift for all rows is the fast way, but at a
         # low temperature whole rows would underflow: there each row takes its true maximum.
         self._bound = torch.linalg.vector_norm(rows, dim=1).amax().square() * self._scale
-        self._bounded = bool(2 * self._bound <= _SAFE_SPREAD)
+        self._bounded = bool(2 * self._bound <= SAFE_SPREAD)
 
     def take_loss(self) -> Softmax:
         """Walk once for the sum over each row's negatives."""
@@ -188,37 +187,6 @@ def _add_sums(tile: Tensor, shift: Tensor, total: Tensor) -> None:
     shift.copy_(peak)
 
 
-def _checked_temperature(temperature: float | Tensor) -> Tensor:
-    if isinstance(temperature, Tensor):
-        degrees = temperature
-    else:
-        degrees = torch.tensor(temperature, dtype=torch.float64)
-    if degrees.ndim != 0:
-        raise ConfigError(
-            f"the temperature is not one number: its shape is {list(degrees.shape)}; "
-            "pass a float or a 0-d tensor"
-        )
-    if degrees.item() <= 0:
-        raise ConfigError(
-            f"the temperature is not above 0: it is {degrees.item():g}; "
-            "usual values lie between 0.01 and 1 (learn its logarithm, which cannot cross 0)"
-        )
-    return degrees
-
-
-def _check_shapes(view_a: Tensor, view_b: Tensor, sample_id: Tensor | None) -> None:
-    if view_a.ndim != 2 or view_a.shape != view_b.shape or len(view_a) == 0:
-        raise ConfigError(
-            "the two views are not [local_batch, dim] of one shape: they came as "
-            f"{list(view_a.shape)} and {list(view_b.shape)}; pass one row per sample in each"
-        )
-    if sample_id is not None and sample_id.shape != view_a.shape[:1]:
-        raise ConfigError(
-            f"the sample ids do not match the rows: {list(sample_id.shape)} ids came for "
-            f"{len(view_a)} rows; pass one id per row of a view"
-        )
-
-
 def _checked_columns(
     view: Tensor, gathered_a: Tensor | None, gathered_b: Tensor | None, offset: int
 ) -> Tensor:
@@ -232,29 +200,13 @@ def _checked_columns(
             f"{list(gathered_a.shape)} and {list(gathered_b.shape)} for rows of "
             f"{list(view.shape)}; gather every worker's rows of each view"
         )
-    if not 0 <= offset <= len(gathered_a) - len(view):
-        raise ConfigError(
-            f"this worker's rows lie outside the gathered ones: offset {offset} with "
-            f"{len(view)} rows came for {len(gathered_a)} gathered rows; "
-            "pass the number of rows of all lower ranks"
-        )
+    check_offset(offset, len(view), len(gathered_a))
     return torch.cat([gathered_a, gathered_b])
 
 
-def _checked_ids(
-    batch: int, sample_id: Tensor | None, gathered_sample_id: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
+def _doubled_ids(sample_id: Tensor | None, gathered_sample_id: Tensor | None, batch: int) -> Ids | None:
     """Return ids of rows and columns, or None where there is nothing to mask."""
-    if (sample_id is None) != (gathered_sample_id is None):
-        absent = "sample_id" if sample_id is None else "gathered_sample_id"
-        raise ConfigError(f"half of the ids is missing: {absent} is None; pass both or neither")
-    if sample_id is None or gathered_sample_id is None:
+    ids = checked_ids(("sample_id", sample_id), ("gathered_sample_id", gathered_sample_id), batch)
+    if ids is None or not has_duplicates(ids[1]):
         return None
-    if gathered_sample_id.shape != (batch,):
-        raise ConfigError(
-            f"the gathered ids do not match the gathered rows: {list(gathered_sample_id.shape)} "
-            f"ids came for {batch} rows; gather the ids as the rows"
-        )
-    if not has_duplicates(gathered_sample_id):
-        return None
-    return sample_id.repeat(2), gathered_sample_id.repeat(2)
+    return ids[0].repeat(2), ids[1].repeat(2)

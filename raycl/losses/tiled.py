@@ -7,7 +7,7 @@ Logits are kept in base 2: torch's ``exp2`` is several times faster than ``exp``
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOG2_E = math.log2(math.e)
+# Where 2**-x is still far from underflow in float32 (which ends at 2**-126).
+SAFE_SPREAD = 115.0
+STRIP_ROWS = 256  # of rows that meet all columns: with a piece of them, as much as the cache holds
 
 Gradients = tuple[Tensor | None, ...]
 Evaluate = Callable[..., tuple[Tensor, Gradients]]
-
-
-class Side(NamedTuple):
-    """Rows whose positives, and own copies, lie on one diagonal of the logits."""
-
-    rows: slice
-    positive: int  # column of the first row's positive
-    own: int | None  # column of the first row itself; None where it is no candidate
 
 
 class _Fused(torch.autograd.Function):
@@ -79,6 +74,14 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def longest(rows: Tensor, precision: torch.dtype) -> Tensor:
+    """Return the length of the longest row, 0 if there is none; half precision piece by piece."""
+    pieces = [
+        torch.linalg.vector_norm(rows[span].to(precision), dim=1).amax() for span in spans(0, len(rows), 4096)
+    ]
+    return torch.stack([rows.new_zeros((), dtype=precision), *pieces]).amax()
+
+
 def tile_size(tensor: Tensor) -> int:
     """Return the rows of a square tile: it should fit the cache, or fill the GPU."""
     return 512 if tensor.device.type == "cpu" else 2048
@@ -122,100 +125,3 @@ def temperature_gradient(
     if not temperature.requires_grad:
         return None
     return (gradient * rows).sum() * (-share / temperature)
-
-
-def evaluate_rectangle(
-    rows: Tensor,
-    columns: Tensor,
-    temperature: Tensor,
-    *,
-    sides: tuple[Side, ...],
-    ids: tuple[Tensor, Tensor] | None = None,
-    with_gradient: bool,
-) -> tuple[Tensor, Gradients]:
-    """Classify each row's positive among the columns; the mean over rows, and its gradients.
-
-    rows [num_rows, dim], columns [num_columns, dim]. ``ids`` of rows and columns, where given,
-    mask false negatives.
-    Holds one strip of logits, 256 x num_columns.
-    """
-    walk = _RectangleWalk(rows, columns, LOG2_E / temperature, ids)
-    visit = walk.take_gradient if with_gradient else walk.take_loss
-    loss = torch.cat(
-        [visit(side, span) for side in sides for span in spans(side.rows.start, side.rows.stop, _STRIP_ROWS)]
-    ).mean()
-    if not with_gradient:
-        return loss, ()
-    factor = 1 / (temperature * len(rows))
-    row_gradient = walk.row_gradient.mul_(factor)
-    column_gradient = walk.column_gradient.mul_(factor).T
-    degrees = temperature_gradient(rows, row_gradient, temperature)
-    return loss, (row_gradient, column_gradient, degrees)
-
-
-_STRIP_ROWS = 256
-
-
-@final
-class _RectangleWalk:
-    """Visit strips of rows; each strip meets all columns, so one visit is enough."""
-
-    def __init__(
-        self,
-        rows: Tensor,
-        columns: Tensor,
-        scale: Tensor,
-        ids: tuple[Tensor, Tensor] | None,
-    ) -> None:
-        self._rows, self._columns, self._scale, self._ids = rows, columns, scale, ids
-        self._pieces = list(spans(0, len(columns), 2 * tile_size(columns)))
-        # Made once: the allocator would give a strip back to the kernel after each visit.
-        height, width = min(_STRIP_ROWS, len(rows)), self._pieces[0].stop
-        self._strip = rows.new_empty(len(self._pieces), height, width)
-        self.row_gradient = torch.zeros_like(rows)
-        self.column_gradient = torch.zeros_like(columns.T)  # [dim, num_columns]: faster to add to
-
-    def take_loss(self, side: Side, span: slice) -> Tensor:
-        """Return the loss of each row of the span."""
-        return self._visit(side, span)[1].loss
-
-    def take_gradient(self, side: Side, span: slice) -> Tensor:
-        """Return the loss of each row of the span; add its gradients, yet to be scaled."""
-        tiles, softmax, shift = self._visit(side, span)
-        rows, match = self._rows[span], self._match(side, span)
-        share = (shift - softmax.logsumexp).exp2_()[:, None]
-        pull = softmax.missing[:, None]
-        push = (share * rows).T
-        row_gradient = -pull * self._columns[match]
-        for tile, piece in zip(tiles, self._pieces, strict=True):
-            row_gradient += share * product(tile, self._columns[piece].T)
-            self.column_gradient[:, piece] += product(push, tile.T)
-        self.column_gradient[:, match] -= (pull * rows).T
-        self.row_gradient[span] = row_gradient
-        return softmax.loss
-
-    def _visit(self, side: Side, span: slice) -> tuple[list[Tensor], Softmax, Tensor]:
-        """Fill the strip with 2**(logits - shift), where shift is each row's maximum."""
-        query = self._rows[span] * self._scale
-        positive = (query * self._columns[self._match(side, span)]).sum(1)
-        tiles = [self._logits(query, side, span, k) for k in range(len(self._pieces))]
-        shift = torch.stack([positive, *(tile.amax(1) for tile in tiles)]).amax(0)
-        total = torch.zeros_like(shift)
-        for tile in tiles:
-            total += tile.sub_(shift[:, None]).exp2_().sum(1)
-        return tiles, finish(positive, shift, total), shift
-
-    def _logits(self, query: Tensor, side: Side, span: slice, k: int) -> Tensor:
-        piece = self._pieces[k]
-        tile = self._strip[k, : len(query), : piece.stop - piece.start]
-        tile.copy_(product(query, self._columns[piece]))
-        at = [column for column in (side.positive, side.own) if column is not None]
-        mask_diagonals(tile, span, piece, [column - side.rows.start for column in at])
-        if self._ids is not None:
-            mask_same(tile, self._ids[0][span], self._ids[1][piece])
-        return tile
-
-    def _match(self, side: Side, span: slice) -> slice:
-        """Return the columns that hold the span's positives."""
-        shift = side.positive - side.rows.start
-        return slice(span.start + shift, span.stop + shift)

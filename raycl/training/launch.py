@@ -43,9 +43,9 @@ MAY_CHANGE = (
     "stages.0.epochs",
     "stages.0.steps",
     "checkpoints.",
+    "data.cache",
     "log_every_steps",
     "max_failures",
-    "encoder.arguments.",
 )
 
 
@@ -107,8 +107,14 @@ class _Launch:
         images = Images(self._config, self._logbook, source, dataset)
         self._tell_what_is_left_out(images, source)
         _check_size(self._config, images.num_rows)
-        _check_same_data(self._output, data, images.num_rows)
         streamed = images.must_stream()
+        described = {
+            "data": data and absolute(data),
+            "num_rows": images.num_rows,
+            "streamed": streamed,
+            "workers": self._config.workers,
+        }
+        _check_same_data(self._output, described)
         cpus = self._check_cluster(streamed)
         blocks, stream = self._open(images, streamed)
         rows = rows_in(self._logbook)
@@ -116,7 +122,6 @@ class _Launch:
         num_train = images.num_train_expected() if streamed else rows.num_train
         _check_size(self._config, num_train)
         (self._output / CONFIG).write_text(config_to_yaml(self._config))
-        described = {"data": data and absolute(data), "num_rows": images.num_rows}
         (self._output / DATA).write_text(json.dumps(described) + "\n")
         job = Job(
             config=self._config,
@@ -129,6 +134,7 @@ class _Launch:
             judged=images.holdout.test > 0 and images.has_labels,
             network=self._network,
         )
+        write_result(self._output, {"status": "running"})
         try:
             with own_errors():
                 return self._conclude(self._fit(job, cpus))
@@ -237,24 +243,37 @@ def _prepare_output(config: RunConfig, output: str, *, resume: bool) -> Place:
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     """Refuse to resume with settings that would give the rest of the run other views or weights."""
     for key, (before, now) in differences(saved, config).items():
-        streamed = key == "workers" and "stream" in (saved.data.cache, config.data.cache)
-        if not key.startswith(MAY_CHANGE) or streamed:
+        if not key.startswith(MAY_CHANGE):
             raise ConfigError(
                 f"--resume would change {key} from {before!r} to {now!r}; "
                 "repeat the flags of the first run, or give another --output"
             )
 
 
-def _check_same_data(output: Place, data: str | None, num_rows: int) -> None:
-    """Refuse to resume on a set of another size: a sample's id and its turn would be another's.
+def _check_same_data(output: Place, now: dict[str, Any]) -> None:
+    """Refuse to resume on rows that would come in another order than those of the run so far.
 
     The same rows at another address, say copied to a nearer bucket, are welcome.
     """
     if not (output / DATA).exists():
         return
     before = json.loads((output / DATA).read_text())
-    if before["num_rows"] != num_rows:
+    if before["num_rows"] != now["num_rows"]:
         raise ConfigError(
-            f"--resume would go on with {num_rows} rows ({data or 'a dataset'}) what began with "
+            f"--resume would go on with {now['num_rows']} rows ({now['data'] or 'a dataset'}) what began with "
             f"{before['num_rows']} ({before['data'] or 'a dataset'}); give the same data, or another --output"
         )
+    if before["streamed"] != now["streamed"]:
+        raise ConfigError(
+            f"the run began with data that were {_kept(before)}, and on this cluster they would be {_kept(now)}, "
+            "in another order; set data.cache to materialize or stream, as it began, or give another --output"
+        )
+    if now["streamed"] and before["workers"] != now["workers"]:
+        raise ConfigError(
+            f"a streamed epoch depends on the number of workers: the run began with {before['workers']}, came "
+            f"{now['workers']}; repeat --workers {before['workers']}, or give another --output"
+        )
+
+
+def _kept(described: dict[str, Any]) -> str:
+    return "streamed" if described["streamed"] else "held in memory"

@@ -77,6 +77,6 @@ def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
 
 def test_a_job_that_fails_says_why_in_one_line_and_in_its_exit_status(tmp_path: Path) -> None:
     failed = run_job("train", "simclr", "--data", tmp_path / "nothing", "--output", tmp_path / "run")
-    assert failed.returncode != 0
+    assert failed.returncode == 2
     assert "nothing at" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -133,6 +133,7 @@ def test_an_existing_output_is_refused_without_resume(finished: Finished) -> Non
         ({"seed": 1}, "seed"),
         ({"stages.0.batch_size": 32}, "stages.0.batch_size"),
         ({"data.channels": 3}, "data.channels"),
+        ({"encoder.arguments": {"channels": 1, "dropout": 0.9}}, "encoder.arguments.dropout"),
     ],
 )
 def test_a_resumed_run_must_not_change_what_it_learns_from(
@@ -267,6 +268,21 @@ def test_a_streamed_set_trains_and_every_worker_makes_the_same_steps(streamed: F
     assert streamed.result.steps == 2 * (round((NUM_IMAGES) * 0.9086) // BATCH_SIZE)
     assert streamed.result.broken_rows == {"not an image": NUM_BROKEN}
     assert "knn_top1" in streamed.result.final
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ({"workers": 1}, "began with 2, came 1"),
+        ({"data.cache": "materialize"}, "were streamed, .* held in memory"),
+    ],
+)
+def test_a_streamed_run_is_resumed_as_it_began(
+    streamed: Finished, setting: dict[str, Any], says: str
+) -> None:
+    config = small_run(**(STREAMED | setting))
+    with pytest.raises(ConfigError, match=says):
+        raycl.train(config, data=str(streamed.data), output=str(streamed.output), resume=True, quiet=True)
 
 
 def test_a_streamed_run_killed_and_resumed_equals_the_whole_one(streamed: Finished, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 With statistics of its own rows only, each worker normalizes differently, and a network can tell
 from them which rows sat together: a leak that contrastive losses reward. Here the statistics are
-those of the global batch, so that the result does not depend on the number of workers.
+those of the global batch, so that the result does not depend on the number of workers. That cures
+methods whose negatives are all of the same batch, but not a queue: see ``shuffled.py``.
 
 torch's ``SyncBatchNorm`` refuses CPU modules; on CUDA its kernels are the ones used here.
 """
@@ -15,14 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules._functions import SyncBatchNorm as _DeviceBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from raycl.batchnorm.layers import PLAIN, AnyBatchNorm, refuse_other_kinds
 from raycl.distributed import all_sum, gather_detached, num_workers
-from raycl.errors import ConfigError
 
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
-
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 # Values per channel that torch may add up in one go, for it sums a channels_last tensor in plain
 # float32: at a mean of 1000 and 65,536 values, the error exceeds a third of a standard deviation.
@@ -44,21 +42,16 @@ def synchronize(module: nn.Module) -> nn.Module:
     Raises:
         ConfigError: A layer is another kind of BatchNorm, whose own behavior would be lost.
     """
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and type(layer) not in (*_PLAIN, *_SYNCHRONIZED):
-            raise ConfigError(
-                f"cannot synchronize {name or 'the module'}: {type(layer).__name__} is a kind of "
-                "BatchNorm with behavior of its own; use nn.BatchNorm1d/2d/3d in its place"
-            )
+    refuse_other_kinds(module, (*PLAIN, *_SYNCHRONIZED), verb="synchronize")
     for layer in module.modules():
-        if type(layer) in _PLAIN:
+        if type(layer) in PLAIN:
             # Only forward differs. A new object would lose hooks and layers used in two places.
             layer.__class__ = SynchronizedBatchNorm
     return module
 
 
 @final
-class SynchronizedBatchNorm(_BatchNorm):
+class SynchronizedBatchNorm(AnyBatchNorm):
     """BatchNorm whose training statistics are those of the rows of all workers.
 
     Forward, gradients and running statistics equal those of ``nn.BatchNorm`` on the global batch;
@@ -69,10 +62,6 @@ class SynchronizedBatchNorm(_BatchNorm):
     [batch, channels, ...]; its memory format (channels_last) is kept. Parameters, settings and
     state dict are those of ``nn.BatchNorm``.
     """
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected [batch, channels, ...], got {input.dim()}D input")
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [batch, channels, ...]; in training mode all workers call this together.
@@ -88,25 +77,9 @@ class SynchronizedBatchNorm(_BatchNorm):
         if input.is_cuda:
             return self._forward_on_device(input, rate)
         moments = _global_moments(input)
-        if self.track_running_stats:
-            self._track(moments, rate)
+        unbiased_variance = moments.variance * (moments.num_values / (moments.num_values - 1))
+        self._track(moments.mean, unbiased_variance, rate)
         return _Normalize.apply(input, self.weight, self.bias, moments, self.eps)  # pyright: ignore[reportReturnType]
-
-    def _count_batch(self) -> float:
-        """Return how far the running statistics move towards this batch."""
-        if self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                return 1 / float(self.num_batches_tracked)
-        return self.momentum or 0.0
-
-    @torch.no_grad()
-    def _track(self, moments: "_Moments", rate: float) -> None:
-        if self.running_mean is None or self.running_var is None:
-            return
-        unbiased = moments.variance * (moments.num_values / (moments.num_values - 1))
-        self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
     def _forward_on_device(self, input: Tensor, rate: float) -> Tensor:
         buffers = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2

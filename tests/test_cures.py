@@ -1,0 +1,387 @@
+"""BatchNorm's cures on one device, each against the plain thing, and the leakage probe."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchvision.models import resnet18, resnet50
+
+from raycl.batchnorm import (
+    Leakage,
+    SplitBatchNorm,
+    encode_shuffled,
+    leakage,
+    split_batchnorm,
+    swap,
+    synchronize,
+)
+from raycl.batchnorm.shuffled import permutation
+from raycl.batchnorm.swapped import _num_groups
+from raycl.errors import ConfigError
+from raycl.models.heads import build_projection_head
+from raycl.models.images import build_image_encoder
+from raycl.models.towers import Tower
+
+_KINDS = {
+    (12, 5): nn.BatchNorm1d,
+    (12, 5, 7): nn.BatchNorm1d,
+    (12, 5, 4, 3): nn.BatchNorm2d,
+    (12, 5, 2, 3, 2): nn.BatchNorm3d,
+}
+
+
+def _rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return (rows * torch.linspace(0.5, 2, shape[1]).view(-1, *[1] * (len(shape) - 2)) + 1).to(dtype)
+
+
+def _layer(kind: type[nn.Module], **settings: Any) -> Any:
+    layer = kind(5, **settings).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.linspace(-1.0, 2.0, 5))
+    return layer
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = build_projection_head(24, num_layers=2, hidden_dim=8, dim=4)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        head,
+    ).double()
+
+
+def _tower() -> Tower:
+    torch.manual_seed(0)
+    encoder = build_image_encoder("resnet10", image_size=16, width=0.25)
+    return Tower(encoder, build_projection_head(128, num_layers=2, hidden_dim=None, dim=8))
+
+
+# Split
+
+
+def _gradients(output: Tensor, rows: Tensor, module: nn.Module) -> list[Tensor]:
+    weights = _rows(*output.shape, seed=9, dtype=output.dtype).view_as(output)
+    return list(torch.autograd.grad((output * weights).sum(), [rows, *module.parameters()]))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 6])
+@pytest.mark.parametrize("shape", _KINDS, ids=str)
+def test_split_equals_a_forward_pass_for_each_chunk(shape: tuple[int, ...], num_chunks: int) -> None:
+    layer = _layer(_KINDS[shape])
+    rows = _rows(*shape).requires_grad_()
+    true = torch.cat([copy.deepcopy(layer)(chunk) for chunk in rows.chunk(num_chunks)])
+    expected = torch.cat(
+        [F.batch_norm(c, None, None, layer.weight, layer.bias, True) for c in rows.chunk(num_chunks)]
+    )
+    torch.testing.assert_close(true, expected)
+    gradients = _gradients(expected, rows, layer)
+    ours = split_batchnorm(layer, num_chunks)(rows)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_gradients(ours, rows, layer), gradients, rtol=1e-10, atol=1e-10)
+
+
+def test_a_split_network_equals_a_loop_over_chunks() -> None:
+    net, rows = _net(), _rows(12, 3, 7, 7).requires_grad_()
+    looped = torch.cat([net(chunk) for chunk in rows.chunk(4)])
+    gradients = _gradients(looped, rows, net)
+    ours = split_batchnorm(net, 4)(rows)
+    torch.testing.assert_close(ours, looped, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(_gradients(ours, rows, net), gradients, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+def test_split_running_statistics_follow_the_mean_of_the_chunks(momentum: float | None) -> None:
+    layer = split_batchnorm(_layer(nn.BatchNorm2d, momentum=momentum), 3)
+    mean, variance = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    for number in range(2):
+        rows = _rows(12, 5, 4, 3, seed=number) * (number + 1)
+        layer(rows)
+        values = rows.view(3, 4, 5, 12).transpose(1, 2).flatten(2)  # [num_chunks, channels, values]
+        rate = 1 / (number + 1) if momentum is None else momentum
+        mean += rate * (values.mean(2).mean(0) - mean)
+        variance += rate * (values.var(2, unbiased=True).mean(0) - variance)
+    torch.testing.assert_close(layer.running_mean, mean)
+    torch.testing.assert_close(layer.running_var, variance)
+    assert layer.num_batches_tracked == 2
+
+
+def test_in_eval_mode_and_with_one_chunk_split_is_batchnorm() -> None:
+    plain, rows = _layer(nn.BatchNorm2d), _rows(7, 5, 4, 3)
+    one = split_batchnorm(copy.deepcopy(plain), 1)
+    assert torch.equal(one(rows), plain(rows))
+    assert torch.equal(one.running_var, plain.running_var)
+    assert torch.equal(split_batchnorm(one, 4).eval()(rows), plain.eval()(rows))
+
+
+def test_split_without_running_statistics_or_affine() -> None:
+    layer = split_batchnorm(_layer(nn.BatchNorm1d, affine=False, track_running_stats=False), 2)
+    rows = _rows(8, 5)
+    halves = [(half - half.mean(0)) / (half.var(0, unbiased=False) + 1e-5).sqrt() for half in rows.chunk(2)]
+    torch.testing.assert_close(layer(rows), torch.cat(halves))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_keeps_channels_last_under_autocast(dtype: torch.dtype) -> None:
+    rows = _rows(8, 5, 4, 3, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        output = split_batchnorm(_layer(nn.BatchNorm2d).float(), 2)(rows)
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    assert output.dtype == dtype
+
+
+def test_split_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ConfigError, match="12 rows do not split into 8 chunks") as caught:
+        split_batchnorm(_net(), 8)(_rows(12, 3, 7, 7))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="num_chunks must be at least 1, came 0"):
+        split_batchnorm(_net(), 0)
+    with pytest.raises(ConfigError, match="cannot split 1: SynchronizedBatchNorm"):
+        split_batchnorm(synchronize(_net()), 2)
+    with pytest.raises(ConfigError, match="cannot synchronize 1: SplitBatchNorm"):
+        synchronize(split_batchnorm(_net(), 2))
+
+
+def test_split_keeps_what_the_layers_own_and_may_be_changed() -> None:
+    net = _net()
+    before = {name: id(each) for name, each in net.state_dict(keep_vars=True).items()}
+    assert split_batchnorm(net, 2) is net
+    split_batchnorm(net, 3)
+    assert {name: id(each) for name, each in net.state_dict(keep_vars=True).items()} == before
+    chunks = [each.num_chunks for each in net.modules() if isinstance(each, SplitBatchNorm)]
+    assert chunks == [3, 3]
+    assert [each.num_chunks for each in copy.deepcopy(net).modules() if isinstance(each, SplitBatchNorm)] == [
+        3,
+        3,
+    ]
+
+
+# Shuffle, alone (several workers: tests/workers/test_shuffle.py)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 200), st.integers(0, 2**70), st.integers(0, 10**9))
+def test_permutation_is_one_and_is_repeated(num_rows: int, seed: int, step: int) -> None:
+    order = permutation(num_rows, seed=seed, step=step)
+    assert sorted(order.tolist()) == list(range(num_rows))
+    assert torch.equal(order, permutation(num_rows, seed=seed, step=step))
+
+
+def test_permutation_changes_with_seed_and_step() -> None:
+    drawn = {tuple(permutation(20, seed=s, step=t).tolist()) for s in range(4) for t in range(4)}
+    assert len(drawn) == 16
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 30), st.integers(0, 99))
+def test_shuffled_alone_returns_each_rows_own_embedding(num_rows: int, step: int) -> None:
+    rows = torch.arange(num_rows * 2).view(num_rows, 2)
+    assert torch.equal(encode_shuffled(lambda x: x * 3, rows, seed=1, step=step), rows * 3)
+
+
+def test_shuffled_over_chunks_takes_the_statistics_of_the_shuffled_chunks() -> None:
+    layer, rows = split_batchnorm(_layer(nn.BatchNorm1d), 3), _rows(12, 5)
+    order = permutation(12, seed=4, step=2)
+    expected = torch.empty_like(rows)
+    for part in order.chunk(3):
+        chunk = rows[part]
+        normalized = (chunk - chunk.mean(0)) / (chunk.var(0, unbiased=False) + 1e-5).sqrt()
+        expected[part] = normalized * layer.weight.detach() + layer.bias.detach()
+    keys = encode_shuffled(layer, rows.requires_grad_(), seed=4, step=2)
+    torch.testing.assert_close(keys, expected.detach())
+    assert not keys.requires_grad and not keys.is_inference()
+
+
+# Swap
+
+
+def _has_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+
+
+@pytest.mark.parametrize("kind", ["layer", "group"])
+@pytest.mark.parametrize("build", [resnet18, resnet50, _tower])
+def test_swapped_networks_learn_and_no_batchnorm_remains(build: Any, kind: Any) -> None:
+    net = build()
+    parameters = {name: id(each) for name, each in net.named_parameters()}
+    assert swap(net, kind) is net
+    assert not _has_batchnorm(net)
+    assert {name: id(each) for name, each in net.named_parameters()} == parameters
+    net(torch.rand(2, 3, 32, 32)).square().sum().backward()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in net.parameters())
+
+
+@pytest.mark.parametrize("kind", ["layer", "group"])
+def test_a_swapped_network_encodes_a_row_alone_as_in_company(kind: Any) -> None:
+    net, images = swap(_tower(), kind).double(), _rows(6, 3, 16, 16)
+    alone = torch.cat([net(image) for image in images.split(1)])
+    torch.testing.assert_close(net(images), alone, rtol=1e-5, atol=1e-6)
+    # Embeddings that are all the same would pass as well.
+    assert (alone @ alone.T).fill_diagonal_(0).max() < 0.99999
+
+
+def test_swapped_layers_are_layernorm_and_groupnorm() -> None:
+    layer = nn.BatchNorm1d(32, eps=1e-3).double()
+    nn.init.uniform_(layer.weight)
+    rows = _rows(4, 32)
+    swapped: Any = swap(copy.deepcopy(layer), "layer")
+    expected = F.layer_norm(rows, (32,), layer.weight, layer.bias, eps=1e-3)
+    torch.testing.assert_close(swapped(rows), expected)
+    images = _rows(2, 64, 3, 3)
+    grouped: Any = swap(nn.BatchNorm2d(64).double(), "group")
+    values = images.view(2, 32, -1)
+    normalized = (values - values.mean(2, keepdim=True)) / (
+        values.var(2, unbiased=False, keepdim=True) + 1e-5
+    ).sqrt()
+    torch.testing.assert_close(grouped(images), normalized.view_as(images))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4096), st.sampled_from([2, 16]))
+def test_groups_divide_the_channels_and_are_not_too_small(channels: int, smallest: int) -> None:
+    groups = _num_groups(channels, smallest)
+    assert channels % groups == 0
+    assert 1 <= groups <= 32
+    assert groups == 1 or channels // groups >= smallest
+    larger = range(groups + 1, min(32, channels // smallest) + 1)
+    assert all(channels % number for number in larger)
+
+
+def test_groups_of_usual_widths() -> None:
+    assert [_num_groups(each, 2) for each in (64, 256, 2048, 96, 8, 7)] == [32, 32, 32, 32, 4, 1]
+    assert [_num_groups(each, 16) for each in (512, 128, 32, 8)] == [32, 8, 2, 1]
+
+
+def test_groups_behind_one_dimensional_layers_hold_at_least_16_channels() -> None:
+    layers: list[Any] = [swap(kind(64), "group") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
+    assert [each.num_groups for each in layers] == [4, 32, 32]
+
+
+def test_a_layer_in_two_places_stays_one_and_modes_and_missing_weights_are_kept() -> None:
+    shared = nn.BatchNorm2d(4)
+    bare = nn.BatchNorm2d(4, affine=False).eval()
+    net = swap(nn.Sequential(shared, nn.Sequential(shared, bare)), "layer")
+    assert net[0] is net[1][0]
+    assert net[0].training and not net[1][1].training
+    assert list(net[1][1].parameters()) == []
+
+
+def test_swap_refuses_layers_with_behavior_of_their_own() -> None:
+    class BatchNormAndRelu(nn.BatchNorm2d):
+        pass
+
+    net = nn.Sequential(nn.BatchNorm2d(3), BatchNormAndRelu(3))
+    with pytest.raises(ConfigError, match="cannot swap 1: BatchNormAndRelu"):
+        swap(net, "layer")
+    assert type(net[0]) is nn.BatchNorm2d
+    with pytest.raises(ConfigError, match="SynchronizedBatchNorm"):
+        swap(synchronize(_net()), "group")
+
+
+# The probe
+
+
+class _Corner(nn.Module):
+    """Embed by what BatchNorm makes of a corner that is blank in every image: nothing but the mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.bn(images)[:, :, 0, 0]
+
+
+class _Plain(nn.Module):
+    """Embed without statistics of the batch, but with dropout."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(128, 16), norm, nn.Dropout(0.5), nn.Linear(16, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)
+
+
+def _views(num_rows: int = 96) -> tuple[Tensor, Tensor]:
+    images = torch.rand(num_rows, 8, 4, 4, generator=torch.Generator().manual_seed(0))
+    images[:, :, 0, 0] = 0
+    noise = torch.rand(num_rows, 8, 4, 4, generator=torch.Generator().manual_seed(1))
+    return images, images + 0.01 * noise * (images > 0)
+
+
+def test_a_network_that_reads_nothing_but_statistics_is_found_out() -> None:
+    encoder = _Corner()
+    found = leakage(encoder, encoder, *_views(), group_size=8)
+    assert found.shared > 0.95
+    assert found.apart < 0.2
+    assert found.advantage == pytest.approx(found.shared - found.apart)
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.LayerNorm(16), nn.GroupNorm(4, 16)], ids=repr)
+def test_without_batch_statistics_the_advantage_is_zero(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    encoder = _Plain(norm)
+    view_a, view_b = _views()
+    found = leakage(encoder, encoder, view_a, view_b + 0.3 * _views()[0].flip(0), group_size=8)
+    assert found.advantage == 0
+    assert 0.1 < found.shared < 1  # neither hopeless nor so easy that nothing could show
+
+
+def test_the_smaller_the_groups_the_more_they_leak() -> None:
+    view_a, view_b = _views()
+    for seed, view in enumerate((view_a, view_b)):  # as the mark is read with an error
+        torch.manual_seed(seed)
+        view[:, :, 0, 0] = 0.05 * torch.rand(len(view), 8)
+    small, large = (
+        leakage(_Corner(), _Corner(), view_a, view_b, group_size=size).advantage for size in (4, 24)
+    )
+    assert small > 2 * large > 0
+
+
+def test_the_probe_leaves_modes_and_buffers_as_they_were() -> None:
+    tower = _tower()
+    tower.encoder.eval()
+    before = {name: value.clone() for name, value in tower.state_dict().items()}
+    modes = [each.training for each in tower.modules()]
+    images = torch.rand(8, 3, 16, 16)
+    first = leakage(tower, copy.deepcopy(tower).eval(), images, images, group_size=4, num_groupings=2)
+    torch.testing.assert_close(dict(tower.state_dict()), before, rtol=0, atol=0)
+    assert [each.training for each in tower.modules()] == modes
+    assert leakage(tower, tower, images, images, group_size=4, num_groupings=2) == first
+    with pytest.raises(RuntimeError):
+        leakage(tower, tower, images, images[:, :1], group_size=4)
+    torch.testing.assert_close(dict(tower.state_dict()), before, rtol=0, atol=0)
+    assert [each.training for each in tower.modules()] == modes
+
+
+def test_layers_frozen_by_the_networks_own_train_do_not_count() -> None:
+    class Frozen(_Corner):
+        def train(self, mode: bool = True) -> "Frozen":
+            super().train(mode)
+            self.bn.eval()
+            return self
+
+    assert leakage(Frozen(), Frozen(), *_views(), group_size=8, num_groupings=2).advantage == 0
+
+
+@pytest.mark.parametrize("group_size", [0, 1, 5])
+def test_the_probe_refuses_groups_it_cannot_use(group_size: int) -> None:
+    view_a, view_b = _views(8)
+    with pytest.raises(ConfigError, match=rf"group_size must lie in .* came {group_size} for 8 rows"):
+        leakage(_Corner(), _Corner(), view_a, view_b, group_size=group_size)
+
+
+def test_the_figure_is_a_difference() -> None:
+    assert Leakage(shared=0.75, apart=0.5).advantage == 0.25
