@@ -12,8 +12,6 @@ import argparse
 import json
 import math
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import describe_machine, read_status, summarize
 from torch import Tensor
 
 from raycl.losses import nt_xent
@@ -71,13 +70,6 @@ def step(loss: Loss, views: tuple[Tensor, Tensor]) -> float:
     return value.item()
 
 
-def read_status(field: str) -> float:
-    """Return a field of /proc/self/status, in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    line = next(line for line in lines if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
 def print_memory(name: str, size: int, dim: int) -> None:
     """Print the peak extra memory (MB) of one step; runs in a process of its own."""
     loss, views = load(name), make_views(size, dim)
@@ -116,11 +108,6 @@ def measure_times(names: list[str], size: int, dim: int, repeats: int) -> dict[s
     }
 
 
-def summarize(numbers: list[float]) -> dict[str, float]:
-    """Return median, least and most."""
-    return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
-
-
 def measure_cell(size: int, dim: int, repeats: int, memory_gb: float) -> list[dict[str, Any]]:
     """Measure every implementation that fits at one size."""
     needed_gb = {name: held * (2 * size) ** 2 * 4 / 1e9 for name, held in MATRICES_HELD.items()}
@@ -154,21 +141,6 @@ def print_cell(rows: list[dict[str, Any]]) -> None:
             + f"   {row['value']:.5f}",
             flush=True,
         )
-
-
-def describe_machine() -> dict[str, Any]:
-    """Say what the numbers were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0].split(":")[1].strip() if models else platform.processor(),
-        "num_cores": os.cpu_count(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "num_threads": torch.get_num_threads(),
-    }
 
 
 def parse_arguments() -> argparse.Namespace:

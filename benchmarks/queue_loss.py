@@ -12,8 +12,6 @@ queue and writes the keys to it as part of its loss; the allocator is left as it
 import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import describe_machine, read_status, summarize
 from torch import Tensor
 
 from raycl.losses import info_nce
@@ -69,13 +68,6 @@ def step(loss: Loss, query: Tensor, key: Tensor) -> float:
     value = loss(query, key)
     value.backward()
     return value.item()
-
-
-def read_status(field: str) -> float:
-    """Return a field of /proc/self/status, in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    line = next(line for line in lines if line.startswith(field))
-    return int(line.split()[1]) / 1024
 
 
 def print_memory(name: str, batch: int, num_negatives: int, dim: int) -> None:
@@ -125,11 +117,6 @@ def measure_cell(batch: int, num_negatives: int, dim: int, repeats: int) -> list
     ]
 
 
-def summarize(numbers: list[float]) -> dict[str, float]:
-    """Return median, least and most."""
-    return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
-
-
 def print_cell(rows: list[dict[str, Any]]) -> None:
     """Print one line per implementation, with its ratio to raycl."""
     own = rows[0]
@@ -142,21 +129,6 @@ def print_cell(rows: list[dict[str, Any]]) -> None:
             + f"{wall['median']:>9.1f} {slower:>6.1f}x {row['memory_mb']:>10.1f}   {row['value']:.5f}",
             flush=True,
         )
-
-
-def describe_machine() -> dict[str, Any]:
-    """Say what the numbers were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0].split(":")[1].strip() if models else platform.processor(),
-        "num_cores": os.cpu_count(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "num_threads": torch.get_num_threads(),
-    }
 
 
 def parse_arguments() -> argparse.Namespace:

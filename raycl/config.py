@@ -148,8 +148,8 @@ class EvaluationConfig(Section):
     """The periodic kNN judge on held-out labeled rows (Wu et al., 2018).
 
     ``every_epochs=None`` judges about ten times a run, ``0`` never. ``num_test`` rows are held
-    out of training (never more than a tenth of the set) and vote over ``num_train`` others. Of a set
-    too large to hold, the same share of all rows is held out, and those of some pieces are judged.
+    out of training (never more than a tenth of the set) and vote over ``num_train`` others. Of a large
+    set that is streamed, they come from some pieces spread over it, and all other rows are trained on.
     """
 
     every_epochs: Annotated[int, Field(ge=0)] | None = None

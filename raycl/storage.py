@@ -117,7 +117,7 @@ class Place:
     def check_writable(self) -> None:
         """Write a small file below and remove it; raises ``StorageError`` if that fails.
 
-        A local folder that was not there before is not there afterwards.
+        A local folder that was not there before is not there afterwards; the folders above it stay.
         """
         is_new = self.is_local and not self.exists()
         probe = self / f".raycl-{uuid.uuid4().hex}"

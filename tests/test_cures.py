@@ -383,5 +383,13 @@ def test_the_probe_refuses_groups_it_cannot_use(group_size: int) -> None:
         leakage(_Corner(), _Corner(), view_a, view_b, group_size=group_size)
 
 
+def test_the_probe_refuses_views_of_other_rows_and_no_grouping() -> None:
+    view_a, view_b = _views(8)
+    with pytest.raises(ConfigError, match="not of the same rows: 8 and 6 came"):
+        leakage(_Corner(), _Corner(), view_a, view_b[:6], group_size=2)
+    with pytest.raises(ConfigError, match="num_groupings must be at least 1, came 0"):
+        leakage(_Corner(), _Corner(), view_a, view_b, group_size=2, num_groupings=0)
+
+
 def test_the_figure_is_a_difference() -> None:
     assert Leakage(shared=0.75, apart=0.5).advantage == 0.25

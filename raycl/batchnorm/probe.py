@@ -66,8 +66,16 @@ def leakage(
         The two accuracies; their difference, ``advantage``, is the figure.
 
     Raises:
-        ConfigError: The groups are too small for BatchNorm, or are fewer than two.
+        ConfigError: The views are of different lengths, the groups are too small for BatchNorm or
+            fewer than two, or there is no grouping.
     """
+    if len(view_a) != len(view_b):
+        raise ConfigError(
+            f"the two views are not of the same rows: {len(view_a)} and {len(view_b)} came; "
+            "pass one row per sample in each"
+        )
+    if num_groupings < 1:
+        raise ConfigError(f"num_groupings must be at least 1, came {num_groupings}; 8 is usual")
     if not 2 <= group_size <= len(view_a) // 2:
         raise ConfigError(
             f"group_size must lie in [2, half of the batch], came {group_size} for {len(view_a)} rows; "

@@ -96,17 +96,26 @@ def _accepted(keep: Keep | None, sample_id: NDArray[np.int64]) -> NDArray[np.boo
 
 
 def decode_source(
-    source: Source, decoder: Decoder, pieces: tuple[Piece, ...] | None = None
+    source: Source,
+    decoder: Decoder,
+    pieces: tuple[Piece, ...] | None = None,
+    *,
+    kept_whole: frozenset[int] = frozenset(),
 ) -> ray.data.Dataset:
-    """Return the decoded rows of a source as a lazy Ray Dataset, a block or more a piece, in order."""
+    """Return the decoded rows of a source as a lazy Ray Dataset, a block or more a piece, in order.
+
+    Of pieces whose first id is among ``kept_whole`` every row is kept, held out or not.
+    """
     pieces = source.pieces if pieces is None else pieces
     # Every task carries the source: leave out the list of all the other pieces.
     described = replace(source, pieces=())
+    whole = replace(decoder, keep=None, holdout=None)
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         for text in batch["piece"].to_pylist():
             piece = Piece.from_json(text)
-            yield from decoder.tables(f"{piece.uri}:{piece.first_id}", described.read(piece))
+            decoder_here = whole if piece.first_id in kept_whole else decoder
+            yield from decoder_here.tables(f"{piece.uri}:{piece.first_id}", described.read(piece))
 
     table = ray.data.from_items(
         [{"piece": piece.to_json()} for piece in pieces], override_num_blocks=len(pieces)

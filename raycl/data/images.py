@@ -31,7 +31,12 @@ class ImageFormat:
     max_pixels: int = 64_000_000
 
     def decode(self, content: Any) -> tuple[NDArray[np.uint8], float]:
-        """Return pixels [size, size, channels] and the aspect; raises ``BrokenImageError``."""
+        """Return pixels [size, size, channels] and the aspect; raises ``BrokenImageError``.
+
+        ``content`` is an encoded image, an array, or the error that came in the image's place.
+        """
+        if isinstance(content, BrokenImageError):
+            raise content
         if not isinstance(content, bytes | np.ndarray):
             raise BrokenImageError("no image bytes" if content is not None else "missing value")
         try:

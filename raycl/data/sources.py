@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from raycl.data.images import EXTENSIONS
-from raycl.errors import DataError
+from raycl.data.images import EXTENSIONS, BrokenImageError
+from raycl.errors import DataError, StorageError
 from raycl.storage import Place, absolute
 
 ROWS_A_PIECE = 2_048
@@ -110,7 +110,7 @@ class Source:
         for start in range(0, len(piece.paths), 256):
             paths = piece.paths[start : start + 256]
             with ThreadPoolExecutor(8) as pool:
-                images = list(pool.map(lambda path: (root / path).read_bytes(), paths))
+                images = list(pool.map(lambda path: _read_file(root / path), paths))
             ids = np.arange(start, start + len(paths), dtype=np.int64) + piece.first_id
             labels = np.array(piece.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(images=images, sample_id=ids, label=labels, where=list(paths))
@@ -191,6 +191,17 @@ def _wrapped(value: int) -> int:
 def content_id(content: bytes) -> int:
     """Hash bytes to an int64 that is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _read_file(place: Place) -> bytes | BrokenImageError:
+    """Return the file, or why this one cannot be had; raises ``StorageError`` if the storage is to blame."""
+    try:
+        return place.read_bytes()
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError | PermissionError):
+            gone = isinstance(error.__cause__, FileNotFoundError)
+            return BrokenImageError("file not found" if gone else "no permission to read the file")
+        raise
 
 
 def _folder_source(uri: str, files: list[str]) -> Source:

@@ -53,12 +53,15 @@ class Stream:
         )
 
 
-def stream_source(source: Source, decoder: Decoder, *, seed: int) -> OpenEpoch:
-    """Return how to open an epoch of a source."""
+def stream_source(
+    source: Source, decoder: Decoder, *, seed: int, kept_whole: frozenset[int] = frozenset()
+) -> OpenEpoch:
+    """Return how to open an epoch of a source; ``kept_whole`` is that of ``decode_source``."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
         order = np.random.default_rng((seed, epoch)).permutation(len(source.pieces))
-        return decode_source(source, decoder, tuple(source.pieces[index] for index in order))
+        pieces = tuple(source.pieces[index] for index in order)
+        return decode_source(source, decoder, pieces, kept_whole=kept_whole)
 
     return open_epoch
 

@@ -42,15 +42,12 @@ class Images:
 
     def num_train_expected(self) -> int:
         """Return how many rows are trained on if none is broken."""
-        return round(self.num_rows * (1.0 - self.holdout.test))
+        num_judged = self.num_rows if self._source is None else _num_rows(self._judged_pieces())
+        return self.num_rows - round(num_judged * self.holdout.test)
 
     def num_read_first(self, streamed: bool) -> int:
         """Return how many rows are read before training starts."""
-        return (
-            sum(piece.num_rows for piece in self._judged_pieces())
-            if streamed and self._source
-            else self.num_rows
-        )
+        return _num_rows(self._judged_pieces()) if streamed and self._source is not None else self.num_rows
 
     def all(self) -> ray.data.Dataset:
         """Return all rows, decoded."""
@@ -67,8 +64,16 @@ class Images:
     def stream(self) -> Stream:
         """Return the rows to train on, to be read anew every epoch."""
         decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
+        judged = {piece.first_id for piece in self._judged_pieces()}
         opened = (
-            stream_source(self._source, decoder, seed=seed)
+            stream_source(
+                self._source,
+                decoder,
+                seed=seed,
+                kept_whole=frozenset(
+                    piece.first_id for piece in self._source.pieces if piece.first_id not in judged
+                ),
+            )
             if self._source is not None
             else stream_dataset(_given(self._dataset), self._config.data.columns, decoder, seed=seed)
         )
@@ -97,7 +102,9 @@ class Images:
         settings = self._config.evaluation
         if settings.every_epochs == 0 or not self.has_labels:
             return Holdout(seed=self._config.seed)
-        num_rows = sum(piece.num_rows for piece in self._judged_pieces()) if self._source else self.num_rows
+        # Of a stream, whole pieces are spared; of rows at hand, each may be held out.
+        in_pieces = self._source is not None and self.must_stream()
+        num_rows = _num_rows(self._judged_pieces()) if in_pieces else self.num_rows
         return hold_out(
             num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
         )
@@ -108,6 +115,10 @@ class Images:
         settings = self._config.evaluation
         enough = JUDGED_PART * (settings.num_test + settings.num_train)
         return pieces[:: max(1, self.num_rows // enough)]
+
+
+def _num_rows(pieces: tuple[Piece, ...]) -> int:
+    return sum(piece.num_rows for piece in pieces)
 
 
 def _given(dataset: ray.data.Dataset | None) -> ray.data.Dataset:

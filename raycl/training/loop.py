@@ -69,7 +69,7 @@ class _Loop:
         self._saved_step, self._saved_at = position.step, time.monotonic()
         if position.step == 0:
             self._judge_now(position)
-        while position.step < self._num_steps:
+        while not self._is_done(position):
             position = self._run_epoch(position)
         return self._finish(position)
 
@@ -81,7 +81,7 @@ class _Loop:
             loss = self._step(views, position)
             position = replace(position.next_step(), seconds=self._clock.seconds())
             self._record(position, loss)
-            if position.step >= self._num_steps:
+            if position.step == self._stage.steps:
                 return position
             if self._checkpoint_is_due(position):
                 self._save(position)
@@ -94,6 +94,12 @@ class _Loop:
         if self._judgment_is_due(position):
             self._save(position, judged=self._judge_now(position))
         return position
+
+    def _is_done(self, position: Position) -> bool:
+        # By epochs and not by their expected steps: a stream tells only at its end what was broken.
+        if self._stage.steps is not None:
+            return position.step >= self._stage.steps
+        return position.epoch >= (self._stage.epochs or 0)
 
     def _views(self, position: Position) -> Iterator[Views]:
         batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)
@@ -229,7 +235,7 @@ class _Loop:
         )
 
     def _judgment_is_due(self, position: Position) -> bool:
-        if self._judge is None or position.step >= self._num_steps:
+        if self._judge is None or self._is_done(position):
             return False
         num_epochs = max(1, self._num_steps // max(1, self._steps_per_epoch))
         every = self._config.evaluation.every_epochs or max(1, num_epochs // 10)

@@ -10,6 +10,7 @@ import pytest
 import ray
 from PIL import Image
 
+import raycl
 from jobs.prepare import prepare
 from raycl.cluster import join_cluster
 from raycl.data.decode import Decoder, decode_dataset, decode_source
@@ -22,6 +23,7 @@ from raycl.data.stream import Stream, stream_source
 from raycl.doctor import examine
 from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_rows
+from raycl.training.images import Images
 from tests.images import encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -70,6 +72,47 @@ def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path)
     assert rows.aspect.max() == pytest.approx(640 / 427, rel=0.1)
     with pytest.raises(DataError, match="4 of 9 rows are broken"):
         seen.check(0.01)
+
+
+def test_a_file_that_is_gone_when_its_turn_comes_is_one_broken_row(mixed: Path, tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.jpg", "c.jpg"):
+        (tmp_path / name).write_bytes((mixed / "color.jpg").read_bytes())
+    source = find_source(str(tmp_path))
+    (tmp_path / "b.jpg").unlink()
+    logbook = start_logbook()
+    decoded = decode_source(source, Decoder(image_format=FORMAT, logbook=logbook))
+    rows = Rows(ray.get(decoded.materialize().to_arrow_refs()), FORMAT)
+    assert rows.sample_id.tolist() == [0, 2]
+    assert dict(rows_in(logbook).broken) == {"file not found": 1}
+    assert rows_in(logbook).examples == ["b.jpg (file not found)"]
+
+
+def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.data.sources.ROWS_A_PIECE", 64)
+    monkeypatch.setattr("raycl.training.images.JUDGED_PART", 1)
+    source = find_source(str(write_digits(tmp_path / "digits.parquet", 1_000)))
+    config = raycl.override(
+        raycl.recipe("simclr", image_size=16),
+        {
+            "data.cache": "stream",
+            "evaluation.num_test": 100,
+            "evaluation.num_train": 200,
+        },
+    )
+    logbook = start_logbook()
+    images = Images(config, logbook, source, None)
+    judged_on = images.to_judge_on()
+    assert judged_on is not None
+    judged = {row["sample_id"] for row in judged_on.take_all()}
+    held_out = {row for row in judged if images.holdout.is_test(np.array([row]))[0]}
+    assert len(judged) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 that vote
+    trained_on = [int(row) for batch in images.stream().epoch_batches(Share(batch_size=1), epoch=0)
+                  for row in batch.sample_id]  # fmt: skip
+    assert sorted(trained_on) == sorted(set(range(1_000)) - held_out)
+    assert 20 < len(held_out) < 60  # a tenth of the judged pieces, of which there are six of sixteen
+    assert images.num_train_expected() == pytest.approx(len(trained_on), abs=15)
 
 
 def test_ids_follow_sorted_names_whatever_is_broken(mixed: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data.holdout import hold_out
 from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, StorageError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
@@ -253,7 +254,8 @@ def test_one_worker_takes_the_same_steps_as_two(failed: Failed, data: Path, tmp_
     assert alone == pytest.approx(together, rel=1e-4)
 
 
-STREAMED = {"data.cache": "stream", "data.shuffle_rows": 128}
+# Of the rows that a stream expects to train on, the broken ones make the ninth batch of an epoch.
+STREAMED = {"data.cache": "stream", "data.shuffle_rows": 128, "stages.0.batch_size": 70}
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +266,15 @@ def streamed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(data, output, raycl.train(config, data=str(data), output=str(output), quiet=True))
 
 
-def test_a_streamed_set_trains_and_every_worker_makes_the_same_steps(streamed: Finished) -> None:
-    assert streamed.result.steps == 2 * (round((NUM_IMAGES) * 0.9086) // BATCH_SIZE)
+def test_a_streamed_run_makes_the_steps_that_its_sound_rows_give_in_each_epoch(streamed: Finished) -> None:
+    holdout = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
+    expected, sound = (
+        int(holdout.is_train(np.arange(num)).sum()) // 70 for num in (NUM_IMAGES, NUM_IMAGES - NUM_BROKEN)
+    )
+    assert sound == expected - 1
+    assert (streamed.result.steps, streamed.result.epochs) == (2 * sound, 2)
+    lines = [line for line in read_metrics(Place(str(streamed.output))) if "loss" in line]
+    assert [line["epoch"] for line in lines] == [0] * sound + [1] * sound
     assert streamed.result.broken_rows == {"not an image": NUM_BROKEN}
     assert "knn_top1" in streamed.result.final
 
