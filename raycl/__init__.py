@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycl import losses
-    from raycl.config import RunConfig, Stage, config_from_yaml, config_to_yaml, override
+    from raycl.banks import connect_bank, list_banks
+    from raycl.config import RunConfig, Stage
     from raycl.errors import RayclError
     from raycl.inference.embedding import embed_to_parquet as embed
     from raycl.inference.judgment import evaluate
     from raycl.models.saved import load_encoder
     from raycl.recipes import recipe
+    from raycl.settings import config_from_yaml, config_to_yaml, override
     from raycl.training.launch import RunResult, train
 
 _HOME = {
@@ -22,12 +24,14 @@ _HOME = {
     "RunConfig": "raycl.config:RunConfig",
     "RunResult": "raycl.training.launch:RunResult",
     "Stage": "raycl.config:Stage",
-    "config_from_yaml": "raycl.config:config_from_yaml",
-    "config_to_yaml": "raycl.config:config_to_yaml",
+    "config_from_yaml": "raycl.settings:config_from_yaml",
+    "config_to_yaml": "raycl.settings:config_to_yaml",
+    "connect_bank": "raycl.banks:connect_bank",
     "embed": "raycl.inference.embedding:embed_to_parquet",
     "evaluate": "raycl.inference.judgment:evaluate",
+    "list_banks": "raycl.banks:list_banks",
     "load_encoder": "raycl.models.saved:load_encoder",
-    "override": "raycl.config:override",
+    "override": "raycl.settings:override",
     "recipe": "raycl.recipes:recipe",
     "train": "raycl.training.launch:train",
 }
@@ -40,8 +44,10 @@ __all__ = [
     "Stage",
     "config_from_yaml",
     "config_to_yaml",
+    "connect_bank",
     "embed",
     "evaluate",
+    "list_banks",
     "load_encoder",
     "losses",
     "override",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from raycl.cli_bank import bank
 from raycl.errors import ConfigError, DataError, RayclError, StorageError
 from raycl.storage import Place
 
@@ -18,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+app.add_typer(bank, name="bank")
 
 Setting = Annotated[list[str] | None, typer.Option("--set", help="Replace one setting: key.path=value.")]
 Address = Annotated[str | None, typer.Option(help="Ray cluster to join; without it a local one is started.")]
@@ -44,8 +47,8 @@ def recipes(
     image_size: Annotated[int, typer.Option(help="Pixels a side; up to 64 the small-image values.")] = 224,
 ) -> None:
     """List the recipes, or print one as YAML."""
-    from raycl.config import config_to_yaml
     from raycl.recipes import RECIPES, recipe
+    from raycl.settings import config_to_yaml
 
     if name is not None:
         print(config_to_yaml(recipe(name, image_size=image_size)), end="")
@@ -169,8 +172,10 @@ def main() -> None:
     _run(app)
 
 
-def run_job(command: Callable[..., None]) -> NoReturn:
+def run_job(command: Callable[..., None] | typer.Typer) -> NoReturn:
     """Run one command as a script of its own, with the same flags, errors and exit statuses."""
+    if isinstance(command, typer.Typer):
+        _run(command)
     job = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     job.command()(command)
     _run(job)

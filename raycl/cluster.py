@@ -7,15 +7,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# Ray reads these when it is imported. The first paces the end of a run and its checkpoints.
+# Ray reads this when it is imported. It paces the end of a run and its checkpoints.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pyarrow as pa
 import ray
 from ray.data import DataContext
 
 from raycl.errors import ConfigError, RayclError, RunError
+from raycl.joining import enter
 
 
 def join_cluster(address: str | None = None, *, debug: bool = False) -> str | None:
@@ -27,26 +27,14 @@ def join_cluster(address: str | None = None, *, debug: bool = False) -> str | No
     """
     dashboard = None
     if not ray.is_initialized():
-        where = address or os.environ.get("RAY_ADDRESS") or "local"
-        try:
-            joined = ray.init(
-                address=where,
-                log_to_driver=debug,
-                logging_level=logging.INFO if debug else logging.ERROR,
-                include_dashboard=False if where == "local" else None,
-            )
-            dashboard = joined.dashboard_url
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RunError(
-                f"cannot join a Ray cluster at {where!r}: {_first_line(error)}; check --address"
-            ) from error
+        dashboard = enter(address or os.environ.get("RAY_ADDRESS") or "local", debug=debug)
     context = DataContext.get_current()
     context.enable_progress_bars = debug
     context.execution_options.preserve_order = True
     if not debug:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         logging.getLogger("ray.train").setLevel(logging.ERROR)
-    return dashboard or None
+    return dashboard
 
 
 def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cpus: float) -> None:
@@ -114,10 +102,6 @@ def own_errors() -> Iterator[None]:
         raise own_error(error) or RunError(
             f"the run failed: {lines[-1]}; use --debug for the whole story"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 if sys.platform == "win32":

@@ -1,22 +1,22 @@
 """A run, stated: frozen, validated values. Nothing below this floor sees them."""
 
-import difflib
-import json
-import re
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, final
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
-
-from raycl.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Range = tuple[Positive, Positive]
+
+
+_KEYS_OF = {
+    "nt_xent": ("tower",),
+    "info_nce": ("tower", "momentum_encoder", "slot"),
+    "nce": ("slot",),
+}
 
 
 class Section(BaseModel):
@@ -87,11 +87,62 @@ class EncoderConfig(Section):
 
 @final
 class HeadConfig(Section):
-    """The projection head; ``hidden_dim=None`` is as wide as the representation."""
+    """The projection head; ``hidden_dim=None`` is as wide as the representation.
+
+    ``batchnorm`` is that of the hidden layers.
+    """
 
     num_layers: Literal[1, 2, 3] = 2
     hidden_dim: Count | None = None
     dim: Annotated[int, Field(ge=2)] = 128
+    batchnorm: bool = True
+
+
+@final
+class MomentumEncoderConfig(Section):
+    """How slowly the momentum encoder follows (He et al., 2020).
+
+    ``momentum`` may rise to ``final_momentum`` over the run, along half a cosine.
+    """
+
+    momentum: Fraction = 0.999
+    final_momentum: Fraction | None = None
+
+
+@final
+class NegativesConfig(Section):
+    """Where the negatives come from: the gathered batch, a store, or both.
+
+    ``queue`` keeps the newest ``capacity`` keys; of a ``memory_bank``, one slot a sample that moves
+    by ``slot_momentum``, ``num_negatives`` slots are drawn for each step.
+    ``normalizer_momentum=None`` holds the first estimate of the normalizing constant of ``nce``.
+    """
+
+    in_batch: bool = True
+    store: Literal["none", "queue", "memory_bank"] = "none"
+    capacity: Count = 65_536
+    num_negatives: Count = 4_096
+    slot_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    normalizer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+
+
+@final
+class BankConfig(Section):
+    """How a store is held: by an actor that outlives the workers, or in each worker's process.
+
+    ``name`` is what others ask it by; None takes the last part of ``--output``. ``shards`` cut it
+    over actors, for more memory than one node has. A ``detached`` bank stays when the run is over.
+    ``max_staleness=1`` reads a memory bank one step ahead, so that no worker waits for it, and
+    misses what the previous step wrote; 0 waits. ``dtype`` is that of the rows.
+    """
+
+    held_by: Literal["actor", "workers"] = "actor"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
+    shards: Count = 1
+    detached: bool = False
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 1
+    dtype: Literal["float32", "float16"] = "float32"
+    timeout_s: Positive = 120.0
 
 
 @final
@@ -114,17 +165,19 @@ class Stage(Section):
 
     The peak learning rate is ``learning_rate`` at a batch of 256 rows and follows the batch by
     ``learning_rate_scaling``; after ``warmup_epochs`` (or a tenth of the stage, if that is less)
-    it falls along half a cosine.
+    it falls along half a cosine, or to a tenth at three and again at four fifths (``step``).
+    ``proximal_weight`` pulls an embedding to its slot of the memory bank (Wu et al., 2018).
     """
 
     epochs: Count | None = None
     steps: Count | None = None
     batch_size: Annotated[int, Field(ge=2)] = 256
-    loss: Literal["nt_xent"] = "nt_xent"
+    loss: Literal["nt_xent", "info_nce", "nce"] = "nt_xent"
     temperature: Positive = 0.1
+    proximal_weight: NotNegative = 0.0
     learning_rate: Positive = 0.3
     learning_rate_scaling: Literal["linear", "square_root", "none"] = "linear"
-    learning_rate_schedule: Literal["cosine", "constant"] = "cosine"
+    learning_rate_schedule: Literal["cosine", "step", "constant"] = "cosine"
     warmup_epochs: NotNegative = 10.0
 
     @model_validator(mode="after")
@@ -172,8 +225,11 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     """A whole run as a value; recipes return one, YAML holds one.
 
-    ``autoscaling`` says that the cluster grows when more is asked for than it has now; otherwise
-    a run that does not fit is refused.
+    ``key`` says what encodes a query's key: the same tower (SimCLR), the momentum encoder (MoCo), or
+    nothing, for the key is the sample's own slot of the memory bank (InstDisc). ``shuffled``
+    BatchNorm takes its statistics in ``batchnorm_groups`` groups over all workers, at least one a
+    worker. ``autoscaling`` says that the cluster grows when more is asked for than it has now;
+    otherwise a run that does not fit is refused.
     """
 
     recipe: str
@@ -187,7 +243,12 @@ class RunConfig(Section):
     augment: AugmentConfig = AugmentConfig()
     encoder: EncoderConfig = EncoderConfig()
     projection_head: HeadConfig = HeadConfig()
-    batchnorm: Literal["synchronized", "as_is"] = "synchronized"
+    key: Literal["tower", "momentum_encoder", "slot"] = "tower"
+    momentum_encoder: MomentumEncoderConfig = MomentumEncoderConfig()
+    negatives: NegativesConfig = NegativesConfig()
+    bank: BankConfig = BankConfig()
+    batchnorm: Literal["synchronized", "shuffled", "layer", "group", "as_is"] = "synchronized"
+    batchnorm_groups: Count = 8
     optimizer: OptimizerConfig = OptimizerConfig()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=1)]
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -207,14 +268,57 @@ class RunConfig(Section):
         mean, std = natural[self.data.channels]
         return self.augment.mean or mean, self.augment.std or std
 
+    @property
+    def chunks_per_worker(self) -> int:
+        """Into how many groups of rows shuffled BatchNorm cuts a worker's batch."""
+        return max(1, self.batchnorm_groups // self.workers)
+
     @model_validator(mode="after")
-    def _is_possible(self) -> Self:
+    def _has_a_batch_that_divides(self) -> Self:
         for stage in self.stages:
             if stage.batch_size % self.workers:
                 raise ValueError(
                     f"batch_size {stage.batch_size} does not divide over {self.workers} workers; "
                     "batch_size counts the rows of all workers, choose a multiple"
                 )
+            groups = self.chunks_per_worker * self.workers
+            if self.batchnorm == "shuffled" and (
+                stage.batch_size % groups or stage.batch_size < 2 * groups or groups < 2
+            ):
+                raise ValueError(
+                    f"batch_size {stage.batch_size} does not split into {groups} groups of at least 2 rows for "
+                    "shuffled BatchNorm, which needs 2 groups or more; set batchnorm_groups or --batch-size"
+                )
+            if self.negatives.store == "queue" and self.negatives.capacity < stage.batch_size:
+                raise ValueError(
+                    f"negatives.capacity {self.negatives.capacity} is less than a batch of {stage.batch_size}; "
+                    "a queue keeps at least the keys of one step"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_keys_that_fit_loss_and_store(self) -> Self:
+        store = self.negatives.store
+        if (self.key == "slot") != (store == "memory_bank"):
+            raise ValueError(
+                f"key {self.key} and negatives.store {store} do not fit: a memory bank's slots are the keys "
+                "(key=slot), and no other store has slots"
+            )
+        for stage in self.stages:
+            allowed = _KEYS_OF[stage.loss]
+            if self.key not in allowed or (stage.loss == "nt_xent" and store != "none"):
+                raise ValueError(
+                    f"loss {stage.loss} does not go with key {self.key} and negatives.store {store}: it takes "
+                    f"key {' or '.join(allowed)}{', and no store' if stage.loss == 'nt_xent' else ''}"
+                )
+            if stage.loss == "info_nce" and store == "none" and not self.negatives.in_batch:
+                raise ValueError("info_nce has no negatives: set negatives.in_batch or negatives.store")
+            if stage.proximal_weight and self.key != "slot":
+                raise ValueError("proximal_weight pulls to a slot of the memory bank: set key=slot, or 0")
+        return self
+
+    @model_validator(mode="after")
+    def _has_possible_views(self) -> Self:
         for name, (low, high) in {
             "crop_scale": self.augment.crop_scale,
             "crop_ratio": self.augment.crop_ratio,
@@ -230,144 +334,3 @@ class RunConfig(Section):
                     f"augment.{name} has {len(values)} numbers for {self.data.channels} channels; give one a channel"
                 )
         return self
-
-
-def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Validate a tree of plain values; raises ``ConfigError`` naming the key."""
-    try:
-        return RunConfig.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
-    except TypeError as error:
-        raise ConfigError(f"the configuration holds a value that is no plain YAML: {error}") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-4 for text; people mean the number."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
-)
-
-
-def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
-    """Read a run from YAML; raises ``ConfigError``."""
-    try:
-        values = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{name} must hold keys and values, came {type(values).__name__}; see `raycl recipes simclr`"
-        )
-    return config_from_dict(values)
-
-
-def config_to_yaml(config: RunConfig) -> str:
-    """Write a run as YAML that ``config_from_yaml`` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
-    """Return the run with ``key.path=value`` settings replaced; values are YAML.
-
-    Raises ``ConfigError`` for an unknown key, a wrong type or an impossible value.
-    """
-    pairs = settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings)
-    values = config.model_dump(mode="json")
-    for path, value in pairs:
-        _set(values, path, value)
-    return config_from_dict(values)
-
-
-def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which two runs differ: key path to (before, after)."""
-    old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
-    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
-
-
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    items = (
-        values.items()
-        if isinstance(values, dict)
-        else enumerate(values)
-        if isinstance(values, list)
-        else None
-    )
-    if items is None:
-        return {path: values}
-    parts = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in items]
-    return {key: value for part in parts for key, value in part.items()}
-
-
-def parse_setting(setting: str) -> tuple[str, Any]:
-    """Split ``key.path=value``; the value is YAML. Raises ``ConfigError``."""
-    path, equals, value = setting.partition("=")
-    if not equals or not path:
-        raise ConfigError(
-            f"--set takes key.path=value, came {setting!r}; for example stages.0.temperature=0.2"
-        )
-    try:
-        return path.strip(), yaml.load(value, _Loader)
-    except (yaml.YAMLError, ValueError):
-        raise ConfigError(f"--set {path}: {value!r} is no YAML value; quote it") from None
-
-
-def _set(values: Any, path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for name in parents:
-        child = _child(values, name, path)
-        # Below free-form arguments a path makes what it passes.
-        values = values.setdefault(child, {}) if isinstance(values, dict) else values[child]
-        if not isinstance(values, dict | list):
-            raise ConfigError(f"unknown key {path}: {name} holds the single value {values!r}")
-    values[_child(values, last, path)] = value
-
-
-def _child(values: Any, name: str, path: str) -> Any:
-    """Return the key or index called ``name``, which must exist (free-form arguments excepted)."""
-    if isinstance(values, list):
-        if not name.isdigit() or int(name) >= len(values):
-            raise ConfigError(f"unknown key {path}: {name!r} is no index below {len(values)}")
-        return int(name)
-    if name not in values and ".arguments." not in f".{path}":
-        raise ConfigError(_unknown(path, name, list(values)))
-    return name
-
-
-def _one_line(error: ValidationError) -> str:
-    # A tuple whose only item is wrong is reported as too short as well.
-    problems = [
-        each for each in error.errors(include_url=False) if each["type"] != "too_short"
-    ] or error.errors()
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return _describe(problems[0]) + more
-
-
-def _describe(problem: ErrorDetails) -> str:
-    path = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return _unknown(path, str(problem["loc"][-1]), _names_at(problem["loc"][:-1]))
-    if problem["type"] == "missing":
-        return f"{path} is missing; it has no default"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return f"{path}: {message}" if path else message
-    return f"{path}: {message[0].lower()}{message[1:]}, came {problem['input']!r}"
-
-
-def _unknown(path: str, name: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"unknown key {path}{hint} (allowed: {', '.join(allowed)})"
-
-
-def _names_at(path: Sequence[int | str]) -> list[str]:
-    """Return the keys that the section at ``path`` has."""
-    section: Any = RunConfig
-    for part in path:
-        if isinstance(part, str):
-            kind = section.model_fields[part].annotation
-            section = Stage if part == "stages" else kind
-    return list(section.model_fields)

@@ -28,6 +28,11 @@ def cosine(start: float, end: float, *, num_steps: int) -> Schedule:
     return lambda step: end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, num_steps)))
 
 
+def step_down(start: float, *, factor: float, steps: Sequence[int]) -> Schedule:
+    """Begin at ``start`` and go to ``factor`` times the value at each of ``steps``."""
+    return lambda step: start * factor ** sum(step >= each for each in steps)
+
+
 def join(schedules: Sequence[Schedule], *, boundaries: Sequence[int]) -> Schedule:
     """Follow one schedule after the other; each counts its steps from its own boundary.
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from raycl.config import Columns, RunConfig, config_from_yaml, override, parse_setting
+from raycl.config import Columns, RunConfig
 from raycl.data.images import BrokenImageError, image_sides
 from raycl.data.sources import ColumnNames, Source, find_source
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
+from raycl.settings import config_from_yaml, override, parse_setting
 from raycl.storage import Place
 from raycl.training import build
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from raycl.cli import main
-from raycl.config import config_from_yaml
 from raycl.recipes import recipe
+from raycl.settings import config_from_yaml
 from raycl.setup import plan_run
 from tests.images import encode, photograph, write_digits
 
@@ -41,7 +41,7 @@ def test_recipes_are_listed_and_printed_as_yaml_that_reads_back(raycl) -> None:
 def test_help_names_every_command(raycl) -> None:
     status, out, _ = raycl("--help")
     assert status == 0
-    for name in ("demo", "recipes", "train", "evaluate", "embed", "doctor"):
+    for name in ("demo", "recipes", "train", "evaluate", "embed", "bank", "doctor"):
         assert name in out
 
 
@@ -143,3 +143,33 @@ def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> Non
     config = plan_run(str(file), data=str(digits), flags=flags, settings=["precision=bfloat16"])
     assert (config.stage.steps, config.stage.epochs, config.seed) == (5, None, 3)
     assert config.precision == "bfloat16"
+
+
+def test_help_names_every_question_to_a_bank(raycl) -> None:
+    for arguments in (["bank"], ["bank", "--help"]):
+        status, out, err = raycl(*arguments)
+        assert (status, err) == (0, "")
+        for name in ("list", "stats", "nearest", "get", "export"):
+            assert f"\n  {name} " in out
+
+
+@pytest.mark.parametrize(
+    ("question", "says"),
+    [
+        (["stats"], "name"),
+        (["nearest", "keys"], "one of --id, --image and --vector"),
+        (["nearest", "keys", "--id", "many"], "--id"),
+        (["get", "keys"], "--id"),
+        (["get", "keys", "--id", 2**63], "--id"),
+        (["export", "keys"], "--output"),
+        (["stats", "keys", "--gpu"], "--gpu"),
+        (["stats", "keys", "--address", "nonsense"], "HOST:PORT"),
+        (["guess", "keys"], "guess"),
+    ],
+)
+def test_a_wrong_question_to_a_bank_is_one_line_and_status_2(
+    raycl, question: list[object], says: str
+) -> None:
+    status, out, err = raycl("bank", *question)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert says in err

@@ -3,9 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from raycl.config import RunConfig, Stage, config_from_dict, config_from_yaml, config_to_yaml, override
+from raycl.config import RunConfig, Stage
 from raycl.errors import ConfigError
 from raycl.recipes import RECIPES, recipe
+from raycl.settings import config_from_dict, config_from_yaml, config_to_yaml, override
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -77,6 +78,36 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
     assert "more)" not in text
     for name in names:
         assert name in text
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("moco_v2", ["negatives.capacity=100"], "capacity 100 is less than a batch of 256"),
+        ("moco_v2", ["batchnorm_groups=1"], "256 does not split into 1 groups .* 2 groups or more"),
+        ("moco_v2", ["batchnorm_groups=200"], "256 does not split into 200 groups"),
+        ("moco_v2", ["batchnorm_groups=256"], "256 groups of at least 2 rows"),
+        ("moco_v2", ["key=slot"], "key slot and negatives.store queue do not fit"),
+        ("moco_v2", ["negatives.store=memory_bank"], "key momentum_encoder and .* memory_bank do not fit"),
+        ("moco_v2", ["stages.0.loss=nce"], "loss nce does not go with key momentum_encoder .* key slot"),
+        ("moco_v2", ["stages.0.loss=nt_xent"], "nt_xent does not go with .* takes key tower, and no store"),
+        ("moco_v2", ["negatives.store=none"], "info_nce has no negatives"),
+        ("moco_v2", ["stages.0.proximal_weight=1.0"], "proximal_weight pulls to a slot"),
+        ("moco_v2", ["momentum_encoder.momentum=1.5"], "momentum_encoder.momentum: .*came 1.5"),
+        ("moco_v2", ["bank.name=a/b"], "bank.name"),
+        ("moco_v2", ["bank.max_staleness=2"], "bank.max_staleness"),
+        ("simclr", ["stages.0.loss=info_nce", "negatives.in_batch=false"], "info_nce has no negatives"),
+        ("instance_discrimination", ["negatives.store=none", "key=tower"], "loss nce does not go with key"),
+    ],
+)
+def test_parts_of_methods_that_do_not_fit_are_refused(name: str, settings: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        override(recipe(name, image_size=32), settings)
+
+
+@pytest.mark.parametrize(("workers", "chunks"), [(1, 8), (2, 4), (8, 1), (16, 1)])
+def test_shuffled_batchnorm_has_as_many_groups_whatever_the_workers(workers: int, chunks: int) -> None:
+    assert override(recipe("moco_v2"), {"workers": workers}).chunks_per_worker == chunks
 
 
 def test_unknown_key_in_a_file_names_those_that_exist() -> None:

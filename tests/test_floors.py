@@ -11,17 +11,20 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"storage", "schedules", "shared_memory"},
     {"records"},
     {"losses", "augment", "distributed"},
-    {"models", "batchnorm", "optimizers", "negatives"},
+    {"batchnorm"},
+    {"models", "optimizers", "negatives"},
     {"data", "judging"},
     {"config"},
-    {"recipes"},
-    {"cluster", "progress"},
-    {"training", "inference"},
-    {"setup", "doctor", "demo"},
+    {"recipes", "settings"},
+    {"joining"},
+    {"cluster", "progress", "banks"},
+    {"training"},
+    {"inference", "bank_tables"},
+    {"setup", "doctor", "demo", "cli_bank"},
     {"cli"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-GROUND = {"errors", "storage", "schedules", "records", "config", "recipes"}
+GROUND = {"errors", "storage", "schedules", "records", "config", "recipes", "settings"}
 MATHEMATICS = {"losses", "augment", "distributed", "models", "batchnorm", "optimizers", "judging"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from raycl.errors import ConfigError
-from raycl.schedules import constant, cosine, join, linear
+from raycl.schedules import constant, cosine, join, linear, step_down
 
 
 def test_constant_never_changes() -> None:
@@ -23,6 +23,11 @@ def test_cosine_is_half_way_in_the_middle_and_stays() -> None:
     assert schedule(5) == pytest.approx(0.5)
     assert schedule(2) == pytest.approx(0.5 * (1 + math.cos(0.2 * math.pi)))
     assert schedule(10) == schedule(20) == 0.0
+
+
+def test_a_step_schedule_falls_at_each_of_its_steps() -> None:
+    schedule = step_down(1.0, factor=0.1, steps=[3, 5])
+    assert [schedule(step) for step in (0, 2, 3, 4, 5, 9)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
 def test_joined_schedules_count_from_their_own_boundary() -> None:

@@ -159,6 +159,59 @@ def test_queue_keeps_all_of_a_batch_that_wraps_round() -> None:
     assert sorted(queue.negatives().sample_id) == list(range(28, 128))
 
 
+@SETTINGS
+@given(capacities, push_sizes, dtypes, seeds, st.data())
+def test_rows_placed_by_number_in_any_order_and_twice_make_the_queue_that_was_pushed(
+    capacity: int, sizes: list[int], dtype: Any, seed: int, data: st.DataObject
+) -> None:
+    queue, placed, first = KeyQueue(capacity, DIM, dtype), KeyQueue(capacity, DIM, dtype), 0
+    parts: list[tuple[np.ndarray, Push]] = []
+    for rows, ids, step in some_pushes(sizes, seed):
+        queue.push(rows, ids, step)
+        owner = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(ids), max_size=len(ids))), int)
+        for worker in range(3):
+            own = np.flatnonzero(owner == worker)
+            parts.append((first + own, (rows[own], ids[own], step)))
+        first += len(ids)
+    again = data.draw(st.lists(st.sampled_from(parts), max_size=5)) if parts else []
+    for numbers, push in data.draw(st.permutations([*parts, *again])):
+        placed.place(numbers, *push)
+    assert image_of(placed) == image_of(queue)
+    assert (len(placed), placed.first_missing) == (len(queue), queue.sequence)
+
+
+@SETTINGS
+@given(capacities, st.sets(st.integers(0, 30)), seeds)
+def test_rows_that_have_not_come_are_seen_by_nobody(capacity: int, came: set[int], seed: int) -> None:
+    queue, numbers = KeyQueue(capacity, DIM), sorted(came)
+    rows = np.random.default_rng(seed).standard_normal((len(numbers), DIM), np.float32)
+    for number, row in zip(numbers, rows, strict=True):
+        queue.place(np.array([number]), row[None], np.array([number]), step=number + 3)
+    newest = [number for number in numbers if number >= numbers[-1] + 1 - capacity]
+    assert sorted(queue.negatives().sample_id) == newest
+    assert sorted(queue.get(np.arange(31)).sample_id) == newest
+    assert len(queue) == len(newest)
+    window = range(max(0, queue.sequence - capacity), queue.sequence)
+    missing = [number for number in window if number not in came]
+    assert queue.first_missing == min(missing, default=queue.sequence)
+    restored, replica = KeyQueue(capacity, DIM), KeyQueue(capacity, DIM)
+    restored.load_state_dict(queue.state_dict())
+    replica.apply(*queue.since(0))
+    for copy in (restored, replica):
+        assert image_of(copy) == image_of(queue) and len(copy) == len(queue)
+        copy.push(*some_pushes([capacity], seed)[0])
+        assert len(copy) == capacity
+
+
+def test_row_whose_slot_has_a_newer_one_is_not_put_back() -> None:
+    queue = KeyQueue(4, DIM)
+    rows = np.arange(8, dtype=np.float32)[:, None].repeat(DIM, 1)
+    queue.place(np.arange(4, 8), rows[4:], np.arange(4, 8), 9)
+    before = image_of(queue)
+    queue.place(np.arange(4), rows[:4], np.arange(4), 8)
+    assert image_of(queue) == before
+
+
 def test_unfilled_rows_do_not_exist() -> None:
     queue = KeyQueue(1_000, DIM)
     assert plain(queue.negatives()) == plain(queue.since(0)[0]) == plain(queue.get(np.array([0]))) == []
@@ -594,6 +647,11 @@ def test_state_of_another_store_is_refused_and_nothing_is_loaded(kind: str, arra
             "of 4 keys, this one keeps 3",
         ),
         (lambda: KeyQueue(3, DIM).load_state_dict({"capacity": 3}), "the state is not one of this store"),
+        (lambda: KeyQueue(3, DIM).push(ROWS, IDS, -1), "cannot be of step -1"),
+        (lambda: KeyQueue(3, DIM).place(np.arange(2), ROWS, IDS, 1), "3 rows came with 2 numbers"),
+        (lambda: KeyQueue(3, DIM).place(np.array([1, 1, 2]), ROWS, IDS, 1), "not ascending from 0 on"),
+        (lambda: KeyQueue(3, DIM).place(np.array([-1, 1, 2]), ROWS, IDS, 1), "not ascending from 0 on"),
+        (lambda: some_bank([1, 2]).load_part(some_bank([1, 3]).negatives()), "no slot for the samples 3"),
         (lambda: some_bank([]), "no samples"),
         (lambda: some_bank([4, 3, 4, 4]), "not distinct: 4 came"),
         (lambda: some_bank([1], dim=0), "rows of dim 0"),

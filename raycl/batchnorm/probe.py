@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.batchnorm.shuffled import permutation
+from raycl.batchnorm.split import SplitBatchNorm
 from raycl.errors import ConfigError
 
 
@@ -49,8 +50,8 @@ def leakage(
     so measure again while it trains. A network that never could read the mark keeps a small
     advantage, since a pair normalized alike is more alike: compare with a shuffled run.
 
-    BatchNorm runs as in training, all other layers as in evaluation, so that dropout adds no
-    noise; modes and running statistics are put back. Synchronized layers make it collective.
+    BatchNorm runs as in training, but a group is one chunk; all other layers run as in evaluation,
+    so that dropout adds no noise. Modes and running statistics are put back. Synchronized layers make it collective.
 
     Args:
         query_encoder: Rows to embeddings, [batch, ...] to [batch, dim], of any length.
@@ -101,7 +102,10 @@ def _batch_statistics(*encoders: nn.Module) -> Iterator[None]:
     """Let BatchNorm take the statistics of the batch, and put modes and buffers back afterwards."""
     modes = {layer: layer.training for encoder in encoders for layer in encoder.modules()}
     buffers = [(buffer, buffer.clone()) for encoder in encoders for buffer in encoder.buffers()]
+    num_chunks = {layer: layer.num_chunks for layer in modes if isinstance(layer, SplitBatchNorm)}
     try:
+        for layer in num_chunks:
+            layer.num_chunks = 1
         for encoder in encoders:
             encoder.train()  # by its own method, which may keep frozen layers in evaluation mode
         for layer in modes:
@@ -110,6 +114,8 @@ def _batch_statistics(*encoders: nn.Module) -> Iterator[None]:
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+        for layer, number in num_chunks.items():
+            layer.num_chunks = number
         for buffer, before in buffers:
             buffer.copy_(before)
 

@@ -105,6 +105,19 @@ class Source:
         """Yield the rows of one piece in batches; raises ``StorageError`` or ``DataError``."""
         return self._read_files(piece) if self.kind == "folder" else self._read_parquet(piece)
 
+    def sample_ids(self) -> NDArray[np.int64]:
+        """Return the ids of all rows, broken ones included; reads no more than the id column."""
+        if self.columns.sample_id is None:
+            return np.arange(self.num_rows, dtype=np.int64)
+        places = dict.fromkeys(piece.place for piece in self.pieces)
+        with ThreadPoolExecutor(8) as pool:
+            return np.concatenate(list(pool.map(self._read_ids, places)))
+
+    def _read_ids(self, place: Place) -> NDArray[np.int64]:
+        assert self.columns.sample_id is not None, "without an id column rows are counted"
+        with _open_parquet(place) as file:
+            return stable_ids(file.read([self.columns.sample_id])[self.columns.sample_id].to_pylist())
+
     def _read_files(self, piece: Piece) -> Iterator[RawRows]:
         root = Place(piece.uri)
         for start in range(0, len(piece.paths), 256):

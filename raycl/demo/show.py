@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from raycl.config import RunConfig, override
+from raycl.config import RunConfig
 from raycl.data.images import ImageFormat
 from raycl.data.rows import Rows
 from raycl.demo.digits import ANGLES, CANVAS, write_digits
@@ -22,6 +22,7 @@ from raycl.judging.knn import knn_accuracy, nearest
 from raycl.judging.linear import linear_accuracy
 from raycl.models.saved import EncoderSpec, ImageEncoder, load_encoder
 from raycl.recipes import recipe
+from raycl.settings import override
 from raycl.storage import Place
 from raycl.training.launch import CONFIG, train
 

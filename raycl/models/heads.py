@@ -3,15 +3,19 @@
 from torch import nn
 
 
-def build_projection_head(in_dim: int, *, num_layers: int, hidden_dim: int | None, dim: int) -> nn.Sequential:
+def build_projection_head(
+    in_dim: int, *, num_layers: int, hidden_dim: int | None, dim: int, batchnorm: bool = True
+) -> nn.Sequential:
     """Build SimCLR's head (Chen et al., 2020, section 4.2): representations to rows of ``dim``.
 
     Hidden layers are as wide as the representation unless ``hidden_dim`` says otherwise, each
-    followed by BatchNorm and ReLU; one layer makes the head linear.
+    followed by BatchNorm (unless told otherwise, as in MoCo v2) and ReLU; one layer makes the head
+    linear.
     """
     layers: list[nn.Module] = []
     width = hidden_dim or in_dim
     for _ in range(num_layers - 1):
-        layers += [nn.Linear(in_dim, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(inplace=True)]
+        normalization = [nn.BatchNorm1d(width)] if batchnorm else []
+        layers += [nn.Linear(in_dim, width, bias=not batchnorm), *normalization, nn.ReLU(inplace=True)]
         in_dim = width
     return nn.Sequential(*layers, nn.Linear(in_dim, dim))

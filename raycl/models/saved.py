@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import safetensors
 import safetensors.torch
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from raycl.augment.images import center_view
+from raycl.batchnorm import swap
 from raycl.errors import StorageError
 from raycl.models.images import Stem, build_image_encoder
 from raycl.storage import Place
@@ -38,6 +39,7 @@ class EncoderSpec(BaseModel):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     representation_dim: int
+    norm: Literal["batch", "layer", "group"] = "batch"
 
     def build(self) -> nn.Module:
         """Build the encoder, untrained."""
@@ -103,6 +105,8 @@ def load_encoder(uri: str, *, network: nn.Module | None = None) -> ImageEncoder:
         if spec.name == OWN:
             raise StorageError(f"the run at {uri} trained a network of your own; pass it as network=")
         network = spec.build()
+    if spec.norm != "batch":
+        network = swap(network, spec.norm)
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:

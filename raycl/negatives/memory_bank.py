@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from raycl.errors import ConfigError
+from raycl.negatives.sample_order import SampleOrder, named, repeated
 from raycl.negatives.store import (
     Negatives,
     NegativeStore,
@@ -66,7 +67,7 @@ class MemoryBank(NegativeStore):
             raise ConfigError(
                 f"the bank's momentum is not in [0, 1): it is {momentum:g}; the usual one is 0.5"
             )
-        self._sample_id = _sorted_distinct(checked_ids(sample_id))
+        self._samples = SampleOrder(sample_id)
         self._first_slot, self._stop = first_slot, first_slot + len(sample_id)
         self._num_slots = self._stop if num_slots is None else num_slots
         if not 0 <= first_slot <= self._stop <= self._num_slots:
@@ -74,7 +75,6 @@ class MemoryBank(NegativeStore):
                 f"the shard does not lie in the bank: its slots are {first_slot} to {self._stop} of "
                 f"{self._num_slots}; give the first slot of its range and the bank's number of slots"
             )
-        self._is_gapless = int(self._sample_id[-1]) - int(self._sample_id[0]) == len(sample_id) - 1
         self._seed, self._momentum = seed, momentum
         self._rows = empty_rows(len(sample_id), dim, dtype)
         self._step = np.full(len(sample_id), -1)
@@ -88,7 +88,7 @@ class MemoryBank(NegativeStore):
     @property
     def num_bytes(self) -> int:
         """Memory of rows, ids and steps, in bytes; the calls of one step come on top."""
-        return self._rows.nbytes + self._sample_id.nbytes + self._step.nbytes
+        return self._rows.nbytes + self._samples.sample_id.nbytes + self._step.nbytes
 
     def slots_of(self, sample_id: np.ndarray) -> np.ndarray:
         """Return the slot of each sample, int64 [n].
@@ -96,8 +96,7 @@ class MemoryBank(NegativeStore):
         Raises:
             ConfigError: A sample has no slot here.
         """
-        ids = checked_ids(sample_id)
-        return self._positions(ids) + self._first_slot
+        return self._samples.positions_of(sample_id) + self._first_slot
 
     def draw(self, num: int, *, step: int) -> np.ndarray:
         """Draw slots of the whole bank for one step: :func:`draw_slots` with this bank's seed."""
@@ -113,14 +112,14 @@ class MemoryBank(NegativeStore):
         if len(slots) and (positions.min() < 0 or positions.max() >= len(self)):
             outside = slots[(positions < 0) | (positions >= len(self))]
             raise ConfigError(
-                f"the slots {_named(outside)} are not here: these are {self._first_slot} to "
+                f"the slots {named(outside)} are not here: these are {self._first_slot} to "
                 f"{self._stop - 1}; ask the shard that holds them"
             )
         return self._take(positions)
 
     def negatives(self) -> Negatives:
         """Lend all rows in the order of slots: the bank's memory, not a copy."""
-        return Negatives(self._rows, self._sample_id, self._step)
+        return Negatives(self._rows, self._samples.sample_id, self._step)
 
     def get(self, sample_id: np.ndarray) -> Negatives:
         """Return copies of the rows of the samples ``sample_id``, int64 [n], in their order.
@@ -128,7 +127,7 @@ class MemoryBank(NegativeStore):
         Raises:
             ConfigError: A sample has no slot here.
         """
-        return self._take(self._positions(checked_ids(sample_id)))
+        return self._take(self._samples.positions_of(sample_id))
 
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
         """Move the slots of ``sample_id`` [n] towards ``rows`` [n, dim], written at ``step``.
@@ -147,9 +146,8 @@ class MemoryBank(NegativeStore):
                 infinite or above 65,504; the bank is as before.
         """
         rows = checked_rows(rows, dim=self._rows.shape[1], dtype=np.float32)
-        ids = checked_ids(sample_id)
-        check_lengths(rows, ids)
-        positions, units = self._positions(ids), _normalized(rows)
+        check_lengths(rows, checked_ids(sample_id))
+        positions, units = self._samples.positions_of(sample_id), normalized(rows)
         if step != self._latest_step:
             self._latest_step, self._calls = step, []
         owners, came = self._with_earlier(positions, units)
@@ -165,7 +163,7 @@ class MemoryBank(NegativeStore):
         The arrays are the bank's memory: save or copy them before the next update. Seed and
         momentum are settings, not state.
         """
-        return {"rows": self._rows, "sample_id": self._sample_id, "step": self._step}
+        return {"rows": self._rows, "sample_id": self._samples.sample_id, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray | int]) -> None:
         """Become the bank that ``state`` was taken from.
@@ -174,13 +172,24 @@ class MemoryBank(NegativeStore):
             ConfigError: It held other samples, or rows of another dim or type; the bank is as before.
         """
         kept = negatives_in(state, num_rows=len(self), dim=self._rows.shape[1], dtype=self._rows.dtype)
-        if not np.array_equal(kept.sample_id, self._sample_id):
-            strangers = np.setdiff1d(kept.sample_id, self._sample_id)
+        if not np.array_equal(kept.sample_id, self._samples.sample_id):
+            strangers = np.setdiff1d(kept.sample_id, self._samples.sample_id)
             raise ConfigError(
-                f"the state is of other samples, such as {_named(strangers)}; "
+                f"the state is of other samples, such as {named(strangers)}; "
                 "load it into a bank made with the ids of the same data"
             )
         self._rows[:], self._step[:] = kept.rows, kept.step
+        self._calls = []
+
+    def load_part(self, part: Negatives) -> None:
+        """Become what ``part`` of a state says in the slots of its samples.
+
+        Raises:
+            ConfigError: A sample has no slot here, or the rows are of another dim.
+        """
+        positions = self._samples.positions_of(part.sample_id)
+        rows = checked_rows(part.rows, dim=self._rows.shape[1], dtype=self._rows.dtype)
+        self._rows[positions], self._step[positions] = rows, part.step
         self._calls = []
 
     def _with_earlier(self, positions: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -196,24 +205,8 @@ class MemoryBank(NegativeStore):
             came.append(call.units[again])
         return np.concatenate(owners), np.concatenate(came)
 
-    def _positions(self, ids: np.ndarray) -> np.ndarray:
-        if self._is_gapless:
-            positions = ids - self._sample_id[0]
-            unknown = (positions < 0) | (positions >= len(self))
-        else:
-            positions = np.searchsorted(self._sample_id, ids)
-            unknown = np.take(self._sample_id, positions, mode="clip") != ids
-        if unknown.any():
-            raise ConfigError(
-                f"the bank has no slot for the samples {_named(ids[unknown])}: it holds {len(self)}, from "
-                f"{self._sample_id[0]} to {self._sample_id[-1]}; make it with the ids of all training data"
-            )
-        return positions
-
     def _take(self, positions: np.ndarray) -> Negatives:
-        # Each array read at random costs cache misses: spare the ids where they are known.
-        first_id = self._sample_id[0]
-        ids = positions + first_id if self._is_gapless else np.take(self._sample_id, positions)
+        ids = self._samples.ids_at(positions)
         return Negatives(np.take(self._rows, positions, axis=0), ids, np.take(self._step, positions))
 
 
@@ -242,6 +235,12 @@ def draw_slots(num_slots: int, num: int, *, seed: int, step: int) -> np.ndarray:
     return _generator(seed, step, _DRAWS).choice(num_slots, num, replace=False, shuffle=False)
 
 
+def normalized(rows: np.ndarray) -> np.ndarray:
+    """Return rows of length 1, [n, dim]; rows of zeros stay zeros."""
+    # The smallest length is that of torch's normalize.
+    return rows / np.maximum(_lengths(rows), 1e-12)
+
+
 def _generator(seed: int, number: int, purpose: int) -> np.random.Generator:
     key = np.array([seed % 2**64, number % 2**64], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, purpose], np.uint64)))
@@ -256,12 +255,12 @@ def _draw_first_rows(rows: np.ndarray, first_slot: int, seed: int) -> None:
             (size, rows.shape[1]), np.float32
         )
         skipped = max(0, first_slot - start)
-        rows[start + skipped - first_slot : start + size - first_slot] = _normalized(drawn)[skipped:]
+        rows[start + skipped - first_slot : start + size - first_slot] = normalized(drawn)[skipped:]
 
 
 def _directions(owners: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each owner once, with the direction of the sum of its rows (zeros if it has none)."""
-    if len(_repeated(np.sort(owners))) == 0:
+    if len(repeated(np.sort(owners))) == 0:
         return owners, units
     distinct, index, count = np.unique(owners, return_inverse=True, return_counts=True)
     directions = np.empty((len(distinct), units.shape[1]), np.float32)
@@ -286,34 +285,5 @@ def _moved(before: np.ndarray, directions: np.ndarray, momentum: float) -> np.nd
     return mixed
 
 
-def _normalized(rows: np.ndarray) -> np.ndarray:
-    # The smallest length is that of torch's normalize: rows of zeros stay zeros.
-    return rows / np.maximum(_lengths(rows), 1e-12)
-
-
 def _lengths(rows: np.ndarray) -> np.ndarray:
     return np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
-
-
-def _sorted_distinct(sample_id: np.ndarray) -> np.ndarray:
-    if len(sample_id) == 0:
-        raise ConfigError("the bank has no samples; make it with the ids of all training data")
-    ordered = np.sort(sample_id)
-    repeated = _repeated(ordered)
-    if len(repeated):
-        raise ConfigError(
-            f"the bank's sample ids are not distinct: {_named(repeated)} came more than once; "
-            "a bank has one slot a sample"
-        )
-    return ordered
-
-
-def _repeated(ordered: np.ndarray) -> np.ndarray:
-    return ordered[1:][ordered[1:] == ordered[:-1]]
-
-
-def _named(numbers: np.ndarray) -> str:
-    """Name up to three numbers."""
-    distinct = np.unique(numbers)
-    named = ", ".join(map(str, distinct[:3]))
-    return f"{named} and others" if len(distinct) > 3 else named

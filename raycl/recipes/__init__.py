@@ -4,10 +4,13 @@ from collections.abc import Callable
 
 from raycl.config import RunConfig
 from raycl.errors import ConfigError
-from raycl.recipes.images import simclr
+from raycl.recipes.images import instance_discrimination, moco_v1, moco_v2, simclr
 
 RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "simclr": simclr,
+    "moco_v1": moco_v1,
+    "moco_v2": moco_v2,
+    "instance_discrimination": instance_discrimination,
 }
 
 

@@ -4,12 +4,21 @@ from raycl.config import (
     AugmentConfig,
     DataConfig,
     EncoderConfig,
+    HeadConfig,
+    MomentumEncoderConfig,
+    NegativesConfig,
     OptimizerConfig,
     RunConfig,
     Stage,
 )
 
 SMALL = 64  # pixels: up to here the papers take a 3x3 stem, weaker color jitter and no blur
+
+# The views of InstDisc, which MoCo v1 took over: all images jittered, none blurred.
+_FIRST_VIEWS = AugmentConfig(
+    crop_scale=(0.2, 1.0), jitter=1.0, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.4, blur=0.0
+)
+_LINEAR = HeadConfig(num_layers=1)
 
 
 def simclr(image_size: int = 224) -> RunConfig:
@@ -19,6 +28,101 @@ def simclr(image_size: int = 224) -> RunConfig:
     small ones its appendix B.9 on CIFAR-10 with plain SGD.
     """
     return _small_simclr(image_size) if image_size <= SMALL else _large_simclr(image_size)
+
+
+def moco_v1(image_size: int = 224) -> RunConfig:
+    """MoCo (He et al., 2020): the momentum encoder's key among those of a queue.
+
+    Large images follow the paper's section 4. Small ones take what the authors' demonstration on
+    CIFAR-10 changed: a short queue, a faster momentum encoder, more weight decay.
+    """
+    return _moco(
+        image_size,
+        recipe="moco_v1",
+        augment=_FIRST_VIEWS,
+        head=_LINEAR,
+        temperature=0.07,
+        learning_rate_schedule="step",
+    )
+
+
+def moco_v2(image_size: int = 224) -> RunConfig:
+    """MoCo v2 (Chen et al., 2020b): MoCo with an MLP head, blurred views and a cosine rate.
+
+    The head has no BatchNorm, as in the authors' code. Small images as for ``moco_v1``.
+    """
+    is_small = image_size <= SMALL
+    views = {"crop_scale": (0.2, 1.0), "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
+    return _moco(
+        image_size,
+        recipe="moco_v2",
+        augment=AugmentConfig(**views, blur=0.0 if is_small else 0.5),
+        head=HeadConfig(num_layers=2, batchnorm=False),
+        temperature=0.1 if is_small else 0.2,
+        learning_rate_schedule="cosine",
+    )
+
+
+def instance_discrimination(image_size: int = 224) -> RunConfig:
+    """InstDisc (Wu et al., 2018): the sample's own slot of a memory bank among slots drawn at random."""
+    is_small = image_size <= SMALL
+    return RunConfig(
+        recipe="instance_discrimination",
+        data=DataConfig(image_size=image_size),
+        augment=_FIRST_VIEWS,
+        encoder=EncoderConfig(name="resnet18" if is_small else "resnet50"),
+        projection_head=_LINEAR,
+        key="slot",
+        negatives=NegativesConfig(in_batch=False, store="memory_bank"),
+        batchnorm="as_is",
+        optimizer=OptimizerConfig(name="sgd", weight_decay=5e-4 if is_small else 1e-4),
+        stages=(
+            Stage(
+                epochs=200,
+                batch_size=256,
+                loss="nce",
+                temperature=0.1 if is_small else 0.07,
+                learning_rate=0.06 if is_small else 0.03,
+                learning_rate_schedule="step",
+                warmup_epochs=0.0,
+            ),
+        ),
+    )
+
+
+def _moco(
+    image_size: int,
+    *,
+    recipe: str,
+    augment: AugmentConfig,
+    head: HeadConfig,
+    temperature: float,
+    learning_rate_schedule: str,
+) -> RunConfig:
+    is_small = image_size <= SMALL
+    return RunConfig(
+        recipe=recipe,
+        data=DataConfig(image_size=image_size),
+        augment=augment,
+        encoder=EncoderConfig(name="resnet18" if is_small else "resnet50"),
+        projection_head=head,
+        key="momentum_encoder",
+        momentum_encoder=MomentumEncoderConfig(momentum=0.99 if is_small else 0.999),
+        negatives=NegativesConfig(in_batch=False, store="queue", capacity=4_096 if is_small else 65_536),
+        batchnorm="shuffled",
+        optimizer=OptimizerConfig(name="sgd", weight_decay=5e-4 if is_small else 1e-4),
+        stages=(
+            Stage(
+                epochs=200,
+                batch_size=256,
+                loss="info_nce",
+                temperature=temperature,
+                learning_rate=0.03,
+                learning_rate_schedule=learning_rate_schedule,  # pyright: ignore[reportArgumentType]
+                warmup_epochs=0.0,
+            ),
+        ),
+    )
 
 
 def _large_simclr(image_size: int) -> RunConfig:

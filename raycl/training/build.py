@@ -1,20 +1,35 @@
 """The one switchboard: from names in a configuration to objects."""
 
+from functools import partial
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
 from raycl.augment.images import ImageAugmentation
-from raycl.batchnorm import synchronize
+from raycl.batchnorm import split_batchnorm, swap, synchronize
 from raycl.config import RunConfig, Stage
 from raycl.data.images import ImageFormat
 from raycl.data.sources import ColumnNames
+from raycl.distributed import all_sum, num_workers, rank
+from raycl.losses import NormalizingConstant
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder, representation_dim
+from raycl.models.momentum import MomentumEncoder
 from raycl.models.saved import OWN, EncoderSpec
 from raycl.models.towers import Tower
+from raycl.negatives import KeyQueue, MemoryBank
+from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank_plan import BankPlan
 from raycl.optimizers import build_optimizer
-from raycl.schedules import Schedule, constant, cosine, join, linear
+from raycl.schedules import Schedule, constant, cosine, join, linear, step_down
+from raycl.training.contrast import Contrast, InfoNce, Nce, NtXent
+from raycl.training.learner import Learner
+from raycl.training.stores import BankStore, NoStore, QueueStore, Store
+from raycl.training.views import ViewMaker
 
 
 def image_format(config: RunConfig) -> ImageFormat:
@@ -34,6 +49,16 @@ def augmentation(config: RunConfig) -> ImageAugmentation:
     mean, std = config.normalization
     return ImageAugmentation(
         size=config.data.image_size, channels=config.data.channels, mean=mean, std=std, **settings
+    )
+
+
+def view_maker(config: RunConfig, device: torch.device) -> ViewMaker:
+    """Return what draws the views: two, unless the key is a slot of a memory bank."""
+    return ViewMaker(
+        augmentation=augmentation(config),
+        seed=config.seed,
+        num_views=1 if config.key == "slot" else 2,
+        device=device,
     )
 
 
@@ -59,7 +84,117 @@ def tower(config: RunConfig, network: nn.Module) -> Tower:
     whole = Tower(network, head)
     if config.batchnorm == "synchronized":
         synchronize(whole)
+    elif config.batchnorm == "shuffled":
+        split_batchnorm(whole, config.chunks_per_worker)
+    elif config.batchnorm != "as_is":
+        swap(whole, config.batchnorm)
     return whole
+
+
+def learner(config: RunConfig, whole: Tower, *, num_samples: int | None) -> Learner:
+    """Return all that learns; ``num_samples`` are the slots of a memory bank, if there is one."""
+    normalizer = None
+    if config.stage.loss == "nce" and num_samples is not None:
+        normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
+    return Learner(
+        whole,
+        optimizer(config, whole),
+        momentum_encoder=MomentumEncoder(whole) if config.key == "momentum_encoder" else None,
+        normalizer=normalizer,
+        shuffled=config.batchnorm == "shuffled",
+        group_size=_rows_normalized_together(config),
+        seed=config.seed,
+    )
+
+
+def _rows_normalized_together(config: RunConfig) -> int:
+    """Return how many rows share the statistics of BatchNorm; 0 without BatchNorm."""
+    local_batch_size = config.stage.batch_size // config.workers
+    return {
+        "synchronized": config.stage.batch_size,
+        "as_is": local_batch_size,
+        "shuffled": local_batch_size // config.chunks_per_worker,
+    }.get(config.batchnorm, 0)
+
+
+def contrast(config: RunConfig, learns: Learner, *, num_samples: int | None) -> Contrast:
+    """Return the loss over all workers."""
+    stage = config.stage
+    if stage.loss == "nt_xent":
+        return NtXent(temperature=stage.temperature)
+    if stage.loss == "info_nce":
+        return InfoNce(
+            temperature=stage.temperature,
+            in_batch=config.negatives.in_batch and config.key != "slot",
+            proximal_weight=stage.proximal_weight,
+        )
+    assert num_samples is not None, "the configuration gives NCE a memory bank"
+    assert learns.normalizer is not None, "the learner of NCE estimates its normalizing constant"
+    return Nce(
+        temperature=stage.temperature,
+        num_samples=num_samples,
+        normalizer=learns.normalizer,
+        proximal_weight=stage.proximal_weight,
+    )
+
+
+def bank_plan(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankPlan:
+    """Return what the run's bank is."""
+    is_queue = config.negatives.store == "queue"
+    return BankPlan(
+        name=config.bank.name or name,
+        kind="queue" if is_queue else "memory_bank",
+        dim=config.projection_head.dim,
+        output=output,
+        capacity=config.negatives.capacity if is_queue else num_samples or 0,
+        dtype=config.bank.dtype,
+        seed=config.seed,
+        momentum=config.negatives.slot_momentum,
+        num_shards=config.bank.shards,
+        detached=config.bank.detached,
+        timeout_s=config.bank.timeout_s,
+    )
+
+
+def store(
+    config: RunConfig, bank: Bank | None, sample_id: NDArray[np.int64] | None, device: torch.device
+) -> Store:
+    """Return this worker's side of the store: of the actors' ``bank``, or one of its own without."""
+    negatives = config.negatives
+    if negatives.store == "none":
+        return NoStore()
+    barrier = partial(meet, device)
+    if negatives.store == "queue":
+        queue = (
+            KeyQueue(negatives.capacity, config.projection_head.dim, config.bank.dtype)
+            if bank is None
+            else QueueClient(bank, rank=rank(), num_workers=num_workers(), barrier=barrier)
+        )
+        return QueueStore(queue, capacity=negatives.capacity, device=device)
+    assert sample_id is not None, "a memory bank is made for the samples of the run"
+    slots = (
+        _own_memory_bank(config, sample_id)
+        if bank is None
+        else MemoryBankClient(
+            bank, sample_id, rank=rank(), max_staleness=config.bank.max_staleness, barrier=barrier
+        )
+    )
+    return BankStore(slots, num_negatives=negatives.num_negatives, device=device)
+
+
+def _own_memory_bank(config: RunConfig, sample_id: NDArray[np.int64]) -> MemoryBank:
+    return MemoryBank(
+        sample_id,
+        config.projection_head.dim,
+        seed=config.seed,
+        momentum=config.negatives.slot_momentum,
+        dtype=config.bank.dtype,
+    )
+
+
+def meet(device: torch.device) -> None:
+    """Wait until all workers are here; collective."""
+    all_sum(torch.zeros(1, device=device))
 
 
 def encoder_spec(config: RunConfig, network: nn.Module, *, own: bool = False) -> EncoderSpec:
@@ -78,6 +213,7 @@ def encoder_spec(config: RunConfig, network: nn.Module, *, own: bool = False) ->
         mean=mean,
         std=std,
         representation_dim=representation_dim(network, image_size=data.image_size, channels=data.channels),
+        norm=config.batchnorm if config.batchnorm in ("layer", "group") else "batch",
     )
 
 
@@ -91,15 +227,24 @@ def num_steps(stage: Stage, steps_per_epoch: int) -> int:
     return stage.steps if stage.steps is not None else (stage.epochs or 0) * steps_per_epoch
 
 
+def momentum(config: RunConfig, steps_per_epoch: int) -> Schedule:
+    """Return the momentum of the momentum encoder by step."""
+    first, last = config.momentum_encoder.momentum, config.momentum_encoder.final_momentum
+    if last is None:
+        return constant(first)
+    return cosine(first, last, num_steps=num_steps(config.stage, steps_per_epoch))
+
+
 def learning_rate(stage: Stage, steps_per_epoch: int) -> Schedule:
     """Return the learning rate by step: linear warm-up, then half a cosine or a constant."""
     total = num_steps(stage, steps_per_epoch)
     warmup = min(round(stage.warmup_epochs * steps_per_epoch), total // 10)
     peak = stage.peak_learning_rate
-    rest = (
-        constant(peak)
-        if stage.learning_rate_schedule == "constant"
-        else cosine(peak, 0.0, num_steps=total - warmup)
-    )
+    rest = {
+        "constant": constant(peak),
+        "cosine": cosine(peak, 0.0, num_steps=total - warmup),
+        # At epochs 120 and 160 of 200, as in InstDisc and MoCo.
+        "step": step_down(peak, factor=0.1, steps=[total * part // 5 - warmup for part in (3, 4)]),
+    }[stage.learning_rate_schedule]
     # The first step is already a step: start a part above zero.
     return join([linear(peak / (warmup + 1), peak, num_steps=warmup), rest], boundaries=[warmup])

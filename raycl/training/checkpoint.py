@@ -7,15 +7,18 @@ of the samples and dropout are functions of (seed, epoch, step), so no random st
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
 import ray.train
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
+from raycl.storage import Place
+from raycl.training.learner import Learner
+from raycl.training.stores import Store
+
+CHECKPOINTS = "checkpoints"
 STATE = "state.pt"
 
 
@@ -38,9 +41,19 @@ class Position:
         return replace(self, epoch=self.epoch + 1, epoch_step=0)
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """Where a run goes on, its last metrics, and the state of a store that the workers hold."""
+
+    position: Position = Position()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    store_state: Mapping[str, Any] | None = None
+
+
 def save_checkpoint(
-    tower: nn.Module,
-    optimizer: Optimizer,
+    learner: Learner,
+    store: Store,
     position: Position,
     metrics: Mapping[str, Any],
     *,
@@ -59,8 +72,8 @@ def save_checkpoint(
         return
     with tempfile.TemporaryDirectory(prefix="raycl-") as folder:
         state = {
-            "tower": tower.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "learner": learner.state_dict(),
+            "store": store.state_dict(),
             "position": asdict(position),
             "metrics": dict(metrics),
         }
@@ -69,13 +82,21 @@ def save_checkpoint(
         ray.train.report(reported, checkpoint=checkpoint, checkpoint_dir_name=name)
 
 
-def restore_checkpoint(tower: nn.Module, optimizer: Optimizer) -> tuple[Position, dict[str, Any]]:
-    """Load the latest checkpoint if there is one; return its position and metrics."""
+def saved_steps(output: Place) -> set[int]:
+    """Return the steps of which there is a checkpoint, whole or not."""
+    folder = output / CHECKPOINTS
+    names = {path.split("/")[0] for path, _ in folder.files()} if folder.exists() else set()
+    return {int(name.split("-")[1]) for name in names if name.startswith("step-")}
+
+
+def restore_checkpoint(learner: Learner) -> Restored:
+    """Load the latest checkpoint, if there is one, into the learner; return what else it held."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
-        return Position(), {}
+        return Restored()
     with checkpoint.as_directory() as folder:
         state = torch.load(Path(folder) / STATE, map_location="cpu", weights_only=True)
-    tower.load_state_dict(state["tower"])
-    optimizer.load_state_dict(state["optimizer"])
-    return Position(**state["position"]), state["metrics"]
+    learner.load_state_dict(state["learner"])
+    return Restored(
+        position=Position(**state["position"]), metrics=state["metrics"], store_state=state["store"]
+    )

@@ -2,14 +2,17 @@
 
 from typing import Any, final
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
-from raycl.cluster import object_store_bytes
+from raycl.cluster import fetch_tables, object_store_bytes
 from raycl.config import RunConfig
 from raycl.data.decode import Decoder, Keep, column_names, decode_dataset, decode_source
 from raycl.data.holdout import Holdout, hold_out
 from raycl.data.sources import Piece, Source
 from raycl.data.stream import Stream, stream_dataset, stream_source
+from raycl.errors import DataError
 from raycl.training import build
 
 JUDGED_PART = 20  # of a large set, one row in so many is judged on
@@ -60,6 +63,22 @@ class Images:
         return self._decode(
             self._decoder(self.holdout.is_judged, count=self.holdout.is_test), self._judged_pieces()
         )
+
+    def sample_ids(self, decoded: ray.data.Dataset | None) -> NDArray[np.int64]:
+        """Return the distinct ids, sorted: of the rows to train on, or without rows of all in the source.
+
+        Raises ``DataError`` for a streamed dataset, whose ids nobody knows beforehand.
+        """
+        if decoded is not None:
+            tables = fetch_tables(decoded.select_columns(["sample_id"]))
+            found = np.unique(np.concatenate([table["sample_id"].to_numpy() for table in tables]))
+            return found[self.holdout.is_train(found)]
+        if self._source is None:
+            raise DataError(
+                "a memory bank needs the ids of all samples before the first step, and a streamed dataset does "
+                "not tell them; give the data by their address, or set data.cache=materialize"
+            )
+        return np.unique(self._source.sample_ids())
 
     def stream(self) -> Stream:
         """Return the rows to train on, to be read anew every epoch."""

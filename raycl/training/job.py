@@ -9,6 +9,7 @@ from torch import nn
 from raycl.config import RunConfig
 from raycl.data.holdout import Holdout
 from raycl.data.stream import Stream
+from raycl.negatives.bank_handle import Bank
 from raycl.storage import Place
 
 
@@ -18,6 +19,8 @@ class Job:
     """One run as its workers see it.
 
     ``blocks`` hold all decoded rows, or with a ``stream`` only those of the periodic judge.
+    ``bank`` is the actors' that hold the store of negatives. ``sample_id`` holds the ids of the
+    ``num_samples`` that a memory bank has slots for.
     """
 
     config: RunConfig
@@ -29,3 +32,6 @@ class Job:
     logbook: Any
     judged: bool
     network: nn.Module | None = None
+    bank: Bank | None = None
+    sample_id: ray.ObjectRef | None = None
+    num_samples: int | None = None

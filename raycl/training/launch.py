@@ -1,8 +1,11 @@
 """From a configuration to a finished run: check, read, train, record."""
 
+import contextlib
 import json
+import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import ray
@@ -17,23 +20,27 @@ from raycl.cluster import (
     join_cluster,
     own_errors,
 )
-from raycl.config import RunConfig, config_from_yaml, config_to_yaml, differences
+from raycl.config import RunConfig
 from raycl.data.logbook import rows_in, start_logbook
 from raycl.data.sources import Source, find_source
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError, DataError, RayclError, RunError
+from raycl.negatives.bank_actor import start_bank
+from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, rows_read, steps_made
 from raycl.records import write_result
+from raycl.settings import config_from_yaml, config_to_yaml, differences
 from raycl.storage import Place, absolute
 from raycl.training import build
+from raycl.training.checkpoint import CHECKPOINTS, saved_steps
 from raycl.training.images import Images
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.process import ENVIRONMENT
 
+NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.04
 CONFIG = "config.yaml"
 DATA = "data.json"
-CHECKPOINTS = "checkpoints"
 # What a resumed run may set anew: where and how long it runs, and what it writes down.
 MAY_CHANGE = (
     "workers",
@@ -44,6 +51,10 @@ MAY_CHANGE = (
     "stages.0.steps",
     "checkpoints.",
     "data.cache",
+    "bank.name",
+    "bank.detached",
+    "bank.max_staleness",
+    "bank.timeout_s",
     "log_every_steps",
     "max_failures",
 )
@@ -116,7 +127,7 @@ class _Launch:
         }
         _check_same_data(self._output, described)
         cpus = self._check_cluster(streamed)
-        blocks, stream = self._open(images, streamed)
+        decoded, stream = self._open(images, streamed)
         rows = rows_in(self._logbook)
         rows.check(self._config.data.max_bad_fraction)
         num_train = images.num_train_expected() if streamed else rows.num_train
@@ -126,7 +137,7 @@ class _Launch:
         job = Job(
             config=self._config,
             output=self._output,
-            blocks=tuple(blocks),
+            blocks=tuple(_blocks(decoded)),
             stream=stream,
             num_train=num_train,
             holdout=images.holdout,
@@ -134,31 +145,64 @@ class _Launch:
             judged=images.holdout.test > 0 and images.has_labels,
             network=self._network,
         )
-        write_result(self._output, {"status": "running"})
+        if self._config.negatives.store == "memory_bank":
+            sample_id = images.sample_ids(None if streamed else decoded)
+            job = replace(job, sample_id=ray.put(sample_id), num_samples=len(sample_id))
+        with self._bank(job) as bank:
+            write_result(self._output, {"status": "running"})
+            try:
+                with own_errors():
+                    return self._conclude(self._fit(replace(job, bank=bank), cpus))
+            except RayclError as error:
+                write_result(self._output, {"status": "failed", "error": str(error)})
+                raise
+
+    @contextlib.contextmanager
+    def _bank(self, job: Job) -> Iterator[Bank | None]:
+        """Hold the negatives in actors while the run goes on, if it wants that."""
+        negatives, held_by = self._config.negatives, self._config.bank.held_by
+        if job.num_samples is not None and negatives.num_negatives > job.num_samples:
+            raise ConfigError(
+                f"negatives.num_negatives {negatives.num_negatives} is more than the {job.num_samples} samples "
+                "of the memory bank; set it lower"
+            )
+        if negatives.store == "none" or held_by == "workers":
+            yield None
+            return
+        plan = build.bank_plan(
+            self._config, output=self._output.uri, name=_bank_name(self._output), num_samples=job.num_samples
+        )
+        bank = start_bank(plan, None if job.sample_id is None else ray.get(job.sample_id))
+        self._tell(
+            f"bank: {plan.name} (raycl bank stats {plan.name} --address {ray.get_runtime_context().gcs_address})"
+        )
         try:
-            with own_errors():
-                return self._conclude(self._fit(job, cpus))
-        except RayclError as error:
-            write_result(self._output, {"status": "failed", "error": str(error)})
-            raise
+            yield bank
+            # Ray deletes old checkpoints only after a new one is there; their snapshots go last.
+            bank.prune(sorted(saved_steps(self._output)))
+        finally:
+            if not plan.detached:
+                bank.stop()
 
     def _tell_what_is_left_out(self, images: Images, source: Source | None) -> None:
-        if self._quiet:
-            return
         if source is not None and source.ignored:
             ignored = ", ".join(f"{count} {ending}" for ending, count in source.ignored)
-            print(f"ignored files that are no images: {ignored}", file=sys.stderr)
+            self._tell(f"ignored files that are no images: {ignored}")
         if not images.has_labels and self._config.evaluation.every_epochs != 0:
-            print("the images have no labels: no periodic kNN", file=sys.stderr)
+            self._tell("the images have no labels: no periodic kNN")
 
-    def _open(self, images: Images, streamed: bool) -> tuple[list[ray.ObjectRef], Stream | None]:
+    def _tell(self, line: str) -> None:
+        if not self._quiet:
+            print(line, file=sys.stderr)
+
+    def _open(self, images: Images, streamed: bool) -> tuple[ray.data.Dataset | None, Stream | None]:
         """Read all rows, or with a stream only those of the periodic judge."""
         title = "reading the rows to judge on" if streamed else "reading"
         look = rows_read(self._logbook, images.num_read_first(streamed))
         with ProgressLine(title, look, quiet=self._quiet):
-            decoded = images.to_judge_on() if streamed else images.all()
-            blocks: Any = decoded.materialize().to_arrow_refs() if decoded is not None else []
-        return list(blocks), images.stream() if streamed else None
+            lazy = images.to_judge_on() if streamed else images.all()
+            decoded = None if lazy is None else lazy.materialize()
+        return decoded, images.stream() if streamed else None
 
     def _check_cluster(self, streamed: bool) -> float:
         """Return the CPUs of a worker; tasks that read while training goes on need one of their own."""
@@ -199,7 +243,16 @@ class _Launch:
             raise RunError("the run ended without a result; use --debug for the whole story")
         return result.return_value
 
+    def _warn_of_leakage(self, leakage: float) -> None:
+        """Say what the probe found where the cure is not one for the negatives of a queue."""
+        if self._config.batchnorm in ("as_is", "synchronized") and leakage > NOTABLE_LEAKAGE:
+            self._tell(
+                f"BatchNorm gives positives away: with shared statistics the pretext task is easier by {leakage:.3f}; "
+                "set batchnorm to shuffled, group or layer"
+            )
+
     def _conclude(self, final: dict[str, Any]) -> RunResult:
+        self._warn_of_leakage(final.get("leakage", 0.0))
         rows = rows_in(self._logbook)
         steps, seconds = final.pop("step"), final.pop("seconds")
         result = RunResult(
@@ -215,6 +268,15 @@ class _Launch:
             self._output, {"status": "finished", **{k: v for k, v in vars(result).items() if k != "output"}}
         )
         return result
+
+
+def _blocks(decoded: ray.data.Dataset | None) -> list[Any]:
+    return [] if decoded is None else decoded.to_arrow_refs()
+
+
+def _bank_name(output: Place) -> str:
+    """Return the last part of the output's address, without what a name may not have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", output.name).lstrip("-._") or "bank"
 
 
 def _check_size(config: RunConfig, num_rows: int) -> None:

@@ -10,23 +10,30 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raycl.augment.images import center_view, two_views
+from raycl.augment.images import center_view
 from raycl.data.logbook import rows_in
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
-from raycl.data.rows import Batch, Rows
+from raycl.data.rows import Rows
 from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank, shared_memory
 from raycl.errors import DataError, NonFiniteLossError
 from raycl.models.saved import save_encoder
 from raycl.records import MetricsLog
 from raycl.training import build
-from raycl.training.checkpoint import Position, restore_checkpoint, save_checkpoint
+from raycl.training.checkpoint import (
+    Position,
+    Restored,
+    restore_checkpoint,
+    save_checkpoint,
+    saved_steps,
+)
 from raycl.training.clock import Clock
 from raycl.training.job import Job
 from raycl.training.judge import Judge
-from raycl.training.parallel import average_gradients
 from raycl.training.process import available_cores, prepare_process
-from raycl.training.step import Views, train_step
+from raycl.training.step import train_step
+from raycl.training.stores import Store
+from raycl.training.views import Views
 
 
 def run_worker(settings: dict[str, Job]) -> dict[str, Any] | None:
@@ -53,17 +60,21 @@ class _Loop:
         self._steps_per_epoch = job.num_train // self._stage.batch_size
         self._num_steps = build.num_steps(self._stage, self._steps_per_epoch)
         self._learning_rate = build.learning_rate(self._stage, self._steps_per_epoch)
-        self._augmentation = build.augmentation(job.config)
+        self._momentum = build.momentum(job.config, self._steps_per_epoch)
+        self._views = build.view_maker(job.config, device)
         network = build.encoder(job.config) if job.network is None else job.network
         self._tower = build.tower(job.config, network).to(device).to(memory_format=torch.channels_last)
         self._spec = build.encoder_spec(job.config, self._tower.encoder, own=job.network is not None)
-        self._optimizer = build.optimizer(job.config, self._tower)
+        self._learner = build.learner(job.config, self._tower, num_samples=job.num_samples)
+        self._contrast = build.contrast(job.config, self._learner, num_samples=job.num_samples)
         check_equal(len(train_rows), "the number of training rows")
 
     def run(self) -> dict[str, Any] | None:
-        position, metrics = restore_checkpoint(self._tower, self._optimizer)
-        self._metrics = metrics
-        self._parallel = average_gradients(self._tower, self._device)
+        restored = restore_checkpoint(self._learner)
+        position, self._metrics = restored.position, dict(restored.metrics)
+        self._store = self._open_store(restored)
+        self._learner.connect(self._device)
+        self._last_views: Views | None = None
         self._log = MetricsLog(self._job.output, resume_step=position.step) if self._is_writer else None
         self._clock = Clock(position)
         self._saved_step, self._saved_at = position.step, time.monotonic()
@@ -75,7 +86,7 @@ class _Loop:
 
     def _run_epoch(self, position: Position) -> Position:
         self._tower.train()
-        for views in self._views(position):
+        for views in self._epoch_views(position):
             # Dropout must not depend on what ran before, or a resumed run would differ.
             torch.manual_seed(hash((self._config.seed, position.step, rank())) % 2**63)
             loss = self._step(views, position)
@@ -101,25 +112,23 @@ class _Loop:
             return position.step >= self._stage.steps
         return position.epoch >= (self._stage.epochs or 0)
 
-    def _views(self, position: Position) -> Iterator[Views]:
+    def _open_store(self, restored: Restored) -> Store:
+        """Return the store as it was at the checkpoint; a bank is set back to it."""
+        if self._job.bank is not None:
+            if self._is_writer:
+                self._job.bank.restore(restored.position.step)
+            build.meet(self._device)
+        sample_id: Any = None if self._job.sample_id is None else ray.get(self._job.sample_id)
+        store = build.store(self._config, self._job.bank, sample_id, self._device)
+        if restored.store_state is not None:
+            store.load_state_dict(restored.store_state)
+        return store
+
+    def _epoch_views(self, position: Position) -> Iterator[Views]:
         batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)
         # Rows are fetched in the background. Views are not: on a CPU a second thread of torch would
         # fight the step for the same cores, on an accelerator they are drawn there.
-        return self._timed(map(self._augment, prefetch(batches)))
-
-    def _augment(self, batch: Batch) -> Views:
-        images = torch.from_numpy(batch.images).to(self._device, non_blocking=True)
-        view_a, view_b = two_views(
-            images,
-            batch.sample_id,
-            augmentation=self._augmentation,
-            seed=self._config.seed,
-            epoch=batch.epoch,
-            aspect=batch.aspect,
-        )
-        return Views(
-            view_a=view_a, view_b=view_b, sample_id=torch.from_numpy(batch.sample_id).to(self._device)
-        )
+        return self._timed(self._views.views(prefetch(batches)))
 
     def _timed(self, items: Iterator[Views]) -> Iterator[Views]:
         """Count the time that the step waits for data."""
@@ -132,12 +141,15 @@ class _Loop:
 
     def _step(self, views: Views, position: Position) -> float:
         try:
+            self._last_views = views
             return train_step(
-                self._parallel,
-                self._optimizer,
+                self._learner,
+                self._store,
+                self._contrast,
                 views,
-                temperature=self._stage.temperature,
+                step=position.step,
                 learning_rate=self._learning_rate(position.step),
+                momentum=self._momentum(position.step),
                 precision=self._config.precision,
             )
         except NonFiniteLossError as error:
@@ -174,6 +186,7 @@ class _Loop:
                     "samples_per_second": samples_per_second,
                     "data_wait_fraction": wait_fraction,
                     "seconds": position.seconds,
+                    **self._store.metrics(step=position.step - 1),
                 }
             )
         self._clock.tell(self._job.logbook, progress)
@@ -200,22 +213,30 @@ class _Loop:
             return
         with self._clock.paused():
             # A finite loss may have had a gradient that is not: never keep what it did.
-            if not all(bool(each.isfinite().all()) for each in self._tower.parameters()):
+            if not self._learner.is_finite():
                 raise NonFiniteLossError(
                     f"the weights are no numbers after step {position.step}; the last checkpoint "
                     f"(step {self._saved_step}) is kept: lower stages.0.learning_rate"
                 )
             if self._log:
                 self._log.flush()
+            self._learner.average_statistics()
+            self._save_bank(position)
             save_checkpoint(
-                self._tower,
-                self._optimizer,
+                self._learner,
+                self._store,
                 position,
                 self._metrics,
                 judged=judged,
                 is_writer=self._is_writer,
             )
         self._saved_step, self._saved_at = position.step, time.monotonic()
+
+    def _save_bank(self, position: Position) -> None:
+        """Write the bank's snapshot, before the checkpoint that will need it is there."""
+        self._store.save(step=position.step)
+        if self._job.bank is not None and self._is_writer:
+            self._job.bank.prune([position.step, *saved_steps(self._job.output)])
 
     def _build_judge(self, rows: Rows) -> Judge | None:
         if not self._job.judged:
@@ -242,16 +263,20 @@ class _Loop:
         return position.epoch % every == 0
 
     def _judge_now(self, position: Position) -> bool:
-        if self._judge is None:
-            return False
+        """Judge the encoder and measure what BatchNorm leaks; whether there was a judge for it."""
+        measured: dict[str, float] = {}
         with self._clock.paused():
-            accuracy = self._judge.knn_accuracy(self._tower.encoder, self._device)
-        self._metrics = {**self._metrics, "knn_top1": accuracy}
-        if self._log:
-            line = {"step": position.step, "epoch": position.epoch, "stage": 0, "knn_top1": accuracy}
+            self._learner.average_statistics()
+            if self._judge is not None:
+                measured["knn_top1"] = self._judge.knn_accuracy(self._tower.encoder, self._device)
+            if self._last_views is not None:
+                measured |= self._learner.leakage(self._last_views, seed=self._config.seed)
+        self._metrics |= measured
+        if self._log and measured:
+            line = {"step": position.step, "epoch": position.epoch, "stage": 0, **measured}
             self._log.write(line | {"seconds": self._clock.seconds()})
-            self._job.logbook.add_progress.remote({"knn_top1": accuracy})
-        return True
+            self._job.logbook.add_progress.remote(measured)
+        return self._judge is not None
 
     def _finish(self, position: Position) -> dict[str, Any] | None:
         already_saved = position.step == self._saved_step

@@ -30,6 +30,16 @@ def average_gradients(tower: nn.Module, device: torch.device) -> nn.Module:
     return parallel
 
 
+@torch.no_grad()
+def average_buffers(module: nn.Module) -> None:
+    """Give every worker the mean of all workers' floating-point buffers; collective."""
+    if num_workers() == 1:
+        return
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(all_sum(buffer) / num_workers())
+
+
 def _average_through_memory(_: object, bucket: GradBucket) -> Future[Tensor]:
     gradients = bucket.buffer()
     for piece in gradients.split(MAX_BYTES // gradients.element_size()):

@@ -1,72 +1,44 @@
-"""One optimization step: embed, gather, loss, backward, update."""
+"""One optimization step: embed, candidates, loss, backward, update, store."""
 
 import math
-from dataclasses import dataclass
-from typing import final
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from raycl.distributed import all_sum, gather, gather_detached, num_workers, rank
+from raycl.distributed import all_sum, num_workers
 from raycl.errors import NonFiniteLossError
-from raycl.losses import nt_xent
 from raycl.optimizers import set_learning_rate
+from raycl.training.contrast import Contrast
+from raycl.training.learner import Learner
 from raycl.training.process import autocast
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Views:
-    """Two views [local_batch, channels, size, size] of each image, and the images' ids."""
-
-    view_a: Tensor
-    view_b: Tensor
-    sample_id: Tensor
-
-    def __len__(self) -> int:
-        return len(self.sample_id)
+from raycl.training.stores import Store
+from raycl.training.views import Views
 
 
 def train_step(
-    tower: nn.Module,
-    optimizer: Optimizer,
+    learner: Learner,
+    store: Store,
+    contrast: Contrast,
     views: Views,
     *,
-    temperature: float,
+    step: int,
     learning_rate: float,
+    momentum: float,
     precision: str,
 ) -> float:
-    """Make one step and return the loss of the global batch.
+    """Make one step, the ``step``-th from 0, and return the loss of the global batch.
 
     Raises ``NonFiniteLossError`` on every worker before anything is changed.
     """
-    set_learning_rate(optimizer, learning_rate)
+    set_learning_rate(learner.optimizer, learning_rate)
+    lent = store.lend(views, step=step)
     with autocast(precision, views.view_a.device):
-        embedding = tower(torch.cat([views.view_a, views.view_b]))
-    loss = gathered_nt_xent(embedding, views.sample_id, temperature=temperature)
+        query, key = learner.embed(views, step=step)
+    loss = contrast(query, key, lent, views.sample_id)
     value = float(all_sum(loss)) / num_workers()
     if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss became {value}")
-    optimizer.zero_grad(set_to_none=True)
+    learner.optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    optimizer.step()
+    learner.optimizer.step()
+    learner.follow(momentum)
+    # After the update and once: what a failed step would have written is never lent.
+    store.take(query if key is None else key, views, step=step)
     return value
-
-
-def gathered_nt_xent(embedding: Tensor, sample_id: Tensor, *, temperature: float | Tensor) -> Tensor:
-    """NT-Xent over the embeddings of all workers; view_a's rows first, view_b's after them."""
-    view_a, view_b = embedding.chunk(2)
-    if num_workers() == 1:
-        return nt_xent(view_a, view_b, temperature=temperature, sample_id=sample_id)
-    gathered_a, gathered_b = gather(torch.stack([view_a, view_b], dim=1)).unbind(1)
-    return nt_xent(
-        view_a,
-        view_b,
-        temperature=temperature,
-        gathered_a=gathered_a,
-        gathered_b=gathered_b,
-        offset=rank() * len(view_a),
-        sample_id=sample_id,
-        gathered_sample_id=gather_detached(sample_id),
-    )

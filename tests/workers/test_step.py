@@ -2,16 +2,23 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raycl.batchnorm import synchronize
+from raycl.config import RunConfig
 from raycl.losses import nt_xent
 from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower
-from raycl.training.step import Views, gathered_nt_xent, train_step
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.training import build
+from raycl.training.contrast import gathered_nt_xent
+from raycl.training.step import train_step
+from raycl.training.views import Views
 from tests.workers.processes import run_workers
 
 BATCH = 16
@@ -59,7 +66,7 @@ def gradients_of_a_worker(rank: int, num_workers: int) -> list[Tensor]:
     rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
     view_a, view_b, sample_id = (each[rows] for each in make_views())
     embedding, temperature = parallel(torch.cat([view_a, view_b]))
-    gathered_nt_xent(embedding, sample_id, temperature=temperature).backward()
+    gathered_nt_xent(*embedding.chunk(2), sample_id, temperature=temperature).backward()
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
@@ -82,24 +89,69 @@ def test_workers_give_the_gradient_of_the_whole_batch_for_towers_and_temperature
             assert (ours - expected).norm() <= 1e-5 * expected.norm() + 1e-12
 
 
-def loss_and_weights_after_steps(rank: int, num_workers: int) -> tuple[list[float], list[Tensor]]:
-    tower: Any = build_tower().float()
-    synchronize(tower)
-    optimizer = torch.optim.SGD(tower.parameters(), lr=0.0, momentum=0.9)
-    parallel = DistributedDataParallel(tower) if num_workers > 1 else tower
+METHODS: dict[str, dict[str, Any]] = {
+    "simclr": {},
+    "moco_v2": {"batchnorm_groups": 4, "negatives.capacity": 40, "stages.0.temperature": 0.2},
+    "moco with the other keys of the batch as well": {
+        "recipe": "moco_v1",
+        "batchnorm": "synchronized",
+        "negatives.capacity": 40,
+        "negatives.in_batch": True,
+    },
+    "instance_discrimination": {"batchnorm": "layer", "negatives.num_negatives": 20},
+    "a bank's slots by their softmax, pulled": {
+        "recipe": "instance_discrimination",
+        "batchnorm": "group",
+        "negatives.num_negatives": 20,
+        "stages.0.loss": "info_nce",
+        "stages.0.proximal_weight": 0.5,
+    },
+}
+
+
+def config_of(method: str, num_workers: int) -> RunConfig:
+    settings = {"recipe": method, **METHODS[method]}
+    small = {"workers": num_workers, "stages.0.batch_size": BATCH, "bank.held_by": "workers"}
+    base = recipe(settings.pop("recipe"), image_size=8)
+    return override(base, {**small, "projection_head.dim": 12, **settings})
+
+
+def losses_weights_and_rows_after_steps(
+    rank: int, num_workers: int, method: str
+) -> tuple[list[float], list[Tensor], dict[str, Any]]:
+    config = config_of(method, num_workers)
+    tower = build.tower(config, build_tower().encoder.float())
+    learner = build.learner(config, tower, num_samples=50)
+    contrast = build.contrast(config, learner, num_samples=50)
+    store = build.store(config, None, np.arange(50), torch.device("cpu"))
+    learner.connect(torch.device("cpu"))
     rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
-    view_a, view_b, sample_id = (each[rows] for each in make_views())
-    views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=sample_id)
-    settings: dict[str, Any] = {"temperature": 0.2, "learning_rate": 0.05, "precision": "float32"}
-    losses = [train_step(parallel, optimizer, views, **settings) for _ in range(3)]
-    return losses, [parameter.detach() for parameter in tower.parameters()]
+    view_a, view_b, _ = (each[rows] for each in make_views())
+    losses = []
+    for step in range(5):
+        # Every other step has samples of its own, so that the store holds more than one batch.
+        ids = torch.arange(BATCH)[rows] + (step % 2) * BATCH
+        views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy())
+        settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
+        losses.append(train_step(learner, store, contrast, views, step=step, **settings))
+    weights = [parameter.detach() for parameter in tower.parameters()]
+    if learner.momentum_encoder is not None:
+        weights += [parameter.detach() for parameter in learner.momentum_encoder.parameters()]
+    return losses, weights, store.state_dict()
 
 
-def test_two_workers_report_the_loss_of_one_and_reach_its_weights() -> None:
-    alone = run_workers(loss_and_weights_after_steps, 1)[0]
-    together = run_workers(loss_and_weights_after_steps, 2)
-    assert alone[0] == sorted(alone[0], reverse=True)
-    for losses, weights in together:
-        assert losses == pytest.approx(alone[0], rel=1e-5)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_workers_report_the_losses_of_one_and_reach_its_weights_and_store(method: str) -> None:
+    alone = run_workers(losses_weights_and_rows_after_steps, 1, method)[0]
+    together = run_workers(losses_weights_and_rows_after_steps, 2, method)
+    assert len(set(alone[0])) == 5
+    for losses, weights, rows in together:
+        assert losses == pytest.approx(alone[0], rel=1e-4)
         for ours, expected in zip(weights, alone[1], strict=True):
-            assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-6)
+            assert torch.allclose(ours, expected, rtol=1e-3, atol=1e-5)
+        assert rows.keys() == alone[2].keys()
+        for name, values in rows.items():
+            if name == "rows":
+                assert torch.allclose(values, alone[2][name], rtol=1e-3, atol=1e-4)
+            else:
+                assert torch.equal(torch.as_tensor(values), torch.as_tensor(alone[2][name]))

@@ -1,0 +1,99 @@
+"""What BatchNorm gave away in finished MoCo runs: the pretext task with shared and with other statistics.
+
+    python benchmarks/leak.py --data cifar10/test.parquet runs/as_is runs/shuffled ...
+
+For each run the last checkpoint's tower and momentum encoder see the same images, normalized in
+groups of the same size: once a key in the company of its query, once in another. ``shared`` and
+``apart`` are the shares of queries whose own key is the nearest among all keys of other groups.
+"""
+
+import argparse
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import describe_machine
+
+from raycl.batchnorm import leakage
+from raycl.config import RunConfig
+from raycl.data.sources import find_source
+from raycl.inference.tower import last_checkpoint
+from raycl.models.momentum import MomentumEncoder
+from raycl.records import read_metrics
+from raycl.settings import config_from_yaml
+from raycl.storage import Place
+from raycl.training import build
+
+
+def load(run: Place) -> tuple[RunConfig, torch.nn.Module, torch.nn.Module]:
+    """Return configuration, tower and momentum encoder of the last checkpoint."""
+    config = config_from_yaml((run / "config.yaml").read_text())
+    content = (run / "checkpoints" / last_checkpoint(run) / "state.pt").read_bytes()
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["learner"]
+    tower = build.tower(config, build.encoder(config))
+    follower = MomentumEncoder(tower)
+    tower.load_state_dict(state["tower"])
+    follower.load_state_dict(state["momentum_encoder"])
+    return config, tower, follower
+
+
+def read_images(config: RunConfig, data: str, num_images: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Decode the first images of a set; return pixels and ids."""
+    source = find_source(data, build.column_names(config))
+    decode, pixels, ids = build.image_format(config).decode, [], []
+    for rows in source.read(source.pieces[0]):
+        pixels += [decode(image)[0] for image in rows.images]
+        ids += rows.sample_id.tolist()
+    return torch.from_numpy(np.stack(pixels[:num_images])), np.array(ids[:num_images])
+
+
+def measure(run: str, data: str, num_images: int, group_size: int, num_groupings: int) -> dict[str, Any]:
+    place = Place(run)
+    config, tower, follower = load(place)
+    images, ids = read_images(config, data, num_images)
+    draw = build.augmentation(config)
+    view_a, view_b = (draw(images, ids, seed=0, epoch=0, view=view) for view in (0, 1))
+    found = leakage(tower, follower, view_a, view_b, group_size=group_size, num_groupings=num_groupings)
+    judged = [line["knn_top1"] for line in read_metrics(place) if "knn_top1" in line]
+    return {
+        "run": place.name,
+        "batchnorm": config.batchnorm,
+        "workers": config.workers,
+        "shared": found.shared,
+        "apart": found.apart,
+        "advantage": found.advantage,
+        "periodic_knn": judged[-1] if judged else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("runs", nargs="+", help="outputs of MoCo runs")
+    parser.add_argument("--data", required=True, help="images that the probe looks at")
+    parser.add_argument("--num-images", type=int, default=1_024)
+    parser.add_argument("--group-size", type=int, default=32, help="rows normalized together")
+    parser.add_argument("--num-groupings", type=int, default=16)
+    parser.add_argument("--json", help="write the results here")
+    arguments = parser.parse_args()
+    print(f"{'run':24} {'batchnorm':12} workers  shared   apart  advantage  periodic kNN")
+    results = []
+    for run in arguments.runs:
+        row = measure(
+            run, arguments.data, arguments.num_images, arguments.group_size, arguments.num_groupings
+        )
+        results.append(row)
+        print(
+            f"{row['run']:24} {row['batchnorm']:12} {row['workers']:7}  {row['shared']:6.3f}  {row['apart']:6.3f}  "
+            f"{row['advantage']:9.3f}  {row['periodic_knn']}"
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(
+            json.dumps({"machine": describe_machine(), "runs": results}, indent=2)
+        )
+
+
+if __name__ == "__main__":
+    main()

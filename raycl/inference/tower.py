@@ -1,0 +1,114 @@
+"""The tower of a run that may still go on: encoder and projection head of its last checkpoint."""
+
+import io
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from raycl.augment.images import center_view
+from raycl.config import RunConfig
+from raycl.data.images import BrokenImageError
+from raycl.errors import ConfigError, DataError, StorageError
+from raycl.models.momentum import MomentumEncoder
+from raycl.models.towers import Tower
+from raycl.settings import config_from_yaml
+from raycl.storage import Place, absolute
+from raycl.training import build
+from raycl.training.checkpoint import CHECKPOINTS, STATE
+from raycl.training.launch import CONFIG
+
+# Ray Train's own list of the checkpoints that are there whole.
+LISTED = "checkpoint_manager_snapshot.json"
+_ATTEMPTS, _NAP_S = 3, 0.5
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedTower:
+    """The side of a run that encodes keys, in evaluation mode, as of ``checkpoint``."""
+
+    tower: Tower
+    config: RunConfig
+    checkpoint: str
+
+    @torch.inference_mode()
+    def embed_image(self, content: bytes) -> np.ndarray:
+        """Return the embedding of an image file's content, float32 [dim], of unit length.
+
+        The image is prepared as the periodic judge does, without any randomness. Raises ``DataError``
+        if it cannot be decoded.
+        """
+        try:
+            pixels, _ = build.image_format(self.config).decode(content)
+        except BrokenImageError as error:
+            raise DataError(f"the image cannot be used: {error}; give a picture file") from error
+        mean, std = self.config.normalization
+        image = center_view(pixels[None], size=self.config.data.image_size, mean=mean, std=std)
+        return self.tower(image)[0].numpy()
+
+
+def load_tower(run: str) -> SavedTower:
+    """Load what encodes the keys of the run at ``run``: the momentum encoder where there is one.
+
+    Raises:
+        StorageError: There is no run, or no checkpoint yet, or it cannot be read.
+        ConfigError: The run's network cannot be built by its name.
+    """
+    output = Place(absolute(run))
+    config = config_from_yaml((output / CONFIG).read_text(), name=(output / CONFIG).uri)
+    checkpoint, state = _last_state(output)
+    tower = build.tower(config, build.encoder(config))
+    try:
+        return SavedTower(tower=_fill(tower, state).eval(), config=config, checkpoint=checkpoint)
+    except (RuntimeError, KeyError) as error:
+        raise ConfigError(
+            f"the weights of {output / CHECKPOINTS / checkpoint} do not fit the network that {CONFIG} names: the run "
+            "trained a network of its user's own, which only that program can build; ask by --id or --vector"
+        ) from error
+
+
+def _fill(tower: Tower, state: dict[str, Any]) -> Tower:
+    if "momentum_encoder" not in state:
+        tower.load_state_dict(state["tower"])
+        return tower
+    follower = MomentumEncoder(tower)
+    follower.load_state_dict(state["momentum_encoder"])
+    return follower.tower  # type: ignore[return-value]
+
+
+def _last_state(output: Place) -> tuple[str, dict[str, Any]]:
+    """Return the name of the last whole checkpoint and the learner's state in it."""
+    name = last_checkpoint(output)
+    while True:
+        try:
+            content = (output / CHECKPOINTS / name / STATE).read_bytes()
+            return name, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["learner"]
+        except StorageError:
+            # A run that goes on removes a checkpoint when there is a newer one.
+            before, name = name, last_checkpoint(output)
+            if name == before:
+                raise
+
+
+def last_checkpoint(output: Place) -> str:
+    """Return the name of the last checkpoint that is there whole; raises ``StorageError`` if none is."""
+    listed = output / CHECKPOINTS / LISTED
+    latest = _read_list(listed).get("latest_checkpoint_result") if listed.exists() else None
+    if latest is None:
+        raise StorageError(
+            f"the run at {output} has no checkpoint yet to encode an image by; ask again after its first, or ask by --id"
+        )
+    return latest["checkpoint_dir_name"]
+
+
+def _read_list(listed: Place) -> dict[str, Any]:
+    for _ in range(_ATTEMPTS):
+        try:
+            return json.loads(listed.read_text())
+        except json.JSONDecodeError:
+            time.sleep(_NAP_S)  # Ray writes the file in its place: it may be half there
+    raise StorageError(f"cannot read {listed}: it is no list of checkpoints; ask again, or ask by --id")

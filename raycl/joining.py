@@ -1,0 +1,113 @@
+"""Joining Ray with as little of it imported as a short question can afford."""
+
+import logging
+import os
+import socket
+from collections.abc import Collection
+from typing import Any
+
+# Ray reads this when it is imported.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray._private import services
+from ray._private.authentication import authentication_token_setup as tokens
+
+from raycl.errors import ConfigError, RunError
+
+_PATIENCE_S = 5.0
+
+
+def enter(address: str, *, debug: bool = False) -> str | None:
+    """Join the cluster at ``address``, or start one on this machine if it is ``local``.
+
+    Returns host and port of the cluster's dashboard, if it has one. Raises ``RunError``.
+    """
+    try:
+        joined = ray.init(
+            address=address,
+            log_to_driver=debug,
+            logging_level=logging.INFO if debug else logging.ERROR,
+            include_dashboard=False if address == "local" else None,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"cannot join a Ray cluster at {address!r}: {_first_line(error)}; {_advice(error)}"
+        ) from error
+    return joined.dashboard_url or None
+
+
+def join_running(address: str | None = None, *, debug: bool = False) -> bool:
+    """Join the Ray at ``address``, or in RAY_ADDRESS, or else the one on this machine; never start one.
+
+    Returns False, and does nothing, if this process has joined a Ray already.
+
+    Raises:
+        ConfigError: No Ray runs on this machine, or several do, or the address is none.
+        RunError: The Ray cannot be reached or joined.
+    """
+    if ray.is_initialized():
+        return False
+    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
+    here = _running_here()
+    where = the_only(here) if wanted in ("auto", "local") else _reachable(wanted)
+    if where in here:
+        _bring_token(debug=debug)
+    enter(where, debug=debug)
+    return True
+
+
+def the_only(addresses: Collection[str]) -> str:
+    """Return the one Ray of a machine; raises ``ConfigError`` if there are none or several."""
+    if not addresses:
+        raise ConfigError(
+            "no Ray runs on this machine; start `raycl train` first, or give --address HOST:PORT "
+            "on a machine of the cluster"
+        )
+    if len(addresses) > 1:
+        raise ConfigError(
+            f"{len(addresses)} Rays run on this machine: {', '.join(sorted(addresses))}; say which by --address HOST:PORT"
+        )
+    return next(iter(addresses))
+
+
+def _running_here() -> frozenset[str]:
+    """Return the addresses of all clusters that have a node on this machine."""
+    # A Ray that was started by ray.init is written down nowhere: only its processes tell.
+    find: Any = services.find_gcs_addresses
+    find.cache_clear()
+    return find()
+
+
+def _reachable(address: str) -> str:
+    """Return the address as Ray knows it, if anything listens there: Ray itself would try for long."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise ConfigError(f"{address!r} is no address of a Ray that can be asked; give HOST:PORT of its head")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PATIENCE_S).close()
+    except (OSError, OverflowError) as error:
+        raise RunError(
+            f"nothing answers at {address}: {_first_line(error)}; check --address and whether that Ray still runs"
+        ) from error
+    return services.canonicalize_bootstrap_address(address) or address
+
+
+def _bring_token(*, debug: bool) -> None:
+    """Let Ray use the token of this user, if there is one, for a cluster of this machine."""
+    # A Ray that was started by ray.init asks for it. Ray does the same for the cluster that it finds
+    # itself, but it cannot be told which of several it is.
+    if not debug:
+        logging.getLogger(tokens.__name__).setLevel(logging.ERROR)
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _advice(error: BaseException) -> str:
+    told = f"{error} {error.__cause__}"
+    if "AuthenticationError" in told or "token" in told.lower():
+        return "it asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN where ~/.ray/auth_token is not its own"
+    return "check --address"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,145 @@
+"""The actors that hold a bank: started by the driver, found by name, never two banks of one name."""
+
+import uuid
+from typing import Any, final
+
+import numpy as np
+import ray
+from ray import exceptions
+
+from raycl.errors import ConfigError, RayclError, RunError
+from raycl.negatives.bank_handle import NAMESPACE, Bank, connect_bank, list_banks
+from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.memory_bank_shard import MemoryBankShard
+from raycl.negatives.messages import Reply
+from raycl.negatives.queue_shard import QueueShard
+from raycl.negatives.sample_order import SampleOrder
+from raycl.negatives.snapshot import write_samples
+
+# Rows, ids and steps, and what a call needs besides.
+_MEMORY_MARGIN = 1.15
+
+
+@final
+class BankActor:
+    """Hold a shard; answer one call at a time, each answer marked with this life of the process."""
+
+    def __init__(self, plan: BankPlan, shard: int) -> None:
+        self._plan, self._incarnation = plan, uuid.uuid4().hex
+        self._refusal: RayclError | None = None
+        try:
+            self._shard = (QueueShard if plan.kind == "queue" else MemoryBankShard)(plan, shard)
+        except RayclError as error:
+            # An actor that fails to start takes the reason with it.
+            self._refusal = error
+
+    def plan(self) -> BankPlan:
+        """Return the plan, whether or not the shard could be made."""
+        return self._plan
+
+    def call(self, method: str, *arguments: Any) -> Reply:
+        """Let the shard do it; raises what the shard raises."""
+        if self._refusal:
+            raise self._refusal
+        return Reply(self._incarnation, getattr(self._shard, method)(*arguments))
+
+
+def start_bank(plan: BankPlan, sample_id: np.ndarray | None = None) -> Bank:
+    """Start a bank's actors and wait until all answer.
+
+    They begin with the snapshot in force below ``plan.output``, or as new. A bank of this name and
+    output that is still there is ended first. A bank that is not detached ends with its driver.
+
+    Args:
+        plan: What the bank is.
+        sample_id: Of a memory bank: the ids of all training data, int64 [capacity], in any order.
+
+    Raises:
+        ConfigError: The name is taken by another run, no node has memory enough, or ids and plan
+            do not fit together.
+        RunError: The cluster has no place for all shards in time.
+        StorageError: The output cannot be read or written.
+    """
+    ordered = _ordered(plan, sample_id)
+    _check_memory(plan)
+    _end_predecessor(plan)
+    if ordered is not None:
+        write_samples(plan, ordered)
+    bank = Bank(plan, _create_actors(plan))
+    try:
+        ray.get([actor.call.remote("hello") for actor in bank.actors], timeout=plan.timeout_s)
+    except exceptions.RayError as error:
+        bank.stop()
+        raise _why_not_started(plan, error) from error
+    return bank
+
+
+def _ordered(plan: BankPlan, sample_id: np.ndarray | None) -> np.ndarray | None:
+    if plan.kind == "queue":
+        return None
+    num_ids = 0 if sample_id is None else len(sample_id)
+    if sample_id is None or num_ids != plan.capacity:
+        raise ConfigError(
+            f"the memory bank is planned for {plan.capacity} samples and {num_ids} ids came; "
+            "give the ids of all training data, and their number as capacity"
+        )
+    return SampleOrder(sample_id).sample_id
+
+
+def _check_memory(plan: BankPlan) -> None:
+    need = max(_memory_of(plan, shard) for shard in range(plan.num_shards))
+    have = max(node["Resources"].get("memory", 0.0) for node in ray.nodes() if node["Alive"])
+    if need > have:
+        raise ConfigError(
+            f"a shard of the bank needs {_size(need)} of memory and the largest node has {_size(have)}; "
+            "raise bank.shards, set bank.dtype=float16, or add a larger node"
+        )
+
+
+def _end_predecessor(plan: BankPlan) -> None:
+    if plan.name not in list_banks():
+        return
+    holder = connect_bank(plan.name)
+    if holder.plan.output != plan.output:
+        raise ConfigError(
+            f"the bank {plan.name!r} belongs to the run at {holder.plan.output}; set bank.name to another name"
+        )
+    holder.stop()
+
+
+def _create_actors(plan: BankPlan) -> list[Any]:
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "namespace": NAMESPACE}
+    if plan.detached:
+        options["lifetime"] = "detached"
+    actors: list[Any] = []
+    try:
+        for shard in range(plan.num_shards):
+            own = {"name": plan.actor_name(shard), "memory": _memory_of(plan, shard)}
+            actors.append(ray.remote(BankActor).options(**options, **own).remote(plan, shard))
+    except ValueError as error:
+        Bank(plan, actors).stop()
+        raise ConfigError(
+            f"a bank {plan.name!r} was started at this very moment by another run; set bank.name to another name"
+        ) from error
+    return actors
+
+
+def _why_not_started(plan: BankPlan, error: exceptions.RayError) -> RayclError:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, RayclError):
+        return cause
+    need = max(_memory_of(plan, shard) for shard in range(plan.num_shards))
+    if isinstance(error, exceptions.GetTimeoutError):
+        return RunError(
+            f"the bank found no place within {plan.timeout_s:g} s: {plan.num_shards} shards need up to "
+            f"{_size(need)} of memory each and others hold it; end them, add a node or raise bank.shards"
+        )
+    return RunError(f"the bank did not start: {str(error).strip().splitlines()[0]}; try again with --debug")
+
+
+def _memory_of(plan: BankPlan, shard: int) -> int:
+    return int(_MEMORY_MARGIN * plan.bytes_of(shard)) + 1
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,98 @@
+"""What there is to know about a bank at one moment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.questions import Census, add_up
+from raycl.negatives.traffic import Traffic
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShardStats:
+    """One shard: where it is, what it can hold, and how often Ray has restarted it."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+    rows: int
+    num_bytes: int
+    restarts: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BankStats:
+    """A bank in numbers.
+
+    ``rows`` may be held and ``filled`` were written. An age is the newest step minus the row's own;
+    ``age_histogram`` holds pairs (bound, rows): so many rows are younger than the bound, but not
+    than the bound before. Ages and norms are of the written rows, None while there are none.
+    ``puts`` and ``reads`` count rows that workers wrote and read since the shards started; the
+    rates are those of the last 10 s. ``restarts`` counts the times that a shard died and came back.
+    """
+
+    name: str
+    kind: str
+    output: str
+    rows: int
+    filled: int
+    dim: int
+    dtype: str
+    num_bytes: int
+    shards: tuple[ShardStats, ...]
+    newest_step: int | None
+    age_mean: float | None
+    age_max: int | None
+    age_histogram: tuple[tuple[int, int], ...]
+    norm_mean: float | None
+    norm_min: float | None
+    norm_max: float | None
+    puts: int
+    reads: int
+    puts_per_second: float
+    reads_per_second: float
+    restarts: int
+
+
+def sum_up(
+    plan: BankPlan, shards: Sequence[ShardStats], census: Sequence[Census], traffic: Sequence[Traffic]
+) -> BankStats:
+    """Return the numbers of the whole bank."""
+    all_rows = add_up(census) if census else None
+    there = all_rows if all_rows and all_rows.num_filled else None
+    ages = there.steps[-1] - there.steps if there else np.empty(0, np.int64)
+    return BankStats(
+        name=plan.name,
+        kind=plan.kind,
+        output=plan.output,
+        rows=plan.capacity,
+        filled=there.num_filled if there else 0,
+        dim=plan.dim,
+        dtype=plan.dtype,
+        num_bytes=sum(shard.num_bytes for shard in shards),
+        shards=tuple(shards),
+        newest_step=int(there.steps[-1]) if there else None,
+        age_mean=float(ages @ there.num_rows / there.num_filled) if there else None,
+        age_max=int(ages[0]) if there else None,
+        age_histogram=_histogram(ages, there.num_rows) if there else (),
+        norm_mean=there.norm_sum / there.num_filled if there else None,
+        norm_min=there.norm_min if there else None,
+        norm_max=there.norm_max if there else None,
+        puts=sum(each.puts for each in traffic),
+        reads=sum(each.reads for each in traffic),
+        puts_per_second=sum(each.puts_per_second for each in traffic),
+        reads_per_second=sum(each.reads_per_second for each in traffic),
+        restarts=sum(shard.restarts for shard in shards),
+    )
+
+
+def _histogram(ages: np.ndarray, num_rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Count rows whose age is below 1, 2, 4, 8 and so on."""
+    bins = np.array([int(age).bit_length() for age in ages])
+    counts = np.bincount(bins, weights=num_rows)
+    return tuple((1 << index, int(count)) for index, count in enumerate(counts))

@@ -1,0 +1,155 @@
+"""Settings from outside: YAML in and out, ``key.path=value``, and what is wrong with them in one line."""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from raycl.config import RunConfig, Stage
+from raycl.errors import ConfigError
+
+
+def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """Validate a tree of plain values; raises ``ConfigError`` naming the key."""
+    try:
+        return RunConfig.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+    except TypeError as error:
+        raise ConfigError(f"the configuration holds a value that is no plain YAML: {error}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-4 for text; people mean the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
+)
+
+
+def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
+    """Read a run from YAML; raises ``ConfigError``."""
+    try:
+        values = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{name} must hold keys and values, came {type(values).__name__}; see `raycl recipes simclr`"
+        )
+    return config_from_dict(values)
+
+
+def config_to_yaml(config: RunConfig) -> str:
+    """Write a run as YAML that ``config_from_yaml`` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
+    """Return the run with ``key.path=value`` settings replaced; values are YAML.
+
+    Raises ``ConfigError`` for an unknown key, a wrong type or an impossible value.
+    """
+    pairs = settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings)
+    values = config.model_dump(mode="json")
+    for path, value in pairs:
+        _set(values, path, value)
+    return config_from_dict(values)
+
+
+def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which two runs differ: key path to (before, after)."""
+    old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def _flat(values: Any, path: str = "") -> dict[str, Any]:
+    items = (
+        values.items()
+        if isinstance(values, dict)
+        else enumerate(values)
+        if isinstance(values, list)
+        else None
+    )
+    if items is None:
+        return {path: values}
+    parts = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in items]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def parse_setting(setting: str) -> tuple[str, Any]:
+    """Split ``key.path=value``; the value is YAML. Raises ``ConfigError``."""
+    path, equals, value = setting.partition("=")
+    if not equals or not path:
+        raise ConfigError(
+            f"--set takes key.path=value, came {setting!r}; for example stages.0.temperature=0.2"
+        )
+    try:
+        return path.strip(), yaml.load(value, _Loader)
+    except (yaml.YAMLError, ValueError):
+        raise ConfigError(f"--set {path}: {value!r} is no YAML value; quote it") from None
+
+
+def _set(values: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        child = _child(values, name, path)
+        # Below free-form arguments a path makes what it passes.
+        values = values.setdefault(child, {}) if isinstance(values, dict) else values[child]
+        if not isinstance(values, dict | list):
+            raise ConfigError(f"unknown key {path}: {name} holds the single value {values!r}")
+    values[_child(values, last, path)] = value
+
+
+def _child(values: Any, name: str, path: str) -> Any:
+    """Return the key or index called ``name``, which must exist (free-form arguments excepted)."""
+    if isinstance(values, list):
+        if not name.isdigit() or int(name) >= len(values):
+            raise ConfigError(f"unknown key {path}: {name!r} is no index below {len(values)}")
+        return int(name)
+    if name not in values and ".arguments." not in f".{path}":
+        raise ConfigError(_unknown(path, name, list(values)))
+    return name
+
+
+def _one_line(error: ValidationError) -> str:
+    # A tuple whose only item is wrong is reported as too short as well.
+    problems = [
+        each for each in error.errors(include_url=False) if each["type"] != "too_short"
+    ] or error.errors()
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return _describe(problems[0]) + more
+
+
+def _describe(problem: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return _unknown(path, str(problem["loc"][-1]), _names_at(problem["loc"][:-1]))
+    if problem["type"] == "missing":
+        return f"{path} is missing; it has no default"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    return f"{path}: {message[0].lower()}{message[1:]}, came {problem['input']!r}"
+
+
+def _unknown(path: str, name: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"unknown key {path}{hint} (allowed: {', '.join(allowed)})"
+
+
+def _names_at(path: Sequence[int | str]) -> list[str]:
+    """Return the keys that the section at ``path`` has."""
+    section: Any = RunConfig
+    for part in path:
+        if isinstance(part, str):
+            kind = section.model_fields[part].annotation
+            section = Stage if part == "stages" else kind
+    return list(section.model_fields)

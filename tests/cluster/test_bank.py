@@ -1,0 +1,495 @@
+"""The bank on a real Ray: clients answer like stores, shards die and come back, anyone may ask."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import ray
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raycl.errors import ConfigError, RayclError, RunError
+from raycl.negatives import KeyQueue, MemoryBank, Negatives
+from raycl.negatives.bank_actor import start_bank
+from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
+from raycl.negatives.bank_plan import BankPlan
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+DIM, CAPACITY, SEED = 8, 24, 3
+IDS = np.random.default_rng(0).choice(1_000, CAPACITY, replace=False) - 500
+SETTINGS = settings(
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def a_plan(output: Path, **changed: Any) -> BankPlan:
+    usual = {"name": "test", "kind": "queue", "dim": DIM, "capacity": CAPACITY, "seed": SEED}
+    return BankPlan(**{**usual, "output": str(output), **changed})
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["one shard", "three shards"])
+def banks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Bank]]:
+    """Start a bank of each kind; tests begin with ``restore(0)``."""
+    output = tmp_path_factory.mktemp("banks")
+    started = {
+        kind: start_bank(
+            a_plan(output / kind, name=kind.replace("_", " "), kind=kind, num_shards=request.param),
+            IDS if kind == "memory_bank" else None,
+        )
+        for kind in ("queue", "memory_bank")
+    }
+    yield started
+    for bank in started.values():
+        bank.stop()
+
+
+def client_of(bank: Bank, rank: int = 0, num_workers: int = 1) -> Any:
+    if bank.plan.kind == "queue":
+        return QueueClient(bank, rank=rank, num_workers=num_workers)
+    return MemoryBankClient(bank, IDS, rank=rank, max_staleness=0)
+
+
+def store_of(bank: Bank) -> Any:
+    return KeyQueue(CAPACITY, DIM) if bank.plan.kind == "queue" else MemoryBank(IDS, DIM, seed=SEED)
+
+
+def a_batch(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.standard_normal((size, DIM), np.float32), random.choice(IDS, size)
+
+
+def write(store: Any, size: int, step: int) -> None:
+    rows, ids = a_batch(size, step)
+    if hasattr(store, "push"):
+        store.push(rows, ids, step)
+    else:
+        store.update(ids, rows, step)
+
+
+def plain(negatives: Negatives) -> list[Any]:
+    return [array.tolist() for array in (negatives.rows, negatives.sample_id, negatives.step)]
+
+
+def kill(bank: Bank, shard: int) -> None:
+    os.kill(bank.stats().shards[shard].pid, signal.SIGKILL)
+
+
+KINDS = pytest.mark.parametrize("kind", ["queue", "memory_bank"])
+
+
+@KINDS
+@pytest.mark.parametrize("where", ["store", "client"])
+def test_store_and_client_answer_alike(banks: dict[str, Bank], kind: str, where: str) -> None:
+    bank = banks[kind]
+    bank.restore(0)
+    tested, store = (client_of(bank) if where == "client" else store_of(bank)), store_of(bank)
+    asked = np.unique(IDS)[3:9]
+    for step, size in enumerate([5, 0, 19, 1, 50, 7]):
+        for each in (tested, store):
+            write(each, size, step)
+        assert plain(tested.negatives()) == plain(store.negatives())
+        assert plain(tested.get(asked)) == plain(store.get(asked))
+        assert (len(tested), tested.num_bytes) == (len(store), store.num_bytes)
+        if kind == "queue":
+            assert tested.sequence == store.sequence
+            assert tested.state_dict()["sequence"] == store.state_dict()["sequence"]
+        else:
+            slots = tested.draw(9, step=step)
+            assert np.array_equal(slots, store.draw(9, step=step))
+            assert np.array_equal(tested.slots_of(asked), store.slots_of(asked))
+            assert plain(tested.read(slots)) == plain(store.read(slots))
+    if where == "client":
+        tested.flush()
+        assert plain(bank.negatives()) == plain(store.negatives())
+
+
+@KINDS
+@pytest.mark.parametrize("where", ["store", "client"])
+def test_store_and_client_refuse_alike(banks: dict[str, Bank], kind: str, where: str) -> None:
+    bank = banks[kind]
+    bank.restore(0)
+    tested = client_of(bank) if where == "client" else store_of(bank)
+    before = plain(tested.negatives())
+    add = tested.push if kind == "queue" else (lambda rows, ids, step: tested.update(ids, rows, step))
+    rows, ids = a_batch(3, 0)
+    for broken, message in (
+        ((rows[:, 1:], ids, 0), r"came as \[3, 7\]; give one row of 8 a sample"),
+        ((rows * np.nan, ids, 0), "no embedding's"),
+        ((rows, ids[1:], 0), "3 rows came with 2 ids"),
+        ((rows, ids.astype(float), 0), "came as float64"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            add(*broken)
+    assert plain(tested.negatives()) == before
+
+
+@KINDS
+@SETTINGS
+@given(st.lists(st.integers(0, 30) | st.sampled_from(["flush", "save", "restore"]), max_size=10))
+def test_bank_is_the_store_whatever_happens_in_any_order(
+    banks: dict[str, Bank], kind: str, actions: list[Any]
+) -> None:
+    bank, saved = banks[kind], {}
+    bank.restore(0)
+    client, store = client_of(bank), store_of(bank)
+    for step, action in enumerate(actions, start=1):
+        if action == "flush":
+            client.flush()
+        elif action == "save":
+            client.save(step)
+            saved[step] = {name: np.copy(value) for name, value in store.state_dict().items()}
+        elif action == "restore":
+            back_to = max(saved, default=0)
+            bank.restore(back_to)
+            client, store = client_of(bank), store_of(bank)
+            if saved:
+                store.load_state_dict(saved[back_to])
+        else:
+            write(client, action, step)
+            write(store, action, step)
+    client.flush()
+    bank.prune([])
+    for seen in (client, bank):
+        assert plain(seen.negatives()) == plain(store.negatives())
+
+
+@KINDS
+@settings(SETTINGS, max_examples=2)
+@given(st.lists(st.sampled_from([5, 11, "save", "kill"]), min_size=4, max_size=8), st.integers(0, 2))
+def test_shards_that_are_killed_come_back(
+    banks: dict[str, Bank], kind: str, actions: list[Any], shard: int
+) -> None:
+    bank = banks[kind]
+    bank.restore(0)
+    client, store = client_of(bank), store_of(bank)
+    saved = {name: np.copy(value) for name, value in store.state_dict().items()}
+    for step, action in enumerate(actions, start=1):
+        if action == "save":
+            client.save(step)
+            saved = {name: np.copy(value) for name, value in store.state_dict().items()}
+        elif action == "kill" and bank.plan.num_shards > shard:
+            kill(bank, shard)
+            if kind == "memory_bank":
+                first, stop = bank.plan.first_slots[shard : shard + 2]
+                store.load_part(
+                    Negatives(*(saved[name][first:stop] for name in ("rows", "sample_id", "step")))
+                )
+        elif not isinstance(action, str):
+            write(client, action, step)
+            write(store, action, step)
+    client.flush()
+    assert plain(bank.negatives()) == plain(store.negatives())
+
+
+def test_queue_is_whole_again_when_a_shard_dies_between_two_pushes(banks: dict[str, Bank]) -> None:
+    bank = banks["queue"]
+    bank.restore(0)
+    workers = [client_of(bank, rank, 2) for rank in (0, 1)]
+    restarts = bank.stats().restarts
+    for step in range(9):
+        for worker in workers:
+            write(worker, 10, step)
+        if step == 2:
+            for worker in reversed(workers):
+                worker.save(step)
+        if step == 5:
+            kill(bank, bank.plan.num_shards - 1)
+    for worker in reversed(workers):
+        worker.flush()
+    assert plain(bank.negatives()) == plain(workers[0].negatives()) == plain(workers[1].negatives())
+    assert len(bank.negatives()) == CAPACITY
+    assert bank.stats().restarts == restarts + 1
+    assert [worker.restarts for worker in workers] == [1, 1]
+    assert workers[0].waited_s > 0
+
+
+def test_snapshot_after_a_death_is_whole(banks: dict[str, Bank]) -> None:
+    bank = banks["queue"]
+    bank.restore(0)
+    client = client_of(bank)
+    for step in range(4):
+        write(client, 10, step)
+    client.flush()
+    kill(bank, 0)
+    client.save(4)
+    bank.restore(4)
+    assert plain(bank.negatives()) == plain(client.negatives())
+
+
+def test_two_workers_parts_make_the_bank_of_one(banks: dict[str, Bank]) -> None:
+    bank, store = banks["memory_bank"], store_of(banks["memory_bank"])
+    bank.restore(0)
+    meetings: list[int] = []
+    workers = [
+        MemoryBankClient(bank, IDS, rank=rank, max_staleness=0, barrier=lambda: meetings.append(1))
+        for rank in (0, 1)
+    ]
+    for step in range(4):
+        rows, ids = a_batch(12, step)
+        store.update(ids, rows, step)
+        for half, worker in zip((slice(0, 6), slice(6, 12)), workers, strict=True):
+            worker.update(ids[half], rows[half], step)
+        slots = store.draw(10, step=step)
+        assert plain(workers[step % 2].read(slots)) == plain(store.read(slots))
+    assert len(meetings) == 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_half_precision_on_the_wire_is_what_rings_hold_too(tmp_path: Path, dtype: str) -> None:
+    bank = start_bank(a_plan(tmp_path, dtype=dtype, wire_dtype="float16"))
+    client = client_of(bank)
+    for step in range(4):
+        write(client, 10, step)
+    client.save(4)
+    assert plain(bank.negatives()) == plain(client.negatives()) == plain(client_of(bank).negatives())
+    rows, ids = a_batch(10, 3)
+    assert np.array_equal(
+        client.get(ids[:1]).rows[-1], rows[np.flatnonzero(ids == ids[0])[-1]].astype("float16")
+    )
+    bank.restore(4)
+    assert plain(bank.negatives()) == plain(client.negatives())
+    assert bank.negatives().rows.dtype == dtype
+    bank.stop()
+
+
+def test_a_bank_of_the_same_output_is_taken_over_and_of_another_is_left_alone(tmp_path: Path) -> None:
+    first = start_bank(a_plan(tmp_path / "a", detached=True, num_shards=2))
+    client = client_of(first)
+    write(client, 10, 1)
+    client.save(1)
+    with pytest.raises(
+        ConfigError, match=f"'test' belongs to the run at {tmp_path / 'a'}; set bank.name"
+    ) as error:
+        start_bank(a_plan(tmp_path / "b"))
+    assert "\n" not in str(error.value)
+    assert plain(first.negatives()) == plain(client.negatives())
+    second = start_bank(a_plan(tmp_path / "a", num_shards=2))
+    assert plain(second.negatives()) == plain(client.negatives())
+    with pytest.raises(RunError, match="did not answer") as error:
+        client.flush()
+    assert "\n" not in str(error.value)
+    second.stop()
+    assert "test" not in list_banks()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dim": 9}, "its dim is 8, this one's is 9"),
+        ({"capacity": 48}, "its capacity is 24, this one's is 48"),
+        ({"num_shards": 2}, "its num_shards is 1, this one's is 2; set bank.shards"),
+    ],
+)
+def test_a_bank_of_another_shape_does_not_start_from_the_snapshot(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    bank = start_bank(a_plan(tmp_path))
+    bank.save(1)
+    bank.stop()
+    with pytest.raises(ConfigError, match=message) as error:
+        start_bank(a_plan(tmp_path, **changed))
+    assert "\n" not in str(error.value)
+    assert "test" not in list_banks()
+
+
+def test_a_shard_that_no_node_can_hold_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    message = r"a shard of the bank needs 51,409.2 GiB of memory and the largest node has \d+\.\d GiB; raise bank.shards"
+    with pytest.raises(ConfigError, match=message) as error:
+        start_bank(a_plan(tmp_path, capacity=10**12))
+    assert "\n" not in str(error.value)
+    assert "test" not in list_banks() and not (tmp_path / "bank").exists()
+
+
+def test_a_bank_that_finds_no_place_is_refused_in_time(tmp_path: Path) -> None:
+    have = min(node["Resources"]["memory"] for node in ray.nodes())
+    rows = int(0.7 * have / 1.15 / (DIM * 4 + 16))
+    plan = a_plan(tmp_path, capacity=2 * rows, num_shards=2, timeout_s=5.0)
+    with pytest.raises(
+        RunError, match="no place within 5 s: 2 shards need up to .* raise bank.shards"
+    ) as error:
+        start_bank(plan)
+    assert "\n" not in str(error.value)
+    assert "test" not in list_banks()
+
+
+@pytest.mark.parametrize(
+    ("changed", "ids", "message"),
+    [
+        ({}, None, "planned for 24 samples and 0 ids came"),
+        ({}, IDS[1:], "planned for 24 samples and 23 ids came"),
+        ({}, np.zeros(24, int), "not distinct: 0 came"),
+    ],
+)
+def test_samples_that_do_not_fit_the_plan_are_refused(
+    tmp_path: Path, changed: dict[str, Any], ids: np.ndarray | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start_bank(a_plan(tmp_path, kind="memory_bank", **changed), ids)
+
+
+@KINDS
+def test_questions_are_answered_exactly(
+    banks: dict[str, Bank], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.negatives.bank_handle._ROWS_A_CALL", 5)
+    monkeypatch.setattr("raycl.negatives.bank_handle._QUERIES_A_CALL", 2)
+    bank = banks[kind]
+    bank.restore(0)
+    client, num_puts = client_of(bank), bank.stats().puts
+    for step in range(3):
+        write(client, 6, step)
+    client.flush()
+    seen = bank.negatives()
+    written = np.flatnonzero(seen.step >= 0)
+    units = seen.rows[written] / np.linalg.norm(seen.rows[written], axis=1, keepdims=True)
+
+    queries = a_batch(3, 99)[0]
+    for query, found in zip(queries, bank.nearest(queries, k=4), strict=True):
+        similarities = units @ query / np.linalg.norm(query)
+        best = np.argsort(-similarities)[:4]
+        assert found.sample_id.tolist() == seen.sample_id[written][best].tolist()
+        assert found.step.tolist() == seen.step[written][best].tolist()
+        np.testing.assert_allclose(found.similarity, similarities[best], atol=1e-6)
+    assert len(bank.nearest(queries[0], k=500)[0]) == len(written)
+
+    sample = int(seen.sample_id[written][0])
+    assert sample not in bank.nearest_of(sample, k=500).sample_id
+    newest = seen.rows[written][np.flatnonzero(seen.sample_id[written] == sample)]
+    newest = newest[seen.step[written][seen.sample_id[written] == sample].argmax()]
+    found = [one for one in bank.nearest(newest, k=500)[0].sample_id if one != sample]
+    assert found == bank.nearest_of(sample, k=500).sample_id.tolist()
+
+    assert plain(bank.get(IDS[2:7])) == plain(client.get(IDS[2:7]))
+    stats = bank.stats()
+    assert (stats.rows, stats.filled, stats.newest_step, stats.puts) == (
+        CAPACITY,
+        len(written),
+        2,
+        num_puts + 18,
+    )
+    assert sum(num for _, num in stats.age_histogram) == len(written)
+    assert stats.puts_per_second > 0 and stats.num_bytes == CAPACITY * (4 * DIM + 16)
+    assert [shard.num_bytes for shard in stats.shards] == [stats.num_bytes // len(stats.shards)] * len(
+        stats.shards
+    )
+
+    assert bank.export(str(tmp_path / "export")) == len(written)
+    assert len(list((tmp_path / "export").iterdir())) == bank.plan.num_shards
+    frame = pd.concat(map(pd.read_parquet, (tmp_path / "export").iterdir()))
+    assert sorted(frame.sample_id) == sorted(seen.sample_id[written])
+
+
+@KINDS
+def test_empty_banks_answer_too(banks: dict[str, Bank], kind: str) -> None:
+    bank = banks[kind]
+    bank.restore(0)
+    assert len(bank.nearest(np.ones(DIM))[0]) == 0
+    assert (bank.stats().filled, bank.stats().age_max) == (0, None)
+    with pytest.raises(ConfigError, match=rf"holds no row of sample {IDS[0]} now"):
+        bank.nearest_of(int(IDS[0]))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda banks: banks["queue"].nearest(np.ones(3)), r"came as \[3\]; give \[8\]"),
+        (lambda banks: banks["queue"].nearest(np.full(DIM, np.nan)), "not finite"),
+        (lambda banks: banks["queue"].nearest(np.ones(DIM), k=0), "cannot look for 0 neighbors"),
+        (lambda banks: banks["queue"].nearest_of(10**6), "holds no row of sample 1000000 now"),
+        (
+            lambda banks: banks["memory_bank"].get(np.array([IDS[0], 10**6])),
+            "no slot for the samples 1000000",
+        ),
+        (lambda banks: banks["memory_bank"].nearest_of(10**6), "no slot for the samples 1000000"),
+        (lambda _: connect_bank("nobody"), "no bank 'nobody': the banks here are 'memory bank', 'queue'"),
+    ],
+)
+def test_questions_without_answer_are_refused_in_one_line(
+    banks: dict[str, Bank], ask: Callable[[dict[str, Bank]], object], message: str
+) -> None:
+    with pytest.raises(RayclError, match=message) as error:
+        ask(banks)
+    assert isinstance(error.value, ConfigError) and "\n" not in str(error.value)
+
+
+ASKER = """
+import json, os, sys
+import numpy as np, ray
+from raycl.negatives.bank_handle import connect_bank, list_banks
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+bank = connect_bank("queue")
+print(json.dumps([list_banks(), bank.stats().filled, bank.nearest(np.ones(8), 3)[0].sample_id.tolist()]))
+"""
+
+
+def test_another_process_may_ask(banks: dict[str, Bank]) -> None:
+    bank = banks["queue"]
+    bank.restore(0)
+    client = client_of(bank)
+    write(client, 10, 1)
+    client.flush()
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run([sys.executable, "-c", ASKER, address], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    nearest = bank.nearest(np.ones(DIM), 3)[0].sample_id.tolist()
+    assert done.stdout.strip().splitlines()[-1] == str([["memory bank", "queue"], 10, nearest]).replace(
+        "'", '"'
+    )
+
+
+def test_a_bank_travels_to_workers_that_write_to_it(banks: dict[str, Bank]) -> None:
+    bank = banks["queue"]
+    bank.restore(0)
+
+    def work(bank: Bank, rank: int, barrier: Any) -> list[Any]:
+        worker = QueueClient(bank, rank=rank, num_workers=2)
+        ray.get(barrier.wait.remote())
+        for step in range(3):
+            random = np.random.default_rng(step)
+            worker.push(random.standard_normal((7, 8), np.float32), np.arange(7) + 10 * step, step)
+        worker.flush()
+        seen = worker.negatives()
+        return [array.tolist() for array in (seen.rows, seen.sample_id, seen.step)]
+
+    class Meeting:
+        def __init__(self) -> None:
+            self.num_here = 0
+
+        def wait(self) -> None:
+            self.num_here += 1
+            while self.num_here < 2:
+                time.sleep(0.01)
+
+    meetings: Any = ray.remote(Meeting)
+    meeting = meetings.options(num_cpus=0, max_concurrency=2).remote()
+    seen: Any = ray.get([ray.remote(work).options(num_cpus=0).remote(bank, rank, meeting) for rank in (0, 1)])
+    assert seen[0] == seen[1] == plain(bank.negatives())
+    assert len(bank.negatives()) == 21
+
+
+def test_a_worker_that_joined_before_the_bank_was_restored_is_refused(banks: dict[str, Bank]) -> None:
+    for bank in banks.values():
+        bank.restore(0)
+        late = client_of(bank)
+        bank.restore(0)
+        with pytest.raises(RunError, match="restored after this worker had joined") as error:
+            write(late, 10, 1)
+            late.flush()
+        assert "\n" not in str(error.value)
+
+
+def test_the_plan_of_a_bank_is_found_by_its_name(banks: dict[str, Bank]) -> None:
+    assert connect_bank("memory bank").plan == banks["memory_bank"].plan
+    assert connect_bank("queue").plan == banks["queue"].plan

@@ -1,0 +1,253 @@
+"""Whole runs with a queue and a memory bank: the actors' against the workers' own, resumed, killed."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import raycl
+from raycl.config import RunConfig
+from raycl.errors import ConfigError, DataError, RunError
+from raycl.negatives.bank_actor import start_bank
+from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
+from raycl.negatives.bank_plan import BankPlan
+from raycl.records import read_metrics
+from raycl.storage import Place
+from raycl.training.launch import RunResult
+from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, weights_of
+from tests.images import write_digits
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+CAPACITY = 4 * BATCH_SIZE
+
+
+def run_of(method: str, **settings: Any) -> RunConfig:
+    """Two workers, two epochs of nine steps: ``small_run`` by another method."""
+    usual = {
+        "workers": 2,
+        "cpus_per_worker": 0.5,
+        "data.channels": 1,
+        "encoder.name": "tests.cluster.networks:small",
+        "encoder.arguments": {"channels": 1},
+        "stages.0.epochs": 2,
+        "stages.0.batch_size": BATCH_SIZE,
+        "evaluation.num_test": 64,
+        "evaluation.k": 20,
+        "checkpoints.every_steps": 5,
+        "log_every_steps": 1,
+    }
+    stores = {
+        "moco_v2": {"negatives.capacity": CAPACITY},
+        "instance_discrimination": {"negatives.num_negatives": 100, "batchnorm": "synchronized"},
+    }
+    return raycl.override(raycl.recipe(method, image_size=16), {**usual, **stores[method], **settings})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+
+
+def trained(config: RunConfig, data: Path, output: Path, *, resume: bool = False) -> RunResult:
+    return raycl.train(config, data=str(data), output=str(output), resume=resume, quiet=True)
+
+
+def losses_of(output: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(Place(str(output))) if "loss" in line]
+
+
+def assert_equal_runs(first: Path, second: Path) -> None:
+    assert losses_of(first) == losses_of(second)
+    theirs = weights_of(second)
+    for name, value in weights_of(first).items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def snapshot_of(output: Path, step: int, num_shards: int = 1) -> dict[str, np.ndarray]:
+    """Return the rows of a snapshot, in the order of files."""
+    folder = output / "bank" / f"step-{step:08d}"
+    tables = [pq.read_table(path) for path in sorted(folder.glob("shard-*.parquet"))]
+    assert len(tables) == num_shards
+    return {
+        name: np.concatenate([table[name].to_numpy() for table in tables]) for name in ("sample_id", "step")
+    }
+
+
+@pytest.fixture(scope="module")
+def moco(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
+    """MoCo v2 with its queue in an actor."""
+    output = tmp_path_factory.mktemp("runs") / "moco"
+    return output, trained(run_of("moco_v2"), data, output)
+
+
+def test_the_queues_snapshot_holds_the_keys_of_the_last_steps(moco: tuple[Path, RunResult]) -> None:
+    output, result = moco
+    held = snapshot_of(output, result.steps)
+    steps, counts = np.unique(held["step"], return_counts=True)
+    assert steps.tolist() == list(range(result.steps - 4, result.steps))
+    assert counts.tolist() == [BATCH_SIZE] * 4
+    # An epoch has no sample twice.
+    assert len(np.unique(held["sample_id"])) == CAPACITY
+
+
+def test_the_log_tells_how_old_negatives_are_and_what_batchnorm_leaks(moco: tuple[Path, RunResult]) -> None:
+    output, result = moco
+    lines = [line for line in read_metrics(Place(str(output))) if "loss" in line]
+    ages = [(line["negatives_age_mean"], line["negatives_age_max"]) for line in lines]
+    assert ages[:4] == [(1, 1), (1.5, 2), (2, 3), (2.5, 4)]
+    assert set(ages[4:]) == {(2.5, 4)}
+    assert -1 < result.final["leakage"] < 1
+    assert result.final["knn_top1"] > 0.3
+
+
+def test_a_run_takes_its_bank_with_it_and_keeps_the_snapshots_of_its_checkpoints(
+    moco: tuple[Path, RunResult],
+) -> None:
+    output, _ = moco
+    assert "moco" not in list_banks()
+    steps = {path.name for path in (output / "bank").glob("step-*")}
+    assert steps == {path.name.removesuffix("-judged") for path in (output / "checkpoints").glob("step-*")}
+
+
+def test_the_actors_queue_gives_the_run_of_the_workers_own(
+    moco: tuple[Path, RunResult], data: Path, tmp_path: Path
+) -> None:
+    trained(run_of("moco_v2", **{"bank.held_by": "workers"}), data, tmp_path / "run")
+    assert_equal_runs(moco[0], tmp_path / "run")
+    assert not (tmp_path / "run" / "bank").exists()
+
+
+@pytest.mark.parametrize("held_by", ["actor", "workers"])
+def test_a_moco_run_killed_and_resumed_equals_the_whole_one(
+    held_by: str, moco: tuple[Path, RunResult], data: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "died"
+    arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
+    config = run_of("moco_v2", **{"encoder.arguments": arguments, "bank.held_by": held_by})
+    with pytest.raises(RunError):
+        trained(config, data, tmp_path / "run")
+    trained(config, data, tmp_path / "run", resume=True)
+    assert int(marker.read_text()) == moco[1].steps - 5
+    assert_equal_runs(moco[0], tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def in_step(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
+    """InstDisc with its bank in two shards that are read in step."""
+    output = tmp_path_factory.mktemp("runs") / "instance"
+    config = run_of("instance_discrimination", **{"bank.max_staleness": 0, "bank.shards": 2})
+    return output, trained(config, data, output)
+
+
+def test_the_actors_bank_read_in_step_gives_the_run_of_the_workers_own(
+    in_step: tuple[Path, RunResult], data: Path, tmp_path: Path
+) -> None:
+    output, result = in_step
+    trained(run_of("instance_discrimination", **{"bank.held_by": "workers"}), data, tmp_path / "run")
+    assert_equal_runs(output, tmp_path / "run")
+    held = snapshot_of(output, result.steps, num_shards=2)
+    # Every sample of the two epochs was written at its last step; the others of an epoch never.
+    assert (held["step"] < result.steps).all()
+    assert (held["step"] >= result.steps // 2).sum() == result.steps // 2 * BATCH_SIZE
+
+
+def test_an_instance_run_killed_and_resumed_equals_the_whole_one(
+    in_step: tuple[Path, RunResult], data: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "died"
+    arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
+    settings = {"encoder.arguments": arguments, "bank.max_staleness": 0, "bank.shards": 2}
+    config = run_of("instance_discrimination", **settings)
+    with pytest.raises(RunError):
+        trained(config, data, tmp_path / "run")
+    trained(config, data, tmp_path / "run", resume=True)
+    assert_equal_runs(in_step[0], tmp_path / "run")
+
+
+def test_a_streamed_set_trains_by_slots_read_one_step_ahead(data: Path, tmp_path: Path) -> None:
+    config = run_of("instance_discrimination", **{"data.cache": "stream", "data.shuffle_rows": 128})
+    result = trained(config, data, tmp_path / "run")
+    # The broken rows have slots as well: nobody knows them beforehand.
+    assert len(snapshot_of(tmp_path / "run", result.steps)["step"]) == NUM_IMAGES
+    assert np.isfinite(losses_of(tmp_path / "run")).all()
+
+
+def test_a_worker_and_a_shard_are_killed_and_no_acknowledged_row_is_lost(data: Path, tmp_path: Path) -> None:
+    output, marker = tmp_path / "drill", tmp_path / "died"
+    arguments = {"channels": 1, "die_at": 60, "marker": str(marker)}
+    settings = {"encoder.arguments": arguments, "stages.0.epochs": 30, "max_failures": 2}
+    killed: list[tuple[int, int]] = []
+    killer = threading.Thread(target=kill_shard_once, args=("drill", 20, killed))
+    killer.start()
+    result = trained(run_of("moco_v2", **settings), data, output)
+    killer.join(60)
+    assert marker.exists(), "no worker died"
+    assert killed, "no shard died"
+    assert result.steps == 270
+    lines = [line["step"] for line in read_metrics(Place(str(output))) if "loss" in line]
+    assert lines == list(range(1, 271))
+    for folder in (output / "bank").glob("step-*"):
+        step = int(folder.name.removeprefix("step-"))
+        steps, counts = np.unique(snapshot_of(output, step)["step"], return_counts=True)
+        assert steps.tolist() == list(range(step - 4, step))
+        assert counts.tolist() == [BATCH_SIZE] * 4
+
+
+def kill_shard_once(name: str, step: int, killed: list[tuple[int, int]]) -> None:
+    """SIGKILL the bank's process when a run has passed the step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not killed:
+        bank = found(name)
+        stats = None if bank is None else bank.stats()
+        if stats is not None and (stats.newest_step or 0) >= step:
+            os.kill(stats.shards[0].pid, signal.SIGKILL)
+            killed.append((stats.shards[0].pid, stats.newest_step or 0))
+        time.sleep(0.02)
+
+
+def found(name: str) -> Bank | None:
+    return connect_bank(name) if name in list_banks() else None
+
+
+def test_layers_in_batchnorms_place_are_there_when_the_encoder_is_loaded(data: Path, tmp_path: Path) -> None:
+    settings = {"encoder.name": "resnet10", "encoder.width": 0.25, "encoder.arguments": {}}
+    config = run_of("moco_v2", **settings, **{"batchnorm": "group", "stages.0.epochs": 1, "workers": 1})
+    result = trained(config, data, tmp_path / "run")
+    encoder = raycl.load_encoder(result.output)
+    assert any(isinstance(layer, torch.nn.GroupNorm) for layer in encoder.modules())
+    assert not any(isinstance(layer, torch.nn.BatchNorm2d) for layer in encoder.modules())
+    assert "leakage" not in result.final
+
+
+def test_a_bank_of_another_run_is_not_taken_over(data: Path, tmp_path: Path) -> None:
+    other = start_bank(BankPlan(name="taken", kind="queue", dim=8, output=str(tmp_path / "x"), capacity=64))
+    try:
+        with pytest.raises(ConfigError, match=r"the bank 'taken' belongs to the run at .*x; set bank.name"):
+            trained(run_of("moco_v2"), data, tmp_path / "taken")
+        assert not (tmp_path / "taken" / "checkpoints").exists()
+        assert connect_bank("taken").stats().filled == 0
+    finally:
+        other.stop()
+
+
+def test_more_noise_than_samples_is_refused(data: Path, tmp_path: Path) -> None:
+    config = run_of("instance_discrimination", **{"negatives.num_negatives": 4_096})
+    with pytest.raises(ConfigError, match=r"num_negatives 4096 is more than the 6\d\d samples"):
+        trained(config, data, tmp_path / "run")
+
+
+def test_a_streamed_dataset_has_no_ids_for_a_bank(tmp_path: Path) -> None:
+    import ray
+
+    rows = [{"image": np.zeros((12, 12, 1), np.uint8), "label": index % 2} for index in range(128)]
+    config = run_of("instance_discrimination", **{"data.cache": "stream", "workers": 1})
+    with pytest.raises(DataError, match="needs the ids of all samples"):
+        raycl.train(config, dataset=ray.data.from_items(rows), output=str(tmp_path / "run"), quiet=True)

@@ -1,0 +1,460 @@
+"""Clients of a bank whose calls get lost and whose shards die, without Ray: nothing is lost or done twice."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
+
+from raycl.errors import ConfigError, RayclError, RunError
+from raycl.negatives import KeyQueue, MemoryBank, Negatives, bank_line
+from raycl.negatives.bank_actor import BankActor
+from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank_line import BankLine
+from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.memory_bank import normalized
+from raycl.negatives.sample_order import SampleOrder
+from raycl.negatives.snapshot import read_current, write_samples
+
+DIM = 3
+SETTINGS = settings(deadline=None, max_examples=150)
+IDS = np.array([3, -5, 10, 11, 40, 41, 42])
+
+# What may happen to a call: nothing; it is lost on its way; its answer is; the shard dies before it or after.
+FAULTS = ("", "lost", "unanswered", "dies", "done, then dies")
+faults = st.lists(st.sampled_from(FAULTS + ("",) * 4), max_size=40)
+lost_calls = st.lists(st.sampled_from(("", "", "lost", "unanswered")), max_size=40)
+
+
+class Cluster:
+    """Actors in this process, and what becomes of each call to them."""
+
+    def __init__(self, plan: BankPlan, fates: list[str] | None = None) -> None:
+        self.fates = iter(fates or [])
+        self.actors = [FakeActor(self, plan, shard) for shard in range(plan.num_shards)]
+        self.bank = Bank(plan, self.actors)
+
+    def heal(self) -> None:
+        self.fates = iter(())
+
+
+class FakeActor:
+    """A shard's actor as Ray would hold it; ``on_death`` tells the test what it comes back with."""
+
+    def __init__(self, cluster: Cluster, plan: BankPlan, shard: int) -> None:
+        self.cluster, self.plan, self.shard = cluster, plan, shard
+        self.actor = BankActor(plan, shard)
+        self.call = SimpleNamespace(remote=self.remote)
+        self.on_call: Callable[[FakeActor, str, Any], None] = lambda *_: None
+        self.on_death: Callable[[FakeActor], None] = lambda *_: None
+
+    def remote(self, *call: Any) -> Any:
+        fate = next(self.cluster.fates, "")
+        if fate == "dies":
+            self.die()
+        if fate in ("lost", "dies"):
+            return ActorUnavailableError("gone", None)
+        answer = self.run(*call)
+        if fate == "done, then dies":
+            self.die()
+        return ActorUnavailableError("gone", None) if fate else answer
+
+    def run(self, method: str, *arguments: Any) -> Any:
+        # As Ray does, so that neither side holds memory of the other.
+        method, arguments = pickle.loads(pickle.dumps((method, arguments)))
+        self.on_call(self, method, arguments)
+        try:
+            return pickle.loads(pickle.dumps(self.actor.call(method, *arguments)))
+        except RayclError as error:
+            return RayTaskError("call", "traceback\nof many lines", error).as_instanceof_cause()
+
+    def die(self) -> None:
+        self.actor = BankActor(self.plan, self.shard)
+        self.on_death(self)
+
+
+def fake_get(answer: Any, timeout: float) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_ray() -> Iterator[None]:
+    """Let lines ask the actors of this process, and sleep for no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bank_line, "ray", SimpleNamespace(get=fake_get))
+        clock = Clock()
+        patch.setattr(bank_line, "time", clock)
+        yield
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def a_plan(kind: Any, output: Path, **changed: Any) -> BankPlan:
+    capacity = 30 if kind == "queue" else len(IDS)
+    return BankPlan(
+        **{"name": "bank", "kind": kind, "dim": DIM, "output": str(output), "capacity": capacity, **changed}
+    )
+
+
+def a_batch(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.standard_normal((size, DIM), np.float32), random.integers(0, 99, size)
+
+
+def plain(store: Any) -> dict[str, Any]:
+    return {name: np.asarray(value).tolist() for name, value in store.state_dict().items()}
+
+
+def rows_of(negatives: Negatives) -> list[Any]:
+    return [array.tolist() for array in (negatives.rows, negatives.sample_id, negatives.step)]
+
+
+wire = st.sampled_from([None, "float16"])
+actions = st.lists(st.integers(0, 9) | st.sampled_from(["save", "restore", "flush"]), max_size=12)
+
+
+@SETTINGS
+@given(st.integers(1, 3), st.integers(1, 3), wire, actions, faults, st.randoms(use_true_random=False))
+def test_rings_and_bank_are_the_queue_of_one_whatever_gets_lost_or_dies(
+    tmp_path_factory: pytest.TempPathFactory,
+    num_shards: int,
+    num_workers: int,
+    wire_dtype: Any,
+    actions: list[Any],
+    fates: list[str],
+    order: Any,
+) -> None:
+    plan = a_plan("queue", tmp_path_factory.mktemp("bank"), num_shards=num_shards, wire_dtype=wire_dtype)
+    cluster, queue = Cluster(plan, fates), KeyQueue(plan.capacity, DIM)
+    saved: dict[int, Any] = {0: KeyQueue(plan.capacity, DIM).state_dict()}
+
+    def join() -> list[QueueClient]:
+        return [QueueClient(cluster.bank, rank=rank, num_workers=num_workers) for rank in range(num_workers)]
+
+    workers = join()
+    for step, action in enumerate(actions, start=1):
+        if action == "save":
+            for worker in reversed(workers):  # rank 0 last: what the barrier is for
+                worker.save(step)
+            saved[step] = pickle.loads(pickle.dumps(queue.state_dict()))
+        elif action == "restore":
+            back_to = order.choice(sorted(saved))
+            cluster.bank.restore(back_to)
+            queue.load_state_dict(saved[back_to])
+            workers = join()
+        elif action == "flush":
+            order.choice(workers).flush()
+        else:
+            rows, ids = a_batch(action, step)
+            queue.push(rows.astype(plan.sent_dtype), ids, step)
+            for worker in order.sample(workers, num_workers):
+                worker.push(rows, ids, step)
+    cluster.heal()
+    for worker in reversed(workers):
+        worker.flush()
+    for worker in workers:
+        assert plain(worker) == plain(queue)
+    assert plain(cluster.bank.read_queue()) == plain(queue)
+
+
+class Deaths:
+    """What a memory bank must be while its shards die: each comes back with its part of a snapshot."""
+
+    def __init__(self, cluster: Cluster, bank: MemoryBank) -> None:
+        self.bank = bank
+        self.saved = {(0, actor.shard): self.part(actor) for actor in cluster.actors}
+        for actor in cluster.actors:
+            actor.on_call, actor.on_death = self.note, self.go_back
+
+    def part(self, actor: FakeActor) -> Negatives:
+        first, stop = actor.plan.first_slots[actor.shard : actor.shard + 2]
+        return self.bank.read(np.arange(first, stop))
+
+    def note(self, actor: FakeActor, method: str, arguments: Any) -> None:
+        if method == "save":
+            self.saved[arguments[0], actor.shard] = self.part(actor)
+        if method == "restore":
+            self.bank.load_part(self.saved[arguments[0], actor.shard])
+
+    def go_back(self, actor: FakeActor) -> None:
+        self.bank.load_part(self.saved[read_current(actor.plan).step, actor.shard])
+
+
+@SETTINGS
+@given(
+    st.integers(1, 3), st.lists(st.integers(1, 7) | st.sampled_from(["save", "restore"]), max_size=12), faults
+)
+def test_memory_bank_is_its_snapshot_and_all_since_with_each_update_done_once(
+    tmp_path_factory: pytest.TempPathFactory, num_shards: int, actions: list[Any], fates: list[str]
+) -> None:
+    plan = a_plan("memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, seed=1)
+    write_samples(plan, SampleOrder(IDS).sample_id)
+    cluster, bank = Cluster(plan, fates), MemoryBank(IDS, DIM, seed=1)
+    deaths = Deaths(cluster, bank)
+    client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
+    for step, action in enumerate(actions, start=1):
+        if action == "save":
+            client.save(step)
+        elif action == "restore":
+            cluster.bank.restore(order_of(deaths.saved, step))
+            client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
+        else:
+            rows, choice = a_batch(action, step)
+            client.update(IDS[choice % 7], rows, step)
+            bank.update(IDS[choice % 7], rows, step)
+    cluster.heal()
+    assert rows_of(client.negatives()) == rows_of(bank.negatives())
+
+
+def order_of(saved: Any, number: int) -> int:
+    """Some step whose snapshot is whole."""
+    steps = sorted({step for step, _ in saved})
+    return steps[number % len(steps)]
+
+
+@SETTINGS
+@given(
+    st.integers(1, 3), wire, st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=10), lost_calls
+)
+def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
+    tmp_path_factory: pytest.TempPathFactory,
+    num_shards: int,
+    wire_dtype: Any,
+    steps: list[tuple[int, bool]],
+    fates: list[str],
+) -> None:
+    plan = a_plan(
+        "memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, wire_dtype=wire_dtype
+    )
+    write_samples(plan, SampleOrder(IDS).sample_id)
+    cluster, bank = Cluster(plan, fates), MemoryBank(IDS, DIM, seed=0)
+    client = MemoryBankClient(cluster.bank, IDS)
+    for step, (size, is_prefetched) in enumerate(steps):
+        slots = client.draw(4, step=step)
+        if is_prefetched:
+            client.prefetch(slots)
+        rows, choice = a_batch(size, step)
+        client.update(IDS[choice % 7], rows, step)
+        sent = rows if wire_dtype is None else normalized(rows).astype(wire_dtype)
+        bank.update(IDS[choice % 7], sent, step)
+        read, expected = client.read(slots), bank.read(slots)
+        assert read.sample_id.tolist() == expected.sample_id.tolist()
+        if not is_prefetched:
+            assert read.rows.tolist() == expected.rows.astype(plan.sent_dtype).tolist()
+            assert read.step.tolist() == expected.step.tolist()
+    assert rows_of(client.negatives()) == rows_of(bank.negatives())
+
+
+def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_anew(tmp_path: Path) -> None:
+    plan = a_plan("memory_bank", tmp_path)
+    write_samples(plan, SampleOrder(IDS).sample_id)
+    slots, updates = np.arange(7), [(IDS[:3], a_batch(3, step)[0], step) for step in range(3)]
+    for max_staleness, lags in ((0, (0, 0)), (1, (1, 0)), (2, (1, 2))):
+        cluster, bank = Cluster(plan), MemoryBank(IDS, DIM, seed=0)
+        client = MemoryBankClient(cluster.bank, IDS, max_staleness=max_staleness)
+        for num_updates, lag in enumerate(lags, start=1):
+            seen = [rows_of(bank.read(slots))]
+            client.prefetch(slots)
+            for update in updates[:num_updates]:
+                client.update(*update)
+                bank.update(*update)
+                seen.append(rows_of(bank.read(slots)))
+            assert rows_of(client.read(slots)) == seen[-1 - lag]
+        assert rows_of(client.get(IDS[:2])) == rows_of(bank.get(IDS[:2]))
+
+
+def test_flush_forgets_what_was_prefetched(tmp_path: Path) -> None:
+    plan = a_plan("memory_bank", tmp_path)
+    write_samples(plan, SampleOrder(IDS).sample_id)
+    client, bank = MemoryBankClient(Cluster(plan).bank, IDS), MemoryBank(IDS, DIM, seed=0)
+    client.prefetch(np.arange(7))
+    for store in (client, bank):
+        store.update(IDS[:3], a_batch(3, 0)[0], 0)
+    client.flush()
+    assert rows_of(client.read(np.arange(7))) == rows_of(bank.read(np.arange(7)))
+
+
+def test_arrays_given_away_may_be_overwritten_at_once(tmp_path: Path) -> None:
+    plans = [a_plan("memory_bank", tmp_path), a_plan("queue", tmp_path / "queue")]
+    write_samples(plans[0], SampleOrder(IDS).sample_id)
+    bank, queue = MemoryBank(IDS, DIM, seed=0), KeyQueue(30, DIM)
+    clusters = [Cluster(plan, ["", "", "", "lost", "lost"]) for plan in plans]
+    slots_client, keys = MemoryBankClient(clusters[0].bank, IDS), QueueClient(clusters[1].bank)
+    rows, ids, slots = a_batch(3, 0)[0], IDS[:3].copy(), np.arange(3)
+    bank.update(ids, rows, 0)
+    queue.push(rows, ids, 0)
+    slots_client.update(ids, rows, 0)
+    slots_client.prefetch(slots)
+    keys.push(rows, ids, 0)
+    rows[:], ids[:], slots[:] = 9, 9, 9
+    assert rows_of(slots_client.negatives()) == rows_of(bank.negatives())
+    keys.flush()
+    assert rows_of(clusters[1].bank.negatives()) == rows_of(queue.negatives())
+
+
+def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
+    plan = a_plan("memory_bank", tmp_path)
+    write_samples(plan, SampleOrder(IDS).sample_id)
+    client = MemoryBankClient(Cluster(plan).bank, IDS)
+    read = client.read(np.arange(7))
+    for array in (read.rows, read.sample_id, read.step):
+        array[:] = 0
+
+
+def test_workers_of_an_earlier_attempt_are_refused(tmp_path: Path) -> None:
+    plan = a_plan("memory_bank", tmp_path)
+    write_samples(plan, SampleOrder(IDS).sample_id)
+    slots, keys = Cluster(plan).bank, Cluster(a_plan("queue", tmp_path / "queue")).bank
+    late_slots, late_keys = MemoryBankClient(slots, IDS), QueueClient(keys)
+    for bank in (slots, keys):
+        bank.restore(0)
+    for call in (
+        lambda: late_slots.read(np.arange(2)),
+        late_slots.flush,
+        late_keys.flush,
+        lambda: late_keys.save(1),
+    ):
+        with pytest.raises(RunError, match="restored after this worker had joined"):
+            call()
+    late_keys.push(*a_batch(3, 0), 0)
+    with pytest.raises(RunError, match="restored after this worker had joined"):
+        late_keys.flush()
+    assert len(keys.negatives()) == 0
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("saved_after", [None, 0, 1, 2])
+def test_a_shard_that_died_has_all_rows_again(
+    tmp_path: Path, num_shards: int, saved_after: int | None
+) -> None:
+    cluster = Cluster(a_plan("queue", tmp_path, num_shards=num_shards))
+    workers = [QueueClient(cluster.bank, rank=rank, num_workers=2) for rank in (0, 1)]
+    for step in range(4):
+        for worker in workers:
+            worker.push(*a_batch(7, step), step)
+        if step == saved_after:
+            for worker in reversed(workers):
+                worker.save(step + 1)
+    cluster.actors[-1].die()
+    cluster.fates = iter(["lost", "", "unanswered"])
+    for worker in reversed(workers):
+        worker.flush()
+    assert plain(cluster.bank.read_queue()) == plain(workers[0])
+
+
+def test_a_shard_that_dies_again_while_it_gets_its_rows_has_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raycl.negatives.bank_client._ROWS_A_CALL", 4)
+    cluster = Cluster(a_plan("queue", tmp_path))
+    client = QueueClient(cluster.bank)
+    client.push(*a_batch(20, 0), 0)
+    client.flush()
+    cluster.actors[0].die()
+    cluster.fates = iter(["", "", "", "", "done, then dies"])  # two hellos, and parts of the rows
+    client.flush()
+    assert client.restarts == 2
+    assert plain(cluster.bank.read_queue()) == plain(client)
+
+
+def test_a_shard_that_dies_as_it_saves_leaves_no_snapshot_with_rows_missing(tmp_path: Path) -> None:
+    cluster = Cluster(a_plan("queue", tmp_path, num_shards=2))
+    client = QueueClient(cluster.bank)
+    client.push(*a_batch(20, 0), 0)
+    client.flush()
+    cluster.fates = iter(["", "", "dies"])  # two hellos, and the first shard's saving
+    client.save(1)
+    cluster.bank.restore(1)
+    assert plain(cluster.bank.read_queue()) == plain(client)
+
+
+def test_a_bank_restored_to_a_step_that_is_not_there_is_as_before(tmp_path: Path) -> None:
+    cluster = Cluster(a_plan("queue", tmp_path, num_shards=2))
+    client = QueueClient(cluster.bank)
+    client.push(*a_batch(5, 0), 0)
+    client.save(1)
+    with pytest.raises(RayclError, match="no whole snapshot"):
+        cluster.bank.restore(7)
+    for actor in cluster.actors:
+        actor.die()
+    assert plain(cluster.bank.read_queue()) == plain(client)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda client: client.read(np.array([3, 7, -1])), "slots -1, 7 are not here: these are 0 to 6"),
+        (lambda client: client.prefetch(np.array([7])), "slots 7 are not here"),
+        (lambda client: client.get(np.array([4])), "no slot for the samples 4"),
+        (lambda client: client.update(IDS[:2], np.full((2, DIM), np.nan), 0), "no embedding's"),
+        (lambda client: client.update(IDS[:2], np.ones((3, DIM)), 0), "3 rows came with 2 ids"),
+        (lambda client: client.update(IDS[:2] + 100, np.ones((2, DIM)), 0), "no slot for the samples"),
+        (lambda client: MemoryBankClient(client._bank, IDS[1:]), "has 7 slots and 6 ids came"),
+        (lambda client: MemoryBankClient(client._bank, IDS, max_staleness=-1), "at least 0, came -1"),
+    ],
+)
+def test_broken_calls_are_refused_in_one_line_and_nothing_is_written(
+    tmp_path: Path, make: Callable[[MemoryBankClient], object], message: str
+) -> None:
+    plan = a_plan("memory_bank", tmp_path)
+    write_samples(plan, SampleOrder(IDS).sample_id)
+    client = MemoryBankClient(Cluster(plan).bank, IDS)
+    with pytest.raises(ConfigError, match=message) as error:
+        make(client)
+    assert "\n" not in str(error.value)
+    assert rows_of(client.negatives()) == rows_of(MemoryBank(IDS, DIM, seed=0).negatives())
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            ActorUnavailableError("gone\nfar", None),
+            "did not answer 'hello': The actor None is unavailable: gone; look",
+        ),
+        (GetTimeoutError("slow"), "no answer within 5 s"),
+        (ActorDiedError(), "did not answer 'hello': The actor died unexpectedly"),
+        (RayTaskError("call", "a\nb", KeyError("k")), r"it failed with KeyError\('k'\)"),
+    ],
+)
+def test_a_shard_that_stays_away_is_an_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
+) -> None:
+    monkeypatch.setattr(bank_line, "actor_facts", lambda actor: {"State": "DEAD"})
+    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: answer))
+    line = BankLine(actor, "bank/0", timeout_s=5)
+    with pytest.raises(RunError, match=message) as error:
+        line.ask("hello")
+    assert "\n" not in str(error.value) and "'bank/0'" in str(error.value)
+    assert line.waited_s <= 5
+
+
+def test_a_shard_that_ray_is_restarting_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bank_line, "actor_facts", lambda actor: {"State": "RESTARTING"})
+    (actor,) = Cluster(a_plan("queue", tmp_path)).actors
+    answers = iter([ActorDiedError(), actor.remote("hello")])
+    line = BankLine(
+        SimpleNamespace(call=SimpleNamespace(remote=lambda *_: next(answers))), "bank/0", timeout_s=5
+    )
+    assert line.ask("hello").plan.capacity == 30
+    assert line.waited_s > 0

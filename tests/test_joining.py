@@ -1,0 +1,43 @@
+"""Which Ray a question is put to: the only one here, or the one that is named."""
+
+import subprocess
+import sys
+
+import pytest
+
+from raycl.errors import ConfigError, RunError
+from raycl.joining import join_running, the_only
+
+
+def test_the_only_ray_of_a_machine_is_asked() -> None:
+    assert the_only({"10.0.0.1:6379"}) == "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "says"),
+    [
+        (set(), "no Ray runs on this machine.*--address"),
+        ({"10.0.0.1:2", "10.0.0.1:1"}, "2 Rays run.*10.0.0.1:1, 10.0.0.1:2.*--address"),
+    ],
+)
+def test_none_and_several_are_one_line(addresses: set[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        the_only(addresses)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "ray://127.0.0.1:10001", "127.0.0.1:many"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        join_running(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])
+def test_a_ray_that_is_gone_is_told_at_once(address: str) -> None:
+    with pytest.raises(RunError, match="nothing answers"):
+        join_running(address)
+
+
+@pytest.mark.parametrize("module", ["raycl.banks", "raycl.bank_tables", "raycl.cli"])
+def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
+    code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray.data', 'ray.train', 'pandas'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,157 @@
+"""The tower of a run that goes on: which checkpoint, which side, how an image is prepared."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from raycl.augment.images import center_view
+from raycl.config import RunConfig
+from raycl.errors import ConfigError, DataError, StorageError
+from raycl.inference import tower as saved
+from raycl.inference.tower import load_tower
+from raycl.models.momentum import MomentumEncoder
+from raycl.recipes import recipe
+from raycl.settings import config_to_yaml, override
+from raycl.training import build
+from tests.images import digit_files
+
+SMALL = {
+    "data.channels": 1,
+    "encoder.name": "tests.cluster.networks:small",
+    "encoder.arguments": {"channels": 1},
+    "projection_head.dim": 8,
+}
+
+
+def small_config(name: str = "moco_v2", **settings: Any) -> RunConfig:
+    return override(recipe(name, image_size=16), SMALL | settings)
+
+
+def tower_of(config: RunConfig, *, seed: int) -> nn.Module:
+    """Return a tower whose weights and running statistics are like no new one's."""
+    whole = build.tower(config, build.encoder(config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in [*whole.parameters(), *whole.buffers()]:
+            if value.is_floating_point():
+                value.copy_(0.5 + torch.rand(value.shape, generator=generator))
+    return whole.eval()
+
+
+def write_checkpoint(run: Path, step: int, learner: dict[str, Any]) -> None:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    torch.save({"learner": learner}, folder / "state.pt")
+
+
+def list_checkpoint(run: Path, step: int) -> None:
+    latest = {"checkpoint_dir_name": f"step-{step:08d}"}
+    listed = run / "checkpoints" / "checkpoint_manager_snapshot.json"
+    listed.write_text(json.dumps({"latest_checkpoint_result": latest}))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run of MoCo with a checkpoint at step 5."""
+    config = small_config()
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    query_side, key_side = tower_of(config, seed=1), tower_of(config, seed=2)
+    state = {
+        "tower": query_side.state_dict(),
+        "momentum_encoder": MomentumEncoder(key_side).state_dict(),
+    }
+    write_checkpoint(tmp_path, 5, state)
+    list_checkpoint(tmp_path, 5)
+    return tmp_path
+
+
+def expected(config: RunConfig, whole: nn.Module, image: bytes) -> np.ndarray:
+    pixels, _ = build.image_format(config).decode(image)
+    mean, std = config.normalization
+    with torch.no_grad():
+        return whole(center_view(pixels[None], size=16, mean=mean, std=std))[0].numpy()
+
+
+def test_an_image_is_embedded_by_the_momentum_encoder_where_there_is_one(run: Path) -> None:
+    (image,), _ = digit_files(1)
+    found = load_tower(str(run))
+    embedding = found.embed_image(image)
+    by_keys, by_queries = (
+        expected(small_config(), tower_of(small_config(), seed=seed), image) for seed in (2, 1)
+    )
+    assert found.checkpoint == "step-00000005"
+    assert (embedding.shape, embedding.dtype) == ((8,), np.float32)
+    np.testing.assert_allclose(embedding, by_keys, atol=1e-6)
+    assert not np.allclose(embedding, by_queries, atol=1e-3)
+
+
+def test_an_image_is_embedded_by_the_tower_where_slots_are_the_keys(tmp_path: Path) -> None:
+    config = small_config("instance_discrimination")
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    write_checkpoint(tmp_path, 1, {"tower": tower_of(config, seed=3).state_dict()})
+    list_checkpoint(tmp_path, 1)
+    (image,), _ = digit_files(1)
+    embedding = load_tower(str(tmp_path)).embed_image(image)
+    np.testing.assert_allclose(embedding, expected(config, tower_of(config, seed=3), image), atol=1e-6)
+
+
+def test_a_checkpoint_that_is_not_listed_yet_is_not_read(run: Path) -> None:
+    (run / "checkpoints" / "step-00000009").mkdir()
+    (run / "checkpoints" / "step-00000009" / "state.pt").write_bytes(b"half")
+    assert load_tower(str(run)).checkpoint == "step-00000005"
+
+
+@pytest.mark.parametrize("listed", [None, '{"latest_checkpoint_result": null}'])
+def test_a_run_without_a_checkpoint_says_so(run: Path, listed: str | None) -> None:
+    file = run / "checkpoints" / "checkpoint_manager_snapshot.json"
+    file.unlink()
+    if listed:
+        file.write_text(listed)
+    with pytest.raises(StorageError, match="no checkpoint yet.*--id"):
+        load_tower(str(run))
+
+
+def test_a_list_that_is_being_written_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "checkpoints" / "checkpoint_manager_snapshot.json").write_text('{"latest')
+    writer = threading.Timer(0.2, list_checkpoint, [run, 5])
+    writer.start()
+    assert load_tower(str(run)).checkpoint == "step-00000005"
+    writer.join()
+    monkeypatch.setattr(saved, "_NAP_S", 0.01)
+    (run / "checkpoints" / "checkpoint_manager_snapshot.json").write_text('{"latest')
+    with pytest.raises(StorageError, match="no list of checkpoints"):
+        load_tower(str(run))
+
+
+def test_a_checkpoint_removed_meanwhile_gives_way_to_the_newer_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = iter(["step-00000004", "step-00000005"])
+    monkeypatch.setattr(saved, "last_checkpoint", lambda output: next(names))
+    assert load_tower(str(run)).checkpoint == "step-00000005"
+
+
+def test_a_checkpoint_that_is_gone_without_a_newer_one_is_an_error(run: Path) -> None:
+    (run / "checkpoints" / "step-00000005" / "state.pt").unlink()
+    with pytest.raises(StorageError, match="cannot read"):
+        load_tower(str(run))
+
+
+def test_a_network_of_the_users_own_is_one_line(run: Path) -> None:
+    config = small_config(**{"encoder.name": "resnet10", "encoder.arguments": {}, "encoder.width": 0.25})
+    (run / "config.yaml").write_text(config_to_yaml(config))
+    with pytest.raises(ConfigError, match="network of its user's own.*--vector"):
+        load_tower(str(run))
+
+
+def test_a_run_that_is_not_there_and_an_image_that_is_none_are_errors(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot read"):
+        load_tower(str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="not an image"):
+        load_tower(str(run)).embed_image(b"no picture")
