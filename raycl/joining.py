@@ -10,6 +10,7 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+from ray import exceptions
 from ray._private import services
 from ray._private.authentication import authentication_token_setup as tokens
 
@@ -30,7 +31,7 @@ def enter(address: str, *, debug: bool = False) -> str | None:
             logging_level=logging.INFO if debug else logging.ERROR,
             include_dashboard=False if address == "local" else None,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, exceptions.AuthenticationError) as error:
         raise RunError(
             f"cannot join a Ray cluster at {address!r}: {_first_line(error)}; {_advice(error)}"
         ) from error
@@ -103,8 +104,7 @@ def _bring_token(*, debug: bool) -> None:
 
 
 def _advice(error: BaseException) -> str:
-    told = f"{error} {error.__cause__}"
-    if "AuthenticationError" in told or "token" in told.lower():
+    if "AuthenticationError" in f"{error!r} {error.__cause__}":
         return "it asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN where ~/.ray/auth_token is not its own"
     return "check --address"
 

@@ -128,7 +128,9 @@ def rows_of(negatives: Negatives) -> list[Any]:
 
 
 wire = st.sampled_from([None, "float16"])
-actions = st.lists(st.integers(0, 9) | st.sampled_from(["save", "restore", "flush"]), max_size=12)
+actions = st.lists(
+    st.integers(0, 9) | st.just(70) | st.sampled_from(["save", "restore", "flush"]), max_size=12
+)
 
 
 @SETTINGS
@@ -320,14 +322,14 @@ def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
 
 
 def test_workers_of_an_earlier_attempt_are_refused(tmp_path: Path) -> None:
-    plan = a_plan("memory_bank", tmp_path)
+    plan = a_plan("memory_bank", tmp_path, num_shards=2)
     write_samples(plan, SampleOrder(IDS).sample_id)
-    slots, keys = Cluster(plan).bank, Cluster(a_plan("queue", tmp_path / "queue")).bank
+    slots, keys = Cluster(plan).bank, Cluster(a_plan("queue", tmp_path / "queue", num_shards=2)).bank
     late_slots, late_keys = MemoryBankClient(slots, IDS), QueueClient(keys)
     for bank in (slots, keys):
         bank.restore(0)
     for call in (
-        lambda: late_slots.read(np.arange(2)),
+        *[lambda: late_slots.read(np.arange(7))] * 2,
         late_slots.flush,
         late_keys.flush,
         lambda: late_keys.save(1),
@@ -358,6 +360,24 @@ def test_a_shard_that_died_has_all_rows_again(
     for worker in reversed(workers):
         worker.flush()
     assert plain(cluster.bank.read_queue()) == plain(workers[0])
+
+
+@pytest.mark.parametrize("back_to", [0, 1])
+def test_a_shard_that_dies_after_the_bank_went_back_has_gone_back_too(tmp_path: Path, back_to: int) -> None:
+    cluster = Cluster(a_plan("queue", tmp_path))
+    client = QueueClient(cluster.bank)
+    for step in (1, 2):
+        client.push(*a_batch(7, step), step)
+        client.save(step)
+    cluster.bank.restore(back_to)
+    before = plain(cluster.bank.read_queue())
+    cluster.actors[0].die()
+    assert plain(cluster.bank.read_queue()) == before
+    assert len(cluster.bank.negatives()) == 7 * back_to
+    client = QueueClient(cluster.bank)
+    client.push(*a_batch(7, 3), 3)
+    client.flush()
+    assert plain(cluster.bank.read_queue()) == plain(client)
 
 
 def test_a_shard_that_dies_again_while_it_gets_its_rows_has_all_of_them(

@@ -63,7 +63,7 @@ def fill_queue(shards: list[QueueShard], num_rows: int, *, skipped: int = -1) ->
     rows = np.random.default_rng(0).standard_normal((num_rows, plan.dim), np.float32)
     numbers = np.arange(num_rows)
     for number in numbers[numbers != skipped]:
-        part = Part(numbers[[number]], rows[[number]], 7 * numbers[[number]], numbers[[number]] // 5)
+        part = Part(numbers[[number]], rows[[number]], 7 * numbers[[number]], numbers[[number]] // 2)
         shards[number % len(shards)].push(0, part)
         place_part(queue, part)
     return queue

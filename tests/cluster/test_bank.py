@@ -305,7 +305,7 @@ def test_a_bank_of_another_shape_does_not_start_from_the_snapshot(
 
 
 def test_a_shard_that_no_node_can_hold_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    message = r"a shard of the bank needs 51,409.2 GiB of memory and the largest node has \d+\.\d GiB; raise bank.shards"
+    message = r"a shard of the bank needs 51,409.0 GiB of memory and the largest node has \d+\.\d GiB; raise bank.shards"
     with pytest.raises(ConfigError, match=message) as error:
         start_bank(a_plan(tmp_path, capacity=10**12))
     assert "\n" not in str(error.value)
