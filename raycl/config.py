@@ -114,7 +114,9 @@ class NegativesConfig(Section):
     """Where the negatives come from: the gathered batch, a store, or both.
 
     ``queue`` keeps the newest ``capacity`` keys; of a ``memory_bank``, one slot a sample that moves
-    by ``slot_momentum``, ``num_negatives`` slots are drawn for each step.
+    by ``slot_momentum``, ``num_negatives`` slots are drawn for each step; its ``first_rows`` are random,
+    as in the paper, or the embeddings of the untrained tower, which cost one pass over the data and
+    spare the first epochs the task of fitting random targets.
     ``normalizer_momentum=None`` holds the first estimate of the normalizing constant of ``nce``.
     """
 
@@ -123,6 +125,7 @@ class NegativesConfig(Section):
     capacity: Count = 65_536
     num_negatives: Count = 4_096
     slot_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    first_rows: Literal["random", "embeddings"] = "random"
     normalizer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
 
 

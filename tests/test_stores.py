@@ -495,6 +495,22 @@ def test_rows_without_direction_leave_the_slot_as_it_is(momentum: float) -> None
     np.testing.assert_allclose(bank.negatives().rows, rows, atol=1e-6)
 
 
+def test_filled_slots_are_first_rows_of_length_1_that_updates_move_on_from() -> None:
+    bank, other = some_bank(range(5)), some_bank(range(5))
+    bank.update(np.array([1, 2]), with_value(3.0)[:2], step=4)
+    rows = np.arange(3 * DIM, dtype=np.float32).reshape(3, DIM)
+    rows[2] = 0.0
+    bank.fill(np.array([3, 1, 0]), rows)
+    held, first = bank.negatives(), other.negatives()
+    assert held.step.tolist() == [-1, -1, 4, -1, -1]
+    assert held.rows[3] == pytest.approx(direction(rows[0]), abs=1e-6)
+    assert held.rows[1] == pytest.approx(direction(rows[1]), abs=1e-6)
+    assert np.array_equal(held.rows[[0, 4]], first.rows[[0, 4]])
+    bank.update(np.array([3]), rows[1:2], step=5)
+    halfway = direction(direction(rows[0]) + direction(rows[1]))
+    assert bank.get(np.array([3])).rows[0] == pytest.approx(halfway, abs=1e-6)
+
+
 def test_half_precision_rows_are_normalized_in_single_precision() -> None:
     # Squares of such rows overflow in float16, or vanish.
     for size in (3e4, 1e-6):

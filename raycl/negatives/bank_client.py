@@ -270,6 +270,24 @@ class MemoryBankClient:
             self._finish()
             self._barrier()
 
+    def fill(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
+        """Give this worker's samples their first rows, as ``MemoryBank.fill`` does; waits for the bank.
+
+        Raises:
+            ConfigError: As for ``MemoryBank.fill``; nothing was written.
+            RunError: A shard stays away, or the bank was restored since this client was made.
+        """
+        rows = checked_rows(rows, dim=self._bank.plan.dim, dtype=np.float32)
+        check_lengths(rows, checked_ids(sample_id))
+        slots = self._samples.positions_of(sample_id)
+        self.flush()
+        sent = normalized(rows).astype(self._bank.plan.sent_dtype, copy=False)
+        for line, own in zip(self._lines, self._homes(slots), strict=True):
+            if len(own):
+                line.send("fill", self._attempt, self._samples.ids_at(slots[own]), sent[own])
+        for line in self._lines:
+            line.collect()
+
     def flush(self) -> None:
         """Wait until the bank has all that this worker wrote; what was prefetched is forgotten."""
         self._finish()

@@ -157,6 +157,22 @@ class MemoryBank(NegativeStore):
         self._rows[distinct] = _moved(before, directions, self._momentum)
         self._step[distinct] = step
 
+    def fill(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
+        """Give the samples [n] first rows [n, dim] that are better than random ones, made unit length.
+
+        Their steps are those of first rows, -1. What was written before is lost; a row of zeros has
+        no direction and leaves the slot as it is.
+
+        Raises:
+            ConfigError: As for ``update``; the bank is as before.
+        """
+        rows = checked_rows(rows, dim=self._rows.shape[1], dtype=np.float32)
+        check_lengths(rows, checked_ids(sample_id))
+        positions = self._samples.positions_of(sample_id)
+        there = _lengths(rows)[:, 0] > _NO_DIRECTION
+        self._rows[positions[there]], self._step[positions[there]] = normalized(rows[there]), -1
+        self._calls = []
+
     def state_dict(self) -> State:
         """Return rows, ids and steps.
 

@@ -33,6 +33,12 @@ class MemoryBankShard(BankShard):
         self._reads.count(len(slots))
         return read.rows.astype(self._plan.sent_dtype, copy=False), read.step
 
+    def fill(self, attempt: int, sample_id: np.ndarray, rows: np.ndarray) -> None:
+        """Give samples their first rows; to do it twice does no harm. Raises what ``exchange`` raises."""
+        self._admit(attempt)
+        self._bank.fill(sample_id, rows)
+        self._puts.count(len(rows))
+
     def _apply(self, update: Update) -> None:
         if update.serial <= self._applied.get(update.client, 0):
             return

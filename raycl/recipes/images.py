@@ -64,7 +64,11 @@ def moco_v2(image_size: int = 224) -> RunConfig:
 
 
 def instance_discrimination(image_size: int = 224) -> RunConfig:
-    """InstDisc (Wu et al., 2018): the sample's own slot of a memory bank among slots drawn at random."""
+    """InstDisc (Wu et al., 2018): the sample's own slot of a memory bank among slots drawn at random.
+
+    For small images the slots begin at embeddings and the normalizing constant follows: with random
+    slots and a constant held from the first batch, as in the paper, a short run does not get going.
+    """
     is_small = image_size <= SMALL
     return RunConfig(
         recipe="instance_discrimination",
@@ -73,7 +77,12 @@ def instance_discrimination(image_size: int = 224) -> RunConfig:
         encoder=EncoderConfig(name="resnet18" if is_small else "resnet50"),
         projection_head=_LINEAR,
         key="slot",
-        negatives=NegativesConfig(in_batch=False, store="memory_bank"),
+        negatives=NegativesConfig(
+            in_batch=False,
+            store="memory_bank",
+            first_rows="embeddings" if is_small else "random",
+            normalizer_momentum=0.9 if is_small else None,
+        ),
         batchnorm="as_is",
         optimizer=OptimizerConfig(name="sgd", weight_decay=5e-4 if is_small else 1e-4),
         stages=(

@@ -30,9 +30,9 @@ from raycl.training.checkpoint import (
 from raycl.training.clock import Clock
 from raycl.training.job import Job
 from raycl.training.judge import Judge
-from raycl.training.process import available_cores, prepare_process
+from raycl.training.process import autocast, available_cores, prepare_process
 from raycl.training.step import train_step
-from raycl.training.stores import Store
+from raycl.training.stores import BankStore, Store
 from raycl.training.views import Views
 
 
@@ -80,6 +80,7 @@ class _Loop:
         self._saved_step, self._saved_at = position.step, time.monotonic()
         if position.step == 0:
             self._judge_now(position)
+            self._fill_store()
         while not self._is_done(position):
             position = self._run_epoch(position)
         return self._finish(position)
@@ -123,6 +124,22 @@ class _Loop:
         if restored.store_state is not None:
             store.load_state_dict(restored.store_state)
         return store
+
+    @torch.no_grad()
+    def _fill_store(self) -> None:
+        """Let the slots of a memory bank begin at what the untrained tower makes of their samples.
+
+        The rows that make no whole batch keep random ones.
+        """
+        if not isinstance(self._store, BankStore) or self._config.negatives.first_rows == "random":
+            return
+        self._tower.train()
+        batches = self._batches.epoch_batches(self._share, epoch=0)
+        for images, sample_id in map(self._views.plain, prefetch(batches)):
+            with autocast(self._config.precision, self._device):
+                rows = self._tower(images)
+            self._store.fill(rows, sample_id)
+        build.meet(self._device)  # nobody reads before all have written
 
     def _epoch_views(self, position: Position) -> Iterator[Views]:
         batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)

@@ -139,6 +139,12 @@ class BankStore:
         own = len(views)
         return Lent(key=rows[:own], negatives=rows[own:], negative_id=ids[own:])
 
+    def fill(self, rows: Tensor, sample_id: Tensor) -> None:
+        """Let the slots of these samples [local_batch] begin at these embeddings; collective."""
+        if isinstance(self._bank, MemoryBank):
+            rows, sample_id = gather_detached(rows), gather_detached(sample_id)
+        self._bank.fill(sample_id.cpu().numpy(), rows.cpu().numpy())
+
     def take(self, rows: Tensor, views: Views, *, step: int) -> None:
         """Move the batch's slots towards its new embeddings."""
         if isinstance(self._bank, MemoryBankClient):

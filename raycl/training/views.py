@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.augment.images import ImageAugmentation
+from raycl.augment.images import ImageAugmentation, center_view
 from raycl.data.rows import Batch
 
 
@@ -54,6 +54,13 @@ class ViewMaker:
             following = next(batches, None)
             yield self._draw(batch, None if following is None else following.sample_id)
             batch = following
+
+    def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return images [local_batch, channels, size, size] without any randomness, and their ids."""
+        images = torch.from_numpy(batch.images).to(self.device, non_blocking=True)
+        settings = self.augmentation
+        view = center_view(images, size=settings.size, mean=settings.mean, std=settings.std)
+        return view, torch.from_numpy(batch.sample_id).to(self.device)
 
     def _draw(self, batch: Batch, next_ids: NDArray[np.int64] | None) -> Views:
         images = torch.from_numpy(batch.images).to(self.device, non_blocking=True)

@@ -115,6 +115,19 @@ def test_store_and_client_answer_alike(banks: dict[str, Bank], kind: str, where:
         assert plain(bank.negatives()) == plain(store.negatives())
 
 
+def test_first_rows_reach_the_bank_as_the_store(banks: dict[str, Bank]) -> None:
+    bank = banks["memory_bank"]
+    bank.restore(0)
+    client, store = client_of(bank), store_of(bank)
+    rows, ids = a_batch(9, 3)[0], IDS[4:13]
+    for each in (client, store):
+        each.fill(ids, rows)
+    assert plain(client.negatives()) == plain(store.negatives())
+    assert (client.get(ids).step == -1).all()
+    with pytest.raises(ConfigError, match="9 rows came with 8 ids"):
+        client.fill(ids[1:], rows)
+
+
 @KINDS
 @pytest.mark.parametrize("where", ["store", "client"])
 def test_store_and_client_refuse_alike(banks: dict[str, Bank], kind: str, where: str) -> None:
