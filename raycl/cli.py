@@ -54,7 +54,7 @@ def recipes(
         print(config_to_yaml(recipe(name, image_size=image_size)), end="")
         return
     for known, build in RECIPES.items():
-        print(f"{known:12} {(build.__doc__ or '').splitlines()[0]}")
+        print(f"{known:24} {(build.__doc__ or '').splitlines()[0]}")
 
 
 @app.command()

@@ -24,7 +24,8 @@ from raycl.models.saved import EncoderSpec, ImageEncoder, load_encoder
 from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.storage import Place
-from raycl.training.launch import CONFIG, train
+from raycl.training.launch import train
+from raycl.training.resumption import CONFIG
 
 LABELS_PER_CLASS = 10
 NUM_QUERIES, NUM_NEIGHBORS = 8, 6

@@ -19,7 +19,7 @@ from raycl.settings import config_from_yaml
 from raycl.storage import Place, absolute
 from raycl.training import build
 from raycl.training.checkpoint import CHECKPOINTS, STATE
-from raycl.training.launch import CONFIG
+from raycl.training.resumption import CONFIG
 
 # Ray Train's own list of the checkpoints that are there whole.
 LISTED = "checkpoint_manager_snapshot.json"

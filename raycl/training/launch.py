@@ -29,7 +29,7 @@ from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, rows_read, steps_made
 from raycl.records import write_result
-from raycl.settings import config_from_yaml, config_to_yaml, differences
+from raycl.settings import config_to_yaml
 from raycl.storage import Place, absolute
 from raycl.training import build
 from raycl.training.checkpoint import CHECKPOINTS, saved_steps
@@ -37,27 +37,9 @@ from raycl.training.images import Images
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.process import ENVIRONMENT
+from raycl.training.resumption import CONFIG, DATA, check_same_data, prepare_output
 
 NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.04
-CONFIG = "config.yaml"
-DATA = "data.json"
-# What a resumed run may set anew: where and how long it runs, and what it writes down.
-MAY_CHANGE = (
-    "workers",
-    "gpu",
-    "autoscaling",
-    "cpus_per_worker",
-    "stages.0.epochs",
-    "stages.0.steps",
-    "checkpoints.",
-    "data.cache",
-    "bank.name",
-    "bank.detached",
-    "bank.max_staleness",
-    "bank.timeout_s",
-    "log_every_steps",
-    "max_failures",
-)
 
 
 @final
@@ -94,7 +76,7 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    place = _prepare_output(config, output, resume=resume)
+    place = prepare_output(config, output, resume=resume)
     source = None if data is None else find_source(data, build.column_names(config))
     if source is not None:
         _check_size(config, source.num_rows)
@@ -125,7 +107,7 @@ class _Launch:
             "streamed": streamed,
             "workers": self._config.workers,
         }
-        _check_same_data(self._output, described)
+        check_same_data(self._output, described)
         cpus = self._check_cluster(streamed)
         decoded, stream = self._open(images, streamed)
         rows = rows_in(self._logbook)
@@ -286,56 +268,3 @@ def _check_size(config: RunConfig, num_rows: int) -> None:
             f"a batch of {batch_size} rows is larger than the {num_rows} rows to train on; "
             "lower --batch-size or give more data"
         )
-
-
-def _prepare_output(config: RunConfig, output: str, *, resume: bool) -> Place:
-    """Return the output's place; an earlier run there is continued only on request, and unchanged."""
-    place = Place(absolute(output))
-    saved = place / CONFIG
-    if saved.exists():
-        if not resume:
-            raise ConfigError(
-                f"{output} holds an earlier run; give another --output, or --resume to continue it"
-            )
-        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri), config)
-    place.check_writable()
-    return place
-
-
-def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
-    """Refuse to resume with settings that would give the rest of the run other views or weights."""
-    for key, (before, now) in differences(saved, config).items():
-        if not key.startswith(MAY_CHANGE):
-            raise ConfigError(
-                f"--resume would change {key} from {before!r} to {now!r}; "
-                "repeat the flags of the first run, or give another --output"
-            )
-
-
-def _check_same_data(output: Place, now: dict[str, Any]) -> None:
-    """Refuse to resume on rows that would come in another order than those of the run so far.
-
-    The same rows at another address, say copied to a nearer bucket, are welcome.
-    """
-    if not (output / DATA).exists():
-        return
-    before = json.loads((output / DATA).read_text())
-    if before["num_rows"] != now["num_rows"]:
-        raise ConfigError(
-            f"--resume would go on with {now['num_rows']} rows ({now['data'] or 'a dataset'}) what began with "
-            f"{before['num_rows']} ({before['data'] or 'a dataset'}); give the same data, or another --output"
-        )
-    if before["streamed"] != now["streamed"]:
-        raise ConfigError(
-            f"the run began with data that were {_kept(before)}, and on this cluster they would be {_kept(now)}, "
-            "in another order; set data.cache to materialize or stream, as it began, or give another --output"
-        )
-    if now["streamed"] and before["workers"] != now["workers"]:
-        raise ConfigError(
-            f"a streamed epoch depends on the number of workers: the run began with {before['workers']}, came "
-            f"{now['workers']}; repeat --workers {before['workers']}, or give another --output"
-        )
-
-
-def _kept(described: dict[str, Any]) -> str:
-    return "streamed" if described["streamed"] else "held in memory"

@@ -1,0 +1,82 @@
+"""An output that holds an earlier run: what a resumed run may change, and what it must find again."""
+
+import json
+from typing import Any
+
+from raycl.config import RunConfig
+from raycl.errors import ConfigError
+from raycl.settings import config_from_yaml, differences
+from raycl.storage import Place, absolute
+
+CONFIG = "config.yaml"
+DATA = "data.json"
+# What a resumed run may set anew: where and how long it runs, and what it writes down.
+MAY_CHANGE = (
+    "workers",
+    "gpu",
+    "autoscaling",
+    "cpus_per_worker",
+    "stages.0.epochs",
+    "stages.0.steps",
+    "checkpoints.",
+    "data.cache",
+    "bank.name",
+    "bank.detached",
+    "bank.max_staleness",
+    "bank.timeout_s",
+    "log_every_steps",
+    "max_failures",
+)
+
+
+def prepare_output(config: RunConfig, output: str, *, resume: bool) -> Place:
+    """Return the output's place; an earlier run there is continued only on request, and unchanged."""
+    place = Place(absolute(output))
+    saved = place / CONFIG
+    if saved.exists():
+        if not resume:
+            raise ConfigError(
+                f"{output} holds an earlier run; give another --output, or --resume to continue it"
+            )
+        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri), config)
+    place.check_writable()
+    return place
+
+
+def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
+    """Refuse to resume with settings that would give the rest of the run other views or weights."""
+    for key, (before, now) in differences(saved, config).items():
+        if not key.startswith(MAY_CHANGE):
+            raise ConfigError(
+                f"--resume would change {key} from {before!r} to {now!r}; "
+                "repeat the flags of the first run, or give another --output"
+            )
+
+
+def check_same_data(output: Place, now: dict[str, Any]) -> None:
+    """Refuse to resume on rows that would come in another order than those of the run so far.
+
+    The same rows at another address, say copied to a nearer bucket, are welcome.
+    """
+    if not (output / DATA).exists():
+        return
+    before = json.loads((output / DATA).read_text())
+    if before["num_rows"] != now["num_rows"]:
+        raise ConfigError(
+            f"--resume would go on with {now['num_rows']} rows ({now['data'] or 'a dataset'}) what began with "
+            f"{before['num_rows']} ({before['data'] or 'a dataset'}); give the same data, or another --output"
+        )
+    if before["streamed"] != now["streamed"]:
+        raise ConfigError(
+            f"the run began with data that were {_kept(before)}, and on this cluster they would be {_kept(now)}, "
+            "in another order; set data.cache to materialize or stream, as it began, or give another --output"
+        )
+    if now["streamed"] and before["workers"] != now["workers"]:
+        raise ConfigError(
+            f"a streamed epoch depends on the number of workers: the run began with {before['workers']}, came "
+            f"{now['workers']}; repeat --workers {before['workers']}, or give another --output"
+        )
+
+
+def _kept(described: dict[str, Any]) -> str:
+    return "streamed" if described["streamed"] else "held in memory"
