@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
 import torch
 from measuring import describe_machine, summarize
@@ -71,7 +70,8 @@ class Timed:
         self.spent_s += time.perf_counter() - since
 
     def waited_s(self) -> float:
-        return self.store.metrics(step=0)["negatives_waited_s"]
+        """Return the seconds waited since this was asked last."""
+        return self.store.metrics(step=0, seconds=1.0)["negatives_wait_fraction"]
 
 
 def config_of(method: str) -> RunConfig:
@@ -106,7 +106,8 @@ def measure_steps(method: str, bank: Bank, sample_id: np.ndarray, blocks: int, s
     views, number = batches(len(sample_id)), 0
     for block in range(blocks + 1):
         for name, store in stores.items():
-            spent_s, waited_s, times = store.spent_s, store.waited_s(), []
+            store.waited_s()
+            spent_s, times = store.spent_s, []
             for _ in range(steps):
                 batch, since = next(views), time.perf_counter()
                 train_step(
@@ -126,7 +127,7 @@ def measure_steps(method: str, bank: Bank, sample_id: np.ndarray, blocks: int, s
                 found[name].append(
                     {
                         "step_ms": 1e3 * statistics.median(times),
-                        "waited_percent": 100 * (store.waited_s() - waited_s) / total,
+                        "waited_percent": 100 * store.waited_s() / total,
                         "store_percent": 100 * (store.spent_s - spent_s) / total,
                     }
                 )
@@ -175,8 +176,8 @@ def measure_rates(bank: Bank, sample_id: np.ndarray, repeats: int) -> dict[str, 
 
 def resident_mb(pid: int) -> float:
     """Return what a process holds of its own, in MB: without libraries and files that others share."""
-    memory = psutil.Process(pid).memory_full_info()
-    return memory.uss / 1e6
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
 
 
 def measure(method: str, num_samples: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def _read_vector(uri: str) -> "np.ndarray":
     try:
         is_numpy = content.startswith(b"\x93NUMPY")
         vector = np.load(io.BytesIO(content)) if is_numpy else np.array(json.loads(content), np.float64)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{uri} holds no embedding; give a .npy file or a JSON list of numbers") from error
     if vector.ndim != 1:
         raise DataError(f"{uri} holds an array of {list(vector.shape)}; give one embedding, [dim]")

@@ -135,8 +135,9 @@ class BankConfig(Section):
 
     ``name`` is what others ask it by; None takes the last part of ``--output``. ``shards`` cut it
     over actors, for more memory than one node has. A ``detached`` bank stays when the run is over.
-    ``max_staleness=1`` reads a memory bank one step ahead, so that no worker waits for it, and
-    misses what the previous step wrote; 0 waits. ``dtype`` is that of the rows.
+    ``max_staleness=1`` reads a memory bank one step ahead, so that no worker waits for it, and misses
+    what this worker wrote in the previous step, and others in up to two; its rows then travel as
+    float16. 0 waits, and they travel as they are. ``dtype`` is that of the rows.
     """
 
     held_by: Literal["actor", "workers"] = "actor"
@@ -284,7 +285,11 @@ class RunConfig(Section):
                     f"batch_size {stage.batch_size} does not divide over {self.workers} workers; "
                     "batch_size counts the rows of all workers, choose a multiple"
                 )
-            groups = self.chunks_per_worker * self.workers
+            groups = max(self.batchnorm_groups, self.workers)
+            if self.batchnorm == "shuffled" and groups % self.workers:
+                raise ValueError(
+                    f"batchnorm_groups {groups} do not divide over {self.workers} workers; choose a multiple"
+                )
             if self.batchnorm == "shuffled" and (
                 stage.batch_size % groups or stage.batch_size < 2 * groups or groups < 2
             ):
@@ -307,6 +312,11 @@ class RunConfig(Section):
                 f"key {self.key} and negatives.store {store} do not fit: a memory bank's slots are the keys "
                 "(key=slot), and no other store has slots"
             )
+        if self.batchnorm == "shuffled" and self.key != "momentum_encoder":
+            raise ValueError(
+                f"batchnorm shuffled does not go with key {self.key}: it shuffles what a momentum encoder encodes; "
+                "set batchnorm to synchronized, layer or group"
+            )
         for stage in self.stages:
             allowed = _KEYS_OF[stage.loss]
             if self.key not in allowed or (stage.loss == "nt_xent" and store != "none"):
@@ -314,10 +324,26 @@ class RunConfig(Section):
                     f"loss {stage.loss} does not go with key {self.key} and negatives.store {store}: it takes "
                     f"key {' or '.join(allowed)}{', and no store' if stage.loss == 'nt_xent' else ''}"
                 )
-            if stage.loss == "info_nce" and store == "none" and not self.negatives.in_batch:
-                raise ValueError("info_nce has no negatives: set negatives.in_batch or negatives.store")
+            if store == "none" and not self.negatives.in_batch:
+                raise ValueError(
+                    f"{stage.loss} has no negatives: set negatives.in_batch=true, or a negatives.store"
+                )
             if stage.proximal_weight and self.key != "slot":
                 raise ValueError("proximal_weight pulls to a slot of the memory bank: set key=slot, or 0")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_bank_that_can_be_held(self) -> Self:
+        bank, negatives = self.bank, self.negatives
+        if bank.held_by == "workers" and (bank.shards > 1 or bank.detached or bank.name):
+            raise ValueError(
+                "bank.shards, bank.detached and bank.name are an actor's; with bank.held_by workers leave them out"
+            )
+        if negatives.store == "queue" and negatives.capacity % bank.shards:
+            raise ValueError(
+                f"negatives.capacity {negatives.capacity} does not divide over {bank.shards} shards; "
+                "make it a multiple of bank.shards"
+            )
         return self
 
     @model_validator(mode="after")

@@ -256,9 +256,9 @@ def test_pandas_opens_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> No
     shards = queue_shards(a_plan(output=tmp_path, dtype=dtype, num_shards=3))
     queue = fill_queue(shards, 31, skipped=25)
     shards[1].save(12)
-    assert shards[1].export(str(tmp_path / "export")) == 3
+    assert shards[1].export(0, 100, str(tmp_path / "export")) == 3
     snapshot = pd.read_parquet(tmp_path / "bank/step-00000012/shard-1-of-3.parquet")
-    export = pd.read_parquet(tmp_path / "export/shard-1-of-3.parquet")
+    export = pd.read_parquet(tmp_path / "export/shard-1-of-3-part-00000.parquet")
     mine = Negatives(*(np.asarray(queue.state_dict()[name])[1::3] for name in ("rows", "sample_id", "step")))
     for frame, there in ((snapshot, slice(None)), (export, mine.step >= 0)):
         assert list(frame.columns) == ["sample_id", "step", "embedding"]
@@ -287,8 +287,11 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dim": 5}, "its dim is 4, this one's is 5; set the dim of the embeddings as it was"),
-        ({"capacity": 24}, "its capacity is 12, this one's is 24; set bank.capacity, or the data, as it was"),
+        ({"dim": 5}, "its dim is 4, this one's is 5; set projection_head.dim as it was"),
+        (
+            {"capacity": 24},
+            "its capacity is 12, this one's is 24; set negatives.capacity, or the data, as it was",
+        ),
         ({"dtype": "float16"}, "its dtype is float32, this one's is float16; set bank.dtype"),
         ({"num_shards": 2}, "its num_shards is 1, this one's is 2; set bank.shards"),
     ],
@@ -400,7 +403,7 @@ def test_rows_never_written_are_nobodys_neighbors(tmp_path: Path) -> None:
     shard.exchange(0, (Update("client", 1, IDS[2:4], some_rows(2), 3),), IDS[:0])
     (found,) = shard.nearest(0, 9, checked_query(some_rows(1), 5, dim=DIM), 5, None)
     assert sorted(found.sample_id) == [10, 11]
-    assert shard.export(str(tmp_path / "export")) == 2
+    assert shard.export(0, 100, str(tmp_path / "export")) == 2
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         ("moco_v2", ["negatives.capacity=100"], "capacity 100 is less than a batch of 256"),
         ("moco_v2", ["batchnorm_groups=1"], "256 does not split into 1 groups .* 2 groups or more"),
         ("moco_v2", ["batchnorm_groups=200"], "256 does not split into 200 groups"),
+        ("moco_v2", ["batchnorm_groups=6", "workers=4"], "groups 6 do not divide over 4 workers"),
+        ("moco_v2", ["bank.shards=3"], "capacity 4096 does not divide over 3 shards"),
+        ("moco_v2", ["bank.held_by=workers", "bank.detached=true"], "are an actor's"),
+        ("simclr", ["batchnorm=shuffled"], "shuffled does not go with key tower"),
+        ("simclr", ["negatives.in_batch=false"], "nt_xent has no negatives"),
         ("moco_v2", ["batchnorm_groups=256"], "256 groups of at least 2 rows"),
         ("moco_v2", ["key=slot"], "key slot and negatives.store queue do not fit"),
         ("moco_v2", ["negatives.store=memory_bank"], "key momentum_encoder and .* memory_bank do not fit"),
@@ -106,7 +111,7 @@ def test_parts_of_methods_that_do_not_fit_are_refused(name: str, settings: list[
 
 
 @pytest.mark.parametrize(("workers", "chunks"), [(1, 8), (2, 4), (8, 1), (16, 1)])
-def test_shuffled_batchnorm_has_as_many_groups_whatever_the_workers(workers: int, chunks: int) -> None:
+def test_shuffled_batchnorm_keeps_its_groups_up_to_one_a_worker(workers: int, chunks: int) -> None:
     assert override(recipe("moco_v2"), {"workers": workers}).chunks_per_worker == chunks
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -105,18 +105,20 @@ class Source:
         """Yield the rows of one piece in batches; raises ``StorageError`` or ``DataError``."""
         return self._read_files(piece) if self.kind == "folder" else self._read_parquet(piece)
 
-    def sample_ids(self) -> NDArray[np.int64]:
-        """Return the ids of all rows, broken ones included; reads no more than the id column."""
-        if self.columns.sample_id is None:
-            return np.arange(self.num_rows, dtype=np.int64)
-        places = dict.fromkeys(piece.place for piece in self.pieces)
+    def sample_ids(self, pieces: Sequence[Piece]) -> NDArray[np.int64]:
+        """Return the ids of all rows of these pieces, broken ones included; reads the id column at most."""
         with ThreadPoolExecutor(8) as pool:
-            return np.concatenate(list(pool.map(self._read_ids, places)))
+            return np.concatenate([np.empty(0, np.int64), *pool.map(self._piece_ids, pieces)])
 
-    def _read_ids(self, place: Place) -> NDArray[np.int64]:
-        assert self.columns.sample_id is not None, "without an id column rows are counted"
-        with _open_parquet(place) as file:
-            return stable_ids(file.read([self.columns.sample_id])[self.columns.sample_id].to_pylist())
+    def _piece_ids(self, piece: Piece) -> NDArray[np.int64]:
+        column = self.columns.sample_id
+        if column is None:
+            return np.arange(piece.first_id, piece.first_id + piece.num_rows, dtype=np.int64)
+        with _open_parquet(piece.place) as file:
+            parts = [
+                table[column].to_pylist() for _, table in _row_range(file, piece.start, piece.stop, [column])
+            ]
+        return stable_ids([value for part in parts for value in part])
 
     def _read_files(self, piece: Piece) -> Iterator[RawRows]:
         root = Place(piece.uri)

@@ -1,5 +1,7 @@
 """The actors that hold a bank: started by the driver, found by name, never two banks of one name."""
 
+import contextlib
+import time
 import uuid
 from typing import Any, final
 
@@ -10,6 +12,7 @@ from ray import exceptions
 from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives.bank_handle import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.bank_shard import BankShard
 from raycl.negatives.memory_bank_shard import MemoryBankShard
 from raycl.negatives.messages import Reply
 from raycl.negatives.queue_shard import QueueShard
@@ -19,19 +22,20 @@ from raycl.negatives.snapshot import write_samples
 # Rows, ids and steps, and what a call needs besides.
 _MEMORY_MARGIN = 1.15
 
+# How long a new node may take to come, and a bank to go when its driver has gone.
+_NEW_NODE_S, _PARTING_S = 900.0, 15.0
+
 
 @final
 class BankActor:
     """Hold a shard; answer one call at a time, each answer marked with this life of the process."""
 
     def __init__(self, plan: BankPlan, shard: int) -> None:
-        self._plan, self._incarnation = plan, uuid.uuid4().hex
-        self._refusal: RayclError | None = None
-        try:
-            self._shard = (QueueShard if plan.kind == "queue" else MemoryBankShard)(plan, shard)
-        except RayclError as error:
-            # An actor that fails to start takes the reason with it.
-            self._refusal = error
+        self._plan, self._number, self._incarnation = plan, shard, uuid.uuid4().hex
+        self._shard: BankShard | None = None
+        # An actor that fails to start would take the reason with it: whoever calls hears of it.
+        with contextlib.suppress(RayclError):
+            self._made()
 
     def plan(self) -> BankPlan:
         """Return the plan, whether or not the shard could be made."""
@@ -39,35 +43,43 @@ class BankActor:
 
     def call(self, method: str, *arguments: Any) -> Reply:
         """Let the shard do it; raises what the shard raises."""
-        if self._refusal:
-            raise self._refusal
-        return Reply(self._incarnation, getattr(self._shard, method)(*arguments))
+        return Reply(self._incarnation, getattr(self._made(), method)(*arguments))
+
+    def _made(self) -> BankShard:
+        """Return the shard; storage that failed before is tried anew."""
+        if self._shard is None:
+            kind = QueueShard if self._plan.kind == "queue" else MemoryBankShard
+            self._shard = kind(self._plan, self._number)
+        return self._shard
 
 
-def start_bank(plan: BankPlan, sample_id: np.ndarray | None = None) -> Bank:
+def start_bank(plan: BankPlan, sample_id: np.ndarray | None = None, *, cluster_grows: bool = False) -> Bank:
     """Start a bank's actors and wait until all answer.
 
-    They begin with the snapshot in force below ``plan.output``, or as new. A bank of this name and
-    output that is still there is ended first. A bank that is not detached ends with its driver.
+    They begin with the snapshot in force below ``plan.output``, or as new. A detached bank of this name
+    and output is ended first. A bank that is not detached ends with its driver.
 
     Args:
         plan: What the bank is.
         sample_id: Of a memory bank: the ids of all training data, int64 [capacity], in any order.
+        cluster_grows: Wait for nodes that are not there yet, rather than refuse.
 
     Raises:
-        ConfigError: The name is taken by another run, no node has memory enough, or ids and plan
-            do not fit together.
+        ConfigError: The name is taken by another run, or by this one because it still goes on, no
+            node has memory enough, or ids and plan do not fit together.
         RunError: The cluster has no place for all shards in time.
         StorageError: The output cannot be read or written.
     """
     ordered = _ordered(plan, sample_id)
-    _check_memory(plan)
+    if not cluster_grows:
+        _check_memory(plan)
     _end_predecessor(plan)
     if ordered is not None:
         write_samples(plan, ordered)
     bank = Bank(plan, _create_actors(plan))
     try:
-        ray.get([actor.call.remote("hello") for actor in bank.actors], timeout=plan.timeout_s)
+        patience_s = max(plan.timeout_s, _NEW_NODE_S if cluster_grows else 0.0)
+        ray.get([actor.call.remote("hello") for actor in bank.actors], timeout=patience_s)
     except exceptions.RayError as error:
         bank.stop()
         raise _why_not_started(plan, error) from error
@@ -104,7 +116,17 @@ def _end_predecessor(plan: BankPlan) -> None:
         raise ConfigError(
             f"the bank {plan.name!r} belongs to the run at {holder.plan.output}; set bank.name to another name"
         )
-    holder.stop()
+    if holder.plan.detached:
+        holder.stop()
+        return
+    # It ends with its driver, which may just have ended.
+    deadline = time.monotonic() + _PARTING_S
+    while plan.name in list_banks():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"the run at {plan.output} still goes on: its bank {plan.name!r} answers; end that run first"
+            )
+        time.sleep(0.2)
 
 
 def _create_actors(plan: BankPlan) -> list[Any]:

@@ -27,6 +27,7 @@ NAMESPACE = "raycl"
 # A question is asked of so many rows, and so many queries, at a time: training goes on in between.
 _ROWS_A_CALL, _QUERIES_A_CALL = ROWS_A_GROUP, 64
 _PATIENCE_S = 30.0
+_SLOW_STORAGE = 10e6  # bytes a second
 
 
 @final
@@ -40,10 +41,10 @@ class Bank:
         """Hold the actors of the shards, in order."""
         self.plan, self.actors = plan, actors
 
-    def lines(self) -> list[BankLine]:
-        """Return a line of the caller's own to each shard."""
+    def lines(self, *, longer_s: float = 0.0) -> list[BankLine]:
+        """Return a line of the caller's own to each shard, which waits so much longer than usual."""
         return [
-            BankLine(actor, self.plan.actor_name(shard), timeout_s=self.plan.timeout_s)
+            BankLine(actor, self.plan.actor_name(shard), timeout_s=self.plan.timeout_s + longer_s)
             for shard, actor in enumerate(self.actors)
         ]
 
@@ -53,7 +54,7 @@ class Bank:
         Writes that are under way may or may not be in it: let every client ``flush`` before, and
         none write meanwhile. The clients' own ``save`` sees to that.
         """
-        self._ask_all("save", step)
+        self._ask_all("save", step, at_storage=True)
         write_current(self.plan, replace(read_current(self.plan), step=step))
 
     def restore(self, step: int) -> None:
@@ -70,7 +71,7 @@ class Bank:
         after = Current(step, before.attempt + 1)
         write_current(self.plan, after)  # first, for a shard that dies meanwhile
         try:
-            self._ask_all("restore", after.step, after.attempt)
+            self._ask_all("restore", after.step, after.attempt, at_storage=True)
         except Exception:
             write_current(self.plan, before)
             raise
@@ -165,9 +166,10 @@ class Bank:
     def export(self, uri: str) -> int:
         """Let each shard write its rows as parquet below ``uri``; return how many were written.
 
-        Columns: ``sample_id``, ``step``, ``embedding``. Rows never written are left out.
+        A file for every slice of rows, so that training goes on in between. Columns: ``sample_id``,
+        ``step``, ``embedding``. Rows never written are left out.
         """
-        return sum(self._ask_all("export", absolute(uri)))
+        return sum(self._walk("export", absolute(uri)))
 
     def _nearest(self, queries: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
         found: list[Neighbors] = []
@@ -177,8 +179,9 @@ class Bank:
             found += [merge(of_one, k) for of_one in zip(*parts, strict=True)]
         return found
 
-    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        lines = self.lines()
+    def _ask_all(self, method: str, *arguments: Any, at_storage: bool = False) -> list[Any]:
+        """Ask all shards at once; what they read or write at a storage takes time by their size."""
+        lines = self.lines(longer_s=self.plan.bytes_of(0) / _SLOW_STORAGE if at_storage else 0.0)
         for line in lines:
             line.send(method, *arguments)
         return [line.collect() for line in lines]

@@ -107,7 +107,7 @@ class BankPlan:
         if self.kind == "queue" and self.capacity % self.num_shards:
             raise ConfigError(
                 f"{self.capacity} keys cannot be shared evenly by {self.num_shards} shards; "
-                "make bank.capacity a multiple of bank.shards"
+                "make negatives.capacity a multiple of bank.shards"
             )
         if self.num_shards > self.capacity:
             raise ConfigError(

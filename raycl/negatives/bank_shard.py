@@ -11,6 +11,7 @@ from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.messages import Hello, Part
 from raycl.negatives.questions import Census, Neighbors, nearest, take_census, written
 from raycl.negatives.snapshot import (
+    ROWS_A_GROUP,
     describe,
     read_current,
     read_metadata,
@@ -93,10 +94,11 @@ class BankShard(ABC):
         """Return how much was written and read."""
         return Traffic(self._puts.total, self._reads.total, self._puts.per_second(), self._reads.per_second())
 
-    def export(self, uri: str) -> int:
-        """Write the rows that were written into a file of its own below ``uri``; return how many."""
-        file = Place(uri) / shard_file(self._shard, self._plan.num_shards)
-        return write_rows(file, written(self._slots()), describe(self._plan, self._shard))
+    def export(self, start: int, stop: int, uri: str) -> int:
+        """Write those of these slots that were written into a file below ``uri``; return how many."""
+        name = shard_file(self._shard, self._plan.num_shards, part=start // ROWS_A_GROUP)
+        rows = written(self._slice(start, stop))
+        return write_rows(Place(uri) / name, rows, describe(self._plan, self._shard)) if len(rows) else 0
 
     @abstractmethod
     def _become(self, step: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from raycl.negatives.bank_shard import BankShard
 from raycl.negatives.memory_bank import MemoryBank
 from raycl.negatives.messages import Update
-from raycl.negatives.snapshot import read_parts, read_samples
+from raycl.negatives.snapshot import has_snapshot, read_parts, read_samples
 from raycl.negatives.store import Negatives
 
 
@@ -48,7 +48,8 @@ class MemoryBankShard(BankShard):
 
     def _become(self, step: int) -> None:
         plan = self._plan
-        metadata = self._metadata(step) if step else None
+        # Of step 0 there is a snapshot if the first rows were filled in.
+        metadata = self._metadata(step) if step or has_snapshot(plan, self._shard, 0) else None
         vars(self).pop("_bank", None)  # its memory goes before that of the next one comes
         self._bank = MemoryBank(
             read_samples(plan, self._shard),

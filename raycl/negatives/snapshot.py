@@ -27,17 +27,17 @@ ROWS_A_GROUP = 65_536
 
 # What must agree for a snapshot to fit a bank, and the setting that says it.
 _SHAPE = {
-    "kind": "store",
+    "kind": "negatives.store",
     "num_shards": "bank.shards",
-    "capacity": "bank.capacity, or the data,",
-    "dim": "the dim of the embeddings",
+    "capacity": "negatives.capacity, or the data,",
+    "dim": "projection_head.dim",
     "dtype": "bank.dtype",
 }
 
 
-def shard_file(shard: int, num_shards: int) -> str:
-    """Return the name of a shard's file in a snapshot or an export."""
-    return f"shard-{shard}-of-{num_shards}.parquet"
+def shard_file(shard: int, num_shards: int, *, part: int | None = None) -> str:
+    """Return the name of a shard's file in a snapshot, or of a part of it in an export."""
+    return f"shard-{shard}-of-{num_shards}{'' if part is None else f'-part-{part:05d}'}.parquet"
 
 
 def snapshot_folder(plan: BankPlan, step: int) -> Place:
@@ -107,6 +107,11 @@ def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> in
         for start in range(0, len(rows), ROWS_A_GROUP):
             writer.write_table(_table(rows, slice(start, start + ROWS_A_GROUP), schema))
     return len(rows)
+
+
+def has_snapshot(plan: BankPlan, shard: int, step: int) -> bool:
+    """Whether a shard has a snapshot of this step; raises ``StorageError``."""
+    return (snapshot_folder(plan, step) / shard_file(shard, plan.num_shards)).exists()
 
 
 def read_metadata(plan: BankPlan, shard: int, step: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from raycl.config import (
     AugmentConfig,
+    BankConfig,
     DataConfig,
     EncoderConfig,
     HeadConfig,
@@ -118,6 +119,8 @@ def _moco(
         key="momentum_encoder",
         momentum_encoder=MomentumEncoderConfig(momentum=0.99 if is_small else 0.999),
         negatives=NegativesConfig(in_batch=False, store="queue", capacity=4_096 if is_small else 65_536),
+        # 256 keys then travel to the actor inside the call: half the time, half the memory.
+        bank=BankConfig(dtype="float16"),
         batchnorm="shuffled",
         optimizer=OptimizerConfig(name="sgd", weight_decay=5e-4 if is_small else 1e-4),
         stages=(

@@ -108,11 +108,12 @@ def learner(config: RunConfig, whole: Tower, *, num_samples: int | None) -> Lear
 
 
 def _rows_normalized_together(config: RunConfig) -> int:
-    """Return how many rows share the statistics of BatchNorm; 0 without BatchNorm."""
-    local_batch_size = config.stage.batch_size // config.workers
+    """Return how many rows share the statistics of BatchNorm; 0 where no other rows are negatives."""
+    batch_size, in_batch_only = config.stage.batch_size, config.negatives.store == "none"
+    local_batch_size = batch_size // config.workers
     return {
-        "synchronized": config.stage.batch_size,
-        "as_is": local_batch_size,
+        "synchronized": 0 if in_batch_only else batch_size,
+        "as_is": 0 if in_batch_only and config.workers == 1 else local_batch_size,
         "shuffled": local_batch_size // config.chunks_per_worker,
     }.get(config.batchnorm, 0)
 
@@ -148,6 +149,7 @@ def bank_plan(config: RunConfig, *, output: str, name: str, num_samples: int | N
         output=output,
         capacity=config.negatives.capacity if is_queue else num_samples or 0,
         dtype=config.bank.dtype,
+        wire_dtype=None if is_queue or config.bank.max_staleness == 0 else "float16",
         seed=config.seed,
         momentum=config.negatives.slot_momentum,
         num_shards=config.bank.shards,
@@ -194,7 +196,8 @@ def _own_memory_bank(config: RunConfig, sample_id: NDArray[np.int64]) -> MemoryB
 
 def meet(device: torch.device) -> None:
     """Wait until all workers are here; collective."""
-    all_sum(torch.zeros(1, device=device))
+    # Read on the host: nccl's calls return before the others have come.
+    all_sum(torch.zeros(1, device=device)).item()
 
 
 def encoder_spec(config: RunConfig, network: nn.Module, *, own: bool = False) -> EncoderSpec:

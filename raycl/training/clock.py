@@ -1,6 +1,7 @@
 """The clock of a run: training time, waiting time, and when to tell the driver."""
 
 import time
+from dataclasses import dataclass
 from typing import Any, final
 
 from raycl.training.checkpoint import Position
@@ -28,20 +29,30 @@ class Clock:
         """Count what happens within as waiting for data."""
         return Stopwatch(self, "_waited")
 
-    def lap(self, step: int, batch_size: int) -> tuple[float, float]:
-        """Return samples a second and the fraction of time spent waiting since the last lap."""
+    def lap(self, step: int, batch_size: int) -> "Lap":
+        """Return what happened since the last lap."""
         seconds = self.seconds()
         num_steps = step - self._lap_step
         spent = max(seconds - self._lap_seconds, 1e-9)
         waited = (self._waited - self._lap_waited) / spent
         self._lap_step, self._lap_seconds, self._lap_waited = step, seconds, self._waited
-        return num_steps * batch_size / spent, waited
+        return Lap(seconds=spent, samples_per_second=num_steps * batch_size / spent, wait_fraction=waited)
 
     def tell(self, logbook: Any, progress: dict[str, Any]) -> None:
         """Send progress to the driver, at most three times a second."""
         if time.monotonic() - self._told_at > 0.3:
             self._told_at = time.monotonic()
             logbook.add_progress.remote(progress)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Lap:
+    """A stretch of training: how long it took, its pace, and the fraction spent waiting for data."""
+
+    seconds: float
+    samples_per_second: float
+    wait_fraction: float
 
 
 @final

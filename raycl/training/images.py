@@ -65,7 +65,7 @@ class Images:
         )
 
     def sample_ids(self, decoded: ray.data.Dataset | None) -> NDArray[np.int64]:
-        """Return the distinct ids, sorted: of the rows to train on, or without rows of all in the source.
+        """Return the distinct ids to train on, sorted; of rows not yet ``decoded`` those of broken ones too.
 
         Raises ``DataError`` for a streamed dataset, whose ids nobody knows beforehand.
         """
@@ -78,7 +78,10 @@ class Images:
                 "a memory bank needs the ids of all samples before the first step, and a streamed dataset does "
                 "not tell them; give the data by their address, or set data.cache=materialize"
             )
-        return np.unique(self._source.sample_ids())
+        judged = self._judged_pieces() if self.holdout.test else ()
+        others = [piece for piece in self._source.pieces if piece not in set(judged)]
+        ids = self._source.sample_ids(judged)
+        return np.unique(np.concatenate([ids[self.holdout.is_train(ids)], self._source.sample_ids(others)]))
 
     def stream(self) -> Stream:
         """Return the rows to train on, to be read anew every epoch."""

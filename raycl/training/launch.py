@@ -24,7 +24,7 @@ from raycl.config import RunConfig
 from raycl.data.logbook import rows_in, start_logbook
 from raycl.data.sources import Source, find_source
 from raycl.data.stream import Stream
-from raycl.errors import ConfigError, DataError, RayclError, RunError
+from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, rows_read, steps_made
@@ -114,8 +114,6 @@ class _Launch:
         rows.check(self._config.data.max_bad_fraction)
         num_train = images.num_train_expected() if streamed else rows.num_train
         _check_size(self._config, num_train)
-        (self._output / CONFIG).write_text(config_to_yaml(self._config))
-        (self._output / DATA).write_text(json.dumps(described) + "\n")
         job = Job(
             config=self._config,
             output=self._output,
@@ -131,6 +129,9 @@ class _Launch:
             sample_id = images.sample_ids(None if streamed else decoded)
             job = replace(job, sample_id=ray.put(sample_id), num_samples=len(sample_id))
         with self._bank(job) as bank:
+            # Only now: a run that is refused leaves no output that another one would have to resume.
+            (self._output / CONFIG).write_text(config_to_yaml(self._config))
+            (self._output / DATA).write_text(json.dumps(described) + "\n")
             write_result(self._output, {"status": "running"})
             try:
                 with own_errors():
@@ -154,14 +155,14 @@ class _Launch:
         plan = build.bank_plan(
             self._config, output=self._output.uri, name=_bank_name(self._output), num_samples=job.num_samples
         )
-        bank = start_bank(plan, None if job.sample_id is None else ray.get(job.sample_id))
+        sample_id = None if job.sample_id is None else ray.get(job.sample_id)
+        bank = start_bank(plan, sample_id, cluster_grows=self._config.autoscaling)
         self._tell(
             f"bank: {plan.name} (raycl bank stats {plan.name} --address {ray.get_runtime_context().gcs_address})"
         )
         try:
             yield bank
-            # Ray deletes old checkpoints only after a new one is there; their snapshots go last.
-            bank.prune(sorted(saved_steps(self._output)))
+            self._prune(bank)
         finally:
             if not plan.detached:
                 bank.stop()
@@ -172,6 +173,13 @@ class _Launch:
             self._tell(f"ignored files that are no images: {ignored}")
         if not images.has_labels and self._config.evaluation.every_epochs != 0:
             self._tell("the images have no labels: no periodic kNN")
+
+    def _prune(self, bank: Bank) -> None:
+        """Delete snapshots whose checkpoints Ray has deleted since; never a reason to fail."""
+        try:
+            bank.prune(sorted(saved_steps(self._output)))
+        except StorageError as error:
+            self._tell(f"snapshots of the bank were left behind: {error}")
 
     def _tell(self, line: str) -> None:
         if not self._quiet:

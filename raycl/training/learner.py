@@ -32,7 +32,8 @@ class Learner:
     ) -> None:
         """``shuffled`` encodes the momentum encoder's keys in random company, drawn by ``seed``.
 
-        ``group_size`` rows share their BatchNorm statistics; 0 if there are none to share.
+        ``group_size`` rows share their BatchNorm statistics with some negatives and not with others;
+        0 if there are none of that kind.
         """
         self.tower, self.optimizer = tower, optimizer
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
@@ -70,13 +71,13 @@ class Learner:
             average_buffers(self.momentum_encoder)
 
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
-        """Return what BatchNorm gives away of the momentum encoder's keys, if it can; collective."""
+        """Return what BatchNorm gives away of the keys, if it can; collective."""
         group_size = min(self._group_size, len(views) // 2)
-        if self.momentum_encoder is None or views.view_b is None or group_size < 2:
+        if views.view_b is None or group_size < 2:
             return {}
         found = leakage(
             self.tower,
-            self.momentum_encoder,
+            self.tower if self.momentum_encoder is None else self.momentum_encoder,
             views.view_a,
             views.view_b,
             group_size=group_size,

@@ -139,7 +139,8 @@ class _Loop:
             with autocast(self._config.precision, self._device):
                 rows = self._tower(images)
             self._store.fill(rows, sample_id)
-        build.meet(self._device)  # nobody reads before all have written
+        # Nobody reads before all have written; and a shard that dies comes back with these rows.
+        self._store.save(step=0)
 
     def _epoch_views(self, position: Position) -> Iterator[Views]:
         batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)
@@ -190,7 +191,8 @@ class _Loop:
             "loss": loss,
         }
         if position.step % self._config.log_every_steps == 0 or position.step == self._num_steps:
-            samples_per_second, wait_fraction = self._clock.lap(position.step, self._stage.batch_size)
+            lap = self._clock.lap(position.step, self._stage.batch_size)
+            samples_per_second = lap.samples_per_second
             progress["samples_per_second"] = samples_per_second
             self._check_broken_rows()
             self._log.write(
@@ -201,9 +203,9 @@ class _Loop:
                     "loss": loss,
                     "learning_rate": self._learning_rate(position.step - 1),
                     "samples_per_second": samples_per_second,
-                    "data_wait_fraction": wait_fraction,
+                    "data_wait_fraction": lap.wait_fraction,
                     "seconds": position.seconds,
-                    **self._store.metrics(step=position.step - 1),
+                    **self._store.metrics(step=position.step - 1, seconds=lap.seconds),
                 }
             )
         self._clock.tell(self._job.logbook, progress)

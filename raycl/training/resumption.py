@@ -20,7 +20,6 @@ MAY_CHANGE = (
     "stages.0.steps",
     "checkpoints.",
     "data.cache",
-    "bank.name",
     "bank.detached",
     "bank.max_staleness",
     "bank.timeout_s",

@@ -38,11 +38,11 @@ class Store(Protocol):
         """Go on from what ``state_dict`` returned."""
         ...
 
-    def metrics(self, *, step: int) -> dict[str, float]:
-        """Return how old the rows are, in steps, and the seconds waited for them so far.
+    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
+        """Return how old the rows are, in steps, and the fraction of ``seconds`` spent waiting for them.
 
-        ``step`` was just made. A queue's ages are those at the next step, a bank's those of the
-        rows lent last.
+        The seconds are those since this was asked last; ``step`` was just made. A queue's ages are
+        those at the next step, a bank's those of the rows lent last.
         """
         ...
 
@@ -68,7 +68,7 @@ class NoStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load nothing."""
 
-    def metrics(self, *, step: int) -> dict[str, float]:
+    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
         """Return nothing."""
         return {}
 
@@ -78,7 +78,7 @@ class QueueStore:
     """The newest keys of all workers, the same on each of them."""
 
     def __init__(self, queue: KeyQueue | QueueClient, *, capacity: int, device: torch.device) -> None:
-        self._queue, self._capacity = queue, capacity
+        self._queue, self._waiting = queue, _Waiting(queue)
         self._on_device = None if device.type == "cpu" else _DeviceCopy(queue, capacity, device)
 
     def lend(self, views: Views, *, step: int) -> Lent:
@@ -97,8 +97,7 @@ class QueueStore:
 
     def save(self, *, step: int) -> None:
         """Let the actor write its snapshot, with the keys of all workers."""
-        if isinstance(self._queue, QueueClient):
-            self._queue.save(step)
+        self._waiting.save(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queue, unless an actor holds it."""
@@ -111,9 +110,9 @@ class QueueStore:
         if self._on_device is not None:
             self._on_device.fill(self._queue)
 
-    def metrics(self, *, step: int) -> dict[str, float]:
-        """Return ages and waiting time."""
-        return _metrics(self._queue, self._queue.negatives().step, step + 1)
+    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
+        """Return ages, waiting time and restarts."""
+        return _ages(self._queue.negatives().step, step + 1) | self._waiting.metrics(seconds)
 
 
 @final
@@ -127,6 +126,7 @@ class BankStore:
         self, bank: MemoryBank | MemoryBankClient, *, num_negatives: int, device: torch.device
     ) -> None:
         self._bank, self._num_negatives, self._device = bank, num_negatives, device
+        self._waiting = _Waiting(bank)
         self._lent_step: NDArray[np.int64] = np.empty(0, np.int64)
 
     def lend(self, views: Views, *, step: int) -> Lent:
@@ -155,8 +155,7 @@ class BankStore:
 
     def save(self, *, step: int) -> None:
         """Let the actors write their snapshots, with the updates of all workers."""
-        if isinstance(self._bank, MemoryBankClient):
-            self._bank.save(step)
+        self._waiting.save(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bank, unless an actor holds it."""
@@ -167,13 +166,37 @@ class BankStore:
         if isinstance(self._bank, MemoryBank):
             self._bank.load_state_dict(_as_arrays(state))
 
-    def metrics(self, *, step: int) -> dict[str, float]:
-        """Return ages, of the rows lent last that were ever written, and waiting time."""
-        return _metrics(self._bank, self._lent_step[self._lent_step >= 0], step)
+    def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
+        """Return ages, of the rows lent last that were ever written, waiting time and restarts."""
+        return _ages(self._lent_step[self._lent_step >= 0], step) | self._waiting.metrics(seconds)
 
     def _slots(self, ids: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         drawn = self._bank.draw(self._num_negatives, step=step)
         return np.concatenate([self._bank.slots_of(ids), drawn])
+
+
+@final
+class _Waiting:
+    """How long steps were blocked on the actors, their snapshots left out."""
+
+    def __init__(self, store: KeyQueue | QueueClient | MemoryBank | MemoryBankClient) -> None:
+        self._client = store if isinstance(store, QueueClient | MemoryBankClient) else None
+        self._excluded_s = self._told_s = 0.0
+
+    def save(self, step: int) -> None:
+        """Let the actors write their snapshots, if there are any; collective."""
+        if self._client is not None:
+            before = self._client.waited_s
+            self._client.save(step)
+            self._excluded_s += self._client.waited_s - before
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Return the fraction of these seconds spent waiting, and how often a shard came back."""
+        if self._client is None:
+            return {"negatives_wait_fraction": 0.0}
+        waited_s = self._client.waited_s - self._excluded_s
+        fraction, self._told_s = (waited_s - self._told_s) / max(seconds, 1e-9), waited_s
+        return {"negatives_wait_fraction": fraction, "bank_restarts": float(self._client.restarts)}
 
 
 @final
@@ -210,11 +233,10 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
 
 
-def _metrics(store: object, steps: NDArray[np.int64], step: int) -> dict[str, float]:
-    waited = {"negatives_waited_s": getattr(store, "waited_s", 0.0)}
+def _ages(steps: NDArray[np.int64], step: int) -> dict[str, float]:
     if not len(steps):
-        return waited
-    return waited | {
+        return {}
+    return {
         "negatives_age_mean": step - float(steps.mean()),
         "negatives_age_max": float(step - steps.min()),
     }

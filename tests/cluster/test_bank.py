@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import ray
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, RayclError, RunError
@@ -181,6 +181,7 @@ def test_bank_is_the_store_whatever_happens_in_any_order(
 @KINDS
 @settings(SETTINGS, max_examples=2)
 @given(st.lists(st.sampled_from([5, 11, "save", "kill"]), min_size=4, max_size=8), st.integers(0, 2))
+@example([5, "save", 11, "kill", 5, "kill", 11], 0)
 def test_shards_that_are_killed_come_back(
     banks: dict[str, Bank], kind: str, actions: list[Any], shard: int
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data.holdout import hold_out
 from raycl.errors import ConfigError, DataError, RunError
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
@@ -117,16 +118,8 @@ def test_a_run_takes_its_bank_with_it_and_keeps_the_snapshots_of_its_checkpoints
     assert steps == {path.name.removesuffix("-judged") for path in (output / "checkpoints").glob("step-*")}
 
 
-def test_the_actors_queue_gives_the_run_of_the_workers_own(
-    moco: tuple[Path, RunResult], data: Path, tmp_path: Path
-) -> None:
-    trained(run_of("moco_v2", **{"bank.held_by": "workers"}), data, tmp_path / "run")
-    assert_equal_runs(moco[0], tmp_path / "run")
-    assert not (tmp_path / "run" / "bank").exists()
-
-
 @pytest.mark.parametrize("held_by", ["actor", "workers"])
-def test_a_moco_run_killed_and_resumed_equals_the_whole_one(
+def test_a_moco_run_killed_and_resumed_equals_the_whole_one_of_the_actor(
     held_by: str, moco: tuple[Path, RunResult], data: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "died"
@@ -137,6 +130,7 @@ def test_a_moco_run_killed_and_resumed_equals_the_whole_one(
     trained(config, data, tmp_path / "run", resume=True)
     assert int(marker.read_text()) == moco[1].steps - 5
     assert_equal_runs(moco[0], tmp_path / "run")
+    assert (tmp_path / "run" / "bank").exists() == (held_by == "actor")
 
 
 @pytest.fixture(scope="module")
@@ -175,41 +169,84 @@ def test_an_instance_run_killed_and_resumed_equals_the_whole_one(
 def test_a_streamed_set_trains_by_slots_read_one_step_ahead(data: Path, tmp_path: Path) -> None:
     config = run_of("instance_discrimination", **{"data.cache": "stream", "data.shuffle_rows": 128})
     result = trained(config, data, tmp_path / "run")
-    # The broken rows have slots as well: nobody knows them beforehand.
-    assert len(snapshot_of(tmp_path / "run", result.steps)["step"]) == NUM_IMAGES
+    # The broken rows have slots as well, for nobody knows them beforehand; those held out have none.
+    holdout = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
+    trained_on = np.flatnonzero(holdout.is_train(np.arange(NUM_IMAGES)))
+    assert snapshot_of(tmp_path / "run", result.steps)["sample_id"].tolist() == trained_on.tolist()
     assert np.isfinite(losses_of(tmp_path / "run")).all()
 
 
 def test_a_worker_and_a_shard_are_killed_and_no_acknowledged_row_is_lost(data: Path, tmp_path: Path) -> None:
     output, marker = tmp_path / "drill", tmp_path / "died"
-    arguments = {"channels": 1, "die_at": 60, "marker": str(marker)}
-    settings = {"encoder.arguments": arguments, "stages.0.epochs": 30, "max_failures": 2}
-    killed: list[tuple[int, int]] = []
+    settings = {
+        "encoder.arguments": {"channels": 1, "die_at": 75, "marker": str(marker)},
+        # The queue holds forty steps, so that snapshots after the deaths have rows from before them.
+        "negatives.capacity": 40 * BATCH_SIZE,
+        "stages.0.epochs": 15,
+        "checkpoints.every_steps": 15,
+        "checkpoints.keep": 100,
+        "evaluation.every_epochs": 0,
+        "max_failures": 2,
+    }
+    killed: list[int] = []
     killer = threading.Thread(target=kill_shard_once, args=("drill", 20, killed))
     killer.start()
     result = trained(run_of("moco_v2", **settings), data, output)
     killer.join(60)
     assert marker.exists(), "no worker died"
     assert killed, "no shard died"
-    assert result.steps == 270
-    lines = [line["step"] for line in read_metrics(Place(str(output))) if "loss" in line]
-    assert lines == list(range(1, 271))
-    for folder in (output / "bank").glob("step-*"):
-        step = int(folder.name.removeprefix("step-"))
-        steps, counts = np.unique(snapshot_of(output, step)["step"], return_counts=True)
-        assert steps.tolist() == list(range(step - 4, step))
-        assert counts.tolist() == [BATCH_SIZE] * 4
+    order = ids_by_step(result.steps // 15, 15)
+    snapshots = [int(folder.name.removeprefix("step-")) for folder in (output / "bank").glob("step-*")]
+    assert any(killed[0] < step < killed[0] + 40 for step in snapshots)
+    for step in snapshots:
+        held = snapshot_of(output, step)
+        first = max(0, step - 40)
+        assert sorted(set(held["step"].tolist())) == list(range(first, step))
+        for written in range(first, step):
+            assert sorted(held["sample_id"][held["step"] == written]) == sorted(order[written]), (
+                step,
+                written,
+            )
 
 
-def kill_shard_once(name: str, step: int, killed: list[tuple[int, int]]) -> None:
-    """SIGKILL the bank's process when a run has passed the step."""
+def ids_by_step(steps_per_epoch: int, num_epochs: int) -> list[list[int]]:
+    """Return the samples of every global batch of a run without a holdout."""
+    num_rows = NUM_IMAGES - NUM_BROKEN
+    orders = [np.random.default_rng((0, epoch)).permutation(num_rows) for epoch in range(num_epochs)]
+    return [
+        order[step * BATCH_SIZE : (step + 1) * BATCH_SIZE].tolist()
+        for order in orders
+        for step in range(steps_per_epoch)
+    ]
+
+
+def test_a_memory_banks_shard_dies_and_the_run_ends_well_and_says_so(data: Path, tmp_path: Path) -> None:
+    killed: list[int] = []
+    killer = threading.Thread(target=kill_shard_once, args=("slots", 20, killed))
+    killer.start()
+    config = run_of("instance_discrimination", **{"stages.0.epochs": 15, "evaluation.every_epochs": 0})
+    result = trained(config, data, tmp_path / "slots")
+    killer.join(60)
+    assert killed, "no shard died"
+    lines = [line for line in read_metrics(Place(str(tmp_path / "slots"))) if "loss" in line]
+    restarts = {line["step"]: line["bank_restarts"] for line in lines}
+    assert restarts[5] == 0
+    assert restarts[result.steps] == 1
+    assert np.isfinite([line["loss"] for line in lines]).all()
+    held = snapshot_of(tmp_path / "slots", result.steps)
+    last = list(range(result.steps - result.steps // 15, result.steps))
+    assert sorted(set(held["step"].tolist()) & set(last)) == last
+
+
+def kill_shard_once(name: str, step: int, killed: list[int]) -> None:
+    """SIGKILL the bank's process when a run has passed the step; note the newest step then."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not killed:
         bank = found(name)
         stats = None if bank is None else bank.stats()
         if stats is not None and (stats.newest_step or 0) >= step:
             os.kill(stats.shards[0].pid, signal.SIGKILL)
-            killed.append((stats.shards[0].pid, stats.newest_step or 0))
+            killed.append(stats.newest_step or 0)
         time.sleep(0.02)
 
 
@@ -232,7 +269,7 @@ def test_a_bank_of_another_run_is_not_taken_over(data: Path, tmp_path: Path) -> 
     try:
         with pytest.raises(ConfigError, match=r"the bank 'taken' belongs to the run at .*x; set bank.name"):
             trained(run_of("moco_v2"), data, tmp_path / "taken")
-        assert not (tmp_path / "taken" / "checkpoints").exists()
+        assert not (tmp_path / "taken" / "config.yaml").exists()
         assert connect_bank("taken").stats().filled == 0
     finally:
         other.stop()
@@ -242,6 +279,7 @@ def test_more_noise_than_samples_is_refused(data: Path, tmp_path: Path) -> None:
     config = run_of("instance_discrimination", **{"negatives.num_negatives": 4_096})
     with pytest.raises(ConfigError, match=r"num_negatives 4096 is more than the 6\d\d samples"):
         trained(config, data, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists()  # so that another try may have this output
 
 
 def test_a_streamed_dataset_has_no_ids_for_a_bank(tmp_path: Path) -> None:

@@ -98,7 +98,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "negatives.capacity": 40,
         "negatives.in_batch": True,
     },
-    "instance_discrimination": {"batchnorm": "layer", "negatives.num_negatives": 20},
+    "instance_discrimination": {
+        "batchnorm": "layer",
+        "negatives.num_negatives": 20,
+        "negatives.normalizer_momentum": 0.5,
+    },
     "a bank's slots by their softmax, pulled": {
         "recipe": "instance_discrimination",
         "batchnorm": "group",

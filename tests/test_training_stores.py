@@ -1,0 +1,45 @@
+"""The step's side of a store: what a device holds is what the queue holds."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raycl.negatives import KeyQueue
+from raycl.training.stores import _DeviceCopy
+
+CAPACITY, DIM = 7, 3
+
+
+@given(st.lists(st.integers(0, 17), max_size=6), st.sampled_from(["float32", "float16"]))
+def test_a_copy_on_a_device_is_the_queue_whatever_the_batches(sizes: list[int], dtype: str) -> None:
+    queue = KeyQueue(CAPACITY, DIM, dtype)
+    copy, rng = _DeviceCopy(queue, CAPACITY, torch.device("cpu")), np.random.default_rng(0)
+    for step, size in enumerate(sizes):
+        rows = rng.standard_normal((size, DIM), np.float32)
+        ids = np.arange(size) + 100 * step
+        copy.write(torch.from_numpy(rows), torch.from_numpy(ids), first=queue.sequence)
+        queue.push(rows, ids, step)
+        held, lent = queue.negatives(), copy.lend(len(queue))
+        assert lent.negatives is not None
+        assert lent.negative_id is not None
+        assert np.array_equal(lent.negatives.numpy(), held.rows)
+        assert np.array_equal(lent.negative_id.numpy(), held.sample_id)
+    filled = _DeviceCopy(queue, CAPACITY, torch.device("cpu")).lend(len(queue)).negatives
+    assert filled is not None
+    assert np.array_equal(filled.numpy(), queue.negatives().rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_on_a_gpu_is_the_queue() -> None:
+    queue = KeyQueue(CAPACITY, DIM)
+    copy = _DeviceCopy(queue, CAPACITY, torch.device("cuda"))
+    for step in range(5):
+        rows, ids = torch.randn(4, DIM), torch.arange(4) + step
+        copy.write(rows.cuda(), ids.cuda(), first=queue.sequence)
+        queue.push(rows.numpy(), ids.numpy(), step)
+    lent = copy.lend(len(queue)).negatives
+    assert lent is not None
+    assert np.array_equal(lent.cpu().numpy(), queue.negatives().rows)
