@@ -281,7 +281,7 @@ class MemoryBankClient:
         check_lengths(rows, checked_ids(sample_id))
         slots = self._samples.positions_of(sample_id)
         self.flush()
-        sent = normalized(rows).astype(self._bank.plan.sent_dtype, copy=False)
+        sent = self._to_send(rows)
         for line, own in zip(self._lines, self._homes(slots), strict=True):
             if len(own):
                 line.send("fill", self._attempt, self._samples.ids_at(slots[own]), sent[own])
@@ -307,15 +307,19 @@ class MemoryBankClient:
 
     def _put_aside(self, slots: np.ndarray, rows: np.ndarray, step: int) -> None:
         self._num_updates += 1
-        sent_dtype = self._bank.plan.sent_dtype
-        if sent_dtype == np.float16:
-            rows = normalized(rows).astype(sent_dtype)  # lengths do not count, and small ones would be lost
+        rows = self._to_send(rows)
         for shard, own in enumerate(self._homes(slots)):
             if len(own):
                 update = Update(
                     self._name, self._num_updates, self._samples.ids_at(slots[own]), rows[own], step
                 )
                 self._waiting[shard].append(update)
+
+    def _to_send(self, rows: np.ndarray) -> np.ndarray:
+        if self._bank.plan.sent_dtype == np.float32:
+            return rows
+        # Lengths do not count, and small ones would be lost.
+        return normalized(rows).astype(self._bank.plan.sent_dtype)
 
     def _issue(self, slots: np.ndarray) -> "_Asked":
         """Send each shard its updates, and ask it for those of the slots that it holds."""
