@@ -258,7 +258,7 @@ def test_pandas_opens_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> No
     shards[1].save(12)
     assert shards[1].export(0, 100, str(tmp_path / "export")) == 3
     snapshot = pd.read_parquet(tmp_path / "bank/step-00000012/shard-1-of-3.parquet")
-    export = pd.read_parquet(tmp_path / "export/shard-1-of-3-part-00000.parquet")
+    export = pd.read_parquet(tmp_path / "export/shard-1-of-3-from-0000000000.parquet")
     mine = Negatives(*(np.asarray(queue.state_dict()[name])[1::3] for name in ("rows", "sample_id", "step")))
     for frame, there in ((snapshot, slice(None)), (export, mine.step >= 0)):
         assert list(frame.columns) == ["sample_id", "step", "embedding"]

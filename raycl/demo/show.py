@@ -76,7 +76,9 @@ def run_demo(
         raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
     place.check_writable()
     train_uri, test_uri = write_digits(place)
-    console.print(f"digits of scikit-learn, placed at random on {CANVAS}x{CANVAS} pixels: {place}")
+    console.print(
+        f"digits of scikit-learn, placed at random on {CANVAS}x{CANVAS} pixels: {place}", soft_wrap=True
+    )
     console.print("kNN on the way: held-out placements of training digits; at the end: digits never seen")
     config = demo_config(workers=workers, **({} if epochs is None else {"epochs": epochs}))
     result = train(config, data=train_uri, output=(place / "run").uri, debug=debug)
@@ -91,7 +93,7 @@ def run_demo(
     console.print(_table(scores))
     picture = place / "neighbors.png"
     picture.write_bytes(_picture(looks, train_rows, test_rows))
-    console.print(f"neighbors before and after: {picture}")
+    console.print(f"neighbors before and after: {picture}", soft_wrap=True)
     return scores
 
 

@@ -11,7 +11,6 @@ from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.messages import Hello, Part
 from raycl.negatives.questions import Census, Neighbors, nearest, take_census, written
 from raycl.negatives.snapshot import (
-    ROWS_A_GROUP,
     describe,
     read_current,
     read_metadata,
@@ -96,7 +95,7 @@ class BankShard(ABC):
 
     def export(self, start: int, stop: int, uri: str) -> int:
         """Write those of these slots that were written into a file below ``uri``; return how many."""
-        name = shard_file(self._shard, self._plan.num_shards, part=start // ROWS_A_GROUP)
+        name = shard_file(self._shard, self._plan.num_shards, first_row=start)
         rows = written(self._slice(start, stop))
         return write_rows(Place(uri) / name, rows, describe(self._plan, self._shard)) if len(rows) else 0
 

@@ -35,9 +35,10 @@ _SHAPE = {
 }
 
 
-def shard_file(shard: int, num_shards: int, *, part: int | None = None) -> str:
-    """Return the name of a shard's file in a snapshot, or of a part of it in an export."""
-    return f"shard-{shard}-of-{num_shards}{'' if part is None else f'-part-{part:05d}'}.parquet"
+def shard_file(shard: int, num_shards: int, *, first_row: int | None = None) -> str:
+    """Return the name of a shard's file in a snapshot, or of its rows from ``first_row`` on in an export."""
+    rows = "" if first_row is None else f"-from-{first_row:010d}"
+    return f"shard-{shard}-of-{num_shards}{rows}.parquet"
 
 
 def snapshot_folder(plan: BankPlan, step: int) -> Place:
