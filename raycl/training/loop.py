@@ -134,6 +134,7 @@ class _Loop:
         if not isinstance(self._store, BankStore) or self._config.negatives.first_rows == "random":
             return
         self._tower.train()
+        torch.manual_seed(hash((self._config.seed, rank())) % 2**63)
         batches = self._batches.epoch_batches(self._share, epoch=0)
         for images, sample_id in map(self._views.plain, prefetch(batches)):
             with autocast(self._config.precision, self._device):
