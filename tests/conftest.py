@@ -15,6 +15,7 @@ os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # or `uv run pytest` starts every worker through uv
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
     os.environ.pop(name, None)
 
