@@ -168,8 +168,10 @@ def test_help_names_every_question_to_a_bank(raycl) -> None:
     ],
 )
 def test_a_wrong_question_to_a_bank_is_one_line_and_status_2(
-    raycl, question: list[object], says: str
+    raycl, question: list[object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Other tests of the session have joined a Ray; a command line has not.
+    monkeypatch.setattr("raycl.joining.ray.is_initialized", lambda: False)
     status, out, err = raycl("bank", *question)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err

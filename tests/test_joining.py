@@ -9,6 +9,12 @@ from raycl.errors import ConfigError, RunError
 from raycl.joining import join_running, the_only
 
 
+@pytest.fixture(autouse=True)
+def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Act as a process that has joined no Ray, though other tests of the session have."""
+    monkeypatch.setattr("raycl.joining.ray.is_initialized", lambda: False)
+
+
 def test_the_only_ray_of_a_machine_is_asked() -> None:
     assert the_only({"10.0.0.1:6379"}) == "10.0.0.1:6379"
 
