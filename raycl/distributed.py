@@ -1,4 +1,4 @@
-"""What the workers say to one another: rows gathered with their gradient, sums, votes, checks.
+"""What the workers say to one another: rows gathered with their gradient, sums, votes, checks, a ring.
 
 Everything here also works alone, without a process group: one worker, of rank 0.
 
@@ -8,8 +8,8 @@ it, in the same order.
 
 import contextlib
 import secrets
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from raycl.errors import RayclError
 from raycl.shared_memory import MAX_BYTES, SharedMemory
 
 _memory: SharedMemory | None = None
+_BUCKET_BYTES = 32 * 2**20  # of tensors that are sent together: long enough to fill any network
 
 
 def rank() -> int:
@@ -78,6 +79,65 @@ def all_sum(value: Tensor) -> Tensor:
     return total
 
 
+@final
+class Passing:
+    """Tensors on their way from each worker to the next one of the ring."""
+
+    def __init__(self, *sent: Tensor) -> None:
+        """Begin; see :func:`pass_on`."""
+        # Kept until they have left.
+        self._sent = tuple(each.detach().contiguous() for each in sent)
+        self._received = self._sent
+        self._works: list[dist.Work] = []
+        if num_workers() > 1:
+            self._received = tuple(torch.empty_like(each) for each in self._sent)
+            self._works = dist.batch_isend_irecv(self._messages())
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """Wait, and return the tensors of the worker before."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+    def _messages(self) -> list[dist.P2POp]:
+        following, before = ((rank() + step) % num_workers() for step in (1, -1))
+        return [
+            *(dist.P2POp(dist.isend, each, following) for each in self._sent),
+            *(dist.P2POp(dist.irecv, each, before) for each in self._received),
+        ]
+
+
+def pass_on(*tensors: Tensor) -> Passing:
+    """Begin to send tensors to the worker of the next rank, and to receive those of the one before.
+
+    The last worker sends to the first; a worker alone receives its own. Work goes on meanwhile, on
+    the tensors too, which only may not be changed before those of the other have arrived.
+
+    Args:
+        tensors: Of any shape and type; the same ones on every worker (it is not checked).
+
+    Returns:
+        What waits for the tensors of the worker before, which have no gradient.
+    """
+    return Passing(*tensors)
+
+
+@torch.no_grad()
+def average_(tensors: Iterable[Tensor]) -> None:
+    """Replace each tensor by its mean over all workers, in place; a few large messages, not many small.
+
+    Args:
+        tensors: The same number, shapes and types on every worker, for example gradients.
+    """
+    if num_workers() == 1:
+        return
+    for bucket in _buckets(list(tensors), MAX_BYTES if shares_memory() else _BUCKET_BYTES):
+        mean = all_sum(torch.cat([each.reshape(-1) for each in bucket])) / num_workers()
+        parts = mean.split([each.numel() for each in bucket])
+        for each, part in zip(bucket, parts, strict=True):
+            each.copy_(part.view_as(each))
+
+
 def all_agree(flag: bool) -> bool:
     """Return True on every worker if ``flag`` is true on all of them, so that all act alike."""
     return all(_gather_integers(int(flag)))
@@ -131,6 +191,19 @@ def _map_memory() -> SharedMemory | None:
     if memory is not None:
         memory.forget_name()
     return memory if everyone_maps and everyone_met else None
+
+
+def _buckets(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Put tensors of one type together, in order, as long as they fit; a large one stays alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        fits = sum(each.nbytes for each in bucket) + tensor.nbytes <= max_bytes
+        if bucket and not (fits and tensor.dtype == bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def _memory_for(rows: Tensor) -> SharedMemory | None:

@@ -13,7 +13,7 @@ import torch
 from raycl.cluster import join_cluster, own_errors
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import rows_in, start_logbook
+from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import ColumnNames, Source, find_source
 from raycl.errors import RayclError
 
@@ -102,14 +102,14 @@ def _data(uri: str, columns: ColumnNames | None) -> Iterator[Finding]:
 def _sample(source: Source) -> Finding:
     """Decode a few pieces spread over the set and count what is broken."""
     step = max(1, len(source.pieces) // NUM_PIECES)
-    logbook = start_logbook()
-    decoder = Decoder(image_format=ImageFormat(size=32), logbook=logbook)
-    try:
-        with own_errors():
-            decode_source(source, decoder, source.pieces[::step][:NUM_PIECES]).materialize()
-    except RayclError as error:
-        return Finding(good=False, name="sample", seen=str(error))
-    rows = rows_in(logbook)
+    with open_logbook() as logbook:
+        decoder = Decoder(image_format=ImageFormat(size=32), logbook=logbook)
+        try:
+            with own_errors():
+                decode_source(source, decoder, source.pieces[::step][:NUM_PIECES]).materialize()
+        except RayclError as error:
+            return Finding(good=False, name="sample", seen=str(error))
+        rows = rows_in(logbook)
     seen = f"{rows.num_rows:,} decoded, {rows.num_broken:,} broken"
     if not rows.num_broken:
         return Finding(good=True, name="sample", seen=seen)

@@ -5,7 +5,9 @@ RayclError
 ├── DataError       the data cannot be read, lack a column, hold no rows    (exit status 2)
 ├── StorageError    a place cannot be read from or written to               (exit status 2)
 └── RunError        the run started and failed                              (exit status 1)
-    └── NonFiniteLossError
+    ├── NonFiniteLossError
+    ├── CollapseError
+    └── ReplayError
 """
 
 
@@ -31,3 +33,11 @@ class RunError(RayclError):
 
 class NonFiniteLossError(RunError):
     """The loss became NaN or infinite."""
+
+
+class CollapseError(RunError):
+    """The embeddings collapsed, and the run was told to stop then."""
+
+
+class ReplayError(RunError):
+    """A chunk of an accumulated batch was embedded otherwise the second time."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 Reading = Callable[[], tuple[int, int, str] | None]
+Notices = Callable[[], list[str]]
 
 POLL_S = 0.5
 LINE_EVERY_S = 15.0
@@ -21,11 +22,13 @@ LINE_EVERY_S = 15.0
 class ProgressLine:
     """Show how far something is: a bar on a terminal, a line now and then in a log.
 
-    ``look`` returns (done, total, text), or None while there is nothing to tell.
+    ``look`` returns (done, total, text), or None while there is nothing to tell; ``notices`` returns
+    all lines so far that people must see, and each is printed once.
     """
 
-    def __init__(self, title: str, look: Reading, *, quiet: bool = False) -> None:
-        self._title, self._look, self._quiet = title, look, quiet
+    def __init__(self, title: str, look: Reading, *, notices: Notices = list, quiet: bool = False) -> None:
+        self._title, self._look, self._notices, self._quiet = title, look, notices, quiet
+        self._num_told = 0
         self._console = Console(stderr=True)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -60,6 +63,8 @@ class ProgressLine:
             task: TaskID | None = None
             while True:
                 last = self._stopped.is_set()
+                for notice in self._news():
+                    bar.console.print(notice, markup=False, highlight=False)
                 if seen := self._look():
                     done, total, text = seen
                     if task is None:
@@ -73,6 +78,8 @@ class ProgressLine:
         printed_at = 0.0
         while True:
             last = self._stopped.is_set()
+            for notice in self._news():
+                print(notice, file=sys.stderr, flush=True)
             if (last or time.monotonic() - printed_at > LINE_EVERY_S) and (seen := self._look()):
                 done, total, text = seen
                 print(f"{self._title} {done:,}/{total:,}  {text}", file=sys.stderr, flush=True)
@@ -80,6 +87,12 @@ class ProgressLine:
             if last:
                 return
             self._stopped.wait(POLL_S)
+
+    def _news(self) -> list[str]:
+        """Return the notices that were not printed yet."""
+        notices = self._notices()[self._num_told :]
+        self._num_told += len(notices)
+        return notices
 
 
 def rows_read(logbook: Any, total: int) -> Reading:
@@ -100,6 +113,11 @@ def steps_made(logbook: Any) -> Reading:
         return (seen["step"], seen["num_steps"], _describe(seen)) if seen and "step" in seen else None
 
     return look
+
+
+def notices_of(logbook: Any) -> Notices:
+    """Ask for what people must see."""
+    return lambda: _ask(logbook.notices) or []
 
 
 def _describe(seen: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Settings from outside: YAML in and out, ``key.path=value``, and what is wrong with them in one line."""
 
+import copy
 import difflib
 import json
 import re
@@ -110,8 +111,10 @@ def _set(values: Any, path: str, value: Any) -> None:
 def _child(values: Any, name: str, path: str) -> Any:
     """Return the key or index called ``name``, which must exist (free-form arguments excepted)."""
     if isinstance(values, list):
-        if not name.isdigit() or int(name) >= len(values):
-            raise ConfigError(f"unknown key {path}: {name!r} is no index below {len(values)}")
+        if not name.isdigit() or int(name) > len(values):
+            raise ConfigError(f"unknown key {path}: {name!r} is no index up to {len(values)}")
+        if int(name) == len(values):
+            values.append(copy.deepcopy(values[-1]))  # a further stage is the last one, but for what is set
         return int(name)
     if name not in values and ".arguments." not in f".{path}":
         raise ConfigError(_unknown(path, name, list(values)))

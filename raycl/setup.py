@@ -25,15 +25,28 @@ def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequen
     ``data.image_size`` is set. Raises ``ConfigError`` or ``DataError``.
     """
     pairs = dict(map(parse_setting, settings))
-    overrides = {**flags.get("length", {}), **{k: v for k, v in flags.items() if k != "length"}, **pairs}
+    flags = {**flags.get("length", {}), **{key: value for key, value in flags.items() if key != "length"}}
+    overrides = {**flags, **pairs}
     if name.endswith((".yaml", ".yml")):
-        return override(config_from_yaml(Place(name).read_text(), name=name), overrides)
+        stated = config_from_yaml(Place(name).read_text(), name=name)
+        _check_flags(flags, stated, name)
+        return override(stated, overrides)
     config = recipe(name, image_size=LARGEST)
     asked = override(config, overrides)  # a typing error is found before the data are touched
     if "data.image_size" in pairs:
         return override(recipe(name, image_size=pairs["data.image_size"]), overrides)
     size = peek_image_size(find_source(data, build.column_names(asked)))
     return override(recipe(name, image_size=size), overrides)
+
+
+def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None:
+    """Refuse flags that speak of one stage where there are several."""
+    of_a_stage = [key for key in flags if key.startswith("stages.0.")]
+    if of_a_stage and len(config.stages) > 1:
+        raise ConfigError(
+            f"{name} has {len(config.stages)} stages, and --epochs, --steps and --batch-size speak of one; "
+            f"name the stage: --set {of_a_stage[0]}={flags[of_a_stage[0]]}"
+        )
 
 
 def peek_image_size(source: Source) -> int:

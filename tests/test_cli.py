@@ -141,7 +141,7 @@ def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> Non
     file.write_text(json.dumps(recipe("simclr", image_size=32).model_dump(mode="json")))
     flags = {"length": {"stages.0.epochs": None, "stages.0.steps": 5}, "seed": 3}
     config = plan_run(str(file), data=str(digits), flags=flags, settings=["precision=bfloat16"])
-    assert (config.stage.steps, config.stage.epochs, config.seed) == (5, None, 3)
+    assert (config.stages[0].steps, config.stages[0].epochs, config.seed) == (5, None, 3)
     assert config.precision == "bfloat16"
 
 

@@ -24,9 +24,9 @@ def test_a_run_is_frozen() -> None:
 def test_override_replaces_one_setting_and_leaves_the_original() -> None:
     config = recipe("simclr")
     changed = override(config, ["stages.0.temperature=0.25", "data.columns.image=img"])
-    assert changed.stage.temperature == 0.25
+    assert changed.stages[0].temperature == 0.25
     assert changed.data.columns.image == "img"
-    assert config.stage.temperature != 0.25
+    assert config.stages[0].temperature != 0.25
 
 
 def test_a_number_with_an_exponent_is_a_number() -> None:
@@ -35,7 +35,7 @@ def test_a_number_with_an_exponent_is_a_number() -> None:
 
 def test_epochs_give_way_to_steps() -> None:
     changed = override(recipe("simclr"), ["stages.0.epochs=null", "stages.0.steps=7"])
-    assert (changed.stage.epochs, changed.stage.steps) == (None, 7)
+    assert (changed.stages[0].epochs, changed.stages[0].steps) == (None, 7)
 
 
 def test_arguments_of_a_users_own_encoder_are_free() -> None:
@@ -58,7 +58,7 @@ def test_arguments_of_a_users_own_encoder_are_free() -> None:
         ("workers=2.5", ["workers", "came 2.5"]),
         ("stages.0.epochs=abc", ["stages.0.epochs", "integer", "'abc'"]),
         ("stages.0.steps=5", ["stages.0", "exactly one of epochs and steps"]),
-        ("stages.1.steps=5", ["stages.1.steps", "index"]),
+        ("stages.2.steps=5", ["stages.2.steps"]),
         ("augment.flip=1.5", ["augment.flip", "1.5"]),
         ("augment.crop_scale=[0.9, 0.1]", ["augment.crop_scale", "ascend"]),
         ("augment.mean=[0.5]", ["augment.mean", "3 channels"]),
@@ -89,7 +89,22 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         ("moco_v2", ["batchnorm_groups=6", "workers=4"], "groups 6 do not divide over 4 workers"),
         ("moco_v2", ["bank.shards=3"], "capacity 4096 does not divide over 3 shards"),
         ("moco_v2", ["bank.held_by=workers", "bank.detached=true"], "are an actor's"),
-        ("simclr", ["batchnorm=shuffled"], "shuffled does not go with key tower"),
+        ("instance_discrimination", ["batchnorm=shuffled"], "shuffled does not go with key slot"),
+        ("simclr", ["stages.0.chunk_size=257"], "chunk_size 257 is larger than a worker's 256 rows"),
+        ("simclr", ["workers=2", "stages.0.chunk_size=129"], "chunk_size 129 is larger than a worker's 128"),
+        ("moco_v2", ["stages.0.chunk_size=48"], "chunk_size 48 is no multiple of the 32 rows"),
+        ("simclr", ["stages.0.loss=hinge", "stages.0.margin=0"], "stages.0.margin: .*greater than 0, came 0"),
+        ("simclr", ["stages.0.loss=hinge", "stages.0.margin=-0.5"], "stages.0.margin: .*came -0.5"),
+        (
+            "simclr",
+            ["stages.0.loss=hinge", "stages.0.hinge_weight=0.5"],
+            "mixes the hinge with a cross-entropy",
+        ),
+        ("simclr", ["stages.0.hinge_weight=1.5"], "stages.0.hinge_weight: .*came 1.5"),
+        ("simclr", ["stages.1.workers=3"], "stage 1: batch_size 256 does not divide over 3 workers"),
+        ("simclr", ["stages.1.epochs=0"], "stages.1.epochs: .*came 0"),
+        ("simclr", ["stages.2.epochs=1"], "unknown key stages.2.epochs: '2' is no index up to 1"),
+        ("moco_v2", ["stages.1.batch_size=8192"], "stage 1: negatives.capacity 4096 is less than a batch"),
         ("simclr", ["negatives.in_batch=false"], "nt_xent has no negatives"),
         ("moco_v2", ["batchnorm_groups=256"], "256 groups of at least 2 rows"),
         ("moco_v2", ["key=slot"], "key slot and negatives.store queue do not fit"),
@@ -110,9 +125,21 @@ def test_parts_of_methods_that_do_not_fit_are_refused(name: str, settings: list[
         override(recipe(name, image_size=32), settings)
 
 
-@pytest.mark.parametrize(("workers", "chunks"), [(1, 8), (2, 4), (8, 1), (16, 1)])
-def test_shuffled_batchnorm_keeps_its_groups_up_to_one_a_worker(workers: int, chunks: int) -> None:
-    assert override(recipe("moco_v2"), {"workers": workers}).chunks_per_worker == chunks
+@pytest.mark.parametrize(("workers", "rows"), [(1, 32), (2, 32), (8, 32), (16, 16)])
+def test_shuffled_batchnorm_keeps_its_groups_up_to_one_a_worker(workers: int, rows: int) -> None:
+    config = override(recipe("moco_v2"), {"workers": workers})
+    assert config.rows_per_group(config.stages[0]) == rows
+
+
+def test_a_further_stage_is_the_last_one_but_for_what_is_set() -> None:
+    config = override(
+        recipe("simclr"), ["stages.0.epochs=3", "stages.1.batch_size=512", "stages.1.workers=2"]
+    )
+    first, second = config.stages
+    assert (first.batch_size, second.batch_size) == (256, 512)
+    assert (second.epochs, second.temperature) == (3, first.temperature)
+    assert [config.workers_of(stage) for stage in config.stages] == [1, 2]
+    assert config.local_batch_size(second) == 256
 
 
 def test_unknown_key_in_a_file_names_those_that_exist() -> None:
@@ -151,4 +178,4 @@ def test_a_run_needs_a_stage() -> None:
 
 def test_a_run_can_be_written_in_python() -> None:
     config = RunConfig(recipe="mine", workers=2, stages=(Stage(steps=10, batch_size=64),))
-    assert config.stage.batch_size == 64
+    assert config.stages[0].batch_size == 64

@@ -10,9 +10,9 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors"},
     {"storage", "schedules", "shared_memory"},
     {"records"},
-    {"losses", "augment", "distributed"},
-    {"batchnorm"},
-    {"models", "optimizers", "negatives"},
+    {"losses", "augment", "distributed", "measures"},
+    {"batchnorm", "ring"},
+    {"models", "optimizers", "negatives", "accumulation"},
     {"data", "judging"},
     {"config"},
     {"recipes", "settings"},
@@ -25,7 +25,18 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 GROUND = {"errors", "storage", "schedules", "records", "config", "recipes", "settings"}
-MATHEMATICS = {"losses", "augment", "distributed", "models", "batchnorm", "optimizers", "judging"}
+MATHEMATICS = {
+    "losses",
+    "augment",
+    "distributed",
+    "measures",
+    "models",
+    "batchnorm",
+    "ring",
+    "optimizers",
+    "judging",
+    "accumulation",
+}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

@@ -42,7 +42,7 @@ def leakage(
 ) -> Leakage:
     """Measure how far the statistics of BatchNorm give the positive away.
 
-    Rows are put into random groups, each of which is normalized by itself, as a worker or chunk
+    Rows are put into random groups, each of which is normalized by itself, as a worker or group
     does. A query's candidates are its positive and the keys of all other groups, which stand for a
     queue or for other workers. Once the keys are encoded in the groups of the queries, once in
     others. Only the company differs: without BatchNorm the advantage is 0, and with it the smaller
@@ -50,7 +50,7 @@ def leakage(
     so measure again while it trains. A network that never could read the mark keeps a small
     advantage, since a pair normalized alike is more alike: compare with a shuffled run.
 
-    BatchNorm runs as in training, but a group is one chunk; all other layers run as in evaluation,
+    BatchNorm runs as in training, by group; all other layers run as in evaluation,
     so that dropout adds no noise. Modes and running statistics are put back. Synchronized layers make it collective.
 
     Args:
@@ -102,10 +102,10 @@ def _batch_statistics(*encoders: nn.Module) -> Iterator[None]:
     """Let BatchNorm take the statistics of the batch, and put modes and buffers back afterwards."""
     modes = {layer: layer.training for encoder in encoders for layer in encoder.modules()}
     buffers = [(buffer, buffer.clone()) for encoder in encoders for buffer in encoder.buffers()]
-    num_chunks = {layer: layer.num_chunks for layer in modes if isinstance(layer, SplitBatchNorm)}
+    group_sizes = {layer: layer.group_size for layer in modes if isinstance(layer, SplitBatchNorm)}
     try:
-        for layer in num_chunks:
-            layer.num_chunks = 1
+        for layer in group_sizes:
+            layer.group_size = None
         for encoder in encoders:
             encoder.train()  # by its own method, which may keep frozen layers in evaluation mode
         for layer in modes:
@@ -114,8 +114,8 @@ def _batch_statistics(*encoders: nn.Module) -> Iterator[None]:
     finally:
         for layer, mode in modes.items():
             layer.training = mode
-        for layer, number in num_chunks.items():
-            layer.num_chunks = number
+        for layer, size in group_sizes.items():
+            layer.group_size = size
         for buffer, before in buffers:
             buffer.copy_(before)
 

@@ -42,7 +42,7 @@ def synchronize(module: nn.Module) -> nn.Module:
     Raises:
         ConfigError: A layer is another kind of BatchNorm, whose own behavior would be lost.
     """
-    refuse_other_kinds(module, (*PLAIN, *_SYNCHRONIZED), verb="synchronize")
+    refuse_other_kinds(module, (*PLAIN, *SYNCHRONIZED), verb="synchronize")
     for layer in module.modules():
         if type(layer) in PLAIN:
             # Only forward differs. A new object would lose hooks and layers used in two places.
@@ -88,7 +88,7 @@ class SynchronizedBatchNorm(AnyBatchNorm):
         )
 
 
-_SYNCHRONIZED = (SynchronizedBatchNorm, nn.SyncBatchNorm)
+SYNCHRONIZED = (SynchronizedBatchNorm, nn.SyncBatchNorm)
 
 
 class _Moments(NamedTuple):

@@ -1,7 +1,8 @@
 """The logbook: a small actor that workers and data tasks write to and the driver reads."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -52,6 +53,7 @@ class Logbook:
     def __init__(self) -> None:
         self._pieces: dict[str, tuple[int, int, Counter[str], list[str]]] = {}
         self._progress: dict[str, Any] = {}
+        self._notices: list[str] = []
 
     def add_rows(
         self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
@@ -66,6 +68,14 @@ class Logbook:
     def progress(self) -> dict[str, Any]:
         """Return the latest progress."""
         return dict(self._progress)
+
+    def add_notice(self, text: str) -> None:
+        """Note something that people must see."""
+        self._notices.append(text)
+
+    def notices(self) -> list[str]:
+        """Return all notices so far."""
+        return list(self._notices)
 
     def rows(self) -> ReadRows:
         """Return what all pieces held together."""
@@ -83,6 +93,14 @@ def rows_in(logbook: Any) -> ReadRows:
     return ray.get(logbook.rows.remote())  # pyright: ignore[reportReturnType]
 
 
-def start_logbook() -> Any:
-    """Start the actor; it takes no CPU and lives as long as the driver."""
-    return ray.remote(num_cpus=0, max_restarts=-1)(Logbook).remote()
+@contextlib.contextmanager
+def open_logbook() -> Iterator[Any]:
+    """Start the actor, which takes no CPU, and end it afterwards.
+
+    Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
+    """
+    logbook = ray.remote(num_cpus=0, max_restarts=-1)(Logbook).remote()
+    try:
+        yield logbook
+    finally:
+        ray.kill(logbook)  # pyright: ignore[reportArgumentType]

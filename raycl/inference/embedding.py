@@ -10,7 +10,7 @@ from torch import nn
 from raycl.cluster import join_cluster, own_errors
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import ReadRows, rows_in, start_logbook
+from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.rows import Rows
 from raycl.data.sources import ColumnNames, find_source
 from raycl.errors import ConfigError, StorageError
@@ -107,16 +107,16 @@ def embed_to_parquet(
     source = find_source(data, columns)
     place.check_writable()
     join_cluster(address, debug=debug)
-    logbook = start_logbook()
-    decoded = decode_source(source, Decoder(image_format=image_format(encoder.spec), logbook=logbook))
     filesystem, path = place.resolve()
-    try:
-        with own_errors(), ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
-            embedded = embed_dataset(decoded, run, gpu=gpu, network=network)
-            embedded.write_parquet(path, filesystem=filesystem)
-        rows = rows_in(logbook)
-        rows.check(max_bad_fraction)
-    except Exception:
-        place.remove()
-        raise
+    with open_logbook() as logbook:
+        decoded = decode_source(source, Decoder(image_format=image_format(encoder.spec), logbook=logbook))
+        try:
+            with own_errors(), ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
+                embedded = embed_dataset(decoded, run, gpu=gpu, network=network)
+                embedded.write_parquet(path, filesystem=filesystem)
+            rows = rows_in(logbook)
+            rows.check(max_bad_fraction)
+        except Exception:
+            place.remove()
+            raise
     return rows

@@ -13,7 +13,7 @@ from raycl.cluster import fetch_tables, join_cluster, own_errors
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.holdout import Holdout
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import rows_in, start_logbook
+from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.rows import Rows
 from raycl.data.sources import NO_LABEL, ColumnNames, Source, find_source
 from raycl.errors import DataError
@@ -80,13 +80,13 @@ def evaluate(
         return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
 
     def represent(name: str) -> LabeledSet:
-        logbook = start_logbook()
-        decoder = Decoder(image_format=image_format(spec), logbook=logbook)
-        look = rows_read(logbook, sources[name].num_rows)
-        with own_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
-            decoded = decode_source(sources[name], decoder)
-            tables = fetch_tables(embed_dataset(decoded, run, gpu=gpu, network=network))
-        rows_in(logbook).check(max_bad_fraction)
+        with open_logbook() as logbook:
+            decoder = Decoder(image_format=image_format(spec), logbook=logbook)
+            look = rows_read(logbook, sources[name].num_rows)
+            with own_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
+                decoded = decode_source(sources[name], decoder)
+                tables = fetch_tables(embed_dataset(decoded, run, gpu=gpu, network=network))
+            rows_in(logbook).check(max_bad_fraction)
         return _representations(tables, spec.representation_dim)
 
     train_set, test_set = represent("train"), _with_classes_of(sources, represent("test"))

@@ -3,7 +3,7 @@
 from raycl.cluster import fetch_tables, join_cluster, own_errors
 from raycl.data.decode import Decoder, Keep, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import rows_in, start_logbook
+from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.rows import Rows
 from raycl.data.sources import Source, find_source
 from raycl.progress import ProgressLine, rows_read
@@ -24,9 +24,9 @@ def read_rows(
     """
     source = find_source(source) if isinstance(source, str) else source
     join_cluster()
-    logbook = start_logbook()
-    decoder = Decoder(image_format=image_format, logbook=logbook, keep=keep)
-    with own_errors(), ProgressLine(title, rows_read(logbook, source.num_rows), quiet=quiet):
-        tables = fetch_tables(decode_source(source, decoder))
-    rows_in(logbook).check(max_bad_fraction)
+    with open_logbook() as logbook:
+        decoder = Decoder(image_format=image_format, logbook=logbook, keep=keep)
+        with own_errors(), ProgressLine(title, rows_read(logbook, source.num_rows), quiet=quiet):
+            tables = fetch_tables(decode_source(source, decoder))
+        rows_in(logbook).check(max_bad_fraction)
     return Rows(tables, image_format)

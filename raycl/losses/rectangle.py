@@ -1,5 +1,6 @@
 """Rows classified among columns: the walk of every loss whose logits are not symmetric."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -11,6 +12,7 @@ from raycl.losses.tiled import (
     SAFE_SPREAD,
     STRIP_ROWS,
     Gradients,
+    Softmax,
     finish,
     longest,
     mask_diagonals,
@@ -36,6 +38,11 @@ class Side(NamedTuple):
         columns = [column for column in (self.positive, self.own) if column is not None]
         return [column - self.rows.start for column in columns]
 
+    @property
+    def strips(self) -> Iterator[slice]:
+        """Cut the rows into strips that meet the columns together."""
+        return spans(self.rows.start, self.rows.stop, STRIP_ROWS)
+
 
 def evaluate_rectangle(
     rows: Tensor,
@@ -56,85 +63,159 @@ def evaluate_rectangle(
     rows, possibly in half precision. Ids, where given, mask false negatives.
     Holds one strip of logits, 256 x the candidates that want a gradient.
     """
-    batch = _Block(
-        columns, ids, like=rows, is_met=in_batch, wants_gradient=with_gradient and columns.requires_grad
+    to_columns, to_negatives = (
+        rows if with_gradient and each.requires_grad else None for each in (columns, negatives)
     )
-    others = _Block(
-        negatives, negative_ids, like=rows, wants_gradient=with_gradient and negatives.requires_grad
-    )
+    batch = Block(columns, ids, is_met=in_batch, gradient_from=to_columns)
+    others = Block(negatives, negative_ids, gradient_from=to_negatives)
     wants_rows = with_gradient and (rows.requires_grad or temperature.requires_grad)
     walk = _RectangleWalk(rows, batch, others, LOG2_E / temperature, wants_gradient=wants_rows)
-    loss = torch.cat(
-        [
-            walk.visit(side, span)
-            for side in sides
-            for span in spans(side.rows.start, side.rows.stop, STRIP_ROWS)
-        ]
-    ).mean()
-    gradients = [walk.gradient, batch.gradient, others.gradient]
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.div_(temperature * len(rows))
-    degrees = None
-    if walk.gradient is not None:
-        degrees = temperature_gradient(rows, walk.gradient, temperature)
-    return loss, (*gradients, degrees)
+    loss = torch.cat([walk.visit(side, span) for side in sides for span in side.strips]).mean()
+    return loss, scaled_gradients(rows, (walk.gradient, batch.gradient, others.gradient), temperature)
 
 
 @final
-class _Block:
+class Block:
     """Candidates that all rows meet (or only their own rows do), cut into pieces that fit the cache."""
 
     def __init__(
-        self, columns: Tensor, ids: Ids | None, *, like: Tensor, wants_gradient: bool, is_met: bool = True
+        self,
+        columns: Tensor,
+        ids: Ids | None = None,
+        *,
+        is_met: bool = True,
+        gradient_from: Tensor | None = None,
     ) -> None:
+        """Take columns [num_columns, dim], possibly in half precision.
+
+        Ids, where given, mask false negatives. ``gradient_from`` are the rows whose weights are
+        kept for the gradient at the columns; None where it is not wanted, or not from here.
+        """
         self.columns = columns
         self.pieces = list(spans(0, len(columns) if is_met else 0, 2 * tile_size(columns)))
-        self.widest = max((piece.stop - piece.start for piece in self.pieces), default=0)
-        self.gradient = torch.zeros_like(columns) if wants_gradient else None
+        self.gradient = None if gradient_from is None else torch.zeros_like(columns)
         self._false_negatives = None if ids is None else FalseNegatives(*ids, self.pieces)
         # Made once: the allocator would give a strip back to the kernel after each visit.
-        height = min(STRIP_ROWS, len(like)) if wants_gradient else 0
-        self._strip = like.new_empty(len(self.pieces), height, self.widest)
+        self._room = None if gradient_from is None else self._make_room(gradient_from)
 
-    def mask(self, tile: Tensor, rows: slice, k: int) -> None:
-        """Rule out the false negatives of the k-th tile."""
-        if self._false_negatives is not None:
-            self._false_negatives.mask(tile, rows, k)
+    def tiles(
+        self, query: Tensor, span: slice, *, diagonals: Sequence[int], bias: Tensor | None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the number of each piece, its columns, and their logits (+ bias per column).
+
+        query [span, dim], scaled; the logits [span, piece] are the reader's to overwrite, those of
+        false negatives and on the diagonals are -inf.
+        """
+        for k, piece in enumerate(self.pieces):
+            columns = self.columns[piece].to(query.dtype)
+            tile = product(query, columns, None if bias is None else bias[piece])
+            mask_diagonals(tile, span, piece, diagonals)
+            if self._false_negatives is not None:
+                self._false_negatives.mask(tile, span, k)
+            yield k, columns, tile
 
     def room(self, tile: Tensor, k: int) -> Tensor:
-        """Return where the weights of the k-th tile go: the strip, if they are needed again."""
-        return tile if self.gradient is None else self._strip[k, : tile.shape[0], : tile.shape[1]]
+        """Return where the weights of the k-th tile go: aside, if they are needed again."""
+        return tile if self._room is None else self._room[k, : tile.shape[0], : tile.shape[1]]
+
+    def _make_room(self, rows: Tensor) -> Tensor:
+        widest = max((piece.stop - piece.start for piece in self.pieces), default=0)
+        return rows.new_empty(len(self.pieces), min(STRIP_ROWS, len(rows)), widest)
+
+
+class Kept(NamedTuple):
+    """The weights 2**(logit - shift) of a tile, for the gradient at its columns."""
+
+    gradient: Tensor
+    weights: Tensor
+    shift: Tensor
 
 
 @final
-class _Sums:
-    """What a strip of rows draws from its negatives, in multiples of 2**shift."""
+class Strip:
+    """Some rows of a side, and what they draw from the negatives met so far: sums of 2**(logit - shift)."""
 
-    def __init__(self, shift: Tensor, query: Tensor, *, follows: bool, wants_pull: bool) -> None:
-        self.shift = shift
-        self.total = torch.zeros_like(shift)
-        self.pull = torch.zeros_like(query)
-        self._follows, self._wants_pull = follows, wants_pull
+    def __init__(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        side: Side,
+        span: slice,
+        *,
+        scale: Tensor,
+        bound: Tensor | None,
+        gradient: Tensor | None,
+    ) -> None:
+        """Take the span of rows [num_rows, dim]; columns hold their positives.
 
-    def add(self, tile: Tensor, columns: Tensor, room: Tensor) -> Tensor:
-        """Take in the logits of a tile; return their weights 2**(logits - shift), in ``room``."""
-        if self._follows:
-            self._follow(tile)
-        weights = torch.exp2(tile, out=room)
-        self.total += weights.sum(1)
-        if self._wants_pull:
-            self.pull += product(weights, columns.T)
-        return weights
+        bound: above every logit, or None where the shift must follow the logits. gradient
+        [num_rows, dim], zeros: where that of the rows goes, yet to be scaled, if it is wanted.
+        """
+        self.match = slice(*(side.positive - side.rows.start + at for at in (span.start, span.stop)))
+        self.rows, self._positives = rows[span], columns[self.match]
+        self._span, self._diagonals, self._scale, self._bound = span, side.diagonals, scale, bound
+        self._positive = (self.rows * scale * self._positives).sum(1)
+        self._shift = self._positive if bound is None else bound.expand_as(self._positive)
+        self._total = torch.zeros_like(self._positive)
+        self._pull = None if gradient is None else gradient[span]
+
+    def meet(self, block: Block, *, holds_positives: bool = False) -> list[Kept]:
+        """Take in a block; return what the gradient at its columns needs."""
+        kept = []
+        bias = None if self._bound is None else -self._bound.repeat(len(block.columns))
+        diagonals = self._diagonals if holds_positives else ()
+        for k, columns, tile in block.tiles(
+            self.rows * self._scale, self._span, diagonals=diagonals, bias=bias
+        ):
+            if self._bound is None:
+                self._follow(tile)
+            weights = torch.exp2(tile, out=block.room(tile, k))
+            self._total += weights.sum(1)
+            if self._pull is not None:
+                self._pull += product(weights, columns.T)
+            if block.gradient is not None:
+                kept.append(Kept(block.gradient[block.pieces[k]], weights, self._shift))
+        return kept
+
+    def finish(self) -> Softmax:
+        """Return each row's loss, after all blocks; leave the rows' gradient where it was asked for."""
+        softmax = finish(self._positive, self._shift, self._total)
+        if self._pull is not None:
+            self._pull *= (self._shift - softmax.logsumexp).exp2_()[:, None]
+            self._pull -= softmax.missing[:, None] * self._positives
+        return softmax
 
     def _follow(self, tile: Tensor) -> None:
         """Raise the shift to the greatest logit so far, and take it off the tile."""
-        peak = torch.maximum(self.shift, tile.amax(1))
-        ratio = (self.shift - peak).exp2_()
-        self.total *= ratio
-        self.pull *= ratio[:, None]
-        self.shift = peak
+        peak = torch.maximum(self._shift, tile.amax(1))
+        ratio = (self._shift - peak).exp2_()
+        self._total *= ratio
+        if self._pull is not None:
+            self._pull *= ratio[:, None]
+        self._shift = peak
         tile.sub_(peak[:, None])
+
+
+def bound_logits(rows: Tensor, longest_column: Tensor, scale: Tensor) -> Tensor | None:
+    """Return what no |logit| exceeds (Cauchy-Schwarz), or None where it would be no safe shift.
+
+    A shift known before the logits costs no pass over them; at a low temperature whole rows would
+    underflow: there it follows the logits.
+    """
+    bound = longest_column * longest(rows, rows.dtype) * scale
+    return bound if bool(2 * bound <= SAFE_SPREAD) else None
+
+
+def scaled_gradients(rows: Tensor, gradients: Gradients, temperature: Tensor) -> Gradients:
+    """Scale, in place, the gradients to those of a mean over rows; add the temperature's.
+
+    The first gradient is that at the rows, from which the temperature's is read.
+    """
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.div_(temperature * len(rows))
+    own = gradients[0]
+    return (*gradients, None if own is None else temperature_gradient(rows, own, temperature))
 
 
 @final
@@ -142,51 +223,29 @@ class _RectangleWalk:
     """Visit strips of rows; each strip meets all candidates, so one visit is enough."""
 
     def __init__(
-        self, rows: Tensor, batch: _Block, others: _Block, scale: Tensor, *, wants_gradient: bool
+        self, rows: Tensor, batch: Block, others: Block, scale: Tensor, *, wants_gradient: bool
     ) -> None:
         self._rows, self._batch, self._others, self._scale = rows, batch, others, scale
         self.gradient = torch.zeros_like(rows) if wants_gradient else None
-        # |logit| <= bound (Cauchy-Schwarz). A shift known before the logits costs no pass over
-        # them; at a low temperature whole rows would underflow: there it follows the logits.
         length = torch.maximum(*(longest(block.columns, rows.dtype) for block in (batch, others)))
-        self._bound = length * longest(rows, rows.dtype) * scale
-        self._bounded = bool(2 * self._bound <= SAFE_SPREAD)
-        self._bias = -self._bound.repeat(max(batch.widest, others.widest)) if self._bounded else None
+        self._bound = bound_logits(rows, length, scale)
 
     def visit(self, side: Side, span: slice) -> Tensor:
         """Return the loss of each row of the span; add its gradients, yet to be scaled."""
-        match = slice(*(side.positive - side.rows.start + at for at in (span.start, span.stop)))
-        rows, positives = self._rows[span], self._batch.columns[match]
-        query = rows * self._scale
-        positive = (query * positives).sum(1)
-        shift = self._bound.expand_as(positive) if self._bounded else positive
-        sums = _Sums(shift, query, follows=not self._bounded, wants_pull=self.gradient is not None)
-        kept = self._meet_all(query, side, span, sums)
-        softmax = finish(positive, sums.shift, sums.total)
-        missing = softmax.missing[:, None]
-        if self.gradient is not None:
-            share = (sums.shift - softmax.logsumexp).exp2_()[:, None]
-            self.gradient[span] = share * sums.pull - missing * positives
+        strip = Strip(
+            self._rows,
+            self._batch.columns,
+            side,
+            span,
+            scale=self._scale,
+            bound=self._bound,
+            gradient=self.gradient,
+        )
+        kept = strip.meet(self._batch, holds_positives=True) + strip.meet(self._others)
+        softmax = strip.finish()
         if self._batch.gradient is not None:
-            self._batch.gradient[match] -= missing * rows
+            self._batch.gradient[strip.match] -= softmax.missing[:, None] * strip.rows
         for gradient, weights, shift in kept:
             share = (shift - softmax.logsumexp).exp2_()[:, None]
-            gradient += product(weights.T, (share * rows).T)
+            gradient += product(weights.T, (share * strip.rows).T)
         return softmax.loss
-
-    def _meet_all(
-        self, query: Tensor, side: Side, span: slice, sums: "_Sums"
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Fill the sums; return what the candidates' gradients need: (gradient, weights, shift)."""
-        kept = []
-        for block in (self._batch, self._others):
-            for k, piece in enumerate(block.pieces):
-                columns = block.columns[piece].to(query.dtype)
-                tile = product(query, columns, None if self._bias is None else self._bias[: len(columns)])
-                if block is self._batch:
-                    mask_diagonals(tile, span, piece, side.diagonals)
-                block.mask(tile, span, k)
-                weights = sums.add(tile, columns, block.room(tile, k))
-                if block.gradient is not None:
-                    kept.append((block.gradient[piece], weights, sums.shift))
-        return kept

@@ -25,9 +25,9 @@ from raycl.negatives.bank_client import MemoryBankClient, QueueClient
 from raycl.negatives.bank_handle import Bank
 from raycl.negatives.bank_plan import BankPlan
 from raycl.optimizers import build_optimizer
-from raycl.schedules import Schedule, constant, cosine, join, linear, step_down
-from raycl.training.contrast import Contrast, InfoNce, Nce, NtXent
-from raycl.training.learner import Learner
+from raycl.training.contrast import Contrast, Hinge, InfoNce, Mixed, Nce, NtXent
+from raycl.training.learner import Learner, Manner
+from raycl.training.monitor import CollapseMonitor, Limits
 from raycl.training.stores import BankStore, NoStore, QueueStore, Store
 from raycl.training.views import ViewMaker
 
@@ -85,7 +85,7 @@ def tower(config: RunConfig, network: nn.Module) -> Tower:
     if config.batchnorm == "synchronized":
         synchronize(whole)
     elif config.batchnorm == "shuffled":
-        split_batchnorm(whole, config.chunks_per_worker)
+        split_batchnorm(whole, config.rows_per_group(config.stages[0]))
     elif config.batchnorm != "as_is":
         swap(whole, config.batchnorm)
     return whole
@@ -94,7 +94,7 @@ def tower(config: RunConfig, network: nn.Module) -> Tower:
 def learner(config: RunConfig, whole: Tower, *, num_samples: int | None) -> Learner:
     """Return all that learns; ``num_samples`` are the slots of a memory bank, if there is one."""
     normalizer = None
-    if config.stage.loss == "nce" and num_samples is not None:
+    if num_samples is not None and any(stage.loss == "nce" for stage in config.stages):
         normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
     return Learner(
         whole,
@@ -102,31 +102,68 @@ def learner(config: RunConfig, whole: Tower, *, num_samples: int | None) -> Lear
         momentum_encoder=MomentumEncoder(whole) if config.key == "momentum_encoder" else None,
         normalizer=normalizer,
         shuffled=config.batchnorm == "shuffled",
-        group_size=_rows_normalized_together(config),
         seed=config.seed,
     )
 
 
-def _rows_normalized_together(config: RunConfig) -> int:
+def manner(config: RunConfig, stage: Stage) -> Manner:
+    """Return how a stage embeds its batches."""
+    return Manner(
+        chunk_size=stage.chunk_size,
+        kept_chunks=stage.kept_chunks,
+        rows_per_group=config.rows_per_group(stage) if config.batchnorm == "shuffled" else None,
+        rows_in_company=_rows_normalized_together(config, stage),
+    )
+
+
+def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
     """Return how many rows share the statistics of BatchNorm; 0 where no other rows are negatives."""
-    batch_size, in_batch_only = config.stage.batch_size, config.negatives.store == "none"
-    local_batch_size = batch_size // config.workers
+    in_batch_only = config.negatives.store == "none"
+    local_batch_size = config.local_batch_size(stage)
     return {
-        "synchronized": 0 if in_batch_only else batch_size,
-        "as_is": 0 if in_batch_only and config.workers == 1 else local_batch_size,
-        "shuffled": local_batch_size // config.chunks_per_worker,
+        "synchronized": 0 if in_batch_only else stage.batch_size,
+        "as_is": 0 if in_batch_only and config.workers_of(stage) == 1 else local_batch_size,
+        "shuffled": config.rows_per_group(stage),
     }.get(config.batchnorm, 0)
 
 
-def contrast(config: RunConfig, learns: Learner, *, num_samples: int | None) -> Contrast:
-    """Return the loss over all workers."""
-    stage = config.stage
+def contrast(
+    config: RunConfig, stage: Stage, learns: Learner, *, hinge_weight: float, num_samples: int | None
+) -> Contrast:
+    """Return the loss over all workers, of which the hinge is this fraction."""
+    if stage.loss == "hinge" or hinge_weight == 1.0:
+        return _hinge(config, stage)
+    entropy = _cross_entropy(config, stage, learns, num_samples=num_samples)
+    if not hinge_weight:
+        return entropy
+    return Mixed(cross_entropy=entropy, hinge=_hinge(config, stage), hinge_weight=hinge_weight)
+
+
+def without_hinge(config: RunConfig, stage: Stage) -> Stage:
+    """Return the stage with a cross-entropy in place of the hinge."""
+    symmetric = config.key == "tower" and config.negatives.store == "none"
+    loss = stage.loss if stage.loss != "hinge" else "nt_xent" if symmetric else "info_nce"
+    return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
+
+
+def _hinge(config: RunConfig, stage: Stage) -> Contrast:
+    return Hinge(
+        margin=stage.margin,
+        hardest=stage.hardest_negative,
+        in_batch=_meets_the_batch(config),
+        # Keys without gradient, of a momentum encoder or a bank, have nothing to learn from queries.
+        bidirectional=config.key == "tower",
+        proximal_weight=stage.proximal_weight,
+    )
+
+
+def _cross_entropy(config: RunConfig, stage: Stage, learns: Learner, *, num_samples: int | None) -> Contrast:
     if stage.loss == "nt_xent":
         return NtXent(temperature=stage.temperature)
     if stage.loss == "info_nce":
         return InfoNce(
             temperature=stage.temperature,
-            in_batch=config.negatives.in_batch and config.key != "slot",
+            in_batch=_meets_the_batch(config),
             proximal_weight=stage.proximal_weight,
         )
     assert num_samples is not None, "the configuration gives NCE a memory bank"
@@ -137,6 +174,15 @@ def contrast(config: RunConfig, learns: Learner, *, num_samples: int | None) -> 
         normalizer=learns.normalizer,
         proximal_weight=stage.proximal_weight,
     )
+
+
+def _meets_the_batch(config: RunConfig) -> bool:
+    return config.negatives.in_batch and config.key != "slot"
+
+
+def monitor(config: RunConfig) -> CollapseMonitor:
+    """Return what judges the measures of the embeddings."""
+    return CollapseMonitor(Limits(patience=config.monitor.patience, grace=config.monitor.grace))
 
 
 def bank_plan(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankPlan:
@@ -223,31 +269,3 @@ def encoder_spec(config: RunConfig, network: nn.Module, *, own: bool = False) ->
 def optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     """Return the optimizer; the loop sets its learning rate at every step."""
     return build_optimizer(module=module, **config.optimizer.model_dump())
-
-
-def num_steps(stage: Stage, steps_per_epoch: int) -> int:
-    """Return the length of a stage in steps."""
-    return stage.steps if stage.steps is not None else (stage.epochs or 0) * steps_per_epoch
-
-
-def momentum(config: RunConfig, steps_per_epoch: int) -> Schedule:
-    """Return the momentum of the momentum encoder by step."""
-    first, last = config.momentum_encoder.momentum, config.momentum_encoder.final_momentum
-    if last is None:
-        return constant(first)
-    return cosine(first, last, num_steps=num_steps(config.stage, steps_per_epoch))
-
-
-def learning_rate(stage: Stage, steps_per_epoch: int) -> Schedule:
-    """Return the learning rate by step: linear warm-up, then half a cosine or a constant."""
-    total = num_steps(stage, steps_per_epoch)
-    warmup = min(round(stage.warmup_epochs * steps_per_epoch), total // 10)
-    peak = stage.peak_learning_rate
-    rest = {
-        "constant": constant(peak),
-        "cosine": cosine(peak, 0.0, num_steps=total - warmup),
-        # At epochs 120 and 160 of 200, as in InstDisc and MoCo.
-        "step": step_down(peak, factor=0.1, steps=[total * part // 5 - warmup for part in (3, 4)]),
-    }[stage.learning_rate_schedule]
-    # The first step is already a step: start a part above zero.
-    return join([linear(peak / (warmup + 1), peak, num_steps=warmup), rest], boundaries=[warmup])

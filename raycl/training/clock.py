@@ -14,7 +14,7 @@ class Clock:
     def __init__(self, position: Position) -> None:
         self._started = time.monotonic() - position.seconds
         self._excluded = self._waited = 0.0
-        self._lap_step, self._lap_seconds, self._lap_waited = position.step, position.seconds, 0.0
+        self._lap_samples, self._lap_seconds, self._lap_waited = position.samples, position.seconds, 0.0
         self._told_at = 0.0
 
     def seconds(self) -> float:
@@ -29,14 +29,14 @@ class Clock:
         """Count what happens within as waiting for data."""
         return Stopwatch(self, "_waited")
 
-    def lap(self, step: int, batch_size: int) -> "Lap":
-        """Return what happened since the last lap."""
+    def lap(self, samples: int) -> "Lap":
+        """Return what happened since the last lap; ``samples`` are those of the whole run."""
         seconds = self.seconds()
-        num_steps = step - self._lap_step
+        made = samples - self._lap_samples
         spent = max(seconds - self._lap_seconds, 1e-9)
         waited = (self._waited - self._lap_waited) / spent
-        self._lap_step, self._lap_seconds, self._lap_waited = step, seconds, self._waited
-        return Lap(seconds=spent, samples_per_second=num_steps * batch_size / spent, wait_fraction=waited)
+        self._lap_samples, self._lap_seconds, self._lap_waited = samples, seconds, self._waited
+        return Lap(seconds=spent, samples_per_second=made / spent, wait_fraction=waited)
 
     def tell(self, logbook: Any, progress: dict[str, Any]) -> None:
         """Send progress to the driver, at most three times a second."""

@@ -1,5 +1,6 @@
 """Losses over all workers: what a loss compares is gathered first, for losses know no ranks."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -7,7 +8,11 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import gather, gather_detached, num_workers, rank
-from raycl.losses import NormalizingConstant, info_nce, nce, noise_mass, nt_xent, proximal_term
+from raycl.losses import NormalizingConstant, hinge, info_nce, nce, noise_mass, nt_xent, proximal_term
+from raycl.ring import ring_info_nce, ring_nt_xent
+
+# Of embeddings on each worker, and as much for their gradient; below it, gathering is the faster way.
+MAX_GATHERED_BYTES = 256 * 2**20
 
 
 @final
@@ -30,6 +35,10 @@ class Contrast(Protocol):
         """Return the loss, a scalar."""
         ...
 
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        """Return what the loss is when all embeddings are one point, if that can be said."""
+        ...
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,10 @@ class NtXent:
         """Return the loss; the store is none."""
         assert key is not None, "the configuration gives NT-Xent two views"
         return gathered_nt_xent(query, key, sample_id, temperature=self.temperature)
+
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        """Return the logarithm of the number of candidates."""
+        return math.log(2 * batch_size - 1)
 
 
 @final
@@ -61,6 +74,11 @@ class InfoNce:
             query, positive, sample_id, lent, temperature=self.temperature, in_batch=self.in_batch
         )
         return _pulled(loss, query, lent, self.proximal_weight)
+
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        """Return the logarithm of the number of candidates."""
+        num_lent = 0 if lent.negatives is None else len(lent.negatives)
+        return math.log(num_lent + (batch_size if self.in_batch else 1))
 
 
 @final
@@ -98,6 +116,66 @@ class Nce:
         )
         return _pulled(loss, query, lent, self.proximal_weight)
 
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        """Return None: the normalizing constant has a say in it."""
+        return None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hinge:
+    """Each query's key, or own slot, nearer by a margin than the gathered keys and what the store lends."""
+
+    margin: float
+    hardest: bool
+    in_batch: bool
+    bidirectional: bool
+    proximal_weight: float = 0.0
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+        """Return the loss."""
+        positive = lent.key if key is None else key
+        assert positive is not None, "the configuration gives every query a key or a slot"
+        loss = gathered_hinge(
+            query,
+            positive,
+            sample_id,
+            lent,
+            margin=self.margin,
+            hardest=self.hardest,
+            in_batch=self.in_batch,
+            bidirectional=self.bidirectional and self.in_batch,
+        )
+        return _pulled(loss, query, lent, self.proximal_weight)
+
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        """Return the margin."""
+        return self.margin
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """A cross-entropy and a hinge, which is the fraction ``hinge_weight`` of the sum."""
+
+    cross_entropy: Contrast
+    hinge: Contrast
+    hinge_weight: float
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+        """Return the loss."""
+        entropy = self.cross_entropy(query, key, lent, sample_id)
+        return entropy.lerp(self.hinge(query, key, lent, sample_id), self.hinge_weight)
+
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        """Return that of both, mixed."""
+        parts = [
+            part.trivial_loss(batch_size=batch_size, lent=lent) for part in (self.cross_entropy, self.hinge)
+        ]
+        if parts[0] is None or parts[1] is None:
+            return None
+        return parts[0] + self.hinge_weight * (parts[1] - parts[0])
+
 
 def gathered_nt_xent(
     view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor
@@ -105,6 +183,8 @@ def gathered_nt_xent(
     """NT-Xent over the embeddings of all workers."""
     if num_workers() == 1:
         return nt_xent(view_a, view_b, temperature=temperature, sample_id=sample_id)
+    if _are_too_large(view_a, view_b):
+        return ring_nt_xent(view_a, view_b, sample_id, temperature=temperature)
     gathered_a, gathered_b = gather(torch.stack([view_a, view_b], dim=1)).unbind(1)
     return nt_xent(
         view_a,
@@ -133,6 +213,8 @@ def gathered_info_nce(
         return info_nce(
             query, key, temperature=temperature, in_batch=in_batch, sample_id=sample_id, **lent_rows
         )
+    if _are_too_large(key):
+        return ring_info_nce(query, key, sample_id, temperature=temperature, **lent_rows)
     return info_nce(
         query,
         key,
@@ -143,6 +225,45 @@ def gathered_info_nce(
         gathered_sample_id=gather_detached(sample_id),
         **lent_rows,
     )
+
+
+def gathered_hinge(
+    query: Tensor,
+    key: Tensor,
+    sample_id: Tensor,
+    lent: Lent,
+    *,
+    margin: float,
+    hardest: bool,
+    in_batch: bool,
+    bidirectional: bool,
+) -> Tensor:
+    """Hinge over the keys, and queries, of all workers and what a store lends."""
+    settings: dict[str, Any] = {
+        "margin": margin,
+        "hardest": hardest,
+        "in_batch": in_batch,
+        "bidirectional": bidirectional,
+        "sample_id": sample_id,
+        "negatives": lent.negatives,
+        "negative_id": lent.negative_id,
+    }
+    if num_workers() == 1 or not in_batch:
+        return hinge(query, key, **settings)
+    return hinge(
+        query,
+        key,
+        gathered_query=gather(query) if bidirectional else None,
+        gathered_key=gather(key),
+        offset=rank() * len(query),
+        gathered_sample_id=gather_detached(sample_id),
+        **settings,
+    )
+
+
+def _are_too_large(*rows: Tensor) -> bool:
+    """Whether these rows of all workers would take too much room on each of them."""
+    return num_workers() * sum(each.nbytes for each in rows) > MAX_GATHERED_BYTES
 
 
 def _pulled(loss: Tensor, query: Tensor, lent: Lent, weight: float) -> Tensor:

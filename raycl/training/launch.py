@@ -1,6 +1,7 @@
 """From a configuration to a finished run: check, read, train, record."""
 
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -21,13 +22,13 @@ from raycl.cluster import (
     own_errors,
 )
 from raycl.config import RunConfig
-from raycl.data.logbook import rows_in, start_logbook
+from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source, find_source
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
-from raycl.progress import ProgressLine, rows_read, steps_made
+from raycl.progress import ProgressLine, notices_of, rows_read, steps_made
 from raycl.records import write_result
 from raycl.settings import config_to_yaml
 from raycl.storage import Place, absolute
@@ -86,15 +87,17 @@ def train(
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
-    with own_errors():
-        return _Launch(config, place, encoder, quiet=quiet).run(data, source, dataset)
+    with own_errors(), open_logbook() as logbook:
+        return _Launch(config, place, encoder, logbook, quiet=quiet).run(data, source, dataset)
 
 
 @final
 class _Launch:
-    def __init__(self, config: RunConfig, output: Place, network: nn.Module | None, *, quiet: bool) -> None:
-        self._config, self._output, self._network, self._quiet = config, output, network, quiet
-        self._logbook = start_logbook()
+    def __init__(
+        self, config: RunConfig, output: Place, network: nn.Module | None, logbook: Any, *, quiet: bool
+    ) -> None:
+        self._config, self._output, self._network = config, output, network
+        self._logbook, self._quiet = logbook, quiet
 
     def run(self, data: str | None, source: Source | None, dataset: ray.data.Dataset | None) -> RunResult:
         images = Images(self._config, self._logbook, source, dataset)
@@ -108,7 +111,7 @@ class _Launch:
             "workers": self._config.workers,
         }
         check_same_data(self._output, described)
-        cpus = self._check_cluster(streamed)
+        self._check_cluster(streamed)
         decoded, stream = self._open(images, streamed)
         rows = rows_in(self._logbook)
         rows.check(self._config.data.max_bad_fraction)
@@ -135,7 +138,7 @@ class _Launch:
             write_result(self._output, {"status": "running"})
             try:
                 with own_errors():
-                    return self._conclude(self._fit(replace(job, bank=bank), cpus))
+                    return self._conclude(self._fit_stages(replace(job, bank=bank)))
             except RayclError as error:
                 write_result(self._output, {"status": "failed", "error": str(error)})
                 raise
@@ -194,16 +197,32 @@ class _Launch:
             decoded = None if lazy is None else lazy.materialize()
         return decoded, images.stream() if streamed else None
 
-    def _check_cluster(self, streamed: bool) -> float:
-        """Return the CPUs of a worker; tasks that read while training goes on need one of their own."""
+    def _check_cluster(self, streamed: bool) -> None:
+        """Refuse what the cluster could not place, if it does not grow."""
         config = self._config
-        spare = 1.0 if streamed else 0.0
-        cpus = config.cpus_per_worker or cpus_for_a_worker(workers=config.workers, spare_cpus=spare)
         if not config.autoscaling:
-            check_resources(workers=config.workers, cpus_per_worker=cpus, gpu=config.gpu, spare_cpus=spare)
-        return cpus
+            check_resources(
+                workers=config.max_workers,
+                cpus_per_worker=self._cpus_for_a_worker(config.max_workers, streamed=streamed),
+                gpu=config.gpu,
+                spare_cpus=_spare_cpus(streamed),
+            )
 
-    def _fit(self, job: Job, cpus: float) -> dict[str, Any]:
+    def _cpus_for_a_worker(self, workers: int, *, streamed: bool) -> float:
+        own = self._config.cpus_per_worker
+        return own or cpus_for_a_worker(workers=workers, spare_cpus=_spare_cpus(streamed))
+
+    def _fit_stages(self, job: Job) -> dict[str, Any]:
+        """Train with as many workers as each stage asks for: others go on from the checkpoint."""
+        in_turn = [workers for workers, _ in itertools.groupby(self._config.stages, self._config.workers_of)]
+        for workers in in_turn:
+            if final := self._fit(job, workers):
+                return final
+        raise RunError("the run ended without a result; use --debug for the whole story")
+
+    def _fit(self, job: Job, workers: int) -> dict[str, Any] | None:
+        """Train until the end, or until a stage asks for other workers; then there is no result yet."""
+        cpus = self._cpus_for_a_worker(workers, streamed=job.stream is not None)
         filesystem, path = self._output.resolve()
         keep = CheckpointConfig(
             num_to_keep=self._config.checkpoints.keep,
@@ -214,7 +233,7 @@ class _Launch:
             run_worker,
             train_loop_config={"job": job},
             scaling_config=ScalingConfig(
-                num_workers=self._config.workers,
+                num_workers=workers,
                 use_gpu=self._config.gpu,
                 resources_per_worker={"CPU": cpus} | ({"GPU": 1} if self._config.gpu else {}),
             ),
@@ -227,11 +246,9 @@ class _Launch:
                 worker_runtime_env={"env_vars": ENVIRONMENT},
             ),
         )
-        with ProgressLine("training", steps_made(self._logbook), quiet=self._quiet):
-            result = trainer.fit()
-        if result.return_value is None:
-            raise RunError("the run ended without a result; use --debug for the whole story")
-        return result.return_value
+        notices = notices_of(self._logbook)
+        with ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet):
+            return trainer.fit().return_value
 
     def _warn_of_leakage(self, leakage: float) -> None:
         """Say what the probe found where the cure is not one for the negatives of a queue."""
@@ -250,7 +267,7 @@ class _Launch:
             steps=steps,
             epochs=final.pop("epoch"),
             seconds=seconds,
-            samples_per_second=steps * self._config.stage.batch_size / max(seconds, 1e-9),
+            samples_per_second=final.pop("samples") / max(seconds, 1e-9),
             final=final,
             broken_rows=dict(rows.broken),
         )
@@ -269,8 +286,13 @@ def _bank_name(output: Place) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", output.name).lstrip("-._") or "bank"
 
 
+def _spare_cpus(streamed: bool) -> float:
+    """Return what tasks need that read while training goes on."""
+    return 1.0 if streamed else 0.0
+
+
 def _check_size(config: RunConfig, num_rows: int) -> None:
-    batch_size = config.stage.batch_size
+    batch_size = max(stage.batch_size for stage in config.stages)
     if num_rows < batch_size:
         raise DataError(
             f"a batch of {batch_size} rows is larger than the {num_rows} rows to train on; "

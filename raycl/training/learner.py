@@ -1,18 +1,39 @@
 """What learns: the tower, the encoder that follows it, and all that a step changes but the store."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raycl.batchnorm import encode_shuffled, leakage
-from raycl.distributed import all_sum, num_workers
+from raycl.accumulation import accumulate
+from raycl.batchnorm import encode_shuffled, leakage, split_batchnorm
+from raycl.distributed import all_sum, average_, num_workers
 from raycl.losses import NormalizingConstant
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.towers import Tower
 from raycl.training.parallel import average_buffers, average_gradients
 from raycl.training.views import Views
+
+PROBED_ROWS = 1_024  # of a batch, for the leakage probe compares them all
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a stage embeds its batches.
+
+    At most ``chunk_size`` samples at a time have a graph, if it is set, and ``kept_chunks`` keep theirs.
+    Shuffled BatchNorm normalizes ``rows_per_group`` rows together. ``rows_in_company`` rows share
+    their statistics with some negatives and not with others; 0 if there are none of that kind.
+    """
+
+    chunk_size: int | None = None
+    kept_chunks: int = 1
+    rows_per_group: int | None = None
+    rows_in_company: int = 0
 
 
 @final
@@ -27,33 +48,51 @@ class Learner:
         momentum_encoder: MomentumEncoder | None = None,
         normalizer: NormalizingConstant | None = None,
         shuffled: bool = False,
-        group_size: int = 0,
         seed: int = 0,
     ) -> None:
-        """``shuffled`` encodes the momentum encoder's keys in random company, drawn by ``seed``.
-
-        ``group_size`` rows share their BatchNorm statistics with some negatives and not with others;
-        0 if there are none of that kind.
-        """
+        """``shuffled`` encodes keys, or all views of a single tower, in random company drawn by ``seed``."""
         self.tower, self.optimizer = tower, optimizer
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
-        self._shuffled, self._group_size, self._seed = shuffled, group_size, seed
+        self._shuffled, self._seed = shuffled, seed
+        self._manner = Manner()
         self._parallel: nn.Module = tower
 
     def connect(self, device: torch.device) -> None:
         """Average gradients with the other workers from now on; collective."""
         self._parallel = average_gradients(self.tower, device)
 
+    def enter(self, manner: Manner) -> None:
+        """Embed in this manner from now on."""
+        self._manner = manner
+        if manner.rows_per_group is not None:
+            for network in filter(None, (self.tower, self.momentum_encoder)):
+                split_batchnorm(network, manner.rows_per_group)
+
     def embed(self, views: Views, *, step: int) -> tuple[Tensor, Tensor | None]:
         """Return queries and keys [local_batch, dim]; no keys where they are slots of a bank."""
         if self.momentum_encoder is not None:
             # Before the queries: DDP's backward pass then follows its own forward pass.
             key = self._encode_keys(self.momentum_encoder, views, step)
-            return self._parallel(views.view_a), key
+            return self.encode(views.view_a), key
         if views.view_b is None:
-            return self._parallel(views.view_a), None
-        query, key = self._parallel(views.both()).chunk(2)
+            return self.encode(views.view_a), None
+        if self._shuffled:
+            return self._encode_shuffled(views, step)
+        query, key = self.encode(views.both()).chunk(2)
         return query, key
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Embed rows by the tower, in chunks if the batch is larger than memory."""
+        if self._manner.chunk_size is None:
+            return self._parallel(rows)
+        return self._in_chunks(self.tower, rows)
+
+    def backward(self, loss: Tensor) -> None:
+        """Leave the gradient of the mean loss over all workers in the parameters; collective."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if self._manner.chunk_size is not None:
+            average_(parameter.grad for parameter in self.tower.parameters() if parameter.grad is not None)
 
     def follow(self, momentum: float) -> None:
         """Let the momentum encoder, if there is one, follow the tower."""
@@ -72,14 +111,15 @@ class Learner:
 
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
         """Return what BatchNorm gives away of the keys, if it can; collective."""
-        group_size = min(self._group_size, len(views) // 2)
+        num_rows = min(len(views), PROBED_ROWS)
+        group_size = min(self._manner.rows_in_company, num_rows // 2)
         if views.view_b is None or group_size < 2:
             return {}
         found = leakage(
             self.tower,
             self.tower if self.momentum_encoder is None else self.momentum_encoder,
-            views.view_a,
-            views.view_b,
+            views.view_a[:num_rows],
+            views.view_b[:num_rows],
             group_size=group_size,
             num_groupings=2,
             seed=seed,
@@ -100,11 +140,26 @@ class Learner:
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
 
+    def _encode_shuffled(self, views: Views, step: int) -> tuple[Tensor, Tensor]:
+        """Embed both views in random company; side by side, they are in one order on any number of workers."""
+        assert views.view_b is not None, "a method whose keys are views draws two"
+        rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
+        embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
+        query, key = embeddings.unflatten(0, (-1, 2)).unbind(1)
+        return query, key
+
+    @torch.no_grad()
     def _encode_keys(self, encoder: MomentumEncoder, views: Views, step: int) -> Tensor:
         assert views.view_b is not None, "a momentum encoder's keys are views"
+        encode = encoder if self._manner.chunk_size is None else partial(self._in_chunks, encoder)
         if not self._shuffled:
-            return encoder(views.view_b)
-        return encode_shuffled(encoder, views.view_b, seed=self._seed, step=step)
+            return encode(views.view_b)
+        return encode_shuffled(encode, views.view_b, seed=self._seed, step=step)
+
+    def _in_chunks(self, network: nn.Module, rows: Tensor) -> Tensor:
+        manner = self._manner
+        assert manner.chunk_size is not None, "only a batch with a chunk_size is cut"
+        return accumulate(network, rows, chunk_size=manner.chunk_size, kept_chunks=manner.kept_chunks)
 
     def _parts(self) -> dict[str, Any]:
         parts = {

@@ -16,24 +16,28 @@ from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
 from raycl.data.rows import Rows
 from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank, shared_memory
-from raycl.errors import DataError, NonFiniteLossError
+from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.models.saved import save_encoder
-from raycl.records import MetricsLog
 from raycl.training import build
 from raycl.training.checkpoint import (
     Position,
     Restored,
     restore_checkpoint,
+    restore_healthy_checkpoint,
     save_checkpoint,
     saved_steps,
 )
 from raycl.training.clock import Clock
+from raycl.training.contrast import Contrast
 from raycl.training.job import Job
 from raycl.training.judge import Judge
 from raycl.training.process import autocast, available_cores, prepare_process
-from raycl.training.step import train_step
+from raycl.training.recorder import Recorder
+from raycl.training.stage_plan import momentum_schedule, stage_plans
+from raycl.training.step import Stepped, train_step
 from raycl.training.stores import BankStore, Store
 from raycl.training.views import Views
+from raycl.training.watch import Watch
 
 
 def run_worker(settings: dict[str, Job]) -> dict[str, Any] | None:
@@ -49,51 +53,66 @@ def run_worker(settings: dict[str, Job]) -> dict[str, Any] | None:
 class _Loop:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job, self._config, self._device = job, job.config, device
-        self._stage = job.config.stage
         self._is_writer = rank() == 0
         image_format = build.image_format(job.config)
         rows = Rows(ray.get(list(job.blocks)), image_format)
         train_rows = rows.where(job.holdout.is_train)
         self._batches = job.stream or Shuffled(rows=train_rows, seed=job.config.seed)
         self._judge = self._build_judge(rows)
-        self._share = Share(batch_size=self._stage.batch_size, rank=rank(), num_workers=num_workers())
-        self._steps_per_epoch = job.num_train // self._stage.batch_size
-        self._num_steps = build.num_steps(self._stage, self._steps_per_epoch)
-        self._learning_rate = build.learning_rate(self._stage, self._steps_per_epoch)
-        self._momentum = build.momentum(job.config, self._steps_per_epoch)
+        self._plans = stage_plans(job.config, num_train=job.num_train)
+        self._num_steps = sum(plan.num_steps for plan in self._plans)
+        self._momentum = momentum_schedule(job.config, self._plans)
         self._views = build.view_maker(job.config, device)
         network = build.encoder(job.config) if job.network is None else job.network
         self._tower = build.tower(job.config, network).to(device).to(memory_format=torch.channels_last)
         self._spec = build.encoder_spec(job.config, self._tower.encoder, own=job.network is not None)
         self._learner = build.learner(job.config, self._tower, num_samples=job.num_samples)
-        self._contrast = build.contrast(job.config, self._learner, num_samples=job.num_samples)
         check_equal(len(train_rows), "the number of training rows")
 
     def run(self) -> dict[str, Any] | None:
         restored = restore_checkpoint(self._learner)
         position, self._metrics = restored.position, dict(restored.metrics)
+        if not self._has_the_workers_of(position):
+            return None
         self._store = self._open_store(restored)
+        self._enter_stage(position)
         self._learner.connect(self._device)
         self._last_views: Views | None = None
-        self._log = MetricsLog(self._job.output, resume_step=position.step) if self._is_writer else None
+        self._watch = Watch(build.monitor(self._config), restored.watch_state)
         self._clock = Clock(position)
+        self._recorder = Recorder(
+            self._job, position, self._clock, num_steps=self._num_steps, is_writer=self._is_writer
+        )
         self._saved_step, self._saved_at = position.step, time.monotonic()
         if position.step == 0:
             self._judge_now(position)
             self._fill_store()
-        while not self._is_done(position):
-            position = self._run_epoch(position)
-        return self._finish(position)
+            if self._config.monitor.on_collapse == "rollback":
+                self._save(position, always=True)
+        while True:
+            while not self._is_done(position):
+                position = self._run_epoch(position)
+            if position.stage == len(self._plans) - 1:
+                return self._finish(position)
+            position = self._end_stage(position)
+            if not self._has_the_workers_of(position):
+                return None
+
+    def _has_the_workers_of(self, position: Position) -> bool:
+        """Whether these are as many workers as the stage asks for; if not, the driver starts others."""
+        return num_workers() == self._config.workers_of(self._plans[position.stage].stage)
 
     def _run_epoch(self, position: Position) -> Position:
         self._tower.train()
         for views in self._epoch_views(position):
             # Dropout must not depend on what ran before, or a resumed run would differ.
             torch.manual_seed(hash((self._config.seed, position.step, rank())) % 2**63)
-            loss = self._step(views, position)
-            position = replace(position.next_step(), seconds=self._clock.seconds())
-            self._record(position, loss)
-            if position.step == self._stage.steps:
+            stepped = self._step(views, position)
+            position = position.next_step(batch_size=self._share.batch_size)
+            position = replace(position, seconds=self._clock.seconds())
+            if collapse := self._record(position, stepped):
+                return self._answer(collapse, position)
+            if position.stage_step == self._plan.stage.steps:
                 return position
             if self._checkpoint_is_due(position):
                 self._save(position)
@@ -109,9 +128,38 @@ class _Loop:
 
     def _is_done(self, position: Position) -> bool:
         # By epochs and not by their expected steps: a stream tells only at its end what was broken.
-        if self._stage.steps is not None:
-            return position.step >= self._stage.steps
-        return position.epoch >= (self._stage.epochs or 0)
+        stage = self._plan.stage
+        if stage.steps is not None:
+            return position.stage_step >= stage.steps
+        return position.stage_epoch >= (stage.epochs or 0)
+
+    def _enter_stage(self, position: Position) -> None:
+        """Take up the batch size, the schedules and the loss of the stage that the position is in."""
+        self._plan = self._plans[position.stage]
+        stage = self._plan.stage
+        self._share = Share(batch_size=stage.batch_size, rank=rank(), num_workers=num_workers())
+        self._learner.enter(build.manner(self._config, stage))
+
+    def _end_stage(self, position: Position) -> Position:
+        """Judge and keep what the stage came to; return the beginning of the next one."""
+        judged = self._judge_now(position)
+        position = position.next_stage()
+        self._save(position, judged=judged, always=True)
+        self._enter_stage(position)
+        return position
+
+    def _contrast(self, position: Position) -> Contrast:
+        """Return the loss of the next step."""
+        stage, hinge_weight = self._plan.stage, self._plan.hinge_weight(position.stage_step)
+        if position.step < position.cross_entropy_until:
+            stage, hinge_weight = build.without_hinge(self._config, stage), 0.0
+        return build.contrast(
+            self._config,
+            stage,
+            self._learner,
+            hinge_weight=hinge_weight,
+            num_samples=self._job.num_samples,
+        )
 
     def _open_store(self, restored: Restored) -> Store:
         """Return the store as it was at the checkpoint; a bank is set back to it."""
@@ -138,7 +186,7 @@ class _Loop:
         batches = self._batches.epoch_batches(self._share, epoch=0)
         for images, sample_id in map(self._views.plain, prefetch(batches)):
             with autocast(self._config.precision, self._device):
-                rows = self._tower(images)
+                rows = self._learner.encode(images)
             self._store.fill(rows, sample_id)
         # Nobody reads before all have written; and a shard that dies comes back with these rows.
         self._store.save(step=0)
@@ -158,58 +206,91 @@ class _Loop:
                 return
             yield item
 
-    def _step(self, views: Views, position: Position) -> float:
+    def _step(self, views: Views, position: Position) -> Stepped:
         try:
             self._last_views = views
             return train_step(
                 self._learner,
                 self._store,
-                self._contrast,
+                self._contrast(position),
                 views,
                 step=position.step,
-                learning_rate=self._learning_rate(position.step),
+                learning_rate=self._plan.learning_rate(position.stage_step),
                 momentum=self._momentum(position.step),
                 precision=self._config.precision,
             )
         except NonFiniteLossError as error:
             ids = gather_detached(views.sample_id).tolist()
             shown = ", ".join(map(str, ids[:8]))
-            if self._log:
-                self._log.flush()
+            self._recorder.flush()
             raise NonFiniteLossError(
                 f"{error} at step {position.step + 1} (epoch {position.epoch}), on the batch of sample ids "
                 f"{shown}{', ...' if len(ids) > 8 else ''}; the last checkpoint (step {self._saved_step}) is kept: "
-                "look at these samples, or lower stages.0.learning_rate"
+                "look at these samples, or lower stages.{position.stage}.learning_rate"
             ) from None
 
-    def _record(self, position: Position, loss: float) -> None:
-        if not self._log:
-            return
-        progress = {
-            "step": position.step,
-            "num_steps": self._num_steps,
-            "epoch": position.epoch,
-            "loss": loss,
-        }
+    def _record(self, position: Position, stepped: Stepped) -> str | None:
+        """Write down what the step came to, if it is one to be logged; return why the run has collapsed."""
+        shown, collapse = {"loss": stepped.loss}, None
         if position.step % self._config.log_every_steps == 0 or position.step == self._num_steps:
-            lap = self._clock.lap(position.step, self._stage.batch_size)
-            samples_per_second = lap.samples_per_second
-            progress["samples_per_second"] = samples_per_second
-            self._check_broken_rows()
-            self._log.write(
+            measures, collapse = self._watch.look(stepped, step=position.step)
+            lap = self._clock.lap(position.samples)
+            shown["samples_per_second"] = lap.samples_per_second
+            self._recorder.write(
+                position,
                 {
-                    "step": position.step,
-                    "epoch": position.epoch,
-                    "stage": 0,
-                    "loss": loss,
-                    "learning_rate": self._learning_rate(position.step - 1),
-                    "samples_per_second": samples_per_second,
+                    "loss": stepped.loss,
+                    "learning_rate": self._plan.learning_rate(position.stage_step - 1),
+                    "samples_per_second": lap.samples_per_second,
                     "data_wait_fraction": lap.wait_fraction,
-                    "seconds": position.seconds,
+                    **measures,
                     **self._store.metrics(step=position.step - 1, seconds=lap.seconds),
-                }
+                },
             )
-        self._clock.tell(self._job.logbook, progress)
+            if self._is_writer:
+                self._check_broken_rows()
+        self._recorder.show(position, shown)
+        return collapse
+
+    def _answer(self, collapse: str, position: Position) -> Position:
+        """Do what the configuration says about a collapse; return where the run goes on."""
+        monitor = self._config.monitor
+        self._metrics["collapsed_at_step"] = position.step
+        self._recorder.notify(position, "collapse", collapse)
+        if monitor.on_collapse == "warn":
+            return position
+        if monitor.on_collapse == "rollback" and position.rollbacks < monitor.max_rollbacks:
+            return self._roll_back(position)
+        raise CollapseError(
+            f"{collapse}; the last checkpoint (step {self._saved_step}) is kept: lower the learning rate or begin "
+            "with a cross-entropy, or set monitor.on_collapse to warn or rollback"
+        )
+
+    def _roll_back(self, position: Position) -> Position:
+        """Go back to the last checkpoint that was made in health, and take cross-entropy for a while."""
+        restored = restore_healthy_checkpoint(self._learner, self._job.output, self._device)
+        if restored is None:
+            raise CollapseError(
+                "no checkpoint from before the collapse is left to roll back to; "
+                "set checkpoints.keep higher or checkpoints.every_s lower"
+            )
+        back = replace(
+            restored.position,
+            seconds=position.seconds,
+            rollbacks=position.rollbacks + 1,
+            cross_entropy_until=restored.position.step + self._config.monitor.cross_entropy_steps,
+        )
+        self._recorder.notify(
+            back,
+            "rollback",
+            f"went back from step {position.step}; cross-entropy until step {back.cross_entropy_until}",
+        )
+        self._metrics |= {"rollbacks": back.rollbacks}
+        self._store = self._open_store(restored)
+        self._watch.begin_anew()
+        self._enter_stage(back)
+        self._saved_step, self._saved_at = back.step, time.monotonic()
+        return back
 
     def _check_broken_rows(self) -> None:
         if self._job.stream is not None:
@@ -227,24 +308,24 @@ class _Loop:
             return False
         return bool(all_sum(torch.tensor(int(late and self._is_writer), device=self._device)))
 
-    def _save(self, position: Position, *, judged: bool = False) -> None:
+    def _save(self, position: Position, *, judged: bool = False, always: bool = False) -> None:
         """Store a checkpoint; its score counts for the best one only if these weights were judged."""
-        if position.step == self._saved_step and not judged:
+        if position.step == self._saved_step and not (judged or always):
             return
         with self._clock.paused():
             # A finite loss may have had a gradient that is not: never keep what it did.
             if not self._learner.is_finite():
                 raise NonFiniteLossError(
                     f"the weights are no numbers after step {position.step}; the last checkpoint "
-                    f"(step {self._saved_step}) is kept: lower stages.0.learning_rate"
+                    f"(step {self._saved_step}) is kept: lower stages.{position.stage}.learning_rate"
                 )
-            if self._log:
-                self._log.flush()
+            self._recorder.flush()
             self._learner.average_statistics()
             self._save_bank(position)
             save_checkpoint(
                 self._learner,
                 self._store,
+                self._watch,
                 position,
                 self._metrics,
                 judged=judged,
@@ -278,7 +359,7 @@ class _Loop:
     def _judgment_is_due(self, position: Position) -> bool:
         if self._judge is None or self._is_done(position):
             return False
-        num_epochs = max(1, self._num_steps // max(1, self._steps_per_epoch))
+        num_epochs = max(1, round(sum(plan.num_steps / max(1, plan.steps_per_epoch) for plan in self._plans)))
         every = self._config.evaluation.every_epochs or max(1, num_epochs // 10)
         return position.epoch % every == 0
 
@@ -292,23 +373,23 @@ class _Loop:
             if self._last_views is not None:
                 measured |= self._learner.leakage(self._last_views, seed=self._config.seed)
         self._metrics |= measured
-        if self._log and measured:
-            line = {"step": position.step, "epoch": position.epoch, "stage": 0, **measured}
-            self._log.write(line | {"seconds": self._clock.seconds()})
-            self._job.logbook.add_progress.remote(measured)
+        if measured:
+            self._recorder.write(position, measured)
+            self._recorder.show(position, measured, now=True)
         return self._judge is not None
 
     def _finish(self, position: Position) -> dict[str, Any] | None:
         already_saved = position.step == self._saved_step
         judged = self._judge_now(position)
         self._save(position, judged=judged and not already_saved)
-        if self._log is None:
+        if not self._is_writer:
             return None
-        self._log.flush()
+        self._recorder.flush()
         save_encoder(self._tower.encoder, self._spec, self._job.output)
-        num_epochs = position.epoch + (position.epoch_step >= self._steps_per_epoch)
+        num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
         return {
             "step": position.step,
+            "samples": position.samples,
             "epoch": num_epochs,
             "seconds": position.seconds,
             **self._metrics,

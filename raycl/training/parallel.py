@@ -8,7 +8,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from raycl.distributed import all_sum, num_workers, shares_memory
+from raycl.distributed import all_sum, average_, num_workers, shares_memory
 from raycl.shared_memory import MAX_BYTES
 
 
@@ -30,14 +30,9 @@ def average_gradients(tower: nn.Module, device: torch.device) -> nn.Module:
     return parallel
 
 
-@torch.no_grad()
 def average_buffers(module: nn.Module) -> None:
     """Give every worker the mean of all workers' floating-point buffers; collective."""
-    if num_workers() == 1:
-        return
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
-            buffer.copy_(all_sum(buffer) / num_workers())
+    average_(buffer for buffer in module.buffers() if buffer.is_floating_point())
 
 
 def _average_through_memory(_: object, bucket: GradBucket) -> Future[Tensor]:

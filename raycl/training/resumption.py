@@ -1,6 +1,7 @@
 """An output that holds an earlier run: what a resumed run may change, and what it must find again."""
 
 import json
+import re
 from typing import Any
 
 from raycl.config import RunConfig
@@ -10,21 +11,11 @@ from raycl.storage import Place, absolute
 
 CONFIG = "config.yaml"
 DATA = "data.json"
-# What a resumed run may set anew: where and how long it runs, and what it writes down.
-MAY_CHANGE = (
-    "workers",
-    "gpu",
-    "autoscaling",
-    "cpus_per_worker",
-    "stages.0.epochs",
-    "stages.0.steps",
-    "checkpoints.",
-    "data.cache",
-    "bank.detached",
-    "bank.max_staleness",
-    "bank.timeout_s",
-    "log_every_steps",
-    "max_failures",
+# What a resumed run may set anew: where and how long it runs, what it writes down and watches for.
+# How long is what its last stage says, and stages that are added to it.
+MAY_CHANGE = re.compile(
+    r"workers|gpu|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks)|checkpoints\..*|"
+    r"monitor\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
 )
 
 
@@ -44,8 +35,11 @@ def prepare_output(config: RunConfig, output: str, *, resume: bool) -> Place:
 
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     """Refuse to resume with settings that would give the rest of the run other views or weights."""
+    last = len(saved.stages) - 1
+    longer = re.compile(rf"stages\.{last}\.(epochs|steps)")
+    added = tuple(f"stages.{index}." for index in range(last + 1, len(config.stages)))
     for key, (before, now) in differences(saved, config).items():
-        if not key.startswith(MAY_CHANGE):
+        if not (MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added)):
             raise ConfigError(
                 f"--resume would change {key} from {before!r} to {now!r}; "
                 "repeat the flags of the first run, or give another --output"

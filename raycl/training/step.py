@@ -1,6 +1,10 @@
 """One optimization step: embed, candidates, loss, backward, update, store."""
 
 import math
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
 
 from raycl.distributed import all_sum, num_workers
 from raycl.errors import NonFiniteLossError
@@ -10,6 +14,21 @@ from raycl.training.learner import Learner
 from raycl.training.process import autocast
 from raycl.training.stores import Store
 from raycl.training.views import Views
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """What a step leaves: the loss of the global batch, and this worker's embeddings [local_batch, dim].
+
+    ``key`` is what each query was compared with: an embedding, or its slot. ``trivial_loss`` is what
+    the loss would be if all embeddings were one point, where that is known.
+    """
+
+    loss: float
+    trivial_loss: float | None
+    query: Tensor
+    key: Tensor
 
 
 def train_step(
@@ -22,8 +41,8 @@ def train_step(
     learning_rate: float,
     momentum: float,
     precision: str,
-) -> float:
-    """Make one step, the ``step``-th from 0, and return the loss of the global batch.
+) -> Stepped:
+    """Make one step, the ``step``-th from 0.
 
     Raises ``NonFiniteLossError`` on every worker before anything is changed.
     """
@@ -35,10 +54,16 @@ def train_step(
     value = float(all_sum(loss)) / num_workers()
     if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss became {value}")
-    learner.optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    learner.backward(loss)
     learner.optimizer.step()
     learner.follow(momentum)
     # After the update and once: what a failed step would have written is never lent.
     store.take(query if key is None else key, views, step=step)
-    return value
+    positive = lent.key if key is None else key
+    assert positive is not None, "every query has a key or a slot"
+    return Stepped(
+        loss=value,
+        trivial_loss=contrast.trivial_loss(batch_size=len(query) * num_workers(), lent=lent),
+        query=query.detach(),
+        key=positive.detach(),
+    )

@@ -22,7 +22,7 @@ from raycl.negatives.bank_plan import BankPlan
 from raycl.records import read_metrics
 from raycl.storage import Place
 from raycl.training.launch import RunResult
-from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, weights_of
+from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, small_run, weights_of
 from tests.images import write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -31,25 +31,12 @@ CAPACITY = 4 * BATCH_SIZE
 
 
 def run_of(method: str, **settings: Any) -> RunConfig:
-    """Two workers, two epochs of nine steps: ``small_run`` by another method."""
-    usual = {
-        "workers": 2,
-        "cpus_per_worker": 0.5,
-        "data.channels": 1,
-        "encoder.name": "tests.cluster.networks:small",
-        "encoder.arguments": {"channels": 1},
-        "stages.0.epochs": 2,
-        "stages.0.batch_size": BATCH_SIZE,
-        "evaluation.num_test": 64,
-        "evaluation.k": 20,
-        "checkpoints.every_steps": 5,
-        "log_every_steps": 1,
-    }
-    stores = {
+    """``small_run`` by another method."""
+    stores: dict[str, dict[str, Any]] = {
         "moco_v2": {"negatives.capacity": CAPACITY},
         "instance_discrimination": {"negatives.num_negatives": 100, "batchnorm": "synchronized"},
     }
-    return raycl.override(raycl.recipe(method, image_size=16), {**usual, **stores[method], **settings})
+    return small_run(method, **stores[method], **settings)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ from jobs.prepare import prepare
 from raycl.cluster import join_cluster
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import ReadRows, rows_in, start_logbook
+from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.order import Share
 from raycl.data.rows import Rows
 from raycl.data.sources import ColumnNames, find_source
@@ -54,10 +55,16 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def logbook() -> Iterator[Any]:
+    with open_logbook() as actor:
+        yield actor
+
+
 def read(uri: Path) -> tuple[Rows, ReadRows]:
-    logbook = start_logbook()
-    decoded = decode_source(find_source(str(uri)), Decoder(image_format=FORMAT, logbook=logbook))
-    return Rows(ray.get(decoded.materialize().to_arrow_refs()), FORMAT), rows_in(logbook)
+    with open_logbook() as logbook:
+        decoded = decode_source(find_source(str(uri)), Decoder(image_format=FORMAT, logbook=logbook))
+        return Rows(ray.get(decoded.materialize().to_arrow_refs()), FORMAT), rows_in(logbook)
 
 
 def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path) -> None:
@@ -74,12 +81,13 @@ def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path)
         seen.check(0.01)
 
 
-def test_a_file_that_is_gone_when_its_turn_comes_is_one_broken_row(mixed: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_gone_when_its_turn_comes_is_one_broken_row(
+    mixed: Path, tmp_path: Path, logbook: Any
+) -> None:
     for name in ("a.jpg", "b.jpg", "c.jpg"):
         (tmp_path / name).write_bytes((mixed / "color.jpg").read_bytes())
     source = find_source(str(tmp_path))
     (tmp_path / "b.jpg").unlink()
-    logbook = start_logbook()
     decoded = decode_source(source, Decoder(image_format=FORMAT, logbook=logbook))
     rows = Rows(ray.get(decoded.materialize().to_arrow_refs()), FORMAT)
     assert rows.sample_id.tolist() == [0, 2]
@@ -88,7 +96,7 @@ def test_a_file_that_is_gone_when_its_turn_comes_is_one_broken_row(mixed: Path, 
 
 
 def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logbook: Any
 ) -> None:
     monkeypatch.setattr("raycl.data.sources.ROWS_A_PIECE", 64)
     monkeypatch.setattr("raycl.training.images.JUDGED_PART", 1)
@@ -101,7 +109,6 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
             "evaluation.num_train": 200,
         },
     )
-    logbook = start_logbook()
     images = Images(config, logbook, source, None)
     judged_on = images.to_judge_on()
     assert judged_on is not None
@@ -121,12 +128,11 @@ def test_ids_follow_sorted_names_whatever_is_broken(mixed: Path) -> None:
     assert sorted(read(mixed)[0].sample_id.tolist()) == sorted(sound)
 
 
-def test_a_dataset_without_ids_names_equal_images_alike() -> None:
+def test_a_dataset_without_ids_names_equal_images_alike(logbook: Any) -> None:
     same = encode(photograph())
     dataset = ray.data.from_items(
         [{"picture": same}, {"picture": encode(photograph()[:100])}, {"picture": same}]
     )
-    logbook = start_logbook()
     columns = ColumnNames(image="picture")
     decoded = decode_dataset(dataset, columns, Decoder(image_format=FORMAT, logbook=logbook))
     ids = [row["sample_id"] for row in decoded.take_all()]
@@ -164,9 +170,9 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stream]:
         write_digits(folder / f"{name}.parquet", num_images)
     source = find_source(str(folder))
     gray = ImageFormat(size=16, channels=1)
-    decoder = Decoder(image_format=gray, logbook=start_logbook())
-    opened = stream_source(source, decoder, seed=3)
-    yield Stream(open_epoch=opened, image_format=gray, seed=3, shuffle_rows=64)
+    with open_logbook() as logbook:
+        opened = stream_source(source, Decoder(image_format=gray, logbook=logbook), seed=3)
+        yield Stream(open_epoch=opened, image_format=gray, seed=3, shuffle_rows=64)
 
 
 def ids_of(stream: Stream, share: Share, epoch: int, start: int = 0) -> list[list[int]]:

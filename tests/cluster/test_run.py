@@ -23,25 +23,24 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 NUM_IMAGES, NUM_BROKEN, BATCH_SIZE = 700, 5, 64
 
 
-def small_run(**settings: Any) -> RunConfig:
+SMALL: dict[str, Any] = {
+    "workers": 2,
+    "cpus_per_worker": 0.5,
+    "data.channels": 1,
+    "encoder.name": "tests.cluster.networks:small",
+    "encoder.arguments": {"channels": 1},
+    "stages.0.epochs": 2,
+    "stages.0.batch_size": BATCH_SIZE,
+    "evaluation.num_test": 64,
+    "evaluation.k": 20,
+    "checkpoints.every_steps": 5,
+    "log_every_steps": 1,
+}
+
+
+def small_run(method: str = "simclr", **settings: Any) -> RunConfig:
     """Two workers, two epochs of nine steps, a checkpoint every fifth, dropout in the encoder."""
-    return raycl.override(
-        raycl.recipe("simclr", image_size=16),
-        {
-            "workers": 2,
-            "cpus_per_worker": 0.5,
-            "data.channels": 1,
-            "encoder.name": "tests.cluster.networks:small",
-            "encoder.arguments": {"channels": 1},
-            "stages.0.epochs": 2,
-            "stages.0.batch_size": BATCH_SIZE,
-            "evaluation.num_test": 64,
-            "evaluation.k": 20,
-            "checkpoints.every_steps": 5,
-            "log_every_steps": 1,
-            **settings,
-        },
-    )
+    return raycl.override(raycl.recipe(method, image_size=16), {**SMALL, **settings})
 
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ def _own(rows: Tensor, rank: int, num_workers: int) -> Tensor:
     return rows.chunk(num_workers)[rank]
 
 
-def _encode_rowwise(rank: int, num_workers: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _encode_rowwise(rank: int, num_workers: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).double()
     own = _own(_images(dtype), rank, num_workers)
@@ -37,17 +37,24 @@ def _encode_rowwise(rank: int, num_workers: int, dtype: torch.dtype) -> tuple[Te
         assert rows.dtype == dtype and len(rows) == len(own)
         return net(rows.double() / 255)
 
-    keys = encode_shuffled(encode, own, seed=SEED, step=7)
-    assert not keys.requires_grad
-    return keys, encode(own).detach()
+    keys, plain = encode_shuffled(encode, own, seed=SEED, step=7), encode(own)
+    gradients = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(each.cos().sum() * (rank + 1), net.parameters())])
+        for each in (keys, plain)
+    ]
+    return keys.detach(), plain.detach(), *gradients  # pyright: ignore[reportReturnType]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_without_batchnorm_shuffling_changes_nothing(num_workers: int, dtype: torch.dtype) -> None:
-    for keys, plain in run_workers(_encode_rowwise, num_workers, dtype):
+    answers = run_workers(_encode_rowwise, num_workers, dtype)
+    for keys, plain, *_ in answers:
         # Products of matrices may round a row differently at another place.
         torch.testing.assert_close(keys, plain, rtol=1e-13, atol=1e-13)
+    # A row's gradient goes back to the worker that encoded it: the sum over all is the same.
+    ours, expected = (sum(answer[part] for answer in answers) for part in (2, 3))
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
 def _normalize_shuffled(rank: int, num_workers: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +96,7 @@ def _tower() -> nn.Sequential:
 
 def _train(rank: int, num_workers: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return keys of the last step, weights of the tower and of the momentum encoder."""
-    tower = split_batchnorm(_tower(), NUM_GROUPS // num_workers)
+    tower = split_batchnorm(_tower(), BATCH // NUM_GROUPS)
     momentum_encoder = MomentumEncoder(tower)
     parallel: Any = DistributedDataParallel(tower) if num_workers > 1 else tower
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.5)

@@ -16,6 +16,7 @@ from raycl.models.towers import Tower
 from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.training import build
+from raycl.training import contrast as contrast_room
 from raycl.training.contrast import gathered_nt_xent
 from raycl.training.step import train_step
 from raycl.training.views import Views
@@ -91,6 +92,20 @@ def test_workers_give_the_gradient_of_the_whole_batch_for_towers_and_temperature
 
 METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
+    "simclr of shuffled views": {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4},
+    "simclr by the hinge with the hardest negatives": {
+        "recipe": "simclr",
+        "stages.0.loss": "hinge",
+        "stages.0.hardest_negative": True,
+        "stages.0.margin": 0.9,
+    },
+    "moco by a mixture": {
+        "recipe": "moco_v2",
+        "batchnorm_groups": 4,
+        "negatives.capacity": 40,
+        "stages.0.hinge_weight": 0.3,
+        "stages.0.margin": 0.9,
+    },
     "moco_v2": {"batchnorm_groups": 4, "negatives.capacity": 40, "stages.0.temperature": 0.2},
     "moco with the other keys of the batch as well": {
         "recipe": "moco_v1",
@@ -121,12 +136,19 @@ def config_of(method: str, num_workers: int) -> RunConfig:
 
 
 def losses_weights_and_rows_after_steps(
-    rank: int, num_workers: int, method: str
+    rank: int,
+    num_workers: int,
+    method: str,
+    chunk_size: int | None = None,
+    max_gathered_bytes: int = contrast_room.MAX_GATHERED_BYTES,
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
-    config = config_of(method, num_workers)
+    contrast_room.MAX_GATHERED_BYTES = max_gathered_bytes
+    config = override(config_of(method, num_workers), {"stages.0.chunk_size": chunk_size})
     tower = build.tower(config, build_tower().encoder.float())
     learner = build.learner(config, tower, num_samples=50)
-    contrast = build.contrast(config, learner, num_samples=50)
+    stage = config.stages[0]
+    contrast = build.contrast(config, stage, learner, hinge_weight=stage.hinge_weight, num_samples=50)
+    learner.enter(build.manner(config, stage))
     store = build.store(config, None, np.arange(50), torch.device("cpu"))
     learner.connect(torch.device("cpu"))
     rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
@@ -137,7 +159,7 @@ def losses_weights_and_rows_after_steps(
         ids = torch.arange(BATCH)[rows] + (step % 2) * BATCH
         views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy())
         settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
-        losses.append(train_step(learner, store, contrast, views, step=step, **settings))
+        losses.append(train_step(learner, store, contrast, views, step=step, **settings).loss)
     weights = [parameter.detach() for parameter in tower.parameters()]
     if learner.momentum_encoder is not None:
         weights += [parameter.detach() for parameter in learner.momentum_encoder.parameters()]
@@ -146,8 +168,29 @@ def losses_weights_and_rows_after_steps(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_two_workers_report_the_losses_of_one_and_reach_its_weights_and_store(method: str) -> None:
+    assert_equals_the_whole_batch_on_one_worker(method, num_workers=2, chunk_size=None)
+
+
+@pytest.mark.parametrize(("num_workers", "chunk_size"), [(1, 12), (2, 4)])  # of 16 and of 8 rows
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_in_chunks_equal_steps_on_the_whole_batch(
+    method: str, num_workers: int, chunk_size: int
+) -> None:
+    assert_equals_the_whole_batch_on_one_worker(method, num_workers=num_workers, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("method", ["simclr", "moco with the other keys of the batch as well"])
+def test_rows_too_large_to_gather_go_round_a_ring_and_give_the_same(method: str) -> None:
+    assert_equals_the_whole_batch_on_one_worker(method, num_workers=2, chunk_size=None, max_gathered_bytes=0)
+
+
+def assert_equals_the_whole_batch_on_one_worker(
+    method: str, *, num_workers: int, chunk_size: int | None, **settings: int
+) -> None:
     alone = run_workers(losses_weights_and_rows_after_steps, 1, method)[0]
-    together = run_workers(losses_weights_and_rows_after_steps, 2, method)
+    together = run_workers(
+        losses_weights_and_rows_after_steps, num_workers, method, chunk_size, *settings.values()
+    )
     assert len(set(alone[0])) == 5
     for losses, weights, rows in together:
         assert losses == pytest.approx(alone[0], rel=1e-4)

@@ -1,0 +1,258 @@
+"""A step's gradient in chunks: raycl beside the whole batch, GradCache and sentence-transformers.
+
+    python benchmarks/accumulate.py [--json FILE] [--networks resnet transformer] [--quick]
+
+Every run is a process of its own, with one thread: it warms up on a few rows, then embeds 1,024
+queries and 1,024 keys, compares them (InfoNCE, one direction) and takes the gradient of all
+parameters; the sides take turns. Time is the process's CPU time; memory is its peak above what it
+held before, embeddings and gradients included. ``whole`` has the graph of the whole batch and
+raycl's loss; ``raycl-0``, ``raycl-1`` and ``raycl-2`` keep so many of the 8 chunks' graphs from the
+first pass. All have raycl's allocator settings, without which the peers would pay for page faults.
+
+The ResNet has GroupNorm, the only kind that all sides can do; the transformer has four layers and
+dropout. ``lockstep`` and ``whole-batchnorm`` are the ResNet with BatchNorm over the whole batch:
+what exactness costs there. The error is that of the gradient against the whole batch's, in
+float32 (with dropout, whose masks fall otherwise in chunks, there is none to give).
+``gradcache-batchnorm`` shows what GradCache makes of BatchNorm.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import describe_machine, read_status, summarize
+from torch import Tensor, nn
+
+from raycl.accumulation import accumulate
+from raycl.batchnorm import swap
+from raycl.losses import info_nce
+from raycl.models.heads import build_projection_head
+from raycl.models.images import build_image_encoder
+from raycl.models.towers import Tower
+from raycl.training.process import prepare_process
+
+TEMPERATURE = 0.1
+SIDES = ("whole", "raycl-0", "raycl-1", "raycl-2", "gradcache", "sentence-transformers")
+BATCHNORM_SIDES = ("whole-batchnorm", "lockstep", "gradcache-batchnorm")
+
+
+class Transformer(nn.Module):
+    """Four layers of 256 dimensions with dropout, over 32 tokens; the mean of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8_192, 256)
+        layer = nn.TransformerEncoderLayer(256, 4, 1_024, dropout=0.1, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.normalize(self.layers(self.embedding(tokens)).mean(1), dim=1)
+
+
+def build_network(name: str, *, batchnorm: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "transformer":
+        return Transformer()
+    encoder = build_image_encoder("resnet10", image_size=32, stem="small", width=0.5)
+    tower = Tower(encoder, build_projection_head(256, num_layers=2, hidden_dim=None, dim=128))
+    tower = tower.to(memory_format=torch.channels_last)
+    return tower if batchnorm else swap(tower, "group")
+
+
+def make_rows(name: str, num_rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if name == "transformer":
+        query, key = torch.randint(8_192, (2, num_rows, 32), generator=generator)
+        return query, key
+    query, key = torch.rand(2, num_rows, 3, 32, 32, generator=generator)
+    return query.to(memory_format=torch.channels_last), key.to(memory_format=torch.channels_last)
+
+
+Step = Callable[[nn.Module, Tensor, Tensor, int], float]
+
+
+def step_whole(network: nn.Module, query: Tensor, key: Tensor, _: int) -> float:
+    loss = info_nce(*network(torch.cat([query, key])).chunk(2), temperature=TEMPERATURE)
+    loss.backward()
+    return loss.item()
+
+
+def step_raycl(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int, *, kept_chunks: int) -> float:
+    rows = torch.cat([query, key])
+    embedding = accumulate(network, rows, chunk_size=2 * chunk_size, kept_chunks=kept_chunks)
+    loss = info_nce(*embedding.chunk(2), temperature=TEMPERATURE)
+    loss.backward()
+    return loss.item()
+
+
+def step_gradcache(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int) -> float:
+    import gradcache.context_managers
+
+    # Its files still import one another by the name that the package had before it was published.
+    sys.modules["grad_cache"] = gradcache
+    sys.modules["grad_cache.context_managers"] = gradcache.context_managers
+    from gradcache.grad_cache import GradCache
+
+    def contrast(queries: Tensor, keys: Tensor) -> Tensor:
+        return F.cross_entropy(queries @ keys.T / TEMPERATURE, torch.arange(len(queries)))
+
+    cache = GradCache(models=[network, network], chunk_sizes=chunk_size, loss_fn=contrast)
+    return cache(query, key).item()
+
+
+def step_sentence_transformers(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int) -> float:
+    from sentence_transformers import SentenceTransformer, losses
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+            return features | {"sentence_embedding": self.network(features["input_ids"])}
+
+    model = SentenceTransformer(modules=[Module()], device="cpu")
+    cached = losses.CachedMultipleNegativesRankingLoss(
+        model, scale=1 / TEMPERATURE, mini_batch_size=chunk_size
+    )
+    loss = cached([{"input_ids": query}, {"input_ids": key}], torch.empty(0))
+    loss.backward()
+    return loss.item()
+
+
+STEPS: dict[str, Step] = {
+    "whole": step_whole,
+    **{f"raycl-{kept}": partial(step_raycl, kept_chunks=kept) for kept in (0, 1, 2, 4)},
+    "gradcache": step_gradcache,
+    "sentence-transformers": step_sentence_transformers,
+    "whole-batchnorm": step_whole,
+    "lockstep": partial(step_raycl, kept_chunks=0),
+    "gradcache-batchnorm": step_gradcache,
+}
+
+
+def run_side(arguments: argparse.Namespace) -> None:
+    """Take one step and print what it cost; runs in a process of its own."""
+    prepare_process(1)
+    network = build_network(arguments.network, batchnorm=arguments.side in BATCHNORM_SIDES)
+    step = STEPS[arguments.side]
+    step(network, *make_rows(arguments.network, 4), 2)  # libraries and their buffers
+    network = build_network(arguments.network, batchnorm=arguments.side in BATCHNORM_SIDES)
+    query, key = make_rows(arguments.network, arguments.batch_size)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, cpu, wall = read_status("VmRSS"), time.process_time(), time.perf_counter()
+    value = step(network, query, key, arguments.chunk_size)
+    cost = {
+        "cpu_s": time.process_time() - cpu,
+        "wall_s": time.perf_counter() - wall,
+        "memory_mb": read_status("VmHWM") - before,
+        "value": value,
+    }
+    gradient = [parameter.grad.flatten() for parameter in network.parameters() if parameter.grad is not None]
+    torch.save(torch.cat(gradient), arguments.gradient)
+    print(json.dumps(cost))
+
+
+def measure(network: str, sides: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run all sides in turn, several times; return a line for each."""
+    costs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(arguments.repeats):
+            for side in sides:
+                costs[side].append(_run_apart(network, side, Path(folder) / side, arguments))
+                print(".", end="", file=sys.stderr, flush=True)
+        gradients = {side: torch.load(Path(folder) / side) for side in sides}
+    print(file=sys.stderr)
+    return [
+        {
+            "network": network,
+            "side": side,
+            "cpu_s": summarize([each["cpu_s"] for each in costs[side]]),
+            "wall_s": summarize([each["wall_s"] for each in costs[side]]),
+            "memory_mb": statistics.median(each["memory_mb"] for each in costs[side]),
+            "value": costs[side][0]["value"],
+            "error": float(
+                (gradients[side] - gradients[_reference(side)]).norm() / gradients[_reference(side)].norm()
+            ),
+        }
+        for side in sides
+    ]
+
+
+def _run_apart(network: str, side: str, gradient: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    sizes = ["--batch-size", str(arguments.batch_size), "--chunk-size", str(arguments.chunk_size)]
+    command = [sys.executable, __file__, "--side", side, "--network", network, "--gradient", str(gradient)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    answer = subprocess.run([*command, *sizes], env=environment, capture_output=True, text=True)
+    if answer.returncode:
+        sys.exit(f"{side} failed:\n{answer.stderr[-2000:]}")
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def _reference(side: str) -> str:
+    return "whole-batchnorm" if side in BATCHNORM_SIDES else "whole"
+
+
+def print_lines(lines: list[dict[str, Any]]) -> None:
+    by_side = {line["side"]: line for line in lines}
+    for line in lines:
+        reference = by_side[_reference(line["side"])]
+        slower = line["cpu_s"]["median"] / reference["cpu_s"]["median"]
+        share = line["memory_mb"] / reference["memory_mb"]
+        print(
+            f"{line['network']:<12} {line['side']:<22} {line['cpu_s']['median']:>7.2f} "
+            f"({line['cpu_s']['min']:.2f}-{line['cpu_s']['max']:.2f}) {slower:>6.2f}x "
+            f"{line['memory_mb']:>8.0f} {share:>6.2f}x  {line['error']:>8.1e}  {line['value']:.5f}",
+            flush=True,
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--networks", nargs="+", default=["resnet", "transformer"])
+    parser.add_argument("--sides", nargs="+", help="only these")
+    parser.add_argument("--batch-size", type=int, default=1_024)
+    parser.add_argument("--chunk-size", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="batch 128 in chunks of 16, one repeat")
+    for hidden in ("--side", "--network", "--gradient"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    arguments = parse_arguments()
+    if arguments.side:
+        run_side(arguments)
+        return
+    if arguments.quick:
+        arguments.batch_size, arguments.chunk_size, arguments.repeats = 128, 16, 1
+    print("network      side                     CPU s (least-most)   time       MB   memory  error  value")
+    lines: list[dict[str, Any]] = []
+    for network in arguments.networks:
+        sides = arguments.sides or [*SIDES, *(BATCHNORM_SIDES if network == "resnet" else ())]
+        measured = measure(network, sides, arguments)
+        print_lines(measured)
+        lines += measured
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"machine": describe_machine(), "lines": lines}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A run, stated: frozen, validated values. Nothing below this floor sees them."""
+
+from raycl.config.run import RunConfig
+from raycl.config.sections import (
+    AugmentConfig,
+    BankConfig,
+    CheckpointConfig,
+    Columns,
+    DataConfig,
+    EncoderConfig,
+    EvaluationConfig,
+    HeadConfig,
+    MomentumEncoderConfig,
+    MonitorConfig,
+    NegativesConfig,
+    OptimizerConfig,
+)
+from raycl.config.stage import Stage
+
+__all__ = [
+    "AugmentConfig",
+    "BankConfig",
+    "CheckpointConfig",
+    "Columns",
+    "DataConfig",
+    "EncoderConfig",
+    "EvaluationConfig",
+    "HeadConfig",
+    "MomentumEncoderConfig",
+    "MonitorConfig",
+    "NegativesConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "Stage",
+]

@@ -1,0 +1,214 @@
+"""The whole run, and what of its parts does not fit together."""
+
+from typing import Annotated, Literal, Self, final
+
+from pydantic import Field, model_validator
+
+from raycl.config.sections import (
+    AugmentConfig,
+    BankConfig,
+    CheckpointConfig,
+    Count,
+    DataConfig,
+    EncoderConfig,
+    EvaluationConfig,
+    HeadConfig,
+    MomentumEncoderConfig,
+    MonitorConfig,
+    NegativesConfig,
+    OptimizerConfig,
+    Positive,
+    Section,
+)
+from raycl.config.stage import Stage
+
+_KEYS_OF = {
+    "nt_xent": ("tower",),
+    "info_nce": ("tower", "momentum_encoder", "slot"),
+    "nce": ("slot",),
+    "hinge": ("tower", "momentum_encoder", "slot"),
+}
+
+
+@final
+class RunConfig(Section):
+    """A whole run as a value; recipes return one, YAML holds one.
+
+    ``key`` says what encodes a query's key: the same tower (SimCLR), the momentum encoder (MoCo), or
+    nothing, for the key is the sample's own slot of the memory bank (InstDisc). ``synchronized``
+    BatchNorm takes its statistics over the rows of all workers, ``as_is`` over those of one, and
+    ``shuffled`` over random ones, in ``batchnorm_groups`` groups over all workers, at least one a
+    worker. ``workers`` are those of every stage that asks for no other number. ``autoscaling`` says
+    that the cluster grows when more is asked for than it has now; otherwise a run that does not fit
+    is refused.
+    """
+
+    recipe: str
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    workers: Count = 1
+    gpu: bool = False
+    autoscaling: bool = False
+    cpus_per_worker: Positive | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+    data: DataConfig = DataConfig()
+    augment: AugmentConfig = AugmentConfig()
+    encoder: EncoderConfig = EncoderConfig()
+    projection_head: HeadConfig = HeadConfig()
+    key: Literal["tower", "momentum_encoder", "slot"] = "tower"
+    momentum_encoder: MomentumEncoderConfig = MomentumEncoderConfig()
+    negatives: NegativesConfig = NegativesConfig()
+    bank: BankConfig = BankConfig()
+    batchnorm: Literal["synchronized", "shuffled", "layer", "group", "as_is"] = "synchronized"
+    batchnorm_groups: Count = 8
+    optimizer: OptimizerConfig = OptimizerConfig()
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    evaluation: EvaluationConfig = EvaluationConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    log_every_steps: Count = 10
+    max_failures: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation by channel, on pixels between 0 and 1."""
+        natural = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+        mean, std = natural[self.data.channels]
+        return self.augment.mean or mean, self.augment.std or std
+
+    @property
+    def max_workers(self) -> int:
+        """The greatest number of workers that a stage asks for."""
+        return max(map(self.workers_of, self.stages))
+
+    def workers_of(self, stage: Stage) -> int:
+        """Return how many workers a stage has."""
+        return stage.workers or self.workers
+
+    def local_batch_size(self, stage: Stage) -> int:
+        """Return how many rows of a batch each worker has."""
+        return stage.batch_size // self.workers_of(stage)
+
+    def rows_per_group(self, stage: Stage) -> int:
+        """Return how many rows shuffled BatchNorm normalizes together."""
+        return stage.batch_size // max(self.batchnorm_groups, self.workers_of(stage))
+
+    @model_validator(mode="after")
+    def _has_batches_that_divide(self) -> Self:
+        for index, stage in enumerate(self.stages):
+            for check in (_check_workers, _check_groups, _check_chunks, _check_capacity):
+                if problem := check(self, stage):
+                    # One stage is the rule, and its number then says nothing.
+                    raise ValueError(problem if len(self.stages) == 1 else f"stage {index}: {problem}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_keys_that_fit_loss_and_store(self) -> Self:
+        store = self.negatives.store
+        if (self.key == "slot") != (store == "memory_bank"):
+            raise ValueError(
+                f"key {self.key} and negatives.store {store} do not fit: a memory bank's slots are the keys "
+                "(key=slot), and no other store has slots"
+            )
+        if self.batchnorm == "shuffled" and self.key == "slot":
+            raise ValueError(
+                "batchnorm shuffled does not go with key slot: it shuffles the views that are compared, and of a "
+                "sample there is one; set batchnorm to synchronized, layer or group"
+            )
+        for stage in self.stages:
+            allowed = _KEYS_OF[stage.loss]
+            if self.key not in allowed or (stage.loss == "nt_xent" and store != "none"):
+                raise ValueError(
+                    f"loss {stage.loss} does not go with key {self.key} and negatives.store {store}: it takes "
+                    f"key {' or '.join(allowed)}{', and no store' if stage.loss == 'nt_xent' else ''}"
+                )
+            if store == "none" and not self.negatives.in_batch:
+                raise ValueError(
+                    f"{stage.loss} has no negatives: set negatives.in_batch=true, or a negatives.store"
+                )
+            if stage.proximal_weight and self.key != "slot":
+                raise ValueError("proximal_weight pulls to a slot of the memory bank: set key=slot, or 0")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_bank_that_can_be_held(self) -> Self:
+        bank, negatives = self.bank, self.negatives
+        if bank.held_by == "workers" and (bank.shards > 1 or bank.detached or bank.name):
+            raise ValueError(
+                "bank.shards, bank.detached and bank.name are an actor's; with bank.held_by workers leave them out"
+            )
+        if negatives.store == "queue" and negatives.capacity % bank.shards:
+            raise ValueError(
+                f"negatives.capacity {negatives.capacity} does not divide over {bank.shards} shards; "
+                "make it a multiple of bank.shards"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_possible_views(self) -> Self:
+        for name, (low, high) in {
+            "crop_scale": self.augment.crop_scale,
+            "crop_ratio": self.augment.crop_ratio,
+            "blur_sigma": self.augment.blur_sigma,
+        }.items():
+            if low > high:
+                raise ValueError(f"augment.{name} must ascend, came {low} to {high}")
+        if self.augment.crop_scale[1] > 1:
+            raise ValueError(f"augment.crop_scale ends at {self.augment.crop_scale[1]}; at most 1 is allowed")
+        for name, values in {"mean": self.augment.mean, "std": self.augment.std}.items():
+            if values is not None and len(values) != self.data.channels:
+                raise ValueError(
+                    f"augment.{name} has {len(values)} numbers for {self.data.channels} channels; give one a channel"
+                )
+        return self
+
+
+def _check_workers(config: RunConfig, stage: Stage) -> str | None:
+    workers = config.workers_of(stage)
+    if stage.batch_size % workers == 0:
+        return None
+    return (
+        f"batch_size {stage.batch_size} does not divide over {workers} workers; "
+        "batch_size counts the rows of all workers, choose a multiple"
+    )
+
+
+def _check_groups(config: RunConfig, stage: Stage) -> str | None:
+    if config.batchnorm != "shuffled":
+        return None
+    workers = config.workers_of(stage)
+    groups = max(config.batchnorm_groups, workers)
+    if groups % workers:
+        return f"batchnorm_groups {groups} do not divide over {workers} workers; choose a multiple"
+    if stage.batch_size % groups or stage.batch_size < 2 * groups or groups < 2:
+        return (
+            f"batch_size {stage.batch_size} does not split into {groups} groups of at least 2 rows for "
+            "shuffled BatchNorm, which needs 2 groups or more; set batchnorm_groups or --batch-size"
+        )
+    return None
+
+
+def _check_chunks(config: RunConfig, stage: Stage) -> str | None:
+    size, rows = stage.chunk_size, config.local_batch_size(stage)
+    if size is None:
+        return None
+    if size > rows:
+        return (
+            f"chunk_size {size} is larger than a worker's {rows} rows of a batch of {stage.batch_size}; "
+            "leave chunk_size out, or choose a smaller one"
+        )
+    if config.batchnorm == "shuffled" and size % config.rows_per_group(stage):
+        return (
+            f"chunk_size {size} is no multiple of the {config.rows_per_group(stage)} rows that shuffled BatchNorm "
+            "normalizes together; choose a multiple, or more batchnorm_groups"
+        )
+    return None
+
+
+def _check_capacity(config: RunConfig, stage: Stage) -> str | None:
+    negatives = config.negatives
+    if negatives.store != "queue" or negatives.capacity >= stage.batch_size:
+        return None
+    return (
+        f"negatives.capacity {negatives.capacity} is less than a batch of {stage.batch_size}; "
+        "a queue keeps at least the keys of one step"
+    )

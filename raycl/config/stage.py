@@ -1,0 +1,77 @@
+"""A stage: how long, how large its batches, which loss, how fast it learns."""
+
+from typing import Annotated, Literal, Self, final
+
+from pydantic import Field, model_validator
+
+from raycl.config.sections import Count, Fraction, NotNegative, Positive, Section
+
+
+@final
+class Stage(Section):
+    """A stretch of the run; exactly one of ``epochs`` and ``steps`` says how long.
+
+    A stage begins with a new epoch of the data; weights, optimizer and store carry on. ``workers``
+    are those of the run unless the stage asks for others. ``chunk_size`` rows of a worker are
+    embedded with their graph at a time, so that the batch may be larger than memory; the result is
+    the same (Gao et al., 2021). Each of ``kept_chunks`` saves a chunk's second pass for the memory of
+    its graph; the first of them costs nothing.
+
+    The peak learning rate is ``learning_rate`` at a batch of 256 rows and follows the batch by
+    ``learning_rate_scaling``; after ``warmup_epochs`` (or a tenth of the stage, if that is less)
+    it falls along half a cosine, or to a tenth at three and again at four fifths (``step``), of the
+    stage or, with ``learning_rate_over`` run, of the samples of the whole run.
+
+    ``hinge`` asks that the positive is nearer than the negatives by ``margin``: on the mean over the
+    negatives, or for the ``hardest_negative`` only. A ``hinge_weight`` mixes it with a cross-entropy,
+    as that fraction of the loss; it may move to ``final_hinge_weight`` in the course of the stage.
+    ``proximal_weight`` pulls an embedding to its slot of the memory bank (Wu et al., 2018).
+    """
+
+    epochs: Count | None = None
+    steps: Count | None = None
+    batch_size: Annotated[int, Field(ge=2)] = 256
+    chunk_size: Count | None = None
+    kept_chunks: Annotated[int, Field(ge=0)] = 1
+    workers: Count | None = None
+    loss: Literal["nt_xent", "info_nce", "nce", "hinge"] = "nt_xent"
+    temperature: Positive = 0.1
+    margin: Positive = 0.2
+    hardest_negative: bool = False
+    hinge_weight: Fraction = 0.0
+    final_hinge_weight: Fraction | None = None
+    proximal_weight: NotNegative = 0.0
+    learning_rate: Positive = 0.3
+    learning_rate_scaling: Literal["linear", "square_root", "none"] = "linear"
+    learning_rate_schedule: Literal["cosine", "step", "constant"] = "cosine"
+    learning_rate_over: Literal["stage", "run"] = "stage"
+    warmup_epochs: NotNegative = 10.0
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("set exactly one of epochs and steps")
+        return self
+
+    @model_validator(mode="after")
+    def _mixes_two_losses(self) -> Self:
+        if self.mixes_hinge and self.loss not in ("nt_xent", "info_nce"):
+            raise ValueError(
+                f"hinge_weight mixes the hinge with a cross-entropy, loss is {self.loss}: "
+                "set loss to nt_xent or info_nce, or leave hinge_weight out"
+            )
+        return self
+
+    @property
+    def mixes_hinge(self) -> bool:
+        """Whether the hinge is a part of the loss at some step."""
+        return bool(self.hinge_weight or self.final_hinge_weight)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate at this stage's batch size."""
+        ratio = self.batch_size / 256
+        return (
+            self.learning_rate
+            * {"linear": ratio, "square_root": ratio**0.5, "none": 1.0}[self.learning_rate_scaling]
+        )

@@ -1,0 +1,187 @@
+"""What embeddings look like: figures that tell a healthy run from a collapsed one.
+
+Rows are of unit length; what a figure is computed in is float32, whatever the rows came in. Rows of
+NaN or infinity count as zeros, for no figure may stop a training: such rows are the loss's to refuse.
+"""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from raycl.errors import ConfigError
+
+MAX_ROWS = 256  # that measure looks at: the eigenvalues of more would take longer than they tell
+_STRIP_ROWS = 256  # that meet all others at a time
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """What :func:`measure` found; ``alignment`` and ``positive_negative_gap`` are None without keys.
+
+    ``num_rows`` were looked at, of ``dim``; the lesser one is the greatest effective rank they could have.
+    """
+
+    num_rows: int
+    dim: int
+    uniformity: float
+    effective_rank: float
+    spread: float
+    alignment: float | None = None
+    positive_negative_gap: float | None = None
+
+    def known(self) -> dict[str, float]:
+        """Return the figures by name, without those that would need keys."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@torch.no_grad()
+def measure(query: Tensor, key: Tensor | None = None) -> Measures:
+    """Measure embeddings [n, dim] and, if given, the keys [n, dim] whose row i is query i's positive.
+
+    Looks at the first ``MAX_ROWS`` rows, on the CPU: there it takes a few milliseconds, and a GPU
+    is asked once instead of once a figure.
+
+    Raises:
+        ConfigError: The tensors are not [n, dim] of one shape, with a row at least.
+    """
+    _check_rows("the queries", query)
+    rows = _plain(query[:MAX_ROWS]).cpu()
+    found = Measures(
+        num_rows=len(rows),
+        dim=rows.shape[1],
+        uniformity=uniformity(rows),
+        effective_rank=effective_rank(rows),
+        spread=spread(rows),
+    )
+    if key is None:
+        return found
+    _check_pair(query, key)
+    keys = _plain(key[:MAX_ROWS]).cpu()
+    gap = positive_negative_gap(rows, keys)
+    return replace(found, alignment=alignment(rows, keys), positive_negative_gap=gap)
+
+
+@torch.no_grad()
+def alignment(query: Tensor, key: Tensor) -> float:
+    """Return the mean squared distance of positives (Wang and Isola, 2020); unit rows [n, dim].
+
+    It is 0 where every query lies on its key, and 4 at the most.
+
+    Raises:
+        ConfigError: The tensors are not [n, dim] of one shape, with a row at least.
+    """
+    _check_pair(query, key)
+    return (_plain(query) - _plain(key)).square().sum(1).mean().item()
+
+
+@torch.no_grad()
+def uniformity(rows: Tensor, t: float = 2.0) -> float:
+    """Return log mean exp(-t * squared distance) over pairs of distinct rows (Wang and Isola, 2020).
+
+    It is 0 for unit rows [n, dim] at one point, and falls as they spread over the sphere, at t = 2
+    to about -4. One row alone is a point. No [n, n] is held, only strips of it.
+
+    Raises:
+        ConfigError: The rows are not [n, dim], with a row at least.
+    """
+    _check_rows("the rows", rows)
+    rows = _plain(rows)
+    num_rows = len(rows)
+    if num_rows == 1:
+        return 0.0
+    strips = [_log_kernel_sum(rows, start, t) for start in range(0, num_rows, _STRIP_ROWS)]
+    return torch.stack(strips).logsumexp(0).item() - math.log(num_rows * (num_rows - 1))
+
+
+@torch.no_grad()
+def effective_rank(rows: Tensor) -> float:
+    """Return exp(entropy of the normalized singular values) of rows [n, dim] (Roy and Vetterli, 2007).
+
+    The rows are **not centered**: at one point they have rank 1. Centered, they would leave nothing
+    but rounding errors, which look like a full rank. The greatest value is min(n, dim).
+
+    Raises:
+        ConfigError: The rows are not [n, dim], with a row at least.
+    """
+    _check_rows("the rows", rows)
+    # Squares of singular values down to 1e-7 of the largest: float32 would not hold them.
+    exact = _plain(rows).cpu().double()
+    square = exact.T @ exact if len(exact) > exact.shape[1] else exact @ exact.T
+    singular = torch.linalg.eigvalsh(square).clamp(min=0).sqrt()
+    total = singular.sum()
+    if total == 0:
+        return 1.0  # rows of zeros are a point as well
+    share = singular / total
+    return torch.special.entr(share).sum().exp().item()
+
+
+@torch.no_grad()
+def spread(rows: Tensor) -> float:
+    """Return the mean over dims of the rows' standard deviation, times sqrt(dim); unit rows [n, dim].
+
+    It is about 1 for rows evenly on the sphere, 0 at one point (after Chen and He, 2021, who tell a
+    collapse by it). One row alone is a point.
+
+    Raises:
+        ConfigError: The rows are not [n, dim], with a row at least.
+    """
+    _check_rows("the rows", rows)
+    rows = _plain(rows)
+    # By hand: torch's std over the first dim takes five times as long.
+    deviation = (rows - rows.mean(0)).square_().mean(0).sqrt_()
+    return deviation.mean().item() * math.sqrt(rows.shape[1])
+
+
+@torch.no_grad()
+def positive_negative_gap(query: Tensor, key: Tensor) -> float:
+    """Return the mean similarity of positives minus that of all other pairs of query and key.
+
+    Rows [n, dim] cost O(n * dim), for the sum over all pairs is a product of two sums. One pair
+    alone has no others and no gap: 0.
+
+    Raises:
+        ConfigError: The tensors are not [n, dim] of one shape, with a row at least.
+    """
+    _check_pair(query, key)
+    query, key = _plain(query), _plain(key)
+    num_rows = len(query)
+    if num_rows == 1:
+        return 0.0
+    positives = (query * key).sum()
+    others = (query.sum(0) * key.sum(0)).sum() - positives
+    return (positives / num_rows - others / (num_rows * (num_rows - 1))).item()
+
+
+def _log_kernel_sum(rows: Tensor, start: int, t: float) -> Tensor:
+    """Return the log of the sum of exp(-t * squared distance) from a strip of rows to all others."""
+    with torch.autocast(rows.device.type, enabled=False):
+        similarity = rows[start : start + _STRIP_ROWS] @ rows.T
+    exponent = similarity.sub_(1).mul_(2 * t)  # unit rows: their squared distance is 2 - 2 * similarity
+    exponent.diagonal(start).fill_(-math.inf)
+    return exponent.flatten().logsumexp(0)
+
+
+def _plain(rows: Tensor) -> Tensor:
+    """Return float32 rows without NaN and infinity."""
+    return rows.detach().float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _check_rows(name: str, rows: Tensor) -> None:
+    if rows.ndim != 2 or 0 in rows.shape:
+        raise ConfigError(
+            f"{name} are not [n, dim] with a row at least: they came as {list(rows.shape)}; "
+            "pass one embedding a row"
+        )
+
+
+def _check_pair(query: Tensor, key: Tensor) -> None:
+    _check_rows("the queries", query)
+    if key.shape != query.shape:
+        raise ConfigError(
+            f"the keys do not match the queries: {list(key.shape)} came for {list(query.shape)}; "
+            "pass one key, the positive, for each query"
+        )

@@ -1,0 +1,107 @@
+"""A stage as the loop performs it: its length in steps, and its values at each of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+from raycl.config import RunConfig, Stage
+from raycl.schedules import Schedule, constant, cosine, join, linear, step_down
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """Stage ``index`` of a run; its schedules count the steps of the stage.
+
+    Of a stream, whose broken rows nobody knows beforehand, ``num_steps`` may be a few too many.
+    """
+
+    index: int
+    stage: Stage
+    steps_per_epoch: int
+    num_steps: int
+    learning_rate: Schedule
+    hinge_weight: Schedule
+
+
+def stage_plans(config: RunConfig, *, num_train: int) -> list[StagePlan]:
+    """Return the plans of all stages of a run on ``num_train`` rows."""
+    lengths = [_Length(stage, num_train // stage.batch_size) for stage in config.stages]
+    samples = [length.num_steps * length.stage.batch_size for length in lengths]
+    before = [0, *accumulate(samples)]
+    return [
+        StagePlan(
+            index=index,
+            stage=length.stage,
+            steps_per_epoch=length.steps_per_epoch,
+            num_steps=length.num_steps,
+            learning_rate=_learning_rate_over_run(length, before[index], before[-1])
+            if length.stage.learning_rate_over == "run"
+            else _learning_rate_over_stage(length),
+            hinge_weight=_hinge_weight(length),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def momentum_schedule(config: RunConfig, plans: Sequence[StagePlan]) -> Schedule:
+    """Return the momentum of the momentum encoder by step of the run."""
+    first, last = config.momentum_encoder.momentum, config.momentum_encoder.final_momentum
+    if last is None:
+        return constant(first)
+    return cosine(first, last, num_steps=sum(plan.num_steps for plan in plans))
+
+
+@final
+@dataclass(frozen=True)
+class _Length:
+    stage: Stage
+    steps_per_epoch: int
+
+    @property
+    def num_steps(self) -> int:
+        stage = self.stage
+        return stage.steps if stage.steps is not None else (stage.epochs or 0) * self.steps_per_epoch
+
+    @property
+    def num_warmup(self) -> int:
+        return min(round(self.stage.warmup_epochs * self.steps_per_epoch), self.num_steps // 10)
+
+
+def _learning_rate_over_stage(length: _Length) -> Schedule:
+    """Return a linear warm-up, then half a cosine, two steps down or a constant."""
+    total, warmup, peak = length.num_steps, length.num_warmup, length.stage.peak_learning_rate
+    rest = {
+        "constant": constant(peak),
+        "cosine": cosine(peak, 0.0, num_steps=total - warmup),
+        # At epochs 120 and 160 of 200, as in InstDisc and MoCo.
+        "step": step_down(peak, factor=0.1, steps=[total * part // 5 - warmup for part in (3, 4)]),
+    }[length.stage.learning_rate_schedule]
+    # The first step is already a step: start a part above zero.
+    return join([linear(peak / (warmup + 1), peak, num_steps=warmup), rest], boundaries=[warmup])
+
+
+def _learning_rate_over_run(length: _Length, samples_before: int, samples_in_all: int) -> Schedule:
+    """Return the part of one schedule over the samples of all stages that falls into this one.
+
+    Only the first stage warms up: the others go on.
+    """
+    stage, warmup = length.stage, 0 if samples_before else length.num_warmup
+    shape = {
+        "constant": lambda progress: 1.0,
+        "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "step": lambda progress: 0.1 ** ((progress >= 3 / 5) + (progress >= 4 / 5)),
+    }[stage.learning_rate_schedule]
+
+    def value(step: int) -> float:
+        progress = (samples_before + step * stage.batch_size) / max(1, samples_in_all)
+        return stage.peak_learning_rate * shape(min(1.0, progress)) * min(1.0, (step + 1) / (warmup + 1))
+
+    return value
+
+
+def _hinge_weight(length: _Length) -> Schedule:
+    first, last = length.stage.hinge_weight, length.stage.final_hinge_weight
+    return constant(first) if last is None else linear(first, last, num_steps=length.num_steps - 1)

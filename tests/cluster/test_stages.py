@@ -1,0 +1,107 @@
+"""Runs of several stages: what changes from one to the next, and what carries on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raycl
+from raycl.config import RunConfig
+from raycl.errors import ConfigError
+from raycl.records import read_metrics
+from raycl.storage import Place
+from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, small_run, weights_of
+from tests.images import write_digits
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+GROWN = 2 * BATCH_SIZE
+SECOND_STAGE = {
+    "stages.1.epochs": None,
+    "stages.1.steps": 7,
+    "stages.1.batch_size": GROWN,
+    "stages.1.chunk_size": 50,  # of 128 rows on one worker, of 64 on each of two
+    "stages.1.temperature": 0.5,
+    "stages.1.hinge_weight": 0.0,
+    "stages.1.final_hinge_weight": 0.6,
+}
+
+
+def staged_run(**settings: Any) -> RunConfig:
+    """One epoch of nine steps, then seven steps of twice the batch, in chunks, towards the hinge."""
+    return small_run(**{"stages.0.epochs": 1, "batchnorm": "group", **SECOND_STAGE, **settings})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stages on one worker, uninterrupted."""
+    output = tmp_path_factory.mktemp("runs") / "alone"
+    raycl.train(staged_run(workers=1), data=str(data), output=str(output), quiet=True)
+    return output
+
+
+def test_batch_size_rate_and_weight_change_and_the_steps_go_on(alone: Path) -> None:
+    lines = [line for line in read_metrics(Place(str(alone))) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert [line["stage"] for line in lines] == [0] * 9 + [1] * 7
+    sizes = [BATCH_SIZE] * 9 + [GROWN] * 7
+    assert [line["samples"] for line in lines] == [sum(sizes[: step + 1]) for step in range(16)]
+    # A stage begins with an epoch: of four steps of 128, so that the second one holds two of them.
+    assert [line["epoch"] for line in lines] == [0] * 9 + [1] * 4 + [2] * 3
+    first, second = (lines[index]["learning_rate"] for index in (0, 9))
+    assert second == pytest.approx(2 * first)  # linear in the batch; neither has a warm-up of a step
+
+
+def test_a_stage_ends_with_a_judgment_and_the_result_counts_all_samples(alone: Path) -> None:
+    judged = [(line["step"], line["stage"]) for line in read_metrics(Place(str(alone))) if "knn_top1" in line]
+    assert (9, 0) in judged
+    assert judged[-1] == (16, 1)
+
+
+def test_a_worker_killed_in_the_second_stage_comes_back_in_it(
+    alone: Path, data: Path, tmp_path: Path
+) -> None:
+    # Nine passes, then five a step (three chunks, the last of which is kept): dies in the fourth step.
+    arguments = {"channels": 1, "die_at": 9 + 5 * 3 + 2, "marker": str(tmp_path / "died")}
+    settings = {"workers": 1, "max_failures": 1, "checkpoints.every_steps": 1, "encoder.arguments": arguments}
+    output = tmp_path / "killed"
+    raycl.train(staged_run(**settings), data=str(data), output=str(output), quiet=True)
+    assert (tmp_path / "died").exists()
+    lines = [line for line in read_metrics(Place(str(output))) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert_same_weights(output, alone)
+
+
+def test_a_finished_run_goes_on_with_a_stage_that_is_added(alone: Path, data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "longer"
+    first = small_run(**{"stages.0.epochs": 1, "workers": 1, "batchnorm": "group"})
+    raycl.train(first, data=str(data), output=str(output), quiet=True)
+    raycl.train(staged_run(workers=1), data=str(data), output=str(output), quiet=True, resume=True)
+    assert_same_weights(output, alone)
+    with pytest.raises(ConfigError, match=r"would change stages\.0\.batch_size from 64 to 32"):
+        changed = staged_run(**{"workers": 1, "stages.0.batch_size": 32})
+        raycl.train(changed, data=str(data), output=str(output), quiet=True, resume=True)
+
+
+def test_a_stage_gets_the_workers_that_it_asks_for(alone: Path, data: Path, tmp_path: Path) -> None:
+    # With BatchNorm over all workers, and over all chunks in the second stage.
+    config = staged_run(**{"workers": 1, "stages.1.workers": 2, "batchnorm": "synchronized"})
+    output = tmp_path / "grown"
+    raycl.train(config, data=str(data), output=str(output), quiet=True)
+    lines = [line for line in read_metrics(Place(str(output))) if "loss" in line]
+    expected = [line for line in read_metrics(Place(str(alone))) if "loss" in line]
+    for key in ("step", "stage", "samples", "epoch", "learning_rate"):
+        assert [line[key] for line in lines] == [line[key] for line in expected]
+
+
+def assert_same_weights(output: Path, expected: Path) -> None:
+    ours, theirs = weights_of(output), weights_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name

@@ -1,0 +1,309 @@
+"""The gradient of a batch in chunks is the gradient of the whole batch."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raycl.accumulation import accumulate
+from raycl.batchnorm import split_batchnorm, swap
+from raycl.errors import ConfigError, ReplayError
+from raycl.losses import hinge, info_nce, nt_xent
+from raycl.models.heads import build_projection_head
+from raycl.models.images import build_image_encoder
+from raycl.models.towers import Tower
+
+Embed = Callable[..., Tensor]
+BATCH = 24
+
+
+def _images(num_rows: int = BATCH, seed: int = 0) -> Tensor:
+    return torch.rand(num_rows, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def _resnet(norm: str) -> Tower:
+    torch.manual_seed(0)
+    encoder = build_image_encoder("resnet10", image_size=16, width=0.25)
+    tower = Tower(encoder, build_projection_head(128, num_layers=2, hidden_dim=None, dim=8))
+    if norm in ("layer", "group"):
+        swap(tower, norm)  # pyright: ignore[reportArgumentType]
+    elif norm == "frozen":
+        with torch.no_grad():
+            for rows in _images(64).split(16):
+                tower(rows)
+        tower.eval()
+    elif norm == "split":
+        split_batchnorm(tower, 4)
+    return tower
+
+
+class _Transformer(nn.Module):
+    """A small transformer with dropout, in training mode."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.layers(self.embedding(tokens), src_key_padding_mask=mask)
+        return F.normalize((hidden * ~mask[..., None]).sum(1), dim=1)
+
+
+def _tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(50, (BATCH, 7), generator=generator)
+    return tokens, torch.arange(7) >= torch.randint(2, 8, (BATCH, 1), generator=generator)
+
+
+def _gradient(*modules: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for m in modules for p in m.parameters() if p.grad is not None])
+
+
+def _assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert ours.shape == expected.shape
+    assert expected.norm() > 0
+    assert (ours - expected).norm() <= tolerance * expected.norm()
+
+
+def _simclr(embed: Embed, tower: nn.Module) -> Tensor:
+    return nt_xent(*embed(tower, torch.cat([_images(), _images(seed=1)])).chunk(2), temperature=0.2)
+
+
+def _moco_with_hinge(embed: Embed, tower: nn.Module) -> Tensor:
+    query, queue = embed(tower, _images()), F.normalize(torch.linspace(-1, 1, 240).sin().view(30, 8), dim=1)
+    key = F.normalize(query.detach() + 0.3, dim=1)
+    entropy = info_nce(query, key, temperature=0.1, in_batch=False, negatives=queue)
+    return entropy + hinge(query, key, margin=0.3, hardest=True)
+
+
+def _in_chunks(chunk_size: int, kept_chunks: int) -> Embed:
+    return lambda tower, *rows: accumulate(tower, *rows, chunk_size=chunk_size, kept_chunks=kept_chunks)
+
+
+def _whole(tower: nn.Module, *rows: Tensor) -> Tensor:
+    return tower(*rows)
+
+
+@pytest.mark.parametrize(("chunk_size", "kept_chunks"), [(20, 0), (20, 1), (8, 2), (8, 99), (1000, 1)])
+@pytest.mark.parametrize("norm", ["layer", "group", "frozen", "split"])
+@pytest.mark.parametrize("loss", [_simclr, _moco_with_hinge])
+def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
+    loss: Callable[[Embed, nn.Module], Tensor], norm: str, chunk_size: int, kept_chunks: int
+) -> None:
+    whole, chunked = _resnet(norm), _resnet(norm)
+    expected = loss(_whole, whole)
+    expected.backward()
+    value = loss(_in_chunks(chunk_size, kept_chunks), chunked)
+    value.backward()
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    _assert_same(_gradient(chunked), _gradient(whole))
+    for (name, ours), theirs in zip(chunked.named_buffers(), whole.buffers(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), name
+
+
+def _two_towers(embed: Embed, towers: list[nn.Module], log_temperature: Tensor) -> Tensor:
+    query, key = embed(towers[0], *_tokens()), embed(towers[1], *_tokens(seed=1))
+    temperature = log_temperature.exp()
+    directions = info_nce(query, key, temperature=temperature), info_nce(key, query, temperature=temperature)
+    return (directions[0] + directions[1]) / 2
+
+
+@pytest.mark.parametrize("kept_chunks", [0, 1, 2])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, kept_chunks: int) -> None:
+    def gradients(embed: Embed) -> tuple[Tensor, Tensor]:
+        query_tower = _Transformer()
+        towers: list[nn.Module] = [query_tower, query_tower if is_shared else _Transformer(seed=1)]
+        log_temperature = nn.Parameter(torch.tensor(-2.0))
+        torch.manual_seed(5)
+        _two_towers(embed, towers, log_temperature).backward()
+        assert log_temperature.grad is not None
+        return _gradient(*dict.fromkeys(towers)), log_temperature.grad
+
+    def all_graphs(tower: nn.Module, *rows: Tensor) -> Tensor:
+        return torch.cat([tower(*chunk) for chunk in zip(*(each.split(8) for each in rows), strict=True)])
+
+    expected, expected_of_temperature = gradients(all_graphs)
+    ours, of_temperature = gradients(_in_chunks(8, kept_chunks))
+    _assert_same(ours, expected)
+    _assert_same(of_temperature, expected_of_temperature)
+
+
+def test_dropout_is_replayed_and_leaves_the_random_state_as_the_first_pass_did() -> None:
+    tower = _Transformer()
+    torch.manual_seed(5)
+    embedding = accumulate(tower, *_tokens(), chunk_size=5)
+    after_first = torch.get_rng_state()
+    embedding.sum().backward()
+    assert torch.equal(torch.get_rng_state(), after_first)
+    other = accumulate(tower, *_tokens(), chunk_size=5)
+    assert not torch.allclose(other, embedding)  # it does drop
+
+
+def test_the_replay_runs_in_the_autocast_of_the_first_pass() -> None:
+    whole, chunked = _resnet("group"), _resnet("group")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.cat([whole(chunk) for chunk in _images().split(8)])
+        ours = accumulate(chunked, _images(), chunk_size=8)
+    for embedding in (expected, ours):
+        nt_xent(*embedding.chunk(2), temperature=0.2).backward()
+    # The graph of all chunks adds up their gradients in bfloat16: autocast cast each weight once.
+    _assert_same(_gradient(chunked), _gradient(whole), 5e-3)
+
+
+def test_parameters_keep_the_gradient_that_they_had_and_frozen_ones_get_none() -> None:
+    tower = _resnet("layer")
+    tower.encoder.requires_grad_(False)
+    _simclr(_in_chunks(8, 1), tower).backward()
+    once = _gradient(tower)
+    _simclr(_in_chunks(8, 1), tower).backward()
+    _assert_same(_gradient(tower), 2 * once)
+    assert all(parameter.grad is None for parameter in tower.encoder.parameters())
+
+
+class _Marked(torch.autograd.Function):
+    """Tie a mark's life to that of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, mark: "_Mark") -> Tensor:
+        ctx.mark = mark
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+class _Watched(nn.Module):
+    """Count the graphs that are alive, and the forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.marks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.most_alive = self.num_passes = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.num_passes += 1
+        output = self.linear(rows)
+        if output.requires_grad:
+            mark = _Mark()
+            self.marks.add(mark)
+            self.most_alive = max(self.most_alive, len(self.marks))
+            return _Marked.apply(output, mark)  # pyright: ignore[reportReturnType]
+        return output
+
+
+class _Mark:
+    """Something that can be weakly referred to."""
+
+
+@pytest.mark.parametrize(
+    ("kept_chunks", "alive", "passes"), [(0, 1, 10), (1, 1, 9), (3, 3, 7), (5, 5, 5), (9, 5, 5)]
+)
+def test_at_most_the_kept_graphs_are_alive_and_each_saves_a_pass(
+    kept_chunks: int, alive: int, passes: int
+) -> None:
+    tower = _Watched()
+    accumulate(tower, torch.rand(18, 4), chunk_size=4, kept_chunks=kept_chunks).sum().backward()
+    assert (tower.most_alive, tower.num_passes, len(tower.marks)) == (alive, passes, 0)
+
+
+def test_without_gradient_nothing_is_kept_and_nothing_comes_again() -> None:
+    tower = _Watched()
+    with torch.no_grad():
+        embedding = accumulate(tower, torch.rand(18, 4), chunk_size=4)
+    assert not embedding.requires_grad
+    assert (tower.most_alive, tower.num_passes) == (0, 5)
+
+
+class _Noisy(nn.Module):
+    """Noise from a generator that no random state of torch's knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + 0.01 * torch.from_numpy(self.generator.standard_normal(rows.shape)).to(rows)
+
+
+class _Counting(nn.Module):
+    """A layer that warms up call by call, whether or not it is the same step."""
+
+    calls = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        return rows * (1 - 0.5**self.calls)
+
+
+@pytest.mark.parametrize("layer", [_Noisy, _Counting])
+def test_an_encoder_that_answers_otherwise_the_second_time_is_found_and_named(layer: Any) -> None:
+    tower = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), layer()), nn.Linear(5, 3))
+    embedding = accumulate(tower, torch.rand(9, 4), chunk_size=4)
+    with pytest.raises(ReplayError, match=r"^chunk 0, at the layer 1\.1, came out otherwise") as caught:
+        embedding.square().sum().backward()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_of_changed_weights_is_found_too() -> None:
+    tower = nn.Linear(4, 3)
+    embedding = accumulate(tower, torch.rand(9, 4), chunk_size=4)
+    with torch.no_grad():
+        tower.weight.mul_(1.1)
+    with pytest.raises(ReplayError, match=r"^chunk 0 came out otherwise"):
+        embedding.sum().backward()
+
+
+def test_a_second_backward_is_refused_and_not_answered_with_nothing() -> None:
+    embedding = accumulate(nn.Linear(4, 3), torch.rand(9, 4), chunk_size=4)
+    embedding.sum().backward()
+    with pytest.raises(RuntimeError, match="go back once"):
+        embedding.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "says"),
+    [
+        ((torch.rand(4, 2),), {"chunk_size": 0}, "chunk_size must be at least 1 .* came 0 and 1"),
+        ((torch.rand(4, 2),), {"chunk_size": 2, "kept_chunks": -1}, "kept_chunks at least 0, came 2 and -1"),
+        ((torch.rand(4, 2), torch.rand(3)), {"chunk_size": 2}, r"not of one length: \[4, 3\]"),
+        ((), {"chunk_size": 2}, "not of one length"),
+        ((torch.rand(4, 2).requires_grad_(),), {"chunk_size": 2}, "requires_grad"),
+    ],
+)
+def test_what_cannot_be_accumulated_is_refused(
+    rows: tuple[Tensor, ...], settings: dict[str, int], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        accumulate(nn.Identity(), *rows, **settings)
+
+
+def test_the_gradient_at_the_embeddings_is_the_closed_form_of_label_vectors() -> None:
+    rows = F.normalize(torch.randn(24, 6, dtype=torch.float64), dim=1).requires_grad_()
+    nt_xent(*rows.chunk(2), temperature=0.3).backward()
+    with torch.no_grad():
+        logits = (rows @ rows.T / 0.3).fill_diagonal_(-torch.inf)
+        probability = logits.softmax(1)
+        is_positive = F.one_hot((torch.arange(24) + 12) % 24, 24)
+        label_vectors = 2 * ((probability + probability.T) / 2 - is_positive) @ rows
+    assert rows.grad is not None
+    _assert_same(rows.grad, label_vectors / (0.3 * 24), 1e-12)
+
+
+def test_one_batch_of_any_loss_can_be_accumulated_after_another_was_given_up() -> None:
+    tower, other = _resnet("layer"), copy.deepcopy(_resnet("layer"))
+    _simclr(_in_chunks(8, 1), tower)  # its loss never goes back
+    _simclr(_in_chunks(8, 1), tower).backward()
+    _simclr(_whole, other).backward()
+    _assert_same(_gradient(tower), _gradient(other))

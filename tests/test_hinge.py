@@ -1,0 +1,599 @@
+"""The hinge loss in tiles against the formula written plainly in float64."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raycl.errors import ConfigError
+from raycl.losses import hinge, tiled
+from tests.test_info_nce import make_rows
+from tests.test_losses import Recorder, assert_close, leaves, make_views, value_and_gradients
+from tests.test_losses import one_thread as one_thread
+
+WAYS: list[dict[str, Any]] = [
+    {"hardest": hardest, "bidirectional": both} for hardest in (False, True) for both in (False, True)
+]
+
+
+def plain_direction(
+    similarity: Tensor, positive: Tensor, allowed: Tensor, margin: float, hardest: bool
+) -> Tensor:
+    """Return the loss of each row [n]: similarity and allowed [n, num_candidates], positive [n]."""
+    excess = F.relu(margin + similarity - positive[:, None])  # its gradient at 0 is 0
+    if hardest and allowed.shape[1]:
+        # Of equal values max takes the first, and gives the gradient to it alone.
+        index = similarity.masked_fill(~allowed, -torch.inf).max(1, keepdim=True).indices
+        return (excess * allowed).gather(1, index)[:, 0]
+    return (excess * allowed).sum(1) / allowed.sum(1).clamp(min=1)
+
+
+def plain_hinge(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor | None = None,
+    *,
+    margin: float,
+    hardest: bool = False,
+    bidirectional: bool = True,
+    in_batch: bool = True,
+    own: slice = slice(None),
+    batch_id: Tensor | None = None,
+    negative_id: Tensor | None = None,
+) -> Tensor:
+    """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
+    if negatives is None:
+        negatives = queries.new_empty(0, queries.shape[1])
+    ids = torch.arange(len(keys)) if batch_id is None else batch_id
+    others = torch.full((len(negatives),), -1) if negative_id is None else negative_id
+    similarity, positive = queries @ keys.T, (queries * keys).sum(1)
+    different = (ids[:, None] != ids) & ~torch.eye(len(keys), dtype=torch.bool)
+    rows = plain_direction(
+        torch.cat([similarity, queries @ negatives.T], 1),
+        positive,
+        torch.cat([different & in_batch, ids[:, None] != others], 1),
+        margin,
+        hardest,
+    )[own].mean()
+    if not bidirectional:
+        return rows
+    return (rows + plain_direction(similarity.T, positive, different, margin, hardest)[own].mean()) / 2
+
+
+@contextlib.contextmanager
+def tiny_tiles() -> Iterator[None]:
+    """Cut even a few rows into several tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raycl.losses.margins.tile_size", lambda rows: 2)
+        patch.setattr("raycl.losses.margins.STRIP_ROWS", 3)
+        patch.setattr("raycl.losses.violations.STRIP_ROWS", 3)
+        yield
+
+
+def compare_with_plain(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor,
+    *,
+    dtype: torch.dtype = torch.float64,
+    own: slice | None = None,
+    batch_id: Tensor | None = None,
+    negative_id: Tensor | None = None,
+    **ways: Any,
+) -> Tensor:
+    """Hold value and all gradients of one worker against the plain formula; return its value."""
+    inputs = leaves(queries, keys, negatives, dtype=dtype)
+    exact = leaves(*inputs, dtype=torch.float64)
+    mine = slice(0, len(queries)) if own is None else own
+    true = plain_hinge(*exact, own=mine, batch_id=batch_id, negative_id=negative_id, **ways)
+    gathered = {}
+    if own is not None:
+        gathered = {"gathered_key": inputs[1], "offset": own.start, "gathered_sample_id": batch_id}
+        if ways["bidirectional"]:
+            gathered["gathered_query"] = inputs[0]
+    ours = hinge(
+        inputs[0][mine],
+        inputs[1][mine],
+        negatives=inputs[2],
+        sample_id=None if batch_id is None else batch_id[mine],
+        negative_id=negative_id,
+        **gathered,
+        **ways,
+    )
+    assert ours.dtype == dtype
+    tolerance, floor = 1e-12, 1e-15
+    if dtype == torch.float32:
+        # Rounding may put a pair of vectors on the other side of the kink: its whole gradient is wrong.
+        tolerance, floor = 1e-5, 3 / (len(queries[mine]) * (len(keys) + len(negatives)))
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, exact), tolerance, floor)
+    return true
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("margin", (0.1, 0.5, 3.0))
+@pytest.mark.parametrize(
+    ("batch", "dim", "num_negatives"), ((1, 3, 1), (3, 2, 7), (7, 5, 1025), (257, 9, 300), (515, 4, 0))
+)
+def test_value_and_all_gradients_equal_the_plain_formula(
+    batch: int, dim: int, num_negatives: int, margin: float, ways: dict[str, Any]
+) -> None:
+    compare_with_plain(*make_views(batch, dim), make_rows(num_negatives, dim), margin=margin, **ways)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_single_precision_loses_nothing_but_its_rounding(ways: dict[str, Any]) -> None:
+    views, negatives = make_views(257, 9), make_rows(300, 9)
+    compare_with_plain(*views, negatives, dtype=torch.float32, margin=0.3, **ways)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("own", (None, slice(200, 900)))
+def test_many_tiles_equal_the_plain_formula(own: slice | None, ways: dict[str, Any]) -> None:
+    ids = {"batch_id": torch.arange(1100) % 900, "negative_id": torch.arange(1050) % 800}
+    rows = *make_views(1100, 3), make_rows(1050, 3)
+    assert compare_with_plain(*rows, own=own, margin=0.2, **ids, **ways) > 0.01
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 9),
+    before=st.integers(0, 7),
+    after=st.integers(0, 7),
+    dim=st.integers(1, 5),
+    num_negatives=st.integers(0, 12),
+    num_ids=st.none() | st.integers(1, 12),
+    margin=st.sampled_from((0.01, 0.3, 1.0, 3.0)),
+    hardest=st.booleans(),
+    direction=st.sampled_from(("rows", "both", "negatives only")),
+    seed=st.integers(0, 10_000),
+)
+def test_any_sizes_and_ids_equal_the_plain_formula(
+    batch: int,
+    before: int,
+    after: int,
+    dim: int,
+    num_negatives: int,
+    num_ids: int | None,
+    margin: float,
+    hardest: bool,
+    direction: str,
+    seed: int,
+) -> None:
+    in_batch = direction != "negatives only"
+    total = before + batch + after if in_batch else batch
+    generator = torch.Generator().manual_seed(seed)
+    ids = {}
+    if num_ids is not None:
+        ids["batch_id"] = torch.randint(num_ids, (total,), generator=generator)
+        ids["negative_id"] = torch.randint(num_ids, (num_negatives,), generator=generator)
+    with tiny_tiles():
+        compare_with_plain(
+            *make_views(total, dim, seed=seed, noise=1.0),
+            make_rows(num_negatives, dim, seed),
+            own=slice(before, before + batch) if in_batch else None,
+            margin=margin,
+            hardest=hardest,
+            bidirectional=direction == "both",
+            in_batch=in_batch,
+            **ids,
+        )
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+def test_gradients_agree_with_finite_differences(hardest: bool) -> None:
+    """Exactly: between its kinks the loss is quadratic at most in any one number."""
+    inputs = leaves(*make_views(6, 3, noise=1.0), make_rows(5, 3), dtype=torch.float64)
+
+    def loss_of(query: Tensor, key: Tensor, negatives: Tensor) -> Tensor:
+        return hinge(query, key, margin=0.4, hardest=hardest, negatives=negatives)
+
+    value, *gradients = value_and_gradients(loss_of(*inputs), inputs)
+    assert value > 0.01
+    with torch.no_grad():
+        for tensor, gradient in zip(inputs, gradients, strict=True):
+            numbers = tensor.view(-1)
+            for k in range(len(numbers)):
+                numbers[k] += 1e-4
+                above = loss_of(*inputs)
+                numbers[k] -= 2e-4
+                below = loss_of(*inputs)
+                numbers[k] += 1e-4
+                assert (above - below).item() / 2e-4 == pytest.approx(gradient.view(-1)[k].item(), abs=1e-9)
+
+
+def test_by_default_all_negatives_count_and_both_ways_if_the_batch_does() -> None:
+    query, key, negatives = *make_views(20, 5), make_rows(9, 5)
+    plain = plain_hinge(query, key, margin=0.3, hardest=False, bidirectional=True)
+    assert_close([hinge(query, key, margin=0.3)], [plain], 1e-6)
+    alone = hinge(query, key, margin=0.3, in_batch=False, negatives=negatives)
+    rows_only = hinge(query, key, margin=0.3, in_batch=False, bidirectional=False, negatives=negatives)
+    assert torch.equal(alone, rows_only)
+    assert alone != hinge(query, key, margin=0.3, negatives=negatives)
+
+
+def test_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None:
+    """Worked out by hand: similarities [[1, .5, 0], [0, 1, 0], [.75, 0, .5]], and the margin is 1."""
+    query = torch.tensor([[1.0, 0.5, 0.0], [0.0, 1.0, 0.0], [0.75, 0.0, 0.5]])
+    key = torch.eye(3)
+    expected = {
+        (False, False): ((0.5 + 0) / 2 + 0 + (1.25 + 0.5) / 2) / 3,
+        (True, False): (0.5 + 0 + 1.25) / 3,
+        (False, True): ((0.25 + 0.875) / 3 + ((0 + 0.75) / 2 + (0.5 + 0) / 2 + (0.5 + 0.5) / 2) / 3) / 2,
+        (True, True): ((0.5 + 1.25) / 3 + (0.75 + 0.5 + 0.5) / 3) / 2,
+    }
+    for (hardest, bidirectional), value in expected.items():
+        ours = hinge(query, key, margin=1.0, hardest=hardest, bidirectional=bidirectional)
+        assert ours.item() == pytest.approx(value, rel=1e-6)
+    assert "**half** the sum" in (hinge.__doc__ or "")
+
+
+def test_a_masked_candidate_takes_no_part_in_the_mean() -> None:
+    query = key = torch.eye(4)
+    # Each violation is 0.5, however many negatives an average is over.
+    for ids in ([0, 1, 2, 3], [0, 0, 2, 3], [0, 1, 1, 1]):
+        sample_id = torch.tensor(ids)
+        assert hinge(query, key, margin=1.5, sample_id=sample_id).item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+def test_gradient_is_zero_where_a_negative_only_just_keeps_the_margin(hardest: bool) -> None:
+    inputs = leaves(torch.eye(4), torch.eye(4), torch.eye(4)[:0])
+    loss = hinge(*inputs[:2], margin=1.0, hardest=hardest, negatives=inputs[2])
+    for result in value_and_gradients(loss, inputs):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+def hardest_of_equals(num_keys: int, num_negatives: int, first: int) -> tuple[list[int], list[int]]:
+    """Return which keys, and which negatives, a query pushes away that is as near to all from ``first``."""
+    near = torch.tensor([0.5, 0.0])
+    keys = torch.where(torch.arange(num_keys)[:, None] >= first, near, -near)
+    keys[0] = torch.tensor([0.25, 1.0])
+    inputs = leaves(torch.tensor([[1.0, 0.0]]), keys, near.repeat(num_negatives, 1))
+    loss = hinge(
+        inputs[0],
+        inputs[1][:1].detach(),
+        margin=1.0,
+        hardest=True,
+        bidirectional=False,
+        gathered_key=inputs[1],
+        negatives=inputs[2],
+    )
+    _, _, at_keys, at_negatives = value_and_gradients(loss, inputs)
+    pushed = at_keys[1:, 0].nonzero()[:, 0] + 1
+    return pushed.tolist(), at_negatives[:, 0].nonzero()[:, 0].tolist()
+
+
+def test_of_equally_hard_candidates_the_first_alone_is_pushed_away() -> None:
+    with tiny_tiles():
+        assert hardest_of_equals(30, 5, first=3) == ([3], [])
+        assert hardest_of_equals(30, 5, first=29) == ([29], [])
+        assert hardest_of_equals(30, 12, first=30) == ([], [0])
+    assert hardest_of_equals(3000, 5, first=1023) == ([1023], [])
+    assert hardest_of_equals(3000, 2000, first=3000) == ([], [0])
+
+
+def test_of_equally_hard_queries_the_first_alone_is_pushed_away() -> None:
+    inputs = leaves(torch.eye(2).repeat(8, 1), torch.eye(2).repeat(8, 1))
+    ways = {"margin": 0.5, "hardest": True, "sample_id": torch.arange(16)}
+    with tiny_tiles():
+        both = value_and_gradients(hinge(*inputs, **ways), inputs)
+        rows = value_and_gradients(hinge(*inputs, bidirectional=False, **ways), inputs)
+    # Pairs alternate between two kinds, each alike; the hardest is the first of a kind that is not one's own.
+    pushes = torch.tensor([7.0, 1.0, *[0.0] * 6]) - 1
+    assert torch.equal(rows[2], (pushes[:, None, None] * torch.eye(2)).view(16, 2) / 16)
+    columns = [2 * each - other for each, other in zip(both, rows, strict=True)]
+    assert columns[0] == rows[0] == 0.5
+    assert torch.equal(columns[1], rows[2])
+    assert torch.equal(columns[2], rows[1])
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+@pytest.mark.parametrize("in_batch", (True, False))
+def test_a_queue_that_is_still_empty_gives_no_nan(in_batch: bool, hardest: bool) -> None:
+    inputs = leaves(*make_views(4, 3))
+    ways = {"margin": 0.9, "hardest": hardest}
+    results = value_and_gradients(
+        hinge(*inputs, **ways, in_batch=in_batch, negatives=torch.empty(0, 3)), inputs
+    )
+    if in_batch:
+        assert all(map(torch.equal, results, value_and_gradients(hinge(*inputs, **ways), inputs)))
+        assert results[0] > 0
+    else:
+        assert all(torch.equal(result, torch.zeros_like(result)) for result in results)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("batch", (1, 4))
+def test_pairs_whose_candidates_are_all_masked_have_no_loss(batch: int, ways: dict[str, Any]) -> None:
+    inputs = leaves(*make_views(batch, 3), make_rows(4, 3))
+    loss = hinge(
+        *inputs[:2],
+        margin=3.0,
+        sample_id=torch.zeros(batch, dtype=torch.int64),
+        negatives=inputs[2],
+        negative_id=torch.zeros(4, dtype=torch.int64),
+        **ways,
+    )
+    for result in value_and_gradients(loss, inputs):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+def test_long_rows_and_a_wide_margin_give_the_right_value() -> None:
+    query, key = make_views(300, 4)
+    lengths = torch.logspace(-3, 2, 300)[:, None]
+    for ways in WAYS:
+        compare_with_plain(query * lengths, key, make_rows(30, 4) * 9, margin=40.0, **ways)
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(dtype: torch.dtype, hardest: bool) -> None:
+    query, key = make_views(70, 6)
+    queue = make_rows(3000, 6).to(dtype)
+    ways = {"margin": 0.3, "hardest": hardest}
+    exact = leaves(query, key, queue, dtype=torch.float64)
+    true = value_and_gradients(plain_hinge(*exact, **ways), exact)
+    for wanted in (False, True):
+        inputs = [*leaves(query, key), *([queue.clone().requires_grad_()] if wanted else [])]
+        loss = hinge(*inputs[:2], negatives=inputs[2] if wanted else queue, **ways)
+        results = value_and_gradients(loss, inputs)
+        assert_close(results[:3], true[:3], 1e-5)
+        if wanted:
+            assert results[3].dtype == dtype
+            assert_close(results[3:], true[3:], 2e-2)
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_half_precision_rows_lose_nothing_but_their_own_rounding(dtype: torch.dtype, hardest: bool) -> None:
+    half = leaves(*make_views(70, 6), dtype=dtype)
+    value = hinge(*half, margin=0.4, hardest=hardest)
+    assert value.dtype == torch.float32
+    exact = leaves(*half, dtype=torch.float64)
+    true = value_and_gradients(plain_hinge(*exact, margin=0.4, hardest=hardest), exact)
+    assert_close([value], true[:1], 1e-5)
+    gradients = torch.autograd.grad(value, half)
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
+    assert_close(list(gradients), true[1:], 5e-3)
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+def test_a_half_precision_queue_is_never_copied_as_a_whole(hardest: bool) -> None:
+    query, key = leaves(*make_views(8, 16))
+    queue = make_rows(20_000, 16).half()
+    with Recorder() as recorder:
+        hinge(query, key, margin=0.5, hardest=hardest, negatives=queue, in_batch=False).backward()
+    assert 0 < recorder.largest <= 20_000 * 16 // 2  # as many floats as the queue itself has bytes / 4
+
+
+@pytest.mark.parametrize("has_onednn", (True, False))
+@pytest.mark.parametrize("hardest", (False, True))
+def test_autocast_does_not_lower_the_precision(
+    hardest: bool, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
+    inputs, queue = leaves(*make_views(70, 6)), make_rows(90, 6)
+    without = hinge(*inputs, margin=0.3, hardest=hardest, negatives=queue)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = hinge(*inputs, margin=0.3, hardest=hardest, negatives=queue)
+    assert within.dtype == torch.float32
+    assert_close(value_and_gradients(within, inputs), value_and_gradients(without, inputs), 1e-6)
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("with_ids", (False, True))
+@pytest.mark.parametrize("num_workers", (1, 2, 4))
+def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
+    num_workers: int, with_ids: bool, ways: dict[str, Any]
+) -> None:
+    """Slicing plays the part of the gather, the mean that of DDP."""
+    ids, negative_id = (torch.arange(300) % 250, torch.arange(200) % 180) if with_ids else (None, None)
+    inputs = leaves(*make_views(300, 4, noise=1.0), make_rows(200, 4), dtype=torch.float64)
+    query, key, queue = inputs
+    shared = {"margin": 0.2, "negatives": queue, "negative_id": negative_id, **ways}
+    whole = hinge(query, key, sample_id=ids, **shared)
+    local = 300 // num_workers
+    losses = [
+        hinge(
+            query[start : start + local],
+            key[start : start + local],
+            gathered_query=query if ways["bidirectional"] else None,
+            gathered_key=key,
+            offset=start,
+            sample_id=None if ids is None else ids[start : start + local],
+            gathered_sample_id=ids,
+            **shared,
+        )
+        for start in range(0, 300, local)
+    ]
+    mean = value_and_gradients(torch.stack(losses).mean(), inputs)
+    assert_close(mean, value_and_gradients(whole, inputs), 1e-12)
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+def test_no_matrix_of_all_pairs_is_ever_held(hardest: bool) -> None:
+    batch, dim = 8192, 64
+    inputs, ids = leaves(*make_views(batch, dim)), torch.arange(batch) % 8000
+    with Recorder() as alone:
+        hinge(*inputs, margin=0.2, hardest=hardest).backward()
+    assert 0 < alone.largest <= batch * dim  # as much as the queries: the 128th part of all pairs
+    with Recorder() as gathered:
+        hinge(
+            *(rows[2048:2348] for rows in inputs),
+            margin=0.2,
+            hardest=hardest,
+            gathered_query=inputs[0],
+            gathered_key=inputs[1],
+            offset=2048,
+            sample_id=ids[2048:2348],
+            gathered_sample_id=ids,
+        ).backward()
+    assert 0 < gathered.largest <= batch * dim
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch, loss_of: Any) -> int:
+    """Return how many matrix products loss and gradient take."""
+    calls = []
+    original = tiled.product
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr("raycl.losses.margins.product", counted)
+    loss_of()
+    return len(calls)
+
+
+def test_no_product_is_taken_that_no_gradient_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tile of keys and one of negatives; it serves both directions."""
+    inputs = (*make_views(5, 4), make_rows(3, 4))
+    expected = {(): 2, (0,): 4, (1,): 3, (2,): 3, (0, 1): 5, (1, 2): 4, (0, 1, 2): 6}
+    for (wanted, num_products), hardest in itertools.product(expected.items(), (False, True)):
+        leaf = [tensor.clone().requires_grad_(k in wanted) for k, tensor in enumerate(inputs)]
+        taken = count_products(
+            monkeypatch,
+            lambda leaf=leaf, hardest=hardest: hinge(
+                leaf[0], leaf[1], margin=0.3, hardest=hardest, negatives=leaf[2]
+            ),
+        )
+        assert taken == (2 if hardest else num_products), wanted
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_value_and_gradient_are_the_same_whoever_else_wants_one(ways: dict[str, Any]) -> None:
+    inputs = [*make_views(300, 4, noise=1.0), make_rows(1100, 4)]
+    together = leaves(*inputs)
+    whole = hinge(*together[:2], margin=0.2, negatives=together[2], **ways)
+    all_at_once = value_and_gradients(whole, together)
+    with torch.no_grad():
+        bare = hinge(*together[:2], margin=0.2, negatives=together[2], **ways)
+    assert not bare.requires_grad
+    assert torch.equal(bare, all_at_once[0])
+    for k in range(3):
+        mixed = [tensor.clone().requires_grad_(at == k) for at, tensor in enumerate(inputs)]
+        loss = hinge(*mixed[:2], margin=0.2, negatives=mixed[2], **ways)
+        assert torch.equal(loss, bare)
+        assert_close([torch.autograd.grad(loss, mixed[k])[0]], [all_at_once[k + 1]], 1e-6)
+
+
+def test_distinct_ids_cost_no_mask() -> None:
+    (query, key), queue = make_views(40, 4), make_rows(50, 4)
+    for sample_id, negative_id, masked in (
+        (torch.randperm(40), torch.arange(40, 90), False),
+        (torch.randperm(40), torch.arange(39, 89), True),
+        (torch.randperm(40) % 39, torch.arange(40, 90), True),
+    ):
+        with Recorder() as recorder:
+            hinge(query, key, margin=0.3, sample_id=sample_id, negatives=queue, negative_id=negative_id)
+        assert ("masked_fill_" in recorder.functions) == masked
+
+
+def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice() -> None:
+    inputs = leaves(*make_views(9, 4))
+    loss = hinge(*inputs, margin=0.5)
+    once = torch.autograd.grad(loss, inputs, retain_graph=True)
+    tripled = torch.autograd.grad(3 * loss, inputs)
+    assert_close(list(tripled), [3 * gradient for gradient in once], 1e-6)
+
+
+def test_second_derivative_is_refused_rather_than_wrong() -> None:
+    inputs = leaves(*make_views(9, 4))
+    (gradient, _) = torch.autograd.grad(hinge(*inputs, margin=0.5), inputs, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("place", (0, 1, 2))
+def test_broken_rows_give_nan(place: int, ways: dict[str, Any], broken: float) -> None:
+    rows = [*make_views(9, 4), make_rows(12, 4)]
+    rows[place][3] = broken
+    with tiny_tiles():
+        assert not hinge(*rows[:2], margin=0.3, negatives=rows[2], **ways).isfinite()
+
+
+def test_rows_whose_gradient_the_gather_lost_are_refused_where_one_is_wanted() -> None:
+    query, key = leaves(*make_views(8, 3))
+    lost = {"gathered_query": query * 1, "gathered_key": key.detach(), "margin": 0.2, "offset": 4}
+    with pytest.raises(ConfigError, match="key would get no gradient: it requires one, but gathered_key"):
+        hinge(query[4:], key[4:], **lost)
+    lost |= {"gathered_query": query.detach(), "gathered_key": key * 1}
+    with pytest.raises(ConfigError, match="query would get no gradient"):
+        hinge(query[4:], key[4:], **lost)
+    hinge(query[4:].detach(), key[4:], **lost).backward()
+    assert key.grad is not None
+    with torch.no_grad():
+        assert hinge(query[4:], key[4:], **lost).isfinite()
+
+
+ROWS = torch.eye(4)
+IDS = torch.arange(4)
+BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"margin": 0.0}, "the margin is not a finite number above 0: it is 0; usual values"),
+        ({"margin": -0.5}, "the margin is not a finite number above 0: it is -0.5; usual values"),
+        ({"margin": torch.nan}, "the margin is not a finite number above 0: it is nan"),
+        ({"margin": torch.inf}, "the margin is not a finite number above 0: it is inf"),
+        ({"key": ROWS[:3]}, "query and key are not [local_batch, dim] of one shape: they came as [4, 4]"),
+        ({"query": ROWS[:0], "key": ROWS[:0]}, "they came as [0, 4] and [0, 4]; pass one row"),
+        ({"sample_id": torch.arange(5)}, "[5] ids came for 4 rows; pass one id per row"),
+        ({"in_batch": False}, "in_batch is False and negatives is None; pass negatives ([0, dim]"),
+        (
+            {"in_batch": False, "negatives": ROWS, "bidirectional": True},
+            "bidirectional is True and in_batch is False; leave bidirectional out",
+        ),
+        (
+            {"in_batch": False, "negatives": ROWS, "gathered_key": ROWS},
+            "gathered_key came as [4, 4] with in_batch=False and bidirectional=False; leave gathered_key out",
+        ),
+        (
+            BOTH | {"bidirectional": False},
+            "gathered_query came as [4, 4] with in_batch=True and bidirectional=False; leave gathered_query",
+        ),
+        ({"gathered_key": ROWS}, "gathered_query is None while bidirectional is True; gather both"),
+        ({"gathered_query": ROWS}, "gathered_key is None while bidirectional is True; gather both"),
+        (
+            BOTH | {"gathered_key": torch.cat([ROWS, ROWS])},
+            "the gathered rows are no pairs: 4 queries came with 8 keys; gather",
+        ),
+        ({"negatives": ROWS[:, :2]}, "the negatives are not [rows, dim] with the dim of the queries"),
+        (BOTH | {"gathered_key": ROWS[0]}, "the rows of gathered_key are not [rows, dim]"),
+        (BOTH | {"gathered_query": ROWS[:, :2]}, "the rows of gathered_query are not [rows, dim]"),
+        (BOTH | {"offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
+        ({"offset": -1}, "offset -1 with 4 rows came for 4 gathered rows"),
+        ({"negative_id": IDS}, "negative_id came without negatives: [4] ids of no rows; pass both"),
+        ({"gathered_sample_id": IDS}, "gathered_sample_id came without gathered_key"),
+        ({"negatives": ROWS, "negative_id": IDS}, "sample_id is None; pass both or neither"),
+        ({"negatives": ROWS, "sample_id": IDS}, "negative_id is None; pass both or neither"),
+        (BOTH | {"sample_id": IDS}, "gathered_sample_id is None; pass both or neither"),
+        (BOTH | {"gathered_sample_id": IDS}, "sample_id is None; pass both or neither"),
+        (
+            BOTH | {"sample_id": IDS, "gathered_sample_id": IDS[:3]},
+            "gathered_sample_id does not match its rows: [3] ids came for 4 rows",
+        ),
+        (
+            {"negatives": ROWS, "sample_id": IDS, "negative_id": IDS[:3]},
+            "negative_id does not match its rows: [3] ids came for 4 rows",
+        ),
+    ],
+)
+def test_impossible_input_is_refused_with_what_came_and_what_to_do(
+    changes: dict[str, Any], message: str
+) -> None:
+    arguments = {"query": ROWS, "key": ROWS, "margin": 0.2} | changes
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        hinge(**arguments)

@@ -1,0 +1,270 @@
+"""The measures of embeddings, against the formulas in float64 and against values known on paper."""
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycl.errors import ConfigError
+from raycl.measures import (
+    MAX_ROWS,
+    alignment,
+    effective_rank,
+    measure,
+    positive_negative_gap,
+    spread,
+    uniformity,
+)
+from tests.test_losses import Recorder
+from tests.test_losses import one_thread as one_thread
+
+SHAPES = ((2, 3), (3, 2), (17, 5), (40, 64), (257, 8), (600, 33))
+ALONE: tuple[Callable[[Tensor], float], ...] = (uniformity, effective_rank, spread)
+PAIRED: tuple[Callable[[Tensor, Tensor], float], ...] = (alignment, positive_negative_gap)
+BAD_ROWS = (torch.zeros(3), torch.zeros(0, 4), torch.zeros(4, 0), torch.zeros(2, 3, 4))
+
+
+def make_rows(num_rows: int, dim: int, seed: int = 0) -> Tensor:
+    return F.normalize(torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+def make_pair(num_rows: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    query = make_rows(num_rows, dim, seed)
+    return query, F.normalize(query + 0.5 * make_rows(num_rows, dim, seed + 1), dim=1)
+
+
+def point(num_rows: int, dim: int) -> Tensor:
+    return make_rows(1, dim).repeat(num_rows, 1)
+
+
+def plain_alignment(query: Tensor, key: Tensor) -> float:
+    """Write it down pair by pair."""
+    query, key = query.double(), key.double()
+    return sum(float(((a - b) ** 2).sum()) for a, b in zip(query, key, strict=True)) / len(query)
+
+
+def plain_uniformity(rows: Tensor, t: float = 2.0) -> float:
+    """Write it down over the pairs above the diagonal."""
+    distances = torch.pdist(rows.double())
+    return math.log(float((-t * distances**2).exp().mean()))
+
+
+def plain_effective_rank(rows: Tensor) -> float:
+    """Take the singular values of the rows themselves."""
+    singular = torch.linalg.svdvals(rows.double())
+    share = singular / singular.sum()
+    return math.exp(-sum(float(p) * math.log(float(p)) for p in share if p > 0))
+
+
+def plain_spread(rows: Tensor) -> float:
+    """Write the standard deviation out, dim by dim."""
+    rows = rows.double()
+    deviations = [float(((column - column.mean()) ** 2).mean().sqrt()) for column in rows.T]
+    return sum(deviations) / len(deviations) * math.sqrt(rows.shape[1])
+
+
+def plain_gap(query: Tensor, key: Tensor) -> float:
+    """Hold the whole matrix of similarities."""
+    similarity = query.double() @ key.double().T
+    own = torch.eye(len(query), dtype=torch.bool)
+    return float(similarity[own].mean() - similarity[~own].mean())
+
+
+@pytest.mark.parametrize(("num_rows", "dim"), SHAPES)
+def test_every_measure_equals_its_formula_in_float64(num_rows: int, dim: int) -> None:
+    query, key = make_pair(num_rows, dim)
+    for found, expected in (
+        (alignment(query, key), plain_alignment(query, key)),
+        (uniformity(query), plain_uniformity(query)),
+        (effective_rank(query), plain_effective_rank(query)),
+        (spread(query), plain_spread(query)),
+        (positive_negative_gap(query, key), plain_gap(query, key)),
+    ):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("t", [0.5, 2.0, 8.0])
+def test_uniformity_takes_any_sharpness(t: float) -> None:
+    rows = make_rows(300, 6)
+    assert uniformity(rows, t) == pytest.approx(plain_uniformity(rows, t), rel=1e-5)
+
+
+def test_uniformity_is_finite_where_every_term_is_below_the_smallest_float() -> None:
+    rows = torch.eye(3)
+    assert uniformity(rows, t=500.0) == pytest.approx(-1000.0)
+
+
+def test_measures_in_a_narrow_cone_are_as_exact() -> None:
+    query = F.normalize(point(200, 32) + 1e-2 * make_rows(200, 32, 5), dim=1)
+    key = F.normalize(query + 1e-3 * make_rows(200, 32, 6), dim=1)
+    assert spread(query) == pytest.approx(plain_spread(query), rel=1e-4)
+    assert alignment(query, key) == pytest.approx(plain_alignment(query, key), rel=1e-4)
+    assert effective_rank(query) == pytest.approx(plain_effective_rank(query), rel=1e-4)
+    assert positive_negative_gap(query, key) == pytest.approx(plain_gap(query, key), abs=1e-6)
+    assert uniformity(query) == pytest.approx(plain_uniformity(query), abs=1e-6)
+
+
+def test_rows_evenly_on_the_sphere_have_spread_1_full_rank_and_low_uniformity() -> None:
+    rows = make_rows(20_000, 16)
+    assert spread(rows) == pytest.approx(1.0, abs=0.01)
+    assert effective_rank(rows) == pytest.approx(16, rel=0.01)
+    # E exp(-4 + 4 * similarity) over the sphere: 2 / dim is the exponent's variance beside the mean -4.
+    assert uniformity(rows[:4000]) == pytest.approx(-4 + 8 / 16, abs=0.05)
+
+
+def test_rows_at_one_point_have_spread_0_rank_1_and_uniformity_0() -> None:
+    rows = point(50, 24)
+    assert spread(rows) == pytest.approx(0.0, abs=1e-6)
+    assert effective_rank(rows) == pytest.approx(1.0, abs=1e-4)
+    assert uniformity(rows) == pytest.approx(0.0, abs=1e-5)
+    assert positive_negative_gap(rows, rows) == pytest.approx(0.0, abs=1e-6)
+    assert alignment(rows, rows) == 0.0
+
+
+def test_two_antipodal_points_have_rank_1_and_the_distance_2() -> None:
+    one = make_rows(1, 8)
+    rows = torch.cat([one, -one])
+    assert effective_rank(rows) == pytest.approx(1.0, abs=1e-4)
+    assert uniformity(rows) == pytest.approx(-2.0 * 4, rel=1e-5)
+    assert alignment(rows, -rows) == pytest.approx(4.0, rel=1e-5)
+    assert positive_negative_gap(rows, rows) == pytest.approx(2.0, rel=1e-5)
+    assert spread(rows) == pytest.approx(one.abs().mean().item() * math.sqrt(8), rel=1e-5)
+
+
+def test_orthonormal_rows_have_full_rank_and_the_distance_sqrt_2() -> None:
+    rows = torch.eye(12)
+    assert effective_rank(rows) == pytest.approx(12.0, rel=1e-6)
+    assert uniformity(rows) == pytest.approx(-2.0 * 2, rel=1e-6)
+    assert positive_negative_gap(rows, rows) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5, 20])
+@pytest.mark.parametrize("num_rows", [40, 200])  # fewer and more than dims
+def test_rows_of_a_subspace_have_about_its_rank(num_rows: int, rank: int) -> None:
+    basis = torch.linalg.qr(torch.randn(64, rank, generator=torch.Generator().manual_seed(1))).Q
+    rows = make_rows(num_rows, rank, 3) @ basis.T
+    assert 0.85 * rank < effective_rank(rows) <= rank + 1e-3
+
+
+def test_rank_does_not_center_the_rows() -> None:
+    rows = F.normalize(point(100, 16) + 1e-3 * make_rows(100, 16, 9), dim=1)
+    assert effective_rank(rows) < 1.2
+    assert effective_rank(rows - rows.mean(0)) > 14
+
+
+def test_rank_of_a_point_is_1_although_its_rows_are_float32() -> None:
+    rows = F.normalize(point(256, 512) * torch.linspace(0.3, 3.0, 256)[:, None], dim=1)
+    assert not torch.equal(rows[0], rows[100])  # rounded differently
+    assert effective_rank(rows) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_one_row_is_a_point() -> None:
+    query, key = make_pair(1, 8)
+    assert measure(query, key).known() == {
+        "num_rows": 1,
+        "dim": 8,
+        "uniformity": 0.0,
+        "effective_rank": pytest.approx(1.0),
+        "spread": 0.0,
+        "alignment": pytest.approx(plain_alignment(query, key)),
+        "positive_negative_gap": 0.0,
+    }
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_rows_that_say_nothing_give_numbers_and_no_error(num_rows: int, value: float) -> None:
+    rows = torch.full((num_rows, 4), value)
+    figures = measure(rows, rows).known()
+    assert all(math.isfinite(figure) for figure in figures.values())
+    assert figures["effective_rank"] == 1.0
+    assert figures["spread"] == figures["alignment"] == figures["positive_negative_gap"] == 0.0
+
+
+def test_one_row_of_nan_leaves_the_figures_of_the_others() -> None:
+    rows = make_rows(9, 4)
+    rows[3, 2] = math.nan
+    cleaned = rows.clone()
+    cleaned[3, 2] = 0.0
+    assert measure(rows, rows) == measure(cleaned, cleaned)
+
+
+def test_measure_gives_what_the_functions_give() -> None:
+    query, key = make_pair(100, 24)
+    assert vars(measure(query, key)) == {
+        "uniformity": uniformity(query),
+        "effective_rank": effective_rank(query),
+        "num_rows": 100,
+        "dim": 24,
+        "spread": spread(query),
+        "alignment": alignment(query, key),
+        "positive_negative_gap": positive_negative_gap(query, key),
+    }
+
+
+def test_measure_without_keys_tells_what_the_queries_tell() -> None:
+    query, key = make_pair(30, 64)
+    whole, alone = measure(query, key).known(), measure(query).known()
+    assert set(whole) - set(alone) == {"alignment", "positive_negative_gap"}
+    assert alone == {name: whole[name] for name in alone}
+    assert (alone["num_rows"], alone["dim"]) == (30, 64)
+    assert measure(query).positive_negative_gap is None
+
+
+def test_known_figures_are_plain_numbers() -> None:
+    assert {type(figure) for figure in measure(*make_pair(5, 3)).known().values()} == {int, float}
+
+
+def test_measure_looks_at_the_first_rows_only() -> None:
+    query, key = make_pair(MAX_ROWS + 50, 8)
+    assert measure(query, key) == measure(query[:MAX_ROWS], key[:MAX_ROWS])
+    assert measure(query[:-50], key[:-50]) != measure(query[: MAX_ROWS - 1], key[: MAX_ROWS - 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_measures_are_computed_in_float32_whatever_the_rows_came_in(dtype: torch.dtype) -> None:
+    query, key = (rows.to(dtype) for rows in make_pair(60, 16))
+    assert measure(query, key) == measure(query.float(), key.float())
+
+
+def test_autocast_does_not_blur_the_measures() -> None:
+    query, key = make_pair(60, 16)
+    expected = measure(query, key)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert measure(query, key) == expected
+
+
+def test_measures_leave_rows_and_their_graph_alone() -> None:
+    query, key = make_pair(20, 8)
+    query.requires_grad_()
+    before = query.detach().clone(), key.clone()
+    measure(query, key)
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+    assert query.grad is None
+
+
+def test_uniformity_holds_no_square_of_all_rows() -> None:
+    rows = make_rows(2000, 4)
+    with Recorder() as recorder:
+        uniformity(rows)
+    assert recorder.largest <= 256 * 2000
+
+
+@pytest.mark.parametrize("rows", BAD_ROWS, ids=lambda rows: str(list(rows.shape)))
+@pytest.mark.parametrize("function", (*ALONE, measure))
+def test_what_is_no_list_of_rows_is_refused(function: Callable[[Tensor], object], rows: Tensor) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(list(rows.shape)))}; pass one embedding a row"):
+        function(rows)
+
+
+@pytest.mark.parametrize("function", (*PAIRED, measure))
+def test_keys_that_do_not_match_the_queries_are_refused(function: Callable[..., object]) -> None:
+    with pytest.raises(ConfigError, match=r"\[5, 4\] came for \[6, 4\]; pass one key"):
+        function(make_rows(6, 4), make_rows(5, 4))
+    with pytest.raises(ConfigError, match=r"\[6, 5\] came for \[6, 4\]"):
+        function(make_rows(6, 4), make_rows(6, 5))

@@ -1,0 +1,375 @@
+"""Losses by a ring of real workers against the same losses over gathered rows."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from raycl import ring
+from raycl.distributed import pass_on, shared_memory
+from raycl.errors import ConfigError
+from raycl.losses import info_nce, nt_xent
+from raycl.ring import ring_info_nce, ring_nt_xent
+from raycl.training.contrast import Lent, gathered_info_nce, gathered_nt_xent
+from tests.test_losses import assert_close
+from tests.workers.processes import run_workers
+
+WORKERS = (1, 2, 3, 4)
+DIM, LOCAL, NUM_NEGATIVES = 5, 7, 11
+Case = dict[str, Any]
+
+
+@contextlib.contextmanager
+def small_tiles() -> Iterator[None]:
+    """Cut a small batch into as many strips and pieces as a large one has."""
+    with (
+        patch("raycl.losses.rectangle.STRIP_ROWS", 4),
+        patch("raycl.losses.blocks.STRIP_ROWS", 3),
+        patch("raycl.losses.rectangle.tile_size", lambda _: 3),
+    ):
+        yield
+
+
+def unit_rows(num_rows: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(num_rows, DIM, generator=generator, dtype=torch.float64), dim=1)
+
+
+def make_inputs(rank: int, case: Case) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return query, key, temperature and negatives, then the ids of the first and of the last."""
+    query = unit_rows(LOCAL, rank)
+    key = F.normalize(query + 0.3 * unit_rows(LOCAL, 100 + rank), dim=1)
+    query, key = (case.get("growth", 1.0) ** rank * each for each in (query, key))
+    rows = [query, key, torch.tensor(case.get("temperature", 0.2)), unit_rows(NUM_NEGATIVES, 50)]
+    rows[3] *= case.get("length", 1.0)
+    types = [case.get("dtype", torch.float64)] * 4
+    types[2] = torch.promote_types(types[0], torch.float32)
+    types[3] = case.get("negatives_dtype", types[3])
+    wanted = case.get("wanted", (True,) * 4)
+    inputs = [
+        each.detach().to(dtype).requires_grad_(wants)
+        for each, dtype, wants in zip(rows, types, wanted, strict=True)
+    ]
+    # The same samples come up on several workers, and for small moduli twice on one.
+    sample_id = (torch.arange(LOCAL) + rank * LOCAL) % case.get("num_ids", 10)
+    return inputs, sample_id, torch.arange(NUM_NEGATIVES) * 2
+
+
+def results(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the loss and the gradients of those inputs that want one; take them of twice the loss."""
+    wanted = [each for each in inputs if each.requires_grad]
+    return [loss.detach(), *(torch.autograd.grad(2 * loss, wanted) if wanted else ())]
+
+
+def nt_xent_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    answers = []
+    for loss_of in (ring_nt_xent, gathered_nt_xent):
+        (view_a, view_b, temperature, _), sample_id, _ = make_inputs(rank, case)
+        with small_tiles(), shared_memory() if case.get("shared") else contextlib.nullcontext():
+            loss = loss_of(view_a, view_b, sample_id, temperature=temperature)
+            answers.append(results(loss, [view_a, view_b, temperature]))
+    return answers[0], answers[1]
+
+
+def info_nce_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    answers = []
+    for by_ring in (True, False):
+        (query, key, temperature, negatives), sample_id, negative_id = make_inputs(rank, case)
+        lent = (negatives, negative_id) if case.get("negatives", True) else (None, None)
+        inputs = [query, key, temperature, *([negatives] if case.get("negatives", True) else [])]
+        with small_tiles(), shared_memory() if case.get("shared") else contextlib.nullcontext():
+            if by_ring:
+                loss = ring_info_nce(
+                    query, key, sample_id, negatives=lent[0], negative_id=lent[1], temperature=temperature
+                )
+            else:
+                store = Lent(negatives=lent[0], negative_id=lent[1])
+                loss = gathered_info_nce(query, key, sample_id, store, temperature=temperature, in_batch=True)
+            answers.append(results(loss, inputs))
+    return answers[0], answers[1]
+
+
+BOTH_WAYS = {"nt_xent": nt_xent_both_ways, "info_nce": info_nce_both_ways}
+
+
+def compare(loss: str, num_workers: int, tolerance: float = 1e-10, **case: Any) -> float:
+    """Hold the ring's answers on every worker against the others; return the mean of the values."""
+    answers = run_workers(BOTH_WAYS[loss], num_workers, case)
+    for ours, gathered in answers:
+        assert [each.dtype for each in ours] == [each.dtype for each in gathered]
+        assert_close(ours, gathered, tolerance, 1e-14)
+    return sum(ours[0].item() for ours, _ in answers) / num_workers
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+@pytest.mark.parametrize("loss", BOTH_WAYS)
+def test_value_and_all_gradients_are_those_over_gathered_rows(
+    loss: str, temperature: float, num_workers: int
+) -> None:
+    compare(loss, num_workers, temperature=temperature)
+    compare(
+        loss, num_workers, 1e-5 if temperature > 0.1 else 3e-4, temperature=temperature, dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("loss", BOTH_WAYS)
+def test_false_negatives_are_masked_on_the_same_worker_and_on_others(loss: str) -> None:
+    # Distinct ids; ids that are distinct on each worker; ids that come twice on a worker.
+    distinct, shared, doubled = (compare(loss, 3, num_ids=num_ids) for num_ids in (1_000, 17, 5))
+    assert distinct > shared > doubled
+
+
+@pytest.mark.parametrize("loss", BOTH_WAYS)
+def test_messages_through_shared_memory_change_nothing(loss: str) -> None:
+    compare(loss, 3, shared=True)
+
+
+@pytest.mark.parametrize("loss", BOTH_WAYS)
+@pytest.mark.parametrize("num_workers", (1, 3))
+def test_half_precision_loses_nothing_but_its_own_rounding(num_workers: int, loss: str) -> None:
+    # Gathered rows round the gradient of every worker, the ring only their sum.
+    compare(loss, num_workers, 1e-2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("loss", BOTH_WAYS)
+def test_rows_of_any_length_on_any_worker_neither_overflow_nor_underflow(loss: str) -> None:
+    """A worker's own rows do not tell how large its logits become."""
+    compare(loss, 3, 1e-6, growth=100.0, temperature=5.0)
+    compare(loss, 3, 1e-6, growth=0.01, length=1e4, temperature=5.0)
+
+
+def test_keys_of_other_workers_are_the_only_candidates_without_negatives() -> None:
+    compare("info_nce", 3, negatives=False)
+
+
+def test_a_queue_in_half_precision_is_met_as_it_is() -> None:
+    wanted = (True, True, True, False)
+    compare("info_nce", 2, 1e-5, dtype=torch.float32, negatives_dtype=torch.float16, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        (True, False, False, False),
+        (False, True, False, False),
+        (False, False, True, False),
+        (False, False, False, True),
+    ],
+)
+def test_gradient_is_the_same_whoever_else_wants_one(wanted: tuple[bool, ...]) -> None:
+    compare("info_nce", 2, wanted=wanted)
+    if any(wanted[:3]):
+        compare("nt_xent", 2, wanted=wanted)
+
+
+def count_passes(rank: int, num_workers: int, wanted: tuple[bool, ...]) -> int:
+    (query, key, temperature, _), sample_id, _ = make_inputs(rank, {"wanted": wanted})
+    with patch.object(ring, "pass_on", wraps=pass_on) as passes:
+        ring_info_nce(query, key, sample_id, temperature=temperature)
+    return passes.call_count
+
+
+def test_the_second_round_is_only_for_the_gradient_of_keys() -> None:
+    assert run_workers(count_passes, 4, (False, False, False, False)) == [3] * 4
+    assert run_workers(count_passes, 4, (True, False, True, False)) == [3] * 4
+    assert run_workers(count_passes, 4, (True, True, True, False)) == [6] * 4
+
+
+def gradients_without_rank_0(rank: int, num_workers: int) -> tuple[list[Tensor], list[Tensor]]:
+    unwilling = {"wanted": (False,) * 4} if rank == 0 else {}
+    inputs, sample_id, _ = make_inputs(rank, unwilling)
+    ours = results(ring_nt_xent(inputs[0], inputs[1], sample_id, temperature=inputs[2]), inputs[:3])
+    return ours, nt_xent_both_ways(rank, num_workers, {})[1]
+
+
+def test_a_worker_that_wants_no_gradient_stops_nobody() -> None:
+    (ours, _), *others = run_workers(gradients_without_rank_0, 3)
+    assert len(ours) == 1
+    for theirs, gathered in others:
+        assert_close(theirs, gathered, 1e-10)
+
+
+class Tower(nn.Module):
+    """One layer and a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(DIM, 4).double()
+        self.log_temperature = nn.Parameter(torch.tensor(-1.5, dtype=torch.float64))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.layer(rows), dim=1), self.log_temperature.exp()
+
+
+def gradients_of_a_worker(rank: int, num_workers: int, loss: str) -> list[Tensor]:
+    batch = [unit_rows(12, 7), unit_rows(12, 8)]
+    ids = torch.arange(12) % 11
+    tower = Tower()
+    parallel = DistributedDataParallel(tower) if num_workers > 1 else tower
+    embedding, temperature = parallel(torch.cat([each.chunk(num_workers)[rank] for each in batch]))
+    query, key = embedding.chunk(2)
+    loss_of = ring_nt_xent if loss == "nt_xent" else ring_info_nce
+    loss_of(query, key, ids.chunk(num_workers)[rank], temperature=temperature).backward()
+    return [each.grad for each in tower.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+@pytest.mark.parametrize("loss", BOTH_WAYS)
+def test_workers_give_the_gradient_of_the_whole_batch_for_tower_and_temperature(
+    loss: str, num_workers: int
+) -> None:
+    tower, ids = Tower(), torch.arange(12) % 11
+    embedding, temperature = tower(torch.cat([unit_rows(12, 7), unit_rows(12, 8)]))
+    query, key = embedding.chunk(2)
+    loss_of = nt_xent if loss == "nt_xent" else info_nce
+    loss_of(query, key, temperature=temperature, sample_id=ids).backward()
+    whole = [each.grad for each in tower.parameters() if each.grad is not None]
+    for gradients in run_workers(gradients_of_a_worker, num_workers, loss):
+        assert_close(gradients, whole, 1e-10)
+
+
+class Alive(TorchDispatchMode):
+    """Note the largest tensor, and the most bytes that tensors made here held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.most = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._storages.values()))
+        return made
+
+
+def memory_of_a_loss(rank: int, num_workers: int, by_ring: bool) -> tuple[int, int]:
+    """Return bytes of the largest tensor, and of all at one time, for 64 rows a view of 2 KB each."""
+    view_a, view_b = torch.randn(2, 64, 512).unbind()
+    view_a, view_b = view_a.clone().requires_grad_(), view_b.clone().requires_grad_()
+    with Alive() as alive:
+        loss_of = ring_nt_xent if by_ring else gathered_nt_xent
+        loss_of(view_a, view_b, torch.arange(64) + 64 * rank, temperature=10.0).backward()
+    return alive.largest, alive.most
+
+
+def test_no_worker_ever_holds_the_rows_of_all() -> None:
+    own = 2 * 64 * 512 * 4
+    with_three, with_four = (run_workers(memory_of_a_loss, count, True)[0] for count in (3, 4))
+    largest_gathered, most_gathered = run_workers(memory_of_a_loss, 4, False)[0]
+    assert with_four[0] == own < largest_gathered
+    # Ids and the like are all that may grow.
+    assert with_four[1] == pytest.approx(with_three[1], rel=0.01)
+    assert with_four[1] < most_gathered / 2
+
+
+def broken_row(rank: int, num_workers: int) -> list[bool]:
+    inputs, sample_id, _ = make_inputs(rank, {})
+    rows = [each.detach() for each in inputs]
+    if rank == 1:
+        rows[1][3, 0] = torch.nan
+    losses = [
+        loss_of(rows[0], rows[1], sample_id, temperature=0.1) for loss_of in (ring_nt_xent, ring_info_nce)
+    ]
+    return [bool(loss.isnan()) for loss in losses]
+
+
+def test_a_broken_row_gives_nan_on_every_worker() -> None:
+    assert run_workers(broken_row, 3) == [[True, True]] * 3
+
+
+def pass_many(rank: int, num_workers: int) -> list[list[Any]]:
+    big = torch.full((300_000,), float(rank), requires_grad=True)
+    sent = (
+        big,
+        torch.tensor([[rank, 2**62], [rank, 7]]).T,
+        torch.tensor(rank > 0),
+        big.detach()[:3].bfloat16(),
+    )
+    answers = []
+    for _ in range(num_workers):
+        passing = pass_on(*sent)
+        assert bool((sent[0] == sent[0][0]).all())  # may be read meanwhile
+        sent = passing.arrived()
+        assert not any(each.requires_grad for each in sent)
+        assert bool((sent[0] == sent[0][0]).all())
+        answers.append([each.flatten()[:3].tolist() for each in sent])
+    return answers
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_every_tensor_goes_once_round_the_ring_and_comes_home(num_workers: int) -> None:
+    for rank, answers in enumerate(run_workers(pass_many, num_workers)):
+        for step, answer in enumerate(answers, 1):
+            origin = (rank - step) % num_workers
+            assert answer == [[origin] * 3, [origin, origin, 2**62], [origin > 0], [origin] * 3]
+
+
+def test_alone_without_a_group_it_is_the_loss_itself() -> None:
+    inputs, sample_id, negative_id = make_inputs(0, {"num_ids": 7})
+    query, key, temperature, negatives = inputs
+    shared: Case = {"temperature": temperature, "negatives": negatives, "negative_id": negative_id}
+    assert torch.equal(
+        ring_info_nce(query, key, sample_id, **shared), info_nce(query, key, sample_id=sample_id, **shared)
+    )
+    assert torch.equal(
+        ring_nt_xent(query, key, sample_id, temperature=0.1),
+        nt_xent(query, key, sample_id=sample_id, temperature=0.1),
+    )
+    assert pass_on(query).arrived()[0].data_ptr() == query.data_ptr()
+
+
+def refusals(rank: int, num_workers: int) -> list[str]:
+    (query, key, _, negatives), ids, negative_id = make_inputs(rank, {})
+    calls: list[tuple[Any, tuple[Tensor, ...], Case]] = [
+        (ring_nt_xent, (query, key[:3], ids), {}),
+        (ring_nt_xent, (query, key, ids[:3]), {}),
+        (ring_nt_xent, (query, key, ids), {"temperature": 0.0}),
+        (ring_info_nce, (query, key[:3], ids), {}),
+        (ring_info_nce, (query, key, ids[:3]), {}),
+        (ring_info_nce, (query, key, ids), {"temperature": -1.0}),
+        (ring_info_nce, (query, key, ids), {"negative_id": negative_id}),
+        (ring_info_nce, (query, key, ids), {"negatives": negatives}),
+        (ring_info_nce, (query, key, ids), {"negatives": negatives, "negative_id": negative_id[:3]}),
+        (ring_info_nce, (query, key, ids), {"negatives": negatives[:, :2], "negative_id": negative_id}),
+    ]
+    texts = []
+    for loss, rows, changes in calls:
+        with pytest.raises(ConfigError) as caught:
+            loss(*rows, **{"temperature": 0.1, **changes})
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_impossible_input_is_refused_before_anything_is_sent() -> None:
+    expected = [
+        "the two views are not",
+        "the sample ids do not match",
+        "the temperature is not above 0",
+        "query and key are not",
+        "the sample ids do not match",
+        "the temperature is not above 0",
+        "negative_id came without negatives",
+        "negative_id is None",
+        "negative_id does not match its rows",
+        "the negatives are not",
+    ]
+    for texts in run_workers(refusals, 2):
+        for text, start in zip(texts, expected, strict=True):
+            assert start in text
