@@ -36,7 +36,7 @@ def run_of(method: str, **settings: Any) -> RunConfig:
         "moco_v2": {"negatives.capacity": CAPACITY},
         "instance_discrimination": {"negatives.num_negatives": 100, "batchnorm": "synchronized"},
     }
-    return small_run(method, **stores[method], **settings)
+    return small_run(method, **{**stores[method], **settings})
 
 
 @pytest.fixture(scope="module")
