@@ -301,6 +301,14 @@ def test_a_network_that_is_dead_from_the_first_step_never_got_going() -> None:
     assert "never got going" in verdict
 
 
+def test_a_fall_after_a_long_rest_is_told_by_the_latest_looks() -> None:
+    spreads = [*[0.05] * 60, *[0.05 * 0.93**index for index in range(20)]]
+    monitor = CollapseMonitor(Limits())
+    ((step, _),) = watch(monitor, sequence(*[POINT | {"spread": spread} for spread in spreads]))
+    assert 600 < step < 800
+    assert len(monitor.state_dict()["streak"]["latest"]) == 20  # of 80: a checkpoint stays small
+
+
 def test_one_fall_that_is_over_is_not_a_collapse_of_a_run_that_has_not_begun() -> None:
     fallen = [POINT | {"spread": spread} for spread in (0.09, 0.06, 0.04, *[0.03] * 40)]
     assert watch(CollapseMonitor(Limits()), sequence(GOOD | {"gap": 0.01}, *fallen)) == []
@@ -324,6 +332,11 @@ def test_one_look_that_shows_learning_by_chance_does_not_end_the_grace() -> None
     for num_good, told in ((2, []), (3, [50])):
         verdicts = watch(CollapseMonitor(Limits()), sequence(*[GOOD] * num_good, *[POINT] * 15))
         assert [step for step, _ in verdicts] == told
+
+
+def test_a_gap_at_a_loss_above_its_trivial_value_is_not_learned() -> None:
+    first_steps = [{"spread": 0.6, "gap": 0.08, "loss": 1.1 * SOFTMAX}] * 5
+    assert watch(CollapseMonitor(Limits()), sequence(*first_steps, *[POINT] * 30)) == []
 
 
 @pytest.mark.parametrize("trivial", [SOFTMAX, None])
@@ -416,18 +429,25 @@ def test_a_monitor_that_has_told_stays_silent_through_a_recovery() -> None:
 def test_a_monitor_that_was_reset_is_as_new(run: Run) -> None:
     used = CollapseMonitor(Limits())
     watch(used, SWITCHED.looks())
+    watch(used, sequence(*[GOOD] * 5))
     used.reset()
     assert used.is_healthy
     assert used.state_dict() == CollapseMonitor(Limits()).state_dict()
     assert watch(used, run.looks()) == watch(CollapseMonitor(Limits()), run.looks())
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_a_restored_monitor_goes_on_as_the_uninterrupted_one(run: Run) -> None:
+@pytest.mark.parametrize(
+    "looks",
+    [
+        *(list(run.looks()) for run in RUNS.values()),
+        list(sequence(*[GOOD] * 3, *[POINT] * 4, GOOD, *[LOST] * 3)),
+    ],
+    ids=[*RUNS, "made up"],
+)
+def test_a_restored_monitor_goes_on_as_the_uninterrupted_one(looks: list[dict[str, Any]]) -> None:
     def told(monitor: CollapseMonitor, looks: list[dict[str, Any]]) -> list[tuple[str | None, bool]]:
         return [(monitor.look(**each), monitor.is_healthy) for each in looks]
 
-    looks = list(run.looks())
     whole = told(CollapseMonitor(Limits()), looks)
     for cut in range(len(looks)):
         interrupted, restored = CollapseMonitor(Limits()), CollapseMonitor(Limits())

@@ -14,7 +14,7 @@ from raycl.errors import ConfigError
 
 _FEWEST_ROWS = 8  # of fewer the figures are chance
 _TRIVIAL = 0.98  # of the trivial loss: one that is above it tells next to nothing apart
-_LEARNED_GAP = 0.05  # from here on: with some data an untrained network has a part of that by itself
+_LEARNED_GAP = 0.05  # from here on; easy views give an untrained network as much, so the loss is asked too
 _FALLING = 0.9  # of the third of the looks before: what is left where embeddings draw closer
 _DEAD = 0.05  # of min_spread: embeddings this close need not draw closer any more
 
