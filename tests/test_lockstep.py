@@ -227,6 +227,18 @@ def test_gradients_are_added_to_those_that_are_there() -> None:
     torch.testing.assert_close(_gradient(tower) - 3, _gradient(reference), rtol=1e-8, atol=1e-10)
 
 
+def _forget_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.zero_()
+
+
+def test_what_a_hook_does_to_a_gradient_stays_with_its_parameter() -> None:
+    tower, reference = _small(), _small()
+    for each in (tower, reference):
+        each.get_parameter("4.weight").register_post_accumulate_grad_hook(_forget_gradient)
+    _assert_equal_to_whole(tower, _rows(), reference=reference)
+
+
 class _Twice(nn.Module):
     """One BatchNorm in two places, and two BatchNorms of one value; one that nobody reads."""
 
@@ -461,7 +473,7 @@ def test_weights_that_change_under_one_autocast_are_seen() -> None:
             outputs = []
             for step in steps:
                 outputs.append(step(rows))
-                tower[0].weight.mul_(1.5).add_(0.1)
+                tower.get_parameter("0.weight").mul_(1.5).add_(0.1)
         tower.load_state_dict(before)
         return outputs
 
