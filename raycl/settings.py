@@ -111,7 +111,7 @@ def _set(values: Any, path: str, value: Any) -> None:
 def _child(values: Any, name: str, path: str) -> Any:
     """Return the key or index called ``name``, which must exist (free-form arguments excepted)."""
     if isinstance(values, list):
-        if not name.isdigit() or int(name) > len(values):
+        if not (name.isdigit() and values and int(name) <= len(values)):
             raise ConfigError(f"unknown key {path}: {name!r} is no index up to {len(values)}")
         if int(name) == len(values):
             values.append(copy.deepcopy(values[-1]))  # a further stage is the last one, but for what is set

@@ -353,7 +353,9 @@ def test_a_gap_that_is_lost_is_told_when_the_grace_is_over(trivial: float | None
 
 
 def test_a_gap_that_never_was_is_not_lost() -> None:
-    assert watch(CollapseMonitor(Limits(grace=6)), sequence(*[LOST] * 30)) == []
+    monitor = CollapseMonitor(Limits(grace=6))
+    assert watch(monitor, sequence(*[LOST] * 30)) == []
+    assert monitor.is_healthy
 
 
 def test_a_low_gap_is_no_sign_while_the_loss_is_well_below_its_trivial_value() -> None:
@@ -406,7 +408,14 @@ def test_looks_at_a_handful_of_rows_are_passed_over() -> None:
 def test_the_last_look_says_whether_the_run_is_healthy() -> None:
     monitor = CollapseMonitor(Limits())
     assert monitor.is_healthy  # nothing bad was seen
-    expected = [(GOOD, True), (POINT, False), (GOOD, True), (NARROW, False), (LOST, False), (GOOD, True)]
+    expected = [
+        (GOOD, True),
+        (POINT, False),
+        *[(GOOD, True)] * 3,
+        (NARROW, False),
+        (LOST, False),
+        (GOOD, True),
+    ]
     for step, (figures, healthy) in enumerate(expected):
         monitor.look(**look(step, **figures))
         assert monitor.is_healthy == healthy

@@ -40,7 +40,8 @@ def accumulate(tower: nn.Module, *rows: Tensor, chunk_size: int, kept_chunks: in
         chunk_size: Rows of a chunk; the last one may be smaller.
         kept_chunks: How many chunks keep their graph from the first pass and need no second. The
             last one's costs no memory, for it is gone when the others come again; each further one
-            costs a chunk's graph and saves a chunk's forward pass.
+            costs a chunk's graph and saves a chunk's forward pass. None is kept where BatchNorm goes
+            over the whole batch.
 
     Returns:
         [local_batch, dim]; it can be differentiated once. Without gradient (``torch.no_grad``) only

@@ -101,7 +101,6 @@ def learner(config: RunConfig, whole: Tower, *, num_samples: int | None) -> Lear
         optimizer(config, whole),
         momentum_encoder=MomentumEncoder(whole) if config.key == "momentum_encoder" else None,
         normalizer=normalizer,
-        shuffled=config.batchnorm == "shuffled",
         seed=config.seed,
     )
 

@@ -68,8 +68,7 @@ class InfoNce:
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
         """Return the loss."""
-        positive = lent.key if key is None else key
-        assert positive is not None, "the configuration gives every query a key or a slot"
+        positive = _positive(key, lent)
         loss = gathered_info_nce(
             query, positive, sample_id, lent, temperature=self.temperature, in_batch=self.in_batch
         )
@@ -134,11 +133,9 @@ class Hinge:
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
         """Return the loss."""
-        positive = lent.key if key is None else key
-        assert positive is not None, "the configuration gives every query a key or a slot"
         loss = gathered_hinge(
             query,
-            positive,
+            _positive(key, lent),
             sample_id,
             lent,
             margin=self.margin,
@@ -259,6 +256,13 @@ def gathered_hinge(
         gathered_sample_id=gather_detached(sample_id),
         **settings,
     )
+
+
+def _positive(key: Tensor | None, lent: Lent) -> Tensor:
+    """Return the positive of each query: its key, or its own slot."""
+    positive = lent.key if key is None else key
+    assert positive is not None, "the configuration gives every query a key or a slot"
+    return positive
 
 
 def _are_too_large(*rows: Tensor) -> bool:

@@ -26,8 +26,9 @@ class Manner:
     """How a stage embeds its batches.
 
     At most ``chunk_size`` samples at a time have a graph, if it is set, and ``kept_chunks`` keep theirs.
-    Shuffled BatchNorm normalizes ``rows_per_group`` rows together. ``rows_in_company`` rows share
-    their statistics with some negatives and not with others; 0 if there are none of that kind.
+    Shuffled BatchNorm normalizes ``rows_per_group`` rows together: keys, or all views of a single
+    tower, are encoded in random company. ``rows_in_company`` rows share their statistics with some
+    negatives and not with others; 0 if there are none of that kind.
     """
 
     chunk_size: int | None = None
@@ -47,14 +48,12 @@ class Learner:
         *,
         momentum_encoder: MomentumEncoder | None = None,
         normalizer: NormalizingConstant | None = None,
-        shuffled: bool = False,
         seed: int = 0,
     ) -> None:
-        """``shuffled`` encodes keys, or all views of a single tower, in random company drawn by ``seed``."""
+        """``seed`` draws the company of rows in shuffled BatchNorm."""
         self.tower, self.optimizer = tower, optimizer
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
-        self._shuffled, self._seed = shuffled, seed
-        self._manner = Manner()
+        self._seed, self._manner = seed, Manner()
         self._parallel: nn.Module = tower
 
     def connect(self, device: torch.device) -> None:
@@ -76,7 +75,7 @@ class Learner:
             return self.encode(views.view_a), key
         if views.view_b is None:
             return self.encode(views.view_a), None
-        if self._shuffled:
+        if self._manner.rows_per_group is not None:
             return self._encode_shuffled(views, step)
         query, key = self.encode(views.both()).chunk(2)
         return query, key
@@ -152,7 +151,7 @@ class Learner:
     def _encode_keys(self, encoder: MomentumEncoder, views: Views, step: int) -> Tensor:
         assert views.view_b is not None, "a momentum encoder's keys are views"
         encode = encoder if self._manner.chunk_size is None else partial(self._in_chunks, encoder)
-        if not self._shuffled:
+        if self._manner.rows_per_group is None:
             return encode(views.view_b)
         return encode_shuffled(encode, views.view_b, seed=self._seed, step=step)
 

@@ -289,6 +289,7 @@ class _Loop:
         self._store = self._open_store(restored)
         self._watch.begin_anew()
         self._enter_stage(back)
+        self._clock.lap(back.samples)  # or the next lap would count from where the run was
         self._saved_step, self._saved_at = back.step, time.monotonic()
         return back
 

@@ -87,8 +87,8 @@ class CollapseMonitor:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last look showed nothing bad, so that a checkpoint made now is a good one."""
-        return self._streak is None
+        """Whether the last look showed no loss, so that a checkpoint made now is a good one."""
+        return self._streak is None or (self._streak.sign == "gap" and "gap" not in self._was_good)
 
     def look(
         self, *, step: int, measures: Mapping[str, float], loss: float, trivial_loss: float | None

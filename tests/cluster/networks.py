@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class Small(nn.Module):
     """Two convolutions with BatchNorm and dropout; goes wrong at a chosen training step, once.
 
-    It dies, returns NaN, or returns numbers whose gradient is NaN.
+    It dies, returns NaN, returns numbers whose gradient is NaN, or one point for some steps.
 
     After its death it writes the steps that it has made since into the marker.
     """
@@ -23,6 +23,8 @@ class Small(nn.Module):
         die_at: int = 0,
         nan_at: int = 0,
         nan_gradient_at: int = 0,
+        collapse_at: int = 0,
+        collapse_for: int = 0,
         dropout: float = 0.1,
         marker: str = "",
     ) -> None:
@@ -40,6 +42,7 @@ class Small(nn.Module):
         )
         self._die_at, self._nan_at, self._marker = die_at, nan_at, marker
         self._nan_gradient_at = nan_gradient_at
+        self._collapsed = range(collapse_at, collapse_at + collapse_for)
         self._num_steps = 0
 
     def forward(self, images: Tensor) -> Tensor:
@@ -53,6 +56,8 @@ class Small(nn.Module):
                 os._exit(1)
             if self._num_steps == self._nan_at:
                 return self.layers(images) * torch.nan
+            if self._num_steps in self._collapsed:
+                return 1 + 0 * self.layers(images)
             if self._num_steps == self._nan_gradient_at:
                 features = self.layers(images)
                 return features + 0 * (0 * features).sqrt()  # the root of 0 has no finite slope
