@@ -10,8 +10,8 @@ raycl's loss; ``raycl-0``, ``raycl-1`` and ``raycl-2`` keep so many of the 8 chu
 first pass. All have raycl's allocator settings, without which the peers would pay for page faults.
 
 The ResNet has GroupNorm, the only kind that all sides can do; the transformer has four layers and
-dropout. ``lockstep`` and ``whole-batchnorm`` are the ResNet with BatchNorm over the whole batch:
-what exactness costs there. The error is that of the gradient against the whole batch's, in
+dropout. ``lockstep``, ``lockstep-milestones`` and ``whole-batchnorm`` are the ResNet with BatchNorm over
+the whole batch: what exactness costs there. The error is that of the gradient against the whole batch's, in
 float32 (with dropout, whose masks fall otherwise in chunks, there is none to give).
 ``gradcache-batchnorm`` shows what GradCache makes of BatchNorm.
 """
@@ -44,7 +44,7 @@ from raycl.training.process import prepare_process
 
 TEMPERATURE = 0.1
 SIDES = ("whole", "raycl-0", "raycl-1", "raycl-2", "gradcache", "sentence-transformers")
-BATCHNORM_SIDES = ("whole-batchnorm", "lockstep", "gradcache-batchnorm")
+BATCHNORM_SIDES = ("whole-batchnorm", "lockstep", "lockstep-milestones", "gradcache-batchnorm")
 
 
 class Transformer(nn.Module):
@@ -88,9 +88,8 @@ def step_whole(network: nn.Module, query: Tensor, key: Tensor, _: int) -> float:
     return loss.item()
 
 
-def step_raycl(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int, *, kept_chunks: int) -> float:
-    rows = torch.cat([query, key])
-    embedding = accumulate(network, rows, chunk_size=2 * chunk_size, kept_chunks=kept_chunks)
+def step_raycl(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int, **settings: Any) -> float:
+    embedding = accumulate(network, torch.cat([query, key]), chunk_size=2 * chunk_size, **settings)
     loss = info_nce(*embedding.chunk(2), temperature=TEMPERATURE)
     loss.backward()
     return loss.item()
@@ -137,7 +136,8 @@ STEPS: dict[str, Step] = {
     "gradcache": step_gradcache,
     "sentence-transformers": step_sentence_transformers,
     "whole-batchnorm": step_whole,
-    "lockstep": partial(step_raycl, kept_chunks=0),
+    "lockstep": step_raycl,
+    "lockstep-milestones": partial(step_raycl, milestone_every=1),
     "gradcache-batchnorm": step_gradcache,
 }
 

@@ -1,6 +1,9 @@
-"""NT-Xent, forward and backward: raycl beside lightly and the plain formula.
+"""NT-Xent or the hinge, forward and backward: raycl beside lightly and the plain formula.
 
-    python benchmarks/loss.py [--json FILE] [--sizes 1024 4096] [--dims 128 512] [--memory-gb 20] [--quick]
+    python benchmarks/loss.py [--loss hinge] [--json FILE] [--sizes 1024 4096] [--dims 128 512]
+        [--memory-gb 20] [--quick]
+
+The hinge is that with the hardest negative in row and column; lightly has none.
 
 Time: one process, one thread, the implementations take turns, so that a busy machine is unfair
 to none; the median of the process's CPU time (other programs do not count) and of the wall's.
@@ -25,11 +28,14 @@ import torch.nn.functional as F
 from measuring import describe_machine, read_status, summarize
 from torch import Tensor
 
-from raycl.losses import nt_xent
+from raycl.losses import hinge, nt_xent
 
-TEMPERATURE = 0.1
+TEMPERATURE, MARGIN = 0.1, 0.2
 # Matrices of [2 * batch, 2 * batch] float32 held at the peak, as measured at batch 4,096.
-MATRICES_HELD = {"raycl": 0.0, "lightly": 4.2, "plain": 3.3}
+MATRICES_HELD = {
+    "nt_xent": {"raycl": 0.0, "lightly": 4.2, "plain": 3.3},
+    "hinge": {"raycl": 0.0, "plain": 1.4},
+}
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -41,12 +47,24 @@ def plain(view_a: Tensor, view_b: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(len(rows)).roll(len(view_a)))
 
 
-def load(name: str) -> Loss:
+def plain_hinge(query: Tensor, key: Tensor) -> Tensor:
+    """Hold the whole matrix; the hardest negative in each row and column."""
+    similarity = query @ key.T
+    others = similarity.masked_fill(torch.eye(len(query), dtype=torch.bool), -math.inf)
+    hardest = others.amax(1), others.amax(0)
+    return sum(F.relu(MARGIN + each - similarity.diagonal()).mean() for each in hardest) / 2
+
+
+def load(loss: str, name: str) -> Loss:
     """Return the implementation of that name."""
     if name == "raycl":
-        return partial(nt_xent, temperature=TEMPERATURE)
+        ours = {
+            "nt_xent": partial(nt_xent, temperature=TEMPERATURE),
+            "hinge": partial(hinge, margin=MARGIN, hardest=True),
+        }
+        return ours[loss]
     if name == "plain":
-        return plain
+        return {"nt_xent": plain, "hinge": plain_hinge}[loss]
     try:
         from lightly.loss import NTXentLoss
     except ImportError:
@@ -70,9 +88,9 @@ def step(loss: Loss, views: tuple[Tensor, Tensor]) -> float:
     return value.item()
 
 
-def print_memory(name: str, size: int, dim: int) -> None:
+def print_memory(which: str, name: str, size: int, dim: int) -> None:
     """Print the peak extra memory (MB) of one step; runs in a process of its own."""
-    loss, views = load(name), make_views(size, dim)
+    loss, views = load(which, name), make_views(size, dim)
     step(loss, make_views(64, dim))  # libraries and their buffers are not the loss's memory
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = read_status("VmRSS")
@@ -80,23 +98,25 @@ def print_memory(name: str, size: int, dim: int) -> None:
     print(read_status("VmHWM") - before)
 
 
-def measure_memory(name: str, size: int, dim: int) -> float:
+def measure_memory(loss: str, name: str, size: int, dim: int) -> float:
     """Return the peak extra memory (MB) of one step."""
-    command = [sys.executable, __file__, "--memory-of", name, str(size), str(dim)]
+    command = [sys.executable, __file__, "--loss", loss, "--memory-of", name, str(size), str(dim)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return float(answer.stdout)
 
 
-def measure_times(names: list[str], size: int, dim: int, repeats: int) -> dict[str, dict[str, Any]]:
+def measure_times(
+    loss: str, names: list[str], size: int, dim: int, repeats: int
+) -> dict[str, dict[str, Any]]:
     """Return CPU and wall milliseconds of each; they take turns."""
-    losses, views = {name: load(name) for name in names}, make_views(size, dim)
-    values = {name: step(loss, views) for name, loss in losses.items()}
+    losses, views = {name: load(loss, name) for name in names}, make_views(size, dim)
+    values = {name: step(each, views) for name, each in losses.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(repeats):
-        for name, loss in losses.items():
+        for name, each in losses.items():
             cpu, wall = time.process_time(), time.perf_counter()
-            step(loss, views)
+            step(each, views)
             taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
     return {
         name: {
@@ -108,16 +128,16 @@ def measure_times(names: list[str], size: int, dim: int, repeats: int) -> dict[s
     }
 
 
-def measure_cell(size: int, dim: int, repeats: int, memory_gb: float) -> list[dict[str, Any]]:
+def measure_cell(loss: str, size: int, dim: int, repeats: int, memory_gb: float) -> list[dict[str, Any]]:
     """Measure every implementation that fits at one size."""
-    needed_gb = {name: held * (2 * size) ** 2 * 4 / 1e9 for name, held in MATRICES_HELD.items()}
+    needed_gb = {name: held * (2 * size) ** 2 * 4 / 1e9 for name, held in MATRICES_HELD[loss].items()}
     fitting = [name for name, needed in needed_gb.items() if needed <= memory_gb]
-    times = measure_times(fitting, size, dim, repeats)
+    times = measure_times(loss, fitting, size, dim, repeats)
     rows = []
-    for name in MATRICES_HELD:
+    for name in needed_gb:
         row: dict[str, Any] = {"name": name, "size": size, "dim": dim}
         if name in fitting:
-            row |= times[name] | {"memory_mb": measure_memory(name, size, dim)}
+            row |= times[name] | {"memory_mb": measure_memory(loss, name, size, dim)}
         else:
             row["skipped"] = f"needs about {needed_gb[name]:.0f} GB"
         rows.append(row)
@@ -146,6 +166,7 @@ def print_cell(rows: list[dict[str, Any]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--loss", choices=MATRICES_HELD, default="nt_xent")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 512])
@@ -162,16 +183,17 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.memory_of:
         name, size, dim = arguments.memory_of
-        print_memory(name, int(size), int(dim))
+        print_memory(arguments.loss, name, int(size), int(dim))
         return
     if arguments.quick:
         arguments.sizes, arguments.dims, arguments.repeats = [1024], [128], 3
-    load("lightly")  # say at once if it is absent
+    for name in MATRICES_HELD[arguments.loss]:
+        load(arguments.loss, name)  # say at once if it is absent
     print("  size  dim name     CPU ms (least-most)".ljust(52) + "  wall ms   time  memory MB  value")
     cells = []
     for size in arguments.sizes:
         for dim in arguments.dims:
-            rows = measure_cell(size, dim, arguments.repeats, arguments.memory_gb)
+            rows = measure_cell(arguments.loss, size, dim, arguments.repeats, arguments.memory_gb)
             print_cell(rows)
             cells += rows
     if arguments.json:

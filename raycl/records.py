@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 from raycl.storage import Place
 
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+ROLLBACK = "rollback"  # the ``event`` of a line from which the run goes on at an earlier step
 
 
 @final
@@ -16,14 +17,18 @@ class MetricsLog:
     """``metrics.jsonl``: one JSON object a logged step.
 
     Lines are kept in memory and written out every ``flush_interval_s`` seconds, whole, since an
-    object store cannot append. A resumed run drops the lines after its checkpoint first.
+    object store cannot append. A run that goes on at ``resume_step``, after ``num_rollbacks`` rollbacks,
+    first drops the lines after its checkpoint; what led to a rollback is kept.
     """
 
-    def __init__(self, output: Place, *, resume_step: int = 0, flush_interval_s: float = 5.0) -> None:
+    def __init__(
+        self, output: Place, *, resume_step: int = 0, num_rollbacks: int = 0, flush_interval_s: float = 5.0
+    ) -> None:
         self._place = output / METRICS
         self._flush_interval_s = flush_interval_s
-        kept = read_metrics(output) if resume_step and self._place.exists() else []
-        self._lines = [json.dumps(line) for line in kept if line["step"] <= resume_step]
+        goes_on = (resume_step or num_rollbacks) and self._place.exists()
+        lines = read_metrics(output) if goes_on else []
+        self._lines = [json.dumps(line) for line in _until(lines, resume_step, num_rollbacks)]
         self._flushed_at = time.monotonic()
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -41,6 +46,18 @@ class MetricsLog:
 def read_metrics(output: Place) -> list[dict[str, Any]]:
     """Return the objects of ``metrics.jsonl`` below ``output``, in order."""
     return [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+
+
+def _until(lines: Sequence[Mapping[str, Any]], step: int, num_rollbacks: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines of all that was rolled back, then those up to the step."""
+    num_seen = 0
+    for line in lines:
+        is_rollback = line.get("event") == ROLLBACK
+        if is_rollback and num_seen == num_rollbacks:
+            return  # it came to nothing: no checkpoint was made after it
+        if num_seen < num_rollbacks or line["step"] <= step:
+            yield line
+        num_seen += is_rollback
 
 
 def write_result(output: Place, result: Mapping[str, Any]) -> None:

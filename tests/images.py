@@ -30,10 +30,11 @@ def photograph() -> np.ndarray:
     return load_sample_images().images[0]
 
 
-def write_digits(path: Path, num_images: int, *, broken: int = 0) -> Path:
+def write_digits(path: Path, num_images: int, *, broken: int = 0, labeled: bool = True) -> Path:
     """Write digits to a parquet file; the last ``broken`` rows are no images."""
     images, labels = digit_files(num_images)
     images[num_images - broken :] = [b"broken"] * broken
     table = pa.table({"image": pa.array(images, pa.binary()), "label": labels})
+    table = table if labeled else table.drop_columns("label")
     pq.write_table(table, path, row_group_size=64)
     return path

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,17 @@ from raycl.losses import hinge, info_nce, nt_xent
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder
 from raycl.models.towers import Tower
+from raycl.replay import check_same
 
 Embed = Callable[..., Tensor]
 BATCH = 24
 
 
-def _images(num_rows: int = BATCH, seed: int = 0) -> Tensor:
+def images(num_rows: int = BATCH, seed: int = 0) -> Tensor:
     return torch.rand(num_rows, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def _resnet(norm: str) -> Tower:
+def resnet(norm: str) -> Tower:
     torch.manual_seed(0)
     encoder = build_image_encoder("resnet10", image_size=16, width=0.25)
     tower = Tower(encoder, build_projection_head(128, num_layers=2, hidden_dim=None, dim=8))
@@ -35,7 +37,7 @@ def _resnet(norm: str) -> Tower:
         swap(tower, norm)  # pyright: ignore[reportArgumentType]
     elif norm == "frozen":
         with torch.no_grad():
-            for rows in _images(64).split(16):
+            for rows in images(64).split(16):
                 tower(rows)
         tower.eval()
     elif norm == "split":
@@ -64,7 +66,7 @@ def _tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, torch.arange(7) >= torch.randint(2, 8, (BATCH, 1), generator=generator)
 
 
-def _gradient(*modules: nn.Module) -> Tensor:
+def gradient_of(*modules: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for m in modules for p in m.parameters() if p.grad is not None])
 
 
@@ -75,11 +77,11 @@ def _assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-5) -> Non
 
 
 def _simclr(embed: Embed, tower: nn.Module) -> Tensor:
-    return nt_xent(*embed(tower, torch.cat([_images(), _images(seed=1)])).chunk(2), temperature=0.2)
+    return nt_xent(*embed(tower, torch.cat([images(), images(seed=1)])).chunk(2), temperature=0.2)
 
 
 def _moco_with_hinge(embed: Embed, tower: nn.Module) -> Tensor:
-    query, queue = embed(tower, _images()), F.normalize(torch.linspace(-1, 1, 240).sin().view(30, 8), dim=1)
+    query, queue = embed(tower, images()), F.normalize(torch.linspace(-1, 1, 240).sin().view(30, 8), dim=1)
     key = F.normalize(query.detach() + 0.3, dim=1)
     entropy = info_nce(query, key, temperature=0.1, in_batch=False, negatives=queue)
     return entropy + hinge(query, key, margin=0.3, hardest=True)
@@ -94,20 +96,35 @@ def _whole(tower: nn.Module, *rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("chunk_size", "kept_chunks"), [(20, 0), (20, 1), (8, 2), (8, 99), (1000, 1)])
-@pytest.mark.parametrize("norm", ["layer", "group", "frozen", "split"])
+@pytest.mark.parametrize("norm", ["layer", "group", "frozen", "split", "batch"])
 @pytest.mark.parametrize("loss", [_simclr, _moco_with_hinge])
 def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
     loss: Callable[[Embed, nn.Module], Tensor], norm: str, chunk_size: int, kept_chunks: int
 ) -> None:
-    whole, chunked = _resnet(norm), _resnet(norm)
+    whole, chunked = resnet(norm), resnet(norm)
     expected = loss(_whole, whole)
     expected.backward()
     value = loss(_in_chunks(chunk_size, kept_chunks), chunked)
     value.backward()
     assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    _assert_same(_gradient(chunked), _gradient(whole))
+    _assert_same(gradient_of(chunked), gradient_of(whole))
     for (name, ours), theirs in zip(chunked.named_buffers(), whole.buffers(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize(("milestone_every", "num_passes"), [(None, 2), (1, 3)])
+def test_whole_batch_normalization_takes_memory_or_another_pass(
+    milestone_every: int | None, num_passes: int
+) -> None:
+    whole, chunked = resnet("batch"), resnet("batch")
+    _simclr(_whole, whole).backward()
+    passed: list[int] = []
+    convolution = next(each for each in list(chunked.modules())[::-1] if isinstance(each, nn.Conv2d))
+    convolution.register_forward_hook(lambda *_: passed.append(1))
+    embed = partial(accumulate, chunk_size=20, milestone_every=milestone_every)
+    _simclr(embed, chunked).backward()
+    _assert_same(gradient_of(chunked), gradient_of(whole))
+    assert len(passed) == 3 * num_passes  # 48 rows are three chunks
 
 
 def _two_towers(embed: Embed, towers: list[nn.Module], log_temperature: Tensor) -> Tensor:
@@ -127,7 +144,7 @@ def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, kept
         torch.manual_seed(5)
         _two_towers(embed, towers, log_temperature).backward()
         assert log_temperature.grad is not None
-        return _gradient(*dict.fromkeys(towers)), log_temperature.grad
+        return gradient_of(*dict.fromkeys(towers)), log_temperature.grad
 
     def all_graphs(tower: nn.Module, *rows: Tensor) -> Tensor:
         return torch.cat([tower(*chunk) for chunk in zip(*(each.split(8) for each in rows), strict=True)])
@@ -150,23 +167,23 @@ def test_dropout_is_replayed_and_leaves_the_random_state_as_the_first_pass_did()
 
 
 def test_the_replay_runs_in_the_autocast_of_the_first_pass() -> None:
-    whole, chunked = _resnet("group"), _resnet("group")
+    whole, chunked = resnet("group"), resnet("group")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = torch.cat([whole(chunk) for chunk in _images().split(8)])
-        ours = accumulate(chunked, _images(), chunk_size=8)
+        expected = torch.cat([whole(chunk) for chunk in images().split(8)])
+        ours = accumulate(chunked, images(), chunk_size=8)
     for embedding in (expected, ours):
         nt_xent(*embedding.chunk(2), temperature=0.2).backward()
     # The graph of all chunks adds up their gradients in bfloat16: autocast cast each weight once.
-    _assert_same(_gradient(chunked), _gradient(whole), 5e-3)
+    _assert_same(gradient_of(chunked), gradient_of(whole), 5e-3)
 
 
 def test_parameters_keep_the_gradient_that_they_had_and_frozen_ones_get_none() -> None:
-    tower = _resnet("layer")
+    tower = resnet("layer")
     tower.encoder.requires_grad_(False)
     _simclr(_in_chunks(8, 1), tower).backward()
-    once = _gradient(tower)
+    once = gradient_of(tower)
     _simclr(_in_chunks(8, 1), tower).backward()
-    _assert_same(_gradient(tower), 2 * once)
+    _assert_same(gradient_of(tower), 2 * once)
     assert all(parameter.grad is None for parameter in tower.encoder.parameters())
 
 
@@ -256,6 +273,41 @@ def test_an_encoder_that_answers_otherwise_the_second_time_is_found_and_named(la
     assert "\n" not in str(caught.value)
 
 
+class _Drawing(nn.Module):
+    """Dropout by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * torch.bernoulli(torch.full_like(rows, 0.5), generator=self.generator)
+
+
+@pytest.mark.parametrize("milestone_every", [None, 1])
+def test_so_it_is_between_the_layers_of_whole_batch_normalization(milestone_every: int | None) -> None:
+    layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh()]
+    steady, drawing = nn.Sequential(*layers), nn.Sequential(*layers[:3], _Drawing(), *layers[3:])
+    accumulate(steady, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every).sum().backward()
+    embedding = accumulate(drawing, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every)
+    with pytest.raises(
+        ReplayError, match=r"^a chunk, at one of the operations .*bernoulli.* came out otherwise"
+    ):
+        embedding.square().sum().backward()
+
+
+def test_a_replay_that_answers_nan_is_found_and_numbers_that_were_nan_may_be_it_again() -> None:
+    with pytest.raises(ReplayError):
+        check_same(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), lambda: "a chunk")
+    check_same(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), lambda: "a chunk")
+
+
+def test_a_frozen_tower_has_no_graph() -> None:
+    tower = _Watched().requires_grad_(False)
+    assert not accumulate(tower, torch.rand(18, 4), chunk_size=4).requires_grad
+    assert tower.num_passes == 5
+
+
 def test_an_encoder_of_changed_weights_is_found_too() -> None:
     tower = nn.Linear(4, 3)
     embedding = accumulate(tower, torch.rand(9, 4), chunk_size=4)
@@ -302,8 +354,8 @@ def test_the_gradient_at_the_embeddings_is_the_closed_form_of_label_vectors() ->
 
 
 def test_one_batch_of_any_loss_can_be_accumulated_after_another_was_given_up() -> None:
-    tower, other = _resnet("layer"), copy.deepcopy(_resnet("layer"))
+    tower, other = resnet("layer"), copy.deepcopy(resnet("layer"))
     _simclr(_in_chunks(8, 1), tower)  # its loss never goes back
     _simclr(_in_chunks(8, 1), tower).backward()
     _simclr(_whole, other).backward()
-    _assert_same(_gradient(tower), _gradient(other))
+    _assert_same(gradient_of(tower), gradient_of(other))

@@ -68,7 +68,7 @@ def digits(tmp_path: Path) -> Path:
         (["--batch-size", 32, "--set", "encoder.name=no.such:thing"], "cannot build encoder.name"),
         (["--set", "data.columns.image=img"], "no column 'img'; it has image, label"),
         (["--set", "data.columns.label=class"], "no column 'class'"),
-        (["--batch-size", 128], "a batch of 128 rows is larger than the 100 rows"),
+        (["--batch-size", 128], "a batch of 128 rows (stages.0.batch_size) is larger than the 100 rows"),
     ],
 )
 def test_bad_flags_are_one_line_and_status_2(raycl, digits: Path, flags: list[object], says: str) -> None:

@@ -90,8 +90,20 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         ("moco_v2", ["bank.shards=3"], "capacity 4096 does not divide over 3 shards"),
         ("moco_v2", ["bank.held_by=workers", "bank.detached=true"], "are an actor's"),
         ("instance_discrimination", ["batchnorm=shuffled"], "shuffled does not go with key slot"),
-        ("simclr", ["stages.0.chunk_size=257"], "chunk_size 257 is larger than a worker's 256 rows"),
-        ("simclr", ["workers=2", "stages.0.chunk_size=129"], "chunk_size 129 is larger than a worker's 128"),
+        ("simclr", ["stages.0.chunk_size=513"], "chunk_size 513 is larger than a worker's 512 views"),
+        ("moco_v2", ["stages.0.chunk_size=288"], "chunk_size 288 is larger than a worker's 256 views"),
+        (
+            "simclr",
+            ["stages.0.chunk_size=64", "stages.0.milestone_every=1", "batchnorm=group"],
+            "milestone_every 1 has no effect on batchnorm group and chunk_size 64",
+        ),
+        ("simclr", ["stages.0.milestone_every=1"], "no effect on batchnorm synchronized and chunk_size null"),
+        ("simclr", ["monitor.on_collapse=rollback"], "no stage has a hinge: set it to warn or stop"),
+        (
+            "simclr",
+            ["workers=2", "stages.0.chunk_size=257"],
+            "chunk_size 257 is larger than a worker's 256 views",
+        ),
         ("moco_v2", ["stages.0.chunk_size=48"], "chunk_size 48 is no multiple of the 32 rows"),
         ("simclr", ["stages.0.loss=hinge", "stages.0.margin=0"], "stages.0.margin: .*greater than 0, came 0"),
         ("simclr", ["stages.0.loss=hinge", "stages.0.margin=-0.5"], "stages.0.margin: .*came -0.5"),
@@ -172,7 +184,7 @@ def test_learning_rate_follows_the_batch(scaling: str, peak: float) -> None:
 
 
 def test_a_run_needs_a_stage() -> None:
-    with pytest.raises(ConfigError, match="stages"):
+    with pytest.raises(ConfigError, match="stages is empty, so there is nothing to train"):
         config_from_dict({"recipe": "x", "stages": []})
 
 

@@ -10,7 +10,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors"},
     {"storage", "schedules", "shared_memory"},
     {"records"},
-    {"losses", "augment", "distributed", "measures"},
+    {"losses", "augment", "distributed", "measures", "replay"},
     {"batchnorm", "ring"},
     {"models", "optimizers", "negatives", "accumulation"},
     {"data", "judging"},
@@ -36,6 +36,7 @@ MATHEMATICS = {
     "optimizers",
     "judging",
     "accumulation",
+    "replay",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,24 @@ def test_metrics_survive_and_a_resumed_run_drops_what_came_after_its_checkpoint(
         {"step": 20, "loss": 0.333333},
         {"step": 30, "loss": None},
     ]
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "num_rollbacks", "num_kept"), [(15, 1, 6), (5, 1, 4), (10, 0, 2), (10, 2, 8), (0, 1, 4)]
+)
+def test_what_led_to_a_rollback_stays_written_when_the_run_is_resumed(
+    tmp_path: Path, resume_step: int, num_rollbacks: int, num_kept: int
+) -> None:
+    lines: list[dict[str, Any]] = [{"step": step} for step in (5, 10, 15)]
+    lines += [{"step": 5, "event": "rollback"}, *({"step": step} for step in (10, 15, 20))]
+    lines += [{"step": 10, "event": "rollback"}]
+    output = Place(str(tmp_path))
+    log = MetricsLog(output)
+    for line in lines:
+        log.write(line)
+    log.flush()
+    MetricsLog(output, resume_step=resume_step, num_rollbacks=num_rollbacks).flush()
+    assert read_metrics(output) == lines[:num_kept]
 
 
 def test_a_new_run_starts_its_metrics_anew(tmp_path: Path) -> None:

@@ -19,17 +19,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raycl.accumulation.chunks import Chunks
 from raycl.batchnorm import SplitBatchNorm
 from raycl.batchnorm.lockstep import Lockstep
+from raycl.batchnorm.synchronized import SYNCHRONIZED
+from raycl.distributed import all_agree
 from raycl.errors import ConfigError
 
 
-def accumulate(tower: nn.Module, *rows: Tensor, chunk_size: int, kept_chunks: int = 1) -> Tensor:
+def accumulate(
+    tower: nn.Module, *rows: Tensor, chunk_size: int, kept_chunks: int = 1, milestone_every: int | None = None
+) -> Tensor:
     """Embed a batch with the graph of one chunk at a time; any loss may follow, and ``backward``.
 
     The embeddings, the parameters' gradients and BatchNorm's running statistics are those of
     ``tower(*rows)``, whatever the chunks: dropout is replayed with the random state that it had,
     and what is normalized over the whole batch is still normalized over the whole batch. For that
-    the layers of BatchNorm go through all chunks one by one: see
-    :class:`~raycl.batchnorm.lockstep.Lockstep`, which needs more memory, and its ``ConfigError``.
+    all chunks go through the layers side by side: see :class:`~raycl.batchnorm.lockstep.Lockstep`,
+    which needs more memory, and its ``ConfigError``.
 
     With several workers all call this together, and average the gradients afterwards
     (:func:`raycl.distributed.average_`), once: ``DistributedDataParallel`` is not involved.
@@ -42,24 +46,29 @@ def accumulate(tower: nn.Module, *rows: Tensor, chunk_size: int, kept_chunks: in
             last one's costs no memory, for it is gone when the others come again; each further one
             costs a chunk's graph and saves a chunk's forward pass. None is kept where BatchNorm goes
             over the whole batch.
+        milestone_every: Only there: 1 has the least memory, ``None`` the least time, for it spares
+            one more forward pass.
 
     Returns:
-        [local_batch, dim]; it can be differentiated once. Without gradient (``torch.no_grad``) only
-        the chunks are left of all this.
+        [local_batch, dim]; it can be differentiated once. Without gradient (``torch.no_grad``, or a
+        frozen tower) only the chunks are left of all this.
 
     Raises:
         ConfigError: A number is too small, a row tensor asks for a gradient, or BatchNorm is part of
             a network that cannot be cut at it.
-        ReplayError: In ``backward``: a chunk came out otherwise when it was embedded again.
+        ReplayError: In ``backward``: a chunk came out otherwise when it was embedded again (of
+            what BatchNorm over the whole batch cuts into pieces, samples are compared).
     """
     _check(rows, chunk_size, kept_chunks)
-    if len(rows[0]) > chunk_size and _normalizes_over_batch(tower):
-        lockstep = Lockstep(tower, chunk_size=chunk_size)
+    if _is_one_chunk(tower, rows[0], chunk_size):
+        return tower(*rows)
+    if _normalizes_over_batch(tower):
+        lockstep = Lockstep(tower, chunk_size=chunk_size, milestone_every=milestone_every)
         embed, go_back = partial(lockstep.embed, _only(rows)), lockstep.backward
     else:
         chunks = Chunks(tower, chunk_size=chunk_size, kept_chunks=kept_chunks)
         embed, go_back = partial(chunks.embed, *rows), chunks.backward
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in tower.parameters())):
         return embed(with_gradient=False)
     # The graph needs an input that asks for a gradient; the parameters get theirs when it goes back.
     anchor = torch.empty(0, requires_grad=True, device=rows[0].device)
@@ -83,6 +92,14 @@ class _Accumulated(torch.autograd.Function):
             raise RuntimeError("accumulated embeddings go back once: their chunks are forgotten afterwards")
         go_back(gradient)
         return None, None, None
+
+
+def _is_one_chunk(tower: nn.Module, rows: Tensor, chunk_size: int) -> bool:
+    """Whether there is nothing to cut; workers whose BatchNorms wait for each other go the same way."""
+    is_one = len(rows) <= chunk_size
+    if any(isinstance(layer, SYNCHRONIZED) for layer in tower.modules()):
+        return all_agree(is_one)
+    return is_one
 
 
 def _only(rows: tuple[Tensor, ...]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from raycl.accumulation.replay import (
+from raycl.replay import (
     RandomState,
     RunningStatistics,
     autocast_as_now,

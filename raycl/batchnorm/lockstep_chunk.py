@@ -11,6 +11,7 @@ from torch.fx import Node
 from raycl.batchnorm.lockstep_run import Values, run_segment
 from raycl.batchnorm.lockstep_statistics import Moments, gradient_at_input, normalize
 from raycl.batchnorm.segments import Network, Segment
+from raycl.replay import check_same, sample
 
 
 @final
@@ -31,6 +32,7 @@ class Chunk:
         self._statistics = statistics
         self._device = rows.device
         self._random_states: dict[int, list[Tensor]] = {}
+        self._samples: dict[Node, Tensor] = {}
         self._noted: dict[Node, tuple[Tensor, Tensor]] = {}
         self._gradients: dict[Node, Tensor] = {}
         self.values: Values = {network.trace.rows: rows}
@@ -39,7 +41,9 @@ class Chunk:
     def advance(self, segment: Segment) -> None:
         """Run a segment without a graph and keep what leaves it."""
         before = random_state(self._device)
-        self.values |= self._run(segment, {node: self.values[node] for node in segment.inputs})
+        outputs = self._run(segment, {node: self.values[node] for node in segment.inputs})
+        self._samples |= {node: sample(value) for node, value in outputs.items() if _has_rows(value)}
+        self.values |= outputs
         after = random_state(self._device)
         if not all(torch.equal(*each) for each in zip(before, after, strict=True)):
             self._random_states[segment.index] = before
@@ -60,11 +64,14 @@ class Chunk:
         """Run a segment once more with a graph, and backward.
 
         Parameters receive their gradients, the values that the segment read are asked for theirs.
-        Returns the sums of its BatchNorms, [2, channels] by call.
+        Returns the sums of its BatchNorms, [2, channels] by call. Raises ``ReplayError`` if the
+        segment gives other values than the first time.
         """
         self._restore_random_state(segment)
         inputs = {node: _leaf(self.values[node], node in learned) for node in segment.inputs}
         outputs = self._run(segment, inputs, learned)
+        for node in self._samples.keys() & outputs.keys():
+            check_same(sample(outputs[node]), self._samples.pop(node), partial(_describe, segment))
         gradients = {node: self._take_gradient(node, value) for node, value in outputs.items()}
         heads = [node for node, gradient in gradients.items() if gradient is not None]
         if heads:
@@ -119,6 +126,15 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     for each in state[1:]:
         torch.cuda.set_rng_state(each, device)
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0 and value.numel() > 0
+
+
+def _describe(segment: Segment) -> str:
+    names = [node.name for node in segment.nodes]
+    return f"a chunk, at one of the operations {', '.join(names[:8])}{', ...' if names[8:] else ''},"
 
 
 def _leaf(value: Any, is_learned: bool) -> Any:

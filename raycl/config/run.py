@@ -22,6 +22,7 @@ from raycl.config.sections import (
 )
 from raycl.config.stage import Stage
 
+_OVER_THE_BATCH = ("synchronized", "as_is")  # BatchNorm that all chunks must wait for
 _KEYS_OF = {
     "nt_xent": ("tower",),
     "info_nce": ("tower", "momentum_encoder", "slot"),
@@ -61,7 +62,7 @@ class RunConfig(Section):
     batchnorm: Literal["synchronized", "shuffled", "layer", "group", "as_is"] = "synchronized"
     batchnorm_groups: Count = 8
     optimizer: OptimizerConfig = OptimizerConfig()
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    stages: tuple[Stage, ...]
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
@@ -88,17 +89,32 @@ class RunConfig(Section):
         """Return how many rows of a batch each worker has."""
         return stage.batch_size // self.workers_of(stage)
 
+    def local_views(self, stage: Stage) -> int:
+        """Return how many views each worker's tower embeds in a step: two a sample, unless another gives the keys."""
+        return self.local_batch_size(stage) * (2 if self.key == "tower" else 1)
+
     def rows_per_group(self, stage: Stage) -> int:
         """Return how many rows shuffled BatchNorm normalizes together."""
         return stage.batch_size // max(self.batchnorm_groups, self.workers_of(stage))
 
     @model_validator(mode="after")
     def _has_batches_that_divide(self) -> Self:
+        if not self.stages:
+            raise ValueError("stages is empty, so there is nothing to train; give one stage or more")
         for index, stage in enumerate(self.stages):
             for check in (_check_workers, _check_groups, _check_chunks, _check_capacity):
                 if problem := check(self, stage):
                     # One stage is the rule, and its number then says nothing.
                     raise ValueError(problem if len(self.stages) == 1 else f"stage {index}: {problem}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_loss_to_roll_back_to(self) -> Self:
+        if self.monitor.on_collapse == "rollback" and not any(stage.has_hinge for stage in self.stages):
+            raise ValueError(
+                "monitor.on_collapse rollback puts a cross-entropy in the place of the hinge, and no stage has a "
+                "hinge: set it to warn or stop"
+            )
         return self
 
     @model_validator(mode="after")
@@ -188,12 +204,17 @@ def _check_groups(config: RunConfig, stage: Stage) -> str | None:
 
 
 def _check_chunks(config: RunConfig, stage: Stage) -> str | None:
-    size, rows = stage.chunk_size, config.local_batch_size(stage)
+    size, views = stage.chunk_size, config.local_views(stage)
+    if stage.milestone_every is not None and (size is None or config.batchnorm not in _OVER_THE_BATCH):
+        return (
+            f"milestone_every {stage.milestone_every} has no effect on batchnorm {config.batchnorm} and chunk_size "
+            f"{'null' if size is None else size}: it is for {' or '.join(_OVER_THE_BATCH)} in chunks; leave it out"
+        )
     if size is None:
         return None
-    if size > rows:
+    if size > views:
         return (
-            f"chunk_size {size} is larger than a worker's {rows} rows of a batch of {stage.batch_size}; "
+            f"chunk_size {size} is larger than a worker's {views} views of a batch of {stage.batch_size}; "
             "leave chunk_size out, or choose a smaller one"
         )
     if config.batchnorm == "shuffled" and size % config.rows_per_group(stage):

@@ -182,7 +182,7 @@ class CheckpointConfig(Section):
 
 @final
 class MonitorConfig(Section):
-    """What watches for collapse (see ``docs/collapse.md``) and what happens then.
+    """What watches for collapse (see ``docs/stages.md``) and what happens then.
 
     ``warn`` says so and goes on; ``stop`` ends the run; ``rollback`` goes back to the last good
     checkpoint and takes cross-entropy in place of the hinge for ``cross_entropy_steps`` steps, at

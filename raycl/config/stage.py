@@ -12,10 +12,11 @@ class Stage(Section):
     """A stretch of the run; exactly one of ``epochs`` and ``steps`` says how long.
 
     A stage begins with a new epoch of the data; weights, optimizer and store carry on. ``workers``
-    are those of the run unless the stage asks for others. ``chunk_size`` rows of a worker are
+    are those of the run unless the stage asks for others. ``chunk_size`` views of a worker are
     embedded with their graph at a time, so that the batch may be larger than memory; the result is
     the same (Gao et al., 2021). Each of ``kept_chunks`` saves a chunk's second pass for the memory of
-    its graph; the first of them costs nothing.
+    its graph; the first of them costs nothing. Where BatchNorm goes over the whole batch none is kept,
+    and ``milestone_every`` 1 takes less memory for one more forward pass.
 
     The peak learning rate is ``learning_rate`` at a batch of 256 rows and follows the batch by
     ``learning_rate_scaling``; after ``warmup_epochs`` (or a tenth of the stage, if that is less)
@@ -33,6 +34,7 @@ class Stage(Section):
     batch_size: Annotated[int, Field(ge=2)] = 256
     chunk_size: Count | None = None
     kept_chunks: Annotated[int, Field(ge=0)] = 1
+    milestone_every: Count | None = None
     workers: Count | None = None
     loss: Literal["nt_xent", "info_nce", "nce", "hinge"] = "nt_xent"
     temperature: Positive = 0.1
@@ -66,6 +68,11 @@ class Stage(Section):
     def mixes_hinge(self) -> bool:
         """Whether the hinge is a part of the loss at some step."""
         return bool(self.hinge_weight or self.final_hinge_weight)
+
+    @property
+    def has_hinge(self) -> bool:
+        """Whether the hinge is the loss or a part of it."""
+        return self.loss == "hinge" or self.mixes_hinge
 
     @property
     def peak_learning_rate(self) -> float:

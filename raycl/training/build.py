@@ -94,7 +94,7 @@ def tower(config: RunConfig, network: nn.Module) -> Tower:
 def learner(config: RunConfig, whole: Tower, *, num_samples: int | None) -> Learner:
     """Return all that learns; ``num_samples`` are the slots of a memory bank, if there is one."""
     normalizer = None
-    if num_samples is not None and any(stage.loss == "nce" for stage in config.stages):
+    if num_samples is not None:  # whichever the loss: a stage of NCE may be added to a finished run
         normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
     return Learner(
         whole,
@@ -110,6 +110,7 @@ def manner(config: RunConfig, stage: Stage) -> Manner:
     return Manner(
         chunk_size=stage.chunk_size,
         kept_chunks=stage.kept_chunks,
+        milestone_every=stage.milestone_every,
         rows_per_group=config.rows_per_group(stage) if config.batchnorm == "shuffled" else None,
         rows_in_company=_rows_normalized_together(config, stage),
     )

@@ -8,14 +8,14 @@ of the samples and dropout are functions of (seed, epoch, step), so no random st
 import io
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import ray.train
 import torch
 
-from raycl.distributed import all_sum, rank
+from raycl.distributed import check_equal
 from raycl.storage import Place
 from raycl.training.learner import Learner
 from raycl.training.stores import Store
@@ -23,6 +23,8 @@ from raycl.training.watch import Watch
 
 CHECKPOINTS = "checkpoints"
 STATE = "state.pt"
+SCORE = "score"  # that the best checkpoints have most of
+_ORDER = ("rollbacks", "step", "stage")
 
 
 @final
@@ -70,10 +72,10 @@ class Position:
 class Restored:
     """Where a run goes on, its last metrics, and what was saved of the watch and of the workers' store."""
 
-    position: Position = Position()
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    store_state: Mapping[str, Any] | None = None
-    watch_state: Mapping[str, Any] | None = None
+    position: Position
+    metrics: Mapping[str, Any]
+    store_state: Mapping[str, Any]
+    watch_state: Mapping[str, Any]
 
 
 def save_checkpoint(
@@ -84,17 +86,23 @@ def save_checkpoint(
     metrics: Mapping[str, Any],
     *,
     judged: bool,
+    score: float | None,
     is_writer: bool,
 ) -> None:
     """Store a checkpoint; every worker calls this, the writer alone writes.
 
-    ``judged`` says that ``metrics`` are those of these very weights, so that they may be the best.
+    ``judged`` says that ``metrics`` are those of these very weights. Of all checkpoints those of the
+    highest ``score`` are kept, and none without a score before them.
     """
-    # Ray ranks a checkpoint without the score below all others.
-    reported = {"step": position.step, "epoch": position.epoch, **(metrics if judged else {})}
-    # After a rollback, a step may come again.
-    again = f"-again{position.rollbacks}" if position.rollbacks else ""
-    name = f"step-{position.step:08d}{again}{'-judged' if judged else ''}"
+    name = _name(position, judged=judged)
+    reported: dict[str, Any] = {
+        "step": position.step,
+        "stage": position.stage,
+        "rollbacks": position.rollbacks,
+        "is_healthy": watch.is_healthy,
+    }
+    if score is not None:
+        reported[SCORE] = score
     if not is_writer:
         ray.train.report(reported, checkpoint=None, checkpoint_dir_name=name)
         return
@@ -103,7 +111,6 @@ def save_checkpoint(
             "learner": learner.state_dict(),
             "store": store.state_dict(),
             "watch": watch.state_dict(),
-            "is_healthy": watch.is_healthy,
             "position": asdict(position),
             "metrics": dict(metrics),
         }
@@ -114,42 +121,40 @@ def save_checkpoint(
 
 def saved_steps(output: Place) -> set[int]:
     """Return the steps of which there is a checkpoint, whole or not."""
-    return set(map(_step_of, _checkpoints(output)))
+    folder = output / CHECKPOINTS
+    names = {path.split("/")[0] for path, _ in folder.files()} if folder.exists() else set()
+    return {int(name.split("-")[1]) for name in names if name.startswith("step-")}
 
 
-def restore_checkpoint(learner: Learner) -> Restored:
+def restore_checkpoint(learner: Learner) -> Restored | None:
     """Load the latest checkpoint, if there is one, into the learner; return what else it held."""
     checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return Restored()
+    return None if checkpoint is None else _restored(checkpoint, learner)
+
+
+def restore_healthy_checkpoint(learner: Learner) -> Restored | None:
+    """Load the latest checkpoint that was made in health, if there is one; collective."""
+    all_saved = ray.train.get_all_reported_checkpoints(
+        consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
+    )
+    healthy = [each for each in all_saved if each.metrics["is_healthy"]]
+    # A step may have come again, after a rollback; and a stage ends and the next one begins at one step.
+    latest = max(healthy, key=lambda each: [each.metrics[key] for key in _ORDER], default=None)
+    check_equal(-1 if latest is None else latest.metrics["step"], "the step to go back to")
+    return None if latest is None else _restored(latest.checkpoint, learner)
+
+
+def _name(position: Position, *, judged: bool) -> str:
+    """Return a name that no other checkpoint of the run has: Ray would delete one for the other."""
+    stage = f"-stage{position.stage}" if position.stage else ""
+    again = f"-again{position.rollbacks}" if position.rollbacks else ""
+    return f"step-{position.step:08d}{stage}{again}{'-judged' if judged else ''}"
+
+
+def _restored(checkpoint: ray.train.Checkpoint, learner: Learner) -> Restored:
     with checkpoint.as_directory() as folder:
-        return _restored(_load((Path(folder) / STATE).read_bytes()), learner)
-
-
-def restore_healthy_checkpoint(learner: Learner, output: Place, device: torch.device) -> Restored | None:
-    """Load the latest checkpoint in which nothing spoke of a collapse, if there is one; collective."""
-    # The first worker chooses: another one might see that Ray has deleted a folder meanwhile.
-    chosen = _latest_healthy_step(output) if rank() == 0 else 0
-    step = int(all_sum(torch.tensor(chosen, device=device)))
-    if step < 0:
-        return None
-    name = max(name for name in _checkpoints(output) if _step_of(name) == step)
-    return _restored(_load((output / CHECKPOINTS / name / STATE).read_bytes()), learner)
-
-
-def _latest_healthy_step(output: Place) -> int:
-    """Return -1 if there is none."""
-    for name in sorted(_checkpoints(output), key=_step_of, reverse=True):
-        if _load((output / CHECKPOINTS / name / STATE).read_bytes())["is_healthy"]:
-            return _step_of(name)
-    return -1
-
-
-def _load(content: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
-def _restored(state: Mapping[str, Any], learner: Learner) -> Restored:
+        content = (Path(folder) / STATE).read_bytes()
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     learner.load_state_dict(state["learner"])
     return Restored(
         position=Position(**state["position"]),
@@ -157,13 +162,3 @@ def _restored(state: Mapping[str, Any], learner: Learner) -> Restored:
         store_state=state["store"],
         watch_state=state["watch"],
     )
-
-
-def _checkpoints(output: Place) -> set[str]:
-    folder = output / CHECKPOINTS
-    names = {path.split("/")[0] for path, _ in folder.files()} if folder.exists() else set()
-    return {name for name in names if name.startswith("step-")}
-
-
-def _step_of(name: str) -> int:
-    return int(name.split("-")[1])

@@ -1,7 +1,6 @@
 """From a configuration to a finished run: check, read, train, record."""
 
 import contextlib
-import itertools
 import json
 import re
 import sys
@@ -33,7 +32,7 @@ from raycl.records import write_result
 from raycl.settings import config_to_yaml
 from raycl.storage import Place, absolute
 from raycl.training import build
-from raycl.training.checkpoint import CHECKPOINTS, saved_steps
+from raycl.training.checkpoint import CHECKPOINTS, SCORE, saved_steps
 from raycl.training.images import Images
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
@@ -108,7 +107,7 @@ class _Launch:
             "data": data and absolute(data),
             "num_rows": images.num_rows,
             "streamed": streamed,
-            "workers": self._config.workers,
+            "workers": [self._config.workers_of(stage) for stage in self._config.stages],
         }
         check_same_data(self._output, described)
         self._check_cluster(streamed)
@@ -214,19 +213,20 @@ class _Launch:
 
     def _fit_stages(self, job: Job) -> dict[str, Any]:
         """Train with as many workers as each stage asks for: others go on from the checkpoint."""
-        in_turn = [workers for workers, _ in itertools.groupby(self._config.stages, self._config.workers_of)]
-        for workers in in_turn:
-            if final := self._fit(job, workers):
-                return final
-        raise RunError("the run ended without a result; use --debug for the whole story")
+        outcome = self._config.workers_of(self._config.stages[0])
+        while isinstance(outcome, int):
+            outcome = self._fit(job, workers=outcome)
+        if outcome is None:
+            raise RunError("the run ended without a result; use --debug for the whole story")
+        return outcome
 
-    def _fit(self, job: Job, workers: int) -> dict[str, Any] | None:
-        """Train until the end, or until a stage asks for other workers; then there is no result yet."""
+    def _fit(self, job: Job, *, workers: int) -> dict[str, Any] | int | None:
+        """Train until the end, or until a stage asks for other workers; then return how many."""
         cpus = self._cpus_for_a_worker(workers, streamed=job.stream is not None)
         filesystem, path = self._output.resolve()
         keep = CheckpointConfig(
             num_to_keep=self._config.checkpoints.keep,
-            checkpoint_score_attribute="knn_top1" if job.judged else "step",
+            checkpoint_score_attribute=SCORE,
             checkpoint_score_order="max",
         )
         trainer = TorchTrainer(
@@ -292,9 +292,9 @@ def _spare_cpus(streamed: bool) -> float:
 
 
 def _check_size(config: RunConfig, num_rows: int) -> None:
-    batch_size = max(stage.batch_size for stage in config.stages)
-    if num_rows < batch_size:
-        raise DataError(
-            f"a batch of {batch_size} rows is larger than the {num_rows} rows to train on; "
-            "lower --batch-size or give more data"
-        )
+    for number, stage in enumerate(config.stages):
+        if num_rows < stage.batch_size:
+            raise DataError(
+                f"a batch of {stage.batch_size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
+                "to train on; set it lower or give more data"
+            )

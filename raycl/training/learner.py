@@ -25,7 +25,8 @@ PROBED_ROWS = 1_024  # of a batch, for the leakage probe compares them all
 class Manner:
     """How a stage embeds its batches.
 
-    At most ``chunk_size`` samples at a time have a graph, if it is set, and ``kept_chunks`` keep theirs.
+    At most ``chunk_size`` views at a time have a graph, if it is set; ``kept_chunks`` and
+    ``milestone_every`` are those of :func:`~raycl.accumulation.accumulate`.
     Shuffled BatchNorm normalizes ``rows_per_group`` rows together: keys, or all views of a single
     tower, are encoded in random company. ``rows_in_company`` rows share their statistics with some
     negatives and not with others; 0 if there are none of that kind.
@@ -33,6 +34,7 @@ class Manner:
 
     chunk_size: int | None = None
     kept_chunks: int = 1
+    milestone_every: int | None = None
     rows_per_group: int | None = None
     rows_in_company: int = 0
 
@@ -158,7 +160,13 @@ class Learner:
     def _in_chunks(self, network: nn.Module, rows: Tensor) -> Tensor:
         manner = self._manner
         assert manner.chunk_size is not None, "only a batch with a chunk_size is cut"
-        return accumulate(network, rows, chunk_size=manner.chunk_size, kept_chunks=manner.kept_chunks)
+        return accumulate(
+            network,
+            rows,
+            chunk_size=manner.chunk_size,
+            kept_chunks=manner.kept_chunks,
+            milestone_every=manner.milestone_every,
+        )
 
     def _parts(self) -> dict[str, Any]:
         parts = {

@@ -1,6 +1,5 @@
 """The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
@@ -15,17 +14,16 @@ from raycl.data.logbook import rows_in
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
 from raycl.data.rows import Rows
-from raycl.distributed import all_sum, check_equal, gather_detached, num_workers, rank, shared_memory
+from raycl.distributed import check_equal, gather_detached, num_workers, rank, shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.models.saved import save_encoder
+from raycl.records import ROLLBACK
 from raycl.training import build
 from raycl.training.checkpoint import (
     Position,
     Restored,
     restore_checkpoint,
     restore_healthy_checkpoint,
-    save_checkpoint,
-    saved_steps,
 )
 from raycl.training.clock import Clock
 from raycl.training.contrast import Contrast
@@ -33,6 +31,7 @@ from raycl.training.job import Job
 from raycl.training.judge import Judge
 from raycl.training.process import autocast, available_cores, prepare_process
 from raycl.training.recorder import Recorder
+from raycl.training.saver import Saver
 from raycl.training.stage_plan import momentum_schedule, stage_plans
 from raycl.training.step import Stepped, train_step
 from raycl.training.stores import BankStore, Store
@@ -40,8 +39,11 @@ from raycl.training.views import Views
 from raycl.training.watch import Watch
 
 
-def run_worker(settings: dict[str, Job]) -> dict[str, Any] | None:
-    """Train on this worker; the first one returns the final metrics."""
+def run_worker(settings: dict[str, Job]) -> dict[str, Any] | int | None:
+    """Train on this worker; return the final metrics, or the number of workers to go on with.
+
+    Only what the first worker returns counts.
+    """
     job = settings["job"]
     workers_here = ray.train.get_context().get_local_world_size()
     prepare_process(max(1, available_cores() // workers_here))
@@ -69,38 +71,49 @@ class _Loop:
         self._learner = build.learner(job.config, self._tower, num_samples=job.num_samples)
         check_equal(len(train_rows), "the number of training rows")
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> dict[str, Any] | int | None:
         restored = restore_checkpoint(self._learner)
-        position, self._metrics = restored.position, dict(restored.metrics)
-        if not self._has_the_workers_of(position):
-            return None
+        position = Position() if restored is None else restored.position
+        self._metrics = {} if restored is None else dict(restored.metrics)
+        if self._workers_of(position) != num_workers():
+            return self._workers_of(position)
         self._store = self._open_store(restored)
         self._enter_stage(position)
         self._learner.connect(self._device)
         self._last_views: Views | None = None
-        self._watch = Watch(build.monitor(self._config), restored.watch_state)
+        self._watch = Watch(
+            build.monitor(self._config), state=None if restored is None else restored.watch_state
+        )
         self._clock = Clock(position)
         self._recorder = Recorder(
             self._job, position, self._clock, num_steps=self._num_steps, is_writer=self._is_writer
         )
-        self._saved_step, self._saved_at = position.step, time.monotonic()
-        if position.step == 0:
-            self._judge_now(position)
-            self._fill_store()
-            if self._config.monitor.on_collapse == "rollback":
-                self._save(position, always=True)
-        while True:
-            while not self._is_done(position):
+        self._saver = Saver(self._job, self._learner, self._watch, self._clock, self._recorder)
+        self._saver.begin_at(position)
+        if restored is None:
+            self._begin(position)
+        while self._workers_of(position) == num_workers():
+            if not self._is_done(position):
                 position = self._run_epoch(position)
-            if position.stage == len(self._plans) - 1:
+            elif position.stage == len(self._plans) - 1:
                 return self._finish(position)
-            position = self._end_stage(position)
-            if not self._has_the_workers_of(position):
-                return None
+            else:
+                position = self._end_stage(position)
+        return self._workers_of(position)
 
-    def _has_the_workers_of(self, position: Position) -> bool:
-        """Whether these are as many workers as the stage asks for; if not, the driver starts others."""
-        return num_workers() == self._config.workers_of(self._plans[position.stage].stage)
+    def _workers_of(self, position: Position) -> int:
+        """Return how many workers the stage asks for; if these are not as many, the driver starts others."""
+        return self._config.workers_of(self._plans[position.stage].stage)
+
+    def _begin(self, position: Position) -> None:
+        """Do what comes before the first step."""
+        self._judge_now(position)
+        self._fill_store()
+        if self._config.monitor.on_collapse == "rollback":
+            self._save(position, always=True)
+
+    def _save(self, position: Position, *, judged: bool = False, always: bool = False) -> None:
+        self._saver.save(position, self._store, self._metrics, judged=judged, always=always)
 
     def _run_epoch(self, position: Position) -> Position:
         self._tower.train()
@@ -114,7 +127,7 @@ class _Loop:
                 return self._answer(collapse, position)
             if position.stage_step == self._plan.stage.steps:
                 return position
-            if self._checkpoint_is_due(position):
+            if self._saver.is_due(position, self._device):
                 self._save(position)
         if position.epoch_step == 0:
             raise DataError(
@@ -161,15 +174,15 @@ class _Loop:
             num_samples=self._job.num_samples,
         )
 
-    def _open_store(self, restored: Restored) -> Store:
-        """Return the store as it was at the checkpoint; a bank is set back to it."""
+    def _open_store(self, restored: Restored | None) -> Store:
+        """Return the store as it was at the checkpoint, if there is one; a bank is set back to it."""
         if self._job.bank is not None:
             if self._is_writer:
-                self._job.bank.restore(restored.position.step)
+                self._job.bank.restore(0 if restored is None else restored.position.step)
             build.meet(self._device)
         sample_id: Any = None if self._job.sample_id is None else ray.get(self._job.sample_id)
         store = build.store(self._config, self._job.bank, sample_id, self._device)
-        if restored.store_state is not None:
+        if restored is not None:
             store.load_state_dict(restored.store_state)
         return store
 
@@ -225,8 +238,8 @@ class _Loop:
             self._recorder.flush()
             raise NonFiniteLossError(
                 f"{error} at step {position.step + 1} (epoch {position.epoch}), on the batch of sample ids "
-                f"{shown}{', ...' if len(ids) > 8 else ''}; the last checkpoint (step {self._saved_step}) is kept: "
-                "look at these samples, or lower stages.{position.stage}.learning_rate"
+                f"{shown}{', ...' if len(ids) > 8 else ''}; the last checkpoint (step {self._saver.step}) is kept: "
+                f"look at these samples, or lower stages.{position.stage}.learning_rate"
             ) from None
 
     def _record(self, position: Position, stepped: Stepped) -> str | None:
@@ -259,20 +272,22 @@ class _Loop:
         self._recorder.notify(position, "collapse", collapse)
         if monitor.on_collapse == "warn":
             return position
-        if monitor.on_collapse == "rollback" and position.rollbacks < monitor.max_rollbacks:
-            return self._roll_back(position)
+        if monitor.on_collapse == "rollback" and self._plan.stage.has_hinge:
+            if position.rollbacks < monitor.max_rollbacks:
+                return self._roll_back(position)
+            collapse = f"{collapse}; {position.rollbacks} rollbacks did not help"
         raise CollapseError(
-            f"{collapse}; the last checkpoint (step {self._saved_step}) is kept: lower the learning rate or begin "
-            "with a cross-entropy, or set monitor.on_collapse to warn or rollback"
+            f"{collapse}; the last checkpoint (step {self._saver.step}) is kept: lower the learning rate, begin "
+            "with a cross-entropy, or set monitor.on_collapse to warn"
         )
 
     def _roll_back(self, position: Position) -> Position:
         """Go back to the last checkpoint that was made in health, and take cross-entropy for a while."""
-        restored = restore_healthy_checkpoint(self._learner, self._job.output, self._device)
+        restored = restore_healthy_checkpoint(self._learner)
         if restored is None:
             raise CollapseError(
-                "no checkpoint from before the collapse is left to roll back to; "
-                "set checkpoints.keep higher or checkpoints.every_s lower"
+                f"no checkpoint from before the collapse of step {position.step} is left to roll back to; "
+                "set checkpoints.keep higher"
             )
         back = replace(
             restored.position,
@@ -282,7 +297,7 @@ class _Loop:
         )
         self._recorder.notify(
             back,
-            "rollback",
+            ROLLBACK,
             f"went back from step {position.step}; cross-entropy until step {back.cross_entropy_until}",
         )
         self._metrics |= {"rollbacks": back.rollbacks}
@@ -290,7 +305,7 @@ class _Loop:
         self._watch.begin_anew()
         self._enter_stage(back)
         self._clock.lap(back.samples)  # or the next lap would count from where the run was
-        self._saved_step, self._saved_at = back.step, time.monotonic()
+        self._save(back, always=True)  # or a worker that is lost would take all back to the collapse
         return back
 
     def _check_broken_rows(self) -> None:
@@ -298,47 +313,6 @@ class _Loop:
             rows_in(self._job.logbook).check(
                 self._config.data.max_bad_fraction, min_rows=min(1_000, self._job.num_train)
             )
-
-    def _checkpoint_is_due(self, position: Position) -> bool:
-        every = self._config.checkpoints.every_steps
-        if every is not None and position.step % every == 0:
-            return True
-        # Clocks differ between workers: the first one decides.
-        late = time.monotonic() - self._saved_at > self._config.checkpoints.every_s
-        if position.step % self._config.log_every_steps:
-            return False
-        return bool(all_sum(torch.tensor(int(late and self._is_writer), device=self._device)))
-
-    def _save(self, position: Position, *, judged: bool = False, always: bool = False) -> None:
-        """Store a checkpoint; its score counts for the best one only if these weights were judged."""
-        if position.step == self._saved_step and not (judged or always):
-            return
-        with self._clock.paused():
-            # A finite loss may have had a gradient that is not: never keep what it did.
-            if not self._learner.is_finite():
-                raise NonFiniteLossError(
-                    f"the weights are no numbers after step {position.step}; the last checkpoint "
-                    f"(step {self._saved_step}) is kept: lower stages.{position.stage}.learning_rate"
-                )
-            self._recorder.flush()
-            self._learner.average_statistics()
-            self._save_bank(position)
-            save_checkpoint(
-                self._learner,
-                self._store,
-                self._watch,
-                position,
-                self._metrics,
-                judged=judged,
-                is_writer=self._is_writer,
-            )
-        self._saved_step, self._saved_at = position.step, time.monotonic()
-
-    def _save_bank(self, position: Position) -> None:
-        """Write the bank's snapshot, before the checkpoint that will need it is there."""
-        self._store.save(step=position.step)
-        if self._job.bank is not None and self._is_writer:
-            self._job.bank.prune([position.step, *saved_steps(self._job.output)])
 
     def _build_judge(self, rows: Rows) -> Judge | None:
         if not self._job.judged:
@@ -380,7 +354,7 @@ class _Loop:
         return self._judge is not None
 
     def _finish(self, position: Position) -> dict[str, Any] | None:
-        already_saved = position.step == self._saved_step
+        already_saved = position.step == self._saver.step
         judged = self._judge_now(position)
         self._save(position, judged=judged and not already_saved)
         if not self._is_writer:

@@ -17,7 +17,11 @@ class Recorder:
         self, job: Job, position: Position, clock: Clock, *, num_steps: int, is_writer: bool
     ) -> None:
         self._logbook, self._clock, self._num_steps = job.logbook, clock, num_steps
-        self._log = MetricsLog(job.output, resume_step=position.step) if is_writer else None
+        self._log = (
+            MetricsLog(job.output, resume_step=position.step, num_rollbacks=position.rollbacks)
+            if is_writer
+            else None
+        )
 
     def write(self, position: Position, metrics: Mapping[str, Any]) -> None:
         """Add a line of metrics, measured at this position."""

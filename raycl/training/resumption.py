@@ -14,8 +14,8 @@ DATA = "data.json"
 # What a resumed run may set anew: where and how long it runs, what it writes down and watches for.
 # How long is what its last stage says, and stages that are added to it.
 MAY_CHANGE = re.compile(
-    r"workers|gpu|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks)|checkpoints\..*|"
-    r"monitor\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
+    r"workers|gpu|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks|milestone_every)|"
+    r"checkpoints\..*|monitor\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
 )
 
 
@@ -36,6 +36,11 @@ def prepare_output(config: RunConfig, output: str, *, resume: bool) -> Place:
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     """Refuse to resume with settings that would give the rest of the run other views or weights."""
     last = len(saved.stages) - 1
+    if len(config.stages) <= last:
+        raise ConfigError(
+            f"the run has {last + 1} stages, and --resume would leave it {len(config.stages)}; repeat all of them "
+            "(further ones may follow), or give another --output"
+        )
     longer = re.compile(rf"stages\.{last}\.(epochs|steps)")
     added = tuple(f"stages.{index}." for index in range(last + 1, len(config.stages)))
     for key, (before, now) in differences(saved, config).items():
@@ -64,11 +69,17 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"the run began with data that were {_kept(before)}, and on this cluster they would be {_kept(now)}, "
             "in another order; set data.cache to materialize or stream, as it began, or give another --output"
         )
-    if now["streamed"] and before["workers"] != now["workers"]:
+    began = before["workers"]
+    if now["streamed"] and began != now["workers"][: len(began)]:
         raise ConfigError(
-            f"a streamed epoch depends on the number of workers: the run began with {before['workers']}, came "
-            f"{now['workers']}; repeat --workers {before['workers']}, or give another --output"
+            f"a streamed epoch depends on the number of workers: the run began with {_listed(began)}, came "
+            f"{_listed(now['workers'])}; repeat them, or give another --output"
         )
+
+
+def _listed(workers: list[int]) -> str:
+    """Return the workers of all stages, or a single number where all have the same."""
+    return str(workers[0]) if len(set(workers)) == 1 else f"{', '.join(map(str, workers))} by stage"
 
 
 def _kept(described: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray.train
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 class Small(nn.Module):
     """Two convolutions with BatchNorm and dropout; goes wrong at a chosen training step, once.
 
-    It dies, returns NaN, returns numbers whose gradient is NaN, or one point for some steps.
+    It dies, returns NaN, returns numbers whose gradient is NaN, or one point in the ``collapsed`` ones.
 
     After its death it writes the steps that it has made since into the marker.
     """
@@ -23,8 +24,7 @@ class Small(nn.Module):
         die_at: int = 0,
         nan_at: int = 0,
         nan_gradient_at: int = 0,
-        collapse_at: int = 0,
-        collapse_for: int = 0,
+        collapsed: Sequence[int] = (),
         dropout: float = 0.1,
         marker: str = "",
     ) -> None:
@@ -42,7 +42,7 @@ class Small(nn.Module):
         )
         self._die_at, self._nan_at, self._marker = die_at, nan_at, marker
         self._nan_gradient_at = nan_gradient_at
-        self._collapsed = range(collapse_at, collapse_at + collapse_for)
+        self._collapsed = collapsed
         self._num_steps = 0
 
     def forward(self, images: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from raycl.errors import ReplayError
 # Of an embedding's greatest value. The same kernels on the same rows give the same numbers, on a
 # GPU but for the order of a few sums; what is drawn anew differs by far more.
 _TOLERANCE = 1e-3
+_SAMPLED_ROWS, _SAMPLED_COLUMNS = 4, 64  # about; what draws anew changes nearly all of them
 
 
 @final
@@ -79,14 +80,22 @@ class RunningStatistics:
 
 
 def check_same(now: Tensor, before: Tensor, describe: Callable[[], str]) -> None:
-    """Raise ``ReplayError`` if embeddings are not what they were; ``describe`` says whose they are."""
-    difference = (now.detach() - before).abs().amax()
-    if difference > _TOLERANCE * before.abs().amax():
+    """Raise ``ReplayError`` if numbers are not what they were; ``describe`` says whose they are."""
+    tolerance = _TOLERANCE * float(before.nan_to_num().abs().amax())
+    if not torch.allclose(now.detach(), before, rtol=0.0, atol=tolerance, equal_nan=True):
+        difference = float((now.detach() - before).abs().amax())
         raise ReplayError(
-            f"{describe()} came out otherwise when it was embedded again, by up to {float(difference):.2g}: the "
+            f"{describe()} came out otherwise when it was embedded again, by up to {difference:.2g}: the "
             "gradient would be wrong; draw from torch's own random state and keep no state between calls, or train "
             "without chunk_size"
         )
+
+
+def sample(value: Tensor) -> Tensor:
+    """Return a few of the numbers of rows [n, ...], for :func:`check_same` where all would take too much memory."""
+    rows = value.detach()[:: max(1, len(value) // _SAMPLED_ROWS)]
+    columns = rows.reshape(len(rows), -1)
+    return columns[:, :: max(1, columns.shape[1] // _SAMPLED_COLUMNS)].clone()
 
 
 def first_unsteady_layer(network: nn.Module, rows: tuple[Tensor, ...], state: RandomState) -> str | None:

@@ -1,0 +1,57 @@
+"""What the watch for collapse costs: its look at a batch's embeddings, beside the step of a small encoder.
+
+    python benchmarks/monitor.py [--batch-size 256] [--dims 128 512]
+
+One process, one thread. A look is taken at every logged step, by default every tenth; the step is
+forward and backward pass of a ResNet-10 of half width at 32 pixels in float32, without its data and
+its loss. Both are the median of the process's CPU time, and take turns.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+import raycl
+from raycl.measures import measure
+from raycl.models.images import build_image_encoder
+from raycl.training.process import prepare_process
+
+REPEATS = 7
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--dims", type=int, nargs="+", default=[128, 512])
+    options = parser.parse_args()
+    prepare_process(1)
+    torch.manual_seed(0)
+    encoder = build_image_encoder("resnet10", image_size=32, stem="half", width=0.5)
+    images = torch.rand(2 * options.batch_size, 3, 32, 32)
+    pairs = {dim: F.normalize(torch.randn(2, options.batch_size, dim), dim=2) for dim in options.dims}
+    steps: list[float] = []
+    looks: dict[int, list[float]] = {dim: [] for dim in options.dims}
+    for _ in range(REPEATS + 1):
+        start = time.process_time()
+        encoder(images).square().mean().backward()
+        steps.append(time.process_time() - start)
+        for dim, (query, key) in pairs.items():
+            start = time.process_time()
+            measure(query, key)
+            looks[dim].append(time.process_time() - start)
+    step = statistics.median(steps[1:])
+    every = raycl.recipe("simclr").log_every_steps
+    print(f"step of {options.batch_size} pairs of views: {1e3 * step:.0f} ms")
+    for dim, taken in looks.items():
+        look = statistics.median(taken[1:])
+        print(
+            f"look at dim {dim}: {1e3 * look:.1f} ms, every {every} steps: {look / every / step:.2%} of a step"
+        )
+
+
+if __name__ == "__main__":
+    main()

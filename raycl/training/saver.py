@@ -1,0 +1,97 @@
+"""The saver of a run: when a checkpoint is due, and how good it is."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from raycl.distributed import all_sum, rank
+from raycl.errors import NonFiniteLossError
+from raycl.training.checkpoint import Position, save_checkpoint, saved_steps
+from raycl.training.clock import Clock
+from raycl.training.job import Job
+from raycl.training.learner import Learner
+from raycl.training.recorder import Recorder
+from raycl.training.stores import Store
+from raycl.training.watch import Watch
+
+
+@final
+class Saver:
+    """Save what a resumed run needs; all workers call it together, the first one writes."""
+
+    def __init__(self, job: Job, learner: Learner, watch: Watch, clock: Clock, recorder: Recorder) -> None:
+        self._job, self._learner, self._watch = job, learner, watch
+        self._clock, self._recorder = clock, recorder
+        self._is_writer = rank() == 0
+
+    def begin_at(self, position: Position) -> None:
+        """Count from here: the run has just been restored, or begins."""
+        self.step, self._saved_at = position.step, time.monotonic()
+
+    def is_due(self, position: Position, device: torch.device) -> bool:
+        """Whether to save after this step, by number or by time."""
+        every = self._job.config.checkpoints.every_steps
+        if every is not None and position.step % every == 0:
+            return True
+        # Clocks differ between workers: the first one decides.
+        late = time.monotonic() - self._saved_at > self._job.config.checkpoints.every_s
+        if position.step % self._job.config.log_every_steps:
+            return False
+        return bool(all_sum(torch.tensor(int(late and self._is_writer), device=device)))
+
+    def save(
+        self,
+        position: Position,
+        store: Store,
+        metrics: Mapping[str, Any],
+        *,
+        judged: bool = False,
+        always: bool = False,
+    ) -> None:
+        """Store a checkpoint, unless this step has one and neither was ``judged`` since nor begins a stage.
+
+        Raises:
+            NonFiniteLossError: The weights are no numbers.
+        """
+        if position.step == self.step and not (judged or always):
+            return
+        with self._clock.paused():
+            # A finite loss may have had a gradient that is not: never keep what it did.
+            if not self._learner.is_finite():
+                raise NonFiniteLossError(
+                    f"the weights are no numbers after step {position.step}; the last checkpoint "
+                    f"(step {self.step}) is kept: lower stages.{position.stage}.learning_rate"
+                )
+            self._recorder.flush()
+            self._learner.average_statistics()
+            self._save_bank(position, store)
+            save_checkpoint(
+                self._learner,
+                store,
+                self._watch,
+                position,
+                metrics,
+                judged=judged,
+                score=self._score(position, metrics, judged=judged),
+                is_writer=self._is_writer,
+            )
+        self.begin_at(position)
+
+    def _score(self, position: Position, metrics: Mapping[str, Any], *, judged: bool) -> float | None:
+        """Return the kNN of weights that were judged, or of a run without a judge the time.
+
+        What a sign of collapse hangs over has none, or it would crowd out what a run can go back to.
+        """
+        if not self._watch.is_healthy:
+            return None
+        if self._job.judged:
+            return metrics.get("knn_top1") if judged else None
+        return position.seconds
+
+    def _save_bank(self, position: Position, store: Store) -> None:
+        """Write the bank's snapshot, before the checkpoint that will need it is there."""
+        store.save(step=position.step)
+        if self._job.bank is not None and self._is_writer:
+            self._job.bank.prune([position.step, *saved_steps(self._job.output)])

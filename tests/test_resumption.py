@@ -1,0 +1,88 @@
+"""An output that holds an earlier run: what may differ when it goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raycl
+from raycl.config import RunConfig
+from raycl.errors import ConfigError
+from raycl.settings import config_to_yaml
+from raycl.storage import Place
+from raycl.training.resumption import check_same_data, prepare_output
+
+TWO_STAGES = {"stages.0.epochs": 3, "stages.1.batch_size": 512}
+
+
+def run_of(**settings: Any) -> RunConfig:
+    return raycl.override(raycl.recipe("simclr"), {**TWO_STAGES, **settings})
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> str:
+    (tmp_path / "config.yaml").write_text(config_to_yaml(run_of()))
+    return str(tmp_path)
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    return {"data": "images", "num_rows": 700, "streamed": True, "workers": [2, 4], **changes}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stages.1.epochs": 9},
+        {"stages.1.workers": 2, "stages.0.chunk_size": 64, "stages.0.milestone_every": 1},
+        {"stages.2.batch_size": 1024, "stages.2.loss": "hinge"},
+        {"monitor.on_collapse": "stop", "checkpoints.keep": 5, "log_every_steps": 1},
+    ],
+)
+def test_what_leaves_views_and_weights_alone_may_change(output: str, settings: dict[str, Any]) -> None:
+    prepare_output(run_of(**settings), output, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"seed": 1}, "would change seed from 0 to 1"),
+        ({"stages.0.epochs": 4}, r"would change stages\.0\.epochs from 3 to 4"),
+        ({"stages.1.batch_size": 256}, r"would change stages\.1\.batch_size from 512 to 256"),
+    ],
+)
+def test_what_gives_other_weights_may_not(output: str, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prepare_output(run_of(**settings), output, resume=True)
+
+
+def test_stages_may_be_added_and_not_taken_away(output: str) -> None:
+    shorter = raycl.override(raycl.recipe("simclr"), {"stages.0.epochs": 3})
+    with pytest.raises(ConfigError, match="the run has 2 stages, and --resume would leave it 1"):
+        prepare_output(shorter, output, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"workers": [2, 2]}, "began with 2, 4 by stage, came 2;"),
+        ({"workers": [4, 4, 4]}, "began with 2, 4 by stage, came 4;"),
+        ({"num_rows": 600}, r"go on with 600 rows \(images\) what began with 700"),
+        ({"streamed": False}, "were streamed, and on this cluster they would be held in memory"),
+    ],
+)
+def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(described()))
+    with pytest.raises(ConfigError, match=says):
+        check_same_data(Place(str(tmp_path)), described(**changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"workers": [2, 4, 8]}, {"data": "a nearer bucket"}])
+def test_the_same_order_is_welcome(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(described()))
+    check_same_data(Place(str(tmp_path)), described(**changes))
+
+
+def test_rows_at_hand_come_in_one_order_for_any_number_of_workers(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(described(streamed=False)))
+    check_same_data(Place(str(tmp_path)), described(streamed=False, workers=[1, 1]))

@@ -1,0 +1,55 @@
+"""What a stage's values are at each of its steps."""
+
+import math
+
+import pytest
+
+import raycl
+from raycl.training.stage_plan import StagePlan, stage_plans
+
+NUM_TRAIN = 1_024
+
+
+def plans_of(**settings: object) -> list[StagePlan]:
+    """Two epochs of 16 steps at a batch of 64, then two of 4 steps at 256."""
+    stages = {"stages.0.epochs": 2, "stages.0.batch_size": 64, "stages.0.learning_rate": 1.0}
+    later = {"stages.1.batch_size": 256}
+    config = raycl.override(raycl.recipe("simclr"), {**stages, **settings, **later})
+    return stage_plans(config, num_train=NUM_TRAIN)
+
+
+def rates(plan: StagePlan) -> list[float]:
+    return [plan.learning_rate(step) for step in range(plan.num_steps)]
+
+
+def test_a_schedule_of_its_own_begins_anew_with_each_stage() -> None:
+    first, second = plans_of(**{"stages.0.warmup_epochs": 0})
+    assert (first.num_steps, second.num_steps) == (32, 8)
+    assert rates(first)[0] == pytest.approx(0.5)  # 1.0 at 256 rows, by the root of the batch
+    assert rates(second)[0] == pytest.approx(1.0)
+    assert rates(second)[4] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("scaling", "of_64_rows"), [("none", 1.0), ("linear", 0.25), ("square_root", 0.5)])
+def test_one_schedule_over_the_run_goes_by_samples(scaling: str, of_64_rows: float) -> None:
+    over_run = {"stages.0.learning_rate_over": "run", "stages.0.learning_rate_scaling": scaling}
+    first, second = plans_of(**over_run, **{"stages.0.warmup_epochs": 0})
+    shape = [0.5 * (1 + math.cos(math.pi * samples / 4_096)) for samples in range(0, 4_096, 64)]
+    assert rates(first) == pytest.approx([of_64_rows * each for each in shape[:32]])
+    assert rates(second) == pytest.approx(shape[32::4])  # at 256 rows all scalings are equal
+
+
+def test_one_schedule_over_the_run_warms_up_once_and_steps_down_twice() -> None:
+    over_run = {"stages.0.learning_rate_over": "run", "stages.0.learning_rate_schedule": "step"}
+    first, second = plans_of(**over_run, **{"stages.0.learning_rate_scaling": "none"})
+    # A tenth of the stage at most, so three steps; then 1 until three fifths of the run.
+    assert rates(first) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 29)
+    assert rates(second) == pytest.approx([1.0] * 2 + [0.1] * 3 + [0.01] * 3, rel=1e-6)
+
+
+def test_the_weight_of_the_hinge_ends_where_the_stage_ends() -> None:
+    weights = {"stages.0.hinge_weight": 0.2, "stages.0.final_hinge_weight": 0.8}
+    first, second = plans_of(**weights)
+    for plan in (first, second):
+        assert plan.hinge_weight(0) == pytest.approx(0.2)
+        assert plan.hinge_weight(plan.num_steps - 1) == pytest.approx(0.8)
