@@ -345,7 +345,9 @@ def test_too_many_broken_rows_stop_before_training(tmp_path: Path) -> None:
 
 def test_a_batch_larger_than_the_set_is_refused(tmp_path: Path) -> None:
     path = write_digits(tmp_path / "digits.parquet", 40)
-    with pytest.raises(DataError, match="a batch of 64 rows .stages.0.batch_size. is larger than the 40 rows"):
+    with pytest.raises(
+        DataError, match="a batch of 64 rows .stages.0.batch_size. is larger than the 40 rows"
+    ):
         raycl.train(small_run(), data=str(path), output=str(tmp_path / "run"), quiet=True)
 
 
