@@ -2,21 +2,22 @@
 
     python benchmarks/accumulate.py [--json FILE] [--networks resnet transformer] [--quick]
 
-Every run is a process of its own, with one thread: it warms up on a few rows, then embeds 1,024
-queries and 1,024 keys, compares them (InfoNCE, one direction) and takes the gradient of all
-parameters; the sides take turns. Time is the process's CPU time; memory is its peak above what it
-held before, embeddings and gradients included. ``whole`` has the graph of the whole batch and
-raycl's loss; ``raycl-0``, ``raycl-1`` and ``raycl-2`` keep so many of the 8 chunks' graphs from the
+Every run is a process of its own, with one thread: it embeds 1,024 queries and 1,024 keys, compares
+them (InfoNCE, one direction) and takes the gradient of all parameters, twice; the sides take turns.
+Time is the process's CPU time of the second step, which has its memory already; memory is the peak
+above what the process held before, embeddings and gradients included. ``whole`` has the graph of the whole batch and
+raycl's loss; ``raycl-0``, ``raycl-1`` and ``raycl-4`` keep so many of the 16 chunks' graphs from the
 first pass. All have raycl's allocator settings, without which the peers would pay for page faults.
 
 The ResNet has GroupNorm, the only kind that all sides can do; the transformer has four layers and
 dropout. ``lockstep``, ``lockstep-milestones`` and ``whole-batchnorm`` are the ResNet with BatchNorm over
-the whole batch: what exactness costs there. The error is that of the gradient against the whole batch's, in
-float32 (with dropout, whose masks fall otherwise in chunks, there is none to give).
+the whole batch: what exactness costs there. The error is that of the gradient in float32 against the whole batch's
+in float64 (with dropout, whose masks fall otherwise in chunks, there is none to give).
 ``gradcache-batchnorm`` shows what GradCache makes of BatchNorm.
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -43,7 +44,8 @@ from raycl.models.towers import Tower
 from raycl.training.process import prepare_process
 
 TEMPERATURE = 0.1
-SIDES = ("whole", "raycl-0", "raycl-1", "raycl-2", "gradcache", "sentence-transformers")
+SIDES = ("whole", "raycl-0", "raycl-1", "raycl-4", "gradcache", "sentence-transformers")
+EXACT_SIDES = {"exact": "whole", "exact-batchnorm": "whole-batchnorm"}  # in float64, for the errors
 BATCHNORM_SIDES = ("whole-batchnorm", "lockstep", "lockstep-milestones", "gradcache-batchnorm")
 
 
@@ -58,6 +60,17 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.normalize(self.layers(self.embedding(tokens)).mean(1), dim=1)
+
+
+class DoubleTower(nn.Module):
+    """A tower in float64 to the end; its own rows are float32."""
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.tower = tower.double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.normalize(self.tower.projection_head(self.tower.encoder(images)), dim=1)
 
 
 def build_network(name: str, *, batchnorm: bool) -> nn.Module:
@@ -89,7 +102,7 @@ def step_whole(network: nn.Module, query: Tensor, key: Tensor, _: int) -> float:
 
 
 def step_raycl(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int, **settings: Any) -> float:
-    embedding = accumulate(network, torch.cat([query, key]), chunk_size=2 * chunk_size, **settings)
+    embedding = accumulate(network, torch.cat([query, key]), chunk_size=chunk_size, **settings)
     loss = info_nce(*embedding.chunk(2), temperature=TEMPERATURE)
     loss.backward()
     return loss.item()
@@ -132,6 +145,8 @@ def step_sentence_transformers(network: nn.Module, query: Tensor, key: Tensor, c
 
 STEPS: dict[str, Step] = {
     "whole": step_whole,
+    "exact": step_whole,
+    "exact-batchnorm": step_whole,
     **{f"raycl-{kept}": partial(step_raycl, kept_chunks=kept) for kept in (0, 1, 2, 4)},
     "gradcache": step_gradcache,
     "sentence-transformers": step_sentence_transformers,
@@ -145,13 +160,19 @@ STEPS: dict[str, Step] = {
 def run_side(arguments: argparse.Namespace) -> None:
     """Take one step and print what it cost; runs in a process of its own."""
     prepare_process(1)
-    network = build_network(arguments.network, batchnorm=arguments.side in BATCHNORM_SIDES)
+    network = build_network(
+        arguments.network, batchnorm=arguments.side in (*BATCHNORM_SIDES, "exact-batchnorm")
+    )
     step = STEPS[arguments.side]
-    step(network, *make_rows(arguments.network, 4), 2)  # libraries and their buffers
-    network = build_network(arguments.network, batchnorm=arguments.side in BATCHNORM_SIDES)
+    step(copy.deepcopy(network), *make_rows(arguments.network, 4), 2)  # libraries and their buffers
     query, key = make_rows(arguments.network, arguments.batch_size)
+    if arguments.side in EXACT_SIDES:
+        network, query, key = DoubleTower(network), query.double(), key.double()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before, cpu, wall = read_status("VmRSS"), time.process_time(), time.perf_counter()
+    before = read_status("VmRSS")
+    step(copy.deepcopy(network), query, key, arguments.chunk_size)  # as training: the memory is there by then
+    torch.manual_seed(0)
+    cpu, wall = time.process_time(), time.perf_counter()
     value = step(network, query, key, arguments.chunk_size)
     cost = {
         "cpu_s": time.process_time() - cpu,
@@ -172,7 +193,10 @@ def measure(network: str, sides: list[str], arguments: argparse.Namespace) -> li
             for side in sides:
                 costs[side].append(_run_apart(network, side, Path(folder) / side, arguments))
                 print(".", end="", file=sys.stderr, flush=True)
-        gradients = {side: torch.load(Path(folder) / side) for side in sides}
+        gradients = {side: torch.load(Path(folder) / side).double() for side in sides}
+        for exact in {_reference(side) for side in sides} if network == "resnet" else ():
+            _run_apart(network, exact, Path(folder) / exact, arguments)
+            gradients[exact] = torch.load(Path(folder) / exact)
     print(file=sys.stderr)
     return [
         {
@@ -182,9 +206,7 @@ def measure(network: str, sides: list[str], arguments: argparse.Namespace) -> li
             "wall_s": summarize([each["wall_s"] for each in costs[side]]),
             "memory_mb": statistics.median(each["memory_mb"] for each in costs[side]),
             "value": costs[side][0]["value"],
-            "error": float(
-                (gradients[side] - gradients[_reference(side)]).norm() / gradients[_reference(side)].norm()
-            ),
+            "error": _error(gradients[side], gradients.get(_reference(side))),
         }
         for side in sides
     ]
@@ -201,19 +223,24 @@ def _run_apart(network: str, side: str, gradient: Path, arguments: argparse.Name
 
 
 def _reference(side: str) -> str:
-    return "whole-batchnorm" if side in BATCHNORM_SIDES else "whole"
+    return "exact-batchnorm" if side in BATCHNORM_SIDES else "exact"
+
+
+def _error(gradient: Tensor, exact: Tensor | None) -> float | None:
+    return None if exact is None else float((gradient - exact).norm() / exact.norm())
 
 
 def print_lines(lines: list[dict[str, Any]]) -> None:
     by_side = {line["side"]: line for line in lines}
     for line in lines:
-        reference = by_side[_reference(line["side"])]
+        reference = by_side[EXACT_SIDES[_reference(line["side"])]]
+        error = "" if line["error"] is None else f"{line['error']:.1e}"
         slower = line["cpu_s"]["median"] / reference["cpu_s"]["median"]
         share = line["memory_mb"] / reference["memory_mb"]
         print(
             f"{line['network']:<12} {line['side']:<22} {line['cpu_s']['median']:>7.2f} "
             f"({line['cpu_s']['min']:.2f}-{line['cpu_s']['max']:.2f}) {slower:>6.2f}x "
-            f"{line['memory_mb']:>8.0f} {share:>6.2f}x  {line['error']:>8.1e}  {line['value']:.5f}",
+            f"{line['memory_mb']:>8.0f} {share:>6.2f}x  {error:>8}  {line['value']:.5f}",
             flush=True,
         )
 

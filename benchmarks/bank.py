@@ -95,7 +95,7 @@ def batches(num_samples: int) -> Iterator[Views]:
 def measure_steps(method: str, bank: Bank, sample_id: np.ndarray, blocks: int, steps: int) -> dict[str, Any]:
     """Alternate blocks of steps between the two stores."""
     config = config_of(method)
-    tower = build.tower(config, build.encoder(config)).to(memory_format=torch.channels_last)
+    tower = build.tower(config, build.modality(config).encoder()).to(memory_format=torch.channels_last)
     learner = build.learner(config, tower, num_samples=len(sample_id))
     contrast = build.contrast(config, learner, num_samples=len(sample_id))
     stores = {

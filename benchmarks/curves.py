@@ -28,20 +28,39 @@ PANELS = {
 
 
 def draw(axes: Axes, lines: list[dict[str, Any]], figure: str, *, name: str, color: str) -> None:
-    """Draw one figure of one run."""
-    known = [line for line in lines if figure in line]
-    samples = [line["samples"] / 1e3 for line in known]
+    """Draw one figure of one run; after a rollback its line begins anew."""
     marker = "o-" if figure == "knn_top1" else "-"
-    axes.plot(samples, [line[figure] for line in known], marker, color=color, lw=1.2, ms=3.5, label=name)
-    stages = [line for line in known if "loss" in line]
+    for number, attempt in enumerate(_attempts(lines)):
+        known = [line for line in attempt if figure in line]
+        samples = [line["samples"] / 1e3 for line in known]
+        values = [line[figure] for line in known]
+        label = name if number == 0 else None
+        axes.plot(samples, values, marker, color=color, lw=1.2, ms=3.5, label=label)
+        _mark_collapse(axes, attempt, figure, color)
+    stages = [line for line in lines if "loss" in line]
     for before, after in itertools.pairwise(stages):
-        if after["stage"] != before["stage"]:
+        if after["stage"] > before["stage"]:
             axes.axvline(before["samples"] / 1e3, color=color, lw=0.7, ls="--", alpha=0.6)
-    for event in (line for line in lines if line.get("event") == "collapse"):
-        at = [line for line in known if line["samples"] <= event["samples"]][-1:]
-        axes.plot(
-            [each["samples"] / 1e3 for each in at], [each[figure] for each in at], "x", color=color, ms=9
-        )
+
+
+def _attempts(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Cut the lines where the run went back."""
+    attempts: list[list[dict[str, Any]]] = [[]]
+    for line in lines:
+        if line.get("event") == "rollback":
+            attempts.append([])
+        else:
+            attempts[-1].append(line)
+    return attempts
+
+
+def _mark_collapse(axes: Axes, attempt: list[dict[str, Any]], figure: str, color: str) -> None:
+    """Put a cross on the last value before a collapse was told."""
+    last = None
+    for line in attempt:
+        last = line if figure in line else last
+        if line.get("event") == "collapse" and last is not None:
+            axes.plot([last["samples"] / 1e3], [last[figure]], "x", color=color, ms=9)
 
 
 def main() -> None:

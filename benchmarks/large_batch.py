@@ -3,7 +3,7 @@
     python benchmarks/large_batch.py --data train.parquet test.parquet [--batch-size 65536] [--steps 3]
 
 The files' images are written to one Parquet file, again from the start until there are enough for a
-batch. `raycl train simclr` takes a few steps on it, one worker with all cores, GroupNorm; the step's
+batch. `raycl train simclr` takes a few steps on it, one worker with all cores, shuffled BatchNorm; the step's
 time is the median without the first, the memory the peak of each process of the run. Then the loss
 alone, forward and backward, in a process of its own and with as many threads: NT-Xent of that batch,
 and InfoNCE of 1,024 queries among 1,048,576 gathered keys, gradient for the keys included.
@@ -85,7 +85,9 @@ def train(data: str, folder: Path, options: argparse.Namespace) -> dict[str, Any
         {
             "workers": 1,
             "precision": "bfloat16",
-            "batchnorm": "group",
+            # Groups of a chunk, in random company: exact in chunks without waiting for one another.
+            "batchnorm": "shuffled",
+            "batchnorm_groups": options.batch_size // options.chunk_size,
             "encoder.name": "resnet10",
             "encoder.stem": "half",
             "encoder.width": 0.5,
@@ -144,7 +146,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", help="Parquet files with an image column")
     parser.add_argument("--batch-size", type=int, default=65_536)
     parser.add_argument("--chunk-size", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--loss", choices=["nt_xent", "info_nce"], help=argparse.SUPPRESS)
     return parser.parse_args()

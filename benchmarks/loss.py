@@ -1,9 +1,10 @@
-"""NT-Xent or the hinge, forward and backward: raycl beside lightly and the plain formula.
+"""A loss, forward and backward: raycl beside lightly, open_clip's way and the plain formula.
 
-    python benchmarks/loss.py [--loss hinge] [--json FILE] [--sizes 1024 4096] [--dims 128 512]
+    python benchmarks/loss.py [--loss hinge|bidirectional] [--json FILE] [--sizes 1024 4096] [--dims 128 512]
         [--memory-gb 20] [--quick]
 
-The hinge is that with the hardest negative in row and column; lightly has none.
+NT-Xent unless another is asked for. The hinge is that with the hardest negative in row and column;
+lightly has none. The bidirectional cross-entropy stands beside the arithmetic of open_clip's loss.
 
 Time: one process, one thread, the implementations take turns, so that a busy machine is unfair
 to none; the median of the process's CPU time (other programs do not count) and of the wall's.
@@ -28,13 +29,14 @@ import torch.nn.functional as F
 from measuring import describe_machine, read_status, summarize
 from torch import Tensor
 
-from raycl.losses import hinge, nt_xent
+from raycl.losses import bidirectional_cross_entropy, hinge, nt_xent
 
 TEMPERATURE, MARGIN = 0.1, 0.2
 # Matrices of [2 * batch, 2 * batch] float32 held at the peak, as measured at batch 4,096.
 MATRICES_HELD = {
     "nt_xent": {"raycl": 0.0, "lightly": 4.2, "plain": 3.3},
     "hinge": {"raycl": 0.0, "plain": 1.4},
+    "bidirectional": {"raycl": 0.0, "open_clip": 1.0, "plain": 1.0},
 }
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -55,16 +57,32 @@ def plain_hinge(query: Tensor, key: Tensor) -> Tensor:
     return sum(F.relu(MARGIN + each - similarity.diagonal()).mean() for each in hardest) / 2
 
 
+def plain_bidirectional(query: Tensor, key: Tensor) -> Tensor:
+    """Hold the whole matrix; one cross entropy over its rows, one over its columns."""
+    logits, own = query @ key.T / TEMPERATURE, torch.arange(len(query))
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+
+def open_clip_bidirectional(query: Tensor, key: Tensor) -> Tensor:
+    """Scale the rows and take a product for each direction, as open_clip does."""
+    own = torch.arange(len(query))
+    of_queries, of_keys = query / TEMPERATURE @ key.T, key / TEMPERATURE @ query.T
+    return (F.cross_entropy(of_queries, own) + F.cross_entropy(of_keys, own)) / 2
+
+
 def load(loss: str, name: str) -> Loss:
     """Return the implementation of that name."""
     if name == "raycl":
         ours = {
             "nt_xent": partial(nt_xent, temperature=TEMPERATURE),
             "hinge": partial(hinge, margin=MARGIN, hardest=True),
+            "bidirectional": partial(bidirectional_cross_entropy, temperature=TEMPERATURE),
         }
         return ours[loss]
     if name == "plain":
-        return {"nt_xent": plain, "hinge": plain_hinge}[loss]
+        return {"nt_xent": plain, "hinge": plain_hinge, "bidirectional": plain_bidirectional}[loss]
+    if name == "open_clip":
+        return open_clip_bidirectional
     try:
         from lightly.loss import NTXentLoss
     except ImportError:
@@ -148,7 +166,7 @@ def print_cell(rows: list[dict[str, Any]]) -> None:
     """Print one line per implementation, with its ratio to raycl."""
     own = rows[0]
     for row in rows:
-        label = f"{row['size']:>6} {row['dim']:>4} {row['name']:<8}"
+        label = f"{row['size']:>6} {row['dim']:>4} {row['name']:<9}"
         if "skipped" in row:
             print(f"{label} skipped: {row['skipped']}", flush=True)
             continue
@@ -189,7 +207,7 @@ def main() -> None:
         arguments.sizes, arguments.dims, arguments.repeats = [1024], [128], 3
     for name in MATRICES_HELD[arguments.loss]:
         load(arguments.loss, name)  # say at once if it is absent
-    print("  size  dim name     CPU ms (least-most)".ljust(52) + "  wall ms   time  memory MB  value")
+    print("  size  dim name      CPU ms (least-most)".ljust(52) + "  wall ms   time  memory MB  value")
     cells = []
     for size in arguments.sizes:
         for dim in arguments.dims:

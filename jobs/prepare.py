@@ -53,7 +53,7 @@ def pack(source: Source) -> ray.data.Dataset:
         for text in batch["piece"].to_pylist():
             for rows in described.read(Piece.from_json(text)):
                 columns = {
-                    "image": pa.array(rows.images, pa.binary()),
+                    "image": pa.array(rows.values["image"], pa.binary()),
                     "sample_id": rows.sample_id,
                     "path": rows.where,
                 }

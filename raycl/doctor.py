@@ -103,7 +103,7 @@ def _sample(source: Source) -> Finding:
     """Decode a few pieces spread over the set and count what is broken."""
     step = max(1, len(source.pieces) // NUM_PIECES)
     with open_logbook() as logbook:
-        decoder = Decoder(image_format=ImageFormat(size=32), logbook=logbook)
+        decoder = Decoder(formats={"image": ImageFormat(size=32)}, logbook=logbook)
         try:
             with own_errors():
                 decode_source(source, decoder, source.pieces[::step][:NUM_PIECES]).materialize()

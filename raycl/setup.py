@@ -53,7 +53,7 @@ def peek_image_size(source: Source) -> int:
     """Return the median shorter side of the first sound images, between 8 and 224 pixels."""
     sides = []
     for rows in islice(source.read(source.pieces[0]), 1):
-        for content in rows.images[:NUM_PEEKED]:
+        for content in rows.values["image"][:NUM_PEEKED]:
             try:
                 sides.append(min(image_sides(content)))
             except BrokenImageError:

@@ -14,7 +14,7 @@ from raycl.data.images import BrokenImageError, ImageFormat, image_sides
 from raycl.data.logbook import Logbook
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
-from raycl.data.rows import Rows
+from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import ROWS_A_PIECE, ColumnNames, Piece, find_source, stable_ids
 from raycl.errors import DataError
 
@@ -149,7 +149,7 @@ def test_pieces_cover_every_row_once_whatever_the_row_groups(tmp_path: Path, row
     source = find_source(str(tmp_path))
     rows = [row for piece in source.pieces for row in source.read(Piece.from_json(piece.to_json()))]
     assert np.concatenate([row.sample_id for row in rows]).tolist() == list(range(9_004))
-    contents = [content for row in rows for content in row.images]
+    contents = [content for row in rows for content in row.values["image"]]
     assert contents == [b"%d" % row for row in [*range(9_001), *range(3)]]
     assert max(piece.num_rows for piece in source.pieces) <= 2 * ROWS_A_PIECE
 
@@ -223,27 +223,27 @@ def rows_of(num_rows: int, size: int = 8) -> Rows:
     pixels = [bytes([row % 256]) * size * size for row in range(num_rows)]
     table = pa.table(
         {
-            "pixels": pa.array(pixels, pa.binary(size * size)),
-            "aspect": pa.array(np.ones(num_rows), pa.float32()),
+            "image.pixels": pa.array(pixels, pa.binary(size * size)),
+            "image.aspect": pa.array(np.ones(num_rows), pa.float32()),
             "sample_id": pa.array(np.arange(num_rows), pa.int64()),
             "label": pa.array(np.arange(num_rows) % 3, pa.int64()),
         }
     )
     # Several tables, one of them sliced and one empty, as Ray may hand them over.
-    return Rows([table.slice(0, 5), table.slice(5, 0), table.slice(5)], image_format)
+    return Rows([table.slice(0, 5), table.slice(5, 0), table.slice(5)], {"image": image_format})
 
 
 def test_rows_are_read_by_position_over_all_tables() -> None:
     batch = rows_of(20).take(np.array([19, 0, 5, 4]))
     assert batch.sample_id.tolist() == [19, 0, 5, 4]
-    assert batch.images[:, 0, 0, 0].tolist() == [19, 0, 5, 4]
+    assert pixels_of(batch).images[:, 0, 0, 0].tolist() == [19, 0, 5, 4]
     assert batch.label.tolist() == [1, 0, 2, 1]
 
 
 def test_chosen_rows_keep_their_pixels() -> None:
     chosen = rows_of(20).where(lambda ids: ids % 2 == 1)
     assert len(chosen) == 10
-    assert [batch.images[:, 0, 0, 0].tolist() for batch in chosen.batches(4)][2] == [17, 19]
+    assert [pixels_of(batch).images[:, 0, 0, 0].tolist() for batch in chosen.batches(4)][2] == [17, 19]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])

@@ -1,7 +1,7 @@
-"""Decoding by Ray Data tasks: pieces of a source in, tables of equal-sized pixels out."""
+"""Decoding by Ray Data tasks: pieces of a source in, tables of decoded rows out."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -10,10 +10,10 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
+from raycl.data.formats import BrokenValueError, Formats, store_all
 from raycl.data.holdout import Holdout
-from raycl.data.images import BrokenImageError, ImageFormat
 from raycl.data.logbook import NUM_EXAMPLES
-from raycl.data.sources import NO_LABEL, Piece, RawRows, Source, content_id, stable_ids
+from raycl.data.sources import NO_LABEL, ColumnNames, Piece, RawRows, Source, content_id, stable_ids
 from raycl.errors import DataError
 
 BLOCK_BYTES = 64 * 2**20
@@ -23,13 +23,13 @@ Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Turn raw rows into tables: ``pixels`` (bytes), ``aspect``, ``sample_id``, ``label``.
+    """Turn raw rows into tables: ``sample_id``, ``label``, and what the formats store by role.
 
-    A broken row is left out and counted by its cause in the logbook. Rows that ``keep`` refuses
+    A row with a broken value is left out and counted by its cause in the logbook. Rows that ``keep`` refuses
     are not decoded at all; of those decoded, ``count`` says which are counted (by default all).
     """
 
-    image_format: ImageFormat
+    formats: Formats
     logbook: Any
     holdout: Holdout | None = None
     keep: Keep | None = None
@@ -53,42 +53,42 @@ class Decoder:
         name = f"{piece}, to judge on" if self.count else piece
         # Waited for, so that whoever has the rows also finds the count of those that are missing.
         ray.get(self.logbook.add_rows.remote(name, num_rows, num_train, broken, examples[:NUM_EXAMPLES]))
-        yield pa.concat_tables(block or [self._table([], [], [], [])]).combine_chunks()
+        nothing = {role: [] for role in self.formats}
+        yield pa.concat_tables(block or [self._table(nothing, [], [])]).combine_chunks()
 
     def _decode(self, rows: RawRows, broken: Counter[str], examples: list[str]) -> pa.Table:
         wanted = _accepted(self.keep, rows.sample_id)
         counted = _accepted(self.count, rows.sample_id)
-        pixels: list[bytes] = []
-        aspects: list[float] = []
-        sound: list[int] = []
-        for index in np.flatnonzero(wanted).tolist():
-            try:
-                image, aspect = self.image_format.decode(rows.images[index])
-            except BrokenImageError as error:
-                if counted[index]:
-                    broken[str(error)] += 1
-                    examples.append(f"{rows.where[index]} ({error})")
-                continue
-            pixels.append(image.tobytes())
-            aspects.append(aspect)
-            sound.append(index)
-        return self._table(pixels, aspects, rows.sample_id[sound], rows.label[sound])
+        wanted = np.flatnonzero(wanted).tolist()
+        decoded = {
+            role: each.decode_all([rows.values[role][index] for index in wanted])
+            for role, each in self.formats.items()
+        }
+        sound: list[int] = []  # among those wanted
+        for place, index in enumerate(wanted):
+            error = _first_error(decoded, place)
+            if error is None:
+                sound.append(place)
+            elif counted[index]:
+                broken[str(error)] += 1
+                examples.append(f"{rows.where[index]} ({error})")
+        chosen = np.array(wanted, np.int64)[sound]
+        contents = {role: [values[place] for place in sound] for role, values in decoded.items()}
+        return self._table(contents, rows.sample_id[chosen], rows.label[chosen])
 
-    def _table(self, pixels: list[bytes], aspects: list[float], ids: Any, labels: Any) -> pa.Table:
-        row = pa.binary(self.image_format.size**2 * self.image_format.channels)
-        return pa.table(
-            {
-                "pixels": pa.array(pixels, row),
-                "aspect": pa.array(aspects, pa.float32()),
-                "sample_id": pa.array(ids, pa.int64()),
-                "label": pa.array(labels, pa.int64()),
-            }
-        )
+    def _table(self, contents: Mapping[str, Sequence[Any]], ids: Any, labels: Any) -> pa.Table:
+        numbers = {"sample_id": pa.array(ids, pa.int64()), "label": pa.array(labels, pa.int64())}
+        return pa.table(store_all(self.formats, contents) | numbers)
 
     def _count_train(self, table: pa.Table) -> int:
         if self.holdout is None:
             return table.num_rows
         return int(self.holdout.is_train(table["sample_id"].to_numpy()).sum())
+
+
+def _first_error(decoded: Mapping[str, Sequence[Any]], place: int) -> BrokenValueError | None:
+    values = [each[place] for each in decoded.values()]
+    return next((value for value in values if isinstance(value, BrokenValueError)), None)
 
 
 def _accepted(keep: Keep | None, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -123,29 +123,29 @@ def decode_source(
     return table.map_batches(read, batch_size=1, batch_format="pyarrow", zero_copy_batch=True)
 
 
-def decode_dataset(dataset: ray.data.Dataset, columns: Any, decoder: Decoder) -> ray.data.Dataset:
+def decode_dataset(dataset: ray.data.Dataset, columns: ColumnNames, decoder: Decoder) -> ray.data.Dataset:
     """Return the decoded rows of a user's own Ray Dataset.
 
-    Without an id column a row's id is the hash of its image, so equal images share one.
+    Without an id column a row's id is the hash of its contents, so equal rows share one.
     Raises ``DataError`` if a column is missing.
     """
     names = column_names(dataset)
-    for name in (columns.image, columns.label, columns.sample_id):
+    for name in (*columns.contents.values(), columns.label, columns.sample_id):
         if name is not None and name not in names:
             raise DataError(f"the dataset has no column {name!r}; it has {', '.join(names)}")
     label = columns.label or ("label" if "label" in names else None)
     sample_id = columns.sample_id or ("sample_id" if "sample_id" in names else None)
 
     def read(batch: Any) -> Any:
-        images = list(batch[columns.image])
+        values = {role: list(batch[name]) for role, name in columns.contents.items()}
         if label and batch[label].dtype.kind not in "iub":
             raise DataError(
                 f"labels must be integers, column {label!r} holds {batch[label].dtype}; map them first"
             )
-        ids = stable_ids(batch[sample_id].tolist()) if sample_id else _content_ids(images)
-        labels = batch[label].astype(np.int64) if label else np.full(len(images), NO_LABEL, np.int64)
+        ids = stable_ids(batch[sample_id].tolist()) if sample_id else _content_ids(values)
+        labels = batch[label].astype(np.int64) if label else np.full(len(ids), NO_LABEL, np.int64)
         where = [f"row with id {row_id}" for row_id in ids]
-        rows = RawRows(images=images, sample_id=ids, label=labels, where=where)
+        rows = RawRows(values=values, sample_id=ids, label=labels, where=where)
         yield from decoder.tables(f"ids {content_id(ids.tobytes())}", iter([rows]))
 
     return dataset.map_batches(read, batch_size=1_024, batch_format="numpy")
@@ -157,6 +157,12 @@ def column_names(dataset: ray.data.Dataset) -> list[str]:
     return list(schema.names) if schema is not None else []
 
 
-def _content_ids(images: list[Any]) -> NDArray[np.int64]:
-    contents = (image.tobytes() if isinstance(image, np.ndarray) else image or b"" for image in images)
-    return np.array([content_id(content) for content in contents], np.int64)
+def _content_ids(values: Mapping[str, Sequence[Any]]) -> NDArray[np.int64]:
+    rows = zip(*values.values(), strict=True)
+    return np.array([content_id(b"\0".join(map(_bytes_of, row))) for row in rows], np.int64)
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value.encode() if isinstance(value, str) else value or b""

@@ -1,20 +1,42 @@
 """Decoding: encoded bytes in, a square of uint8 pixels and the original aspect out."""
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+
+from raycl.data.formats import BrokenValueError
 
 Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large pictures, before they are decoded
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"})
 
 
-class BrokenImageError(ValueError):
-    """One image cannot be used; the text is its cause, the same for all images of that kind."""
+class BrokenImageError(BrokenValueError):
+    """One image cannot be used."""
+
+
+@final
+@dataclass(frozen=True)
+class Pixels:
+    """Decoded images [batch, size, size, channels] as uint8, and their original aspects [batch]."""
+
+    images: NDArray[np.uint8]
+    aspect: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.aspect)
+
+    def joined(self, other: Self) -> Self:
+        """Return these images with the other's after them."""
+        return type(self)(
+            np.concatenate([self.images, other.images]), np.concatenate([self.aspect, other.aspect])
+        )
 
 
 @final
@@ -57,12 +79,67 @@ class ImageFormat:
             truncated = "truncated" in str(error) or isinstance(error, EOFError)
             raise BrokenImageError("truncated image" if truncated else "undecodable image") from None
 
+    def decode_all(self, values: Sequence[Any]) -> list[tuple[NDArray[np.uint8], float] | BrokenImageError]:
+        """Return what ``decode`` makes of each value, or its error."""
+        return [self._decoded_or_error(value) for value in values]
+
+    def store(self, decoded: Sequence[tuple[NDArray[np.uint8], float]]) -> dict[str, pa.Array]:
+        """Return the columns ``pixels`` (bytes) and ``aspect``."""
+        return {
+            "pixels": pa.array([image.tobytes() for image, _ in decoded], pa.binary(self._num_bytes)),
+            "aspect": pa.array([aspect for _, aspect in decoded], pa.float32()),
+        }
+
+    def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> "StoredImages":
+        """Return the images of these columns, without a copy of their pixels."""
+        shape = (self.size, self.size, self.channels)
+        return StoredImages(
+            pixels=[_pixels(part.column(f"{prefix}pixels"), self._num_bytes, shape) for part in parts],
+            aspect=[part.column(f"{prefix}aspect").to_numpy() for part in parts],
+            shape=shape,
+        )
+
+    @property
+    def _num_bytes(self) -> int:
+        return self.size**2 * self.channels
+
+    def _decoded_or_error(self, value: Any) -> tuple[NDArray[np.uint8], float] | BrokenImageError:
+        try:
+            return self.decode(value)
+        except BrokenImageError as error:
+            return error
+
     def _fit(self, image: Image.Image) -> tuple[NDArray[np.uint8], float]:
         aspect = image.width / image.height
         image = _flatten(image, "L" if self.channels == 1 else "RGB")
         if image.size != (self.size, self.size):
             image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, reducing_gap=3.0)
         return np.asarray(image).reshape(self.size, self.size, self.channels), aspect
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoredImages:
+    """Images in the object store, as views of its memory; parts are Arrow's record batches."""
+
+    pixels: Sequence[NDArray[np.uint8]]
+    aspect: Sequence[NDArray[np.float32]]
+    shape: tuple[int, int, int]
+
+    def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> Pixels:
+        """Copy the images at these rows of these parts."""
+        images = np.empty((len(part), *self.shape), np.uint8)
+        aspect = np.empty(len(part), np.float32)
+        for index, (each, at) in enumerate(zip(part, row, strict=True)):
+            images[index], aspect[index] = self.pixels[each][at], self.aspect[each][at]
+        return Pixels(images, aspect)
+
+
+def _pixels(column: pa.Array, num_bytes: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    data = np.frombuffer(
+        column.buffers()[1], np.uint8, count=len(column) * num_bytes, offset=column.offset * num_bytes
+    )
+    return data.reshape(len(column), *shape)
 
 
 def image_sides(content: Any) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Decoded rows at hand: zero-copy views into the object store, read by position."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -8,18 +8,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raycl.data.images import ImageFormat
+from raycl.data.formats import Content, Formats, read_all
+from raycl.data.images import Pixels
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Images [batch, size, size, channels] as uint8, their ids, labels and original aspects."""
+    """The contents of some rows by role, such as ``image``, with the rows' ids and labels."""
 
-    images: NDArray[np.uint8]
+    contents: Mapping[str, Content]
     sample_id: NDArray[np.int64]
     label: NDArray[np.int64]
-    aspect: NDArray[np.float32]
     epoch: int = 0
 
     def __len__(self) -> int:
@@ -28,25 +28,22 @@ class Batch:
     def joined(self, other: "Batch") -> "Batch":
         """Return this batch's rows with the other's after them."""
         return Batch(
-            images=np.concatenate([self.images, other.images]),
+            contents={role: each.joined(other.contents[role]) for role, each in self.contents.items()},
             sample_id=np.concatenate([self.sample_id, other.sample_id]),
             label=np.concatenate([self.label, other.label]),
-            aspect=np.concatenate([self.aspect, other.aspect]),
             epoch=self.epoch,
         )
 
 
 @final
 class Rows:
-    """Rows of decoded tables in their order, without a copy of the pixels."""
+    """Rows of decoded tables in their order, without a copy of their contents."""
 
-    def __init__(self, tables: Sequence[pa.Table], image_format: ImageFormat) -> None:
+    def __init__(self, tables: Sequence[pa.Table], formats: Formats) -> None:
         parts = [part for table in tables for part in table.to_batches() if part.num_rows]
-        self._images = [_pixels(part, image_format) for part in parts]
-        self._shape = (image_format.size, image_format.size, image_format.channels)
-        self.sample_id = _column(parts, "sample_id", np.dtype(np.int64))
-        self.label = _column(parts, "label", np.dtype(np.int64))
-        self.aspect = _column(parts, "aspect", np.dtype(np.float32))
+        self._stored = read_all(formats, parts)
+        self.sample_id = _column(parts, "sample_id")
+        self.label = _column(parts, "label")
         sizes = [part.num_rows for part in parts]
         self._part = np.repeat(np.arange(len(parts)), sizes)
         self._row = np.concatenate([np.arange(size) for size in sizes] or [np.arange(0)])
@@ -56,14 +53,11 @@ class Rows:
 
     def take(self, positions: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Copy the rows at these positions into a batch."""
-        images = np.empty((len(positions), *self._shape), np.uint8)
-        for out, part, row in zip(images, self._part[positions], self._row[positions], strict=True):
-            out[...] = self._images[part][row]
+        part, row = self._part[positions], self._row[positions]
         return Batch(
-            images=images,
+            contents={role: stored.take(part, row) for role, stored in self._stored.items()},
             sample_id=self.sample_id[positions],
             label=self.label[positions],
-            aspect=self.aspect[positions],
             epoch=epoch,
         )
 
@@ -72,8 +66,8 @@ class Rows:
         positions = np.flatnonzero(keep(self.sample_id))
         positions = positions[np.argsort(self.sample_id[positions], kind="stable")]
         chosen = object.__new__(type(self))
-        chosen._images, chosen._shape = self._images, self._shape
-        for name in ("sample_id", "label", "aspect", "_part", "_row"):
+        chosen._stored = self._stored
+        for name in ("sample_id", "label", "_part", "_row"):
             setattr(chosen, name, getattr(self, name)[positions])
         return chosen
 
@@ -88,14 +82,12 @@ class Rows:
             yield self.take(np.arange(start, min(start + size, len(self))))
 
 
-def _pixels(part: pa.RecordBatch, image_format: ImageFormat) -> NDArray[np.uint8]:
-    column = part.column("pixels")
-    width = image_format.size**2 * image_format.channels
-    data = np.frombuffer(
-        column.buffers()[1], np.uint8, count=len(column) * width, offset=column.offset * width
-    )
-    return data.reshape(len(column), image_format.size, image_format.size, image_format.channels)
+def _column(parts: Sequence[pa.RecordBatch], name: str) -> NDArray[np.int64]:
+    return np.concatenate([part.column(name).to_numpy() for part in parts] or [np.empty(0)]).astype(np.int64)
 
 
-def _column(parts: Sequence[pa.RecordBatch], name: str, dtype: np.dtype) -> NDArray:
-    return np.concatenate([part.column(name).to_numpy() for part in parts] or [np.empty(0)]).astype(dtype)
+def pixels_of(batch: Batch) -> Pixels:
+    """Return the images of a batch that has some."""
+    pixels = batch.contents["image"]
+    assert isinstance(pixels, Pixels), "the role of an image holds images"
+    return pixels

@@ -3,9 +3,9 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -24,11 +24,18 @@ NO_LABEL = -1
 @final
 @dataclass(frozen=True, kw_only=True)
 class ColumnNames:
-    """Columns to read; ``None`` for a label or id that is not asked for by name."""
+    """Columns to read; ``None`` for contents that there are not, or a label or id not asked for by name."""
 
-    image: str = "image"
+    image: str | None = "image"
+    text: str | None = None
     label: str | None = None
     sample_id: str | None = None
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """The columns of contents by their role, which has the name of the field."""
+        named = {"image": self.image, "text": self.text}
+        return {role: name for role, name in named.items() if name is not None}
 
 
 @final
@@ -71,9 +78,9 @@ class Piece:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RawRows:
-    """Rows as they lie in the source: encoded images, ids, labels, and where each came from."""
+    """Rows as they lie in the source: values by role, ids, labels, and where each came from."""
 
-    images: list[Any]
+    values: Mapping[str, list[Any]]
     sample_id: NDArray[np.int64]
     label: NDArray[np.int64]
     where: list[str]
@@ -128,15 +135,16 @@ class Source:
                 images = list(pool.map(lambda path: _read_file(root / path), paths))
             ids = np.arange(start, start + len(paths), dtype=np.int64) + piece.first_id
             labels = np.array(piece.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
-            yield RawRows(images=images, sample_id=ids, label=labels, where=list(paths))
+            yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
     def _read_parquet(self, piece: Piece) -> Iterator[RawRows]:
-        names = [name for name in (self.columns.image, self.columns.label, self.columns.sample_id) if name]
+        contents = self.columns.contents
+        names = [name for name in (*contents.values(), self.columns.label, self.columns.sample_id) if name]
         with _open_parquet(piece.place) as file:
             for first, table in _row_range(file, piece.start, piece.stop, names):
                 position = np.arange(first, first + table.num_rows, dtype=np.int64)
                 yield RawRows(
-                    images=table[self.columns.image].to_pylist(),
+                    values={role: table[name].to_pylist() for role, name in contents.items()},
                     sample_id=self._ids(table, position - piece.start + piece.first_id),
                     label=self._labels(table),
                     where=[f"{piece.place.name} row {row}" for row in position],
@@ -305,19 +313,20 @@ def _look_at_parquet(place: Place) -> tuple[list[int], pa.Schema]:
 
 
 def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
-    asked = {"image": columns.image, "label": columns.label, "sample_id": columns.sample_id}
+    asked = {**columns.contents, "label": columns.label, "sample_id": columns.sample_id}
     for role, name in asked.items():
         if name is not None and name not in schema.names:
             raise DataError(
                 f"{place} has no column {name!r}; it has {', '.join(schema.names)}: "
                 f"name the right one with --set data.columns.{role}=NAME"
             )
-    kind = schema.field(columns.image).type
-    if not _is_bytes(kind):
-        raise DataError(
-            f"images must be encoded bytes, column {columns.image!r} of {place} holds {kind}; "
-            "name another with --set data.columns.image=NAME"
-        )
+    for role, name in columns.contents.items():
+        is_right, what = _KINDS[role]
+        if not is_right(schema.field(name).type):
+            raise DataError(
+                f"{what}, column {name!r} of {place} holds {schema.field(name).type}; "
+                f"name another with --set data.columns.{role}=NAME"
+            )
     label = columns.label or ("label" if "label" in schema.names else None)
     if label is not None and not _is_label(schema.field(label).type):
         raise DataError(
@@ -325,7 +334,7 @@ def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> Col
             "name another with --set data.columns.label=NAME"
         )
     sample_id = columns.sample_id or ("sample_id" if "sample_id" in schema.names else None)
-    return ColumnNames(image=columns.image, label=label, sample_id=sample_id)
+    return replace(columns, label=label, sample_id=sample_id)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -333,10 +342,21 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # of an empty file
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(values) or pa.types.is_large_string(values) or pa.types.is_null(values)
+
+
+# What the values of a role must be, and how that is said.
+_KINDS = {
+    "image": (_is_bytes, "images must be encoded bytes"),
+    "text": (_is_text, "texts must be strings"),
+}
+
+
 def _is_label(kind: pa.DataType) -> bool:
     values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = pa.types.is_string(values) or pa.types.is_large_string(values)
-    return is_text or pa.types.is_integer(values) or pa.types.is_boolean(values)
+    return _is_text(kind) or pa.types.is_integer(values) or pa.types.is_boolean(values)
 
 
 def _named_classes(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:

@@ -10,10 +10,10 @@ import ray
 from ray.train.collective import broadcast_from_rank_zero
 
 from raycl.data.decode import Decoder, decode_dataset, decode_source
-from raycl.data.images import ImageFormat
+from raycl.data.formats import Formats
 from raycl.data.order import Share
 from raycl.data.rows import Batch, Rows
-from raycl.data.sources import Source
+from raycl.data.sources import ColumnNames, Source
 
 OpenEpoch = Callable[[int], ray.data.Dataset]
 
@@ -29,7 +29,7 @@ class Stream:
     """
 
     open_epoch: OpenEpoch
-    image_format: ImageFormat
+    formats: Formats
     seed: int
     shuffle_rows: int
 
@@ -37,7 +37,7 @@ class Stream:
         """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this."""
         window = max(self.shuffle_rows // share.num_workers, share.local_batch_size)
         seed = (self.seed, epoch, share.rank)
-        shuffled = _shuffle(self._tables(share, epoch), self.image_format, window, seed)
+        shuffled = _shuffle(self._tables(share, epoch), self.formats, window, seed)
         for step, batch in enumerate(_rebatch(shuffled, share.local_batch_size, epoch)):
             if step >= start:
                 yield batch
@@ -66,7 +66,9 @@ def stream_source(
     return open_epoch
 
 
-def stream_dataset(dataset: ray.data.Dataset, columns: Any, decoder: Decoder, *, seed: int) -> OpenEpoch:
+def stream_dataset(
+    dataset: ray.data.Dataset, columns: ColumnNames, decoder: Decoder, *, seed: int
+) -> OpenEpoch:
     """Return how to open an epoch of a user's own Ray Dataset."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
@@ -79,7 +81,7 @@ def stream_dataset(dataset: ray.data.Dataset, columns: Any, decoder: Decoder, *,
 
 
 def _shuffle(
-    tables: Iterator[pa.Table], image_format: ImageFormat, window: int, seed: tuple[int, ...]
+    tables: Iterator[pa.Table], formats: Formats, window: int, seed: tuple[int, ...]
 ) -> Iterator[tuple[Rows, np.ndarray]]:
     """Yield windows of rows, each with the order to take them in."""
     held: list[pa.Table] = []
@@ -88,16 +90,14 @@ def _shuffle(
         held.append(table)
         num_held += table.num_rows
         if num_held >= window:
-            yield _window(held, image_format, (*seed, num_windows))
+            yield _window(held, formats, (*seed, num_windows))
             held, num_held, num_windows = [], 0, num_windows + 1
     if num_held:
-        yield _window(held, image_format, (*seed, num_windows))
+        yield _window(held, formats, (*seed, num_windows))
 
 
-def _window(
-    tables: list[pa.Table], image_format: ImageFormat, seed: tuple[int, ...]
-) -> tuple[Rows, np.ndarray]:
-    rows = Rows(tables, image_format)
+def _window(tables: list[pa.Table], formats: Formats, seed: tuple[int, ...]) -> tuple[Rows, np.ndarray]:
+    rows = Rows(tables, formats)
     return rows, np.random.default_rng(seed).permutation(len(rows))
 
 

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from raycl.data.rows import Rows
+from raycl.data.rows import Rows, pixels_of
 
 RIGHT, WRONG = "#1a9850", "#d73027"
 
@@ -50,15 +50,15 @@ def draw_neighbors(
     )
     asked = query_rows.take(queries)
     for row in range(len(queries)):
-        _show(figure.add_subplot(grid[row, 0]), asked.images[row], "black")
+        _show(figure.add_subplot(grid[row, 0]), pixels_of(asked).images[row], "black")
         for block, neighborhood in enumerate(neighborhoods):
             found = bank_rows.take(neighborhood.neighbors[row])
             for place in range(width):
                 axes = figure.add_subplot(grid[row, 2 + block * (width + 1) + place])
                 if found.label[place] == asked.label[row]:
-                    _show(axes, found.images[place], RIGHT)
+                    _show(axes, pixels_of(found).images[place], RIGHT)
                 else:
-                    _show(axes, found.images[place], WRONG)
+                    _show(axes, pixels_of(found).images[place], WRONG)
                     _cross_out(axes)  # not everybody tells green from red
     _write_titles(figure, grid, neighborhoods, width)
     stream = io.BytesIO()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycl.config import RunConfig
 from raycl.data.images import ImageFormat
-from raycl.data.rows import Rows
+from raycl.data.rows import Rows, pixels_of
 from raycl.demo.digits import ANGLES, CANVAS, write_digits
 from raycl.demo.picture import Neighborhood, draw_neighbors
 from raycl.errors import ConfigError
@@ -114,7 +114,7 @@ def _untrained(spec: EncoderSpec) -> ImageEncoder:
 
 def _encoded(name: str, encoder: ImageEncoder, train_rows: Rows, test_rows: Rows) -> Look:
     train, test = (
-        embed(encoder, (batch.images for batch in rows.batches(256)), encoder.prepare)
+        embed(encoder, (encoder.prepare(pixels_of(batch).images) for batch in rows.batches(256)))
         for rows in (train_rows, test_rows)
     )
     return Look(name=name, train=train, test=test)

@@ -11,7 +11,7 @@ from raycl.cluster import join_cluster, own_errors
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.logbook import ReadRows, open_logbook, rows_in
-from raycl.data.rows import Rows
+from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import ColumnNames, find_source
 from raycl.errors import ConfigError, StorageError
 from raycl.judging.embed import embed
@@ -27,20 +27,15 @@ class Embedder:
     """One actor of the pool: holds the encoder, turns decoded rows into representations."""
 
     def __init__(self, run: str, use_gpu: bool, network: nn.Module | None) -> None:
-        self._device = torch.device("cuda" if use_gpu else "cpu")
-        self._encoder = load_encoder(run, network=network).to(self._device)
-        self._format = image_format(self._encoder.spec)
+        self._encoder = load_encoder(run, network=network).to("cuda" if use_gpu else "cpu")
+        self._formats = {"image": image_format(self._encoder.spec)}
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return ``sample_id``, ``label`` and ``representation`` of decoded rows."""
-        rows = Rows([table], self._format)
+        rows = Rows([table], self._formats)
         width = self._encoder.spec.representation_dim
-        images = (batch.images for batch in rows.batches(BATCH_SIZE))
-        representation = (
-            embed(self._encoder, images, self._encoder.prepare, device=self._device)
-            if len(rows)
-            else torch.empty(0, width)
-        )
+        inputs = (self._encoder.prepare(pixels_of(batch).images) for batch in rows.batches(BATCH_SIZE))
+        representation = embed(self._encoder, inputs) if len(rows) else torch.empty(0, width)
         flat = pa.array(representation.numpy().reshape(-1), pa.float32())
         return pa.table(
             {
@@ -109,7 +104,9 @@ def embed_to_parquet(
     join_cluster(address, debug=debug)
     filesystem, path = place.resolve()
     with open_logbook() as logbook:
-        decoded = decode_source(source, Decoder(image_format=image_format(encoder.spec), logbook=logbook))
+        decoded = decode_source(
+            source, Decoder(formats={"image": image_format(encoder.spec)}, logbook=logbook)
+        )
         try:
             with own_errors(), ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
                 embedded = embed_dataset(decoded, run, gpu=gpu, network=network)

@@ -14,7 +14,7 @@ from raycl.data.decode import Decoder, decode_source
 from raycl.data.holdout import Holdout
 from raycl.data.images import ImageFormat
 from raycl.data.logbook import open_logbook, rows_in
-from raycl.data.rows import Rows
+from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import NO_LABEL, ColumnNames, Source, find_source
 from raycl.errors import DataError
 from raycl.inference.embedding import embed_dataset, image_format
@@ -81,7 +81,7 @@ def evaluate(
 
     def represent(name: str) -> LabeledSet:
         with open_logbook() as logbook:
-            decoder = Decoder(image_format=image_format(spec), logbook=logbook)
+            decoder = Decoder(formats={"image": image_format(spec)}, logbook=logbook)
             look = rows_read(logbook, sources[name].num_rows)
             with own_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
                 decoded = decode_source(sources[name], decoder)
@@ -163,7 +163,9 @@ def _pixel_floor(
 def raw_pixels(rows: Rows, *, channels: int, size: int) -> Tensor:
     """Return the pixels of all rows as float32 vectors [num_rows, channels * size**2]."""
     plain = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-    parts = [center_view(batch.images, size=size, **plain).flatten(1) for batch in rows.batches(1_024)]
+    parts = [
+        center_view(pixels_of(batch).images, size=size, **plain).flatten(1) for batch in rows.batches(1_024)
+    ]
     return torch.cat(parts)
 
 

@@ -25,8 +25,8 @@ def read_rows(
     source = find_source(source) if isinstance(source, str) else source
     join_cluster()
     with open_logbook() as logbook:
-        decoder = Decoder(image_format=image_format, logbook=logbook, keep=keep)
+        decoder = Decoder(formats={"image": image_format}, logbook=logbook, keep=keep)
         with own_errors(), ProgressLine(title, rows_read(logbook, source.num_rows), quiet=quiet):
             tables = fetch_tables(decode_source(source, decoder))
         rows_in(logbook).check(max_bad_fraction)
-    return Rows(tables, image_format)
+    return Rows(tables, {"image": image_format})

@@ -19,6 +19,7 @@ from raycl.settings import config_from_yaml
 from raycl.storage import Place, absolute
 from raycl.training import build
 from raycl.training.checkpoint import CHECKPOINTS, STATE
+from raycl.training.modality import ImageModality
 from raycl.training.resumption import CONFIG
 
 # Ray Train's own list of the checkpoints that are there whole.
@@ -43,7 +44,7 @@ class SavedTower:
         if it cannot be decoded.
         """
         try:
-            pixels, _ = build.image_format(self.config).decode(content)
+            pixels, _ = ImageModality(self.config).image_format().decode(content)
         except BrokenImageError as error:
             raise DataError(f"the image cannot be used: {error}; give a picture file") from error
         mean, std = self.config.normalization
@@ -61,7 +62,7 @@ def load_tower(run: str) -> SavedTower:
     output = Place(absolute(run))
     config = config_from_yaml((output / CONFIG).read_text(), name=(output / CONFIG).uri)
     checkpoint, state = _last_state(output)
-    tower = build.tower(config, build.encoder(config))
+    tower = build.tower(config, build.modality(config).encoder())
     try:
         return SavedTower(tower=_fill(tower, state).eval(), config=config, checkpoint=checkpoint)
     except (RuntimeError, KeyError) as error:

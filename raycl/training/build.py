@@ -8,17 +8,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from raycl.augment.images import ImageAugmentation
 from raycl.batchnorm import split_batchnorm, swap, synchronize
 from raycl.config import RunConfig, Stage
-from raycl.data.images import ImageFormat
 from raycl.data.sources import ColumnNames
 from raycl.distributed import all_sum, num_workers, rank
 from raycl.losses import NormalizingConstant
 from raycl.models.heads import build_projection_head
-from raycl.models.images import build_image_encoder, representation_dim
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.saved import OWN, EncoderSpec
 from raycl.models.towers import Tower
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
@@ -27,15 +23,10 @@ from raycl.negatives.bank_plan import BankPlan
 from raycl.optimizers import build_optimizer
 from raycl.training.contrast import Contrast, Hinge, InfoNce, Mixed, Nce, NtXent
 from raycl.training.learner import Learner, Manner
+from raycl.training.modality import ImageModality, Modality
 from raycl.training.monitor import CollapseMonitor, Limits
 from raycl.training.stores import BankStore, NoStore, QueueStore, Store
 from raycl.training.views import ViewMaker
-
-
-def image_format(config: RunConfig) -> ImageFormat:
-    """Return how images are decoded and stored."""
-    data = config.data
-    return ImageFormat(size=data.decoded_size, channels=data.channels, max_pixels=data.max_pixels)
 
 
 def column_names(config: RunConfig) -> ColumnNames:
@@ -43,44 +34,26 @@ def column_names(config: RunConfig) -> ColumnNames:
     return ColumnNames(**config.data.columns.model_dump())
 
 
-def augmentation(config: RunConfig) -> ImageAugmentation:
-    """Return the random view."""
-    settings = config.augment.model_dump(exclude={"mean", "std"})
-    mean, std = config.normalization
-    return ImageAugmentation(
-        size=config.data.image_size, channels=config.data.channels, mean=mean, std=std, **settings
-    )
+def modality(config: RunConfig) -> Modality:
+    """Return what the samples are."""
+    return ImageModality(config)
 
 
 def view_maker(config: RunConfig, device: torch.device) -> ViewMaker:
     """Return what draws the views: two, unless the key is a slot of a memory bank."""
     return ViewMaker(
-        augmentation=augmentation(config),
-        seed=config.seed,
+        drawing=modality(config).drawing(device),
         num_views=1 if config.key == "slot" else 2,
         device=device,
-    )
-
-
-def encoder(config: RunConfig) -> nn.Module:
-    """Return the encoder, untrained, the same for the same seed."""
-    torch.manual_seed(config.seed)
-    settings = config.encoder
-    return build_image_encoder(
-        settings.name,
-        image_size=config.data.image_size,
-        channels=config.data.channels,
-        stem=settings.stem,
-        width=settings.width,
-        arguments=settings.arguments,
     )
 
 
 def tower(config: RunConfig, network: nn.Module) -> Tower:
     """Return encoder and projection head with the BatchNorm cure in place."""
     torch.manual_seed(config.seed + 1)
-    dim = representation_dim(network, image_size=config.data.image_size, channels=config.data.channels)
-    head = build_projection_head(dim, **config.projection_head.model_dump())
+    head = build_projection_head(
+        modality(config).representation_dim(network), **config.projection_head.model_dump()
+    )
     whole = Tower(network, head)
     if config.batchnorm == "synchronized":
         synchronize(whole)
@@ -244,26 +217,6 @@ def meet(device: torch.device) -> None:
     """Wait until all workers are here; collective."""
     # Read on the host: nccl's calls return before the others have come.
     all_sum(torch.zeros(1, device=device)).item()
-
-
-def encoder_spec(config: RunConfig, network: nn.Module, *, own: bool = False) -> EncoderSpec:
-    """Return what must be known to load the encoder again; ``own`` if it cannot be built by name."""
-    mean, std = config.normalization
-    data = config.data
-    return EncoderSpec(
-        name=OWN if own else config.encoder.name,
-        stem=config.encoder.stem,
-        width=config.encoder.width,
-        arguments=config.encoder.arguments,
-        image_size=data.image_size,
-        channels=data.channels,
-        stored_size=data.decoded_size,
-        max_pixels=data.max_pixels,
-        mean=mean,
-        std=std,
-        representation_dim=representation_dim(network, image_size=data.image_size, channels=data.channels),
-        norm=config.batchnorm if config.batchnorm in ("layer", "group") else "batch",
-    )
 
 
 def optimizer(config: RunConfig, module: nn.Module) -> Optimizer:

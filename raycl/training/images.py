@@ -97,11 +97,11 @@ class Images:
                 ),
             )
             if self._source is not None
-            else stream_dataset(_given(self._dataset), self._config.data.columns, decoder, seed=seed)
+            else stream_dataset(_given(self._dataset), build.column_names(self._config), decoder, seed=seed)
         )
         return Stream(
             open_epoch=opened,
-            image_format=decoder.image_format,
+            formats=decoder.formats,
             seed=seed,
             shuffle_rows=self._config.data.shuffle_rows,
         )
@@ -109,11 +109,11 @@ class Images:
     def _decode(self, decoder: Decoder, pieces: tuple[Piece, ...] | None = None) -> ray.data.Dataset:
         if self._source is not None:
             return decode_source(self._source, decoder, pieces)
-        return decode_dataset(_given(self._dataset), self._config.data.columns, decoder)
+        return decode_dataset(_given(self._dataset), build.column_names(self._config), decoder)
 
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(
-            image_format=build.image_format(self._config),
+            formats=build.modality(self._config).formats(),
             logbook=self._logbook,
             holdout=self.holdout,
             keep=keep,

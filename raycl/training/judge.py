@@ -1,6 +1,6 @@
 """The periodic judge: weighted kNN on held-out rows while training goes on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from raycl.data.rows import Rows
+from raycl.data.rows import Batch, Rows
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
-from raycl.judging.embed import Prepare, embed
+from raycl.judging.embed import embed
 from raycl.judging.knn import knn_predict
 
 BATCH_SIZE = 256
@@ -20,11 +20,14 @@ BATCH_SIZE = 256
 @final
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Held-out labeled rows (``test``) and trained-on rows that vote over them (``bank``)."""
+    """Held-out labeled rows (``test``) and trained-on rows that vote over them (``bank``).
+
+    ``prepare`` turns rows into what the encoder takes, without any randomness.
+    """
 
     bank: Rows
     test: Rows
-    prepare: Prepare
+    prepare: Callable[[Batch], Tensor]
     k: int = 200
     temperature: float = 0.07
 
@@ -40,8 +43,8 @@ class Judge:
 
     def _encode(self, encoder: nn.Module, rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
         share = _own_share(len(rows))
-        images = (rows.take(part).images for part in _batches(share))
-        representation = embed(encoder, images, self.prepare, device=device)
+        inputs = (self.prepare(rows.take(part)) for part in _batches(share))
+        representation = embed(encoder, inputs)
         return representation.to(device), torch.from_numpy(rows.label[share]).to(device)
 
 

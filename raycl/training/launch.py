@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import ray
+import torch
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
@@ -80,14 +81,20 @@ def train(
     source = None if data is None else find_source(data, build.column_names(config))
     if source is not None:
         _check_size(config, source.num_rows)
-    build.augmentation(config)  # an impossible view or encoder is found here, not on the workers
-    if encoder is None:
-        build.tower(config, build.encoder(config))
+    _check_parts(config, encoder)
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
     with own_errors(), open_logbook() as logbook:
         return _Launch(config, place, encoder, logbook, quiet=quiet).run(data, source, dataset)
+
+
+def _check_parts(config: RunConfig, network: nn.Module | None) -> None:
+    """Find an impossible view or encoder here, not on the workers."""
+    modality = build.modality(config)
+    modality.drawing(torch.device("cpu"))
+    if network is None:
+        build.tower(config, modality.encoder())
 
 
 @final

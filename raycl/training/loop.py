@@ -9,7 +9,6 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raycl.augment.images import center_view
 from raycl.data.logbook import rows_in
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
@@ -56,18 +55,18 @@ class _Loop:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job, self._config, self._device = job, job.config, device
         self._is_writer = rank() == 0
-        image_format = build.image_format(job.config)
-        rows = Rows(ray.get(list(job.blocks)), image_format)
+        modality = build.modality(job.config)
+        rows = Rows(ray.get(list(job.blocks)), modality.formats())
         train_rows = rows.where(job.holdout.is_train)
         self._batches = job.stream or Shuffled(rows=train_rows, seed=job.config.seed)
-        self._judge = self._build_judge(rows)
         self._plans = stage_plans(job.config, num_train=job.num_train)
         self._num_steps = sum(plan.num_steps for plan in self._plans)
         self._momentum = momentum_schedule(job.config, self._plans)
         self._views = build.view_maker(job.config, device)
-        network = build.encoder(job.config) if job.network is None else job.network
+        self._judge = self._build_judge(rows)
+        network = modality.encoder() if job.network is None else job.network
         self._tower = build.tower(job.config, network).to(device).to(memory_format=torch.channels_last)
-        self._spec = build.encoder_spec(job.config, self._tower.encoder, own=job.network is not None)
+        self._spec = modality.spec(self._tower.encoder, own=job.network is not None)
         self._learner = build.learner(job.config, self._tower, num_samples=job.num_samples)
         check_equal(len(train_rows), "the number of training rows")
 
@@ -317,7 +316,6 @@ class _Loop:
     def _build_judge(self, rows: Rows) -> Judge | None:
         if not self._job.judged:
             return None
-        mean, std = self._config.normalization
         settings = self._config.evaluation
         bank = rows.where(self._job.holdout.is_bank).labeled()
         test = rows.where(self._job.holdout.is_test).labeled()
@@ -326,7 +324,7 @@ class _Loop:
         return Judge(
             bank=bank,
             test=test,
-            prepare=lambda images: center_view(images, size=self._config.data.image_size, mean=mean, std=std),
+            prepare=self._views.drawing.plain,
             k=settings.k,
             temperature=settings.temperature,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import torch
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.augment.images import ImageAugmentation, center_view
-from raycl.data.rows import Batch
+from raycl.data.rows import Batch, pixels_of
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Views:
-    """One or two views [local_batch, channels, size, size] of each image, and the images' ids.
+    """One or two views [local_batch, ...] of each sample, as its encoder takes them, and the samples' ids.
 
     ``sample_id`` lies with the views, ``ids`` are the same on the host; ``next_ids`` are those of
     this worker's next batch, or None where the epoch ends.
@@ -32,18 +32,58 @@ class Views:
         return len(self.ids)
 
     def both(self) -> Tensor:
-        """Return all views, [2 * local_batch, channels, size, size]: view_a's, then view_b's."""
+        """Return all views, [2 * local_batch, ...]: view_a's, then view_b's."""
         assert self.view_b is not None, "a method whose keys are views draws two"
         return torch.cat([self.view_a, self.view_b])
+
+
+class Drawing(Protocol):
+    """How the rows of a batch become what an encoder takes."""
+
+    def view(self, batch: Batch, number: int) -> Tensor:
+        """Return a random view of every row, a function of seed, epoch, sample and ``number``."""
+        ...
+
+    def plain(self, batch: Batch) -> Tensor:
+        """Return every row without any randomness, as the periodic judge sees it."""
+        ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ImageDrawing:
+    """Images: cropped, colored and blurred at random, or whole."""
+
+    augmentation: ImageAugmentation
+    seed: int
+    device: torch.device
+
+    def view(self, batch: Batch, number: int) -> Tensor:
+        """Return [batch, channels, size, size]."""
+        return self.augmentation(
+            self._images(batch),
+            batch.sample_id,
+            seed=self.seed,
+            epoch=batch.epoch,
+            view=number,
+            aspect=pixels_of(batch).aspect,
+        )
+
+    def plain(self, batch: Batch) -> Tensor:
+        """Return [batch, channels, size, size]."""
+        settings = self.augmentation
+        return center_view(self._images(batch), size=settings.size, mean=settings.mean, std=settings.std)
+
+    def _images(self, batch: Batch) -> Tensor:
+        return torch.from_numpy(pixels_of(batch).images).to(self.device, non_blocking=True)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ViewMaker:
-    """Draw the views of batches on a device; a function of seed, epoch, sample and view."""
+    """Draw the views of batches on a device."""
 
-    augmentation: ImageAugmentation
-    seed: int
+    drawing: Drawing
     num_views: int
     device: torch.device
 
@@ -56,24 +96,15 @@ class ViewMaker:
             batch = following
 
     def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return images [local_batch, channels, size, size] without any randomness, and their ids."""
-        images = torch.from_numpy(batch.images).to(self.device, non_blocking=True)
-        settings = self.augmentation
-        view = center_view(images, size=settings.size, mean=settings.mean, std=settings.std)
-        return view, torch.from_numpy(batch.sample_id).to(self.device)
+        """Return the rows [local_batch, ...] without any randomness, and their ids."""
+        return self.drawing.plain(batch), torch.from_numpy(batch.sample_id).to(self.device)
 
     def _draw(self, batch: Batch, next_ids: NDArray[np.int64] | None) -> Views:
-        images = torch.from_numpy(batch.images).to(self.device, non_blocking=True)
-        drawn = [self._view(images, batch, number) for number in range(self.num_views)]
+        drawn = [self.drawing.view(batch, number) for number in range(self.num_views)]
         return Views(
             view_a=drawn[0],
             view_b=drawn[1] if self.num_views == 2 else None,
             sample_id=torch.from_numpy(batch.sample_id).to(self.device),
             ids=batch.sample_id,
             next_ids=next_ids,
-        )
-
-    def _view(self, images: Tensor, batch: Batch, number: int) -> Tensor:
-        return self.augmentation(
-            images, batch.sample_id, seed=self.seed, epoch=batch.epoch, view=number, aspect=batch.aspect
         )
