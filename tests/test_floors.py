@@ -82,6 +82,18 @@ def test_the_ground_knows_neither_torch_nor_ray_and_mathematics_knows_no_ray(pat
 
 
 def test_data_tasks_do_not_pay_for_torch() -> None:
-    for name in ("decode", "images", "sources", "holdout", "logbook", "rows"):
+    names = (
+        "decode",
+        "formats",
+        "images",
+        "texts",
+        "tokenizer",
+        "tokens",
+        "sources",
+        "holdout",
+        "logbook",
+        "rows",
+    )
+    for name in names:
         packages = {module.split(".")[0] for module in modules_imported_by(PACKAGE / "data" / f"{name}.py")}
         assert "torch" not in packages

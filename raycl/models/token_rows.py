@@ -1,0 +1,76 @@
+"""Batches of tokens as encoders meet them: checked, and without the padding where it would cost time."""
+
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from raycl.errors import ConfigError
+
+PADDING = 0
+
+
+@final
+class TokenRows:
+    """Rows of tokens, one after the other as [num_real, ...] or one below the other as [batch, length, ...].
+
+    ``length`` is that of the longest row, however far the batch is padded.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        """``tokens`` [batch, length] whose last column is not padding in all rows."""
+        self.batch, self.length = tokens.shape
+        self.real = tokens != PADDING  # [batch, length]
+        # None if there is no padding at all: then both forms are views of each other.
+        index = self.real.flatten().nonzero().squeeze(1)
+        self._index = None if len(index) == tokens.numel() else index
+        self.tokens = self.packed(tokens)  # [num_real]
+
+    @classmethod
+    def checked(cls, tokens: Tensor, *, num_tokens: int, max_length: int) -> Self:
+        """Return the rows of a batch [batch, any length]; raises ``ConfigError`` for what cannot be one."""
+        if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+            raise ConfigError(
+                f"not a batch of tokens, came {tokens.dtype} {list(tokens.shape)}; "
+                "give int64 [batch, length] with at least one token"
+            )
+        # One message from the accelerator, not three.
+        place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        ends = ((tokens != PADDING) * place).amax()
+        least, greatest, length = torch.stack([tokens.amin(), tokens.amax(), ends]).tolist()
+        if least < 0 or greatest >= num_tokens:
+            raise ConfigError(
+                f"tokens from {least} to {greatest} came to an encoder of {num_tokens} tokens; "
+                "use the tokenizer that it was trained with"
+            )
+        if length > max_length:
+            raise ConfigError(
+                f"a row has {length} tokens, the encoder takes {max_length}; cut texts at max_length"
+            )
+        return cls(tokens[:, : max(length, 1)])
+
+    def packed(self, values: Tensor) -> Tensor:
+        """Return the real ones of values [batch, length, ...], [num_real, ...]."""
+        flat = values.flatten(0, 1)
+        return flat if self._index is None else flat.index_select(0, self._index)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return values [num_real, ...] at their places, [batch, length, ...], with zeros elsewhere."""
+        if self._index is not None:
+            zeros = values.new_zeros(self.batch * self.length, *values.shape[1:])
+            values = zeros.index_copy(0, self._index, values)
+        return values.unflatten(0, (self.batch, self.length))
+
+    def places(self) -> Tensor:
+        """Return the place of each token in its row, [num_real]."""
+        place = torch.arange(self.length, device=self.real.device)
+        return self.packed(place.expand(self.batch, -1))
+
+    def mask(self) -> Tensor | None:
+        """Return what attention may look at, [batch, 1, 1, length]; None if that is all."""
+        return None if self._index is None else self.real[:, None, None]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over each row's tokens, float32 [batch, dim], of values [num_real, dim]."""
+        total = self.spread(values.float()).sum(1)
+        return total / self.real.sum(1, keepdim=True).clamp(min=1)

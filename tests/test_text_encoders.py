@@ -1,0 +1,401 @@
+"""Text encoders: padding changes nothing and costs little, and what they compute is what is written."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raycl.accumulation import accumulate
+from raycl.errors import ConfigError
+from raycl.losses import nt_xent
+from raycl.models.bag_of_subwords import BagOfSubwords
+from raycl.models.text import build_text_encoder, text_representation_dim
+from raycl.models.text_transformer import TextTransformer
+from raycl.models.towers import Tower
+
+NUM_TOKENS, MAX_LENGTH = 50, 24
+SMALL = {"dim": 32, "hidden_dim": 64}
+KINDS: dict[str, dict[str, Any]] = {
+    "transformer": SMALL | {"num_layers": 3, "num_heads": 4},
+    "transformer, cls": SMALL | {"num_layers": 3, "num_heads": 4, "pooling": "cls"},
+    "bag_of_subwords": SMALL,
+    "bag_of_subwords, unweighted": SMALL | {"weighted": False},
+}
+
+
+def build(kind: str, **arguments: Any) -> nn.Module:
+    torch.manual_seed(0)
+    encoder = build_text_encoder(
+        kind.split(",")[0],
+        num_tokens=NUM_TOKENS,
+        max_length=MAX_LENGTH,
+        arguments=KINDS[kind] | arguments,
+    )
+    for parameter in encoder.parameters():  # weights far from those at the start, where much is alike
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return encoder
+
+
+def rows_of(*lengths: int, seed: int = 1) -> Tensor:
+    """Draw tokens [len(lengths), longest], padded with 0."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, NUM_TOKENS, (len(lengths), max(lengths)), generator=generator)
+    return tokens * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+# Padding
+
+
+def test_a_row_alone_is_the_row_beside_longer_ones(kind: str) -> None:
+    encoder, tokens = build(kind).eval(), rows_of(1, 5, 24, 2, 17, 5)
+    together = encoder(tokens)
+    for row, length, expected in zip(tokens, (1, 5, 24, 2, 17, 5), together, strict=True):
+        torch.testing.assert_close(encoder(row[None, :length])[0], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(encoder(row[None])[0], expected, rtol=0, atol=1e-6)
+
+
+def test_padding_gets_and_gives_no_gradient(kind: str) -> None:
+    tokens = rows_of(3, 9, 1)
+    gradients = []
+    for batch in (tokens, F.pad(tokens, (0, 7))):
+        encoder = build(kind, dropout=0.0)
+        encoder(batch).square().sum().backward()
+        gradients.append([each.grad for each in encoder.parameters()])
+        assert not encoder.token_embedding.weight.grad[0].any()  # pyright: ignore
+    for short, wide in zip(*gradients, strict=True):
+        torch.testing.assert_close(short, wide, rtol=1e-5, atol=1e-7)
+
+
+def test_layers_see_no_padding_and_attention_no_more_than_the_longest_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder, seen, attended = build("transformer"), [], []
+    for layer in encoder.layers:  # pyright: ignore
+        for part in (layer.ask, layer.mix, layer.widen, layer.narrow, layer.norm):
+            part.register_forward_hook(lambda _module, rows, _output: seen.append(len(rows[0])))
+    attend = F.scaled_dot_product_attention
+
+    def watched(query: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        attended.append(query.shape[2])
+        return attend(query, *others, **keywords)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    encoder(F.pad(rows_of(3, 11, 1), (0, 40)))
+    assert set(seen) == {15}
+    assert attended == [11, 11, 11]
+
+
+def test_a_row_of_padding_only_is_finite_and_leaves_the_others_alone(kind: str) -> None:
+    encoder, tokens = build(kind).eval(), rows_of(4, 6)
+    came = encoder(torch.cat([torch.zeros(1, 6, dtype=torch.int64), tokens]))
+    assert came.isfinite().all()
+    torch.testing.assert_close(came[1:], encoder(tokens), rtol=0, atol=1e-6)
+
+
+# What they compute
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_the_transformer_is_torchs_with_the_same_weights(pooling: str) -> None:
+    encoder = build("transformer", pooling=pooling, dropout=0.0)
+    assert isinstance(encoder, TextTransformer)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, F.gelu, batch_first=True, norm_first=True)
+    theirs = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(32), enable_nested_tensor=False)
+    for ours, copy in zip(encoder.layers, theirs.layers, strict=True):
+        renamed = {
+            "self_attn.in_proj_": ours.ask,
+            "self_attn.out_proj.": ours.mix,
+            "linear1.": ours.widen,
+            "linear2.": ours.narrow,
+            "norm1.": ours.attention_norm,
+            "norm2.": ours.norm,
+        }
+        copy.load_state_dict(
+            {
+                f"{name}{each}": getattr(part, each)
+                for name, part in renamed.items()
+                for each in ("weight", "bias")
+            }
+        )
+    theirs.norm.load_state_dict(encoder.norm.state_dict())  # pyright: ignore
+
+    tokens = rows_of(24, 3, 1, 10)
+    values = encoder.token_embedding(tokens) + encoder.position_embedding.weight[:24]
+    values = theirs(values, src_key_padding_mask=tokens == 0)
+    real = (tokens != 0)[:, :, None]
+    expected = values[:, 0] if pooling == "cls" else (values * real).sum(1) / real.sum(1)
+    torch.testing.assert_close(encoder(tokens), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_bag_is_the_weighted_mean_of_its_subwords_and_a_network(weighted: bool) -> None:
+    encoder = build("bag_of_subwords", weighted=weighted).eval()
+    assert isinstance(encoder, BagOfSubwords)
+    assert encoder.network is not None
+    for row in (rows_of(7)[0], rows_of(1)[0], torch.tensor([3, 3, 9])):
+        weights = torch.ones(NUM_TOKENS) if encoder.log_weights is None else encoder.log_weights.exp()
+        total = sum(weights[token] * encoder.token_embedding.weight[token] for token in row)
+        mean = encoder.norm(total / sum(weights[token] for token in row))
+        expected = mean + encoder.network(mean)
+        torch.testing.assert_close(encoder(row[None])[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_of_tokens_matters_to_the_transformer_alone() -> None:
+    tokens = rows_of(9, 9)
+    for kind, is_same in (("transformer", False), ("bag_of_subwords", True)):
+        encoder = build(kind).eval()
+        assert torch.allclose(encoder(tokens), encoder(tokens.flip(1)), atol=1e-5) == is_same
+
+
+def test_first_weights_are_where_the_weights_start_and_they_learn() -> None:
+    first = torch.linspace(0.5, 9.0, NUM_TOKENS).tolist()
+    encoder = build_text_encoder(
+        "bag_of_subwords", num_tokens=NUM_TOKENS, max_length=9, arguments={"first_weights": first, "dim": 8}
+    )
+    assert isinstance(encoder, BagOfSubwords)
+    assert encoder.log_weights is not None
+    torch.testing.assert_close(encoder.log_weights.exp(), torch.tensor(first))
+    tokens = rows_of(5, 3)
+    encoder(tokens)[:, 0].sum().backward()
+    assert encoder.log_weights.grad is not None
+    assert set(encoder.log_weights.grad.nonzero().flatten().tolist()) == set(tokens.flatten().tolist()) - {0}
+
+
+# Randomness and precision
+
+
+def test_evaluation_repeats_itself_to_the_bit_and_training_draws_anew(kind: str) -> None:
+    encoder, tokens = build(kind), rows_of(5, 24, 8)
+    assert not torch.allclose(encoder(tokens), encoder(tokens), atol=1e-3)
+    encoder.eval()
+    assert torch.equal(encoder(tokens), encoder(tokens))
+
+
+def test_the_transformer_drops_of_its_embeddings_too() -> None:
+    encoder, tokens = build("transformer"), rows_of(5, 24, 8)
+    for layer in encoder.layers:  # pyright: ignore
+        for part in (layer.mix, layer.narrow):
+            part.weight.data.zero_()
+            part.bias.data.zero_()
+    assert not torch.allclose(encoder(tokens), encoder(tokens), atol=1e-3)
+
+
+def test_the_same_random_state_gives_the_same_dropout(kind: str) -> None:
+    encoder, tokens = build(kind), rows_of(5, 24, 8)
+    came = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        came.append(encoder(tokens))
+    assert torch.equal(*came)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 8])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_batch_in_chunks_has_the_gradient_of_its_chunks_together(
+    kind: str, chunk_size: int, dropout: float
+) -> None:
+    tokens = rows_of(5, 24, 8, 1, 2, 3, 17, 4)
+    gradients = []
+    for embed in (
+        lambda tower: accumulate(tower, tokens, chunk_size=chunk_size),
+        lambda tower: torch.cat([tower(chunk) for chunk in tokens.split(chunk_size)]),
+    ):
+        encoder = build(kind, dropout=dropout)
+        tower = Tower(encoder, nn.Linear(32, 16))
+        tower.projection_head.load_state_dict({"weight": torch.eye(16, 32), "bias": torch.zeros(16)})
+        torch.manual_seed(5)
+        view_a, view_b = embed(tower).chunk(2)
+        nt_xent(view_a, view_b, temperature=0.1).backward()
+        gradients.append([each.grad for each in tower.parameters()])
+    for accumulated, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(accumulated, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_comes_close_and_trains(kind: str) -> None:
+    encoder, tokens = build(kind, dropout=0.0), rows_of(5, 24, 8)
+    exact = encoder(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = encoder(tokens)
+    assert not torch.equal(rough, exact)
+    assert F.cosine_similarity(rough.float(), exact).min() > 0.999
+    rough.float().square().sum().backward()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in encoder.parameters())
+
+
+# Building
+
+
+def test_a_built_encoder_takes_the_weights_of_another(kind: str) -> None:
+    first, second = build(kind).eval(), build(kind, dropout=0.3).eval()
+    for parameter in second.parameters():
+        parameter.data.add_(1.0)
+    second.load_state_dict(first.state_dict())
+    tokens = rows_of(5, 9)
+    assert torch.equal(first(tokens), second(tokens))
+
+
+def test_the_width_of_an_encoder_is_found_and_its_mode_stays(kind: str) -> None:
+    encoder = build(kind)
+    assert text_representation_dim(encoder) == 32
+    assert encoder.training
+
+
+def of_ones(*, num_tokens: int, max_length: int, width: int) -> nn.Module:
+    """Stand for a network of the user's own."""
+
+    class Ones(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return torch.full((len(tokens), width), num_tokens + max_length)
+
+    return Ones()
+
+
+def no_network(**_: Any) -> str:
+    return "a network"
+
+
+def test_an_encoder_of_the_users_own_gets_sizes_and_arguments() -> None:
+    encoder = build_text_encoder(f"{__name__}:of_ones", num_tokens=7, max_length=5, arguments={"width": 3})
+    assert torch.equal(encoder(torch.ones(2, 4, dtype=torch.int64)), torch.full((2, 3), 12))
+    assert text_representation_dim(encoder) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "match"),
+    [
+        (
+            "bert",
+            {},
+            "unknown encoder.name 'bert'; there are transformer, bag_of_subwords, transformers:PATH",
+        ),
+        ("no.such.module:build", {}, "cannot find encoder.name 'no.such.module:build'"),
+        (f"{__name__}:missing", {}, "cannot find encoder.name"),
+        (f"{__name__}:of_ones", {}, "cannot build encoder.name.*width.*check encoder.arguments"),
+        (f"{__name__}:no_network", {}, "must return a torch.nn.Module, came str"),
+        ("transformer", {"depth": 3}, "cannot build encoder.name 'transformer'.*depth"),
+        ("transformer", {"dim": 30, "num_heads": 4}, "dim=30, num_layers=4, num_heads=4"),
+        ("transformer", {"pooling": "max"}, "unknown pooling 'max'; give mean or cls"),
+        ("bag_of_subwords", {"dim": 0}, "dim=0"),
+        ("bag_of_subwords", {"first_weights": [1.0] * 9}, r"weights do not fit, came \[9\]"),
+        ("bag_of_subwords", {"first_weights": [0.0] * NUM_TOKENS}, "one positive number a token"),
+        ("transformers:/no/such/folder", {}, "there is no model at '/no/such/folder'"),
+    ],
+)
+def test_what_cannot_be_built_is_one_line(name: str, arguments: dict[str, Any], match: str) -> None:
+    if name.startswith("transformers:"):
+        pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=match) as caught:
+        build_text_encoder(name, num_tokens=NUM_TOKENS, max_length=9, arguments=arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_encoders_for_no_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'num_tokens': 0"):
+        build_text_encoder("transformer", num_tokens=0, max_length=9)
+
+
+@pytest.mark.parametrize(
+    ("network", "match"),
+    [
+        (nn.Embedding(9, 4), r"must return \[batch, dim\], came \[1, 1, 4\]; pool over its tokens"),
+        (nn.Linear(3, 3), r"does not take tokens int64 \[batch, length\]"),
+    ],
+)
+def test_a_network_of_another_form_has_no_width(network: nn.Module, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        text_representation_dim(network)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        (torch.tensor([[3, NUM_TOKENS]]), f"tokens from 3 to {NUM_TOKENS} came.*the tokenizer that it was"),
+        (torch.tensor([[3, -1]]), "tokens from -1 to 3"),
+        (torch.ones(2, MAX_LENGTH + 1, dtype=torch.int64), "25 tokens, the encoder takes 24; cut texts"),
+        (torch.ones(4, dtype=torch.int64), "not a batch of tokens, came torch.int64"),
+        (torch.ones(2, 3), "not a batch of tokens, came torch.float32"),
+        (torch.ones(2, 0, dtype=torch.int64), "at least one token"),
+    ],
+)
+def test_tokens_of_another_tokenizer_are_refused(kind: str, tokens: Tensor, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        build(kind)(tokens)
+
+
+# Hugging Face's models
+
+
+@pytest.fixture(scope="module", params=["bert", "roberta"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    configuration = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[request.param]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    path = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(
+        configuration(vocab_size=NUM_TOKENS, max_position_embeddings=40, **sizes)
+    )
+    model.save_pretrained(path)
+    return path
+
+
+def hugging_face(folder: Path, **arguments: Any) -> nn.Module:
+    return build_text_encoder(
+        f"transformers:{folder}", num_tokens=NUM_TOKENS, max_length=MAX_LENGTH, arguments=arguments
+    )
+
+
+def test_a_model_from_a_folder_is_the_mean_of_what_the_library_computes(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    padding = model.config.pad_token_id
+    encoder, tokens = hugging_face(folder).eval(), rows_of(6, 24, 1)
+    assert text_representation_dim(encoder) == 32
+    for row, length, came in zip(tokens, (6, 24, 1), encoder(tokens), strict=True):
+        # Its own numbers: padding and 0 have changed places.
+        own = torch.tensor([0 if token == padding else int(token) for token in row[:length]])
+        values = model(input_ids=own[None]).last_hidden_state[0]
+        torch.testing.assert_close(came, values.mean(0), rtol=0, atol=1e-6)
+        first = hugging_face(folder, pooling="cls").eval()(row[None])[0]
+        torch.testing.assert_close(first, values[0], rtol=0, atol=1e-6)
+
+
+def test_a_model_from_a_folder_trains_with_all_its_parameters(folder: Path) -> None:
+    encoder, tokens = hugging_face(folder), rows_of(6, 24, 1)
+    assert not torch.equal(encoder(tokens), encoder(tokens))
+    encoder(tokens).square().sum().backward()
+    assert all(each.grad is not None for each in encoder.parameters())
+
+
+def test_a_model_from_a_folder_may_begin_untrained(folder: Path) -> None:
+    trained, anew = hugging_face(folder), hugging_face(folder, pretrained=False)
+    assert [each.shape for each in trained.parameters()] == [each.shape for each in anew.parameters()]
+    assert not torch.allclose(trained.eval()(rows_of(6)), anew.eval()(rows_of(6)), atol=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [{"num_tokens": NUM_TOKENS + 1}, {"max_length": 41}])
+def test_a_model_from_a_folder_refuses_what_is_too_large_for_it(folder: Path, sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="knows 50 tokens and rows of 40.*tokenizer.json"):
+        build_text_encoder(f"transformers:{folder}", **({"num_tokens": NUM_TOKENS, "max_length": 9} | sizes))
+
+
+def test_a_missing_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"not installed; pip install 'raycl\[transformers\]'"):
+        hugging_face(tmp_path)
+
+
+def test_a_damaged_folder_is_said_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "no such kind"}')
+    with pytest.raises(ConfigError, match="cannot read the model at"):
+        hugging_face(tmp_path)

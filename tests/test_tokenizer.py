@@ -1,0 +1,379 @@
+"""Tokenizers: nothing is lost, nothing depends on other texts, and bad rows are told apart."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import time
+import unicodedata
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.feature_extraction.text import TfidfTransformer
+from tokenizers import Tokenizer as TheirTokenizer
+from tokenizers import models, pre_tokenizers, processors
+
+from raycl.data.tokenizer import BrokenTextError, Tokenizer, read_text, train_tokenizer
+from raycl.data.tokens import inverse_document_frequency, pad_tokens
+from raycl.errors import ConfigError, DataError
+from tests.texts import invented_texts
+
+TEXTS = invented_texts()
+
+# What byte-level cutting writes for each byte: the printable ones of Latin-1 stand for themselves.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
+SPACES = re.compile(r"[\s\x1c-\x1f]")  # some of which Python alone takes for spaces
+
+
+@pytest.fixture(scope="module", params=["bpe", "wordpiece"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return train_tokenizer(iter(TEXTS), vocabulary_size=1_000, lowercase=False, kind=request.param)
+
+
+@cache
+def names(tokenizer: Tokenizer) -> dict[int, str]:
+    """Give the name of each token, from the file alone."""
+    return {number: name for name, number in json.loads(tokenizer.to_json())["model"]["vocab"].items()}
+
+
+def spelled(tokenizer: Tokenizer, row: np.ndarray) -> str:
+    """Put the bytes of a row's tokens together, without the spaces before words."""
+    written = "".join(names(tokenizer)[number] for number in row.tolist()).replace("Ġ", "")
+    return bytes(BYTE_OF[character] for character in written).decode()
+
+
+# Training
+
+
+def test_the_same_texts_give_the_same_file_in_every_process() -> None:
+    code = (
+        "import hashlib\nfrom raycl.data.tokenizer import train_tokenizer\n"
+        "from tests.texts import invented_texts\n"
+        "for kind in ('bpe', 'wordpiece'):\n"
+        "    text = train_tokenizer(invented_texts(), vocabulary_size=1_000, kind=kind, cls=True).to_json()\n"
+        "    print(hashlib.sha256(text.encode()).hexdigest())\n"
+    )
+    came = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parent.parent,
+            env={"PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": parallel},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed, parallel in (("1", "false"), ("2", "true"))
+    ]
+    assert came[0] == came[1]
+    assert len(set(came[0].split())) == 2
+
+
+def test_special_tokens_have_the_first_numbers_and_every_byte_has_one(tokenizer: Tokenizer) -> None:
+    vocabulary = names(tokenizer)
+    assert [vocabulary[number] for number in range(5)] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert tokenizer.special_tokens == (0, 1, 2, 3, 4)
+    assert tokenizer.num_tokens == len(vocabulary) == 1_000
+    assert set(BYTE_OF) <= set(vocabulary.values())
+
+
+def test_common_words_become_few_tokens(tokenizer: Tokenizer) -> None:
+    text = " ".join(TEXTS)
+    (row,) = tokenizer.encode([text], len(text))
+    assert len(row) < len(text) / 3
+
+
+def test_both_kinds_have_one_vocabulary_and_differ_in_how_they_cut() -> None:
+    bpe, wordpiece = (
+        train_tokenizer(TEXTS, vocabulary_size=1_000, kind=kind) for kind in ("bpe", "wordpiece")
+    )
+    assert names(bpe) == names(wordpiece)
+    rows = zip(bpe.encode(TEXTS, 64), wordpiece.encode(TEXTS, 64), strict=True)
+    assert any(not np.array_equal(a, b) for a, b in rows)
+
+
+def test_lowercase_is_a_choice() -> None:
+    small, as_it_is = (train_tokenizer(TEXTS, vocabulary_size=300, lowercase=each) for each in (True, False))
+    for tokenizer, is_same in ((small, True), (as_it_is, False)):
+        upper, lower = tokenizer.encode(["BADA Dafi", "bada dafi"], 32)
+        assert np.array_equal(upper, lower) == is_same
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"kind": "unigram"}, "kind 'unigram'.*bpe or wordpiece"),
+        ({"vocabulary_size": 260}, "vocabulary_size 260.*at least 261"),
+    ],
+)
+def test_impossible_training_is_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        train_tokenizer(iter(TEXTS), **arguments)
+
+
+def test_training_needs_texts() -> None:
+    with pytest.raises(DataError, match="no texts"):
+        train_tokenizer(iter([]))
+
+
+def test_of_a_long_text_the_beginning_is_trained_on() -> None:
+    beginning = (" ".join(TEXTS) * 3)[:100_000]
+    whole, cut = (
+        train_tokenizer([text], vocabulary_size=400) for text in (beginning + " q" * 9_000, beginning)
+    )
+    assert whole.to_json() == cut.to_json()
+
+
+def test_training_cuts_what_has_no_spaces() -> None:
+    run = "badafi" * 500
+    spaced = " ".join(run[start : start + 64] for start in range(0, len(run), 64))
+    whole, cut = (train_tokenizer([text], vocabulary_size=400) for text in (run, spaced))
+    assert whole.to_json() == cut.to_json()
+
+
+def test_no_token_is_longer_than_16_characters() -> None:
+    tokenizer = train_tokenizer(["badafigakelimonupare ro"] * 50, vocabulary_size=400)
+    assert max(map(len, names(tokenizer).values())) <= 16
+
+
+# Texts to tokens
+
+CHARACTERS = st.characters(exclude_categories=("Cs", "Cn"))
+
+
+@given(text=st.text(CHARACTERS, max_size=300))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_the_tokens_of_any_text_spell_it(tokenizer: Tokenizer, text: str) -> None:
+    (row,) = tokenizer.encode([text], 10_000)
+    normal = SPACES.sub("", unicodedata.normalize("NFKC", text))
+    assert SPACES.sub("", spelled(tokenizer, row) if row.tolist() != [1] else "") == normal
+    assert len(row)
+    assert row.dtype == np.int32
+    assert row.min() > 0
+
+
+def test_long_words_are_spelled_as_well(tokenizer: Tokenizer) -> None:
+    for text in ("\u4f60\u597d\u4e16\u754c" * 30, "x" * 500, "\U0001f600" * 100, "a\u0301\u0323" * 90):
+        (row,) = tokenizer.encode([text], 10_000)
+        assert spelled(tokenizer, row) == unicodedata.normalize("NFKC", text)
+
+
+def test_a_text_does_not_depend_on_the_texts_beside_it(tokenizer: Tokenizer) -> None:
+    together = tokenizer.encode(TEXTS[:100], 24)
+    for text, row in zip(TEXTS[:100], together, strict=True):
+        assert np.array_equal(row, tokenizer.encode([text], 24)[0])
+
+
+@pytest.mark.parametrize("max_length", [1, 7, 40])
+def test_a_cut_row_is_the_beginning_of_the_whole(tokenizer: Tokenizer, max_length: int) -> None:
+    # The longest tokens make the text that has most characters a token.
+    longest = sorted((name for name in names(tokenizer).values() if name[0] == "Ġ"), key=len)[-1]
+    assert len(longest) > 14
+    texts = [" ".join(TEXTS), " ".join([longest[1:]] * 200), " ".join(["\u4f60" * 60, *TEXTS[:50]])]
+    for text in texts:
+        whole, cut = (tokenizer.encode([text], most)[0] for most in (100_000, max_length))
+        assert len(cut) == max_length
+        assert np.array_equal(cut, whole[:max_length])
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "ba " * 350_000, "\u4f60" * 10**6, " " * 10**6 + "ba"])
+def test_a_megabyte_takes_no_longer_than_its_beginning(tokenizer: Tokenizer, text: str) -> None:
+    started = time.perf_counter()
+    (row,) = tokenizer.encode([text], 128)
+    assert time.perf_counter() - started < 0.5
+    beginning = text.lstrip()[:3_000]
+    assert np.array_equal(row, tokenizer.encode([beginning], 128)[0])
+
+
+def test_names_of_special_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> None:
+    for text in ("[PAD]", "[CLS] ba [SEP]", "[UNK]", "[MASK][PAD]"):
+        (row,) = tokenizer.encode([text], 64)
+        assert not set(row.tolist()) & set(tokenizer.special_tokens)
+        assert spelled(tokenizer, row) == text.replace(" ", "")
+
+
+def test_an_empty_text_is_one_unknown_token(tokenizer: Tokenizer) -> None:
+    assert [row.tolist() for row in tokenizer.encode(["", " \n "], 8)] == [[1], [1]]
+
+
+def test_a_tokenizer_trained_with_cls_begins_each_text_with_it() -> None:
+    plain, with_cls = (train_tokenizer(TEXTS, vocabulary_size=500, cls=cls) for cls in (False, True))
+    for without, row in zip(plain.encode(TEXTS[:50], 15), with_cls.encode(TEXTS[:50], 16), strict=True):
+        assert row.tolist() == [2, *without.tolist()]
+    with pytest.raises(ConfigError, match="no room for a text, came 1"):
+        with_cls.encode(["ba"], 1)
+
+
+# Words
+
+
+def test_as_many_tokens_begin_a_word_as_there_are_words(tokenizer: Tokenizer) -> None:
+    text = "Bada bafi-dani, 4000mah (dsc-w120)!!! ba_fi " + " ".join(TEXTS[:40])
+    (row,) = tokenizer.encode([text], 10_000)
+    assert tokenizer.begins_word.shape == (tokenizer.num_tokens,)
+    assert tokenizer.begins_word[row].sum() == len(re.findall(r"\w+|[^\w\s]+", text))
+    assert tokenizer.begins_word[row[0]]
+
+
+def test_each_token_that_begins_a_chinese_character_begins_a_word() -> None:
+    tokenizer = train_tokenizer(["\u4f60\u597d\u4e16\u754c"] * 9 + TEXTS, vocabulary_size=600)
+    (row,) = tokenizer.encode(["\u4e16\u754c\u4f60"], 64)
+    assert 1 < tokenizer.begins_word[row].sum() <= 4
+
+
+# Files
+
+
+def test_a_tokenizer_comes_back_from_its_file_and_from_another_process(tokenizer: Tokenizer) -> None:
+    for again in (Tokenizer.from_json(tokenizer.to_json()), pickle.loads(pickle.dumps(tokenizer))):
+        assert again.to_json() == tokenizer.to_json()
+        assert again.fingerprint == tokenizer.fingerprint
+        for text in (*TEXTS[:20], "[PAD] [CLS]", ""):
+            assert np.array_equal(again.encode([text], 64)[0], tokenizer.encode([text], 64)[0])
+
+
+def test_fingerprints_tell_tokenizers_apart_and_overlook_how_the_file_is_written() -> None:
+    made = [
+        train_tokenizer(TEXTS, vocabulary_size=400),
+        train_tokenizer(TEXTS, vocabulary_size=401),
+        train_tokenizer(TEXTS, vocabulary_size=400, kind="wordpiece"),
+        train_tokenizer(TEXTS, vocabulary_size=400, cls=True),
+        train_tokenizer(TEXTS, vocabulary_size=400, lowercase=False),
+        train_tokenizer(TEXTS[::2], vocabulary_size=400),
+    ]
+    assert len({each.fingerprint for each in made}) == len(made)
+    turned_round = dict(reversed(json.loads(made[0].to_json()).items()))
+    written_otherwise = json.dumps(turned_round, indent=2, ensure_ascii=True)
+    assert Tokenizer.from_json(written_otherwise).fingerprint == made[0].fingerprint
+    assert re.fullmatch("[0-9a-f]{16}", made[0].fingerprint)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "no JSON", '{"version": "1.0", "model": {"type": "BPE"}}'])
+def test_a_damaged_file_is_one_line(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match="the tokenizer is damaged: .*; give the content of a tokenizer.json"
+    ):
+        Tokenizer.from_json(text)
+
+
+def like_roberta() -> TheirTokenizer:
+    """Build another's tokenizer whose padding is 1, and which closes each text."""
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    words = ["Ġ", "b", "a", "d", "f", "i", "Ġb", "Ġba"]
+    theirs = TheirTokenizer(
+        models.BPE(
+            {name: number for number, name in enumerate([*special, *words])},
+            [("Ġ", "b"), ("Ġb", "a")],
+            unk_token="<unk>",
+        )
+    )
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    theirs.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    theirs.add_special_tokens(special)
+    return theirs
+
+
+def test_anothers_tokenizer_gives_its_own_tokens_but_for_padding_which_becomes_0() -> None:
+    theirs = like_roberta()
+    ours = Tokenizer.from_json(theirs.to_str())
+    assert ours.special_tokens == (0, 1, 2, 3)
+    for max_length in (3, 5, 50):
+        theirs.enable_truncation(max_length)
+        for text in ("bada", "ba da fi ba", "zz", "ba " * 40):
+            expected = [{0: 1, 1: 0}.get(number, number) for number in theirs.encode(text).ids]
+            assert ours.encode([text], max_length)[0].tolist() == expected
+    begins = {name: bool(ours.begins_word[n]) for name, n in theirs.get_vocab().items() if n > 3}
+    assert {name for name, is_begin in begins.items() if is_begin} == {"Ġ", "Ġb", "Ġba"}
+
+
+def test_what_goes_on_with_a_word_is_marked_in_berts_tokenizers() -> None:
+    vocabulary = {"[PAD]": 0, "ba": 1, "##da": 2, "##fi": 3, "[UNK]": 4, "[CLS]": 5, "[SEP]": 6}
+    theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    theirs.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ours = Tokenizer.from_json(theirs.to_str())
+    (row,) = ours.encode(["badafi ba"], 9)
+    assert row.tolist() == [1, 2, 3, 1]
+    assert ours.begins_word[row].tolist() == [True, False, False, True]
+
+
+def test_a_word_whose_number_is_paddings_place_keeps_what_it_is() -> None:
+    vocabulary = {"Ġba": 0, "da": 1, "<unk>": 2, "<pad>": 3}
+    theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    theirs.add_special_tokens(["<pad>"])
+    ours = Tokenizer.from_json(theirs.to_str())
+    assert ours.encode(["bada"], 9)[0].tolist() == [3, 1]
+    assert ours.begins_word.tolist() == [False, False, False, True]
+    assert ours.special_tokens == (0,)
+
+
+def test_a_tokenizer_without_padding_is_refused() -> None:
+    theirs = TheirTokenizer(models.WordPiece({"[UNK]": 0, "ba": 1}, unk_token="[UNK]"))
+    with pytest.raises(ConfigError, match=r"no token \[PAD\] or <pad>"):
+        Tokenizer.from_json(theirs.to_str())
+
+
+# Bad rows
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (None, "missing value"),
+        (float("nan"), "missing value"),
+        ("", "empty text"),
+        (" \t\n\u00a0\u3000", "empty text"),
+        (b"", "empty text"),
+        (b"ba\xff", "invalid UTF-8"),
+        ("ba\ud800", "invalid UTF-8"),
+        (3, "int in place of a text"),
+        (1.5, "float in place of a text"),
+        (["ba"], "list in place of a text"),
+        (BrokenTextError("no such file"), "no such file"),
+    ],
+)
+def test_a_broken_text_says_why(value: Any, cause: str) -> None:
+    with pytest.raises(BrokenTextError, match=f"^{cause}$"):
+        read_text(value)
+
+
+@pytest.mark.parametrize("value", ["ba", " ba ", "b\u00e4", "\x00", "\u200b", "0", "x" * 10**6, "\U0001f600"])
+def test_a_sound_text_comes_back_as_it_is_from_strings_and_bytes(tokenizer: Tokenizer, value: str) -> None:
+    assert read_text(value) == value
+    assert read_text(value.encode()) == value
+    assert tokenizer.encode([value], 4)[0].min() > 1
+
+
+# Batches
+
+
+def test_padding_is_at_the_end_and_as_short_as_the_longest_row_allows(tokenizer: Tokenizer) -> None:
+    rows = tokenizer.encode(TEXTS[:30], 20)
+    batch = pad_tokens(rows)
+    assert batch.dtype == np.int64
+    assert batch.shape == (30, max(map(len, rows)))
+    for padded, row in zip(batch, rows, strict=True):
+        assert padded[: len(row)].tolist() == row.tolist()
+        assert not padded[len(row) :].any()
+    assert pad_tokens([]).shape == (0, 0)
+
+
+def test_document_frequencies_are_those_of_scikit_learn(tokenizer: Tokenizer) -> None:
+    rows = tokenizer.encode(TEXTS[:200], 64)
+    counts = np.stack([np.bincount(row, minlength=tokenizer.num_tokens) for row in rows])
+    expected = TfidfTransformer().fit(counts).idf_
+    came = inverse_document_frequency(iter(rows), tokenizer.num_tokens)
+    assert came.dtype == np.float32
+    np.testing.assert_allclose(came, expected, rtol=1e-6)
+    common = np.argsort(counts.sum(0))[::-1]
+    assert all(came[a] <= came[b] for a, b in pairwise(common[[0, len(common) // 4, -1]]))
