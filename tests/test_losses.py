@@ -1,7 +1,7 @@
 """The losses: the fused core against the formula written plainly in float64."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl.errors import ConfigError
-from raycl.losses import nt_xent, tiled
+from raycl.losses import info_nce, nt_xent, tiled
 
 TEMPERATURES = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005)
 SIZES = ((1, 3), (2, 5), (3, 2), (7, 3), (256, 8), (257, 17), (515, 33))
@@ -394,3 +395,26 @@ def test_impossible_input_is_refused_with_what_came_and_what_to_do(
     arguments = {"view_a": ROWS, "view_b": ROWS, "temperature": 0.1} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         nt_xent(**arguments)
+
+
+@pytest.mark.parametrize("loss", [nt_xent, info_nce])
+def test_no_weight_is_a_number_too_small_for_full_speed(loss: Callable[..., Tensor]) -> None:
+    # At 0.01 and with pairs that nearly agree, most weights are below 2**-126: as fast as any other
+    # number only if they are 0.
+    smallest = torch.finfo(torch.float32).tiny
+    seen: list[Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if "exp2" in str(function):
+                weights = kwargs["out"] if kwargs and "out" in kwargs else out
+                seen.append(((weights > 0) & (weights < smallest)).sum())
+            return out
+
+    query = F.normalize(torch.randn(300, 64, generator=torch.Generator().manual_seed(0)), dim=1)
+    key = F.normalize(query + 0.001 * torch.randn(300, 64, generator=torch.Generator().manual_seed(1)), dim=1)
+    with Watch():
+        loss(query.requires_grad_(), key, temperature=0.01)
+    assert seen
+    assert sum(seen) == 0

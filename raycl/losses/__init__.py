@@ -1,9 +1,19 @@
 """Contrastive losses: tensors in, a scalar out; they know no ranks and hold no B x B."""
 
+from raycl.losses.bidirectional import bidirectional_cross_entropy
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import nce, noise_mass, proximal_term
 from raycl.losses.normalizer import NormalizingConstant
 from raycl.losses.nt_xent import nt_xent
 
-__all__ = ["NormalizingConstant", "hinge", "info_nce", "nce", "noise_mass", "nt_xent", "proximal_term"]
+__all__ = [
+    "NormalizingConstant",
+    "bidirectional_cross_entropy",
+    "hinge",
+    "info_nce",
+    "nce",
+    "noise_mass",
+    "nt_xent",
+    "proximal_term",
+]

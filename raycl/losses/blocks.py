@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raycl.losses.rectangle import Block, Side, Strip, bound_logits
-from raycl.losses.tiled import STRIP_ROWS, Softmax, product, spans
+from raycl.losses.tiled import STRIP_ROWS, Softmax, flush, product, spans
 
 
 @final
@@ -65,7 +65,7 @@ def add_column_gradient(
         query = columns[span] * scale
         # No logit exceeds its row's logsumexp: nothing here can overflow.
         for _, theirs, tile in rows.tiles(query, span, diagonals=diagonals, bias=-logsumexp):
-            gradient[span] += product(tile.exp2_(), theirs.T)
+            gradient[span] += product(flush(tile).exp2_(), theirs.T)
 
 
 def subtract_positives(gradient: Tensor, rows: Tensor, missing: Tensor, sides: tuple[Side, ...]) -> None:

@@ -17,6 +17,7 @@ from raycl.losses.tiled import (
     Gradients,
     Softmax,
     finish,
+    flush,
     fused,
     has_duplicates,
     mask_diagonals,
@@ -166,8 +167,8 @@ class _SquareWalk:
             share = (self._bound - logsumexp).exp2_()
             torch.add(share[across, None], share[down], out=other)
             return tile.sub_(self._bound).exp2_().mul_(other)
-        torch.sub(tile, logsumexp[down], out=other)
-        return tile.sub_(logsumexp[across, None]).exp2_().add_(other.exp2_())
+        flush(torch.sub(tile, logsumexp[down], out=other))
+        return flush(tile.sub_(logsumexp[across, None])).exp2_().add_(other.exp2_())
 
     def _logits(self, across: slice, down: slice) -> Tensor:
         tile = product(self._rows[across] * self._scale, self._rows[down])
@@ -183,7 +184,7 @@ class _SquareWalk:
 def _add_sums(tile: Tensor, shift: Tensor, total: Tensor) -> None:
     """Add each row's sum of 2**logits to total * 2**shift; the shift follows the maximum."""
     peak = torch.maximum(shift, tile.amax(1))
-    total.mul_((shift - peak).exp2_()).add_((tile - peak[:, None]).exp2_().sum(1))
+    total.mul_((shift - peak).exp2_()).add_(flush(tile - peak[:, None]).exp2_().sum(1))
     shift.copy_(peak)
 
 

@@ -14,6 +14,7 @@ from raycl.losses.tiled import (
     Gradients,
     Softmax,
     finish,
+    flush,
     longest,
     mask_diagonals,
     product,
@@ -193,7 +194,7 @@ class Strip:
         if self._pull is not None:
             self._pull *= ratio[:, None]
         self._shift = peak
-        tile.sub_(peak[:, None])
+        flush(tile.sub_(peak[:, None]))
 
 
 def bound_logits(rows: Tensor, longest_column: Tensor, scale: Tensor) -> Tensor | None:

@@ -125,3 +125,8 @@ def temperature_gradient(
     if not temperature.requires_grad:
         return None
     return (gradient * rows).sum() * (-share / temperature)
+
+
+def flush(logits: Tensor) -> Tensor:
+    """Rule out, in place, whose 2**logit would be no normal number: arithmetic on those takes 50 times as long."""
+    return torch.threshold_(logits, -SAFE_SPREAD, -math.inf)

@@ -1,0 +1,82 @@
+"""Candidates that make a pair with a row somewhere in the batch, and so are no negatives of it."""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from raycl.losses.tiled import STRIP_ROWS, spans
+
+
+@final
+class KnownPairs:
+    """Know which columns make a pair with which rows: mostly few, so they are listed by strip.
+
+    Row id r and column id c make a pair if any of the given pairs is (r, c). So a row's masked
+    columns are those with its own positive's id, those whose own row has its id, and those with the
+    id of any other positive of its id.
+    """
+
+    def __init__(
+        self,
+        pairs: tuple[Tensor, Tensor],
+        row_ids: Tensor,
+        column_ids: Tensor,
+        *,
+        holds_positives: bool = False,
+    ) -> None:
+        """Take pairs of ids [num_pairs], row_ids [num_rows], column_ids [num_columns], all int64.
+
+        holds_positives: whether row i and column i are a pair, which needs no mask.
+        """
+        left, right = _distinct(*pairs)
+        ordered, self._by_id = column_ids.sort()
+        # Columns of an id stand together there, and pairs of a row's id among the distinct ones.
+        self._first_column, self._num_columns = _find(ordered, right)
+        self._first_pair, self._num_pairs = _find(left, row_ids)
+        before = _before(self._num_columns)
+        num_places = before[self._first_pair + self._num_pairs] - before[self._first_pair]
+        totals = torch.stack([self._num_pairs, num_places, num_places - int(holds_positives)])
+        # Asked once: a question at each strip would halt an accelerator.
+        strips = list(spans(0, len(row_ids), STRIP_ROWS))
+        sums = torch.stack([totals[:, strip].sum(1) for strip in strips]).tolist()
+        self._totals = dict(zip([strip.start for strip in strips], sums, strict=True))
+
+    def mask(self, strip: slice) -> Tensor | None:
+        """Return which columns are no negatives of the rows of a strip, [strip, num_columns]; None if none is."""
+        num_pairs, num_places, num_masked = self._totals[strip.start]
+        if num_masked == 0:
+            return None
+        row, pair = _expand(self._first_pair[strip], self._num_pairs[strip], num_pairs)
+        which, place = _expand(self._first_column[pair], self._num_columns[pair], num_places)
+        mask = torch.zeros(strip.stop - strip.start, len(self._by_id), dtype=torch.bool, device=row.device)
+        mask.view(-1).index_fill_(0, row[which] * mask.shape[1] + self._by_id[place], True)
+        return mask
+
+
+def _distinct(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each pair once, in order of the left."""
+    order = right.argsort()
+    order = order[left[order].argsort(stable=True)]
+    left, right = left[order], right[order]
+    is_new = torch.ones_like(left, dtype=torch.bool)
+    is_new[1:] = (left[1:] != left[:-1]) | (right[1:] != right[:-1])
+    return left[is_new], right[is_new]
+
+
+def _find(ordered: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each value begins in ``ordered``, and how often it is there."""
+    first = torch.searchsorted(ordered, values)
+    return first, torch.searchsorted(ordered, values, right=True) - first
+
+
+def _before(counts: Tensor) -> Tensor:
+    """Return how many come before each, and before the end, [len(counts) + 1]."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _expand(first: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Write ranges out: the number of the range, and the place in it, of each of ``total`` places."""
+    owner = torch.repeat_interleave(counts, output_size=total)
+    within = torch.arange(total, device=counts.device) - _before(counts)[owner]
+    return owner, first[owner] + within

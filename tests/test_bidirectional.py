@@ -1,0 +1,733 @@
+"""The symmetric cross-entropy in tiles against the formula written plainly in float64."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raycl.errors import ConfigError
+from raycl.losses import bidirectional_cross_entropy, info_nce, tiled
+from raycl.losses.known_pairs import KnownPairs
+from tests.test_info_nce import make_rows
+from tests.test_losses import Recorder, assert_close, leaves, make_views, tolerance_at, value_and_gradients
+from tests.test_losses import one_thread as one_thread
+
+TEMPERATURES = (1.0, 0.2, 0.07, 0.03, 0.01)
+COMPANIONS = ("query_id", "key_id", "key_log_frequency")
+
+
+def are_pairs(query_id: Tensor, candidate_id: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Say of each query and candidate whether the batch has a pair of their ids, [queries, candidates]."""
+    of_query = query_id[:, None] == batch["query_id"]
+    of_candidate = candidate_id[:, None] == batch["key_id"]
+    return of_query.double() @ of_candidate.double().T > 0  # how many pairs are of both
+
+
+def plain_bidirectional(
+    queries: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    negatives: Tensor,
+    *,
+    own: slice = slice(None),
+    query_id: Tensor | None = None,
+    key_id: Tensor | None = None,
+    negative_id: Tensor | None = None,
+    key_log_frequency: Tensor | None = None,
+    negative_log_frequency: Tensor | None = None,
+) -> Tensor:
+    """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
+    pair = torch.arange(len(keys))
+    ids = {
+        "query_id": pair if query_id is None else query_id,
+        "key_id": pair if key_id is None else key_id,
+    }
+    false = are_pairs(ids["query_id"], ids["key_id"], ids) & ~torch.eye(len(keys), dtype=torch.bool)
+    false_negatives = torch.zeros(len(keys), len(negatives), dtype=torch.bool)
+    if negative_id is not None:
+        false_negatives = are_pairs(ids["query_id"], negative_id, ids)
+    similarity, others = queries @ keys.T / temperature, queries @ negatives.T / temperature
+    off = 0.0 if key_log_frequency is None else key_log_frequency.double()
+    off_negatives = 0.0 if negative_log_frequency is None else negative_log_frequency.double()
+    forth = torch.cat([similarity - off, others - off_negatives], 1)
+    forth = forth.masked_fill(torch.cat([false, false_negatives], 1), -torch.inf)
+    back = similarity.T.masked_fill(false.T, -torch.inf)
+    return (F.cross_entropy(forth[own], pair[own]) + F.cross_entropy(back[own], pair[own])) / 2
+
+
+@contextlib.contextmanager
+def tiny_tiles() -> Iterator[None]:
+    """Cut even a few rows into several tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raycl.losses.directions.tile_size", lambda rows: 2)
+        for room in ("both_ways", "known_pairs"):
+            patch.setattr(f"raycl.losses.{room}.STRIP_ROWS", 3)
+        yield
+
+
+def compare_with_plain(
+    queries: Tensor,
+    keys: Tensor,
+    temperature: float,
+    negatives: Tensor,
+    *,
+    dtype: torch.dtype = torch.float64,
+    own: slice | None = None,
+    **companions: Tensor,
+) -> Tensor:
+    """Hold value and all four gradients of one worker against the plain formula; return its value."""
+    inputs = leaves(queries, keys, torch.tensor(temperature), negatives, dtype=dtype)
+    exact = leaves(*inputs, dtype=torch.float64)
+    mine = slice(0, len(queries)) if own is None else own
+    true = plain_bidirectional(*exact, own=mine, **companions)
+    arguments: dict[str, Any] = dict(companions)
+    if own is not None:
+        arguments |= {"gathered_query": inputs[0], "gathered_key": inputs[1], "offset": own.start}
+        for name in COMPANIONS:
+            if name in companions:
+                arguments |= {name: companions[name][own], f"gathered_{name}": companions[name]}
+    ours = bidirectional_cross_entropy(
+        inputs[0][mine], inputs[1][mine], temperature=inputs[2], negatives=inputs[3], **arguments
+    )
+    assert ours.dtype == dtype
+    tolerance, floor = tolerance_at(temperature), 1e-15 / temperature**2
+    if dtype == torch.float64:
+        # Where all cancels, what is left of terms of 1 / temperature**2 is their rounding.
+        tolerance, floor = 1e-10, 1e-11 + 1e-14 / temperature**2
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, exact), tolerance, floor)
+    return true
+
+
+def make_companions(
+    batch: int, num_negatives: int, *, num_ids: int | None = None, seed: int = 3, frequencies: bool = True
+) -> dict[str, Tensor]:
+    """Return ids that occur twice, some of them in ``negatives`` too, and frequencies of keys."""
+    generator = torch.Generator().manual_seed(seed)
+    companions = {}
+    if num_ids is not None:
+        for name, count in (("query_id", batch), ("key_id", batch), ("negative_id", num_negatives)):
+            # Ids are hashes as often as they are counts.
+            companions[name] = torch.randint(num_ids, (count,), generator=generator) * 2**40 - 2**42
+    if frequencies:
+        companions["key_log_frequency"] = -9 * torch.rand(batch, generator=generator)
+        companions["negative_log_frequency"] = -9 * torch.rand(num_negatives, generator=generator)
+    return companions
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+@pytest.mark.parametrize(
+    ("batch", "dim", "num_negatives"), ((1, 3, 1), (3, 2, 7), (7, 5, 1025), (257, 9, 300), (515, 17, 0))
+)
+def test_value_and_all_gradients_equal_the_plain_formula(
+    batch: int, dim: int, num_negatives: int, dtype: torch.dtype, temperature: float
+) -> None:
+    compare_with_plain(*make_views(batch, dim), temperature, make_rows(num_negatives, dim), dtype=dtype)
+
+
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+@pytest.mark.parametrize("own", (None, slice(200, 600)))
+def test_many_tiles_with_ids_and_frequencies_equal_the_plain_formula(
+    own: slice | None, dtype: torch.dtype, temperature: float
+) -> None:
+    compare_with_plain(
+        *make_views(700, 6, noise=1.0),
+        temperature,
+        make_rows(1100, 6),
+        dtype=dtype,
+        own=own,
+        **make_companions(700, 1100, num_ids=500),
+    )
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 9),
+    before=st.integers(0, 7),
+    after=st.integers(0, 7),
+    dim=st.integers(1, 5),
+    num_negatives=st.integers(0, 12),
+    num_ids=st.none() | st.integers(1, 12),
+    frequencies=st.booleans(),
+    temperature=st.sampled_from(TEMPERATURES),
+    seed=st.integers(0, 10_000),
+)
+def test_any_sizes_and_ids_equal_the_plain_formula(
+    batch: int,
+    before: int,
+    after: int,
+    dim: int,
+    num_negatives: int,
+    num_ids: int | None,
+    frequencies: bool,
+    temperature: float,
+    seed: int,
+) -> None:
+    total = before + batch + after
+    with tiny_tiles():
+        compare_with_plain(
+            *make_views(total, dim, seed=seed, noise=1.0),
+            temperature,
+            make_rows(num_negatives, dim, seed),
+            own=slice(before, before + batch),
+            **make_companions(total, num_negatives, num_ids=num_ids, seed=seed, frequencies=frequencies),
+        )
+
+
+def test_without_frequencies_it_is_info_nce_both_ways() -> None:
+    query, key = make_views(60, 5)
+    queue, ids, queue_ids = make_rows(30, 5), torch.arange(60) % 50, torch.arange(30) + 40
+    inputs = leaves(query, key, torch.tensor(0.1), queue, dtype=torch.float64)
+    query, key, temperature, queue = inputs
+    ours = bidirectional_cross_entropy(
+        query,
+        key,
+        temperature=temperature,
+        query_id=ids,
+        key_id=ids,
+        negatives=queue,
+        negative_id=queue_ids,
+    )
+    forth = info_nce(
+        query, key, temperature=temperature, sample_id=ids, negatives=queue, negative_id=queue_ids
+    )
+    back = info_nce(key, query, temperature=temperature, sample_id=ids)
+    assert_close(
+        value_and_gradients(ours, inputs), value_and_gradients((forth + back) / 2, inputs), 1e-12, 1e-13
+    )
+
+
+def masked_negatives(
+    query_id: list[int], key_id: list[int], negative_id: list[int]
+) -> tuple[list[list[bool]], ...]:
+    """Return which keys, which negatives and which queries each pair has as negatives, by their weights."""
+    inputs = leaves(
+        torch.eye(len(key_id)), torch.eye(len(key_id)), torch.eye(len(key_id))[: len(negative_id)]
+    )
+    rules = {"query_id": torch.tensor(query_id), "key_id": torch.tensor(key_id)}
+    rows, columns, negatives = [], [], []
+    for k in range(len(key_id)):
+        loss = bidirectional_cross_entropy(
+            inputs[0][k : k + 1],
+            inputs[1][k : k + 1],
+            temperature=1.0,
+            gathered_query=inputs[0],
+            gathered_key=inputs[1],
+            offset=k,
+            negatives=inputs[2],
+            negative_id=torch.tensor(negative_id, dtype=torch.int64),
+            query_id=rules["query_id"][k : k + 1],
+            key_id=rules["key_id"][k : k + 1],
+            gathered_query_id=rules["query_id"],
+            gathered_key_id=rules["key_id"],
+        )
+        at_queries, at_keys, at_negatives = torch.autograd.grad(loss, inputs)
+        rows.append((at_keys[:, k] > 0).tolist())
+        negatives.append((at_negatives[:, k] > 0).tolist())
+        columns.append((at_queries[:, k] > 0).tolist())
+    return rows, negatives, columns
+
+
+def test_another_pair_with_the_same_key_or_the_same_query_is_no_negative() -> None:
+    # Pairs 0 and 1 have one key, pairs 1 and 2 one query: that query has two positives, of which
+    # key 2 is no positive of query 0.
+    keys, _, queries = masked_negatives([10, 11, 11], [20, 20, 21], [])
+    assert keys == [[False, False, True], [False, False, False], [False, False, False]]
+    assert queries == [[False, False, False], [False, False, False], [True, False, False]]
+
+
+def test_a_negative_that_is_any_positive_of_the_query_is_none() -> None:
+    # Query 11 has the keys 20 and 21; nobody has 22. Ids of queries are others than those of keys.
+    _, negatives, _ = masked_negatives([20, 11, 11], [20, 20, 21], [21, 20, 22])
+    assert negatives == [[True, False, True], [False, False, True], [False, False, True]]
+
+
+def test_a_key_that_another_pair_makes_a_positive_is_masked_where_neither_id_is_equal() -> None:
+    # Query 10 has the keys 20 (pair 0) and 21 (pair 1): so pair 2, of key 21, is masked for pair 0.
+    keys, _, queries = masked_negatives([10, 10, 12], [20, 21, 21], [])
+    assert keys[0] == [False, False, False]
+    assert keys[2] == [True, False, False]
+    assert queries[0] == [False, False, True]
+    assert queries[2] == [False, False, False]
+
+
+def test_a_batch_of_few_ids_costs_no_more_room_than_a_strip() -> None:
+    """The same pair comes up a thousand times; so does its key among the candidates."""
+    batch = 2000
+    query_id, key_id = torch.arange(batch) % 2, torch.arange(batch) % 3
+    with Recorder() as recorder:
+        known = KnownPairs((query_id, key_id), query_id, key_id)
+        mask = known.mask(slice(0, 256))
+    expected = are_pairs(query_id[:256], key_id, {"query_id": query_id, "key_id": key_id})
+    assert mask is not None
+    assert torch.equal(mask, expected)
+    assert 0 < recorder.largest <= 2 * 256 * batch  # numbers of 8 bytes count twice
+
+
+@pytest.mark.parametrize("left_out", ("query_id", "key_id"))
+def test_without_one_kind_of_ids_each_of_that_kind_is_another(left_out: str) -> None:
+    views = make_views(40, 5)
+    ids = {"query_id": torch.arange(40) % 30, "key_id": torch.arange(40) % 20}
+    distinct = ids | {left_out: torch.arange(100, 140)}
+    del ids[left_out]
+    one = bidirectional_cross_entropy(*views, temperature=0.1, **ids)
+    assert torch.equal(one, bidirectional_cross_entropy(*views, temperature=0.1, **distinct))
+    assert one != bidirectional_cross_entropy(*views, temperature=0.1)
+
+
+def test_loss_is_the_mean_over_pairs_and_then_over_directions() -> None:
+    """Of n equal candidates each is as likely as the other: log n."""
+    row = F.normalize(torch.ones(8, 4), dim=1)
+    value = bidirectional_cross_entropy(row, row, temperature=0.5, negatives=row[:4])
+    expected = (torch.tensor(12.0).log() + torch.tensor(8.0).log()) / 2
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert "mean" in (bidirectional_cross_entropy.__doc__ or "")
+
+
+def test_frequencies_make_up_for_candidates_that_come_often() -> None:
+    """Worked out by hand: a key drawn three times as often counts a third, in one direction only."""
+    row = F.normalize(torch.ones(2, 4), dim=1)
+    frequency = torch.tensor([0.75, 0.25]).log()
+    value = bidirectional_cross_entropy(row, row, temperature=0.5, key_log_frequency=frequency)
+    # Keys weigh 1/3 and 1: as positives they have 1/4 and 3/4 of the mass; queries half each.
+    forth = -(torch.tensor([0.25, 0.75]).log()).mean()
+    assert value.item() == pytest.approx((forth + torch.tensor(2.0).log()).item() / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+def test_only_differences_of_log_frequencies_matter(temperature: float) -> None:
+    inputs, queue = leaves(*make_views(30, 5)), make_rows(20, 5)
+    frequencies = {name: each.mul(8).round() / 8 for name, each in make_companions(30, 20).items()}
+    results = [
+        value_and_gradients(
+            bidirectional_cross_entropy(
+                *inputs,
+                temperature=temperature,
+                negatives=queue,
+                **{name: each + shift for name, each in frequencies.items()},  # exact in binary
+            ),
+            inputs,
+        )
+        for shift in (0.0, -300.0, 300.0)
+    ]
+    for shifted in results[1:]:
+        assert all(map(torch.equal, results[0], shifted))
+
+
+@pytest.mark.parametrize("num_negatives", (0, 20))
+@pytest.mark.parametrize("rare", (-60.0, -600.0))
+def test_a_very_rare_key_leaves_the_others_their_weight(rare: float, num_negatives: int) -> None:
+    frequency = torch.full((300,), -4.0)
+    frequency[7] = rare
+    # For the query of pair 8 the rare key is a positive, so that its candidates are the others only.
+    query_id = torch.arange(300)
+    query_id[8] = 7
+    for dtype in (torch.float64, torch.float32):
+        compare_with_plain(
+            *make_views(300, 8),
+            0.1,
+            make_rows(num_negatives, 8),
+            dtype=dtype,
+            query_id=query_id,
+            key_log_frequency=frequency,
+            negative_log_frequency=torch.full((num_negatives,), -4.0),
+        )
+
+
+def test_negatives_that_come_very_often_are_not_rounded_away() -> None:
+    (query, key), negatives = make_views(2, 8), make_rows(20, 8)
+    # Two positives of one query, so that negatives are its only candidates; the rare one wins all.
+    value = bidirectional_cross_entropy(
+        query,
+        key,
+        temperature=0.2,
+        query_id=torch.zeros(2, dtype=torch.int64),
+        key_log_frequency=torch.tensor([-60.0, 0.0]),
+        negatives=negatives,
+        negative_log_frequency=torch.full((20,), 45.0),
+    )
+    excess = (query[1] @ negatives.T - query[1] @ key[1]).double() / 0.2 - 45
+    assert value.item() == pytest.approx(excess.exp().sum().item() / 4, rel=1e-4, abs=0.0)
+
+
+def test_frequencies_take_no_gradient() -> None:
+    frequency = torch.rand(9, requires_grad=True)
+    assert not bidirectional_cross_entropy(
+        *make_views(9, 4), temperature=0.1, key_log_frequency=frequency
+    ).requires_grad
+
+
+@pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
+@pytest.mark.parametrize("own", (None, slice(10, 30)))
+def test_unrelated_rows_neither_overflow_nor_underflow(own: slice | None, temperature: float) -> None:
+    """The best similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
+    query, key = make_views(40, 128, noise=100.0)
+    queue = make_rows(1500, 128)
+    value = compare_with_plain(query, key, temperature, queue, dtype=torch.float32, own=own)
+    assert value.isfinite()
+
+
+def test_a_candidate_that_beats_all_before_it_is_weighed_right() -> None:
+    """The shift of a low temperature follows the greatest logit, here from piece to piece."""
+    query, key = make_views(1100, 8, noise=100.0)
+    nearer = F.normalize(torch.linspace(0.0, 1.0, 1100)[:, None] * query[0] + 0.1 * key, dim=1)
+    for keys in (nearer, nearer.flip(0)):
+        compare_with_plain(query, keys, 0.01, keys, dtype=torch.float32)
+        compare_with_plain(keys, query, 0.01, keys, dtype=torch.float32, own=slice(500, 520))
+
+
+@pytest.mark.parametrize("own", (None, slice(10, 30)))
+def test_no_product_meets_numbers_too_small_to_be_normal(
+    own: slice | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a low temperature most weights would be: on a CPU the loss then took forty times as long."""
+    tiny, smallest = torch.finfo(torch.float32).tiny, []
+    original = tiled.product
+
+    def watched(left: Tensor, *others: Tensor) -> Tensor:
+        smallest.append(left.abs().masked_fill(left == 0, 1.0).amin())
+        return original(left, *others)
+
+    for room in ("directions", "both_ways"):
+        monkeypatch.setattr(f"raycl.losses.{room}.product", watched)
+    for temperature in (0.02, 0.01, 0.005):
+        query, key = make_views(600, 64, noise=0.05)
+        compare_with_plain(query, key, temperature, make_rows(300, 64), dtype=torch.float32, own=own)
+    assert tiny < min(smallest) < 1e4 * tiny
+
+
+@pytest.mark.parametrize("temperature", (0.1, 0.05))
+def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
+    key = torch.eye(40)
+    value = compare_with_plain(key[:30], key[:30], temperature, key[30:] + 1e-3, dtype=torch.float32)
+    assert 0 < value < 1e-2
+
+
+def test_long_rows_and_short_ones_give_the_right_value() -> None:
+    query, key = make_views(20, 4)
+    negatives = make_rows(30, 4) * torch.logspace(-3, 2, 30)[:, None]
+    exact = plain_bidirectional(query.double(), key.double(), torch.tensor(0.5), negatives.double())
+    ours = bidirectional_cross_entropy(query, key, temperature=0.5, negatives=negatives)
+    assert_close([ours], [exact], 1e-5)
+
+
+def test_a_pair_alone_has_no_loss() -> None:
+    inputs = leaves(*make_views(1, 3), torch.tensor(0.07))
+    loss = bidirectional_cross_entropy(inputs[0], inputs[1], temperature=inputs[2])
+    for result in value_and_gradients(loss, inputs):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+@pytest.mark.parametrize("temperature", (0.07, 0.01))
+def test_pairs_whose_candidates_are_all_masked_have_no_loss(temperature: float) -> None:
+    inputs = leaves(*make_views(4, 3), make_rows(5, 3))
+    same = torch.zeros(5, dtype=torch.int64)
+    loss = bidirectional_cross_entropy(
+        *inputs[:2],
+        temperature=temperature,
+        query_id=same[:4],
+        key_id=same[:4],
+        negatives=inputs[2],
+        negative_id=same,
+    )
+    for result in value_and_gradients(loss, inputs):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+def test_a_queue_that_is_still_empty_changes_nothing() -> None:
+    inputs = leaves(*make_views(4, 3), torch.tensor(0.07))
+    with_empty, without = (
+        value_and_gradients(
+            bidirectional_cross_entropy(inputs[0], inputs[1], temperature=inputs[2], negatives=queue), inputs
+        )
+        for queue in (torch.empty(0, 3), None)
+    )
+    assert all(map(torch.equal, with_empty, without))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("temperature", (0.07, 0.01))
+def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(
+    temperature: float, dtype: torch.dtype
+) -> None:
+    query, key = make_views(70, 6)
+    queue = make_rows(3000, 6).to(dtype)
+    exact = leaves(query, key, queue, dtype=torch.float64)
+    plain = plain_bidirectional(exact[0], exact[1], torch.tensor(temperature), exact[2])
+    true = value_and_gradients(plain, exact)
+    for wanted in (False, True):
+        inputs = [*leaves(query, key), *([queue.clone().requires_grad_()] if wanted else [])]
+        loss = bidirectional_cross_entropy(
+            *inputs[:2], temperature=temperature, negatives=inputs[2] if wanted else queue
+        )
+        results = value_and_gradients(loss, inputs)
+        assert_close(results[:3], true[:3], tolerance_at(temperature))
+        if wanted:
+            assert results[3].dtype == dtype
+            assert_close(results[3:], true[3:], 2e-2)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_half_precision_rows_lose_nothing_but_their_own_rounding(dtype: torch.dtype) -> None:
+    half = leaves(*make_views(70, 6), dtype=dtype)
+    value = bidirectional_cross_entropy(*half, temperature=0.1, negatives=make_rows(50, 6))
+    assert value.dtype == torch.float32
+    exact = leaves(*half, dtype=torch.float64)
+    plain = plain_bidirectional(exact[0], exact[1], torch.tensor(0.1), make_rows(50, 6).double())
+    true = value_and_gradients(plain, exact)
+    assert_close([value], true[:1], 1e-5)
+    gradients = torch.autograd.grad(value, half)
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
+    assert_close(list(gradients), true[1:], 5e-3)
+
+
+def test_a_half_precision_queue_is_never_copied_as_a_whole() -> None:
+    query, key = leaves(*make_views(8, 64))
+    queue = make_rows(20_000, 64).half()
+    with Recorder() as recorder:
+        bidirectional_cross_entropy(query, key, temperature=0.1, negatives=queue).backward()
+    assert 0 < recorder.largest <= 20_000 * 64 // 2  # as many floats as the queue itself has bytes / 4
+
+
+@pytest.mark.parametrize("has_onednn", (True, False))
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+def test_autocast_does_not_lower_the_precision(
+    temperature: float, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
+    inputs, queue = leaves(*make_views(70, 6)), make_rows(90, 6)
+    without = bidirectional_cross_entropy(*inputs, temperature=temperature, negatives=queue)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = bidirectional_cross_entropy(*inputs, temperature=temperature, negatives=queue)
+    assert within.dtype == torch.float32
+    assert_close(value_and_gradients(within, inputs), value_and_gradients(without, inputs), 1e-6)
+
+
+@pytest.mark.parametrize("with_companions", (False, True))
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+@pytest.mark.parametrize("num_workers", (1, 2, 4))
+def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
+    num_workers: int, temperature: float, with_companions: bool
+) -> None:
+    """Slicing plays the part of the gather, the mean that of DDP."""
+    companions = make_companions(300, 200, num_ids=250) if with_companions else {}
+    of_negatives = {name: companions.pop(name) for name in list(companions) if name.startswith("negative")}
+    inputs = leaves(*make_views(300, 4), torch.tensor(temperature), make_rows(200, 4), dtype=torch.float64)
+    query, key, degrees, queue = inputs
+    shared = {"temperature": degrees, "negatives": queue, **of_negatives}
+    whole = bidirectional_cross_entropy(query, key, **companions, **shared)
+    local = 300 // num_workers
+    losses = [
+        bidirectional_cross_entropy(
+            query[start : start + local],
+            key[start : start + local],
+            gathered_query=query,
+            gathered_key=key,
+            offset=start,
+            **{name: each[start : start + local] for name, each in companions.items()},
+            **{f"gathered_{name}": each for name, each in companions.items()},
+            **shared,
+        )
+        for start in range(0, 300, local)
+    ]
+    mean = value_and_gradients(torch.stack(losses).mean(), inputs)
+    assert_close(mean, value_and_gradients(whole, inputs), 1e-11)
+
+
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
+    batch, dim = 4096, 64
+    inputs = leaves(*make_views(batch, dim))
+    companions = make_companions(batch, 0, num_ids=4000)
+    del companions["negative_id"], companions["negative_log_frequency"]
+    with Recorder() as alone:
+        bidirectional_cross_entropy(*inputs, temperature=temperature, **companions).backward()
+    assert 0 < alone.largest <= 256 * 1024  # one tile, the 64th part of all pairs
+    with Recorder() as gathered:
+        bidirectional_cross_entropy(
+            *(rows[1024:1300] for rows in inputs),
+            temperature=temperature,
+            gathered_query=inputs[0],
+            gathered_key=inputs[1],
+            offset=1024,
+        ).backward()
+    assert 0 < gathered.largest <= 256 * batch
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch, loss_of: Any) -> int:
+    """Return how many matrix products loss and gradient take."""
+    calls = []
+    original = tiled.product
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return original(*arguments)
+
+    for room in ("directions", "both_ways"):
+        monkeypatch.setattr(f"raycl.losses.{room}.product", counted)
+    loss_of()
+    return len(calls)
+
+
+def test_no_product_is_taken_that_no_gradient_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch: one product for the sums, one more for weights, one for each gradient. Negatives: one each."""
+    inputs = (*make_views(5, 4), torch.tensor(0.1), make_rows(3, 4))
+    expected = {(): 2, (0,): 5, (1,): 4, (2,): 5, (3,): 3, (0, 1): 6, (0, 2): 5, (1, 3): 5, (0, 1, 2, 3): 7}
+    for wanted, num_products in expected.items():
+        leaf = [tensor.clone().requires_grad_(k in wanted) for k, tensor in enumerate(inputs)]
+        taken = count_products(
+            monkeypatch,
+            lambda leaf=leaf: bidirectional_cross_entropy(
+                leaf[0], leaf[1], temperature=leaf[2], negatives=leaf[3]
+            ),
+        )
+        assert taken == num_products, wanted
+
+
+def test_value_and_gradient_are_the_same_whoever_else_wants_one() -> None:
+    inputs = [*make_views(300, 4), torch.tensor(0.1), make_rows(1100, 4)]
+    together = leaves(*inputs)
+    whole = bidirectional_cross_entropy(
+        together[0], together[1], temperature=together[2], negatives=together[3]
+    )
+    all_at_once = value_and_gradients(whole, together)
+    with torch.no_grad():
+        bare = bidirectional_cross_entropy(
+            together[0], together[1], temperature=together[2], negatives=together[3]
+        )
+    assert not bare.requires_grad
+    assert torch.equal(bare, all_at_once[0])
+    for k in range(4):
+        mixed = [tensor.clone().requires_grad_(at == k) for at, tensor in enumerate(inputs)]
+        loss = bidirectional_cross_entropy(mixed[0], mixed[1], temperature=mixed[2], negatives=mixed[3])
+        assert torch.equal(loss, bare)
+        assert_close([torch.autograd.grad(loss, mixed[k])[0]], [all_at_once[k + 1]], 1e-6)
+
+
+def test_distinct_ids_cost_no_mask() -> None:
+    views, queue = make_views(40, 4), make_rows(50, 4)
+    for query_id, negative_id, masked in (
+        (torch.randperm(40), torch.arange(140, 190), False),
+        (torch.randperm(40) % 39, torch.arange(140, 190), True),
+        (torch.randperm(40), torch.arange(139, 189), True),
+    ):
+        with Recorder() as recorder:
+            bidirectional_cross_entropy(
+                *views,
+                temperature=0.1,
+                query_id=query_id,
+                key_id=torch.arange(100, 140),
+                negatives=queue,
+                negative_id=negative_id,
+            )
+        assert ("masked_fill_" in recorder.functions) == masked
+
+
+def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice() -> None:
+    inputs = leaves(*make_views(9, 4))
+    loss = bidirectional_cross_entropy(*inputs, temperature=0.1)
+    once = torch.autograd.grad(loss, inputs, retain_graph=True)
+    tripled = torch.autograd.grad(3 * loss, inputs)
+    assert_close(list(tripled), [3 * gradient for gradient in once], 1e-6)
+
+
+def test_second_derivative_is_refused_rather_than_wrong() -> None:
+    inputs = leaves(*make_views(9, 4))
+    loss = bidirectional_cross_entropy(*inputs, temperature=0.1)
+    (gradient, _) = torch.autograd.grad(loss, inputs, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+@pytest.mark.parametrize("place", (0, 1, 2, 3))
+def test_broken_rows_and_frequencies_give_nan(place: int, temperature: float, broken: float) -> None:
+    rows = [*make_views(9, 4), make_rows(12, 4), torch.zeros(9)]
+    rows[place][3] = -broken
+    loss = bidirectional_cross_entropy(
+        *rows[:2],
+        temperature=temperature,
+        negatives=rows[2],
+        key_log_frequency=rows[3],
+        negative_log_frequency=torch.zeros(12),
+    )
+    assert loss.isnan()
+
+
+def test_rows_whose_gradient_the_gather_lost_are_refused_where_one_is_wanted() -> None:
+    query, key = leaves(*make_views(8, 3))
+    lost = {"gathered_query": query * 1, "gathered_key": key.detach(), "temperature": 0.2, "offset": 4}
+    with pytest.raises(ConfigError, match="key would get no gradient: it requires one, but gathered_key"):
+        bidirectional_cross_entropy(query[4:], key[4:], **lost)
+    with torch.no_grad():
+        assert bidirectional_cross_entropy(query[4:], key[4:], **lost).isfinite()
+    bidirectional_cross_entropy(query[4:], key[4:].detach(), **lost).backward()
+    assert query.grad is not None
+
+
+ROWS = torch.eye(4)
+IDS = torch.arange(4)
+BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "the temperature is not above 0: it is 0; usual values"),
+        ({"key": ROWS[:3]}, "query and key are not [local_batch, dim] of one shape: they came as [4, 4]"),
+        ({"query": ROWS[:0], "key": ROWS[:0]}, "they came as [0, 4] and [0, 4]; pass one row"),
+        ({"gathered_key": ROWS}, "only one side is gathered: gathered_query is None; gather both"),
+        ({"gathered_query": ROWS}, "only one side is gathered: gathered_key is None; gather both"),
+        (
+            BOTH | {"gathered_key": torch.cat([ROWS, ROWS])},
+            "gathered_query and gathered_key are not [batch, dim] of one shape: they came as [4, 4] and [8, 4]",
+        ),
+        (
+            {"gathered_query": ROWS[:, :2], "gathered_key": ROWS[:, :2]},
+            "came as [4, 2] and [4, 2] for rows of [4, 4]; gather every",
+        ),
+        (BOTH | {"offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
+        ({"offset": -1}, "offset -1 with 4 rows came for 4 gathered rows"),
+        ({"negatives": ROWS[:, :2]}, "the negatives are not [rows, dim] with the dim of the queries"),
+        ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] numbers came for 4 rows; pass one"),
+        ({"key_id": torch.eye(4)}, "key_id does not match its rows: [4, 4] numbers came for 4 rows"),
+        ({"gathered_key_id": IDS}, "gathered_key_id came without gathered rows: [4] numbers of no rows"),
+        (BOTH | {"key_id": IDS}, "key_id came without gathered_key_id, which is None; pass both"),
+        (BOTH | {"gathered_query_id": IDS}, "gathered_query_id came without query_id, which is None"),
+        (
+            BOTH | {"key_id": IDS, "gathered_key_id": IDS[:3]},
+            "gathered_key_id does not match its rows: [3] numbers came for 4 rows",
+        ),
+        ({"negative_id": IDS}, "negative_id came without negatives: [4] numbers of no rows; pass both"),
+        ({"negatives": ROWS, "negative_id": IDS}, "negative_id came without key_id, which is None"),
+        ({"negatives": ROWS, "key_id": IDS}, "key_id came without negative_id, which is None; pass both"),
+        (
+            {"negatives": ROWS, "key_id": IDS, "negative_id": IDS[:3]},
+            "negative_id does not match its rows: [3] numbers came for 4 rows",
+        ),
+        (
+            {"negatives": ROWS, "key_log_frequency": ROWS[0]},
+            "key_log_frequency came without negative_log_frequency, which is None",
+        ),
+        (
+            {"negatives": ROWS, "negative_log_frequency": ROWS[0]},
+            "negative_log_frequency came without key_log_frequency, which is None",
+        ),
+        ({"key_log_frequency": ROWS[0, :2]}, "key_log_frequency does not match its rows: [2] numbers"),
+    ],
+)
+def test_impossible_input_is_refused_with_what_came_and_what_to_do(
+    changes: dict[str, Any], message: str
+) -> None:
+    arguments = {"query": ROWS, "key": ROWS, "temperature": 0.1} | changes
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        bidirectional_cross_entropy(**arguments)

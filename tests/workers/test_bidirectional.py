@@ -1,0 +1,131 @@
+"""The symmetric cross-entropy of several workers, gathered and averaged by DDP, equals the plain one of all."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+
+from raycl.distributed import gather, gather_detached
+from raycl.losses import bidirectional_cross_entropy
+from tests.test_bidirectional import plain_bidirectional
+from tests.workers.processes import run_workers
+
+BATCH = 24
+# How many explicit negatives each worker has: one batch of clicks brings more of them than another.
+NUM_NEGATIVES = {1: (16,), 2: (5, 11), 4: (3, 0, 9, 4)}
+
+
+class Clicks(NamedTuple):
+    """Rows of queries, clicked keys and keys without a click, with their ids and frequencies."""
+
+    query: Tensor
+    key: Tensor
+    query_id: Tensor
+    key_id: Tensor
+    key_log_frequency: Tensor
+    negative: Tensor
+    negative_id: Tensor
+    negative_log_frequency: Tensor
+
+
+class TwoTowers(nn.Module):
+    """A tower for each side and a learned temperature, in float64, so that only the mathematics differs."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_queries = nn.Linear(7, 5).double()
+        self.of_keys = nn.Linear(7, 5).double()
+        self.log_temperature = nn.Parameter(torch.tensor(temperature, dtype=torch.float64).log())
+
+    def forward(self, query: Tensor, key: Tensor, negative: Tensor) -> tuple[Tensor, ...]:
+        keys = (normalize(self.of_keys(rows), dim=1) for rows in (key, negative))
+        return normalize(self.of_queries(query), dim=1), *keys, self.log_temperature.exp()
+
+
+def make_clicks() -> Clicks:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(2 * BATCH + 16, 7, generator=generator, dtype=torch.float64)
+    # The first and the last pair, on different workers, have one query; the second and the last one key:
+    # so the last key is a positive of the first query, and it is among the explicit negatives too.
+    query_id, key_id = torch.arange(BATCH), torch.arange(BATCH)
+    query_id[-1], key_id[-1] = 0, 1
+    negative_id = torch.arange(100, 116)
+    negative_id[[0, 9]], negative_id[15] = 1, 2
+    frequencies = -5 * torch.rand(BATCH + 16, generator=generator, dtype=torch.float64)
+    return Clicks(
+        *(rows[:BATCH], rows[BATCH : 2 * BATCH], query_id, key_id, frequencies[:BATCH]),
+        *(rows[2 * BATCH :], negative_id, frequencies[BATCH:]),
+    )
+
+
+def part_of(clicks: Clicks, rank: int, num_workers: int) -> Clicks:
+    local, sizes = BATCH // num_workers, NUM_NEGATIVES[num_workers]
+    pairs = slice(rank * local, (rank + 1) * local)
+    negatives = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    return Clicks(*(each[pairs] for each in clicks[:5]), *(each[negatives] for each in clicks[5:]))
+
+
+def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Stack the rows of all workers, of which each has its own number, and the numbers that go with them."""
+    sizes = gather_detached(torch.tensor([len(rows)])).tolist()
+    most = max(sizes)
+    kept = torch.cat([torch.arange(size) + rank * most for rank, size in enumerate(sizes)])
+
+    def padded(each: Tensor) -> Tensor:
+        return torch.cat([each, each.new_zeros(most - len(each), *each.shape[1:])])
+
+    return gather(padded(rows))[kept], *(gather_detached(padded(each))[kept] for each in numbers)
+
+
+def loss_and_gradients(rank: int, num_workers: int, temperature: float) -> tuple[Tensor, list[Tensor]]:
+    module = TwoTowers(temperature)
+    parallel = DistributedDataParallel(module) if num_workers > 1 else module
+    mine = part_of(make_clicks(), rank, num_workers)
+    query, key, negative, degrees = parallel(mine.query, mine.key, mine.negative)
+    negatives, negative_id, negative_log_frequency = gather_uneven(
+        negative, mine.negative_id, mine.negative_log_frequency
+    )
+    companions: dict[str, Any] = {}
+    for name in ("query_id", "key_id", "key_log_frequency"):
+        own = getattr(mine, name)
+        companions |= {name: own, f"gathered_{name}": gather_detached(own)}
+    loss = bidirectional_cross_entropy(
+        query,
+        key,
+        temperature=degrees,
+        gathered_query=gather(query),
+        gathered_key=gather(key),
+        offset=rank * len(query),
+        negatives=negatives,
+        negative_id=negative_id,
+        negative_log_frequency=negative_log_frequency,
+        **companions,
+    )
+    loss.backward()
+    mean = gather_detached(loss[None]).mean()
+    return mean, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+@pytest.mark.parametrize("num_workers", (1, 2, 4))
+def test_workers_give_loss_and_gradient_of_the_whole_batch(num_workers: int, temperature: float) -> None:
+    clicks, module = make_clicks(), TwoTowers(temperature)
+    query, key, negative, degrees = module(clicks.query, clicks.key, clicks.negative)
+    companions = clicks._asdict()
+    for name in ("query", "key", "negative"):
+        del companions[name]
+    whole = plain_bidirectional(query, key, degrees, negative, **companions)
+    whole.backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    assert all(gradient is not None and gradient.norm() > 1e-3 for gradient in expected)
+    if num_workers == 1:
+        results = [loss_and_gradients(0, 1, temperature)]
+    else:
+        results = run_workers(loss_and_gradients, num_workers, temperature)
+    for loss, gradients in results:
+        torch.testing.assert_close(loss, whole.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-9)
