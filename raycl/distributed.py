@@ -69,6 +69,28 @@ def gather_detached(rows: Tensor) -> Tensor:
     return stacked
 
 
+def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Stack the rows of all workers, of which each may have another number, or none; in the order of ranks.
+
+    Args:
+        rows: [num_rows, ...], with gradient, as :func:`gather` has it.
+        numbers: [num_rows, ...] each, such as the rows' ids; they get no gradient.
+
+    Returns:
+        The rows of all workers and their numbers.
+    """
+    if num_workers() == 1:
+        return rows, *numbers
+    sizes = gather_detached(torch.tensor([len(rows)], device=rows.device)).tolist()
+    most = max(sizes)
+    kept = torch.cat([torch.arange(size) + index * most for index, size in enumerate(sizes)]).to(rows.device)
+
+    def padded(each: Tensor) -> Tensor:
+        return torch.cat([each, each.new_zeros(most - len(each), *each.shape[1:])])
+
+    return gather(padded(rows))[kept], *(gather_detached(padded(each))[kept] for each in numbers)
+
+
 def all_sum(value: Tensor) -> Tensor:
     """Return the elementwise sum over all workers, without gradient; ``value`` is left alone."""
     if num_workers() > 1 and _memory_for(value):

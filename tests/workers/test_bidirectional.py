@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from raycl.distributed import gather, gather_detached
+from raycl.distributed import gather, gather_detached, gather_uneven
 from raycl.losses import bidirectional_cross_entropy
 from tests.test_bidirectional import plain_bidirectional
 from tests.workers.processes import run_workers
@@ -67,18 +67,6 @@ def part_of(clicks: Clicks, rank: int, num_workers: int) -> Clicks:
     pairs = slice(rank * local, (rank + 1) * local)
     negatives = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     return Clicks(*(each[pairs] for each in clicks[:5]), *(each[negatives] for each in clicks[5:]))
-
-
-def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
-    """Stack the rows of all workers, of which each has its own number, and the numbers that go with them."""
-    sizes = gather_detached(torch.tensor([len(rows)])).tolist()
-    most = max(sizes)
-    kept = torch.cat([torch.arange(size) + rank * most for rank, size in enumerate(sizes)])
-
-    def padded(each: Tensor) -> Tensor:
-        return torch.cat([each, each.new_zeros(most - len(each), *each.shape[1:])])
-
-    return gather(padded(rows))[kept], *(gather_detached(padded(each))[kept] for each in numbers)
 
 
 def loss_and_gradients(rank: int, num_workers: int, temperature: float) -> tuple[Tensor, list[Tensor]]:
