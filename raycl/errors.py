@@ -41,3 +41,7 @@ class CollapseError(RunError):
 
 class ReplayError(RunError):
     """A chunk of an accumulated batch was embedded otherwise the second time."""
+
+
+class BrokenValueError(ValueError):
+    """One value cannot be used; the text is its cause, the same for all values of that kind."""

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors"},
-    {"storage", "schedules", "shared_memory"},
+    {"storage", "schedules", "shared_memory", "tokens"},
     {"records"},
     {"losses", "augment", "distributed", "measures", "replay"},
     {"batchnorm", "ring"},
@@ -24,7 +24,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"cli"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-GROUND = {"errors", "storage", "schedules", "records", "config", "recipes", "settings"}
+GROUND = {"errors", "storage", "schedules", "records", "tokens", "config", "recipes", "settings"}
 MATHEMATICS = {
     "losses",
     "augment",
@@ -87,8 +87,6 @@ def test_data_tasks_do_not_pay_for_torch() -> None:
         "formats",
         "images",
         "texts",
-        "tokenizer",
-        "tokens",
         "sources",
         "holdout",
         "logbook",

@@ -7,7 +7,7 @@ import pytest
 from raycl.data.formats import store_all
 from raycl.data.rows import Batch, Rows
 from raycl.data.texts import TextFormat, Tokens
-from raycl.data.tokenizer import BrokenTextError, Tokenizer, train_tokenizer
+from raycl.tokens.tokenizer import BrokenTextError, Tokenizer, train_tokenizer
 
 TEXTS = ["a boat on the sea", "two boats", "the sea is calm today and the boat is on it", "calm"]
 

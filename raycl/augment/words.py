@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-PADDING = 0
+from raycl.tokens import PADDING
 
 
 @final

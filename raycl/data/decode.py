@@ -10,11 +10,11 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
-from raycl.data.formats import BrokenValueError, Formats, store_all
+from raycl.data.formats import Formats, store_all
 from raycl.data.holdout import Holdout
 from raycl.data.logbook import NUM_EXAMPLES
 from raycl.data.sources import NO_LABEL, ColumnNames, Piece, RawRows, Source, content_id, stable_ids
-from raycl.errors import DataError
+from raycl.errors import BrokenValueError, DataError
 
 BLOCK_BYTES = 64 * 2**20
 Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]

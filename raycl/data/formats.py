@@ -8,10 +8,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 
-class BrokenValueError(ValueError):
-    """One value cannot be used; the text is its cause, the same for all values of that kind."""
-
-
 class Content(Protocol):
     """The decoded values of a column in a batch."""
 

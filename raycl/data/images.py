@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from raycl.data.formats import BrokenValueError
+from raycl.errors import BrokenValueError
 
 Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large pictures, before they are decoded
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from raycl.data.tokenizer import BrokenTextError, Tokenizer, read_text
-from raycl.data.tokens import PADDING
+from raycl.tokens.batches import PADDING
+from raycl.tokens.tokenizer import BrokenTextError, Tokenizer, read_text
 
 
 @final

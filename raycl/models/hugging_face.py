@@ -17,7 +17,7 @@ class HuggingFaceEncoder(nn.Module):
 
     Nothing is downloaded. ``pooling`` takes the mean over a row's tokens or its first one;
     ``pretrained=False`` takes the model's shape only and begins untrained. The model's own number
-    for padding changes place with 0 (see :class:`~raycl.data.tokenizer.Tokenizer`).
+    for padding changes place with 0 (see :class:`~raycl.tokens.tokenizer.Tokenizer`).
 
     Raises ``ConfigError`` if ``transformers`` is missing or the folder holds no such model.
     """

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-
-PADDING = 0
+from raycl.tokens import PADDING
 
 
 @final

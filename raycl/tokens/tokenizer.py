@@ -16,9 +16,8 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 
-from raycl.data.formats import BrokenValueError
-from raycl.data.tokens import PADDING
-from raycl.errors import ConfigError, DataError
+from raycl.errors import BrokenValueError, ConfigError, DataError
+from raycl.tokens.batches import PADDING
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # one printable character for each byte
