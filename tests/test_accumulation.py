@@ -106,7 +106,9 @@ def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
     expected.backward()
     value = loss(_in_chunks(chunk_size, kept_chunks), chunked)
     value.backward()
-    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    # torch's own BatchNorm sums a whole batch in float32, and in another order with more threads.
+    tolerance = 1e-5 if norm == "batch" else 1e-6
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=tolerance)
     _assert_same(gradient_of(chunked), gradient_of(whole))
     for (name, ours), theirs in zip(chunked.named_buffers(), whole.buffers(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), name
