@@ -1,10 +1,10 @@
 """A batch of 65,536 images on one machine, in chunks; and its loss alone, up to a million columns.
 
-    python benchmarks/large_batch.py --data train.parquet test.parquet [--batch-size 65536] [--steps 3]
+    python benchmarks/large_batch.py --data train.parquet test.parquet [--batch-size 65536] [--steps 2]
 
 The files' images are written to one Parquet file, again from the start until there are enough for a
-batch. `raycl train simclr` takes a few steps on it, one worker with all cores, shuffled BatchNorm; the step's
-time is the median without the first, the memory the peak of each process of the run. Then the loss
+batch. `raycl train simclr` takes a few steps on it, one worker with all cores, shuffled BatchNorm; the
+step's time is the median without the first, the memory the peak of each process of the run. Then the loss
 alone, forward and backward, in a process of its own and with as many threads: NT-Xent of that batch,
 and InfoNCE of 1,024 queries among 1,048,576 gathered keys, gradient for the keys included.
 """

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as TheirTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from raycl.errors import ConfigError, DataError
-from raycl.tokens.batches import inverse_document_frequency, pad_tokens
+from raycl.tokens.batches import inverse_document_frequency
 from raycl.tokens.tokenizer import BrokenTextError, Tokenizer, read_text, train_tokenizer
 from tests.texts import invented_texts
 
@@ -355,17 +355,6 @@ def test_a_sound_text_comes_back_as_it_is_from_strings_and_bytes(tokenizer: Toke
 
 
 # Batches
-
-
-def test_padding_is_at_the_end_and_as_short_as_the_longest_row_allows(tokenizer: Tokenizer) -> None:
-    rows = tokenizer.encode(TEXTS[:30], 20)
-    batch = pad_tokens(rows)
-    assert batch.dtype == np.int64
-    assert batch.shape == (30, max(map(len, rows)))
-    for padded, row in zip(batch, rows, strict=True):
-        assert padded[: len(row)].tolist() == row.tolist()
-        assert not padded[len(row) :].any()
-    assert pad_tokens([]).shape == (0, 0)
 
 
 def test_document_frequencies_are_those_of_scikit_learn(tokenizer: Tokenizer) -> None:

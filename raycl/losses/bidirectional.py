@@ -7,7 +7,13 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses.both_ways import evaluate_both_ways
-from raycl.losses.checks import check_columns, check_offset, check_pair, checked_temperature
+from raycl.losses.checks import (
+    check_columns,
+    check_offset,
+    check_pair,
+    check_passes_gradient,
+    checked_temperature,
+)
 from raycl.losses.tiled import LOG2_E, fused, working_precision
 
 
@@ -122,11 +128,7 @@ def _checked_batch(
             "gather every worker's rows of each"
         )
     for name, own, gathered in (("query", query, gathered_query), ("key", key, gathered_key)):
-        if torch.is_grad_enabled() and own.requires_grad and not gathered.requires_grad:
-            raise ConfigError(
-                f"{name} would get no gradient: it requires one, but gathered_{name}, from which it is "
-                "read, came without; gather it by raycl.distributed.gather"
-            )
+        check_passes_gradient(name, own, gathered)
     return gathered_query, gathered_key
 
 

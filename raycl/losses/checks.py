@@ -84,3 +84,12 @@ def checked_ids(
             f"{num_columns} rows; gather the ids as the rows"
         )
     return row_ids, column_ids
+
+
+def check_passes_gradient(name: str, own: Tensor, gathered: Tensor) -> None:
+    """Refuse gathered rows that would keep the gradient from this worker's own, which are read from them."""
+    if torch.is_grad_enabled() and own.requires_grad and not gathered.requires_grad:
+        raise ConfigError(
+            f"{name} would get no gradient: it requires one, but gathered_{name}, from which it is "
+            "read, came without; gather it by raycl.distributed.gather"
+        )

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
@@ -12,6 +11,7 @@ from raycl.losses.checks import (
     check_companion,
     check_offset,
     check_pair,
+    check_passes_gradient,
     check_sample_id,
     checked_ids,
 )
@@ -160,11 +160,7 @@ def _gathered_or_own(name: str, own: Tensor, gathered: Tensor | None) -> Tensor:
     if gathered is None:
         return own
     check_columns(f"the rows of gathered_{name}", gathered, own)
-    if torch.is_grad_enabled() and own.requires_grad and not gathered.requires_grad:
-        raise ConfigError(
-            f"{name} would get no gradient: it requires one, but gathered_{name}, from which it is "
-            "read, came without; gather it by raycl.distributed.gather"
-        )
+    check_passes_gradient(name, own, gathered)
     return gathered
 
 

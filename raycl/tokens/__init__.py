@@ -1,6 +1,6 @@
 """Texts as tokens: the tokenizer, and batches of tokens, which padding fills up at the end."""
 
-from raycl.tokens.batches import PADDING, inverse_document_frequency, pad_tokens
+from raycl.tokens.batches import PADDING, inverse_document_frequency
 from raycl.tokens.tokenizer import BrokenTextError, Tokenizer, read_text, train_tokenizer
 
 __all__ = [
@@ -8,7 +8,6 @@ __all__ = [
     "BrokenTextError",
     "Tokenizer",
     "inverse_document_frequency",
-    "pad_tokens",
     "read_text",
     "train_tokenizer",
 ]

@@ -1,19 +1,11 @@
-"""Tokens of many texts: batches of them, and how common each token is."""
+"""Tokens of many texts: what pads their batches, and how common each token is."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 PADDING = 0
-
-
-def pad_tokens(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
-    """Return a batch [batch, length] as long as its longest row, padded with 0 at the end."""
-    batch = np.full((len(rows), max(map(len, rows), default=0)), PADDING, np.int64)
-    for out, row in zip(batch, rows, strict=True):
-        out[: len(row)] = row
-    return batch
 
 
 def inverse_document_frequency(rows: Iterable[NDArray[np.integer]], num_tokens: int) -> NDArray[np.float32]:
