@@ -7,6 +7,7 @@ from raycl.config import RunConfig, Stage
 from raycl.errors import ConfigError
 from raycl.recipes import RECIPES, recipe
 from raycl.settings import config_from_dict, config_from_yaml, config_to_yaml, override
+from raycl.training import build
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -191,3 +192,16 @@ def test_a_run_needs_a_stage() -> None:
 def test_a_run_can_be_written_in_python() -> None:
     config = RunConfig(recipe="mine", workers=2, stages=(Stage(steps=10, batch_size=64),))
     assert config.stages[0].batch_size == 64
+
+
+def test_a_stage_of_nce_may_be_added_to_a_run_that_had_none() -> None:
+    shape = {"encoder.name": "resnet10", "encoder.width": 0.25}
+    first = override(recipe("instance_discrimination", image_size=16), {**shape, "stages.0.loss": "info_nce"})
+    longer = override(first, {"stages.1.loss": "nce"})
+    states = [
+        build.learner(
+            config, build.tower(config, build.modality(config).encoder()), num_samples=9
+        ).state_dict()
+        for config in (first, longer)
+    ]
+    assert states[0].keys() == states[1].keys()

@@ -1,0 +1,61 @@
+"""What workers with few rows each must see or decide together."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raycl.accumulation import accumulate
+from raycl.batchnorm import synchronize
+from raycl.distributed import average_
+from raycl.measures import measure
+from raycl.training.monitor import CollapseMonitor, Limits
+from raycl.training.step import Stepped
+from raycl.training.watch import Watch
+from tests.workers.processes import run_workers
+
+LOCAL = 3  # too few for the monitor, if each worker looked at its own
+
+
+def embeddings() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query = F.normalize(torch.randn(4 * LOCAL, 8, generator=generator), dim=1)
+    return query, F.normalize(query + 0.1, dim=1)
+
+
+def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
+    query, key = (each[rank * LOCAL :][:LOCAL] for each in embeddings())
+    watch = Watch(CollapseMonitor(Limits(grace=3)))
+    measures, _ = watch.look(Stepped(loss=1.0, trivial_loss=9.0, query=query, key=key), step=1)
+    point = Stepped(loss=1.0, trivial_loss=1.0, query=torch.ones(LOCAL, 8), key=torch.ones(LOCAL, 8))
+    told = [watch.look(point, step=step)[1] for step in (2, 3, 4)]
+    return measures, told[-1]
+
+
+def test_the_rows_of_all_workers_are_measured_and_judged_as_one_batch() -> None:
+    expected = measure(*embeddings()).known()
+    for measures, told in run_workers(looks, 4):
+        assert measures.keys() == expected.keys()
+        for name, value in measures.items():
+            assert abs(value - expected[name]) < 1e-5, name
+        assert told is not None
+
+
+def gradient_of_uneven_rows(rank: int, num_workers: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    synchronize(tower)
+    rows = torch.rand(11, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    own = rows.split((4, 7))[rank] if num_workers > 1 else rows
+    # Four rows are one chunk, seven are two.
+    accumulate(tower, own, chunk_size=4).square().sum().mul(num_workers).backward()
+    gradients = [each.grad for each in tower.parameters() if each.grad is not None]
+    average_(gradients)
+    mean = next(each for name, each in tower.named_buffers() if name.endswith("running_mean"))
+    return torch.cat([each.flatten() for each in gradients]), mean
+
+
+def test_workers_of_synchronized_layers_cut_their_batches_together_or_not_at_all() -> None:
+    gradient, mean = gradient_of_uneven_rows(0, 1)
+    for ours, its_mean in run_workers(gradient_of_uneven_rows, 2):
+        assert (ours - gradient).norm() < 1e-9 * gradient.norm()
+        assert torch.allclose(its_mean, mean)
