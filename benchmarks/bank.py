@@ -95,9 +95,11 @@ def batches(num_samples: int) -> Iterator[Views]:
 def measure_steps(method: str, bank: Bank, sample_id: np.ndarray, blocks: int, steps: int) -> dict[str, Any]:
     """Alternate blocks of steps between the two stores."""
     config = config_of(method)
-    tower = build.tower(config, build.modality(config).encoder()).to(memory_format=torch.channels_last)
-    learner = build.learner(config, tower, num_samples=len(sample_id))
-    contrast = build.contrast(config, learner, num_samples=len(sample_id))
+    towers = build.towers(config, build.modality(config)).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    learner = build.learner(config, towers, num_samples=len(sample_id))
+    stage = config.stages[0]
+    learner.enter(build.manner(config, stage))
+    contrast = build.contrast(config, stage, learner, hinge_weight=0.0, num_samples=len(sample_id))
     stores = {
         "process": Timed(build.store(config, None, sample_id, CPU)),
         "actor": Timed(build.store(config, bank, sample_id, CPU)),

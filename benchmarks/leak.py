@@ -26,7 +26,7 @@ from raycl.records import read_metrics
 from raycl.settings import config_from_yaml
 from raycl.storage import Place
 from raycl.training import build
-from raycl.training.modality import ImageModality
+from raycl.training.modality import ImageSide
 
 
 def load(run: Place) -> tuple[RunConfig, torch.nn.Module, torch.nn.Module]:
@@ -34,7 +34,7 @@ def load(run: Place) -> tuple[RunConfig, torch.nn.Module, torch.nn.Module]:
     config = config_from_yaml((run / "config.yaml").read_text())
     content = (run / "checkpoints" / last_checkpoint(run) / "state.pt").read_bytes()
     state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["learner"]
-    tower = build.tower(config, build.modality(config).encoder())
+    tower = build.towers(config, build.modality(config))
     follower = MomentumEncoder(tower)
     tower.load_state_dict(state["tower"])
     follower.load_state_dict(state["momentum_encoder"])
@@ -44,7 +44,7 @@ def load(run: Place) -> tuple[RunConfig, torch.nn.Module, torch.nn.Module]:
 def read_images(config: RunConfig, data: str, num_images: int) -> tuple[torch.Tensor, np.ndarray]:
     """Decode the first images of a set; return pixels and ids."""
     source = find_source(data, build.column_names(config))
-    decode, pixels, ids = ImageModality(config).image_format().decode, [], []
+    decode, pixels, ids = ImageSide(config).image_format().decode, [], []
     for rows in source.read(source.pieces[0]):
         pixels += [decode(image)[0] for image in rows.values["image"]]
         ids += rows.sample_id.tolist()
@@ -55,7 +55,7 @@ def measure(run: str, data: str, num_images: int, group_size: int, num_groupings
     place = Place(run)
     config, tower, follower = load(place)
     images, ids = read_images(config, data, num_images)
-    draw = ImageModality(config).augmentation()
+    draw = ImageSide(config).drawing(torch.device("cpu")).augmentation
     view_a, view_b = (draw(images, ids, seed=0, epoch=0, view=view) for view in (0, 1))
     found = leakage(tower, follower, view_a, view_b, group_size=group_size, num_groupings=num_groupings)
     judged = [line["knn_top1"] for line in read_metrics(place) if "knn_top1" in line]

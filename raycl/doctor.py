@@ -11,10 +11,11 @@ import ray
 import torch
 
 from raycl.cluster import join_cluster, own_errors
+from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.logbook import open_logbook, rows_in
-from raycl.data.sources import ColumnNames, Source, find_source
+from raycl.data.sources import Source, find_source
 from raycl.errors import RayclError
 
 NUM_PIECES = 4

@@ -122,8 +122,9 @@ def notices_of(logbook: Any) -> Notices:
 
 def _describe(seen: dict[str, Any]) -> str:
     parts = [f"steps  epoch {seen['epoch']}  loss {seen['loss']:.4f}"]
-    if "knn_top1" in seen:
-        parts.append(f"kNN {seen['knn_top1']:.3f}")
+    for metric, name in {"knn_top1": "kNN", "recall_at_10": "recall@10"}.items():
+        if metric in seen:
+            parts.append(f"{name} {seen[metric]:.3f}")
     if "samples_per_second" in seen:
         parts.append(f"{seen['samples_per_second']:,.0f} samples/s")
     return "  ".join(parts)

@@ -6,8 +6,9 @@ from itertools import islice
 from typing import Any
 
 from raycl.config import Columns, RunConfig
+from raycl.data.columns import ColumnNames
 from raycl.data.images import BrokenImageError, image_sides
-from raycl.data.sources import ColumnNames, Source, find_source
+from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.settings import config_from_yaml, override, parse_setting
@@ -33,6 +34,8 @@ def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequen
         return override(stated, overrides)
     config = recipe(name, image_size=LARGEST)
     asked = override(config, overrides)  # a typing error is found before the data are touched
+    if asked.data.kind not in ("image", "image_text"):
+        return asked
     if "data.image_size" in pairs:
         return override(recipe(name, image_size=pairs["data.image_size"]), overrides)
     size = peek_image_size(find_source(data, build.column_names(asked)))

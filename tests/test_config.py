@@ -199,9 +199,7 @@ def test_a_stage_of_nce_may_be_added_to_a_run_that_had_none() -> None:
     first = override(recipe("instance_discrimination", image_size=16), {**shape, "stages.0.loss": "info_nce"})
     longer = override(first, {"stages.1.loss": "nce"})
     states = [
-        build.learner(
-            config, build.tower(config, build.modality(config).encoder()), num_samples=9
-        ).state_dict()
+        build.learner(config, build.towers(config, build.modality(config)), num_samples=9).state_dict()
         for config in (first, longer)
     ]
     assert states[0].keys() == states[1].keys()

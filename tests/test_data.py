@@ -9,13 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from raycl.data.columns import ColumnNames
 from raycl.data.holdout import hold_out
+from raycl.data.ids import stable_ids
 from raycl.data.images import BrokenImageError, ImageFormat, image_sides
 from raycl.data.logbook import Logbook
 from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import prefetch
 from raycl.data.rows import Rows, pixels_of
-from raycl.data.sources import ROWS_A_PIECE, ColumnNames, Piece, find_source, stable_ids
+from raycl.data.sources import ROWS_A_PIECE, Piece, find_source
 from raycl.errors import DataError
 
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses import hinge, tiled
-from tests.test_info_nce import make_rows
+from raycl.losses import bidirectional_cross_entropy, hinge, tiled
+from tests.test_info_nce import are_known, make_pair_ids, make_rows, named_ids
 from tests.test_losses import Recorder, assert_close, leaves, make_views, value_and_gradients
 from tests.test_losses import one_thread as one_thread
 
@@ -47,6 +48,7 @@ def plain_hinge(
     in_batch: bool = True,
     own: slice = slice(None),
     batch_id: Tensor | None = None,
+    pair_ids: tuple[Tensor, Tensor] | None = None,
     negative_id: Tensor | None = None,
 ) -> Tensor:
     """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
@@ -55,17 +57,20 @@ def plain_hinge(
     ids = torch.arange(len(keys)) if batch_id is None else batch_id
     others = torch.full((len(negatives),), -1) if negative_id is None else negative_id
     similarity, positive = queries @ keys.T, (queries * keys).sum(1)
-    different = (ids[:, None] != ids) & ~torch.eye(len(keys), dtype=torch.bool)
+    false, false_others = ids[:, None] == ids, ids[:, None] == others
+    if pair_ids is not None:
+        false, false_others = (are_known(pair_ids[0], each, pair_ids) for each in (pair_ids[1], others))
+    different = ~false & ~torch.eye(len(keys), dtype=torch.bool)
     rows = plain_direction(
         torch.cat([similarity, queries @ negatives.T], 1),
         positive,
-        torch.cat([different & in_batch, ids[:, None] != others], 1),
+        torch.cat([different & in_batch, ~false_others], 1),
         margin,
         hardest,
     )[own].mean()
     if not bidirectional:
         return rows
-    return (rows + plain_direction(similarity.T, positive, different, margin, hardest)[own].mean()) / 2
+    return (rows + plain_direction(similarity.T, positive, different.T, margin, hardest)[own].mean()) / 2
 
 
 @contextlib.contextmanager
@@ -219,6 +224,196 @@ def test_by_default_all_negatives_count_and_both_ways_if_the_batch_does() -> Non
     assert alone != hinge(query, key, margin=0.3, negatives=negatives)
 
 
+def compare_pairs_with_plain(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor,
+    *,
+    own: slice | None,
+    pair_ids: tuple[Tensor, Tensor],
+    negative_id: Tensor,
+    in_batch: bool = True,
+    bidirectional: bool = True,
+    left_out: str | None = None,
+    **ways: Any,
+) -> Tensor:
+    """Hold value and all gradients, with ids of pairs, against the plain formula; return its value.
+
+    ``left_out`` is the kind of ids that does not come: all of that kind are different then.
+    """
+    ways |= {"bidirectional": bidirectional, "in_batch": in_batch}
+    inputs = leaves(queries, keys, negatives, dtype=torch.float64)
+    mine = slice(0, len(queries)) if own is None else own
+    companions: dict[str, Any] = named_ids(pair_ids, own) | {"negative_id": negative_id}
+    of_others, different = negative_id, torch.arange(len(queries))
+    if left_out == "query_id":
+        pair_ids = different, pair_ids[1]
+    elif left_out == "key_id":
+        pair_ids, of_others = (pair_ids[0], different), torch.full_like(negative_id, -1)
+        del companions["negative_id"]
+    for name in (left_out, f"gathered_{left_out}"):
+        companions.pop(name, None)
+    if own is not None and in_batch:
+        companions |= {"gathered_key": inputs[1]} | ({"gathered_query": inputs[0]} if bidirectional else {})
+    true = plain_hinge(*inputs, own=mine, pair_ids=pair_ids, negative_id=of_others, **ways)
+    ours = hinge(
+        *(rows[mine] for rows in inputs[:2]), negatives=inputs[2], offset=mine.start, **companions, **ways
+    )
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-10)
+    return true
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("own", (None, slice(300, 570)))
+def test_many_tiles_with_ids_of_pairs_equal_the_plain_formula(
+    own: slice | None, ways: dict[str, Any]
+) -> None:
+    pair_ids, negative_id = make_pair_ids(600, 1050, 500)
+    rows = *make_views(600, 3), make_rows(1050, 3)
+    value = compare_pairs_with_plain(
+        *rows, own=own, pair_ids=pair_ids, negative_id=negative_id, margin=0.2, **ways
+    )
+    assert value > 0.01
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 9),
+    before=st.integers(0, 7),
+    after=st.integers(0, 7),
+    dim=st.integers(1, 5),
+    num_negatives=st.integers(0, 12),
+    num_ids=st.integers(1, 12),
+    margin=st.sampled_from((0.01, 0.3, 1.0, 3.0)),
+    hardest=st.booleans(),
+    direction=st.sampled_from(("rows", "both", "negatives only")),
+    left_out=st.none() | st.sampled_from(("query_id", "key_id")),
+    seed=st.integers(0, 10_000),
+)
+def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
+    batch: int,
+    before: int,
+    after: int,
+    dim: int,
+    num_negatives: int,
+    num_ids: int,
+    margin: float,
+    hardest: bool,
+    direction: str,
+    left_out: str | None,
+    seed: int,
+) -> None:
+    """Negatives alone too are compared with the pairs of all workers, where their ids are gathered."""
+    total = before + batch + after
+    pair_ids, negative_id = make_pair_ids(total, num_negatives, num_ids, seed)
+    with tiny_tiles():
+        compare_pairs_with_plain(
+            *make_views(total, dim, seed=seed, noise=1.0),
+            make_rows(num_negatives, dim, seed),
+            own=slice(before, before + batch),
+            pair_ids=pair_ids,
+            negative_id=negative_id,
+            margin=margin,
+            hardest=hardest,
+            bidirectional=direction == "both",
+            in_batch=direction != "negatives only",
+            left_out=left_out,
+        )
+
+
+def without_masks(
+    query: Tensor,
+    key: Tensor,
+    negatives: Tensor,
+    *,
+    false_keys: dict[int, set[int]],
+    false_negatives: dict[int, set[int]],
+    **ways: Any,
+) -> Tensor:
+    """Take each pair alone, with the candidates that are left: the false ones are not there at all."""
+    every, each_negative = range(len(key)), range(len(negatives))
+    losses = []
+    for k in every:
+        keys = [n for n in every if n != k and n not in false_keys.get(k, ())]
+        others = [n for n in each_negative if n not in false_negatives.get(k, ())]
+        queries = [n for n in every if n != k and k not in false_keys.get(n, ())]
+        forth, back = torch.cat([key[keys], negatives[others]]), query[queries]
+        mine, its = query[k : k + 1], key[k : k + 1]
+        losses.append(hinge(mine, its, in_batch=False, negatives=forth, **ways))
+        losses.append(hinge(its, mine, in_batch=False, negatives=back, **ways))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("hardest", (False, True))
+def test_the_mask_removes_exactly_the_planted_false_negatives(hardest: bool) -> None:
+    """Clicks 20 to 23 are planted among 20 distinct ones, and four of the negatives are clicked keys."""
+    query, key = make_views(24, 5, noise=0.6)
+    query_id, key_id = torch.arange(24), torch.arange(100, 124)
+    # Query 0 has the keys of clicks 0, 20 and 21; that of click 5 has a second query, 22, and query 0 as
+    # a third: so for all of query 0's clicks it is no negative.
+    query_id[[20, 21, 23]], query[[20, 21, 23]] = 0, query[0].clone()
+    key_id[[22, 23]], key[[22, 23]] = 105, key[5].clone()
+    key[20:22] = F.normalize(query[0] + 0.1 * make_rows(2, 5), dim=1)
+    negatives, negative_id = make_rows(9, 5), torch.arange(200, 209)
+    for place, click in ((1, 20), (4, 5), (6, 22), (8, 19)):
+        negatives[place], negative_id[place] = key[click], key_id[click]
+    of_query_0 = {0, 5, 20, 21, 22, 23}
+    false_keys = {click: of_query_0 - {click} for click in (0, 20, 21, 23)}
+    false_keys |= {5: {22, 23}, 22: {5, 23}}
+    false_negatives = {click: {1, 4, 6} for click in (0, 20, 21, 23)} | {5: {4, 6}, 22: {4, 6}, 19: {8}}
+    inputs = leaves(query, key, negatives, dtype=torch.float64)
+    ways = {"margin": 0.3, "hardest": hardest}
+    ids = {"query_id": query_id, "key_id": key_id, "negative_id": negative_id}
+    ours = hinge(*inputs[:2], negatives=inputs[2], **ids, **ways)
+    true = without_masks(*inputs, false_keys=false_keys, false_negatives=false_negatives, **ways)
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-12)
+    assert (hinge(*inputs[:2], negatives=inputs[2], **ways) - ours) > 1e-3
+
+
+def negatives_of_each_pair(loss: Any, *, query_id: Tensor, key_id: Tensor, negative_id: Tensor) -> Tensor:
+    """Say which keys, negatives and queries each pair pushes away, [batch, num_candidates]."""
+    batch = len(key_id)
+    inputs = leaves(torch.eye(batch), torch.eye(batch), torch.eye(batch)[: len(negative_id)])
+    pushed = []
+    for k in range(batch):
+        own = slice(k, k + 1)
+        alone = loss(
+            inputs[0][own],
+            inputs[1][own],
+            gathered_query=inputs[0],
+            gathered_key=inputs[1],
+            offset=k,
+            **named_ids((query_id, key_id), own),
+            negatives=inputs[2],
+            negative_id=negative_id,
+        )
+        at_queries, at_keys, at_negatives = torch.autograd.grad(alone, inputs)
+        pushed.append(torch.cat([at_keys, at_negatives, at_queries])[:, k] > 0)
+    return torch.stack(pushed)
+
+
+def test_the_same_candidates_are_masked_as_by_the_cross_entropy() -> None:
+    for seed in range(4):
+        (query_id, key_id), negative_id = make_pair_ids(14, 9, 8, seed)
+        ids = {"query_id": query_id, "key_id": key_id, "negative_id": negative_id}
+        ours = negatives_of_each_pair(partial(hinge, margin=3.0), **ids)
+        theirs = negatives_of_each_pair(partial(bidirectional_cross_entropy, temperature=1.0), **ids)
+        assert torch.equal(ours, theirs)
+        assert 0.1 < ours.double().mean() < 0.9
+
+
+@pytest.mark.parametrize("ways", WAYS)
+def test_sample_ids_are_short_for_the_same_ids_of_queries_and_of_keys(ways: dict[str, Any]) -> None:
+    inputs = leaves(*make_views(300, 4, noise=1.0), make_rows(90, 4))
+    ids, negative_id = torch.arange(300) % 20, torch.arange(90)
+    shared = {"margin": 0.3, "negatives": inputs[2], "negative_id": negative_id, **ways}
+    short = hinge(*inputs[:2], sample_id=ids, **shared)
+    long = hinge(*inputs[:2], query_id=ids, key_id=ids.clone(), **shared)
+    for one, other in zip(value_and_gradients(short, inputs), value_and_gradients(long, inputs), strict=True):
+        assert torch.equal(one, other)
+    assert short != hinge(*inputs[:2], sample_id=torch.arange(300) + 300, **shared)
+
+
 def test_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None:
     """Worked out by hand: similarities [[1, .5, 0], [0, 1, 0], [.75, 0, .5]], and the margin is 1."""
     query = torch.tensor([[1.0, 0.5, 0.0], [0.0, 1.0, 0.0], [0.75, 0.0, 0.5]])
@@ -241,6 +436,16 @@ def test_a_masked_candidate_takes_no_part_in_the_mean() -> None:
     for ids in ([0, 1, 2, 3], [0, 0, 2, 3], [0, 1, 1, 1]):
         sample_id = torch.tensor(ids)
         assert hinge(query, key, margin=1.5, sample_id=sample_id).item() == pytest.approx(0.5)
+    # A query with two keys, a key with three queries: they leave each direction another number.
+    for query_id, key_id in (
+        ([0, 0, 2, 3], [0, 1, 2, 3]),
+        ([0, 1, 2, 3], [0, 0, 0, 3]),
+        ([0, 0, 2, 3], [0, 1, 1, 3]),
+    ):
+        ids = {"query_id": torch.tensor(query_id), "key_id": torch.tensor(key_id)}
+        assert hinge(query, key, margin=1.5, **ids).item() == pytest.approx(0.5)
+        others = {"negatives": torch.zeros(3, 4), "negative_id": torch.tensor([0, 1, 9])}
+        assert hinge(query, key, margin=1.5, **ids, **others).item() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("hardest", (False, True))
@@ -418,6 +623,29 @@ def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
     assert_close(mean, value_and_gradients(whole, inputs), 1e-12)
 
 
+@pytest.mark.parametrize("ways", [*WAYS, {"in_batch": False}, {"in_batch": False, "hardest": True}])
+@pytest.mark.parametrize("num_workers", (2, 4))
+def test_pairs_of_other_workers_are_known_as_those_of_the_same_batch(
+    num_workers: int, ways: dict[str, Any]
+) -> None:
+    """A query's positives are on several workers, and among the negatives of all."""
+    pair_ids, negative_id = make_pair_ids(200, 150, 120)
+    inputs = leaves(*make_views(200, 4, noise=1.0), make_rows(150, 4), dtype=torch.float64)
+    query, key, negatives = inputs
+    shared = {"margin": 0.2, "negatives": negatives, "negative_id": negative_id, **ways}
+    whole = hinge(query, key, **named_ids(pair_ids, None), **shared)
+    local = 200 // num_workers
+    gathered = {"gathered_key": key} if ways.get("in_batch", True) else {}
+    gathered |= {"gathered_query": query} if ways.get("bidirectional") else {}
+    losses = []
+    for start in range(0, 200, local):
+        own = slice(start, start + local)
+        ids = named_ids(pair_ids, own)
+        losses.append(hinge(query[own], key[own], offset=start, **ids, **gathered, **shared))
+    mean = value_and_gradients(torch.stack(losses).mean(), inputs)
+    assert_close(mean, value_and_gradients(whole, inputs), 1e-12)
+
+
 @pytest.mark.parametrize("hardest", (False, True))
 def test_no_matrix_of_all_pairs_is_ever_held(hardest: bool) -> None:
     batch, dim = 8192, 64
@@ -433,8 +661,7 @@ def test_no_matrix_of_all_pairs_is_ever_held(hardest: bool) -> None:
             gathered_query=inputs[0],
             gathered_key=inputs[1],
             offset=2048,
-            sample_id=ids[2048:2348],
-            gathered_sample_id=ids,
+            **named_ids((ids, torch.arange(batch) % 7500), slice(2048, 2348)),
         ).backward()
     assert 0 < gathered.largest <= batch * dim
 
@@ -485,7 +712,7 @@ def test_value_and_gradient_are_the_same_whoever_else_wants_one(ways: dict[str, 
         assert_close([torch.autograd.grad(loss, mixed[k])[0]], [all_at_once[k + 1]], 1e-6)
 
 
-def test_distinct_ids_cost_no_mask() -> None:
+def test_distinct_ids_cost_no_mask_and_without_ids_nothing_is_looked_for() -> None:
     (query, key), queue = make_views(40, 4), make_rows(50, 4)
     for sample_id, negative_id, masked in (
         (torch.randperm(40), torch.arange(40, 90), False),
@@ -495,6 +722,18 @@ def test_distinct_ids_cost_no_mask() -> None:
         with Recorder() as recorder:
             hinge(query, key, margin=0.3, sample_id=sample_id, negatives=queue, negative_id=negative_id)
         assert ("masked_fill_" in recorder.functions) == masked
+        assert "searchsorted" in recorder.functions
+    for query_id, key_id, masked in (
+        (torch.randperm(40), torch.randperm(40), False),
+        (torch.randperm(40) % 39, torch.randperm(40), True),
+        (torch.randperm(40), torch.randperm(40) % 39, True),
+    ):
+        with Recorder() as recorder:
+            hinge(query, key, margin=0.3, query_id=query_id, key_id=key_id)
+        assert ("masked_fill_" in recorder.functions) == masked
+    with Recorder() as recorder:
+        hinge(query, key, margin=0.3, negatives=queue)
+    assert not recorder.functions & {"sort", "argsort", "searchsorted", "masked_fill_"}
 
 
 def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice() -> None:
@@ -539,6 +778,7 @@ def test_rows_whose_gradient_the_gather_lost_are_refused_where_one_is_wanted() -
 ROWS = torch.eye(4)
 IDS = torch.arange(4)
 BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
+ALONE = {"in_batch": False, "negatives": ROWS, "query_id": IDS, "key_id": IDS, "negative_id": IDS}
 
 
 @pytest.mark.parametrize(
@@ -588,6 +828,34 @@ BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
         (
             {"negatives": ROWS, "sample_id": IDS, "negative_id": IDS[:3]},
             "negative_id does not match its rows: [3] ids came for 4 rows",
+        ),
+        (
+            {"sample_id": IDS, "query_id": IDS, "key_id": IDS},
+            "two kinds of ids: sample_id came beside query_id and key_id; pass sample_id where a pair is one",
+        ),
+        (BOTH | {"sample_id": IDS, "gathered_key_id": IDS}, "sample_id came beside key_id; pass sample_id"),
+        ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] ids came for 4 rows; pass one id"),
+        ({"key_id": torch.eye(4)}, "key_id does not match its rows: [4, 4] ids came for 4 rows"),
+        ({"gathered_query_id": IDS}, "gathered_query_id came without gathered_key: [4] ids of no rows"),
+        (BOTH | {"query_id": IDS}, "gathered_query_id is None; pass both or neither"),
+        (BOTH | {"gathered_key_id": IDS}, "half of the ids is missing: key_id is None; pass both"),
+        (
+            BOTH | {"key_id": IDS, "gathered_key_id": IDS[:3]},
+            "gathered_key_id does not match its rows: [3] ids came for 4 rows; gather the ids",
+        ),
+        ({"negatives": ROWS, "key_id": IDS}, "negative_id is None; pass both or neither"),
+        (
+            {"negatives": ROWS, "query_id": IDS, "negative_id": IDS},
+            "half of the ids is missing: key_id is None; pass both or neither",
+        ),
+        (
+            ALONE | {"gathered_query_id": IDS, "gathered_key_id": torch.arange(8)},
+            "gathered_key_id does not match its rows: [8] ids came for 4 rows",
+        ),
+        (ALONE | {"gathered_query_id": IDS}, "gathered_key_id is None; pass both or neither"),
+        (
+            ALONE | {"gathered_query_id": IDS, "gathered_key_id": IDS, "offset": 1},
+            "offset 1 with 4 rows came for 4 gathered rows",
         ),
     ],
 )

@@ -25,6 +25,15 @@ from tests.test_losses import one_thread as one_thread
 TEMPERATURES = (1.0, 0.2, 0.07, 0.03, 0.01)
 
 
+def are_known(query_id: Tensor, candidate_id: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Say of each query and candidate whether their ids are those of one of the pairs, one by one."""
+    known = set(zip(*(ids.tolist() for ids in pairs), strict=True))
+    answers = [
+        (query, candidate) in known for query in query_id.tolist() for candidate in candidate_id.tolist()
+    ]
+    return torch.tensor(answers, dtype=torch.bool).view(len(query_id), len(candidate_id))
+
+
 def plain_info_nce(
     query: Tensor,
     key: Tensor,
@@ -35,6 +44,7 @@ def plain_info_nce(
     offset: int = 0,
     ids: tuple[Tensor, Tensor] | None = None,
     negative_id: Tensor | None = None,
+    pair_ids: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Write the loss down as the papers do: own key first, all candidates beside it, cross entropy."""
     index = torch.arange(len(query)) + offset
@@ -43,10 +53,14 @@ def plain_info_nce(
     if in_batch:
         similarity.append(query @ key.T)
         own = F.one_hot(index, len(key)).bool()
+        if pair_ids is not None:
+            own |= are_known(pair_ids[0][index], pair_ids[1], pair_ids)
         masked.append(own if ids is None else own | (ids[0][:, None] == ids[1]))
     if negatives is not None:
         similarity.append(query @ negatives.T)
         same = torch.zeros(len(query), len(negatives), dtype=torch.bool)
+        if negative_id is not None and pair_ids is not None:
+            same = are_known(pair_ids[0][index], negative_id, pair_ids)
         masked.append(same if negative_id is None or ids is None else ids[0][:, None] == negative_id)
     logits = torch.cat(similarity, 1) / temperature
     logits = logits.masked_fill(torch.cat(masked, 1), -torch.inf)
@@ -163,6 +177,102 @@ def test_any_sizes_and_ids_equal_the_plain_formula(
         ids=(gathered_id[before : before + batch], gathered_id),
         negative_id=negative_id,
     )
+
+
+def make_pair_ids(
+    batch: int, num_negatives: int, num_ids: int, seed: int = 3
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return ids of queries, of keys and of negatives, which occur twice and more; they are hashes."""
+    generator = torch.Generator().manual_seed(seed)
+    query_id, key_id, negative_id = (
+        torch.randint(num_ids, (count,), generator=generator) * 2**40 - 2**42
+        for count in (batch, batch, num_negatives)
+    )
+    return (query_id, key_id), negative_id
+
+
+def named_ids(pair_ids: tuple[Tensor, Tensor], own: slice | None) -> dict[str, Tensor]:
+    """Return the ids of pairs as a loss takes them: of all rows, or of own ones beside the gathered."""
+    ids = dict(zip(("query_id", "key_id"), pair_ids, strict=True))
+    if own is None:
+        return ids
+    return {name: each[own] for name, each in ids.items()} | {
+        f"gathered_{name}": each for name, each in ids.items()
+    }
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 9),
+    before=st.integers(0, 4),
+    after=st.integers(0, 4),
+    num_negatives=st.integers(0, 12),
+    num_ids=st.integers(1, 12),
+    in_batch=st.booleans(),
+    temperature=st.sampled_from(TEMPERATURES),
+    seed=st.integers(0, 10_000),
+)
+def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
+    batch: int,
+    before: int,
+    after: int,
+    num_negatives: int,
+    num_ids: int,
+    in_batch: bool,
+    temperature: float,
+    seed: int,
+) -> None:
+    """A negative is compared with the pairs of all workers, with or without their keys."""
+    own, total = slice(before, before + batch), before + batch + after
+    pair_ids, negative_id = make_pair_ids(total, num_negatives, num_ids, seed)
+    query, key = make_views(total, 5, seed=seed)
+    inputs = leaves(
+        query[own], key, torch.tensor(temperature), make_rows(num_negatives, 5, seed), dtype=torch.float64
+    )
+    where = {"in_batch": in_batch, "offset": before, "negative_id": negative_id}
+    true = plain_info_nce(*inputs, pair_ids=pair_ids, **where)
+    ours = info_nce(
+        inputs[0],
+        inputs[1][own],
+        temperature=inputs[2],
+        gathered_key=inputs[1] if in_batch else None,
+        negatives=inputs[3],
+        **named_ids(pair_ids, own),
+        **where,
+    )
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-10, 1e-11)
+
+
+@pytest.mark.parametrize("temperature", (0.2, 0.01))
+@pytest.mark.parametrize("own", (None, slice(300, 700)))
+def test_many_pieces_with_ids_of_pairs_equal_the_plain_formula(own: slice | None, temperature: float) -> None:
+    pair_ids, negative_id = make_pair_ids(1100, 1030, 900)
+    query, key = make_views(1100, 6)
+    mine = slice(0, 1100) if own is None else own
+    inputs = leaves(query[mine], key, torch.tensor(temperature), make_rows(1030, 6), dtype=torch.float64)
+    where = {"offset": mine.start, "negative_id": negative_id}
+    true = plain_info_nce(*inputs, pair_ids=pair_ids, **where)
+    gathered = {} if own is None else {"gathered_key": inputs[1]}
+    ours = info_nce(
+        inputs[0],
+        inputs[1][mine],
+        temperature=inputs[2],
+        negatives=inputs[3],
+        **named_ids(pair_ids, own),
+        **gathered,
+        **where,
+    )
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-10)
+
+
+def test_sample_ids_are_short_for_the_same_ids_of_queries_and_of_keys() -> None:
+    inputs, queue = leaves(*make_views(300, 4)), make_rows(90, 4)
+    ids = torch.arange(300) % 20
+    shared = {"temperature": 0.1, "negatives": queue, "negative_id": torch.arange(90)}
+    short = info_nce(*inputs, sample_id=ids, **shared)
+    long = info_nce(*inputs, query_id=ids, key_id=ids.clone(), **shared)
+    for one, other in zip(value_and_gradients(short, inputs), value_and_gradients(long, inputs), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_plain_form_needs_query_key_and_temperature_only() -> None:
@@ -447,6 +557,11 @@ IDS = torch.arange(4)
         ({"negatives": ROWS, "negative_id": IDS}, "sample_id is None; pass both or neither"),
         ({"negatives": ROWS, "sample_id": IDS}, "negative_id is None; pass both or neither"),
         ({"gathered_key": ROWS, "sample_id": IDS}, "gathered_sample_id is None; pass both or neither"),
+        ({"sample_id": IDS, "key_id": IDS}, "two kinds of ids: sample_id came beside key_id; pass sample_id"),
+        ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] ids came for 4 rows; pass one id"),
+        ({"gathered_key": ROWS, "query_id": IDS}, "gathered_query_id is None; pass both or neither"),
+        ({"gathered_key_id": IDS, "key_id": IDS}, "gathered_key_id came without gathered_key"),
+        ({"negatives": ROWS, "key_id": IDS}, "negative_id is None; pass both or neither"),
         (
             {"negatives": ROWS, "sample_id": IDS, "negative_id": IDS[:3]},
             "negative_id does not match its rows: [3] ids came for 4 rows",

@@ -14,6 +14,8 @@ from raycl.config.sections import (
     MonitorConfig,
     NegativesConfig,
     OptimizerConfig,
+    TextAugmentConfig,
+    TextConfig,
 )
 from raycl.config.stage import Stage
 
@@ -32,4 +34,6 @@ __all__ = [
     "OptimizerConfig",
     "RunConfig",
     "Stage",
+    "TextAugmentConfig",
+    "TextConfig",
 ]

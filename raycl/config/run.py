@@ -19,6 +19,8 @@ from raycl.config.sections import (
     OptimizerConfig,
     Positive,
     Section,
+    TextAugmentConfig,
+    TextConfig,
 )
 from raycl.config.stage import Stage
 
@@ -26,6 +28,7 @@ _OVER_THE_BATCH = ("synchronized", "as_is")  # BatchNorm that all chunks must wa
 _KEYS_OF = {
     "nt_xent": ("tower",),
     "info_nce": ("tower", "momentum_encoder", "slot"),
+    "bidirectional": ("tower",),
     "nce": ("slot",),
     "hinge": ("tower", "momentum_encoder", "slot"),
 }
@@ -39,7 +42,9 @@ class RunConfig(Section):
     nothing, for the key is the sample's own slot of the memory bank (InstDisc). ``synchronized``
     BatchNorm takes its statistics over the rows of all workers, ``as_is`` over those of one, and
     ``shuffled`` over random ones, in ``batchnorm_groups`` groups over all workers, at least one a
-    worker. ``workers`` are those of every stage that asks for no other number. ``autoscaling`` says
+    worker. Pairs and images with captions have two towers; those of pairs are one and the same
+    unless ``separate_towers``, and captions are read by ``text_encoder``. ``learn_temperature`` begins
+    at that of the first stage and stays above 0.01, as in CLIP. ``workers`` are those of every stage that asks for no other number. ``autoscaling`` says
     that the cluster grows when more is asked for than it has now; otherwise a run that does not fit
     is refused.
     """
@@ -52,9 +57,14 @@ class RunConfig(Section):
     cpus_per_worker: Positive | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     data: DataConfig = DataConfig()
+    text: TextConfig = TextConfig()
     augment: AugmentConfig = AugmentConfig()
+    text_augment: TextAugmentConfig = TextAugmentConfig()
     encoder: EncoderConfig = EncoderConfig()
+    text_encoder: EncoderConfig = EncoderConfig(name="transformer")
+    separate_towers: bool = False
     projection_head: HeadConfig = HeadConfig()
+    learn_temperature: bool = False
     key: Literal["tower", "momentum_encoder", "slot"] = "tower"
     momentum_encoder: MomentumEncoderConfig = MomentumEncoderConfig()
     negatives: NegativesConfig = NegativesConfig()
@@ -77,6 +87,21 @@ class RunConfig(Section):
         return self.augment.mean or mean, self.augment.std or std
 
     @property
+    def has_two_towers(self) -> bool:
+        """Whether query and key are different things."""
+        return self.data.kind in ("pairs", "image_text")
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether there is something to cut into tokens."""
+        return self.data.kind != "image"
+
+    @property
+    def judged_by(self) -> str:
+        """The metric of the periodic judge that says which checkpoint is best."""
+        return "recall_at_10" if self.has_two_towers else "knn_top1"
+
+    @property
     def max_workers(self) -> int:
         """The greatest number of workers that a stage asks for."""
         return max(map(self.workers_of, self.stages))
@@ -91,7 +116,8 @@ class RunConfig(Section):
 
     def local_views(self, stage: Stage) -> int:
         """Return how many views each worker's tower embeds in a step: two a sample, unless another gives the keys."""
-        return self.local_batch_size(stage) * (2 if self.key == "tower" else 1)
+        both = self.key == "tower" and not self.has_two_towers
+        return self.local_batch_size(stage) * (2 if both else 1)
 
     def rows_per_group(self, stage: Stage) -> int:
         """Return how many rows shuffled BatchNorm normalizes together."""
@@ -143,6 +169,36 @@ class RunConfig(Section):
                 )
             if stage.proximal_weight and self.key != "slot":
                 raise ValueError("proximal_weight pulls to a slot of the memory bank: set key=slot, or 0")
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_two_towers_need(self) -> Self:
+        if self.has_two_towers and self.key != "tower":
+            raise ValueError(
+                f"data.kind {self.data.kind} has a tower for its keys, key is {self.key}: set key=tower"
+            )
+        if self.has_two_towers and self.batchnorm == "shuffled":
+            raise ValueError(
+                "batchnorm shuffled mixes views of one tower, and two towers have nothing to shuffle: set it "
+                "to synchronized, group or layer"
+            )
+        for stage in self.stages:
+            if self.has_two_towers and stage.loss not in ("bidirectional", "hinge"):
+                raise ValueError(
+                    f"loss {stage.loss} compares views of one sample, data.kind {self.data.kind} has pairs: set "
+                    "loss to bidirectional or hinge"
+                )
+            if stage.discount_frequent and (self.data.kind != "pairs" or stage.loss != "bidirectional"):
+                raise ValueError(
+                    "discount_frequent is for documents that recur in pairs: set data.kind=pairs and "
+                    "loss=bidirectional, or leave it out"
+                )
+        if self.learn_temperature and all(stage.loss in ("nce", "hinge") for stage in self.stages):
+            raise ValueError(
+                f"learn_temperature is true, and loss {self.stages[0].loss} has no temperature to learn: leave it out"
+            )
+        if self.separate_towers and self.data.kind != "pairs":
+            raise ValueError(f"separate_towers is for pairs, data.kind is {self.data.kind}: leave it out")
         return self
 
     @model_validator(mode="after")

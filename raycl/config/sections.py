@@ -19,17 +19,34 @@ class Section(BaseModel):
 
 @final
 class Columns(Section):
-    """Names of the columns to read; ``None`` takes the usual name where it exists."""
+    """Names of the columns to read; ``None`` takes the usual name where it exists.
+
+    Which of them are read follows from ``data.kind``.
+    """
 
     image: str = "image"
+    text: str = "text"
+    caption: str = "caption"
+    query: str = "query"
+    document: str = "document"
+    negatives: str | None = None
+    query_id: str | None = None
+    document_id: str | None = None
+    negative_ids: str | None = None
     label: str | None = None
     sample_id: str | None = None
 
 
 @final
 class DataConfig(Section):
-    """How images come in: decoded, resized to a square of ``stored_size``, kept as bytes."""
+    """What the samples are, and how images come in.
 
+    ``image`` and ``text`` are samples of which two views are drawn; ``image_text`` are images with their
+    captions, and ``pairs`` are queries with a document each, and perhaps explicit negatives.
+    Images are decoded, resized to a square of ``stored_size`` and kept as bytes.
+    """
+
+    kind: Literal["image", "text", "image_text", "pairs"] = "image"
     columns: Columns = Columns()
     image_size: Annotated[int, Field(ge=8, le=1024)] = 224
     stored_size: Annotated[int, Field(ge=8, le=2048)] | None = None
@@ -68,8 +85,43 @@ class AugmentConfig(Section):
 
 
 @final
+class TextConfig(Section):
+    """How texts are cut into tokens.
+
+    ``tokenizer`` is the address of a ``tokenizer.json``; None trains one of at most ``vocabulary_size``
+    tokens on the run's own texts, ``num_texts`` of them at most. A query is cut at ``max_length``
+    tokens, and so is a text; a document, or a negative, at ``max_document_length`` if that is set.
+    """
+
+    tokenizer: str | None = None
+    vocabulary_size: Annotated[int, Field(ge=261)] = 16_384
+    lowercase: bool = True
+    num_texts: Count = 1_000_000
+    max_length: Annotated[int, Field(ge=1, le=8_192)] = 64
+    max_document_length: Annotated[int, Field(ge=1, le=8_192)] | None = None
+
+    @property
+    def longest(self) -> int:
+        """The greatest number of tokens of a text in any role."""
+        return max(self.max_length, self.max_document_length or 0)
+
+
+@final
+class TextAugmentConfig(Section):
+    """The random view of a text: words left out, copied elsewhere, tokens repeated (Wu et al., 2022)."""
+
+    deletion: Fraction = 0.0
+    insertion: Fraction = 0.0
+    repetition: Fraction = 0.0
+
+
+@final
 class EncoderConfig(Section):
-    """The network: a torchvision name, or ``package.module:function`` of the user's own."""
+    """The network: a name, or ``package.module:function`` of the user's own.
+
+    Names are torchvision's for images; ``bag_of_subwords``, ``transformer`` or ``transformers:PATH``
+    for texts. ``stem`` and ``width`` are those of images' networks.
+    """
 
     name: str = "resnet50"
     stem: Literal["auto", "small", "half", "standard"] = "auto"
@@ -81,10 +133,11 @@ class EncoderConfig(Section):
 class HeadConfig(Section):
     """The projection head; ``hidden_dim=None`` is as wide as the representation.
 
-    ``batchnorm`` is that of the hidden layers.
+    ``batchnorm`` is that of the hidden layers. With no layers the representation is the embedding,
+    and ``dim`` must be its width.
     """
 
-    num_layers: Literal[1, 2, 3] = 2
+    num_layers: Literal[0, 1, 2, 3] = 2
     hidden_dim: Count | None = None
     dim: Annotated[int, Field(ge=2)] = 128
     batchnorm: bool = True

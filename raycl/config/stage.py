@@ -23,6 +23,9 @@ class Stage(Section):
     it falls along half a cosine, or to a tenth at three and again at four fifths (``step``), of the
     stage or, with ``learning_rate_over`` run, of the samples of the whole run.
 
+    ``bidirectional`` classifies each query among keys and each key among queries (Radford et al., 2021);
+    ``discount_frequent`` takes the logarithm of how common a key is in the data off its logits as a
+    candidate, since a common one is drawn as a negative more often (Yi et al., 2019).
     ``hinge`` asks that the positive is nearer than the negatives by ``margin``: on the mean over the
     negatives, or for the ``hardest_negative`` only. A ``hinge_weight`` mixes it with a cross-entropy,
     as that fraction of the loss; it may move to ``final_hinge_weight`` in the course of the stage.
@@ -36,8 +39,9 @@ class Stage(Section):
     kept_chunks: Annotated[int, Field(ge=0)] = 1
     milestone_every: Count | None = None
     workers: Count | None = None
-    loss: Literal["nt_xent", "info_nce", "nce", "hinge"] = "nt_xent"
+    loss: Literal["nt_xent", "info_nce", "bidirectional", "nce", "hinge"] = "nt_xent"
     temperature: Positive = 0.1
+    discount_frequent: bool = False
     margin: Positive = 0.2
     hardest_negative: bool = False
     hinge_weight: Fraction = 0.0
@@ -57,10 +61,10 @@ class Stage(Section):
 
     @model_validator(mode="after")
     def _mixes_two_losses(self) -> Self:
-        if self.mixes_hinge and self.loss not in ("nt_xent", "info_nce"):
+        if self.mixes_hinge and self.loss not in ("nt_xent", "info_nce", "bidirectional"):
             raise ValueError(
                 f"hinge_weight mixes the hinge with a cross-entropy, loss is {self.loss}: "
-                "set loss to nt_xent or info_nce, or leave hinge_weight out"
+                "set loss to nt_xent, info_nce or bidirectional, or leave hinge_weight out"
             )
         return self
 

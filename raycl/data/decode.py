@@ -10,10 +10,12 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
+from raycl.data.columns import ColumnNames
 from raycl.data.formats import Formats, store_all
 from raycl.data.holdout import Holdout
+from raycl.data.ids import content_id, stable_ids
 from raycl.data.logbook import NUM_EXAMPLES
-from raycl.data.sources import NO_LABEL, ColumnNames, Piece, RawRows, Source, content_id, stable_ids
+from raycl.data.sources import NO_LABEL, Piece, RawRows, Source
 from raycl.errors import BrokenValueError, DataError
 
 BLOCK_BYTES = 64 * 2**20
@@ -129,15 +131,11 @@ def decode_dataset(dataset: ray.data.Dataset, columns: ColumnNames, decoder: Dec
     Without an id column a row's id is the hash of its contents, so equal rows share one.
     Raises ``DataError`` if a column is missing.
     """
-    names = column_names(dataset)
-    for name in (*columns.contents.values(), columns.label, columns.sample_id):
-        if name is not None and name not in names:
-            raise DataError(f"the dataset has no column {name!r}; it has {', '.join(names)}")
-    label = columns.label or ("label" if "label" in names else None)
-    sample_id = columns.sample_id or ("sample_id" if "sample_id" in names else None)
+    found = columns_of(dataset, columns)
+    label, sample_id = found.label, found.sample_id
 
     def read(batch: Any) -> Any:
-        values = {role: list(batch[name]) for role, name in columns.contents.items()}
+        values = {role: list(batch[name]) for role, name in found.contents.items()}
         if label and batch[label].dtype.kind not in "iub":
             raise DataError(
                 f"labels must be integers, column {label!r} holds {batch[label].dtype}; map them first"
@@ -149,6 +147,11 @@ def decode_dataset(dataset: ray.data.Dataset, columns: ColumnNames, decoder: Dec
         yield from decoder.tables(f"ids {content_id(ids.tobytes())}", iter([rows]))
 
     return dataset.map_batches(read, batch_size=1_024, batch_format="numpy")
+
+
+def columns_of(dataset: ray.data.Dataset, columns: ColumnNames) -> ColumnNames:
+    """Return the columns to read of a dataset; raises ``DataError`` if one is missing."""
+    return columns.found_in(column_names(dataset), where="the dataset")
 
 
 def column_names(dataset: ray.data.Dataset) -> list[str]:
@@ -163,6 +166,10 @@ def _content_ids(values: Mapping[str, Sequence[Any]]) -> NDArray[np.int64]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype != object:
         return value.tobytes()
+    if isinstance(value, np.ndarray | list):
+        return b"\1".join(map(_bytes_of, value))
+    if isinstance(value, int | np.integer):
+        return str(value).encode()
     return value.encode() if isinstance(value, str) else value or b""

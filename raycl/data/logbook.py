@@ -16,12 +16,13 @@ NUM_EXAMPLES = 3
 @final
 @dataclass(frozen=True, kw_only=True)
 class ReadRows:
-    """What has been read so far; ``broken`` counts rows by cause."""
+    """What has been read so far; ``broken`` counts rows by cause, ``left_out`` what is sound but of no use."""
 
     num_rows: int = 0
     num_train: int = 0
     broken: Mapping[str, int] = field(default_factory=dict)
     examples: Sequence[str] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_broken(self) -> int:
@@ -54,12 +55,17 @@ class Logbook:
         self._pieces: dict[str, tuple[int, int, Counter[str], list[str]]] = {}
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
+        self._left_out: dict[str, Counter[str]] = {}
 
     def add_rows(
         self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
     ) -> None:
         """Note the rows of one piece; ``num_train`` of them are sound and not held out."""
         self._pieces[piece] = (num_rows, num_train, Counter(broken), examples)
+
+    def add_left_out(self, piece: str, left_out: Mapping[str, int]) -> None:
+        """Note how much of one piece is sound but of no use, by cause."""
+        self._left_out[piece] = Counter(left_out)
 
     def add_progress(self, progress: Mapping[str, Any]) -> None:
         """Note how far training is; what came before under the same names is replaced."""
@@ -85,6 +91,7 @@ class Logbook:
             num_train=sum(piece[1] for piece in pieces),
             broken=dict(sum((piece[2] for piece in pieces), Counter())),
             examples=[example for piece in pieces for example in piece[3]][:NUM_EXAMPLES],
+            left_out={k: v for k, v in sum(self._left_out.values(), Counter()).items() if v},
         )
 
 

@@ -9,7 +9,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from raycl.data.formats import Content, Formats, read_all
+from raycl.data.ids import Ids
 from raycl.data.images import Pixels
+from raycl.data.texts import TokenLists, Tokens
 
 
 @final
@@ -91,3 +93,24 @@ def pixels_of(batch: Batch) -> Pixels:
     pixels = batch.contents["image"]
     assert isinstance(pixels, Pixels), "the role of an image holds images"
     return pixels
+
+
+def tokens_of(batch: Batch, role: str) -> Tokens:
+    """Return the texts of a batch that has one a row in this role."""
+    tokens = batch.contents[role]
+    assert isinstance(tokens, Tokens), f"the role {role} holds a text a row"
+    return tokens
+
+
+def texts_of(batch: Batch, role: str) -> TokenLists:
+    """Return the texts of a batch that has lists of them in this role."""
+    texts = batch.contents[role]
+    assert isinstance(texts, TokenLists), f"the role {role} holds lists of texts"
+    return texts
+
+
+def ids_of(batch: Batch, role: str) -> Ids | None:
+    """Return the ids of a batch in this role, if it has such."""
+    ids = batch.contents.get(role)
+    assert ids is None or isinstance(ids, Ids), f"the role {role} holds ids"
+    return ids

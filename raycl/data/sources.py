@@ -1,11 +1,10 @@
 """Sources: what lies at an address, cut into pieces that a Ray task reads."""
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import numpy as np
@@ -13,29 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from raycl.data.columns import ColumnNames, is_list, is_text
+from raycl.data.ids import stable_ids
 from raycl.data.images import EXTENSIONS, BrokenImageError
 from raycl.errors import DataError, StorageError
 from raycl.storage import Place, absolute
 
 ROWS_A_PIECE = 2_048
 NO_LABEL = -1
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ColumnNames:
-    """Columns to read; ``None`` for contents that there are not, or a label or id not asked for by name."""
-
-    image: str | None = "image"
-    text: str | None = None
-    label: str | None = None
-    sample_id: str | None = None
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """The columns of contents by their role, which has the name of the field."""
-        named = {"image": self.image, "text": self.text}
-        return {role: name for role, name in named.items() if name is not None}
 
 
 @final
@@ -89,7 +73,7 @@ class RawRows:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A set of images, found but not yet read.
+    """A set of samples, found but not yet read.
 
     Ids count the rows in the order of sorted file names (or come from the id column), so they are
     the same in every run over the same files.
@@ -144,7 +128,7 @@ class Source:
             for first, table in _row_range(file, piece.start, piece.stop, names):
                 position = np.arange(first, first + table.num_rows, dtype=np.int64)
                 yield RawRows(
-                    values={role: table[name].to_pylist() for role, name in contents.items()},
+                    values={role: _values(table[name]) for role, name in contents.items()},
                     sample_id=self._ids(table, position - piece.start + piece.first_id),
                     label=self._labels(table),
                     where=[f"{piece.place.name} row {row}" for row in position],
@@ -184,36 +168,14 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
         return _parquet_source(uri, [""], columns)
     files = place.files()
     parquet = [path for path, _ in files if path.endswith(".parquet")]
-    return (
-        _parquet_source(uri, parquet, columns)
-        if parquet
-        else _folder_source(uri, [path for path, _ in files])
-    )
-
-
-def stable_ids(values: list[Any]) -> NDArray[np.int64]:
-    """Turn the values of an id column into int64: integers stay, all else is hashed.
-
-    Unsigned integers of 64 bits wrap around. Raises ``DataError`` for a row without an id.
-    """
-    if None in values:
+    if parquet:
+        return _parquet_source(uri, parquet, columns)
+    if set(columns.contents) != {"image"}:
         raise DataError(
-            f"row {values.index(None)} of a batch has no id: give every row an id of its own, or leave out "
-            "the id column"
+            f"{uri} holds no parquet files ({len(files)} others); give some with the columns "
+            f"{', '.join(columns.contents.values())}"
         )
-    return np.array(
-        [_wrapped(value) if isinstance(value, int) else content_id(str(value).encode()) for value in values],
-        np.int64,
-    )
-
-
-def _wrapped(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def content_id(content: bytes) -> int:
-    """Hash bytes to an int64 that is the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+    return _folder_source(uri, [path for path, _ in files])
 
 
 def _read_file(place: Place) -> bytes | BrokenImageError:
@@ -284,7 +246,7 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
             pieces.append(Piece(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
             first_id += stop - start
     if not first_id:
-        raise DataError(f"{uri} holds no rows; give a set with at least one batch of images")
+        raise DataError(f"{uri} holds no rows; give a set with at least one batch")
     classes = _named_classes(places, found[0][1], columns.label)
     return Source(
         uri=uri,
@@ -313,50 +275,19 @@ def _look_at_parquet(place: Place) -> tuple[list[int], pa.Schema]:
 
 
 def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> ColumnNames:
-    asked = {**columns.contents, "label": columns.label, "sample_id": columns.sample_id}
-    for role, name in asked.items():
-        if name is not None and name not in schema.names:
-            raise DataError(
-                f"{place} has no column {name!r}; it has {', '.join(schema.names)}: "
-                f"name the right one with --set data.columns.{role}=NAME"
-            )
-    for role, name in columns.contents.items():
-        is_right, what = _KINDS[role]
-        if not is_right(schema.field(name).type):
-            raise DataError(
-                f"{what}, column {name!r} of {place} holds {schema.field(name).type}; "
-                f"name another with --set data.columns.{role}=NAME"
-            )
-    label = columns.label or ("label" if "label" in schema.names else None)
-    if label is not None and not _is_label(schema.field(label).type):
-        raise DataError(
-            f"labels must be integers or text, column {label!r} of {place} holds {schema.field(label).type}; "
-            "name another with --set data.columns.label=NAME"
-        )
-    sample_id = columns.sample_id or ("sample_id" if "sample_id" in schema.names else None)
-    return replace(columns, label=label, sample_id=sample_id)
+    found = columns.found_in(schema.names, where=str(place))
+    found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=str(place))
+    return found
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
-    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # of an empty file
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(values) or pa.types.is_large_string(values) or pa.types.is_null(values)
-
-
-# What the values of a role must be, and how that is said.
-_KINDS = {
-    "image": (_is_bytes, "images must be encoded bytes"),
-    "text": (_is_text, "texts must be strings"),
-}
-
-
-def _is_label(kind: pa.DataType) -> bool:
-    values = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return _is_text(kind) or pa.types.is_integer(values) or pa.types.is_boolean(values)
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values, texts as bytes: a single one that is no UTF-8 would otherwise spoil the column."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    if is_list(kind) and is_text(kind.value_type):
+        return column.cast(pa.list_(pa.binary())).to_pylist()
+    return (column.cast(pa.binary()) if is_text(kind) else column).to_pylist()
 
 
 def _named_classes(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:

@@ -9,11 +9,12 @@ import pyarrow as pa
 import ray
 from ray.train.collective import broadcast_from_rank_zero
 
+from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.formats import Formats
 from raycl.data.order import Share
 from raycl.data.rows import Batch, Rows
-from raycl.data.sources import ColumnNames, Source
+from raycl.data.sources import Source
 
 OpenEpoch = Callable[[int], ray.data.Dataset]
 

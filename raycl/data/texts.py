@@ -9,17 +9,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from raycl.tokens.batches import PADDING
-from raycl.tokens.tokenizer import BrokenTextError, Tokenizer, read_text
+from raycl.data.ids import content_id
+from raycl.errors import BrokenValueError
+from raycl.tokens import BrokenTextError, Tokenizer, padded, read_text
 
 
 @final
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of some texts one after the other, and how many each text has [batch]."""
+    """The tokens of some texts one after the other, how many each text has, and what it is known by.
+
+    Equal tokens have one ``text_id``: texts that an encoder cannot tell apart. All [batch] but ``values``.
+    """
 
     values: NDArray[np.int32]
     lengths: NDArray[np.int64]
+    text_id: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -27,15 +32,40 @@ class Tokens:
     def joined(self, other: Self) -> Self:
         """Return these texts with the other's after them."""
         return type(self)(
-            np.concatenate([self.values, other.values]), np.concatenate([self.lengths, other.lengths])
+            np.concatenate([self.values, other.values]),
+            np.concatenate([self.lengths, other.lengths]),
+            np.concatenate([self.text_id, other.text_id]),
         )
 
     def padded(self) -> NDArray[np.int64]:
         """Return [batch, length of the longest], with padding at the end."""
-        places = np.arange(self.lengths.max(initial=0))
-        batch = np.full((len(self), len(places)), PADDING, np.int64)
-        batch[places < self.lengths[:, None]] = self.values
-        return batch
+        return padded(self.values, self.lengths)
+
+
+@final
+@dataclass(frozen=True)
+class TokenLists:
+    """Several texts in each row, ``counts`` [batch] of them, none perhaps; ``tokens`` are those of all."""
+
+    tokens: Tokens
+    counts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def joined(self, other: Self) -> Self:
+        """Return these rows with the other's after them."""
+        return type(self)(self.tokens.joined(other.tokens), np.concatenate([self.counts, other.counts]))
+
+    def picked(self, number: NDArray[np.int64]) -> Tokens:
+        """Return one text of each row: that of this number [batch], from 0."""
+        chosen = np.cumsum(self.counts) - self.counts + number
+        ends = np.cumsum(self.tokens.lengths)
+        lengths = self.tokens.lengths[chosen]
+        values = [
+            self.tokens.values[end - length : end] for end, length in zip(ends[chosen], lengths, strict=True)
+        ]
+        return Tokens(np.concatenate([np.empty(0, np.int32), *values]), lengths, self.tokens.text_id[chosen])
 
 
 @final
@@ -55,16 +85,65 @@ class TextFormat:
         return [next(tokens) if isinstance(text, str) else text for text in texts]
 
     def store(self, decoded: Sequence[NDArray[np.int32]]) -> dict[str, pa.Array]:
-        """Return the column ``tokens``, a list a text."""
-        offsets = np.cumsum([0, *map(len, decoded)])
-        values = np.concatenate([np.empty(0, np.int32), *decoded])
-        return {
-            "tokens": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
-        }
+        """Return the columns ``tokens``, a list a text, and ``id``."""
+        return {"tokens": _lists(decoded), "id": pa.array(map(_text_id, decoded), pa.int64())}
 
     def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> "StoredTexts":
         """Return the texts of these columns, without a copy."""
-        return StoredTexts(tuple(_Part.of(part.column(f"{prefix}tokens")) for part in parts))
+        return StoredTexts(
+            tuple(_Part.of(part.column(f"{prefix}tokens"), part.column(f"{prefix}id")) for part in parts)
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TextsFormat:
+    """Lists of texts; where there must be one at least, a single text stands for a list of it."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    may_be_empty: bool = False
+
+    def decode_all(self, values: Sequence[Any]) -> list[list[NDArray[np.int32]] | BrokenValueError]:
+        """Return the tokens of the texts of each row, or why it cannot be used: one broken text is enough."""
+        rows = [self._as_list(value) for value in values]
+        texts = [text for row in rows for text in row]
+        decoded = iter(TextFormat(tokenizer=self.tokenizer, max_length=self.max_length).decode_all(texts))
+        found = [[next(decoded) for _ in row] for row in rows]
+        return [self._sound_or_error(row) for row in found]
+
+    def store(self, decoded: Sequence[list[NDArray[np.int32]]]) -> dict[str, pa.Array]:
+        """Return the columns ``tokens``, a list of lists, and ``id``, a list of those of the texts."""
+        texts = [text for row in decoded for text in row]
+        offsets = _offsets(decoded)
+        ids = pa.array(map(_text_id, texts), pa.int64())
+        return {
+            "tokens": pa.ListArray.from_arrays(offsets, _lists(texts)),
+            "id": pa.ListArray.from_arrays(offsets, ids),
+        }
+
+    def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> "StoredTextLists":
+        """Return the texts of these columns, without a copy."""
+        columns = [(part.column(f"{prefix}tokens"), part.column(f"{prefix}id")) for part in parts]
+        return StoredTextLists(
+            tuple(_Part.of(tokens.flatten(), ids.flatten()) for tokens, ids in columns),
+            tuple(_ends(tokens) for tokens, _ in columns),
+        )
+
+    def _as_list(self, value: Any) -> Sequence[Any]:
+        if isinstance(value, list | tuple | np.ndarray):
+            return list(value)
+        return [] if value is None and self.may_be_empty else [value]
+
+    def _sound_or_error(
+        self, row: list[NDArray[np.int32] | BrokenTextError]
+    ) -> list[NDArray[np.int32]] | BrokenValueError:
+        sound = []
+        for text in row:
+            if isinstance(text, BrokenTextError):
+                return text
+            sound.append(text)
+        return sound if sound or self.may_be_empty else BrokenTextError("empty list of texts")
 
 
 @final
@@ -77,25 +156,65 @@ class StoredTexts:
     def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> Tokens:
         """Copy the tokens at these rows of these parts."""
         rows = [self.parts[each].tokens(at) for each, at in zip(part, row, strict=True)]
+        ids = [self.parts[each].text_id[at] for each, at in zip(part, row, strict=True)]
         return Tokens(
-            np.concatenate([np.empty(0, np.int32), *rows]), np.array([len(each) for each in rows], np.int64)
+            np.concatenate([np.empty(0, np.int32), *rows]),
+            np.array([len(each) for each in rows], np.int64),
+            np.array(ids, np.int64),
         )
+
+
+@final
+@dataclass(frozen=True)
+class StoredTextLists:
+    """Lists of texts in the object store; ``ends`` are where the lists of a part end, and begin."""
+
+    parts: Sequence["_Part"]
+    ends: Sequence[NDArray[np.int64]]
+
+    def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> TokenLists:
+        """Copy the texts at these rows of these parts."""
+        places = [np.arange(*self.ends[each][at : at + 2]) for each, at in zip(part, row, strict=True)]
+        counts = np.array([len(each) for each in places], np.int64)
+        flat = np.concatenate([np.empty(0, np.int64), *places]).astype(np.int64)
+        return TokenLists(StoredTexts(self.parts).take(np.repeat(part, counts), flat), counts)
 
 
 @final
 @dataclass(frozen=True)
 class _Part:
     values: NDArray[np.int32]
-    offsets: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    text_id: NDArray[np.int64]
 
     @staticmethod
-    def of(column: pa.ListArray) -> "_Part":
-        """Return a column's lists, whose buffers it may share with rows before and after."""
-        lengths = pc.list_value_length(column).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
-        return _Part(column.flatten().to_numpy(), np.cumsum([0, *lengths]))
+    def of(tokens: pa.ListArray, text_id: pa.Array) -> "_Part":
+        return _Part(tokens.flatten().to_numpy(), _ends(tokens), text_id.to_numpy())
 
     def tokens(self, row: int) -> NDArray[np.int32]:
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
+        return self.values[self.ends[row] : self.ends[row + 1]]
+
+
+def _ends(column: pa.ListArray) -> NDArray[np.int64]:
+    """Return where the lists of a column end in what it flattens to, after a 0.
+
+    Not its offsets: its buffers may hold rows before and after it.
+    """
+    lengths = pc.list_value_length(column).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+    return np.cumsum([0, *lengths])
+
+
+def _offsets(lists: Sequence[Any]) -> pa.Array:
+    return pa.array(np.cumsum([0, *map(len, lists)]), pa.int32())
+
+
+def _lists(rows: Sequence[NDArray[np.int32]]) -> pa.ListArray:
+    values = np.concatenate([np.empty(0, np.int32), *rows])
+    return pa.ListArray.from_arrays(_offsets(rows), pa.array(values, pa.int32()))
+
+
+def _text_id(tokens: NDArray[np.int32]) -> int:
+    return content_id(tokens.astype("<i4").tobytes())
 
 
 def _text_or_error(value: Any) -> str | BrokenTextError:

@@ -20,7 +20,8 @@ from raycl.inference.reading import read_rows
 from raycl.judging.embed import embed
 from raycl.judging.knn import knn_accuracy, nearest
 from raycl.judging.linear import linear_accuracy
-from raycl.models.saved import EncoderSpec, ImageEncoder, load_encoder
+from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.specs import ImageEncoderSpec
 from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.storage import Place
@@ -86,6 +87,7 @@ def run_demo(
         f"trained {result.steps} steps in {result.seconds:.0f} s, {result.samples_per_second:,.0f} samples/s"
     )
     encoder = load_encoder(result.output)
+    assert isinstance(encoder, ImageEncoder), "the demo trains on digits"
     image_format = ImageFormat(size=CANVAS, channels=1)
     train_rows, test_rows = (read_rows(uri, image_format) for uri in (train_uri, test_uri))
     looks = _looks(encoder, train_rows, test_rows)
@@ -107,7 +109,7 @@ def _looks(encoder: ImageEncoder, train_rows: Rows, test_rows: Rows) -> list[Loo
     ]
 
 
-def _untrained(spec: EncoderSpec) -> ImageEncoder:
+def _untrained(spec: ImageEncoderSpec) -> ImageEncoder:
     torch.manual_seed(0)
     return ImageEncoder(spec.build(), spec).eval()
 

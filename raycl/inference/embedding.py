@@ -1,6 +1,7 @@
 """Embedding by Ray Data: decoding tasks feed a pool of actors that hold the encoder."""
 
-from typing import final
+from dataclasses import replace
+from typing import Literal, final
 
 import pyarrow as pa
 import ray
@@ -8,33 +9,39 @@ import torch
 from torch import nn
 
 from raycl.cluster import join_cluster, own_errors
+from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_source
+from raycl.data.formats import Formats
 from raycl.data.images import ImageFormat
 from raycl.data.logbook import ReadRows, open_logbook, rows_in
-from raycl.data.rows import Rows, pixels_of
-from raycl.data.sources import ColumnNames, find_source
+from raycl.data.rows import Batch, Rows, pixels_of, tokens_of
+from raycl.data.sources import find_source
+from raycl.data.texts import TextFormat
 from raycl.errors import ConfigError, StorageError
 from raycl.judging.embed import embed
-from raycl.models.saved import EncoderSpec, load_encoder
+from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder
+from raycl.models.specs import ImageEncoderSpec
 from raycl.progress import ProgressLine, rows_read
 from raycl.storage import Place, absolute
 
 BATCH_SIZE = 256
+SideName = Literal["query", "key"]
 
 
 @final
 class Embedder:
     """One actor of the pool: holds the encoder, turns decoded rows into representations."""
 
-    def __init__(self, run: str, use_gpu: bool, network: nn.Module | None) -> None:
-        self._encoder = load_encoder(run, network=network).to("cuda" if use_gpu else "cpu")
-        self._formats = {"image": image_format(self._encoder.spec)}
+    def __init__(self, run: str, side: SideName, role: str, use_gpu: bool, network: nn.Module | None) -> None:
+        self._encoder = load_encoder(run, side=side, network=network).to("cuda" if use_gpu else "cpu")
+        self._role = role
+        self._formats = formats_of(self._encoder, role)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return ``sample_id``, ``label`` and ``representation`` of decoded rows."""
         rows = Rows([table], self._formats)
         width = self._encoder.spec.representation_dim
-        inputs = (self._encoder.prepare(pixels_of(batch).images) for batch in rows.batches(BATCH_SIZE))
+        inputs = (prepared(self._encoder, batch, self._role) for batch in rows.batches(BATCH_SIZE))
         representation = embed(self._encoder, inputs) if len(rows) else torch.empty(0, width)
         flat = pa.array(representation.numpy().reshape(-1), pa.float32())
         return pa.table(
@@ -46,13 +53,42 @@ class Embedder:
         )
 
 
-def image_format(spec: EncoderSpec) -> ImageFormat:
+def image_format(spec: ImageEncoderSpec) -> ImageFormat:
     """Return how images are decoded for an encoder."""
     return ImageFormat(size=spec.stored_size, channels=spec.channels, max_pixels=spec.max_pixels)
 
 
+def formats_of(encoder: ImageEncoder | TextEncoder, role: str) -> Formats:
+    """Return how the values of a role are decoded for an encoder."""
+    if isinstance(encoder, ImageEncoder):
+        return {role: image_format(encoder.spec)}
+    return {role: TextFormat(tokenizer=encoder.tokenizer, max_length=encoder.spec.max_length)}
+
+
+def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> tuple[str, ColumnNames]:
+    """Return the role and the column of what an encoder takes: the first that was named."""
+    named = columns or ColumnNames()
+    role = "image" if isinstance(encoder, ImageEncoder) else "text"
+    others = {each: None for each in named.contents if each != role}
+    return role, replace(named, **{role: getattr(named, role) or role}, **others)
+
+
+def prepared(encoder: ImageEncoder | TextEncoder, batch: Batch, role: str) -> torch.Tensor:
+    """Return what the encoder takes of a batch."""
+    if isinstance(encoder, ImageEncoder):
+        return encoder.prepare(pixels_of(batch).images)
+    device = next(encoder.parameters()).device
+    return torch.from_numpy(tokens_of(batch, role).padded()).to(device)
+
+
 def embed_dataset(
-    decoded: ray.data.Dataset, run: str, *, gpu: bool = False, network: nn.Module | None = None
+    decoded: ray.data.Dataset,
+    run: str,
+    *,
+    role: str = "image",
+    side: SideName = "query",
+    gpu: bool = False,
+    network: nn.Module | None = None,
 ) -> ray.data.Dataset:
     """Return decoded rows with their representations by the encoder of ``run``, lazily.
 
@@ -64,7 +100,7 @@ def embed_dataset(
     largest = resources["GPU"] if gpu else resources.get("CPU", 1) - 1
     return decoded.map_batches(
         Embedder,
-        fn_constructor_args=(absolute(run), gpu, network),
+        fn_constructor_args=(absolute(run), side, role, gpu, network),
         batch_size=None,
         batch_format="pyarrow",
         # Half a core: on one core there is room for the task that decodes, and Ray does not put
@@ -81,6 +117,7 @@ def embed_to_parquet(
     output: str,
     *,
     columns: ColumnNames | None = None,
+    side: SideName = "query",
     network: nn.Module | None = None,
     gpu: bool = False,
     max_bad_fraction: float = 0.01,
@@ -88,28 +125,27 @@ def embed_to_parquet(
     quiet: bool = False,
     debug: bool = False,
 ) -> ReadRows:
-    """Embed all images at ``data`` with the encoder of ``run``, into a folder of parquet files.
+    """Embed all images or texts at ``data`` with the encoder of ``run``, into a folder of parquet files.
 
     Columns: ``sample_id``, ``label`` (-1 where there is none), ``representation`` (float32 list).
-    ``network`` is needed for a run that trained a module of your own. Returns what was read, broken
+    With two towers ``side`` says whose. ``network`` is needed for a run that trained a module of your own. Returns what was read, broken
     rows counted by cause. Raises ``StorageError`` for an output that exists, and ``DataError`` if
     too many rows are broken; nothing is left at the output then.
     """
     place = Place(absolute(output))
     if place.exists():
         raise StorageError(f"{output} exists already; give another --output or remove it")
-    encoder = load_encoder(run, network=network)
+    encoder = load_encoder(run, side=side, network=network)
+    role, columns = columns_for(encoder, columns)
     source = find_source(data, columns)
     place.check_writable()
     join_cluster(address, debug=debug)
     filesystem, path = place.resolve()
     with open_logbook() as logbook:
-        decoded = decode_source(
-            source, Decoder(formats={"image": image_format(encoder.spec)}, logbook=logbook)
-        )
+        decoded = decode_source(source, Decoder(formats=formats_of(encoder, role), logbook=logbook))
         try:
             with own_errors(), ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
-                embedded = embed_dataset(decoded, run, gpu=gpu, network=network)
+                embedded = embed_dataset(decoded, run, role=role, side=side, gpu=gpu, network=network)
                 embedded.write_parquet(path, filesystem=filesystem)
             rows = rows_in(logbook)
             rows.check(max_bad_fraction)

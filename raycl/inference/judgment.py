@@ -10,18 +10,20 @@ from torch import Tensor, nn
 
 from raycl.augment.images import center_view
 from raycl.cluster import fetch_tables, join_cluster, own_errors
+from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.holdout import Holdout
 from raycl.data.images import ImageFormat
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.rows import Rows, pixels_of
-from raycl.data.sources import NO_LABEL, ColumnNames, Source, find_source
+from raycl.data.sources import NO_LABEL, Source, find_source
 from raycl.errors import DataError
-from raycl.inference.embedding import embed_dataset, image_format
+from raycl.inference.embedding import columns_for, embed_dataset, formats_of
 from raycl.inference.reading import read_rows
 from raycl.judging.knn import knn_accuracy
 from raycl.judging.linear import linear_accuracy
-from raycl.models.saved import EncoderSpec, load_encoder
+from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.specs import ImageEncoderSpec
 from raycl.progress import ProgressLine, rows_read
 
 Measure = Literal["knn", "linear"]
@@ -68,7 +70,8 @@ def evaluate(
     Raises ``DataError`` if a set has no labels or their classes differ, ``StorageError`` if there
     is no encoder.
     """
-    spec = load_encoder(run, network=network).spec
+    encoder = load_encoder(run, network=network)
+    role, columns = columns_for(encoder, columns)
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
     _check_labels(sources)
     join_cluster(address, debug=debug)
@@ -81,21 +84,23 @@ def evaluate(
 
     def represent(name: str) -> LabeledSet:
         with open_logbook() as logbook:
-            decoder = Decoder(formats={"image": image_format(spec)}, logbook=logbook)
+            decoder = Decoder(formats=formats_of(encoder, role), logbook=logbook)
             look = rows_read(logbook, sources[name].num_rows)
             with own_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
                 decoded = decode_source(sources[name], decoder)
-                tables = fetch_tables(embed_dataset(decoded, run, gpu=gpu, network=network))
+                tables = fetch_tables(embed_dataset(decoded, run, role=role, gpu=gpu, network=network))
             rows_in(logbook).check(max_bad_fraction)
-        return _representations(tables, spec.representation_dim)
+        return _representations(tables, encoder.spec.representation_dim)
 
     train_set, test_set = represent("train"), _with_classes_of(sources, represent("test"))
     result: dict[str, Any] = {"measure": measure, "top1": score(train_set, test_set)}
     if measure == "linear" and labels_per_class is not None:
         result["labels_per_class"] = labels_per_class
     result |= {"num_train": len(train_set.label), "num_test": len(test_set.label)}
-    if floor:
-        result["floor"] = _pixel_floor(sources, spec, score, max_rows=MAX_FLOOR_ROWS[measure], quiet=quiet)
+    if floor and isinstance(encoder, ImageEncoder):
+        result["floor"] = _pixel_floor(
+            sources, encoder.spec, score, max_rows=MAX_FLOOR_ROWS[measure], quiet=quiet
+        )
     return result
 
 
@@ -136,7 +141,7 @@ def _representations(tables: list[Any], width: int) -> LabeledSet:
 
 
 def _pixel_floor(
-    sources: dict[str, Source], spec: EncoderSpec, score: Score, *, max_rows: int, quiet: bool
+    sources: dict[str, Source], spec: ImageEncoderSpec, score: Score, *, max_rows: int, quiet: bool
 ) -> dict[str, Any]:
     pixels = {}
     for name, source in sources.items():

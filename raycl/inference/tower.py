@@ -14,13 +14,15 @@ from raycl.config import RunConfig
 from raycl.data.images import BrokenImageError
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.towers import Tower
+from raycl.models.towers import Towers
 from raycl.settings import config_from_yaml
 from raycl.storage import Place, absolute
+from raycl.tokens import BrokenTextError, Vocabulary, padded_rows, read_text
 from raycl.training import build
 from raycl.training.checkpoint import CHECKPOINTS, STATE
-from raycl.training.modality import ImageModality
+from raycl.training.modality import ImageSide
 from raycl.training.resumption import CONFIG
+from raycl.training.vocabulary import load_tokenizer
 
 # Ray Train's own list of the checkpoints that are there whole.
 LISTED = "checkpoint_manager_snapshot.json"
@@ -32,7 +34,8 @@ _ATTEMPTS, _NAP_S = 3, 0.5
 class SavedTower:
     """The side of a run that encodes keys, in evaluation mode, as of ``checkpoint``."""
 
-    tower: Tower
+    tower: Towers
+    vocabulary: Vocabulary | None
     config: RunConfig
     checkpoint: str
 
@@ -41,15 +44,36 @@ class SavedTower:
         """Return the embedding of an image file's content, float32 [dim], of unit length.
 
         The image is prepared as the periodic judge does, without any randomness. Raises ``DataError``
-        if it cannot be decoded.
+        if it cannot be decoded, ``ConfigError`` if the run has no images.
         """
+        if self.config.data.kind in ("text", "pairs"):
+            raise ConfigError(
+                f"the run of recipe {self.config.recipe} has texts and no images; ask by --text"
+            )
         try:
-            pixels, _ = ImageModality(self.config).image_format().decode(content)
+            pixels, _ = ImageSide(self.config).image_format().decode(content)
         except BrokenImageError as error:
             raise DataError(f"the image cannot be used: {error}; give a picture file") from error
         mean, std = self.config.normalization
         image = center_view(pixels[None], size=self.config.data.image_size, mean=mean, std=std)
-        return self.tower(image)[0].numpy()
+        return self.tower.towers[0](image)[0].numpy()
+
+    @torch.inference_mode()
+    def embed_text(self, text: str) -> np.ndarray:
+        """Return the embedding of a text, of a query where there are two towers, float32 [dim], of unit length.
+
+        Raises ``DataError`` if it is no text, ``ConfigError`` if the run has none.
+        """
+        if self.vocabulary is None:
+            raise ConfigError(
+                f"the run of recipe {self.config.recipe} has images and no texts; ask by --image"
+            )
+        try:
+            tokens = self.vocabulary.tokenizer.encode([read_text(text)], self.config.text.max_length)
+        except BrokenTextError as error:
+            raise DataError(f"the text cannot be used: {error}; give another one") from None
+        of_texts = self.tower.towers[-1 if self.config.data.kind == "image_text" else 0]
+        return of_texts(torch.from_numpy(padded_rows(tokens)))[0].numpy()
 
 
 def load_tower(run: str) -> SavedTower:
@@ -62,9 +86,11 @@ def load_tower(run: str) -> SavedTower:
     output = Place(absolute(run))
     config = config_from_yaml((output / CONFIG).read_text(), name=(output / CONFIG).uri)
     checkpoint, state = _last_state(output)
-    tower = build.tower(config, build.modality(config).encoder())
+    vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
+    towers = build.towers(config, build.modality(config, vocabulary))
     try:
-        return SavedTower(tower=_fill(tower, state).eval(), config=config, checkpoint=checkpoint)
+        filled = _fill(towers, state).eval()
+        return SavedTower(tower=filled, vocabulary=vocabulary, config=config, checkpoint=checkpoint)
     except (RuntimeError, KeyError) as error:
         raise ConfigError(
             f"the weights of {output / CHECKPOINTS / checkpoint} do not fit the network that {CONFIG} names: the run "
@@ -72,7 +98,7 @@ def load_tower(run: str) -> SavedTower:
         ) from error
 
 
-def _fill(tower: Tower, state: dict[str, Any]) -> Tower:
+def _fill(tower: Towers, state: dict[str, Any]) -> Towers:
     if "momentum_encoder" not in state:
         tower.load_state_dict(state["tower"])
         return tower

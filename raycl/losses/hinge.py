@@ -6,18 +6,10 @@ from functools import partial
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses.checks import (
-    check_columns,
-    check_companion,
-    check_offset,
-    check_pair,
-    check_passes_gradient,
-    check_sample_id,
-    checked_ids,
-)
+from raycl.losses.checks import check_columns, check_offset, check_pair, check_passes_gradient
 from raycl.losses.margins import Pairs
-from raycl.losses.rectangle import Ids
-from raycl.losses.tiled import fused, has_duplicates, working_precision
+from raycl.losses.pair_ids import GivenIds, checked_pair_ids
+from raycl.losses.tiled import fused, working_precision
 from raycl.losses.violations import evaluate_margins
 
 
@@ -34,6 +26,10 @@ def hinge(
     offset: int = 0,
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
+    query_id: Tensor | None = None,
+    gathered_query_id: Tensor | None = None,
+    key_id: Tensor | None = None,
+    gathered_key_id: Tensor | None = None,
     negatives: Tensor | None = None,
     negative_id: Tensor | None = None,
 ) -> Tensor:
@@ -49,6 +45,13 @@ def hinge(
     way, and the loss is **half** the sum of both means (VSE++ adds them, which is twice that).
     No [batch, batch] matrix is ever held.
 
+    **What is no negative.** A query and a key whose ids make a pair anywhere in the batch are
+    masked, in both directions, as in ``bidirectional_cross_entropy``: another pair with the same key,
+    another pair with the same query, and any candidate, of ``negatives`` too, that is some other
+    pair's key of the same query. Positives of which the batch has no pair are not known here: leave
+    them out of ``negatives``. Without ``query_id`` every query counts as a different one, without
+    ``key_id`` every key.
+
     Args:
         query: [local_batch, dim], this worker's embeddings; unit rows are usual, other lengths
             are right too. Half precision is computed in float32.
@@ -63,13 +66,20 @@ def hinge(
         gathered_key: [batch, dim], the keys of all workers, gathered with gradient; ``key`` is
             then read from here. Averaged over workers (as DDP does) the gradients are those of
             the whole batch.
-        offset: where this worker's rows begin in the gathered ones.
-        sample_id: [local_batch] int64; a candidate with the query's id that is not its own key
-            is a false negative and is masked. Distinct ids cost one sort.
+        offset: where this worker's rows begin in the gathered ones, and their ids in the gathered ids.
+        sample_id: [local_batch] int64, the short form where a pair is one sample, as two views are:
+            stands for ``query_id`` and ``key_id``. Distinct ids cost one sort.
         gathered_sample_id: [batch] int64, the ids of the gathered rows.
-        negatives: [num_negatives, dim], further candidates of every query, of no key: a queue's
-            or bank's rows, in half precision too. There may be none yet.
-        negative_id: [num_negatives] int64, the ids of the negatives.
+        query_id: [local_batch] int64; equal ids are the same query.
+        gathered_query_id: [batch] int64, the ids of all workers' queries, with ``gathered_key`` needed
+            even where the queries themselves are not gathered. With ``in_batch=False`` no keys are
+            gathered, but ids may be, for only then the pairs of other workers are known.
+        key_id: [local_batch] int64; equal ids are the same key (document, item, caption).
+        gathered_key_id: [batch] int64, the ids of all workers' keys; as ``gathered_query_id``.
+        negatives: [num_negatives, dim], further candidates of every query, of no key: explicit
+            negatives, gathered from all workers, or a queue's or bank's rows, in half precision
+            too. There may be none yet.
+        negative_id: [num_negatives] int64, the ids of the negatives, which are keys too.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, at
@@ -80,32 +90,30 @@ def hinge(
     """
     _check_margin(margin)
     check_pair("query and key", query, key)
-    check_sample_id(sample_id, query)
-    check_companion("gathered_sample_id", gathered_sample_id, "gathered_key", gathered_key)
-    check_companion("negative_id", negative_id, "negatives", negatives)
     both_ways = _checked_directions(bidirectional, in_batch=in_batch, has_negatives=negatives is not None)
     _check_gathered(gathered_query, gathered_key, in_batch=in_batch, bidirectional=both_ways)
     queries = _gathered_or_own("query", query, gathered_query)
     keys = _gathered_or_own("key", key, gathered_key)
     _check_same_length(queries, keys, bidirectional=both_ways)
-    check_offset(offset, len(key), len(keys))
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
-    key_id = sample_id if gathered_key is None else gathered_sample_id
-    query_id = sample_id if gathered_query is None else gathered_sample_id
-    ids = _batch_ids(sample_id, query_id, key_id, len(keys)) if in_batch else None
-    negative_ids = None if negatives is None else _negative_ids(sample_id, query_id, negative_id, len(others))
-    first = 0 if gathered_query is None else offset
-    pairs = Pairs(slice(first, first + len(query)), slice(offset, offset + len(key)), in_batch, both_ways)
-    rows = working_precision(queries)
-    evaluate = partial(
-        evaluate_margins,
-        pairs=pairs,
-        margin=margin,
-        hardest=hardest,
-        ids=ids,
-        negative_ids=negative_ids,
+    own = slice(offset, offset + len(key))
+    if in_batch:
+        check_offset(offset, len(key), len(keys))
+    given = GivenIds(
+        sample_id, gathered_sample_id, query_id, gathered_query_id, key_id, gathered_key_id, negative_id
     )
+    ids = checked_pair_ids(
+        given,
+        own=own,
+        batch=None if gathered_key is None else len(keys),
+        in_batch=in_batch,
+        num_negatives=None if negatives is None else len(others),
+    )
+    alone = slice(0, len(query))
+    pairs = Pairs(alone if gathered_query is None else own, own if in_batch else alone, in_batch, both_ways)
+    rows = working_precision(queries)
+    evaluate = partial(evaluate_margins, pairs=pairs, margin=margin, hardest=hardest, ids=ids)
     # A queue in half precision that wants no gradient is taken up piece by piece.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, keys.to(rows), others)
@@ -170,21 +178,3 @@ def _check_same_length(queries: Tensor, keys: Tensor, *, bidirectional: bool) ->
             f"the gathered rows are no pairs: {len(queries)} queries came with {len(keys)} keys; "
             "gather every worker's rows of each"
         )
-
-
-def _batch_ids(
-    sample_id: Tensor | None, query_id: Tensor | None, key_id: Tensor | None, num_keys: int
-) -> Ids | None:
-    """Return the ids of all queries and keys, or None where there is nothing to mask."""
-    ids = checked_ids(("sample_id", sample_id), ("gathered_sample_id", key_id), num_keys)
-    if ids is None or query_id is None or not has_duplicates(ids[1]):
-        return None
-    return query_id, ids[1]
-
-
-def _negative_ids(
-    sample_id: Tensor | None, query_id: Tensor | None, negative_id: Tensor | None, num_negatives: int
-) -> Ids | None:
-    """Return the ids of all queries and of the negatives, if there are any."""
-    ids = checked_ids(("sample_id", sample_id), ("negative_id", negative_id), num_negatives)
-    return None if ids is None or query_id is None else (query_id, ids[1])

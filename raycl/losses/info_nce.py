@@ -5,17 +5,10 @@ from functools import partial
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses.checks import (
-    check_columns,
-    check_companion,
-    check_offset,
-    check_pair,
-    check_sample_id,
-    checked_ids,
-    checked_temperature,
-)
-from raycl.losses.rectangle import Ids, Side, evaluate_rectangle
-from raycl.losses.tiled import fused, has_duplicates, working_precision
+from raycl.losses.checks import check_columns, check_offset, check_pair, checked_temperature
+from raycl.losses.pair_ids import GivenIds, checked_pair_ids
+from raycl.losses.rectangle import Side, evaluate_rectangle
+from raycl.losses.tiled import fused, working_precision
 
 
 def info_nce(
@@ -28,6 +21,10 @@ def info_nce(
     offset: int = 0,
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
+    query_id: Tensor | None = None,
+    gathered_query_id: Tensor | None = None,
+    key_id: Tensor | None = None,
+    gathered_key_id: Tensor | None = None,
     negatives: Tensor | None = None,
     negative_id: Tensor | None = None,
 ) -> Tensor:
@@ -36,6 +33,9 @@ def info_nce(
     The candidates are the own key, the other keys of the batch (unless ``in_batch`` is False, as
     in MoCo: He et al., 2020) and ``negatives``. The loss is the **mean** over the local_batch
     queries. No [local_batch, num_negatives] matrix is held: at most a strip of 256 rows.
+
+    **What is no negative.** A candidate whose id makes a pair with the query's anywhere in the batch
+    is masked: see ``bidirectional_cross_entropy``.
 
     Args:
         query: [local_batch, dim], this worker's embeddings; unit rows are usual, other lengths
@@ -46,13 +46,19 @@ def info_nce(
         gathered_key: [batch, dim], the keys of all workers, gathered with gradient; ``key`` is
             then read from here. Averaged over workers (as DDP does) the gradients are those of
             the whole batch.
-        offset: where this worker's keys begin in the gathered ones.
-        sample_id: [local_batch] int64; a candidate with the query's id that is not its own key
-            is a false negative and is masked. Distinct ids cost one sort.
+        offset: where this worker's keys begin in the gathered ones, and their ids in the gathered ids.
+        sample_id: [local_batch] int64, the short form where a pair is one sample, as two views are:
+            stands for ``query_id`` and ``key_id``. Distinct ids cost one sort.
         gathered_sample_id: [batch] int64, the ids of the gathered keys.
+        query_id: [local_batch] int64; equal ids are the same query. Without them all are different.
+        gathered_query_id: [batch] int64, the ids of all workers' queries, needed with ``gathered_key``.
+            With ``in_batch=False`` no keys are gathered, but ids may be, for only then the pairs of
+            other workers are known.
+        key_id: [local_batch] int64; equal ids are the same key. Without them all are different.
+        gathered_key_id: [batch] int64, the ids of all workers' keys; as ``gathered_query_id``.
         negatives: [num_negatives, dim], further candidates of every query: a queue's or bank's
             rows, in half precision too. There may be none yet: without a negative the loss is 0.
-        negative_id: [num_negatives] int64, the ids of the negatives.
+        negative_id: [num_negatives] int64, the ids of the negatives, which are keys too.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, at
@@ -62,25 +68,25 @@ def info_nce(
         ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
     """
     check_pair("query and key", query, key)
-    check_sample_id(sample_id, query)
-    check_companion("gathered_sample_id", gathered_sample_id, "gathered_key", gathered_key)
-    check_companion("negative_id", negative_id, "negatives", negatives)
     columns = _checked_columns(query, key, gathered_key, offset, in_batch=in_batch, negatives=negatives)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
-    ids = None
-    if in_batch:
-        ids = _batch_ids(sample_id, gathered_sample_id, columns, is_gathered=gathered_key is not None)
-    negative_ids = None
-    if negatives is not None:
-        negative_ids = checked_ids(("sample_id", sample_id), ("negative_id", negative_id), len(others))
+    given = GivenIds(
+        sample_id, gathered_sample_id, query_id, gathered_query_id, key_id, gathered_key_id, negative_id
+    )
+    ids = checked_pair_ids(
+        given,
+        own=slice(offset, offset + len(key)),
+        batch=None if gathered_key is None else len(columns),
+        in_batch=in_batch,
+        num_negatives=None if negatives is None else len(others),
+    )
     rows = working_precision(query)
     evaluate = partial(
         evaluate_rectangle,
-        sides=(Side(slice(0, len(rows)), positive=offset, own=None),),
+        sides=(Side(slice(0, len(rows)), positive=offset if in_batch else 0, own=None),),
         in_batch=in_batch,
-        ids=ids,
-        negative_ids=negative_ids,
+        pair_ids=ids,
     )
     # A queue in half precision that wants no gradient is taken up piece by piece.
     others = others.to(rows) if others.requires_grad else others
@@ -109,14 +115,6 @@ def _checked_columns(
         )
     columns = key if gathered_key is None else gathered_key
     check_columns("the gathered keys", columns, query)
-    check_offset(offset, len(query), len(columns))
+    if in_batch:
+        check_offset(offset, len(query), len(columns))
     return columns
-
-
-def _batch_ids(
-    sample_id: Tensor | None, gathered_sample_id: Tensor | None, columns: Tensor, *, is_gathered: bool
-) -> Ids | None:
-    """Return ids of queries and keys, or None where there is nothing to mask."""
-    column_id = gathered_sample_id if is_gathered else sample_id
-    ids = checked_ids(("sample_id", sample_id), ("gathered_sample_id", column_id), len(columns))
-    return ids if ids is not None and has_duplicates(ids[1]) else None

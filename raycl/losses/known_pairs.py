@@ -1,5 +1,8 @@
 """Candidates that make a pair with a row somewhere in the batch, and so are no negatives of it."""
 
+import itertools
+import math
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -24,10 +27,12 @@ class KnownPairs:
         column_ids: Tensor,
         *,
         holds_positives: bool = False,
+        strips: Sequence[slice] | None = None,
     ) -> None:
         """Take pairs of ids [num_pairs], row_ids [num_rows], column_ids [num_columns], all int64.
 
-        holds_positives: whether row i and column i are a pair, which needs no mask.
+        holds_positives: whether row i and column i are a pair, which needs no mask. strips: the rows
+        that will be asked for together; by default all of them, 256 at a time.
         """
         left, right = _distinct(*pairs)
         ordered, self._by_id = column_ids.sort()
@@ -35,11 +40,11 @@ class KnownPairs:
         self._first_column, self._num_columns = _find(ordered, right)
         self._first_pair, self._num_pairs = _find(left, row_ids)
         before = _before(self._num_columns)
-        num_places = before[self._first_pair + self._num_pairs] - before[self._first_pair]
-        totals = torch.stack([self._num_pairs, num_places, num_places - int(holds_positives)])
+        self.num_known = before[self._first_pair + self._num_pairs] - before[self._first_pair]
+        totals = torch.stack([self._num_pairs, self.num_known, self.num_known - int(holds_positives)])
         # Asked once: a question at each strip would halt an accelerator.
-        strips = list(spans(0, len(row_ids), STRIP_ROWS))
-        sums = torch.stack([totals[:, strip].sum(1) for strip in strips]).tolist()
+        strips = list(spans(0, len(row_ids), STRIP_ROWS)) if strips is None else strips
+        sums = torch.stack([totals[:, strip].sum(1) for strip in strips]).tolist() if strips else []
         self._totals = dict(zip([strip.start for strip in strips], sums, strict=True))
 
     def mask(self, strip: slice) -> Tensor | None:
@@ -52,6 +57,56 @@ class KnownPairs:
         mask = torch.zeros(strip.stop - strip.start, len(self._by_id), dtype=torch.bool, device=row.device)
         mask.view(-1).index_fill_(0, row[which] * mask.shape[1] + self._by_id[place], True)
         return mask
+
+
+@final
+class KnownColumns:
+    """Know which columns make a pair with some row: mostly few, so only they are looked at.
+
+    Pairs and ids are those of :class:`KnownPairs`. ``strips`` are the rows that a walk over tiles
+    visits together; ``pieces`` cut the columns, in order and without gaps, as it does.
+    """
+
+    def __init__(
+        self,
+        pairs: tuple[Tensor, Tensor],
+        row_ids: Tensor,
+        column_ids: Tensor,
+        *,
+        strips: Sequence[slice],
+        pieces: Sequence[slice],
+        positives: slice | None = None,
+    ) -> None:
+        """Take ids and cuts; positives: the columns whose own rows are among the rows, a pair that needs no mask."""
+        num_rows = count_known((pairs[1], pairs[0]), column_ids, row_ids)
+        if positives is not None:
+            num_rows[positives] -= 1
+        self._columns, self._pieces = num_rows.nonzero()[:, 0], pieces
+        self._known = KnownPairs(pairs, row_ids, column_ids[self._columns], strips=strips)
+        starts = torch.tensor([piece.start for piece in pieces], dtype=torch.int64, device=row_ids.device)
+        # Asked once, as the sums of the strips are.
+        bounds = [*torch.searchsorted(self._columns, starts).tolist(), len(self._columns)]
+        self._parts = [slice(*bound) for bound in itertools.pairwise(bounds)]
+        self._strip: tuple[slice, Tensor | None] = slice(0), None
+
+    def mask(self, tile: Tensor, strip: slice, piece: int) -> None:
+        """Rule out, in place, the known pairs of a tile: a strip of rows against one piece of the columns."""
+        part = self._parts[piece]
+        if part.start == part.stop:
+            return
+        # A strip meets its pieces one after another: its mask is made once.
+        if self._strip[0] != strip:
+            self._strip = strip, self._known.mask(strip)
+        mask = self._strip[1]
+        if mask is not None:
+            within = self._columns[part] - self._pieces[piece].start
+            columns = tile.index_select(1, within).masked_fill_(mask[:, part], -math.inf)
+            tile.index_copy_(1, within, columns)
+
+
+def count_known(pairs: tuple[Tensor, Tensor], row_ids: Tensor, column_ids: Tensor) -> Tensor:
+    """Return how many columns each row makes a pair with, [num_rows]; see :class:`KnownPairs`."""
+    return KnownPairs(pairs, row_ids, column_ids, strips=()).num_known
 
 
 def _distinct(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,15 @@
 """The walk of the hinge loss: each tile of similarities is visited once, for rows and columns."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from raycl.losses.false_negatives import FalseNegatives
-from raycl.losses.rectangle import Ids
+from raycl.losses.known_pairs import KnownColumns
+from raycl.losses.pair_ids import PairIds
 from raycl.losses.tiled import STRIP_ROWS, Gradients, mask_diagonals, product, spans, tile_size
 
 
@@ -31,13 +32,22 @@ class Candidates:
     """Rows that queries meet, cut into pieces that fit the cache."""
 
     def __init__(
-        self, columns: Tensor, bounds: Sequence[int], ids: Ids | None, *, wants_gradient: bool
+        self,
+        columns: Tensor,
+        bounds: Sequence[int],
+        *,
+        gradient: Tensor | None,
+        known: Callable[..., KnownColumns] | None = None,
     ) -> None:
-        self.columns = columns
+        """Take columns [num_columns, dim], possibly in half precision.
+
+        gradient [num_columns, dim]: where theirs goes, if it is wanted; known(pieces=...): what makes
+        a pair with the queries, if anything may.
+        """
+        self.columns, self.gradient = columns, gradient
         self.pieces = _cut(bounds, 2 * tile_size(columns))
         self.widest = max((piece.stop - piece.start for piece in self.pieces), default=0)
-        self.false_negatives = None if ids is None else FalseNegatives(*ids, self.pieces)
-        self.gradient = torch.zeros_like(columns) if wants_gradient and columns.requires_grad else None
+        self.known = None if known is None else known(pieces=self.pieces)
 
 
 class Tile(NamedTuple):
@@ -59,7 +69,7 @@ class MarginWalk:
 
     queries [num_queries, dim]; keys [num_keys, dim]; negatives [num_negatives, dim], candidates of
     this worker's queries, possibly in half precision. Queries of other workers meet this worker's
-    keys only. Ids (of all queries, of the candidates), where given, mask false negatives.
+    keys only. Ids, where given, mask what makes a pair with the query that meets it.
     Holds one tile, of at most 256 rows on a CPU.
     """
 
@@ -70,16 +80,27 @@ class MarginWalk:
         negatives: Tensor,
         *,
         pairs: Pairs,
-        ids: Ids | None = None,
-        negative_ids: Ids | None = None,
+        ids: PairIds | None = None,
         with_gradient: bool,
     ) -> None:
         self.pairs, self.queries = pairs, queries
-        bounds = (0, pairs.columns.start, pairs.columns.stop, len(keys)) if pairs.in_batch else ()
-        self.batch = Candidates(keys, bounds, ids, wants_gradient=with_gradient)
-        self.others = Candidates(negatives, (0, len(negatives)), negative_ids, wants_gradient=with_gradient)
-        wants_rows = with_gradient and queries.requires_grad
-        self._gradient = torch.zeros_like(queries) if wants_rows else None
+        own, mine = pairs.rows, pairs.columns
+        self._strips = _cut((0, own.start, own.stop, len(queries)), STRIP_ROWS)
+        self._gradient, of_keys, of_negatives = (
+            torch.zeros_like(each) if with_gradient and each.requires_grad else None
+            for each in (queries, keys, negatives)
+        )
+        to_batch, to_own_keys, to_others = self._known(ids)
+        bounds = (0, mine.start, mine.stop, len(keys)) if pairs.in_batch else ()
+        self.batch = Candidates(keys, bounds, gradient=of_keys, known=to_batch)
+        self.others = Candidates(negatives, (0, len(negatives)), gradient=of_negatives, known=to_others)
+        # The part of the batch that queries of other workers meet.
+        self._own_keys = Candidates(
+            keys[mine],
+            (0, mine.stop - mine.start) if pairs.bidirectional else (),
+            gradient=None if of_keys is None else of_keys[mine],
+            known=to_own_keys,
+        )
         self.wants_gradient = any(gradient is not None for gradient in self.gradients)
 
     @property
@@ -93,13 +114,11 @@ class MarginWalk:
 
     def tiles(self) -> Iterator[Tile]:
         """Yield the tiles in which a pair of this worker meets negatives, in order of their place."""
-        own = self.pairs.rows
-        for rows in _cut((0, own.start, own.stop, len(self.queries)), STRIP_ROWS):
-            for block in (self.batch, self.others):
+        for rows in self._strips:
+            row_pairs = _within(rows, self.pairs.rows)
+            for block in (self._own_keys,) if row_pairs is None else (self.batch, self.others):
                 for k in range(len(block.pieces)):
-                    row_pairs, column_pairs = self._pairs_in(rows, block, k)
-                    if row_pairs is not None or column_pairs is not None:
-                        yield self._meet(rows, row_pairs, block, k, column_pairs)
+                    yield self._meet(rows, row_pairs, block, k)
 
     def push(self, tile: Tile, weights: Tensor) -> None:
         """Add the gradient of the sum of weights * similarities, both [num_rows, num_columns]."""
@@ -117,24 +136,39 @@ class MarginWalk:
         if block.gradient is not None:
             _add_rows(block.gradient, columns, weights[:, None] * self.queries[rows])
 
-    def _pairs_in(self, rows: slice, block: Candidates, k: int) -> tuple[slice | None, slice | None]:
-        row_pairs = _within(rows, self.pairs.rows)
-        if block is self.others or not self.pairs.bidirectional:
-            return row_pairs, None
-        return row_pairs, _within(block.pieces[k], self.pairs.columns)
+    def _known(self, ids: PairIds | None) -> tuple[Callable[..., KnownColumns] | None, ...]:
+        """Say what own queries know of all keys, other workers' queries of own keys, and own queries of negatives."""
+        if ids is None:
+            return None, None, None
+        know = partial(KnownColumns, (ids.queries, ids.keys))
+        strips = [(rows, _within(rows, self.pairs.rows)) for rows in self._strips]
+        from_own = partial(know, ids.queries[ids.own], strips=[pairs for _, pairs in strips if pairs])
+        to_batch = to_own_keys = None
+        if self.pairs.in_batch and not ids.are_distinct:
+            to_batch = partial(from_own, ids.keys, positives=ids.own)
+            if others := [rows for rows, pairs in strips if pairs is None]:
+                own_keys = ids.keys[ids.own]
+                to_own_keys = partial(know, ids.queries, own_keys, positives=slice(None), strips=others)
+        return to_batch, to_own_keys, None if ids.negatives is None else partial(from_own, ids.negatives)
 
-    def _meet(
-        self, rows: slice, row_pairs: slice | None, block: Candidates, k: int, column_pairs: slice | None
-    ) -> Tile:
+    def _meet(self, rows: slice, row_pairs: slice | None, block: Candidates, k: int) -> Tile:
         strip, columns = self.queries[rows], block.pieces[k]
         piece = block.columns[columns].to(strip.dtype)
         similarity = product(strip, piece)
         if block is self.batch:
             positive = self.pairs.columns.start - self.pairs.rows.start
             mask_diagonals(similarity, rows, columns, (positive,))
-        if block.false_negatives is not None:
-            block.false_negatives.mask(similarity, rows, k)
+        if block.known is not None:
+            block.known.mask(similarity, rows if row_pairs is None else row_pairs, k)
+        column_pairs = self._column_pairs(block, columns)
         return Tile(similarity, strip, rows, row_pairs, block, piece, columns, column_pairs)
+
+    def _column_pairs(self, block: Candidates, columns: slice) -> slice | None:
+        """Say whose keys these are, where the queries they meet are their candidates."""
+        if block is self._own_keys:
+            return columns
+        is_met = self.pairs.bidirectional and block is self.batch
+        return _within(columns, self.pairs.columns) if is_met else None
 
 
 def _add_rows(total: Tensor, places: slice | Tensor, rows: Tensor) -> None:

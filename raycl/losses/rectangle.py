@@ -1,12 +1,15 @@
 """Rows classified among columns: the walk of every loss whose logits are not symmetric."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from raycl.losses.false_negatives import FalseNegatives
+from raycl.losses.known_pairs import KnownColumns
+from raycl.losses.pair_ids import PairIds
 from raycl.losses.tiled import (
     LOG2_E,
     SAFE_SPREAD,
@@ -54,25 +57,38 @@ def evaluate_rectangle(
     sides: tuple[Side, ...],
     in_batch: bool = True,
     ids: Ids | None = None,
-    negative_ids: Ids | None = None,
+    pair_ids: PairIds | None = None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Classify each row's positive among its candidates; the mean over rows, and its gradients.
 
     rows [num_rows, dim]; columns [num_columns, dim], each a candidate of all rows if ``in_batch``,
     else only of the row whose positive it is; negatives [num_negatives, dim], candidates of all
-    rows, possibly in half precision. Ids, where given, mask false negatives.
+    rows, possibly in half precision. Ids, where given, mask the columns that carry their row's id;
+    pair_ids, of the rows of one side, all that makes a pair with its row.
     Holds one strip of logits, 256 x the candidates that want a gradient.
     """
     to_columns, to_negatives = (
         rows if with_gradient and each.requires_grad else None for each in (columns, negatives)
     )
-    batch = Block(columns, ids, is_met=in_batch, gradient_from=to_columns)
-    others = Block(negatives, negative_ids, gradient_from=to_negatives)
+    of_batch, of_others = _known(pair_ids, sides[0], in_batch=in_batch)
+    batch = Block(columns, ids, known=of_batch, is_met=in_batch, gradient_from=to_columns)
+    others = Block(negatives, known=of_others, gradient_from=to_negatives)
     wants_rows = with_gradient and (rows.requires_grad or temperature.requires_grad)
     walk = _RectangleWalk(rows, batch, others, LOG2_E / temperature, wants_gradient=wants_rows)
     loss = torch.cat([walk.visit(side, span) for side in sides for span in side.strips]).mean()
     return loss, scaled_gradients(rows, (walk.gradient, batch.gradient, others.gradient), temperature)
+
+
+def _known(
+    ids: PairIds | None, side: Side, *, in_batch: bool
+) -> tuple[Callable[..., KnownColumns] | None, ...]:
+    """Say what the rows of a side know of the batch and of the negatives."""
+    if ids is None:
+        return None, None
+    know = partial(KnownColumns, (ids.queries, ids.keys), ids.queries[ids.own], strips=list(side.strips))
+    of_batch = partial(know, ids.keys, positives=ids.own) if in_batch and not ids.are_distinct else None
+    return of_batch, None if ids.negatives is None else partial(know, ids.negatives)
 
 
 @final
@@ -84,18 +100,22 @@ class Block:
         columns: Tensor,
         ids: Ids | None = None,
         *,
+        known: Callable[..., KnownColumns] | None = None,
         is_met: bool = True,
         gradient_from: Tensor | None = None,
     ) -> None:
         """Take columns [num_columns, dim], possibly in half precision.
 
-        Ids, where given, mask false negatives. ``gradient_from`` are the rows whose weights are
-        kept for the gradient at the columns; None where it is not wanted, or not from here.
+        Ids, where given, mask false negatives; so does known(pieces=...), in their place.
+        ``gradient_from`` are the rows whose weights are kept for the gradient at the columns; None
+        where it is not wanted, or not from here.
         """
         self.columns = columns
         self.pieces = list(spans(0, len(columns) if is_met else 0, 2 * tile_size(columns)))
         self.gradient = None if gradient_from is None else torch.zeros_like(columns)
         self._false_negatives = None if ids is None else FalseNegatives(*ids, self.pieces)
+        if known is not None:
+            self._false_negatives = known(pieces=self.pieces)
         # Made once: the allocator would give a strip back to the kernel after each visit.
         self._room = None if gradient_from is None else self._make_room(gradient_from)
 

@@ -7,8 +7,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from raycl.losses.known_pairs import count_known
 from raycl.losses.margins import MarginWalk, Pairs, Tile
-from raycl.losses.rectangle import Ids
+from raycl.losses.pair_ids import PairIds
 from raycl.losses.tiled import STRIP_ROWS, Gradients
 
 
@@ -20,28 +21,19 @@ def evaluate_margins(
     pairs: Pairs,
     margin: float,
     hardest: bool,
-    ids: Ids | None = None,
-    negative_ids: Ids | None = None,
+    ids: PairIds | None = None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return by how much negatives violate the margin, the mean over pairs, and its gradients.
 
     Shapes and ids are those of :class:`MarginWalk`. Holds two tiles of similarities.
     """
-    walk = MarginWalk(
-        queries,
-        keys,
-        negatives,
-        pairs=pairs,
-        ids=ids,
-        negative_ids=negative_ids,
-        with_gradient=with_gradient,
-    )
+    walk = MarginWalk(queries, keys, negatives, pairs=pairs, ids=ids, with_gradient=with_gradient)
     limit = margin - walk.positives()
     if hardest:
         judge = _HardestOne(walk, limit)
     else:
-        judge = _EveryOne(walk, limit, *_num_negatives(walk, ids, negative_ids))
+        judge = _EveryOne(walk, limit, *_num_negatives(walk, ids))
     for tile in walk.tiles():
         judge.take(tile)
     return judge.finish(), walk.gradients
@@ -51,12 +43,11 @@ def evaluate_margins(
 class _EveryOne:
     """The mean over the negatives of each pair."""
 
-    def __init__(self, walk: MarginWalk, limit: Tensor, num_keys: Tensor, num_others: Tensor) -> None:
+    def __init__(self, walk: MarginWalk, limit: Tensor, of_queries: Tensor, of_keys: Tensor) -> None:
         self._walk = walk
-        # As many queries are negatives of a key as keys are of its query: they carry the same ids.
         self._rows, self._columns = (
             _Violations(limit, walk.pairs.part / count.clamp(min=1).to(limit), walk.wants_gradient)
-            for count in (num_keys + num_others, num_keys)
+            for count in (of_queries, of_keys)
         )
         # Made once: the allocator would give a tile back to the kernel after each visit.
         self._room = limit.new_empty(STRIP_ROWS if walk.pairs.bidirectional else 0, walk.batch.widest)
@@ -158,22 +149,21 @@ class _Nearest:
         return (self._best + self._limit).clamp_(min=0)
 
 
-def _num_negatives(walk: MarginWalk, ids: Ids | None, negative_ids: Ids | None) -> tuple[Tensor, Tensor]:
-    """Return how many keys, and how many others, are negatives of each pair's query, [num_pairs]."""
-    rows, columns, in_batch, _ = walk.pairs
+def _num_negatives(walk: MarginWalk, ids: PairIds | None) -> tuple[Tensor, Tensor]:
+    """Return how many negatives each pair's query has, and how many its key has, [num_pairs]."""
+    rows, _, in_batch, bidirectional = walk.pairs
     every = torch.ones(rows.stop - rows.start, dtype=torch.int64, device=walk.queries.device)
-    num_keys = every * (len(walk.batch.columns) - 1 if in_batch else 0)
-    num_others = every * len(walk.others.columns)
-    if ids is not None:
-        own = ids[0][rows]
-        # The positive is no negative already, whatever its id.
-        num_keys -= _num_same(own, ids[1]) - (own == ids[1][columns]).long()
-    if negative_ids is not None:
-        num_others -= _num_same(negative_ids[0][rows], negative_ids[1])
-    return num_keys, num_others
-
-
-def _num_same(row_ids: Tensor, column_ids: Tensor) -> Tensor:
-    """Return how many columns carry each row's id, [num_rows]; sorted, for all with all is a matrix."""
-    ordered = column_ids.sort().values
-    return torch.searchsorted(ordered, row_ids, right=True) - torch.searchsorted(ordered, row_ids)
+    of_keys = every * (len(walk.batch.columns) - 1 if in_batch else 0)
+    of_queries = of_keys + len(walk.others.columns)
+    if ids is None:
+        return of_queries, of_keys
+    pairs, own_queries, own_keys = (ids.queries, ids.keys), ids.queries[ids.own], ids.keys[ids.own]
+    if walk.batch.known is not None:
+        # The positive is known too, and no negative already.
+        of_queries = of_queries - (count_known(pairs, own_queries, ids.keys) - 1)
+        if bidirectional:
+            # Counted anew: a key may belong to more queries than a query has keys.
+            of_keys = of_keys - (count_known((ids.keys, ids.queries), own_keys, ids.queries) - 1)
+    if ids.negatives is not None:
+        of_queries = of_queries - count_known(pairs, own_queries, ids.negatives)
+    return of_queries, of_keys

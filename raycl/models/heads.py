@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from raycl.errors import ConfigError
+
 
 def build_projection_head(
     in_dim: int, *, num_layers: int, hidden_dim: int | None, dim: int, batchnorm: bool = True
@@ -10,8 +12,15 @@ def build_projection_head(
 
     Hidden layers are as wide as the representation unless ``hidden_dim`` says otherwise, each
     followed by BatchNorm (unless told otherwise, as in MoCo v2) and ReLU; one layer makes the head
-    linear.
+    linear, and none leaves the representation as it is. Raises ``ConfigError`` if that is no row of ``dim``.
     """
+    if num_layers == 0:
+        if in_dim != dim:
+            raise ConfigError(
+                f"a head without layers leaves the representation of {in_dim} as it is, projection_head.dim is "
+                f"{dim}: set it to {in_dim}, or projection_head.num_layers to 1"
+            )
+        return nn.Sequential()
     layers: list[nn.Module] = []
     width = hidden_dim or in_dim
     for _ in range(num_layers - 1):

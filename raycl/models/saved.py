@@ -1,4 +1,8 @@
-"""A saved encoder: ``encoder.safetensors`` for the weights, ``encoder.json`` for all else."""
+"""A saved encoder: ``encoder.safetensors`` for the weights, ``encoder.json`` for all else.
+
+Beside them lie the ``tokenizer.json`` of an encoder of texts, and ``projection_head.safetensors`` where the
+embeddings are the result, as with two towers. A second tower is saved in the folder ``key``.
+"""
 
 import json
 from collections.abc import Sequence
@@ -8,56 +12,30 @@ import safetensors
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from raycl.augment.images import center_view
 from raycl.batchnorm import swap
-from raycl.errors import StorageError
-from raycl.models.images import Stem, build_image_encoder
+from raycl.errors import DataError, StorageError
+from raycl.models.heads import build_projection_head
+from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.storage import Place
+from raycl.tokens import BrokenTextError, Tokenizer, padded_rows, read_text
 
 WEIGHTS = "encoder.safetensors"
+HEAD_WEIGHTS = "projection_head.safetensors"
 SPEC = "encoder.json"
+TOKENIZER = "tokenizer.json"
+KEY = "key"
 OWN = "a network of the user's own"
-
-
-@final
-class EncoderSpec(BaseModel):
-    """What an encoder is and how its images are prepared."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    image_size: int
-    channels: int
-    stored_size: int
-    max_pixels: int = 64_000_000
-    stem: Stem = "auto"
-    width: float = 1.0
-    arguments: dict[str, Any] = {}
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    representation_dim: int
-    norm: Literal["batch", "layer", "group"] = "batch"
-
-    def build(self) -> nn.Module:
-        """Build the encoder, untrained."""
-        return build_image_encoder(
-            self.name,
-            image_size=self.image_size,
-            channels=self.channels,
-            stem=self.stem,
-            width=self.width,
-            arguments=self.arguments,
-        )
 
 
 @final
 class ImageEncoder(nn.Module):
     """An encoder with its preparation: give it decoded images, get representations."""
 
-    def __init__(self, network: nn.Module, spec: EncoderSpec) -> None:
+    def __init__(self, network: nn.Module, spec: ImageEncoderSpec) -> None:
         super().__init__()
         self.network = network
         self.spec = spec
@@ -78,24 +56,73 @@ class ImageEncoder(nn.Module):
         return self.network(self.prepare(images)).float()
 
 
-def save_encoder(encoder: nn.Module, spec: EncoderSpec, output: Place) -> None:
-    """Write both files below ``output``; raises ``StorageError``."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in encoder.state_dict().items()}
-    (output / WEIGHTS).write_bytes(safetensors.torch.save(weights))
+@final
+class TextEncoder(nn.Module):
+    """An encoder with its tokenizer: give it texts, get representations."""
+
+    def __init__(self, network: nn.Module, spec: TextEncoderSpec, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.network = network
+        self.spec = spec
+        self.tokenizer = tokenizer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Encode tokens [batch, length], padded with 0, to [batch, representation_dim]."""
+        return self.network(tokens)
+
+    def prepare(self, texts: Sequence[str]) -> Tensor:
+        """Cut texts into tokens int64 [batch, length]; raises ``DataError`` for what is no text."""
+        try:
+            rows = self.tokenizer.encode(list(map(read_text, texts)), self.spec.max_length)
+        except BrokenTextError as error:
+            raise DataError(f"a text cannot be used: {error}; leave it out") from None
+        device = next(self.network.parameters()).device
+        return torch.from_numpy(padded_rows(rows)).to(device)
+
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
+        """Encode texts to float32 representations [num_texts, representation_dim]."""
+        parts = [
+            self.network(self.prepare(texts[start : start + batch_size])).float()
+            for start in range(0, len(texts), batch_size)
+        ]
+        return torch.cat([torch.empty(0, self.spec.representation_dim), *parts])
+
+
+def save_encoder(
+    encoder: nn.Module,
+    spec: EncoderSpec,
+    output: Place,
+    *,
+    projection_head: nn.Module | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write it below ``output``; raises ``StorageError``."""
+    (output / WEIGHTS).write_bytes(_to_bytes(encoder))
+    if projection_head is not None:
+        (output / HEAD_WEIGHTS).write_bytes(_to_bytes(projection_head))
+    if tokenizer is not None:
+        (output / TOKENIZER).write_text(tokenizer.to_json())
     (output / SPEC).write_text(spec.model_dump_json(indent=2) + "\n")
 
 
-def load_encoder(uri: str, *, network: nn.Module | None = None) -> ImageEncoder:
+def load_encoder(
+    uri: str, *, side: Literal["query", "key"] = "query", network: nn.Module | None = None
+) -> ImageEncoder | TextEncoder:
     """Load the encoder of the run at ``uri``, in evaluation mode.
 
-    ``network`` is needed only for an encoder that was passed to ``raycl.train`` as a module and
-    so cannot be built from its name. Raises ``StorageError`` if there is none or it is damaged.
+    With two towers ``side`` says which: that of queries (or images), or that of keys (documents or
+    captions), which may be the same; their projection heads are a part of them. ``network`` is needed
+    only for an encoder that was passed to ``raycl.train`` as a module and so cannot be built from its
+    name. Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one.
     """
     output = Place(str(uri))
+    if side == "key" and (output / KEY / SPEC).exists():
+        output = output / KEY
     if not (output / SPEC).exists():
         raise StorageError(f"there is no encoder at {uri} (no {SPEC}); give the --output of a finished run")
     try:
-        spec = EncoderSpec.model_validate(json.loads((output / SPEC).read_text()))
+        spec = _read_spec((output / SPEC).read_text())
         weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
     except (ValidationError, json.JSONDecodeError, safetensors.SafetensorError) as error:
         raise StorageError(
@@ -107,10 +134,44 @@ def load_encoder(uri: str, *, network: nn.Module | None = None) -> ImageEncoder:
         network = spec.build()
     if spec.norm != "batch":
         network = swap(network, spec.norm)
+    _fill(network, weights, uri)
+    if spec.projection_head is not None:
+        head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
+        head = swap(head, spec.norm) if spec.norm != "batch" else head
+        _fill(head, safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()), uri)
+        network = nn.Sequential(network, head)
+        spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
+    if isinstance(spec, TextEncoderSpec):
+        return TextEncoder(network, spec, _load_tokenizer(output, spec)).eval()
+    return ImageEncoder(network, spec).eval()
+
+
+def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:
+    values = json.loads(text)
+    kind = TextEncoderSpec if values.get("kind") == "text" else ImageEncoderSpec
+    return kind.model_validate(values)
+
+
+def _load_tokenizer(output: Place, spec: TextEncoderSpec) -> Tokenizer:
+    tokenizer = Tokenizer.from_json((output / TOKENIZER).read_text())
+    if tokenizer.fingerprint != spec.tokenizer:
+        raise StorageError(
+            f"{output / TOKENIZER} is not the tokenizer of the encoder beside it: its fingerprint is "
+            f"{tokenizer.fingerprint}, the encoder's {spec.tokenizer}; put the one back that it was trained with"
+        )
+    return tokenizer
+
+
+def _to_bytes(module: nn.Module) -> bytes:
+    return safetensors.torch.save(
+        {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
+    )
+
+
+def _fill(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise StorageError(
             f"the weights at {uri} do not fit the network: {' '.join(str(error).split())[:200]}; pass the same one"
         ) from error
-    return ImageEncoder(network, spec).eval()

@@ -5,12 +5,17 @@ from collections.abc import Callable
 from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.recipes.images import instance_discrimination, moco_v1, moco_v2, simclr
+from raycl.recipes.texts import esimcse, image_text, simcse, two_tower
 
 RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "simclr": simclr,
     "moco_v1": moco_v1,
     "moco_v2": moco_v2,
     "instance_discrimination": instance_discrimination,
+    "simcse": simcse,
+    "esimcse": esimcse,
+    "two_tower": two_tower,
+    "image_text": image_text,
 }
 
 

@@ -1,13 +1,17 @@
 """Texts as tokens: the tokenizer, and batches of tokens, which padding fills up at the end."""
 
-from raycl.tokens.batches import PADDING, inverse_document_frequency
+from raycl.tokens.batches import PADDING, inverse_document_frequency, padded, padded_rows
 from raycl.tokens.tokenizer import BrokenTextError, Tokenizer, read_text, train_tokenizer
+from raycl.tokens.vocabulary import Vocabulary
 
 __all__ = [
     "PADDING",
     "BrokenTextError",
     "Tokenizer",
+    "Vocabulary",
     "inverse_document_frequency",
+    "padded",
+    "padded_rows",
     "read_text",
     "train_tokenizer",
 ]

@@ -1,5 +1,6 @@
 """The one switchboard: from names in a configuration to objects."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,51 +11,74 @@ from torch.optim import Optimizer
 
 from raycl.batchnorm import split_batchnorm, swap, synchronize
 from raycl.config import RunConfig, Stage
-from raycl.data.sources import ColumnNames
+from raycl.data.columns import ColumnNames
 from raycl.distributed import all_sum, num_workers, rank
+from raycl.errors import ConfigError
 from raycl.losses import NormalizingConstant
 from raycl.models.heads import build_projection_head
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.towers import Tower
+from raycl.models.temperature import LearnedTemperature
+from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
 from raycl.negatives.bank_handle import Bank
 from raycl.negatives.bank_plan import BankPlan
 from raycl.optimizers import build_optimizer
-from raycl.training.contrast import Contrast, Hinge, InfoNce, Mixed, Nce, NtXent
+from raycl.tokens import Vocabulary
+from raycl.training.contrast import Bidirectional, Contrast, Hinge, InfoNce, Mixed, Nce, NtXent
+from raycl.training.frequencies import Frequencies
 from raycl.training.learner import Learner, Manner
-from raycl.training.modality import ImageModality, Modality
+from raycl.training.modality import ImageModality, ImageSide, Modality, Side
 from raycl.training.monitor import CollapseMonitor, Limits
+from raycl.training.pairs import ImageTextModality, PairModality
 from raycl.training.stores import BankStore, NoStore, QueueStore, Store
+from raycl.training.texts import TextModality, TextSide
 from raycl.training.views import ViewMaker
+
+_PAIRS = ("query", "document", "negatives", "query_id", "document_id", "negative_ids")
+_ROLES = {"image": ("image",), "text": ("text",), "image_text": ("image", "caption"), "pairs": _PAIRS}
 
 
 def column_names(config: RunConfig) -> ColumnNames:
     """Return the columns to read."""
-    return ColumnNames(**config.data.columns.model_dump())
+    named = config.data.columns.model_dump()
+    unused = {role for roles in _ROLES.values() for role in roles} - set(_ROLES[config.data.kind])
+    return ColumnNames(**named | dict.fromkeys(unused))
 
 
-def modality(config: RunConfig) -> Modality:
-    """Return what the samples are."""
-    return ImageModality(config)
+def modality(config: RunConfig, vocabulary: Vocabulary | None = None) -> Modality:
+    """Return what the samples are; texts need the vocabulary."""
+    if config.data.kind == "image":
+        return ImageModality(ImageSide(config))
+    assert vocabulary is not None, "texts are cut by the tokenizer of a vocabulary"
+    side = TextSide(config=config, settings=config.encoder, vocabulary=vocabulary)
+    if config.data.kind == "text":
+        return TextModality(side=side)
+    if config.data.kind == "pairs":
+        return PairModality(side)
+    return ImageTextModality(ImageSide(config), replace(side, settings=config.text_encoder))
 
 
-def view_maker(config: RunConfig, device: torch.device) -> ViewMaker:
+def view_maker(config: RunConfig, samples: Modality, device: torch.device) -> ViewMaker:
     """Return what draws the views: two, unless the key is a slot of a memory bank."""
     return ViewMaker(
-        drawing=modality(config).drawing(device),
+        drawing=samples.drawing(device),
         num_views=1 if config.key == "slot" else 2,
         device=device,
     )
 
 
-def tower(config: RunConfig, network: nn.Module) -> Tower:
-    """Return encoder and projection head with the BatchNorm cure in place."""
-    torch.manual_seed(config.seed + 1)
-    head = build_projection_head(
-        modality(config).representation_dim(network), **config.projection_head.model_dump()
-    )
-    whole = Tower(network, head)
+def towers(config: RunConfig, samples: Modality, network: nn.Module | None = None) -> Towers:
+    """Return encoders and projection heads with the BatchNorm cure in place.
+
+    ``network`` is an encoder of the user's own, in the place of the only one.
+    """
+    if network is not None and len(samples.sides) > 1:
+        raise ConfigError(
+            "an encoder came for a run that has two; name each by package.module:function in the configuration"
+        )
+    made = [_tower(config, side, network, number) for number, side in enumerate(samples.sides)]
+    whole: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]
     if config.batchnorm == "synchronized":
         synchronize(whole)
     elif config.batchnorm == "shuffled":
@@ -64,14 +88,25 @@ def tower(config: RunConfig, network: nn.Module) -> Tower:
     return whole
 
 
-def learner(config: RunConfig, whole: Tower, *, num_samples: int | None) -> Learner:
+def _tower(config: RunConfig, side: Side, network: nn.Module | None, number: int) -> Tower:
+    encoder = side.encoder() if network is None else network
+    torch.manual_seed(config.seed + 1 + number)
+    return Tower(
+        encoder,
+        build_projection_head(side.representation_dim(encoder), **config.projection_head.model_dump()),
+    )
+
+
+def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> Learner:
     """Return all that learns; ``num_samples`` are the slots of a memory bank, if there is one."""
     normalizer = None
     if num_samples is not None:  # whichever the loss: a stage of NCE may be added to a finished run
         normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
+    temperature = LearnedTemperature(config.stages[0].temperature) if config.learn_temperature else None
     return Learner(
         whole,
-        optimizer(config, whole),
+        optimizer(config, nn.ModuleList(filter(None, (whole, temperature)))),
+        temperature=temperature,
         momentum_encoder=MomentumEncoder(whole) if config.key == "momentum_encoder" else None,
         normalizer=normalizer,
         seed=config.seed,
@@ -101,12 +136,18 @@ def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
 
 
 def contrast(
-    config: RunConfig, stage: Stage, learns: Learner, *, hinge_weight: float, num_samples: int | None
+    config: RunConfig,
+    stage: Stage,
+    learns: Learner,
+    *,
+    hinge_weight: float,
+    num_samples: int | None = None,
+    frequencies: Frequencies | None = None,
 ) -> Contrast:
     """Return the loss over all workers, of which the hinge is this fraction."""
     if stage.loss == "hinge" or hinge_weight == 1.0:
         return _hinge(config, stage)
-    entropy = _cross_entropy(config, stage, learns, num_samples=num_samples)
+    entropy = _cross_entropy(config, stage, learns, num_samples, frequencies)
     if not hinge_weight:
         return entropy
     return Mixed(cross_entropy=entropy, hinge=_hinge(config, stage), hinge_weight=hinge_weight)
@@ -115,7 +156,8 @@ def contrast(
 def without_hinge(config: RunConfig, stage: Stage) -> Stage:
     """Return the stage with a cross-entropy in place of the hinge."""
     symmetric = config.key == "tower" and config.negatives.store == "none"
-    loss = stage.loss if stage.loss != "hinge" else "nt_xent" if symmetric else "info_nce"
+    entropy = "bidirectional" if config.has_two_towers else "nt_xent" if symmetric else "info_nce"
+    loss = stage.loss if stage.loss != "hinge" else entropy
     return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
 
 
@@ -130,12 +172,25 @@ def _hinge(config: RunConfig, stage: Stage) -> Contrast:
     )
 
 
-def _cross_entropy(config: RunConfig, stage: Stage, learns: Learner, *, num_samples: int | None) -> Contrast:
+def _cross_entropy(
+    config: RunConfig,
+    stage: Stage,
+    learns: Learner,
+    num_samples: int | None,
+    frequencies: Frequencies | None,
+) -> Contrast:
+    temperature = stage.temperature if learns.temperature is None else learns.temperature()
     if stage.loss == "nt_xent":
-        return NtXent(temperature=stage.temperature)
+        return NtXent(temperature=temperature)
+    if stage.loss == "bidirectional":
+        assert not stage.discount_frequent or frequencies is not None, (
+            "they are counted before the first step"
+        )
+        known = frequencies if stage.discount_frequent else None
+        return Bidirectional(temperature=temperature, log_frequency=known)
     if stage.loss == "info_nce":
         return InfoNce(
-            temperature=stage.temperature,
+            temperature=temperature,
             in_batch=_meets_the_batch(config),
             proximal_weight=stage.proximal_weight,
         )

@@ -1,15 +1,26 @@
 """Losses over all workers: what a loss compares is gathered first, for losses know no ranks."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from raycl.distributed import gather, gather_detached, num_workers, rank
-from raycl.losses import NormalizingConstant, hinge, info_nce, nce, noise_mass, nt_xent, proximal_term
+from raycl.losses import (
+    NormalizingConstant,
+    bidirectional_cross_entropy,
+    hinge,
+    info_nce,
+    nce,
+    noise_mass,
+    nt_xent,
+    proximal_term,
+)
 from raycl.ring import ring_info_nce, ring_nt_xent
+from raycl.training.identity import Ids
 
 # Of embeddings on each worker, and as much for their gradient; below it, gathering is the faster way.
 MAX_GATHERED_BYTES = 256 * 2**20
@@ -24,14 +35,21 @@ class Lent:
     negatives: Tensor | None = None
     negative_id: Tensor | None = None
 
+    def joined(self, negatives: Tensor, negative_id: Tensor) -> "Lent":
+        """Return this with explicit negatives before the store's."""
+        if self.negatives is not None and self.negative_id is not None:
+            negatives = torch.cat([negatives, self.negatives.to(negatives)])
+            negative_id = torch.cat([negative_id, self.negative_id])
+        return replace(self, negatives=negatives, negative_id=negative_id)
+
 
 class Contrast(Protocol):
-    """A loss of queries and keys [local_batch, dim], of samples [local_batch], and what was lent.
+    """A loss of queries and keys [local_batch, dim], with their ids, and what was lent.
 
     It is the mean over this worker's queries; the mean over workers is that of the global batch.
     """
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
         """Return the loss, a scalar."""
         ...
 
@@ -45,12 +63,12 @@ class Contrast(Protocol):
 class NtXent:
     """Each view against all other views of the global batch."""
 
-    temperature: float
+    temperature: float | Tensor
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
         """Return the loss; the store is none."""
         assert key is not None, "the configuration gives NT-Xent two views"
-        return gathered_nt_xent(query, key, sample_id, temperature=self.temperature)
+        return gathered_nt_xent(query, key, ids.query, temperature=self.temperature)
 
     def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
         """Return the logarithm of the number of candidates."""
@@ -62,15 +80,15 @@ class NtXent:
 class InfoNce:
     """Each query's key, or own slot, among the gathered keys and what the store lends."""
 
-    temperature: float
+    temperature: float | Tensor
     in_batch: bool
     proximal_weight: float = 0.0
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
         """Return the loss."""
         positive = _positive(key, lent)
         loss = gathered_info_nce(
-            query, positive, sample_id, lent, temperature=self.temperature, in_batch=self.in_batch
+            query, positive, ids.query, lent, temperature=self.temperature, in_batch=self.in_batch
         )
         return _pulled(loss, query, lent, self.proximal_weight)
 
@@ -78,6 +96,42 @@ class InfoNce:
         """Return the logarithm of the number of candidates."""
         num_lent = 0 if lent.negatives is None else len(lent.negatives)
         return math.log(num_lent + (batch_size if self.in_batch else 1))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Bidirectional:
+    """Each query's key among the gathered keys and other negatives, each key's query among the queries.
+
+    ``log_frequency`` tells of ids [n] how common these keys are, if that is to be made up for.
+    """
+
+    temperature: float | Tensor
+    log_frequency: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
+        """Return the loss."""
+        assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
+        rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
+        if self.log_frequency is not None:
+            rows["key_log_frequency"] = self.log_frequency(ids.key)
+        if num_workers() > 1:
+            rows |= {f"gathered_{name}": gather_detached(value) for name, value in rows.items()}
+            rows |= {
+                "gathered_query": gather(query),
+                "gathered_key": gather(key),
+                "offset": rank() * len(query),
+            }
+        if lent.negatives is not None and lent.negative_id is not None:
+            rows |= {"negatives": lent.negatives, "negative_id": lent.negative_id}
+            if self.log_frequency is not None:
+                rows["negative_log_frequency"] = self.log_frequency(lent.negative_id)
+        return bidirectional_cross_entropy(query, key, temperature=self.temperature, **rows)
+
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        """Return the logarithm of the number of candidates, the mean of both directions."""
+        num_lent = 0 if lent.negatives is None else len(lent.negatives)
+        return (math.log(batch_size + num_lent) + math.log(batch_size)) / 2
 
 
 @final
@@ -90,7 +144,7 @@ class Nce:
     normalizer: NormalizingConstant
     proximal_weight: float = 0.0
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
         """Return the loss; the normalizing constant takes in the batch first, if it still moves."""
         assert lent.key is not None, "the configuration gives NCE a memory bank"
         assert lent.negatives is not None, "the configuration gives NCE a memory bank"
@@ -99,7 +153,7 @@ class Nce:
                 query.detach(),
                 lent.negatives,
                 temperature=self.temperature,
-                sample_id=sample_id,
+                sample_id=ids.query,
                 noise_id=lent.negative_id,
             )
             self.normalizer.update(gather_detached(mass[None]))
@@ -110,7 +164,7 @@ class Nce:
             num_samples=self.num_samples,
             temperature=self.temperature,
             log_normalizer=self.normalizer.log_normalizer,
-            sample_id=sample_id,
+            sample_id=ids.query,
             noise_id=lent.negative_id,
         )
         return _pulled(loss, query, lent, self.proximal_weight)
@@ -131,12 +185,12 @@ class Hinge:
     bidirectional: bool
     proximal_weight: float = 0.0
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
         """Return the loss."""
         loss = gathered_hinge(
             query,
             _positive(key, lent),
-            sample_id,
+            ids,
             lent,
             margin=self.margin,
             hardest=self.hardest,
@@ -159,10 +213,10 @@ class Mixed:
     hinge: Contrast
     hinge_weight: float
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, sample_id: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
         """Return the loss."""
-        entropy = self.cross_entropy(query, key, lent, sample_id)
-        return entropy.lerp(self.hinge(query, key, lent, sample_id), self.hinge_weight)
+        entropy = self.cross_entropy(query, key, lent, ids)
+        return entropy.lerp(self.hinge(query, key, lent, ids), self.hinge_weight)
 
     def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
         """Return that of both, mixed."""
@@ -227,7 +281,7 @@ def gathered_info_nce(
 def gathered_hinge(
     query: Tensor,
     key: Tensor,
-    sample_id: Tensor,
+    ids: Ids,
     lent: Lent,
     *,
     margin: float,
@@ -241,7 +295,8 @@ def gathered_hinge(
         "hardest": hardest,
         "in_batch": in_batch,
         "bidirectional": bidirectional,
-        "sample_id": sample_id,
+        "query_id": ids.query,
+        "key_id": ids.key,
         "negatives": lent.negatives,
         "negative_id": lent.negative_id,
     }
@@ -253,7 +308,8 @@ def gathered_hinge(
         gathered_query=gather(query) if bidirectional else None,
         gathered_key=gather(key),
         offset=rank() * len(query),
-        gathered_sample_id=gather_detached(sample_id),
+        gathered_query_id=gather_detached(ids.query),
+        gathered_key_id=gather_detached(ids.key),
         **settings,
     )
 

@@ -7,10 +7,14 @@ import ray
 from torch import nn
 
 from raycl.config import RunConfig
+from raycl.data.columns import ColumnNames
 from raycl.data.holdout import Holdout
 from raycl.data.stream import Stream
 from raycl.negatives.bank_handle import Bank
 from raycl.storage import Place
+from raycl.tokens import Vocabulary
+from raycl.training import build
+from raycl.training.modality import Modality
 
 
 @final
@@ -19,7 +23,7 @@ class Job:
     """One run as its workers see it.
 
     ``blocks`` hold all decoded rows, or with a ``stream`` only those of the periodic judge.
-    ``bank`` is the actors' that hold the store of negatives. ``sample_id`` holds the ids of the
+    ``columns`` are those that were read, and ``vocabulary`` is that of texts. ``bank`` is the actors' that hold the store of negatives. ``sample_id`` holds the ids of the
     ``num_samples`` that a memory bank has slots for.
     """
 
@@ -31,7 +35,13 @@ class Job:
     holdout: Holdout
     logbook: Any
     judged: bool
+    columns: ColumnNames
+    vocabulary: Vocabulary | None = None
     network: nn.Module | None = None
     bank: Bank | None = None
     sample_id: ray.ObjectRef | None = None
     num_samples: int | None = None
+
+    def modality(self) -> Modality:
+        """Return what the samples are."""
+        return build.modality(self.config, self.vocabulary)

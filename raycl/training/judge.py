@@ -1,8 +1,8 @@
-"""The periodic judge: weighted kNN on held-out rows while training goes on."""
+"""The periodic judges: weighted kNN by labels, or recall of held-out pairs, while training goes on."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import torch
@@ -12,14 +12,24 @@ from torch import Tensor, nn
 from raycl.data.rows import Batch, Rows
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.judging.embed import embed
-from raycl.judging.knn import knn_predict
+from raycl.judging.knn import knn_predict, nearest
+from raycl.models.towers import Tower, Towers, TwoTowers
+from raycl.training.views import Drawing
 
 BATCH_SIZE = 256
 
 
+class Judge(Protocol):
+    """What judges the towers from time to time; collective."""
+
+    def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
+        """Return what the records shall hold, the most important first."""
+        ...
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
-class Judge:
+class LabelJudge:
     """Held-out labeled rows (``test``) and trained-on rows that vote over them (``bank``).
 
     ``prepare`` turns rows into what the encoder takes, without any randomness.
@@ -31,21 +41,61 @@ class Judge:
     k: int = 200
     temperature: float = 0.07
 
-    def knn_accuracy(self, encoder: nn.Module, device: torch.device) -> float:
+    def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
         """Return the kNN top-1 accuracy; every worker encodes and judges its own share."""
+        encoder = towers.towers[0].encoder
         bank, bank_label = self._encode(encoder, self.bank, device)
         test, test_label = self._encode(encoder, self.test, device)
         bank, bank_label = gather_detached(bank), gather_detached(bank_label)
         predicted = knn_predict(test, bank, bank_label, k=self.k, temperature=self.temperature)
         counts = torch.tensor([(predicted == test_label).sum(), len(test_label)], device=device)
         num_right, num_judged = all_sum(counts).tolist()
-        return num_right / num_judged
+        return {"knn_top1": num_right / num_judged}
 
     def _encode(self, encoder: nn.Module, rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
         share = _own_share(len(rows))
         inputs = (self.prepare(rows.take(part)) for part in _batches(share))
         representation = embed(encoder, inputs)
         return representation.to(device), torch.from_numpy(rows.label[share]).to(device)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PairJudge:
+    """Held-out pairs (``test``), whose keys are looked for among theirs and those of ``bank``."""
+
+    bank: Rows
+    test: Rows
+    drawing: Drawing
+
+    def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
+        """Return the fraction of queries whose own key, or an equal one, is among the nearest 1 and 10."""
+        assert isinstance(towers, TwoTowers), "pairs have two towers"
+        test = _own_share(len(self.test))
+        query = self._embed(towers.query, self.test, test, 0)
+        wanted = self._key_ids(self.test, test).to(device)
+        parts = [(self.test, test), (self.bank, _own_share(len(self.bank)))]
+        key = torch.cat([self._embed(towers.of_keys, rows, share, 1) for rows, share in parts])
+        key_id = torch.cat([self._key_ids(rows, share) for rows, share in parts])
+        keys, ids = gather_detached(key.to(device)), gather_detached(key_id.to(device))
+        # The same document many times would fill the first places.
+        order = ids.argsort(stable=True)
+        is_new = torch.ones_like(ids, dtype=torch.bool)
+        is_new[1:] = ids[order][1:] != ids[order][:-1]
+        chosen = order[is_new]
+        _, found = nearest(query.to(device), keys[chosen], k=10)
+        is_right = ids[chosen][found] == wanted[:, None]
+        counts = torch.stack([is_right[:, :1].sum(), is_right.sum(), torch.tensor(len(test), device=device)])
+        at_1, at_10, num_judged = all_sum(counts).tolist()
+        return {"recall_at_10": at_10 / num_judged, "recall_at_1": at_1 / num_judged}
+
+    def _embed(self, tower: Tower, rows: Rows, share: NDArray[np.int64], number: int) -> Tensor:
+        draw = self.drawing.plain if number == 0 else self.drawing.plain_key
+        return embed(tower, (draw(rows.take(part)) for part in _batches(share)))
+
+    def _key_ids(self, rows: Rows, share: NDArray[np.int64]) -> Tensor:
+        parts = [self.drawing.known(rows.take(part)).key[:, 0].cpu() for part in _batches(share)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 
 def _own_share(num_rows: int) -> NDArray[np.int64]:

@@ -26,19 +26,22 @@ from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source, find_source
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
+from raycl.models.saved import TOKENIZER
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, notices_of, rows_read, steps_made
 from raycl.records import write_result
 from raycl.settings import config_to_yaml
 from raycl.storage import Place, absolute
+from raycl.tokens import Tokenizer, Vocabulary
 from raycl.training import build
 from raycl.training.checkpoint import CHECKPOINTS, SCORE, saved_steps
-from raycl.training.images import Images
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.process import ENVIRONMENT
 from raycl.training.resumption import CONFIG, DATA, check_same_data, prepare_output
+from raycl.training.samples import Samples
+from raycl.training.vocabulary import known_tokenizer
 
 NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.04
 
@@ -69,10 +72,10 @@ def train(
     quiet: bool = False,
     debug: bool = False,
 ) -> RunResult:
-    """Pretrain an encoder on the images at ``data`` or in a Ray Dataset, and write it to ``output``.
+    """Pretrain an encoder on the samples at ``data`` or in a Ray Dataset, and write it to ``output``.
 
-    ``encoder`` may be a module of your own that maps [batch, channels, size, size] to
-    [batch, dim]. Raises ``ConfigError``, ``DataError`` or ``StorageError`` before anything starts,
+    ``encoder`` may be a module of your own that maps images [batch, channels, size, size], or tokens
+    [batch, length], to [batch, dim]. Raises ``ConfigError``, ``DataError`` or ``StorageError`` before anything starts,
     ``RunError`` if the run fails later.
     """
     if (data is None) == (dataset is None):
@@ -81,47 +84,59 @@ def train(
     source = None if data is None else find_source(data, build.column_names(config))
     if source is not None:
         _check_size(config, source.num_rows)
-    _check_parts(config, encoder)
+    tokenizer = known_tokenizer(config, place) if config.has_texts else None
+    _check_parts(config, encoder, tokenizer)
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
     with own_errors(), open_logbook() as logbook:
-        return _Launch(config, place, encoder, logbook, quiet=quiet).run(data, source, dataset)
+        launch = _Launch(config, place, encoder, logbook, tokenizer, quiet=quiet)
+        return launch.run(data, source, dataset)
 
 
-def _check_parts(config: RunConfig, network: nn.Module | None) -> None:
+def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokenizer | None) -> None:
     """Find an impossible view or encoder here, not on the workers."""
-    modality = build.modality(config)
+    vocabulary = Vocabulary.stand_in() if tokenizer is None else Vocabulary(tokenizer)
+    modality = build.modality(config, vocabulary)
     modality.drawing(torch.device("cpu"))
     if network is None:
-        build.tower(config, modality.encoder())
+        build.towers(config, modality)
 
 
 @final
 class _Launch:
     def __init__(
-        self, config: RunConfig, output: Place, network: nn.Module | None, logbook: Any, *, quiet: bool
+        self,
+        config: RunConfig,
+        output: Place,
+        network: nn.Module | None,
+        logbook: Any,
+        tokenizer: Tokenizer | None,
+        *,
+        quiet: bool,
     ) -> None:
         self._config, self._output, self._network = config, output, network
+        self._tokenizer = tokenizer
         self._logbook, self._quiet = logbook, quiet
 
     def run(self, data: str | None, source: Source | None, dataset: ray.data.Dataset | None) -> RunResult:
-        images = Images(self._config, self._logbook, source, dataset)
-        self._tell_what_is_left_out(images, source)
-        _check_size(self._config, images.num_rows)
-        streamed = images.must_stream()
+        samples = Samples(self._config, self._logbook, source, dataset)
+        self._tell_what_is_left_out(samples, source)
+        _check_size(self._config, samples.num_rows)
+        streamed = samples.must_stream()
         described = {
             "data": data and absolute(data),
-            "num_rows": images.num_rows,
+            "num_rows": samples.num_rows,
             "streamed": streamed,
             "workers": [self._config.workers_of(stage) for stage in self._config.stages],
         }
         check_same_data(self._output, described)
         self._check_cluster(streamed)
-        decoded, stream = self._open(images, streamed)
+        vocabulary = self._learn_vocabulary(samples)
+        decoded, stream = self._open(samples, streamed)
         rows = rows_in(self._logbook)
         rows.check(self._config.data.max_bad_fraction)
-        num_train = images.num_train_expected() if streamed else rows.num_train
+        num_train = samples.num_train_expected() if streamed else rows.num_train
         _check_size(self._config, num_train)
         job = Job(
             config=self._config,
@@ -129,18 +144,22 @@ class _Launch:
             blocks=tuple(_blocks(decoded)),
             stream=stream,
             num_train=num_train,
-            holdout=images.holdout,
+            holdout=samples.holdout,
             logbook=self._logbook,
-            judged=images.holdout.test > 0 and images.has_labels,
+            judged=samples.holdout.test > 0 and samples.can_be_judged,
             network=self._network,
+            columns=samples.columns,
+            vocabulary=vocabulary,
         )
         if self._config.negatives.store == "memory_bank":
-            sample_id = images.sample_ids(None if streamed else decoded)
+            sample_id = samples.sample_ids(None if streamed else decoded)
             job = replace(job, sample_id=ray.put(sample_id), num_samples=len(sample_id))
         with self._bank(job) as bank:
             # Only now: a run that is refused leaves no output that another one would have to resume.
             (self._output / CONFIG).write_text(config_to_yaml(self._config))
             (self._output / DATA).write_text(json.dumps(described) + "\n")
+            if vocabulary is not None:
+                (self._output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
             write_result(self._output, {"status": "running"})
             try:
                 with own_errors():
@@ -148,6 +167,17 @@ class _Launch:
             except RayclError as error:
                 write_result(self._output, {"status": "failed", "error": str(error)})
                 raise
+
+    def _learn_vocabulary(self, samples: Samples) -> Vocabulary | None:
+        """Count the tokens of the texts, and refuse what would not fit them."""
+        if self._config.has_texts:
+            self._tell(
+                "counting the tokens of the texts" if self._tokenizer else "training a tokenizer on the texts"
+            )
+        vocabulary = samples.learn_vocabulary(self._tokenizer)
+        if vocabulary is not None and self._network is None:
+            _check_parts(self._config, None, vocabulary.tokenizer)
+        return vocabulary
 
     @contextlib.contextmanager
     def _bank(self, job: Job) -> Iterator[Bank | None]:
@@ -176,12 +206,12 @@ class _Launch:
             if not plan.detached:
                 bank.stop()
 
-    def _tell_what_is_left_out(self, images: Images, source: Source | None) -> None:
+    def _tell_what_is_left_out(self, samples: Samples, source: Source | None) -> None:
         if source is not None and source.ignored:
             ignored = ", ".join(f"{count} {ending}" for ending, count in source.ignored)
             self._tell(f"ignored files that are no images: {ignored}")
-        if not images.has_labels and self._config.evaluation.every_epochs != 0:
-            self._tell("the images have no labels: no periodic kNN")
+        if not samples.can_be_judged and self._config.evaluation.every_epochs != 0:
+            self._tell("the samples have no labels: no periodic kNN")
 
     def _prune(self, bank: Bank) -> None:
         """Delete snapshots whose checkpoints Ray has deleted since; never a reason to fail."""
@@ -194,14 +224,14 @@ class _Launch:
         if not self._quiet:
             print(line, file=sys.stderr)
 
-    def _open(self, images: Images, streamed: bool) -> tuple[ray.data.Dataset | None, Stream | None]:
+    def _open(self, samples: Samples, streamed: bool) -> tuple[ray.data.Dataset | None, Stream | None]:
         """Read all rows, or with a stream only those of the periodic judge."""
         title = "reading the rows to judge on" if streamed else "reading"
-        look = rows_read(self._logbook, images.num_read_first(streamed))
+        look = rows_read(self._logbook, samples.num_read_first(streamed))
         with ProgressLine(title, look, quiet=self._quiet):
-            lazy = images.to_judge_on() if streamed else images.all()
+            lazy = samples.to_judge_on() if streamed else samples.all()
             decoded = None if lazy is None else lazy.materialize()
-        return decoded, images.stream() if streamed else None
+        return decoded, samples.stream() if streamed else None
 
     def _check_cluster(self, streamed: bool) -> None:
         """Refuse what the cluster could not place, if it does not grow."""

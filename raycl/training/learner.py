@@ -1,8 +1,9 @@
 """What learns: the tower, the encoder that follows it, and all that a step changes but the store."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from raycl.batchnorm import encode_shuffled, leakage, split_batchnorm
 from raycl.distributed import all_sum, average_, num_workers
 from raycl.losses import NormalizingConstant
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.towers import Tower
+from raycl.models.temperature import LearnedTemperature
+from raycl.models.towers import Towers, TwoTowers
 from raycl.training.parallel import average_buffers, average_gradients
 from raycl.training.views import Views
 
@@ -39,21 +41,30 @@ class Manner:
     rows_in_company: int = 0
 
 
+class Embedded(NamedTuple):
+    """Queries and keys [local_batch, dim], no keys where they are slots of a bank; negatives [n, dim]."""
+
+    query: Tensor
+    key: Tensor | None
+    negatives: Tensor | None = None
+
+
 @final
 class Learner:
     """Embed views on this worker's side of the run; its state is what a checkpoint keeps."""
 
     def __init__(
         self,
-        tower: Tower,
+        tower: Towers,
         optimizer: Optimizer,
         *,
+        temperature: LearnedTemperature | None = None,
         momentum_encoder: MomentumEncoder | None = None,
         normalizer: NormalizingConstant | None = None,
         seed: int = 0,
     ) -> None:
         """``seed`` draws the company of rows in shuffled BatchNorm."""
-        self.tower, self.optimizer = tower, optimizer
+        self.tower, self.optimizer, self.temperature = tower, optimizer, temperature
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
         self._seed, self._manner = seed, Manner()
         self._parallel: nn.Module = tower
@@ -69,18 +80,20 @@ class Learner:
             for network in filter(None, (self.tower, self.momentum_encoder)):
                 split_batchnorm(network, manner.rows_per_group)
 
-    def embed(self, views: Views, *, step: int) -> tuple[Tensor, Tensor | None]:
-        """Return queries and keys [local_batch, dim]; no keys where they are slots of a bank."""
+    def embed(self, views: Views, *, step: int) -> Embedded:
+        """Return the embeddings of a batch."""
+        if isinstance(self.tower, TwoTowers):
+            return self._embed_pairs(self.tower, views)
         if self.momentum_encoder is not None:
             # Before the queries: DDP's backward pass then follows its own forward pass.
             key = self._encode_keys(self.momentum_encoder, views, step)
-            return self.encode(views.view_a), key
+            return Embedded(self.encode(views.view_a), key)
         if views.view_b is None:
-            return self.encode(views.view_a), None
+            return Embedded(self.encode(views.view_a), None)
         if self._manner.rows_per_group is not None:
             return self._encode_shuffled(views, step)
         query, key = self.encode(views.both()).chunk(2)
-        return query, key
+        return Embedded(query, key)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Embed rows by the tower, in chunks if the batch is larger than memory."""
@@ -92,8 +105,13 @@ class Learner:
         """Leave the gradient of the mean loss over all workers in the parameters; collective."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        if self._manner.chunk_size is not None:
-            average_(parameter.grad for parameter in self.tower.parameters() if parameter.grad is not None)
+        average_(parameter.grad for parameter in self._not_averaged() if parameter.grad is not None)
+
+    def update(self) -> None:
+        """Make the step that the gradient asks for."""
+        self.optimizer.step()
+        if self.temperature is not None:
+            self.temperature.clamp_()
 
     def follow(self, momentum: float) -> None:
         """Let the momentum encoder, if there is one, follow the tower."""
@@ -114,7 +132,7 @@ class Learner:
         """Return what BatchNorm gives away of the keys, if it can; collective."""
         num_rows = min(len(views), PROBED_ROWS)
         group_size = min(self._manner.rows_in_company, num_rows // 2)
-        if views.view_b is None or group_size < 2:
+        if views.view_b is None or group_size < 2 or isinstance(self.tower, TwoTowers):
             return {}
         found = leakage(
             self.tower,
@@ -130,7 +148,8 @@ class Learner:
 
     def is_finite(self) -> bool:
         """Whether all weights are numbers."""
-        return all(bool(each.isfinite().all()) for each in self.tower.parameters())
+        modules = filter(None, (self.tower, self.temperature))
+        return all(bool(each.isfinite().all()) for module in modules for each in module.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state by name."""
@@ -141,13 +160,29 @@ class Learner:
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
 
-    def _encode_shuffled(self, views: Views, step: int) -> tuple[Tensor, Tensor]:
+    def _not_averaged(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters whose gradient is only this worker's after the backward pass."""
+        if self._manner.chunk_size is not None:
+            yield from self.tower.parameters()
+        if self.temperature is not None:
+            yield from self.temperature.parameters()
+
+    def _embed_pairs(self, towers: TwoTowers, views: Views) -> Embedded:
+        if self._manner.chunk_size is None:
+            query, keys = self._parallel(views.view_a, views.keys())
+        else:
+            query = self._in_chunks(towers.query, views.view_a)
+            keys = self._in_chunks(towers.of_keys, views.keys())
+        # Where there may be negatives, none in this batch are still some: other workers have theirs.
+        negatives = keys[len(views) :] if views.known.negative is not None else None
+        return Embedded(query, keys[: len(views)], negatives)
+
+    def _encode_shuffled(self, views: Views, step: int) -> Embedded:
         """Embed both views in random company; side by side, they are in one order on any number of workers."""
         assert views.view_b is not None, "a method whose keys are views draws two"
         rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
         embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
-        query, key = embeddings.unflatten(0, (-1, 2)).unbind(1)
-        return query, key
+        return Embedded(*embeddings.unflatten(0, (-1, 2)).unbind(1))
 
     @torch.no_grad()
     def _encode_keys(self, encoder: MomentumEncoder, views: Views, step: int) -> Tensor:
@@ -172,6 +207,7 @@ class Learner:
         parts = {
             "tower": self.tower,
             "optimizer": self.optimizer,
+            "temperature": self.temperature,
             "momentum_encoder": self.momentum_encoder,
             "normalizer": self.normalizer,
         }

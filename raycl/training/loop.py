@@ -15,7 +15,6 @@ from raycl.data.prefetch import prefetch
 from raycl.data.rows import Rows
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
-from raycl.models.saved import save_encoder
 from raycl.records import ROLLBACK
 from raycl.training import build
 from raycl.training.checkpoint import (
@@ -26,11 +25,12 @@ from raycl.training.checkpoint import (
 )
 from raycl.training.clock import Clock
 from raycl.training.contrast import Contrast
+from raycl.training.frequencies import Frequencies
 from raycl.training.job import Job
-from raycl.training.judge import Judge
+from raycl.training.judge import Judge, LabelJudge, PairJudge
 from raycl.training.process import autocast, available_cores, prepare_process
 from raycl.training.recorder import Recorder
-from raycl.training.saver import Saver
+from raycl.training.saver import Saver, save_towers
 from raycl.training.stage_plan import momentum_schedule, stage_plans
 from raycl.training.step import Stepped, train_step
 from raycl.training.stores import BankStore, Store
@@ -55,19 +55,20 @@ class _Loop:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job, self._config, self._device = job, job.config, device
         self._is_writer = rank() == 0
-        modality = build.modality(job.config)
-        rows = Rows(ray.get(list(job.blocks)), modality.formats())
+        self._modality = job.modality()
+        rows = Rows(ray.get(list(job.blocks)), self._modality.formats(job.columns))
         train_rows = rows.where(job.holdout.is_train)
         self._batches = job.stream or Shuffled(rows=train_rows, seed=job.config.seed)
         self._plans = stage_plans(job.config, num_train=job.num_train)
         self._num_steps = sum(plan.num_steps for plan in self._plans)
         self._momentum = momentum_schedule(job.config, self._plans)
-        self._views = build.view_maker(job.config, device)
+        self._views = build.view_maker(job.config, self._modality, device)
         self._judge = self._build_judge(rows)
-        network = modality.encoder() if job.network is None else job.network
-        self._tower = build.tower(job.config, network).to(device).to(memory_format=torch.channels_last)
-        self._spec = modality.spec(self._tower.encoder, own=job.network is not None)
-        self._learner = build.learner(job.config, self._tower, num_samples=job.num_samples)
+        self._towers = build.towers(job.config, self._modality, job.network).to(device)
+        self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        wants_counts = any(stage.discount_frequent for stage in job.config.stages)
+        self._frequencies = Frequencies.of(train_rows) if wants_counts else None
+        self._learner = build.learner(job.config, self._towers, num_samples=job.num_samples)
         check_equal(len(train_rows), "the number of training rows")
 
     def run(self) -> dict[str, Any] | int | None:
@@ -115,7 +116,7 @@ class _Loop:
         self._saver.save(position, self._store, self._metrics, judged=judged, always=always)
 
     def _run_epoch(self, position: Position) -> Position:
-        self._tower.train()
+        self._towers.train()
         for views in self._epoch_views(position):
             # Dropout must not depend on what ran before, or a resumed run would differ.
             torch.manual_seed(hash((self._config.seed, position.step, rank())) % 2**63)
@@ -171,6 +172,7 @@ class _Loop:
             self._learner,
             hinge_weight=hinge_weight,
             num_samples=self._job.num_samples,
+            frequencies=self._frequencies,
         )
 
     def _open_store(self, restored: Restored | None) -> Store:
@@ -193,7 +195,7 @@ class _Loop:
         """
         if not isinstance(self._store, BankStore) or self._config.negatives.first_rows == "random":
             return
-        self._tower.train()
+        self._towers.train()
         torch.manual_seed(hash((self._config.seed, rank())) % 2**63)
         batches = self._batches.epoch_batches(self._share, epoch=0)
         for images, sample_id in map(self._views.plain, prefetch(batches)):
@@ -316,12 +318,15 @@ class _Loop:
     def _build_judge(self, rows: Rows) -> Judge | None:
         if not self._job.judged:
             return None
-        settings = self._config.evaluation
-        bank = rows.where(self._job.holdout.is_bank).labeled()
-        test = rows.where(self._job.holdout.is_test).labeled()
+        settings, holdout = self._config.evaluation, self._job.holdout
+        bank, test = rows.where(holdout.is_bank), rows.where(holdout.is_test)
+        if not self._config.has_two_towers:
+            bank, test = bank.labeled(), test.labeled()
         if min(len(bank), len(test)) < num_workers():
             return None  # too few to share out
-        return Judge(
+        if self._config.has_two_towers:
+            return PairJudge(bank=bank, test=test, drawing=self._views.drawing)
+        return LabelJudge(
             bank=bank,
             test=test,
             prepare=self._views.drawing.plain,
@@ -342,7 +347,7 @@ class _Loop:
         with self._clock.paused():
             self._learner.average_statistics()
             if self._judge is not None:
-                measured["knn_top1"] = self._judge.knn_accuracy(self._tower.encoder, self._device)
+                measured |= self._judge.measure(self._towers, self._device)
             if self._last_views is not None:
                 measured |= self._learner.leakage(self._last_views, seed=self._config.seed)
         self._metrics |= measured
@@ -358,7 +363,7 @@ class _Loop:
         if not self._is_writer:
             return None
         self._recorder.flush()
-        save_encoder(self._tower.encoder, self._spec, self._job.output)
+        save_towers(self._towers, self._job, self._modality)
         num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
         return {
             "step": position.step,

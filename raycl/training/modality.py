@@ -8,23 +8,17 @@ from torch import nn
 
 from raycl.augment.images import ImageAugmentation
 from raycl.config import RunConfig
+from raycl.data.columns import ColumnNames
 from raycl.data.formats import Formats
 from raycl.data.images import ImageFormat
 from raycl.models.images import build_image_encoder, representation_dim
-from raycl.models.saved import OWN, EncoderSpec
+from raycl.models.saved import OWN
+from raycl.models.specs import EncoderSpec, ImageEncoderSpec
 from raycl.training.views import Drawing, ImageDrawing
 
 
-class Modality(Protocol):
-    """One kind of samples: how they are read and drawn, and which encoder takes them."""
-
-    def formats(self) -> Formats:
-        """Return what the rows hold, by role."""
-        ...
-
-    def drawing(self, device: torch.device) -> Drawing:
-        """Return what turns rows into views; raises ``ConfigError`` for impossible ones."""
-        ...
+class Side(Protocol):
+    """What one tower takes, and the encoder that takes it."""
 
     def encoder(self) -> nn.Module:
         """Return the encoder, untrained, the same for the same seed."""
@@ -39,37 +33,29 @@ class Modality(Protocol):
         ...
 
 
-@final
-@dataclass(frozen=True)
-class ImageModality:
-    """Images: squares of pixels, random crops and colors, torchvision's networks."""
+class Modality(Protocol):
+    """One kind of samples: how they are read and drawn, and for which towers."""
 
-    config: RunConfig
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The side of the only tower, or those of queries and of keys."""
+        ...
 
-    def image_format(self) -> ImageFormat:
-        """Return how images are decoded and stored."""
-        data = self.config.data
-        return ImageFormat(size=data.decoded_size, channels=data.channels, max_pixels=data.max_pixels)
-
-    def formats(self) -> Formats:
-        """Return that of the role ``image``."""
-        return {"image": self.image_format()}
-
-    def augmentation(self) -> ImageAugmentation:
-        """Return the random view."""
-        config = self.config
-        mean, std = config.normalization
-        return ImageAugmentation(
-            size=config.data.image_size,
-            channels=config.data.channels,
-            mean=mean,
-            std=std,
-            **config.augment.model_dump(exclude={"mean", "std"}),
-        )
+    def formats(self, columns: ColumnNames) -> Formats:
+        """Return what these columns hold, by role."""
+        ...
 
     def drawing(self, device: torch.device) -> Drawing:
-        """Return random crops and colors, or whole images."""
-        return ImageDrawing(augmentation=self.augmentation(), seed=self.config.seed, device=device)
+        """Return what turns rows into views; raises ``ConfigError`` for impossible ones."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class ImageSide:
+    """Images: torchvision's networks."""
+
+    config: RunConfig
 
     def encoder(self) -> nn.Module:
         """Return a network of torchvision's, or the user's own by its name."""
@@ -89,12 +75,12 @@ class ImageModality:
         data = self.config.data
         return representation_dim(encoder, image_size=data.image_size, channels=data.channels)
 
-    def spec(self, encoder: nn.Module, *, own: bool) -> EncoderSpec:
+    def spec(self, encoder: nn.Module, *, own: bool) -> ImageEncoderSpec:
         """Return its name and how its images are prepared."""
         config = self.config
         mean, std = config.normalization
         data = config.data
-        return EncoderSpec(
+        return ImageEncoderSpec(
             name=OWN if own else config.encoder.name,
             stem=config.encoder.stem,
             width=config.encoder.width,
@@ -108,3 +94,42 @@ class ImageModality:
             representation_dim=self.representation_dim(encoder),
             norm=config.batchnorm if config.batchnorm in ("layer", "group") else "batch",
         )
+
+    def image_format(self) -> ImageFormat:
+        """Return how images are decoded and stored."""
+        data = self.config.data
+        return ImageFormat(size=data.decoded_size, channels=data.channels, max_pixels=data.max_pixels)
+
+    def drawing(self, device: torch.device) -> ImageDrawing:
+        """Return random crops and colors, or whole images."""
+        config = self.config
+        mean, std = config.normalization
+        augmentation = ImageAugmentation(
+            size=config.data.image_size,
+            channels=config.data.channels,
+            mean=mean,
+            std=std,
+            **config.augment.model_dump(exclude={"mean", "std"}),
+        )
+        return ImageDrawing(augmentation=augmentation, seed=config.seed, device=device)
+
+
+@final
+@dataclass(frozen=True)
+class ImageModality:
+    """Images: squares of pixels, random crops and colors."""
+
+    side: ImageSide
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """That of the only tower."""
+        return (self.side,)
+
+    def formats(self, columns: ColumnNames) -> Formats:
+        """Return that of the role ``image``."""
+        return {"image": self.side.image_format()}
+
+    def drawing(self, device: torch.device) -> Drawing:
+        """Return random crops and colors, or whole images."""
+        return self.side.drawing(device)

@@ -8,10 +8,14 @@ import torch
 
 from raycl.distributed import all_sum, rank
 from raycl.errors import NonFiniteLossError
+from raycl.models.saved import KEY, save_encoder
+from raycl.models.specs import HeadSpec
+from raycl.models.towers import Towers
 from raycl.training.checkpoint import Position, save_checkpoint, saved_steps
 from raycl.training.clock import Clock
 from raycl.training.job import Job
 from raycl.training.learner import Learner
+from raycl.training.modality import Modality
 from raycl.training.recorder import Recorder
 from raycl.training.stores import Store
 from raycl.training.watch import Watch
@@ -80,14 +84,14 @@ class Saver:
         self.begin_at(position)
 
     def _score(self, position: Position, metrics: Mapping[str, Any], *, judged: bool) -> float | None:
-        """Return the kNN of weights that were judged, or of a run without a judge the time.
+        """Return the judgment of weights that were judged, or of a run without a judge the time.
 
         What a sign of collapse hangs over has none, or it would crowd out what a run can go back to.
         """
         if not self._watch.is_healthy:
             return None
         if self._job.judged:
-            return metrics.get("knn_top1") if judged else None
+            return metrics.get(self._job.config.judged_by) if judged else None
         return position.seconds
 
     def _save_bank(self, position: Position, store: Store) -> None:
@@ -95,3 +99,21 @@ class Saver:
         store.save(step=position.step)
         if self._job.bank is not None and self._is_writer:
             self._job.bank.prune([position.step, *saved_steps(self._job.output)])
+
+
+def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
+    """Write the encoder, and of two towers also their projection heads and the encoder of keys."""
+    head = None
+    if job.config.has_two_towers and job.config.projection_head.num_layers:
+        head = HeadSpec(**job.config.projection_head.model_dump())
+    for tower, side, folder in zip(
+        towers.towers, modality.sides, (job.output, job.output / KEY), strict=False
+    ):
+        spec = side.spec(tower.encoder, own=job.network is not None)
+        save_encoder(
+            tower.encoder,
+            spec.model_copy(update={"projection_head": head}),
+            folder,
+            projection_head=None if head is None else tower.projection_head,
+            tokenizer=job.vocabulary.tokenizer if job.vocabulary and hasattr(spec, "tokenizer") else None,
+        )

@@ -6,10 +6,11 @@ from typing import final
 
 from torch import Tensor
 
-from raycl.distributed import all_sum, num_workers
+from raycl.distributed import all_sum, gather_uneven, num_workers
 from raycl.errors import NonFiniteLossError
 from raycl.optimizers import set_learning_rate
 from raycl.training.contrast import Contrast
+from raycl.training.identity import identify
 from raycl.training.learner import Learner
 from raycl.training.process import autocast
 from raycl.training.stores import Store
@@ -49,16 +50,19 @@ def train_step(
     set_learning_rate(learner.optimizer, learning_rate)
     lent = store.lend(views, step=step)
     with autocast(precision, views.view_a.device):
-        query, key = learner.embed(views, step=step)
-    loss = contrast(query, key, lent, views.sample_id)
+        query, key, negatives = learner.embed(views, step=step)
+    ids = identify(views.known)
+    if negatives is not None and ids.negative is not None:
+        lent = lent.joined(*gather_uneven(negatives, ids.negative))
+    loss = contrast(query, key, lent, ids)
     value = float(all_sum(loss)) / num_workers()
     if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss became {value}")
     learner.backward(loss)
-    learner.optimizer.step()
+    learner.update()
     learner.follow(momentum)
     # After the update and once: what a failed step would have written is never lent.
-    store.take(query if key is None else key, views, step=step)
+    store.take(query if key is None else key, views, ids.key, step=step)
     positive = lent.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     return Stepped(

@@ -22,8 +22,8 @@ class Store(Protocol):
         """Return what the queries of this batch are compared with."""
         ...
 
-    def take(self, rows: Tensor, views: Views, *, step: int) -> None:
-        """Keep the embeddings [local_batch, dim] of this batch; collective."""
+    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
+        """Keep the embeddings [local_batch, dim] of this batch, known by these ids; collective."""
         ...
 
     def save(self, *, step: int) -> None:
@@ -55,7 +55,7 @@ class NoStore:
         """Lend nothing."""
         return Lent()
 
-    def take(self, rows: Tensor, views: Views, *, step: int) -> None:
+    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
         """Take nothing."""
 
     def save(self, *, step: int) -> None:
@@ -88,9 +88,9 @@ class QueueStore:
         held = self._queue.negatives()
         return Lent(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
 
-    def take(self, rows: Tensor, views: Views, *, step: int) -> None:
+    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
         """Push the keys of all workers, in the order of ranks."""
-        keys, ids = gather_detached(rows.detach()), gather_detached(views.sample_id)
+        keys, ids = gather_detached(rows.detach()), gather_detached(key_id)
         if self._on_device is not None:
             self._on_device.write(keys, ids, first=self._queue.sequence)
         self._queue.push(keys.cpu().numpy(), ids.cpu().numpy(), step)
@@ -145,7 +145,7 @@ class BankStore:
             rows, sample_id = gather_detached(rows), gather_detached(sample_id)
         self._bank.fill(sample_id.cpu().numpy(), rows.cpu().numpy())
 
-    def take(self, rows: Tensor, views: Views, *, step: int) -> None:
+    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
         """Move the batch's slots towards its new embeddings."""
         if isinstance(self._bank, MemoryBankClient):
             self._bank.update(views.ids, rows.detach().cpu().numpy(), step)

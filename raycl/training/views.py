@@ -1,11 +1,12 @@
 """The views of a batch: drawn from its rows, with the ids of the batch that comes next."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,11 +16,27 @@ from raycl.data.rows import Batch, pixels_of
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Known:
+    """What queries, keys and explicit negatives are known by, int64 [num_rows, num_names] each.
+
+    Two rows with one name in common, in the same column, are the same thing. ``negative`` is None
+    unless negatives come with the batch.
+    """
+
+    query: Tensor
+    key: Tensor
+    negative: Tensor | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Views:
     """One or two views [local_batch, ...] of each sample, as its encoder takes them, and the samples' ids.
 
-    ``sample_id`` lies with the views, ``ids`` are the same on the host; ``next_ids`` are those of
-    this worker's next batch, or None where the epoch ends.
+    Of pairs ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are what
+    came with the queries, in their order. ``sample_id`` lies with the views, ``ids`` are the same on the
+    host; ``known`` says what is one thing, which by default is what has one id. ``next_ids`` are
+    those of this worker's next batch, or None where the epoch ends.
     """
 
     view_a: Tensor
@@ -27,6 +44,13 @@ class Views:
     sample_id: Tensor
     ids: NDArray[np.int64]
     next_ids: NDArray[np.int64] | None = None
+    negatives: Tensor | None = None
+    known: Known = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.known is None:
+            names = self.sample_id[:, None]
+            object.__setattr__(self, "known", Known(query=names, key=names))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -34,11 +58,24 @@ class Views:
     def both(self) -> Tensor:
         """Return all views, [2 * local_batch, ...]: view_a's, then view_b's."""
         assert self.view_b is not None, "a method whose keys are views draws two"
-        return torch.cat([self.view_a, self.view_b])
+        return stacked(self.view_a, self.view_b)
+
+    def keys(self) -> Tensor:
+        """Return view_b's and then the negatives."""
+        assert self.view_b is not None, "pairs have a key each"
+        return self.view_b if self.negatives is None else stacked(self.view_b, self.negatives)
+
+
+def stacked(first: Tensor, second: Tensor) -> Tensor:
+    """Return the rows of both; tokens [batch, length] are padded to the longer length."""
+    if first.ndim == 2:
+        length = max(first.shape[1], second.shape[1])
+        first, second = (F.pad(each, (0, length - each.shape[1])) for each in (first, second))
+    return torch.cat([first, second])
 
 
 class Drawing(Protocol):
-    """How the rows of a batch become what an encoder takes."""
+    """How the rows of a batch become what encoders take."""
 
     def view(self, batch: Batch, number: int) -> Tensor:
         """Return a random view of every row, a function of seed, epoch, sample and ``number``."""
@@ -46,6 +83,18 @@ class Drawing(Protocol):
 
     def plain(self, batch: Batch) -> Tensor:
         """Return every row without any randomness, as the periodic judge sees it."""
+        ...
+
+    def plain_key(self, batch: Batch) -> Tensor:
+        """Return the key of every row without any randomness: of pairs their other half."""
+        ...
+
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return the explicit negatives of all rows in their order, if there are any."""
+        ...
+
+    def known(self, batch: Batch) -> Known:
+        """Return what the samples are known by, on the device."""
         ...
 
 
@@ -73,6 +122,19 @@ class ImageDrawing:
         """Return [batch, channels, size, size]."""
         settings = self.augmentation
         return center_view(self._images(batch), size=settings.size, mean=settings.mean, std=settings.std)
+
+    def plain_key(self, batch: Batch) -> Tensor:
+        """Return the same."""
+        return self.plain(batch)
+
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return None: they have none of their own."""
+        return None
+
+    def known(self, batch: Batch) -> Known:
+        """Return their ids."""
+        names = torch.from_numpy(batch.sample_id).to(self.device)[:, None]
+        return Known(query=names, key=names)
 
     def _images(self, batch: Batch) -> Tensor:
         return torch.from_numpy(pixels_of(batch).images).to(self.device, non_blocking=True)
@@ -107,4 +169,6 @@ class ViewMaker:
             sample_id=torch.from_numpy(batch.sample_id).to(self.device),
             ids=batch.sample_id,
             next_ids=next_ids,
+            negatives=self.drawing.negatives(batch),
+            known=self.drawing.known(batch),
         )

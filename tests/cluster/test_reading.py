@@ -10,21 +10,22 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 from PIL import Image
+from raycl.training.images import Images
 
 import raycl
 from jobs.prepare import prepare
 from raycl.cluster import join_cluster
+from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.order import Share
 from raycl.data.rows import Rows, pixels_of
-from raycl.data.sources import ColumnNames, find_source
+from raycl.data.sources import find_source
 from raycl.data.stream import Stream, stream_source
 from raycl.doctor import examine
 from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_rows
-from raycl.training.images import Images
 from tests.images import encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -144,7 +144,7 @@ def losses_weights_and_rows_after_steps(
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     contrast_room.MAX_GATHERED_BYTES = max_gathered_bytes
     config = override(config_of(method, num_workers), {"stages.0.chunk_size": chunk_size})
-    tower = build.tower(config, build_tower().encoder.float())
+    tower = build.towers(config, build.modality(config), build_tower().encoder.float())
     learner = build.learner(config, tower, num_samples=50)
     stage = config.stages[0]
     contrast = build.contrast(config, stage, learner, hinge_weight=stage.hinge_weight, num_samples=50)

@@ -1,4 +1,4 @@
-"""The images of a run, wherever they come from: read once and held, or read anew every epoch."""
+"""The samples of a run, wherever they come from: read once and held, or read anew every epoch."""
 
 from typing import Any, final
 
@@ -8,40 +8,63 @@ from numpy.typing import NDArray
 
 from raycl.cluster import fetch_tables, object_store_bytes
 from raycl.config import RunConfig
-from raycl.data.decode import Decoder, Keep, column_names, decode_dataset, decode_source
+from raycl.data.decode import Decoder, Keep, columns_of, decode_dataset, decode_source
 from raycl.data.holdout import Holdout, hold_out
+from raycl.data.pairs import check_labels, group_dataset, group_source, grouped_columns
 from raycl.data.sources import Piece, Source
 from raycl.data.stream import Stream, stream_dataset, stream_source
 from raycl.errors import DataError
+from raycl.tokens import Tokenizer, Vocabulary
 from raycl.training import build
+from raycl.training.vocabulary import find_vocabulary
 
 JUDGED_PART = 20  # of a large set, one row in so many is judged on
 
 
 @final
-class Images:
-    """The images of a run, wherever they come from: how many, and how they are opened."""
+class Samples:
+    """The samples of a run, wherever they come from: how many, and how they are opened.
+
+    Labeled pairs are grouped by their queries first, which reads them whole.
+    """
 
     def __init__(
         self, config: RunConfig, logbook: Any, source: Source | None, dataset: ray.data.Dataset | None
     ) -> None:
         self._config, self._logbook, self._source, self._dataset = config, logbook, source, dataset
-        self.num_rows = source.num_rows if source is not None else _given(dataset).count()
+        asked = build.column_names(config)
+        self.columns = source.columns if source is not None else columns_of(_given(dataset), asked)
+        if config.data.kind == "pairs":
+            check_labels(self.columns)
+            if self.columns.label is not None:
+                self._group()
+        self.num_rows = self._source.num_rows if self._source is not None else _given(self._dataset).count()
         self.holdout = self._hold_out()
+        self._vocabulary: Vocabulary | None = None
 
     @property
-    def has_labels(self) -> bool:
-        """Whether there are labels for the periodic judge."""
+    def can_be_judged(self) -> bool:
+        """Whether the periodic judge has what it needs: labels, or pairs."""
+        if self._config.has_two_towers:
+            return True
         if self._source is not None:
             return self._source.has_labels
-        return (self._config.data.columns.label or "label") in column_names(_given(self._dataset))
+        return self.columns.label is not None
+
+    def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary | None:
+        """Count the tokens of the texts, if the samples have any; comes before anything is opened."""
+        if self._config.has_texts:
+            self._vocabulary = find_vocabulary(
+                self._config, tokenizer, self.columns, self._source, self._dataset
+            )
+        return self._vocabulary
 
     def must_stream(self) -> bool:
         """Whether the decoded rows are too many for half of a node's object store."""
         data = self._config.data
         if data.cache != "auto":
             return data.cache == "stream"
-        return self.num_rows * data.channels * data.decoded_size**2 > object_store_bytes() / 2
+        return self.num_rows * self._bytes_a_row() > object_store_bytes() / 2
 
     def num_train_expected(self) -> int:
         """Return how many rows are trained on if none is broken."""
@@ -58,7 +81,7 @@ class Images:
 
     def to_judge_on(self) -> ray.data.Dataset | None:
         """Return the rows of the periodic judge, or None if there is no judging."""
-        if self.holdout.test == 0 or not self.has_labels:
+        if self.holdout.test == 0 or not self.can_be_judged:
             return None
         return self._decode(
             self._decoder(self.holdout.is_judged, count=self.holdout.is_test), self._judged_pieces()
@@ -97,7 +120,7 @@ class Images:
                 ),
             )
             if self._source is not None
-            else stream_dataset(_given(self._dataset), build.column_names(self._config), decoder, seed=seed)
+            else stream_dataset(_given(self._dataset), self.columns, decoder, seed=seed)
         )
         return Stream(
             open_epoch=opened,
@@ -109,20 +132,40 @@ class Images:
     def _decode(self, decoder: Decoder, pieces: tuple[Piece, ...] | None = None) -> ray.data.Dataset:
         if self._source is not None:
             return decode_source(self._source, decoder, pieces)
-        return decode_dataset(_given(self._dataset), build.column_names(self._config), decoder)
+        return decode_dataset(_given(self._dataset), self.columns, decoder)
 
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(
-            formats=build.modality(self._config).formats(),
+            formats=build.modality(self._config, self._vocabulary).formats(self.columns),
             logbook=self._logbook,
             holdout=self.holdout,
             keep=keep,
             count=count,
         )
 
+    def _group(self) -> None:
+        grouped = (
+            group_source(self._source, self._logbook)
+            if self._source is not None
+            else group_dataset(_given(self._dataset), self.columns, self._logbook)
+        )
+        self._source, self._dataset = None, grouped.materialize()
+        self.columns = grouped_columns(self.columns)
+        if self._dataset.count() == 0:
+            raise DataError(
+                "no query has a document of label 1; a run learns from pairs that belong together"
+            )
+
+    def _bytes_a_row(self) -> int:
+        """Return what a decoded row takes, roughly: of texts the most that it may."""
+        data, text = self._config.data, self._config.text
+        image = data.channels * data.decoded_size**2 if data.kind in ("image", "image_text") else 0
+        num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
+        return image + 4 * num_tokens
+
     def _hold_out(self) -> Holdout:
         settings = self._config.evaluation
-        if settings.every_epochs == 0 or not self.has_labels:
+        if settings.every_epochs == 0 or not self.can_be_judged:
             return Holdout(seed=self._config.seed)
         # Of a stream, whole pieces are spared; of rows at hand, each may be held out.
         in_pieces = self._source is not None and self.must_stream()

@@ -1,0 +1,132 @@
+"""The columns of a set: which are read, in which role, and what must be in them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import pyarrow as pa
+
+from raycl.errors import DataError
+
+_OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read where they are there
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ColumnNames:
+    """Columns to read; ``None`` for contents that there are not, or for what is taken where it is there.
+
+    A set holds an ``image``, a ``text``, an ``image`` with its ``caption``, or pairs of ``query`` and
+    ``document``. A text or a caption may be a list of texts that say the same. Pairs may have a list
+    of ``negatives``, and ids of their own for queries, documents and negatives.
+    """
+
+    image: str | None = "image"
+    text: str | None = None
+    caption: str | None = None
+    query: str | None = None
+    document: str | None = None
+    negatives: str | None = None
+    query_id: str | None = None
+    document_id: str | None = None
+    negative_ids: str | None = None
+    label: str | None = None
+    sample_id: str | None = None
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """The columns of contents by their role, which has the name of the field."""
+        named = {role: getattr(self, role) for role in _KINDS}
+        return {role: name for role, name in named.items() if name is not None}
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """All columns that were asked for, by the name of the field."""
+        return {role: name for role, name in vars(self).items() if name is not None}
+
+    def found_in(self, names: Sequence[str], *, where: str) -> "ColumnNames":
+        """Return the columns to read of those with these names.
+
+        Raises:
+            DataError: A column that was asked for is not there.
+        """
+        for role, name in self.asked.items():
+            if name not in names:
+                raise DataError(
+                    f"{where} has no column {name!r}; it has {', '.join(names)}: "
+                    f"name the right one with --set data.columns.{role}=NAME"
+                )
+        usual = ("label", "sample_id", *(_OF_PAIRS if self.query is not None else ()))
+        found = {role: role for role in usual if getattr(self, role) is None and role in names}
+        return replace(self, **found)
+
+    def check_types(self, types: Mapping[str, pa.DataType], *, where: str) -> None:
+        """Raise ``DataError`` unless each column holds what its role needs."""
+        for role, name in self.contents.items():
+            is_right, what = _KINDS[role]
+            if not is_right(types[name]):
+                raise DataError(
+                    f"{what}, column {name!r} of {where} holds {types[name]}; "
+                    f"name another with --set data.columns.{role}=NAME"
+                )
+        if self.label is not None and not _is_label(types[self.label]):
+            raise DataError(
+                f"labels must be integers or text, column {self.label!r} of {where} holds "
+                f"{types[self.label]}; name another with --set data.columns.label=NAME"
+            )
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column holds strings."""
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_string = pa.types.is_string(values) or pa.types.is_large_string(values)
+    return is_string or pa.types.is_string_view(values) or pa.types.is_null(values)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column holds lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # of an empty file
+
+
+def _is_one_text(kind: pa.DataType) -> bool:
+    return is_text(kind) or _is_bytes(kind)  # UTF-8, which Arrow did not check
+
+
+def _are_texts(kind: pa.DataType) -> bool:
+    return pa.types.is_null(kind) or (is_list(kind) and _is_one_text(kind.value_type))  # type: ignore[attr-defined]
+
+
+def _is_one_text_or_more(kind: pa.DataType) -> bool:
+    return _is_one_text(kind) or _are_texts(kind)
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    return is_text(kind) or pa.types.is_integer(kind)
+
+
+def _are_ids(kind: pa.DataType) -> bool:
+    return pa.types.is_null(kind) or (is_list(kind) and _is_id(kind.value_type))  # type: ignore[attr-defined]
+
+
+def _is_label(kind: pa.DataType) -> bool:
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return is_text(kind) or pa.types.is_integer(values) or pa.types.is_boolean(values)
+
+
+# What the values of a role must be, and how that is said.
+_KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
+    "image": (_is_bytes, "images must be encoded bytes"),
+    "text": (_is_one_text_or_more, "texts must be strings, or lists of strings that say the same"),
+    "caption": (_is_one_text_or_more, "captions must be strings, or lists of strings"),
+    "query": (_is_one_text, "queries must be strings"),
+    "document": (_is_one_text, "documents must be strings"),
+    "negatives": (_are_texts, "negatives must be lists of strings"),
+    "query_id": (_is_id, "ids must be integers or text"),
+    "document_id": (_is_id, "ids must be integers or text"),
+    "negative_ids": (_are_ids, "ids of negatives must be lists of integers or text"),
+}

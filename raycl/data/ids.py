@@ -1,0 +1,97 @@
+"""Ids that things have of their own: those of queries, of documents, of the negatives of a pair."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from raycl.errors import BrokenValueError, DataError
+
+
+@final
+@dataclass(frozen=True)
+class Ids:
+    """One id a row, or where rows are lists ``counts`` [batch] of them each, one after the other."""
+
+    values: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def joined(self, other: Self) -> Self:
+        """Return these rows with the other's after them."""
+        return type(self)(
+            np.concatenate([self.values, other.values]), np.concatenate([self.counts, other.counts])
+        )
+
+
+@final
+@dataclass(frozen=True)
+class IdFormat:
+    """One id in each row, or a list of ids where ``in_lists``."""
+
+    in_lists: bool = False
+
+    def decode_all(self, values: Sequence[Any]) -> list[list[int] | BrokenValueError]:
+        """Return the ids of each row as numbers, or why it cannot be used."""
+        return [self._numbers(value) for value in values]
+
+    def store(self, decoded: Sequence[list[int]]) -> dict[str, pa.Array]:
+        """Return the column ``id``, of lists."""
+        return {"id": pa.array(decoded, pa.list_(pa.int64()))}
+
+    def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> "StoredIds":
+        """Return the ids of these columns."""
+        return StoredIds([part.column(f"{prefix}id").to_numpy(zero_copy_only=False) for part in parts])
+
+    def _numbers(self, value: Any) -> list[int] | BrokenValueError:
+        if value is None:
+            return [] if self.in_lists else BrokenValueError("missing id")
+        values = list(value) if self.in_lists else [value]
+        return BrokenValueError("missing id") if None in values else [stable_id(each) for each in values]
+
+
+@final
+@dataclass(frozen=True)
+class StoredIds:
+    """Ids by part."""
+
+    parts: Sequence[NDArray[Any]]
+
+    def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> Ids:
+        """Copy the ids at these rows of these parts."""
+        rows = [self.parts[each][at] for each, at in zip(part, row, strict=True)]
+        return Ids(
+            np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64),
+            np.array([len(each) for each in rows], np.int64),
+        )
+
+
+def stable_id(value: Any) -> int:
+    """Return an int64: an integer stays, of 64 unsigned bits it wraps around, and all else is hashed."""
+    if isinstance(value, int | np.integer):
+        return (int(value) + 2**63) % 2**64 - 2**63
+    return content_id(value if isinstance(value, bytes) else str(value).encode())
+
+
+def stable_ids(values: list[Any]) -> NDArray[np.int64]:
+    """Turn the values of an id column into int64, see :func:`stable_id`.
+
+    Raises ``DataError`` for a row without an id.
+    """
+    if None in values:
+        raise DataError(
+            f"row {values.index(None)} of a batch has no id: give every row an id of its own, or leave out "
+            "the id column"
+        )
+    return np.array(list(map(stable_id, values)), np.int64)
+
+
+def content_id(content: bytes) -> int:
+    """Hash bytes to an int64 that is the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

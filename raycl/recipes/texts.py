@@ -1,0 +1,112 @@
+"""Recipes for texts, and for pairs of which one half at least is a text."""
+
+from raycl.config import (
+    AugmentConfig,
+    BankConfig,
+    DataConfig,
+    EncoderConfig,
+    HeadConfig,
+    MomentumEncoderConfig,
+    NegativesConfig,
+    OptimizerConfig,
+    RunConfig,
+    Stage,
+    TextAugmentConfig,
+    TextConfig,
+)
+
+DIM = 256  # that of our own encoders of texts, whose output is the embedding
+_NO_HEAD = HeadConfig(num_layers=0, dim=DIM, batchnorm=False)
+_ADAMW = OptimizerConfig(name="adamw", betas=(0.9, 0.98), weight_decay=0.01)
+
+
+def simcse(image_size: int = 224) -> RunConfig:
+    """SimCSE (Gao et al., 2021): the same sentence under another dropout mask, among those of the batch."""
+    return RunConfig(
+        recipe="simcse",
+        data=DataConfig(kind="text"),
+        text=TextConfig(max_length=32),
+        encoder=EncoderConfig(name="transformer"),
+        projection_head=_NO_HEAD,
+        batchnorm="as_is",
+        optimizer=_ADAMW,
+        stages=(
+            Stage(
+                epochs=1,
+                batch_size=256,
+                loss="info_nce",
+                temperature=0.05,
+                learning_rate=3e-4,
+                learning_rate_scaling="square_root",
+                warmup_epochs=0.1,
+            ),
+        ),
+    )
+
+
+def esimcse(image_size: int = 224) -> RunConfig:
+    """ESimCSE (Wu et al., 2022): repeated words tell the views apart, and a short queue gives negatives."""
+    plain = simcse()
+    return plain.model_copy(
+        update={
+            "recipe": "esimcse",
+            "text_augment": TextAugmentConfig(repetition=0.32),
+            "key": "momentum_encoder",
+            "momentum_encoder": MomentumEncoderConfig(momentum=0.995),
+            # Two and a half batches, as in the paper.
+            "negatives": NegativesConfig(in_batch=True, store="queue", capacity=640),
+            "bank": BankConfig(dtype="float16"),
+        }
+    )
+
+
+def two_tower(image_size: int = 224) -> RunConfig:
+    """Two towers on click logs: the clicked document among those of the batch and those not clicked."""
+    return RunConfig(
+        recipe="two_tower",
+        data=DataConfig(kind="pairs"),
+        text=TextConfig(max_length=32, max_document_length=128),
+        encoder=EncoderConfig(name="bag_of_subwords"),
+        projection_head=_NO_HEAD,
+        batchnorm="as_is",
+        optimizer=_ADAMW,
+        stages=(
+            Stage(
+                epochs=10,
+                batch_size=256,
+                loss="bidirectional",
+                temperature=0.05,
+                learning_rate=1e-3,
+                learning_rate_scaling="square_root",
+                warmup_epochs=1.0,
+            ),
+        ),
+    )
+
+
+def image_text(image_size: int = 224) -> RunConfig:
+    """Images and captions (CLIP; Radford et al., 2021): each among those of the batch, both ways."""
+    is_small = image_size <= 96
+    return RunConfig(
+        recipe="image_text",
+        data=DataConfig(kind="image_text", image_size=image_size),
+        text=TextConfig(max_length=32),
+        # A caption may speak of colors and of left and right.
+        augment=AugmentConfig(crop_scale=(0.5, 1.0), flip=0.5, jitter=0.0, grayscale=0.0, blur=0.0),
+        encoder=EncoderConfig(name="resnet18" if is_small else "resnet50"),
+        text_encoder=EncoderConfig(name="bag_of_subwords"),
+        projection_head=HeadConfig(num_layers=1, dim=DIM),
+        learn_temperature=True,
+        optimizer=OptimizerConfig(name="adamw", betas=(0.9, 0.98), weight_decay=0.1),
+        stages=(
+            Stage(
+                epochs=30,
+                batch_size=256,
+                loss="bidirectional",
+                temperature=0.07,
+                learning_rate=5e-4,
+                learning_rate_scaling="square_root",
+                warmup_epochs=1.0,
+            ),
+        ),
+    )

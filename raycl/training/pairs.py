@@ -1,0 +1,162 @@
+"""Pairs as samples: queries with their documents and explicit negatives, images with their captions."""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycl.config import RunConfig
+from raycl.data.columns import ColumnNames
+from raycl.data.formats import Format, Formats
+from raycl.data.ids import IdFormat
+from raycl.data.rows import Batch, ids_of, texts_of, tokens_of
+from raycl.data.texts import TextsFormat
+from raycl.training.modality import ImageSide, Side
+from raycl.training.texts import TextDrawing, TextSide
+from raycl.training.views import ImageDrawing, Known
+
+
+@final
+@dataclass(frozen=True)
+class PairModality:
+    """Queries and documents, both texts; one tower for both unless they are separate."""
+
+    side: TextSide
+
+    @property
+    def _config(self) -> RunConfig:
+        return self.side.config
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """That of queries, and that of documents if it has a tower of its own."""
+        return (self.side, self.side) if self._config.separate_towers else (self.side,)
+
+    def formats(self, columns: ColumnNames) -> Formats:
+        """Return those of query and document, and of negatives and ids where there are any."""
+        text = self._config.text
+        length = text.max_document_length or text.max_length
+        negatives = TextsFormat(
+            tokenizer=self.side.vocabulary.tokenizer, max_length=length, may_be_empty=True
+        )
+        known: dict[str, Format] = {
+            "query": self.side.text_format(max_length=text.max_length),
+            "document": self.side.text_format(max_length=length),
+            "negatives": negatives,
+            "query_id": IdFormat(),
+            "document_id": IdFormat(),
+            "negative_ids": IdFormat(in_lists=True),
+        }
+        return {role: known[role] for role in columns.contents}
+
+    def drawing(self, device: torch.device) -> "PairDrawing":
+        """Return queries and documents as they are."""
+        return PairDrawing(device)
+
+
+@final
+@dataclass(frozen=True)
+class PairDrawing:
+    """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end."""
+
+    device: torch.device
+
+    def view(self, batch: Batch, number: int) -> Tensor:
+        """Return the queries or the documents."""
+        return self._moved(tokens_of(batch, "document" if number else "query").padded())
+
+    def plain(self, batch: Batch) -> Tensor:
+        """Return the queries."""
+        return self.view(batch, 0)
+
+    def plain_key(self, batch: Batch) -> Tensor:
+        """Return the documents."""
+        return self.view(batch, 1)
+
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return the negatives of all queries in their order."""
+        if "negatives" not in batch.contents:
+            return None
+        tokens = texts_of(batch, "negatives").tokens
+        return self._moved(tokens.padded()) if len(tokens) else None
+
+    def known(self, batch: Batch) -> Known:
+        """Return texts, and ids if there are any: [.., 1] or [.., 2]."""
+        query = self._names(tokens_of(batch, "query").text_id, ids_of(batch, "query_id"))
+        key = [tokens_of(batch, "document").text_id]
+        document_id, negative_ids = ids_of(batch, "document_id"), ids_of(batch, "negative_ids")
+        if document_id is not None:
+            key.append(document_id.values)
+        if "negatives" not in batch.contents:
+            return Known(query=query, key=self._stacked(key))
+        negative = [texts_of(batch, "negatives").tokens.text_id]
+        if document_id is not None:
+            # Without ids of their own, negatives are known by their texts alone.
+            negative.append(negative[0] if negative_ids is None else negative_ids.values)
+        return Known(query=query, key=self._stacked(key), negative=self._stacked(negative))
+
+    def _names(self, text_id: NDArray[np.int64], ids: object) -> Tensor:
+        values = getattr(ids, "values", None)
+        return self._stacked([text_id] if values is None else [text_id, values])
+
+    def _stacked(self, names: list[NDArray[np.int64]]) -> Tensor:
+        return torch.from_numpy(np.stack(names, axis=1)).to(self.device)
+
+    def _moved(self, tokens: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(tokens).to(self.device, non_blocking=True)
+
+
+@final
+@dataclass(frozen=True)
+class ImageTextModality:
+    """Images and their captions, of which each epoch takes another one where there are several."""
+
+    image: ImageSide
+    text: TextSide
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Those of images and captions."""
+        return (self.image, self.text)
+
+    def formats(self, columns: ColumnNames) -> Formats:
+        """Return those of the roles ``image`` and ``caption``."""
+        return {"image": self.image.image_format(), "caption": self.text.texts_format()}
+
+    def drawing(self, device: torch.device) -> "ImageTextDrawing":
+        """Return a random view of the image, and one of its captions."""
+        return ImageTextDrawing(self.image.drawing(device), self.text.drawing("caption", device))
+
+
+@final
+@dataclass(frozen=True)
+class ImageTextDrawing:
+    """Images as view 0, a caption as view 1."""
+
+    image: ImageDrawing
+    caption: TextDrawing
+
+    def view(self, batch: Batch, number: int) -> Tensor:
+        """Return images, or tokens [batch, length]."""
+        return self.caption.view(batch, 1) if number else self.image.view(batch, 0)
+
+    def plain(self, batch: Batch) -> Tensor:
+        """Return whole images."""
+        return self.image.plain(batch)
+
+    def plain_key(self, batch: Batch) -> Tensor:
+        """Return the first caption of each."""
+        return self.caption.plain(batch)
+
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return None: they have none of their own."""
+        return None
+
+    def known(self, batch: Batch) -> Known:
+        """Return the images' ids, and texts as those of captions: two images may have the same one."""
+        text_id = torch.from_numpy(self.caption.shown(batch, 1).text_id)
+        query = self.image.known(batch).query
+        return Known(query=query, key=text_id[:, None].to(query.device))

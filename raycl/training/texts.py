@@ -1,0 +1,162 @@
+"""Texts as samples: changed by words at random, or told apart by dropout alone."""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from raycl.augment.text import TextAugmentation
+from raycl.augment.views import uniforms
+from raycl.config import EncoderConfig, RunConfig
+from raycl.data.columns import ColumnNames
+from raycl.data.formats import Formats
+from raycl.data.rows import Batch, texts_of
+from raycl.data.texts import TextFormat, TextsFormat, Tokens
+from raycl.models.saved import OWN
+from raycl.models.specs import TextEncoderSpec
+from raycl.models.text import build_text_encoder, text_representation_dim
+from raycl.tokens import Vocabulary
+from raycl.training.modality import Side
+from raycl.training.views import Known
+
+_CHOICE = 6 << 40  # a sequence of draws of its own, after those of the augmentations
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TextSide:
+    """What encodes texts: an encoder, and the tokens that it takes."""
+
+    config: RunConfig
+    settings: EncoderConfig
+    vocabulary: Vocabulary
+
+    def encoder(self) -> nn.Module:
+        """Return the encoder, untrained; a bag of subwords begins at how much each token tells."""
+        torch.manual_seed(self.config.seed)
+        encoder = build_text_encoder(
+            self.settings.name,
+            num_tokens=self.vocabulary.tokenizer.num_tokens,
+            max_length=self.config.text.longest,
+            arguments=self.settings.arguments,
+        )
+        start = getattr(encoder, "start_weights", None)
+        if start is not None and self.vocabulary.weights is not None:
+            start(torch.tensor(self.vocabulary.weights))
+        return encoder
+
+    def representation_dim(self, encoder: nn.Module) -> int:
+        """Return the width of its output for one text."""
+        return text_representation_dim(encoder)
+
+    def spec(self, encoder: nn.Module, *, own: bool) -> TextEncoderSpec:
+        """Return its name and sizes; its tokenizer is saved beside it."""
+        tokenizer = self.vocabulary.tokenizer
+        return TextEncoderSpec(
+            name=OWN if own else self.settings.name,
+            arguments=self.settings.arguments,
+            num_tokens=tokenizer.num_tokens,
+            max_length=self.config.text.longest,
+            tokenizer=tokenizer.fingerprint,
+            representation_dim=self.representation_dim(encoder),
+            norm=self.config.batchnorm if self.config.batchnorm in ("layer", "group") else "batch",
+        )
+
+    def text_format(self, *, max_length: int) -> TextFormat:
+        """Return how single texts are cut and stored."""
+        return TextFormat(tokenizer=self.vocabulary.tokenizer, max_length=max_length)
+
+    def texts_format(self) -> TextsFormat:
+        """Return how texts, or lists of texts that say the same, are cut and stored."""
+        return TextsFormat(tokenizer=self.vocabulary.tokenizer, max_length=self.config.text.max_length)
+
+    def drawing(self, role: str, device: torch.device) -> "TextDrawing":
+        """Return texts of a role with changed words, or whole."""
+        return TextDrawing(role=role, config=self.config, vocabulary=self.vocabulary, device=device)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TextModality:
+    """Texts, or lists of texts that say the same: two views are two of them, or two of one."""
+
+    side: TextSide
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """That of the only tower."""
+        return (self.side,)
+
+    def formats(self, columns: ColumnNames) -> Formats:
+        """Return that of the role ``text``."""
+        return {"text": self.side.texts_format()}
+
+    def drawing(self, device: torch.device) -> "TextDrawing":
+        """Return texts with changed words, or whole."""
+        return self.side.drawing("text", device)
+
+
+@final
+class TextDrawing:
+    """One text of each row, with words changed at random or as it is: then dropout alone tells views apart."""
+
+    def __init__(self, *, role: str, config: RunConfig, vocabulary: Vocabulary, device: torch.device) -> None:
+        self._role, self._seed, self._device = role, config.seed, device
+        changes = config.text_augment.model_dump()
+        self._augmentation = TextAugmentation(
+            max_length=config.text.max_length,
+            begins_word=vocabulary.tokenizer.begins_word,
+            special_tokens=vocabulary.tokenizer.special_tokens,
+            **changes,
+        )
+        self._changes = any(changes.values())
+        # The slots of a memory bank go by the samples' own ids.
+        self._known_by_text = config.key != "slot"
+
+    def view(self, batch: Batch, number: int) -> Tensor:
+        """Return tokens [batch, length], padded with 0 at the end."""
+        tokens = self._on_device(self.shown(batch, number))
+        if not self._changes:
+            return tokens
+        return self._augmentation(tokens, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number)
+
+    def shown(self, batch: Batch, number: int) -> Tokens:
+        """Return the texts that a view shows, before any word is changed."""
+        texts = texts_of(batch, self._role)
+        return texts.picked(self._choice(batch, texts.counts, number))
+
+    def plain(self, batch: Batch) -> Tensor:
+        """Return the tokens [batch, length] of the first text of each row."""
+        return self._on_device(texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64)))
+
+    def plain_key(self, batch: Batch) -> Tensor:
+        """Return the same."""
+        return self.plain(batch)
+
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return None: they have none of their own."""
+        return None
+
+    def known(self, batch: Batch) -> Known:
+        """Return what the first text of each row is known by."""
+        texts = texts_of(batch, self._role)
+        first = texts.picked(np.zeros(len(batch), np.int64))
+        ids = first.text_id if self._known_by_text else batch.sample_id
+        names = torch.from_numpy(ids).to(self._device)[:, None]
+        return Known(query=names, key=names)
+
+    def _choice(self, batch: Batch, counts: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        """Return which text of each row the view shows: that of another view is another one."""
+        if int(counts.max(initial=0)) <= 1:
+            return np.zeros(len(counts), np.int64)
+        drawn = uniforms(batch.sample_id, seed=self._seed + _CHOICE, epoch=batch.epoch, view=0, num=2)
+        first, step = drawn.double().numpy().T
+        begin = (first * counts).astype(np.int64)
+        stride = 1 + (step * np.maximum(counts - 1, 1)).astype(np.int64)
+        return (begin + number * stride) % counts
+
+    def _on_device(self, tokens: Tokens) -> Tensor:
+        return torch.from_numpy(tokens.padded()).to(self._device, non_blocking=True)

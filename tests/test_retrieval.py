@@ -1,0 +1,326 @@
+"""Rankings judged by relevance, labeled pairs judged by similarity, and the exact search."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from raycl.errors import ConfigError, DataError, RayclError
+from raycl.judging import nearest, retrieval
+from raycl.judging import search as search_module
+from raycl.judging.retrieval import average_precision, best_f1, best_threshold, retrieval_scores
+from raycl.judging.search import search
+
+Positions = NDArray[np.int64]
+
+
+def rows(*values: Any) -> Positions:
+    return np.array(values, dtype=np.int64)
+
+
+def plain_scores(ranked: Positions, relevance: Positions) -> dict[str, float]:
+    """One query at a time, as the textbooks write it."""
+    judged: list[dict[str, float]] = []
+    for query, row in enumerate(ranked.tolist()):
+        grade: dict[int, int] = {}
+        for number, document, value in relevance.tolist():
+            if number == query and value > 0:
+                grade[document] = max(value, grade.get(document, 0))
+        if grade:
+            judged.append(plain_scores_of_one([d for d in row if d >= 0], grade))
+    means = {name: float(np.mean([scores[name] for scores in judged])) for name in judged[0]}
+    return means | {"num_queries": len(judged), "num_left_out": len(ranked) - len(judged)}
+
+
+def plain_scores_of_one(found: list[int], grade: dict[int, int]) -> dict[str, float]:
+    def dcg(grades: list[int]) -> float:
+        return sum((2**g - 1) / math.log2(place + 2) for place, g in enumerate(grades[:10]))
+
+    hits = [place for place, document in enumerate(found, start=1) if document in grade]
+    scores = {f"recall_at_{k}": sum(hit <= k for hit in hits) / len(grade) for k in (1, 5, 10)}
+    ideal = dcg(sorted(grade.values(), reverse=True))
+    return scores | {
+        "ndcg_at_10": dcg([grade.get(document, 0) for document in found]) / ideal,
+        "mrr": 1 / hits[0] if hits else 0.0,
+        "map": sum(n / hit for n, hit in enumerate(hits, start=1)) / len(grade),
+    }
+
+
+def draw_rankings(seed: int) -> tuple[Positions, Positions]:
+    """40 rankings of 60 documents, some cut short, and judgments of most queries, some twice."""
+    rng = np.random.default_rng(seed)
+    ranked = np.stack([rng.permutation(60)[:30] for _ in range(40)])
+    for query in range(0, 40, 3):
+        ranked[query, rng.integers(0, 30) :] = -1
+    relevance = np.stack([rng.integers(0, limit, 400) for limit in (35, 60, 4)], axis=1)
+    return ranked, relevance
+
+
+def test_one_ranking_is_judged_as_by_hand() -> None:
+    # Found: nothing, grade 2, nothing, grade 1; a document of grade 3 is not found.
+    scores = retrieval_scores(rows([3, 1, 2, 0]), rows([0, 1, 2], [0, 0, 1], [0, 7, 3]))
+    ideal = 7 + 3 / math.log2(3) + 1 / math.log2(4)
+    assert scores == pytest.approx(
+        {
+            "recall_at_1": 0,
+            "recall_at_5": 2 / 3,
+            "recall_at_10": 2 / 3,
+            "ndcg_at_10": (3 / math.log2(3) + 1 / math.log2(5)) / ideal,
+            "mrr": 1 / 2,
+            "map": (1 / 2 + 2 / 4) / 3,
+            "num_queries": 1,
+            "num_left_out": 0,
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("at_once", [1, 7, 1_024])
+def test_scores_equal_the_plain_measures(seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "_QUERIES", at_once)
+    ranked, relevance = draw_rankings(seed)
+    scores = retrieval_scores(ranked, relevance)
+    assert scores["num_left_out"] >= 5  # queries 35 to 39 have no judgment at all
+    assert scores == pytest.approx(plain_scores(ranked, relevance), abs=1e-12)
+
+
+def test_the_order_given_is_the_order_judged_whatever_the_names_of_the_documents() -> None:
+    # trec_eval itself would put one of the two first by its name.
+    for first, second in ((9, 10), (10, 9)):
+        assert retrieval_scores(rows([first, second]), rows([0, first, 1]))["mrr"] == 1
+        assert retrieval_scores(rows([first, second]), rows([0, second, 1]))["mrr"] == 0.5
+
+
+def test_a_grade_counts_exponentially_in_ndcg_and_not_at_all_elsewhere() -> None:
+    def judge(*grades: int) -> dict[str, float]:
+        return retrieval_scores(
+            rows([0, 1]), rows(*([0, place, grade] for place, grade in enumerate(grades)))
+        )
+
+    discount = 1 / math.log2(3)
+    assert judge(1, 3)["ndcg_at_10"] == pytest.approx((1 + 7 * discount) / (7 + discount))
+    assert judge(3, 1)["ndcg_at_10"] == pytest.approx(1)
+    same = judge(1, 3) | {"ndcg_at_10": 0}
+    assert all(judge(*grades) | {"ndcg_at_10": 0} == same for grades in ((1, 1), (3, 1), (10, 2)))
+    assert judge(0, 2)["mrr"] == 0.5  # grade 0 is not relevant
+
+
+def test_recall_is_of_all_relevant_documents() -> None:
+    ranked = np.arange(10)[None]
+    relevance = np.stack([np.zeros(40, dtype=int), np.arange(40), np.ones(40, dtype=int)], axis=1)
+    scores = retrieval_scores(ranked, relevance)
+    assert [scores[f"recall_at_{k}"] for k in (1, 5, 10)] == [1 / 40, 5 / 40, 10 / 40]
+    assert scores["ndcg_at_10"] == 1
+    assert scores["map"] == 10 / 40
+
+
+def test_queries_without_a_relevant_document_are_left_out_and_counted() -> None:
+    ranked = rows([0, 1], [1, 0], [0, 1], [1, 0])
+    one = retrieval_scores(ranked[:1], rows([0, 0, 1]))
+    scores = retrieval_scores(ranked, rows([0, 0, 1], [2, 1, 0]))
+    assert scores == one | {"num_left_out": 3}
+
+
+def test_a_query_for_which_nothing_is_found_counts_as_zero() -> None:
+    relevance = rows([0, 0, 1], [1, 0, 1])
+    scores = retrieval_scores(rows([0, 1], [-1, -1]), relevance)
+    assert scores["num_queries"] == 2
+    assert [scores[name] for name in ("recall_at_1", "ndcg_at_10", "mrr", "map")] == [0.5] * 4
+    assert retrieval_scores(rows([-1], [-1]), relevance)["map"] == 0
+
+
+def test_places_without_a_document_are_passed_over() -> None:
+    ranked, relevance = draw_rankings(0)
+    gaps = np.insert(ranked, [0, 3, 3, 30], -1, axis=1)
+    assert retrieval_scores(gaps, relevance) == retrieval_scores(ranked, relevance)
+
+
+def test_of_a_pair_judged_twice_the_higher_grade_holds() -> None:
+    ranked, other = rows([1, 0]), [0, 1, 2]
+    expected = retrieval_scores(ranked, rows(other, [0, 0, 3]))
+    assert retrieval_scores(ranked, rows(other, [0, 0, 1], [0, 0, 3])) == expected
+    assert retrieval_scores(ranked, rows([0, 0, 3], [0, 0, 0], other, [0, 0, 1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ranked": rows(1, 2)}, r"ranked must be integers .* got int64 \[2\]"),
+        ({"ranked": np.ones((1, 2))}, r"ranked must be integers .* got float64 \[1, 2\]"),
+        ({"ranked": np.empty((0, 3), dtype=int)}, r"one query and one column or more, got int64 \[0, 3\]"),
+        ({"ranked": rows([0, -2])}, "-1 for none, got -2"),
+        ({"ranked": rows([0, 1, 2], [4, 2, 4])}, "the ranking of query 1 names document 4 twice"),
+        ({"relevance": rows([0, 1])}, r"relevance must be integers .* got int64 \[1, 2\]"),
+        ({"relevance": np.ones((1, 3))}, r"relevance must be integers .* got float64 \[1, 3\]"),
+        ({"relevance": rows([0, 1, 1], [2, 1, 1])}, r"the row \[2, 1, 1\], but queries are 0 to 1"),
+        ({"relevance": rows([0, -1, 1])}, r"the row \[0, -1, 1\], .* documents 0 or more"),
+        ({"relevance": rows([0, 1, 11])}, r"the row \[0, 1, 11\], .* grades 0 to 10"),
+        ({"relevance": rows([0, 1, -1])}, r"the row \[0, 1, -1\]"),
+        ({"relevance": rows([0, 1, 0])}, "none of the 2 queries has a relevant document"),
+    ],
+)
+def test_bad_input_of_the_scores_is_named(arguments: dict[str, Any], words: str) -> None:
+    good: dict[str, Any] = {"ranked": rows([0, 1], [1, 0]), "relevance": rows([0, 1, 1])}
+    with pytest.raises(DataError, match=words) as caught:
+        retrieval_scores(**(good | arguments))
+    assert ";" in str(caught.value)  # and what to do
+
+
+def test_average_precision_is_that_of_the_textbook_and_ties_are_found_together() -> None:
+    assert average_precision(np.array([0.9, 0.8, 0.7, 0.6]), rows(1, 0, 1, 0)) == pytest.approx(
+        (1 + 2 / 3) / 2
+    )
+    assert average_precision(np.array([0.5, 0.5, 0.5, 0.5]), rows(1, 0, 0, 0)) == 1 / 4
+
+
+def test_average_precision_hears_the_order_only() -> None:
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 2, 50)
+    similarity = rng.normal(size=50) + label
+    value = average_precision(similarity, label)
+    assert average_precision(np.exp(similarity), label) == value
+    assert 0.6 < value < 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_threshold_has_a_better_f1_and_the_lowest_of_equals_is_taken(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    label = rng.integers(0, 2, 30)
+    similarity = np.round(rng.normal(size=30) + label, 1)  # with ties
+
+    def f1(threshold: float) -> float:
+        called = similarity >= threshold
+        return 2 * (called & (label == 1)).sum() / (called.sum() + label.sum())
+
+    threshold = best_threshold(similarity, label)
+    values = {candidate: f1(candidate) for candidate in similarity.tolist()}
+    assert values[threshold] == max(values.values())
+    assert threshold == min(t for t, value in values.items() if math.isclose(value, values[threshold]))
+
+
+def test_the_threshold_is_chosen_on_dev_pairs_and_judged_on_test_pairs() -> None:
+    dev, dev_label = np.array([0.2, 0.5, 0.6]), rows(0, 1, 1)
+    similarity, label = np.array([0.4, 0.45, 0.5, 0.9]), rows(1, 0, 0, 1)
+    # From 0.5 on: one found of two, and one that does not belong. From 0.4 on it would be 2/3.
+    assert best_f1(dev, dev_label, similarity, label) == pytest.approx(1 / 2)
+    assert best_f1(similarity, label, similarity, label) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("similarity", "label", "words"),
+    [
+        (np.ones(3), rows(0, 1), r"got \[3\] and \[2\]"),
+        (np.ones((2, 2)), rows([0, 1], [0, 1]), r"got \[2, 2\]"),
+        (np.ones(0), rows(), r"got \[0\] and \[0\]"),
+        (np.array([1.0, np.nan]), rows(0, 1), "not finite"),
+        (np.ones(3), rows(0, 1, 2), r"must be 0 or 1, got \[0, 1, 2\]"),
+        (np.ones(2), rows(1, 1), "all have label 1"),
+        (np.ones(2), rows(0, 0), "all have label 0"),
+    ],
+)
+def test_bad_labeled_pairs_are_named(similarity: NDArray[np.float64], label: Positions, words: str) -> None:
+    good = (np.array([0.1, 0.2]), rows(0, 1))
+    for call in (
+        lambda: average_precision(similarity, label),
+        lambda: best_threshold(similarity, label),
+        lambda: best_f1(similarity, label, *good),
+        lambda: best_f1(*good, similarity, label),
+    ):
+        with pytest.raises(DataError, match=words) as caught:
+            call()
+        assert ";" in str(caught.value)
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_search(
+    query: torch.Tensor, documents: torch.Tensor, k: int, excluded: Positions
+) -> tuple[NDArray[np.float64], Positions]:
+    """The whole matrix in float64, holes for the excluded, and a stable sort."""
+    similarity = F.normalize(query.double(), dim=1) @ F.normalize(documents.double(), dim=1).T
+    similarity[excluded[:, 0], excluded[:, 1]] = -torch.inf
+    similarity, index = similarity.sort(dim=1, descending=True, stable=True)
+    index[similarity == -torch.inf] = -1
+    return similarity[:, :k].numpy(), index[:, :k].numpy()
+
+
+@pytest.mark.parametrize("k", [1, 4, 17, 50])
+@pytest.mark.parametrize("at_once", [1, 7, 1_024])
+def test_search_equals_a_sort_of_the_whole_matrix_without_the_excluded(
+    k: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_module, "_QUERIES", at_once)
+    query, documents = draw(23, 6, seed=0), draw(19, 6, seed=1)
+    rng = np.random.default_rng(k)
+    excluded = np.stack([rng.integers(0, 20, 60), rng.integers(0, 19, 60)], axis=1)  # some twice
+    excluded = np.concatenate([excluded, [[22, document] for document in range(18)]])  # but one
+    similarity, index = search(query, documents, k=k, excluded=excluded)
+    expected, expected_index = plain_search(query, documents, k, excluded)
+    assert similarity.shape == index.shape == (23, min(k, 19))
+    np.testing.assert_array_equal(index, expected_index)
+    np.testing.assert_allclose(similarity, expected, rtol=0, atol=1e-6)
+
+
+def test_search_without_exclusions_is_the_search_for_neighbors() -> None:
+    query, documents = draw(9, 5, seed=0), draw(40, 5, seed=1)
+    similarity, index = nearest(query, documents, k=6)
+    found = search(query, documents, k=6)
+    np.testing.assert_array_equal(found[0], similarity.numpy())
+    np.testing.assert_array_equal(found[1], index.numpy())
+    assert search(query.double(), documents, k=6)[0].dtype == np.float64
+
+
+def test_a_text_does_not_find_itself_but_its_equal() -> None:
+    rows_of_both = draw(30, 5, seed=0).repeat(2, 1)
+    own = np.stack([np.arange(60), np.arange(60)], axis=1)
+    _, index = search(rows_of_both, rows_of_both, k=1, excluded=own)
+    np.testing.assert_array_equal(index[:, 0], (np.arange(60) + 30) % 60)
+
+
+def test_of_equal_similarities_the_lower_position_comes_first_after_an_exclusion() -> None:
+    _, index = search(torch.ones(2, 3), torch.ones(6, 3), k=3, excluded=rows([1, 0], [1, 2]))
+    assert index.tolist() == [[0, 1, 2], [1, 3, 4]]
+
+
+def test_only_the_part_that_excludes_much_looks_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def spy(query: torch.Tensor, documents: torch.Tensor, *, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append((len(query), k))
+        return nearest(query, documents, k=k)
+
+    monkeypatch.setattr(search_module, "nearest", spy)
+    monkeypatch.setattr(search_module, "_QUERIES", 4)
+    excluded = rows([5, 1], [5, 2], [5, 7], [5, 7], [6, 0])
+    search(draw(10, 3, seed=0), draw(20, 3, seed=1), k=2, excluded=excluded)
+    assert asked == [(4, 2), (4, 5), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"k": 0}, ConfigError, "k must be at least 1, got 0; give the number of documents"),
+        ({"query": torch.ones(3)}, DataError, r"got \[3\] and \[4, 2\]"),
+        ({"query": torch.ones(3, 5)}, DataError, r"got \[3, 5\] and \[4, 2\]"),
+        ({"query": torch.ones(0, 2)}, DataError, "queries and documents, got 0 and 4"),
+        ({"documents": torch.ones(0, 2)}, DataError, "queries and documents, got 3 and 0"),
+        ({"excluded": rows(1, 2)}, DataError, r"\[num_excluded, 2\], .* got int64 \[2\]"),
+        ({"excluded": np.ones((1, 2))}, DataError, r"excluded must be integers .* got float64 \[1, 2\]"),
+        ({"excluded": rows([0, 1], [3, 0])}, DataError, r"the pair \[3, 0\], but there are 3 queries"),
+        ({"excluded": rows([0, 4])}, DataError, r"the pair \[0, 4\], .* and 4 documents"),
+        ({"excluded": rows([-1, 0])}, DataError, r"the pair \[-1, 0\]"),
+    ],
+)
+def test_bad_input_of_the_search_is_named(
+    arguments: dict[str, Any], kind: type[RayclError], words: str
+) -> None:
+    good: dict[str, Any] = {"query": torch.ones(3, 2), "documents": torch.ones(4, 2), "k": 2}
+    with pytest.raises(kind, match=words) as caught:
+        search(**(good | arguments))
+    assert ";" in str(caught.value)

@@ -1,0 +1,96 @@
+"""Spearman's correlation of sentence similarity with people's scores."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from raycl.errors import DataError
+from raycl.judging.similarity import spearman, sts_scores
+
+
+def plain_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of equal values each has the mean of the places that they take together."""
+    below = (values[None] < values[:, None]).sum(axis=1)
+    equal = (values[None] == values[:, None]).sum(axis=1)
+    return below + (equal + 1) / 2
+
+
+def draw(num_pairs: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Similarities, and scores in halves that follow them loosely, with many ties."""
+    rng = np.random.default_rng(seed)
+    similarity = rng.normal(size=num_pairs)
+    return similarity, np.round(2 * similarity + rng.normal(size=num_pairs)) / 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_spearman_is_the_correlation_of_the_ranks_and_ties_share_theirs(seed: int) -> None:
+    similarity, score = draw(60, seed)
+    expected = np.corrcoef(plain_ranks(similarity), plain_ranks(score))[0, 1]
+    assert spearman(similarity, score) == pytest.approx(expected, abs=1e-12)
+    assert 0.3 < expected < 0.99
+
+
+def test_spearman_of_three_pairs_is_as_by_hand() -> None:
+    # Ranks 1 2 3 against 2 1 3: 1 - 6 * (1 + 1 + 0) / (3 * 8)
+    assert spearman(np.array([0.1, 0.2, 0.9]), np.array([3, 1, 5])) == pytest.approx(0.5)
+
+
+def test_spearman_hears_the_order_only_and_changes_sign_with_it() -> None:
+    similarity, score = draw(40, 0)
+    value = spearman(similarity, score)
+    assert spearman(np.exp(similarity), score) == pytest.approx(value, abs=1e-12)
+    assert spearman(-similarity, score) == pytest.approx(-value, abs=1e-12)
+    assert spearman(score, score) == pytest.approx(1)
+
+
+def test_each_data_set_is_judged_by_itself_and_the_mean_is_over_data_sets() -> None:
+    similarity, score = draw(100, 1)
+    dataset = ["sts12" if number % 3 else "alpha" for number in range(100)]
+    dataset[0] = "sts12"  # the first, whatever the alphabet
+    result = sts_scores(similarity, score, dataset)
+    own = {name: np.array([each == name for each in dataset]) for name in ("sts12", "alpha")}
+    expected = {name: spearman(similarity[rows], score[rows]) for name, rows in own.items()}
+    assert list(result["spearman"].items()) == list(expected.items())
+    assert result["mean"] == pytest.approx(sum(expected.values()) / 2)
+    assert result["mean"] != pytest.approx(spearman(similarity, score), abs=1e-3)
+
+
+def test_all_pairs_of_a_data_set_are_judged_at_once() -> None:
+    # Two subsets, each in perfect order, on scales that do not agree.
+    similarity = np.array([0.1, 0.2, 0.3, 0.7, 0.8, 0.9])
+    score = np.array([3, 4, 5, 0, 1, 2])
+    assert sts_scores(similarity, score, ["sts12"] * 6)["mean"] < 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"similarity": np.ones(3)}, "the 3 similarities of sickr do not differ"),
+        ({"score": np.ones(3)}, "the 3 scores of sickr do not differ"),
+        ({"similarity": np.array([0.1, np.nan, 0.2])}, "similarities of sickr are not all finite"),
+        ({"score": np.array([0.1, np.inf, 0.2])}, "scores of sickr are not all finite"),
+        ({"similarity": np.arange(4.0)}, "got 4, 3 and 3"),
+        ({"dataset": ["sickr"]}, "got 3, 3 and 1"),
+        ({"similarity": np.ones((3, 1))}, r"got \[3, 1\] and \[3\]"),
+        ({"dataset": ["sickr", "stsb", "sickr"]}, "the 1 similarities of stsb do not differ"),
+        ({"similarity": np.ones(0), "score": np.ones(0), "dataset": []}, "no pair to judge"),
+    ],
+)
+def test_bad_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
+    good: dict[str, Any] = {
+        "similarity": np.arange(3.0),
+        "score": np.arange(3.0),
+        "dataset": ["sickr"] * 3,
+    }
+    with pytest.raises(DataError, match=words) as caught:
+        sts_scores(**(good | arguments))
+    assert ";" in str(caught.value)  # and what to do
+
+
+def test_a_single_set_with_one_similarity_throughout_is_an_error_not_nan() -> None:
+    with pytest.raises(DataError, match="the 4 similarities of the set do not differ"):
+        spearman(np.full(4, 0.3), np.arange(4.0))
+    with pytest.raises(DataError, match=r"got \[4\] and \[3\]"):
+        spearman(np.arange(4.0), np.arange(3.0))

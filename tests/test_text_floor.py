@@ -1,0 +1,186 @@
+"""What shared words alone find: TF-IDF and BM25 against the formulas of the textbooks."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from raycl.errors import ConfigError, DataError, RayclError
+from raycl.judging import text_floor
+from raycl.judging.text_floor import bm25_search, tfidf_search, tfidf_similarity
+
+Scores = NDArray[np.float64]
+WORDS = ("cat", "dog", "c", "7", "mat", "sat", "über", "the", "a", "on", "fish", "tree")
+
+
+def draw_texts(num_texts: int, seed: int) -> list[str]:
+    """Texts of 1 to 9 words, common ones and rare ones, in two cases, with punctuation."""
+    rng = np.random.default_rng(seed)
+    weight = 1 / np.arange(1, len(WORDS) + 1)
+    texts: list[str] = []
+    for _ in range(num_texts):
+        chosen = rng.choice(WORDS, rng.integers(1, 10), p=weight / weight.sum()).tolist()
+        texts.append("-".join(word.upper() if rng.random() < 0.3 else word for word in chosen) + " !?")
+    return texts
+
+
+def count(text: str) -> Counter[str]:
+    return Counter(text.lower().replace("-", " ").replace("!?", "").split())
+
+
+def plain_vectors(texts: Sequence[str], corpus: Sequence[str]) -> list[dict[str, float]]:
+    """Unit vectors of (1 + log count) * (1 + log((1 + n) / (1 + df)))."""
+    df = Counter(word for text in corpus for word in count(text))
+    vectors: list[dict[str, float]] = []
+    for text in texts:
+        idf = {word: 1 + math.log((1 + len(corpus)) / (1 + df[word])) for word in count(text)}
+        vector = {word: (1 + math.log(number)) * idf[word] for word, number in count(text).items()}
+        norm = math.sqrt(sum(value**2 for value in vector.values()))
+        vectors.append({word: value / norm for word, value in vector.items()})
+    return vectors
+
+
+def dot(left: dict[str, float], right: dict[str, float]) -> float:
+    return sum(value * right.get(word, 0) for word, value in left.items())
+
+
+def plain_tfidf(queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    known = {word for text in documents for word in count(text)}
+    kept = [" ".join(word for word in count(text).elements() if word in known) for text in queries]
+    columns = plain_vectors(documents, documents)
+    return np.array([[dot(row, column) for column in columns] for row in plain_vectors(kept, documents)])
+
+
+def plain_bm25(queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    counts = [count(document) for document in documents]
+    df = Counter(word for each in counts for word in each)
+    mean_length = sum(each.total() for each in counts) / len(counts)
+
+    def score(query: str, document: Counter[str]) -> float:
+        length = 1.2 * (0.25 + 0.75 * document.total() / mean_length)
+        return sum(
+            math.log(1 + (len(counts) - df[word] + 0.5) / (df[word] + 0.5))
+            * document[word]
+            / (document[word] + length)
+            for word in count(query).elements()
+        )
+
+    return np.array([[score(query, each) for each in counts] for query in queries])
+
+
+def plain_ranking(scores: Scores, k: int, excluded: NDArray[np.int64]) -> tuple[Scores, NDArray[np.int64]]:
+    scores = scores.astype(np.float32)  # so that the order of a sum does not part equals
+    scores[excluded[:, 0], excluded[:, 1]] = 0
+    index = np.argsort(-np.round(scores, 5), axis=1, kind="stable")[:, :k]
+    similarity = np.take_along_axis(scores, index, axis=1)
+    return np.where(similarity > 0, similarity, -np.inf), np.where(similarity > 0, index, -1)
+
+
+SEARCHES = [(tfidf_search, plain_tfidf), (bm25_search, plain_bm25)]
+both_searches = pytest.mark.parametrize("search", [tfidf_search, bm25_search])
+
+
+@pytest.mark.parametrize(("search", "plain"), SEARCHES)
+@pytest.mark.parametrize("k", [1, 5, 60])
+@pytest.mark.parametrize("cells", [1, 100, 2**22])
+def test_search_by_words_equals_the_plain_formula(
+    search: Callable[..., Any],
+    plain: Callable[..., Scores],
+    k: int,
+    cells: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(text_floor, "_CELLS", cells)
+    documents, queries = draw_texts(40, seed=0), [*draw_texts(15, seed=1), "a cat nobody knows"]
+    rng = np.random.default_rng(2)
+    excluded = np.stack([rng.integers(0, 16, 50), rng.integers(0, 40, 50)], axis=1)
+    similarity, index = search(queries, documents, k=k, excluded=excluded)
+    expected, expected_index = plain_ranking(plain(queries, documents), k, excluded)
+    assert similarity.shape == index.shape == (16, min(k, 40))
+    np.testing.assert_allclose(similarity, expected, rtol=1e-5)
+    np.testing.assert_array_equal(index, expected_index)
+
+
+@both_searches
+def test_a_document_without_a_word_of_the_query_is_not_found(search: Callable[..., Any]) -> None:
+    documents = ["a dog", "the cat sat", "cat", ""]
+    similarity, index = search(["cat", "unheard of", "", "?!"], documents, k=3)
+    assert index.tolist() == [[2, 1, -1], [-1] * 3, [-1] * 3, [-1] * 3]
+    assert (np.isinf(similarity) == (index == -1)).all()
+
+
+@both_searches
+def test_of_equal_documents_the_lower_position_is_kept_and_comes_first(search: Callable[..., Any]) -> None:
+    documents = ["dog", "cat sat", "cat", "cat", "dog", "cat", "cat"]
+    assert search(["cat"], documents, k=3)[1].tolist() == [[2, 3, 5]]
+    assert search(["cat"], documents, k=3, excluded=np.array([[0, 3]]))[1].tolist() == [[2, 5, 6]]
+    assert search(["cat"], documents, k=9)[1].tolist() == [[2, 3, 5, 6, 1, -1, -1]]
+
+
+@both_searches
+def test_case_and_punctuation_do_not_matter_and_single_letters_do(search: Callable[..., Any]) -> None:
+    documents = ["vitamin C, daily", "vitamin D daily", "type 2 diabetes", "type 1 diabetes"]
+    assert search(["Vitamin (d)?", "TYPE-1 Diabetes"], documents, k=1)[1].tolist() == [[1], [3]]
+
+
+@both_searches
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"k": 0}, ConfigError, "k must be at least 1, got 0"),
+        ({"queries": []}, DataError, "queries and documents, got 0 and 2"),
+        ({"documents": []}, DataError, "queries and documents, got 1 and 0"),
+        ({"documents": ["", "?!"]}, DataError, "the documents hold no word: got 2 texts"),
+        ({"excluded": np.array([[0, 2]])}, DataError, r"the pair \[0, 2\], .* and 2 documents"),
+    ],
+)
+def test_bad_input_of_the_search_is_named(
+    search: Callable[..., Any], arguments: dict[str, Any], kind: type[RayclError], words: str
+) -> None:
+    good: dict[str, Any] = {"queries": ["cat"], "documents": ["cat", "dog"], "k": 1}
+    with pytest.raises(kind, match=words) as caught:
+        search(**(good | arguments))
+    assert ";" in str(caught.value)  # and what to do
+
+
+def test_similarity_of_pairs_equals_the_plain_formula() -> None:
+    left, right, corpus = draw_texts(30, seed=0), draw_texts(30, seed=1), draw_texts(50, seed=2)
+    corpus = [text for text in corpus if "fish" not in text.lower()]  # a word of pairs that it lacks
+    assert any("fish" in text.lower() for text in left)
+    similarity = tfidf_similarity(left, right, iter(corpus))
+    vectors = zip(plain_vectors(left, corpus), plain_vectors(right, corpus), strict=True)
+    np.testing.assert_allclose(similarity, [dot(*pair) for pair in vectors], atol=1e-12)
+    assert similarity.dtype == np.float64
+
+
+def test_words_that_the_corpus_lacks_tell_texts_apart() -> None:
+    corpus = ["a cat sat", "a dog sat"]
+    same, other = tfidf_similarity(["a gnu sat", "a gnu sat"], ["a gnu sat", "a yak sat"], corpus)
+    assert same == pytest.approx(1)
+    assert other < 0.5
+
+
+def test_a_word_that_is_rare_in_the_corpus_counts_more() -> None:
+    rare, common = tfidf_similarity(["cat dog"] * 2, ["cat tree", "dog tree"], ["dog"] * 9 + ["cat"])
+    assert rare > common > 0
+    assert tfidf_similarity(["cat", ""], ["dog", "cat"], ["cat dog"]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"right": ["cat"]}, "got 2 and 1 texts"),
+        ({"left": [], "right": []}, "no pair to compare"),
+        ({"left": ["", "-"], "right": ["?", ""]}, "the pairs hold no word: got 4 texts"),
+        ({"corpus": []}, "the corpus is empty"),
+    ],
+)
+def test_bad_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
+    good: dict[str, Any] = {"left": ["cat", "dog"], "right": ["dog", "cat"], "corpus": ["cat"]}
+    with pytest.raises(DataError, match=words) as caught:
+        tfidf_similarity(**(good | arguments))
+    assert ";" in str(caught.value)
