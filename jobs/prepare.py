@@ -1,71 +1,98 @@
-"""Pack a folder of images into parquet files: many small files read slowly, above all from S3.
+"""Prepare a set once, as a submitted job: ``ray job submit --working-dir . -- python jobs/prepare.py ...``.
 
-``python jobs/prepare.py --data FOLDER --output FOLDER``; local paths or s3://. Columns: ``image``
-(the files' bytes, unchanged), ``label`` (int, where the folder has class folders), ``sample_id``,
-``path``. Broken images are packed too; training counts them.
+``images`` packs a folder of images into parquet files, ``tokenizer`` trains one on a corpus, ``pairs`` groups
+a labeled click log by its queries, and ``groups`` gathers texts that say the same. Addresses are
+local paths or s3://.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated
 
-import pyarrow as pa
-import ray
 import typer
 
-from raycl.cli import run_job
-from raycl.cluster import join_cluster, own_errors
-from raycl.data.sources import NO_LABEL, Piece, Source, find_source
-from raycl.errors import StorageError
-from raycl.storage import Place, absolute
+from raycl.cli import Address, Debug, Setting, run_job
+from raycl.data.columns import ColumnNames
+from raycl.preparation.images import pack_images
+from raycl.preparation.pairs import group_pairs
+from raycl.preparation.texts import gather_texts, make_tokenizer
+from raycl.setup import embedding_settings
+
+app = typer.Typer(help="Prepare a set once, so that many runs read it well.", add_completion=False)
+Data = Annotated[str, typer.Option(help="Parquet file or folder, or folder of images.")]
+Output = Annotated[str, typer.Option(help="What to write; nothing may be there.")]
 
 
-def prepare(
-    data: Annotated[str, typer.Option(help="Folder of images.")],
-    output: Annotated[str, typer.Option(help="Folder of parquet files to write.")],
+@app.command()
+def images(
+    data: Data,
+    output: Output,
     rows_per_file: Annotated[int, typer.Option(help="Images a file, about.")] = 10_000,
-    address: Annotated[str | None, typer.Option(help="Ray cluster to join.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    address: Address = None,
+    debug: Debug = False,
 ) -> None:
     """Pack a folder of images into parquet files."""
-    place = Place(absolute(output))
-    if place.exists():
-        raise StorageError(f"{output} exists already; give another --output or remove it")
-    source = find_source(data)
-    place.check_writable()
-    join_cluster(address, debug=debug)
-    filesystem, path = place.resolve()
-    with own_errors():
-        # Small row groups, so that a task reads only its own rows.
-        pack(source).write_parquet(
-            path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
-        )
+    source = pack_images(data, output, rows_per_file=rows_per_file, address=address, debug=debug)
     print(f"{source.num_rows:,} images packed into {output}")
     if source.ignored:
         print("ignored: " + ", ".join(f"{count} {extension}" for extension, count in source.ignored))
 
 
-def pack(source: Source) -> ray.data.Dataset:
-    """Return the files of a folder as rows, lazily and in order."""
-    described = replace(source, pieces=())
-
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        for text in batch["piece"].to_pylist():
-            for rows in described.read(Piece.from_json(text)):
-                columns = {
-                    "image": pa.array(rows.values["image"], pa.binary()),
-                    "sample_id": rows.sample_id,
-                    "path": rows.where,
-                }
-                if source.has_labels:
-                    columns["label"] = pa.array(rows.label, pa.int64(), mask=rows.label == NO_LABEL)
-                yield pa.table(columns)
-
-    pieces = ray.data.from_items(
-        [{"piece": piece.to_json()} for piece in source.pieces], override_num_blocks=len(source.pieces)
+@app.command()
+def tokenizer(
+    data: Data,
+    output: Output,
+    columns: Annotated[str, typer.Option(help="Columns of texts, as role or role=NAME, by commas.")] = "text",
+    vocabulary_size: Annotated[int, typer.Option(help="Tokens at most.")] = 16_384,
+    keep_case: Annotated[bool, typer.Option("--keep-case", help="Tell capitals from small letters.")] = False,
+    num_texts: Annotated[int, typer.Option(help="Texts to look at, at most.")] = 1_000_000,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Train a tokenizer on the texts of some columns; OUTPUT ends in .json."""
+    roles = {role: name or role for role, _, name in (each.partition("=") for each in columns.split(","))}
+    trained = make_tokenizer(
+        data,
+        output,
+        columns=ColumnNames(**{"image": None, **roles}),
+        vocabulary_size=vocabulary_size,
+        lowercase=not keep_case,
+        num_texts=num_texts,
+        address=address,
+        debug=debug,
     )
-    return pieces.map_batches(read, batch_size=1, batch_format="pyarrow")
+    print(f"{trained.num_tokens:,} tokens in {output}")
+
+
+@app.command()
+def pairs(
+    data: Data,
+    output: Output,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Group a labeled click log: a row a positive, with the documents its query was not clicked for."""
+    found = embedding_settings(settings or [])
+    columns = found.pop("columns", ColumnNames())
+    names = {"image": None, "query": columns.query or "query", "document": columns.document or "document"}
+    asked = ColumnNames(**{**vars(columns), **names})
+    num_pairs, rows = group_pairs(data, output, columns=asked, address=address, debug=debug, **found)
+    print(f"{num_pairs:,} pairs in {output}")
+    for cause, count in (rows.left_out | rows.broken).items():  # pyright: ignore[reportOperatorIssue]
+        print(f"left out: {count:,} {cause}")
+
+
+@app.command()
+def groups(
+    data: Data,
+    output: Output,
+    group: Annotated[str, typer.Option(help="Column whose equal values say that texts mean the same.")],
+    text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+) -> None:
+    """Gather texts that mean the same into one row, for `raycl train simcse`; OUTPUT ends in .parquet."""
+    found = gather_texts(data, output, group=group, text=text)
+    print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
+    print(f"left out: {found.num_alone:,} texts that are alone, {found.num_broken:,} that are broken")
 
 
 if __name__ == "__main__":
-    run_job(prepare)
+    run_job(app)

@@ -95,32 +95,32 @@ def train(
     )
     if result.broken_rows:
         causes = ", ".join(f"{count} {cause}" for cause, count in result.broken_rows.items())
-        print(f"broken images left out: {causes}")
+        print(f"broken rows left out: {causes}")
+    for cause, count in result.left_out.items():
+        print(f"left out: {count:,} {cause}")
 
 
 @app.command()
 def evaluate(
-    measure: Annotated[str, typer.Argument(help="knn or linear.")],
+    measure: Annotated[str, typer.Argument(help="knn, linear, retrieval or sts.")],
     run: Annotated[str, typer.Option(help="The --output of a run.")],
-    train: Annotated[str, typer.Option(help="Labeled set that decides.")],
-    test: Annotated[str, typer.Option(help="Labeled set that is judged.")],
+    test: Annotated[str, typer.Option(help="Set that is judged.")],
+    train: Annotated[
+        str | None, typer.Option(help="Labeled set that decides; further documents; corpus of the floor.")
+    ] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Write the result to this file.")] = None,
     gpu: Gpu = False,
     settings: Setting = None,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Judge a run's encoder: kNN or a linear probe, with raw pixels beside."""
-    from raycl.inference.judgment import evaluate as judge
-    from raycl.setup import judgment_settings
-
-    if measure not in ("knn", "linear"):
-        raise ConfigError(f"unknown measure {measure!r}; there are knn and linear")
-    result = judge(
-        measure, run=run, train=train, test=test, gpu=gpu, address=address, debug=debug,
-        **judgment_settings(settings or []),
-    )  # fmt: skip
-    text = json.dumps(result)
+    """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a floor beside."""
+    result = _judge(
+        measure, settings or [], run=run, train=train, test=test, gpu=gpu, address=address, debug=debug
+    )
+    for example in result.get("examples", ()):
+        _show_example(example)
+    text = json.dumps({key: value for key, value in result.items() if key != "examples"})
     print(text)
     if json_file is not None:
         Place(json_file).write_text(text + "\n")
@@ -129,7 +129,7 @@ def evaluate(
 @app.command()
 def embed(
     run: Annotated[str, typer.Option(help="The --output of a run.")],
-    data: Annotated[str, typer.Option(help="Images to embed.")],
+    data: Annotated[str, typer.Option(help="Images or texts to embed.")],
     output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
     gpu: Gpu = False,
     settings: Setting = None,
@@ -143,9 +143,53 @@ def embed(
     rows = embed_to_parquet(
         run, data, output, gpu=gpu, address=address, debug=debug, **embedding_settings(settings or [])
     )
-    print(f"{rows.num_rows - rows.num_broken:,} images embedded to {output}")
+    print(f"{rows.num_rows - rows.num_broken:,} rows embedded to {output}")
     if rows.num_broken:
         print(f"left out {rows.num_broken:,}: {rows.describe_broken()}")
+
+
+@app.command()
+def mine(
+    run: Annotated[str, typer.Option(help="The --output of a run with two towers, or one for both.")],
+    data: Annotated[str, typer.Option(help="Pairs: with labels, lists of negatives, or neither.")],
+    output: Annotated[str, typer.Option(help="Parquet file to write: query, document, negatives.")],
+    num: Annotated[int, typer.Option(help="Negatives to add to a pair, at most.")] = 8,
+    below: Annotated[
+        float, typer.Option(help="Leave out what is nearer than this fraction of the positive's cosine.")
+    ] = 0.95,
+    gpu: Gpu = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
+    from raycl.inference.mining import mine_negatives
+    from raycl.setup import embedding_settings
+
+    columns = embedding_settings(settings or []).get("columns")
+    mined = mine_negatives(
+        run, data, output, num_negatives=num, below=below, columns=columns, gpu=gpu, address=address, debug=debug
+    )  # fmt: skip
+    print(
+        f"{mined.num_negatives:,} negatives added to {mined.num_pairs:,} pairs in {output}; "
+        f"{mined.num_too_near:,} were too near"
+    )
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    output: Annotated[str, typer.Option(help="Folder to write; local or s3://.")],
+    to: Annotated[
+        str | None, typer.Option(help="sentence_transformers (texts) or torchvision (images).")
+    ] = None,
+    side: Annotated[str, typer.Option(help="With two towers: query or key.")] = "query",
+    debug: Debug = False,
+) -> None:
+    """Write a run's encoder for other packages."""
+    from raycl.inference.export import export_encoder
+
+    print(f"load it with {export_encoder(run, output, side=side, to=to)}")  # pyright: ignore[reportArgumentType]
 
 
 @app.command()
@@ -208,6 +252,41 @@ def _run(door: typer.Typer) -> NoReturn:
 def _complain(text: str) -> None:
     """Print one line, whatever a library put into its message."""
     print(f"raycl: {' '.join(text.split())[:1_000]}", file=sys.stderr)
+
+
+def _judge(measure: str, settings: list[str], *, train: str | None, **options: Any) -> dict[str, Any]:
+    """Call what a measure names."""
+    from raycl import setup
+
+    if measure in ("knn", "linear"):
+        from raycl.inference.judgment import evaluate as judge
+
+        if train is None:
+            raise ConfigError(f"evaluate {measure} needs --train, the labeled set that decides")
+        return judge(measure, train=train, **options, **setup.judgment_settings(settings))
+    if measure == "retrieval":
+        from raycl.inference.retrieval import evaluate_retrieval
+
+        return evaluate_retrieval(train=train, **options, **setup.retrieval_settings(settings))
+    if measure == "sts":
+        from raycl.inference.sentences import evaluate_sts
+
+        return evaluate_sts(train=train, **options, **setup.sts_settings(settings))
+    raise ConfigError(f"unknown measure {measure!r}; there are knn, linear, retrieval and sts")
+
+
+def _show_example(example: dict[str, Any]) -> None:
+    """Print a query and the documents nearest to it, on stderr, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=example["query"][:160], title_justify="left", title_style="bold")
+    for name in ("cosine", "match", "document"):
+        table.add_column(name)
+    for found in example["nearest"]:
+        mark = "yes" if found["matches"] else ""
+        table.add_row(f"{found['similarity']:.3f}", mark, " ".join(found["document"].split())[:120])
+    Console(stderr=True).print(table)
 
 
 def _workers(text: str | None) -> int | None:

@@ -70,6 +70,19 @@ def judgment_settings(settings: Sequence[str]) -> dict[str, Any]:
     return _read_settings(settings, kinds)
 
 
+def retrieval_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Read ``--set`` of ``evaluate retrieval``: queries, documents, examples, floor, data.columns.*."""
+    found = _read_settings(settings, {"queries": str, "documents": str, "examples": int, "floor": bool})
+    found.pop("max_bad_fraction", None)
+    return found
+
+
+def sts_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Read ``--set`` of ``evaluate sts``: text, the column of the corpus, and floor."""
+    found = _read_settings(settings, {"text": str, "floor": bool})
+    return {name: value for name, value in found.items() if name in ("text", "floor")}
+
+
 def embedding_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Read ``--set`` of ``embed`` and ``doctor``: data.columns.* and data.max_bad_fraction."""
     return _read_settings(settings, {})

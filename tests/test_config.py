@@ -138,6 +138,82 @@ def test_parts_of_methods_that_do_not_fit_are_refused(name: str, settings: list[
         override(recipe(name, image_size=32), settings)
 
 
+QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says", "remedy"),
+    [
+        (
+            "two_tower",
+            {"stages.0.loss": "hinge", "key": "momentum_encoder", **QUEUE},
+            "data.kind pairs has a tower for its keys, key is momentum_encoder: set key=tower",
+            {"key": "tower"},
+        ),
+        (
+            "image_text",
+            {"batchnorm": "shuffled"},
+            "batchnorm shuffled mixes views of one tower, and two towers have nothing to shuffle: set it to "
+            "synchronized, group or layer",
+            {"batchnorm": "group"},
+        ),
+        (
+            "two_tower",
+            {"stages.0.loss": "info_nce"},
+            "loss info_nce compares views of one sample, data.kind pairs has pairs: set loss to bidirectional or hinge",
+            {"stages.0.loss": "hinge"},
+        ),
+        (
+            "image_text",
+            {"stages.1.loss": "nt_xent"},
+            "loss nt_xent compares views of one sample, data.kind image_text has pairs: set loss to bidirectional "
+            "or hinge",
+            {"stages.1.loss": "bidirectional"},
+        ),
+        (
+            "image_text",
+            {"stages.0.discount_frequent": True},
+            "discount_frequent is for documents that recur in pairs: set data.kind=pairs and loss=bidirectional, "
+            "or leave it out",
+            {"data.kind": "pairs"},
+        ),
+        (
+            "two_tower",
+            {"stages.0.discount_frequent": True, "stages.0.loss": "hinge"},
+            "discount_frequent is for documents that recur in pairs",
+            {"stages.0.loss": "bidirectional"},
+        ),
+        (
+            "two_tower",
+            {"learn_temperature": True, "stages.0.loss": "hinge"},
+            "learn_temperature is true, and loss hinge has no temperature to learn: leave it out",
+            {"stages.1.loss": "bidirectional"},
+        ),
+        (
+            "image_text",
+            {"separate_towers": True},
+            "separate_towers is for pairs, data.kind is image_text: leave it out",
+            {"separate_towers": False},
+        ),
+        (
+            "two_tower",
+            {"negatives.in_batch": False, **QUEUE},
+            "loss bidirectional classifies queries among those of the batch, negatives.in_batch is false: "
+            "set it to true, or loss to hinge",
+            {"stages.0.loss": "hinge"},
+        ),
+    ],
+)
+def test_what_two_towers_cannot_have_is_refused_and_the_remedy_helps(
+    name: str, settings: dict[str, object], says: str, remedy: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(recipe(name, image_size=32), settings)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    override(recipe(name, image_size=32), settings | remedy)
+
+
 @pytest.mark.parametrize(("workers", "rows"), [(1, 32), (2, 32), (8, 32), (16, 16)])
 def test_shuffled_batchnorm_keeps_its_groups_up_to_one_a_worker(workers: int, rows: int) -> None:
     config = override(recipe("moco_v2"), {"workers": workers})

@@ -19,7 +19,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"joining"},
     {"cluster", "progress", "banks"},
     {"training"},
-    {"inference", "bank_tables"},
+    {"inference", "bank_tables", "preparation"},
     {"setup", "doctor", "demo", "cli_bank"},
     {"cli"},
 )

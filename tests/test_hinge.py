@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import bidirectional_cross_entropy, hinge, tiled
+from raycl.losses.known_pairs import KnownColumns
 from tests.test_info_nce import are_known, make_pair_ids, make_rows, named_ids
 from tests.test_losses import Recorder, assert_close, leaves, make_views, value_and_gradients
 from tests.test_losses import one_thread as one_thread
@@ -734,6 +735,26 @@ def test_distinct_ids_cost_no_mask_and_without_ids_nothing_is_looked_for() -> No
     with Recorder() as recorder:
         hinge(query, key, margin=0.3, negatives=queue)
     assert not recorder.functions & {"sort", "argsort", "searchsorted", "masked_fill_"}
+
+
+def test_a_few_false_negatives_cost_a_pass_over_a_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    query_id, key_id, tile, looked_at = torch.arange(600), torch.arange(600), torch.zeros(256, 600), []
+    # Query 3 is query 500, and key 7 is key 300.
+    query_id[3], key_id[7] = 500, 300
+    strip, whole = slice(0, 256), slice(0, 600)
+    known = KnownColumns(
+        (query_id, key_id), query_id, key_id, strips=[strip], pieces=[whole], positives=whole
+    )
+    original = Tensor.index_select
+
+    def noted(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+        looked_at.extend(index.tolist())
+        return original(tensor, dim, index)
+
+    monkeypatch.setattr(Tensor, "index_select", noted)
+    known.mask(tile, strip, 0)
+    assert looked_at == [3, 7, 300, 500]
+    assert tile.isinf().nonzero().tolist() == [[3, 3], [3, 500], [7, 7], [7, 300]]
 
 
 def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice() -> None:

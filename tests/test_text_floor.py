@@ -73,8 +73,9 @@ def plain_bm25(queries: Sequence[str], documents: Sequence[str]) -> Scores:
 
 
 def plain_ranking(scores: Scores, k: int, excluded: NDArray[np.int64]) -> tuple[Scores, NDArray[np.int64]]:
-    scores = scores.astype(np.float32)  # so that the order of a sum does not part equals
+    scores = scores.copy()
     scores[excluded[:, 0], excluded[:, 1]] = 0
+    # Rounded, so that the order of a sum does not part equals.
     index = np.argsort(-np.round(scores, 5), axis=1, kind="stable")[:, :k]
     similarity = np.take_along_axis(scores, index, axis=1)
     return np.where(similarity > 0, similarity, -np.inf), np.where(similarity > 0, index, -1)

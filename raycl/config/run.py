@@ -163,9 +163,15 @@ class RunConfig(Section):
                     f"loss {stage.loss} does not go with key {self.key} and negatives.store {store}: it takes "
                     f"key {' or '.join(allowed)}{', and no store' if stage.loss == 'nt_xent' else ''}"
                 )
-            if store == "none" and not self.negatives.in_batch:
+            brings_its_own = self.data.kind == "pairs" and self.negatives.explicit
+            if store == "none" and not (self.negatives.in_batch or brings_its_own):
                 raise ValueError(
                     f"{stage.loss} has no negatives: set negatives.in_batch=true, or a negatives.store"
+                )
+            if stage.loss == "bidirectional" and not self.negatives.in_batch:
+                raise ValueError(
+                    "loss bidirectional classifies queries among those of the batch, negatives.in_batch is false: "
+                    "set it to true, or loss to info_nce or hinge"
                 )
             if stage.proximal_weight and self.key != "slot":
                 raise ValueError("proximal_weight pulls to a slot of the memory bank: set key=slot, or 0")
@@ -183,10 +189,10 @@ class RunConfig(Section):
                 "to synchronized, group or layer"
             )
         for stage in self.stages:
-            if self.has_two_towers and stage.loss not in ("bidirectional", "hinge"):
+            if self.has_two_towers and stage.loss not in ("bidirectional", "info_nce", "hinge"):
                 raise ValueError(
                     f"loss {stage.loss} compares views of one sample, data.kind {self.data.kind} has pairs: set "
-                    "loss to bidirectional or hinge"
+                    "loss to bidirectional, info_nce or hinge"
                 )
             if stage.discount_frequent and (self.data.kind != "pairs" or stage.loss != "bidirectional"):
                 raise ValueError(

@@ -156,8 +156,9 @@ class MomentumEncoderConfig(Section):
 
 @final
 class NegativesConfig(Section):
-    """Where the negatives come from: the gathered batch, a store, or both.
+    """Where the negatives come from: the gathered batch, a store, the pairs themselves, or all of them.
 
+    ``explicit`` negatives are those that pairs bring with them, candidates of every query of the batch.
     ``queue`` keeps the newest ``capacity`` keys; of a ``memory_bank``, one slot a sample that moves
     by ``slot_momentum``, ``num_negatives`` slots are drawn for each step; its ``first_rows`` are random,
     as in the paper, or the embeddings of the untrained tower, which cost one pass over the data and
@@ -166,6 +167,7 @@ class NegativesConfig(Section):
     """
 
     in_batch: bool = True
+    explicit: bool = True
     store: Literal["none", "queue", "memory_bank"] = "none"
     capacity: Count = 65_536
     num_negatives: Count = 4_096

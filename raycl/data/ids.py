@@ -50,10 +50,12 @@ class IdFormat:
         return StoredIds([part.column(f"{prefix}id").to_numpy(zero_copy_only=False) for part in parts])
 
     def _numbers(self, value: Any) -> list[int] | BrokenValueError:
-        if value is None:
-            return [] if self.in_lists else BrokenValueError("missing id")
-        values = list(value) if self.in_lists else [value]
-        return BrokenValueError("missing id") if None in values else [stable_id(each) for each in values]
+        values = [value]
+        if self.in_lists:
+            values = [] if value is None else list(value)
+        return (
+            BrokenValueError("missing id") if any(map(is_missing, values)) else list(map(stable_id, values))
+        )
 
 
 @final
@@ -72,8 +74,16 @@ class StoredIds:
         )
 
 
+def is_missing(value: Any) -> bool:
+    """Whether there is no id: None, or NaN, which is NumPy's word for it."""
+    return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
+
+
 def stable_id(value: Any) -> int:
     """Return an int64: an integer stays, of 64 unsigned bits it wraps around, and all else is hashed."""
+    # Integers beside a missing one come out of NumPy as floats.
+    if isinstance(value, float | np.floating) and value.is_integer():
+        value = int(value)
     if isinstance(value, int | np.integer):
         return (int(value) + 2**63) % 2**64 - 2**63
     return content_id(value if isinstance(value, bytes) else str(value).encode())
@@ -84,9 +94,10 @@ def stable_ids(values: list[Any]) -> NDArray[np.int64]:
 
     Raises ``DataError`` for a row without an id.
     """
-    if None in values:
+    missing = [is_missing(value) for value in values]
+    if any(missing):
         raise DataError(
-            f"row {values.index(None)} of a batch has no id: give every row an id of its own, or leave out "
+            f"row {missing.index(True)} of a batch has no id: give every row an id of its own, or leave out "
             "the id column"
         )
     return np.array(list(map(stable_id, values)), np.int64)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import ray
 
 from raycl.data.columns import ColumnNames
-from raycl.data.ids import content_id, stable_id
+from raycl.data.ids import content_id, is_missing, stable_id
 from raycl.data.sources import Piece, RawRows, Source
 from raycl.errors import BrokenValueError, DataError
 from raycl.tokens import BrokenTextError, read_text
@@ -139,7 +139,7 @@ def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
 
 
 def _id_of(value: Any) -> int:
-    if value is None:
+    if is_missing(value):
         raise BrokenTextError("missing id")
     return stable_id(value)
 

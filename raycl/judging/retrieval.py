@@ -17,7 +17,7 @@ _MEASURES = {  # raycl's names, and trec_eval's
     "mrr": "recip_rank",
     "map": "map",
 }
-_QUERIES = 1_024  # at once: trec_eval takes dictionaries of strings, about 150 bytes a document ranked
+_QUERIES = 1_024  # at once: trec_eval takes dictionaries of strings, about 110 bytes a document ranked
 _MAX_GRADE = 10  # trec_eval walks a table as long as the highest gain, for each query
 
 
@@ -142,7 +142,8 @@ def _check_relevance(relevance: NDArray[np.integer], num_queries: int) -> None:
     if outside.any():
         raise DataError(
             f"relevance has the row {relevance[outside][0].tolist()}, but queries are 0 to "
-            f"{num_queries - 1}, documents 0 or more and grades 0 to {_MAX_GRADE}; check the order of the columns"
+            f"{num_queries - 1}, documents 0 or more and grades 0 to {_MAX_GRADE}; "
+            "check the order of the columns"
         )
 
 

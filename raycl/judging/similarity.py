@@ -60,5 +60,5 @@ def _spearman(similarity: Numbers, score: Numbers, name: str) -> float:
                 f"the {len(values)} {kind} of {name} do not differ, so they have no ranks; "
                 "look for embeddings that have collapsed, or leave that data set out"
             )
-    correlation, _ = spearmanr(similarity, score)
-    return float(correlation)
+    result: Any = spearmanr(similarity, score)
+    return float(result.statistic)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
@@ -68,8 +67,8 @@ def checked_pair_ids(
 ) -> PairIds | None:
     """Return the ids of all pairs and of the negatives, or None where none came.
 
-    Where only queries have ids, or only keys, all the others are different. ``batch`` is the number
-    of gathered pairs and ``num_negatives`` that of the negatives, None where there are none.
+    ``batch`` is the number of gathered pairs and ``num_negatives`` that of the negatives, None where
+    there are none.
     """
     sides, local_batch = _sides(given), own.stop - own.start
     if not in_batch:
@@ -78,14 +77,10 @@ def checked_pair_ids(
         check_offset(own.start, local_batch, local_batch if batch is None else batch)
     queries, keys = (_checked_side(side, local_batch, batch) for side in sides)
     _check_negative_id(given.negative, sides[1], num_negatives)
-    if queries is None and keys is None:
-        return None
-    known = queries if keys is None else keys
-    assert known is not None, "one of both is there"
-    different = torch.arange(len(known), device=known.device)
-    return PairIds(
-        different if queries is None else queries, different if keys is None else keys, own, given.negative
-    )
+    # Where only queries have ids, or only keys, all the others are different: then a query and a key
+    # make a pair if their own pairs have the same id, whichever side it came for.
+    queries, keys = keys if queries is None else queries, queries if keys is None else keys
+    return None if queries is None or keys is None else PairIds(queries, keys, own, given.negative)
 
 
 def _sides(given: GivenIds) -> tuple[SideIds, SideIds]:

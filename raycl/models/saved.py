@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raycl.augment.images import center_view
 from raycl.batchnorm import swap
-from raycl.errors import DataError, StorageError
+from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.storage import Place
@@ -124,6 +124,7 @@ def load_encoder(
     try:
         spec = _read_spec((output / SPEC).read_text())
         weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
+        of_head = safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()) if spec.projection_head else {}
     except (ValidationError, json.JSONDecodeError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"the encoder at {uri} is damaged: {' '.join(str(error).split())[:200]}; save it again"
@@ -138,7 +139,7 @@ def load_encoder(
     if spec.projection_head is not None:
         head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
         head = swap(head, spec.norm) if spec.norm != "batch" else head
-        _fill(head, safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()), uri)
+        _fill(head, of_head, uri)
         network = nn.Sequential(network, head)
         spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
     if isinstance(spec, TextEncoderSpec):
@@ -148,12 +149,15 @@ def load_encoder(
 
 def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:
     values = json.loads(text)
-    kind = TextEncoderSpec if values.get("kind") == "text" else ImageEncoderSpec
-    return kind.model_validate(values)
+    is_text = isinstance(values, dict) and values.get("kind") == "text"
+    return (TextEncoderSpec if is_text else ImageEncoderSpec).model_validate(values)
 
 
 def _load_tokenizer(output: Place, spec: TextEncoderSpec) -> Tokenizer:
-    tokenizer = Tokenizer.from_json((output / TOKENIZER).read_text())
+    try:
+        tokenizer = Tokenizer.from_json((output / TOKENIZER).read_text())
+    except ConfigError as error:
+        raise StorageError(f"{output / TOKENIZER} cannot be used: {error}") from error
     if tokenizer.fingerprint != spec.tokenizer:
         raise StorageError(
             f"{output / TOKENIZER} is not the tokenizer of the encoder beside it: its fingerprint is "

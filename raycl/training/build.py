@@ -192,6 +192,7 @@ def _cross_entropy(
         return InfoNce(
             temperature=temperature,
             in_batch=_meets_the_batch(config),
+            of_pairs=config.has_two_towers,
             proximal_weight=stage.proximal_weight,
         )
     assert num_samples is not None, "the configuration gives NCE a memory bank"

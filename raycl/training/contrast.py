@@ -78,17 +78,27 @@ class NtXent:
 @final
 @dataclass(frozen=True, kw_only=True)
 class InfoNce:
-    """Each query's key, or own slot, among the gathered keys and what the store lends."""
+    """Each query's key, or own slot, among the gathered keys and what the store lends.
+
+    ``of_pairs`` says that queries and keys are different things, with ids of their own.
+    """
 
     temperature: float | Tensor
     in_batch: bool
+    of_pairs: bool = False
     proximal_weight: float = 0.0
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
         """Return the loss."""
         positive = _positive(key, lent)
         loss = gathered_info_nce(
-            query, positive, ids.query, lent, temperature=self.temperature, in_batch=self.in_batch
+            query,
+            positive,
+            ids,
+            lent,
+            temperature=self.temperature,
+            in_batch=self.in_batch,
+            of_pairs=self.of_pairs,
         )
         return _pulled(loss, query, lent, self.proximal_weight)
 
@@ -252,28 +262,31 @@ def gathered_nt_xent(
 def gathered_info_nce(
     query: Tensor,
     key: Tensor,
-    sample_id: Tensor,
+    ids: Ids,
     lent: Lent,
     *,
     temperature: float | Tensor,
     in_batch: bool,
+    of_pairs: bool = False,
 ) -> Tensor:
     """InfoNCE over the keys of all workers and what a store lends."""
     lent_rows: dict[str, Any] = {"negatives": lent.negatives, "negative_id": lent.negative_id}
-    if num_workers() == 1 or not in_batch:
-        return info_nce(
-            query, key, temperature=temperature, in_batch=in_batch, sample_id=sample_id, **lent_rows
-        )
-    if _are_too_large(key):
-        return ring_info_nce(query, key, sample_id, temperature=temperature, **lent_rows)
+    # One id for both sides costs less to look through.
+    pair_ids = {"query_id": ids.query, "key_id": ids.key} if of_pairs else {"sample_id": ids.query}
+    if num_workers() == 1 or not (in_batch or of_pairs):
+        return info_nce(query, key, temperature=temperature, in_batch=in_batch, **pair_ids, **lent_rows)
+    if in_batch and not of_pairs and _are_too_large(key):
+        return ring_info_nce(query, key, ids.query, temperature=temperature, **lent_rows)
+    gathered = {f"gathered_{name}": gather_detached(each) for name, each in pair_ids.items()}
     return info_nce(
         query,
         key,
         temperature=temperature,
-        gathered_key=gather(key),
+        in_batch=in_batch,
+        gathered_key=gather(key) if in_batch else None,
         offset=rank() * len(query),
-        sample_id=sample_id,
-        gathered_sample_id=gather_detached(sample_id),
+        **pair_ids,
+        **gathered,
         **lent_rows,
     )
 
@@ -300,13 +313,14 @@ def gathered_hinge(
         "negatives": lent.negatives,
         "negative_id": lent.negative_id,
     }
-    if num_workers() == 1 or not in_batch:
+    if num_workers() == 1:
         return hinge(query, key, **settings)
+    # Without the batch as well: what a store lends may be the key of another worker's pair.
     return hinge(
         query,
         key,
         gathered_query=gather(query) if bidirectional else None,
-        gathered_key=gather(key),
+        gathered_key=gather(key) if in_batch else None,
         offset=rank() * len(query),
         gathered_query_id=gather_detached(ids.query),
         gathered_key_id=gather_detached(ids.key),

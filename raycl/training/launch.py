@@ -49,7 +49,10 @@ NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What came of a run: where it lies, how long it took, its last metrics, and broken rows."""
+    """What came of a run: where it lies, how long it took, its last metrics, and what it left out.
+
+    ``broken_rows`` counts by cause rows that cannot be used, ``left_out`` what is sound but of no use.
+    """
 
     output: str
     steps: int
@@ -58,6 +61,7 @@ class RunResult:
     samples_per_second: float
     final: dict[str, Any]
     broken_rows: dict[str, int]
+    left_out: dict[str, int]
 
 
 def train(
@@ -307,6 +311,7 @@ class _Launch:
             samples_per_second=final.pop("samples") / max(seconds, 1e-9),
             final=final,
             broken_rows=dict(rows.broken),
+            left_out=dict(rows.left_out),
         )
         write_result(
             self._output, {"status": "finished", **{k: v for k, v in vars(result).items() if k != "output"}}

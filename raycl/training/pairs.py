@@ -14,6 +14,7 @@ from raycl.data.formats import Format, Formats
 from raycl.data.ids import IdFormat
 from raycl.data.rows import Batch, ids_of, texts_of, tokens_of
 from raycl.data.texts import TextsFormat
+from raycl.errors import DataError
 from raycl.training.modality import ImageSide, Side
 from raycl.training.texts import TextDrawing, TextSide
 from raycl.training.views import ImageDrawing, Known
@@ -54,7 +55,7 @@ class PairModality:
 
     def drawing(self, device: torch.device) -> "PairDrawing":
         """Return queries and documents as they are."""
-        return PairDrawing(device)
+        return PairDrawing(device, explicit=self._config.negatives.explicit)
 
 
 @final
@@ -63,6 +64,7 @@ class PairDrawing:
     """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end."""
 
     device: torch.device
+    explicit: bool = True
 
     def view(self, batch: Batch, number: int) -> Tensor:
         """Return the queries or the documents."""
@@ -78,7 +80,7 @@ class PairDrawing:
 
     def negatives(self, batch: Batch) -> Tensor | None:
         """Return the negatives of all queries in their order."""
-        if "negatives" not in batch.contents:
+        if not self._has_negatives(batch):
             return None
         tokens = texts_of(batch, "negatives").tokens
         return self._moved(tokens.padded()) if len(tokens) else None
@@ -90,13 +92,19 @@ class PairDrawing:
         document_id, negative_ids = ids_of(batch, "document_id"), ids_of(batch, "negative_ids")
         if document_id is not None:
             key.append(document_id.values)
-        if "negatives" not in batch.contents:
+        if not self._has_negatives(batch):
             return Known(query=query, key=self._stacked(key))
-        negative = [texts_of(batch, "negatives").tokens.text_id]
+        texts = texts_of(batch, "negatives")
+        negative = [texts.tokens.text_id]
         if document_id is not None:
+            if negative_ids is not None:
+                _check_counts(batch, texts.counts, negative_ids.counts)
             # Without ids of their own, negatives are known by their texts alone.
             negative.append(negative[0] if negative_ids is None else negative_ids.values)
         return Known(query=query, key=self._stacked(key), negative=self._stacked(negative))
+
+    def _has_negatives(self, batch: Batch) -> bool:
+        return self.explicit and "negatives" in batch.contents
 
     def _names(self, text_id: NDArray[np.int64], ids: object) -> Tensor:
         values = getattr(ids, "values", None)
@@ -107,6 +115,17 @@ class PairDrawing:
 
     def _moved(self, tokens: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(tokens).to(self.device, non_blocking=True)
+
+
+def _check_counts(batch: Batch, texts: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+    """Refuse ids of negatives that are more or fewer than these: they would pass for those of others."""
+    differs = np.flatnonzero(texts != ids)
+    if len(differs):
+        row = differs[0]
+        raise DataError(
+            f"sample {batch.sample_id[row]} has {texts[row]} negatives and {ids[row]} negative_ids; give each "
+            "negative an id, or leave the column of ids out"
+        )
 
 
 @final

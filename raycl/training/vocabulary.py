@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from raycl.cluster import own_errors
-from raycl.config import RunConfig
+from raycl.config import RunConfig, TextConfig
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source
 from raycl.errors import DataError, StorageError
@@ -49,10 +49,20 @@ def find_vocabulary(
     Raises ``DataError`` if there is no text at all.
     """
     only_texts = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
-    text = config.text
+    return count_tokens(config.text, tokenizer, only_texts, source, dataset)
+
+
+def count_tokens(
+    text: TextConfig,
+    tokenizer: Tokenizer | None,
+    columns: ColumnNames,
+    source: Source | None,
+    dataset: ray.data.Dataset | None,
+) -> Vocabulary:
+    """Count the tokens of these columns, as :func:`find_vocabulary` does."""
 
     def count() -> Vocabulary:
-        texts = _texts_of_source(source, only_texts) if source else _texts_of_dataset(dataset, only_texts)
+        texts = _texts_of_source(source, columns) if source else _texts_of_dataset(dataset, columns)
         found = list(islice(texts, text.num_texts))
         if not found:
             raise DataError("there is not one sound text to train a tokenizer on; look at the text columns")

@@ -13,7 +13,6 @@ from PIL import Image
 from raycl.training.images import Images
 
 import raycl
-from jobs.prepare import prepare
 from raycl.cluster import join_cluster
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
@@ -26,6 +25,7 @@ from raycl.data.stream import Stream, stream_source
 from raycl.doctor import examine
 from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_rows
+from raycl.preparation.images import pack_images
 from tests.images import encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -151,7 +151,7 @@ def test_a_folder_is_packed_into_parquet_that_reads_the_same(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode(np.full((20, 20, 3), index * 20, np.uint8)))
     packed = tmp_path / "packed"
-    prepare(str(tmp_path / "images"), str(packed), rows_per_file=5, address=None, debug=False)
+    pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5)
     assert "12 images packed" in capsys.readouterr().out
     assert pq.read_table(packed).num_rows == 12
     before, after = (read_rows(str(uri), FORMAT) for uri in (tmp_path / "images", packed))
@@ -160,7 +160,7 @@ def test_a_folder_is_packed_into_parquet_that_reads_the_same(
     by_id = dict(zip(before.sample_id.tolist(), before.label.tolist(), strict=True))
     assert [by_id[row_id] for row_id in after.sample_id.tolist()] == after.label.tolist()
     with pytest.raises(StorageError, match="exists already"):
-        prepare(str(tmp_path / "images"), str(packed), rows_per_file=5, address=None, debug=False)
+        pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,169 @@
+"""Hard negatives: for each query the documents nearest to it, by an encoder, that are not its positives."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from raycl.cluster import own_errors
+from raycl.data.columns import ColumnNames
+from raycl.errors import ConfigError, DataError, StorageError
+from raycl.inference.values import Values, embed_values, read_values
+from raycl.judging.search import search
+from raycl.storage import Place, absolute
+
+QUERIES_A_TASK = 4_096
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Mined:
+    """How many pairs were written, how many negatives were added, and how many were too near."""
+
+    num_pairs: int
+    num_negatives: int
+    num_too_near: int
+
+
+def mine_negatives(
+    run: str,
+    data: str,
+    output: str,
+    *,
+    num_negatives: int = 8,
+    below: float = 0.95,
+    columns: ColumnNames | None = None,
+    gpu: bool = False,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> Mined:
+    """Write the pairs at ``data`` with up to ``num_negatives`` more explicit negatives each, to ``output``.
+
+    The documents of ``data``, negatives among them, are searched exactly for each query, by the towers of
+    ``run``. What is known to match the query, and its own text, is no negative; nor is a document
+    that is nearer to the query than ``below`` times its positive, for it may well match (Moreira et al.,
+    2024). ``data`` has pairs with a label, with lists of negatives, or neither; ``output`` has ``query``,
+    ``document``, ``negatives``. The distinct texts of ``data`` are held in this process, their
+    embeddings in Ray's object store.
+
+    Raises:
+        ConfigError: ``num_negatives`` or ``below`` is not positive.
+        StorageError: There is something at ``output``.
+        DataError: A column is missing, or no pair matches.
+    """
+    if num_negatives < 1 or not 0 < below <= 1:
+        raise ConfigError(
+            f"cannot mine {num_negatives} negatives below {below:g} of the positive; give 1 or more, and a "
+            "fraction up to 1"
+        )
+    place = Place(absolute(output))
+    if place.exists():
+        raise StorageError(f"{output} exists already; give another --output or remove it")
+    place.check_writable()
+    pairs = _Pairs(read_values(data, _columns(columns or ColumnNames())))
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    query = embed_values(pairs.queries, run, side="query", title="embedding the queries", **options)
+    document = embed_values(pairs.documents, run, side="key", title="embedding the documents", **options)
+    with own_errors():
+        found = _search_in_tasks(normalize(query), normalize(document), pairs.matching, k=2 * num_negatives)
+    table, mined = pairs.with_mined(found, _similarity(pairs, query, document), num_negatives, below)
+    filesystem, path = place.resolve()
+    pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
+    return mined
+
+
+@final
+class _Pairs:
+    """Distinct queries and documents, which match, and which explicit negatives a query has."""
+
+    def __init__(self, values: Values) -> None:
+        asked, answers = values.by_role["query"], values.by_role["document"]
+        lists = values.by_role.get("negatives") or [[]] * len(asked)
+        explicit = [text for each in lists for text in each or []]
+        query = {text: number for number, text in enumerate(dict.fromkeys(asked))}
+        document = {text: number for number, text in enumerate(dict.fromkeys([*answers, *explicit]))}
+        self.queries, self.documents = list(query), list(document)
+        rows = list(zip(asked, answers, values.label.tolist(), lists, strict=True))
+        positive = [(query[q], document[d]) for q, d, label, _ in rows if label != 0]
+        if not positive:
+            raise DataError("no pair has label 1; hard negatives are those of queries with a match")
+        self.positive = np.array(list(dict.fromkeys(positive)), np.int64)
+        own_text = [(number, document[text]) for text, number in query.items() if text in document]
+        self.matching = np.unique(np.array(positive + own_text, np.int64), axis=0)
+        self._explicit: dict[int, dict[int, None]] = {}
+        for q, d, label, negatives in rows:
+            known = self._explicit.setdefault(query[q], {})
+            known.update(dict.fromkeys([document[d]] if label == 0 else []))
+            known.update(dict.fromkeys(document[text] for text in negatives or []))
+
+    def with_mined(
+        self,
+        found: tuple[NDArray[Any], NDArray[np.int64]],
+        similarity: NDArray[Any],
+        num_negatives: int,
+        below: float,
+    ) -> tuple[pa.Table, Mined]:
+        """Return one row a positive pair, with the explicit negatives and those that were found."""
+        rows, num_mined, num_too_near = [], 0, 0
+        for (q, d), own in zip(self.positive.tolist(), similarity.tolist(), strict=True):
+            near = [
+                (int(place), float(cosine))
+                for place, cosine in zip(found[1][q], found[0][q], strict=True)
+                if place >= 0
+            ]
+            fit = [place for place, cosine in near if cosine <= below * own]
+            num_too_near += len(near) - len(fit)
+            explicit = [place for place in self._explicit.get(q, {}) if place != d]
+            mined = [place for place in fit if place not in explicit][:num_negatives]
+            num_mined += len(mined)
+            texts = [self.documents[place] for place in [*explicit, *mined]]
+            rows.append({"query": self.queries[q], "document": self.documents[d], "negatives": texts})
+        return pa.Table.from_pylist(rows), Mined(
+            num_pairs=len(rows), num_negatives=num_mined, num_too_near=num_too_near
+        )
+
+
+def _columns(names: ColumnNames) -> ColumnNames:
+    return ColumnNames(
+        image=None,
+        query=names.query or "query",
+        document=names.document or "document",
+        negatives=names.negatives,
+        label=names.label,
+    )
+
+
+def _similarity(pairs: _Pairs, query: Tensor, document: Tensor) -> NDArray[Any]:
+    """Return the cosine of each positive pair, [num_pairs]."""
+    rows, columns = torch.from_numpy(pairs.positive).unbind(1)
+    return (normalize(query)[rows] * normalize(document)[columns]).sum(1).numpy()
+
+
+def _search_in_tasks(
+    query: Tensor, document: Tensor, matching: NDArray[np.int64], *, k: int
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Search some queries a task; all tasks of a node read the same documents."""
+    held = ray.put(document.numpy())
+
+    def find(rows: NDArray[Any], documents: NDArray[Any], known: NDArray[np.int64]) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's memory may not be written to, and is not
+            return search(torch.from_numpy(rows), torch.from_numpy(documents), k=k, excluded=known)
+
+    task = ray.remote(num_cpus=1)(find)
+    parts = []
+    for first in range(0, len(query), QUERIES_A_TASK):
+        inside = (matching[:, 0] >= first) & (matching[:, 0] < first + QUERIES_A_TASK)
+        known = matching[inside] - np.array([first, 0])
+        parts.append(task.remote(query[first : first + QUERIES_A_TASK].numpy(), held, known))
+    found = ray.get(parts)
+    return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])

@@ -1,0 +1,71 @@
+"""Judging by sentence similarity: does the cosine of two sentences rank pairs as people do?"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from torch.nn.functional import normalize
+
+from raycl.data.columns import ColumnNames
+from raycl.errors import ConfigError, DataError
+from raycl.inference.values import embed_values, read_values
+from raycl.judging.similarity import sts_scores
+from raycl.judging.text_floor import tfidf_similarity
+from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.storage import Place, absolute
+
+COLUMNS = ("sentence1", "sentence2", "score", "dataset")
+
+
+def evaluate_sts(
+    *,
+    run: str,
+    test: str,
+    train: str | None = None,
+    text: str = "text",
+    floor: bool = True,
+    gpu: bool = False,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> dict[str, Any]:
+    """Judge by Spearman's correlation of cosine and score, over all pairs of a data set at once.
+
+    ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and perhaps ``dataset``. The
+    ``floor`` is the cosine of TF-IDF, whose words are weighed by ``train``, texts in a column ``text``, or
+    without it by the sentences themselves. Raises ``DataError`` if a column is missing.
+    """
+    if isinstance(load_encoder(run), ImageEncoder):
+        raise ConfigError(f"the run at {run} has an encoder of images; sts judges encoders of texts")
+    table = _read(test)
+    left, right = (table[name].to_pylist() for name in COLUMNS[:2])
+    score = np.asarray(table["score"].to_pylist(), np.float64)
+    names = table["dataset"].to_pylist() if "dataset" in table.column_names else ["sts"] * len(left)
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    rows = normalize(embed_values([*left, *right], run, side="query", **options))
+    similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
+    result = {"measure": "sts", **sts_scores(similarity, score, names)}
+    corpus = [*left, *right]
+    if train is not None:
+        corpus = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
+    result |= {"num_train": 0 if train is None else len(corpus), "num_test": len(left)}
+    if floor:
+        result["floor"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}
+    return result
+
+
+def _read(uri: str) -> Any:
+    filesystem, path = Place(absolute(uri)).resolve()
+    try:
+        table = pq.read_table(path, filesystem=filesystem)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read {uri} as parquet: {str(error).splitlines()[0]}; give a parquet file"
+        ) from None
+    for name in COLUMNS[:3]:
+        if name not in table.column_names:
+            raise DataError(
+                f"{uri} has no column {name!r}; it has {', '.join(table.column_names)}: sts needs "
+                "sentence1, sentence2 and score"
+            )
+    return table

@@ -1,0 +1,1 @@
+"""What is done once with a set, so that many runs read it well."""
