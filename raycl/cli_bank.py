@@ -81,6 +81,9 @@ def nearest(
     image: Annotated[
         str | None, typer.Option(help="Ask with this picture, by the run's last checkpoint; local or s3://.")
     ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Ask with this text, by the run's last checkpoint.")
+    ] = None,
     vector: Annotated[
         str | None, typer.Option(help="Ask with an embedding: a .npy file or a JSON list; local or s3://.")
     ] = None,
@@ -89,18 +92,22 @@ def nearest(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Find the rows of highest cosine to a sample, a picture or an embedding."""
-    asked = {"id": sample_id, "image": image, "vector": vector}
+    """Find the rows of highest cosine to a sample, a picture, a text or an embedding."""
+    asked = {"id": sample_id, "image": image, "text": text, "vector": vector}
     query = {kind: value for kind, value in asked.items() if value is not None}
     if len(query) != 1:
-        raise ConfigError(f"nearest takes one of --id, --image and --vector, came {len(query)}; give one")
+        raise ConfigError(
+            f"nearest takes one of --id, --image, --text and --vector, came {len(query)}; give one"
+        )
     if k < 1:
         raise ConfigError(f"cannot look for {k} neighbors; give -k of at least 1")
     embedding = None if vector is None else _read_vector(vector)
     content = None if image is None else _read_file(image)
     holder = _connect(name, address, debug)
     if content is not None:
-        embedding, query["checkpoint"] = _embed_image(holder.plan.output, content)
+        embedding, query["checkpoint"] = _embed(holder.plan.output, image=content)
+    if text is not None:
+        embedding, query["checkpoint"] = _embed(holder.plan.output, text=text)
     if embedding is None:
         found = holder.nearest_of(query["id"], k)
     else:
@@ -211,11 +218,12 @@ def _described(name: str, plan: "BankPlan | None") -> dict[str, Any]:
     return {"name": name, "answers": plan is not None, **(dataclasses.asdict(plan) if plan else {})}
 
 
-def _embed_image(run: str, content: bytes) -> tuple["np.ndarray", str]:
+def _embed(run: str, *, image: bytes | None = None, text: str | None = None) -> tuple["np.ndarray", str]:
     from raycl.inference.tower import load_tower
 
     saved = load_tower(run)
-    return saved.embed_image(content), saved.checkpoint
+    embedding = saved.embed_text(text or "") if image is None else saved.embed_image(image)
+    return embedding, saved.checkpoint
 
 
 def _read_file(uri: str) -> bytes:

@@ -157,7 +157,7 @@ def test_help_names_every_question_to_a_bank(raycl) -> None:
     ("question", "says"),
     [
         (["stats"], "name"),
-        (["nearest", "keys"], "one of --id, --image and --vector"),
+        (["nearest", "keys"], "one of --id, --image, --text and --vector"),
         (["nearest", "keys", "--id", "many"], "--id"),
         (["get", "keys"], "--id"),
         (["get", "keys", "--id", 2**63], "--id"),
