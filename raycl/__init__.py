@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from raycl.config import RunConfig, Stage
     from raycl.errors import RayclError
     from raycl.inference.embedding import embed_to_parquet as embed
+    from raycl.inference.export import export_encoder
     from raycl.inference.judgment import evaluate
     from raycl.models.saved import load_encoder
     from raycl.recipes import recipe
@@ -29,6 +30,7 @@ _HOME = {
     "connect_bank": "raycl.banks:connect_bank",
     "embed": "raycl.inference.embedding:embed_to_parquet",
     "evaluate": "raycl.inference.judgment:evaluate",
+    "export_encoder": "raycl.inference.export:export_encoder",
     "list_banks": "raycl.banks:list_banks",
     "load_encoder": "raycl.models.saved:load_encoder",
     "override": "raycl.settings:override",
@@ -47,6 +49,7 @@ __all__ = [
     "connect_bank",
     "embed",
     "evaluate",
+    "export_encoder",
     "list_banks",
     "load_encoder",
     "losses",

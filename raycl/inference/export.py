@@ -1,0 +1,63 @@
+"""Leaving raycl: an encoder written so that other packages load it."""
+
+import json
+from typing import Literal
+
+from raycl.errors import ConfigError, StorageError
+from raycl.inference.sentence_folder import sentence_folder
+from raycl.inference.torchvision_weights import ARCHITECTURE, WEIGHTS, torchvision_files
+from raycl.models.saved import KEY, OWN, SPEC, ImageEncoder, load_encoder
+from raycl.storage import Place, absolute
+
+Package = Literal["sentence_transformers", "torchvision"]
+SideName = Literal["query", "key"]
+
+
+def export_encoder(run: str, output: str, *, side: SideName = "query", to: Package | None = None) -> str:
+    """Write the encoder of ``run`` to the folder ``output`` for another package; return how to load it.
+
+    ``sentence_transformers`` takes encoders of texts: ``SentenceTransformer(output).encode`` gives the
+    vectors of ``load_encoder(run).encode``, not brought to unit length. ``torchvision`` takes those of
+    images whose network it has as well; ``weights.pth`` holds its weights. Without ``to`` the kind of
+    the encoder decides. With two towers ``side`` says whose; its projection head is a part of it.
+
+    Raises ``StorageError`` for an output that exists, and ``ConfigError`` for an encoder that the
+    package has no place for, a network of the user's own among them; nothing is written then.
+    """
+    if side not in ("query", "key") or to not in ("sentence_transformers", "torchvision", None):
+        raise ConfigError(
+            f"cannot export the side {side!r} to {to!r}; there are query and key, sentence_transformers and torchvision"
+        )
+    place = Place(absolute(output))
+    if place.exists():
+        raise StorageError(f"{output} exists already; give another --output or remove it")
+    _refuse_own_network(run, side)
+    encoder = load_encoder(run, side=side)
+    is_image = isinstance(encoder, ImageEncoder)
+    fitting = "torchvision" if is_image else "sentence_transformers"
+    if to not in (fitting, None):
+        raise ConfigError(
+            f"the encoder of {run} takes {'images' if is_image else 'texts'}, which {to} does not; use {fitting}"
+        )
+    files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
+    for name, content in files.items():
+        (place / name).write_bytes(content)
+    if is_image:
+        return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
+    return f"sentence_transformers.SentenceTransformer({output!r})"
+
+
+def _refuse_own_network(run: str, side: SideName) -> None:
+    """Refuse it before loading asks for the network, which would not help here."""
+    folder = Place(absolute(run))
+    if side == "key" and (folder / KEY / SPEC).exists():
+        folder = folder / KEY
+    try:
+        name = json.loads((folder / SPEC).read_text())["name"]
+    except (StorageError, ValueError, TypeError, KeyError):
+        return  # loading says what is wrong with it
+    if name == OWN:
+        raise ConfigError(
+            f"the run at {run} trained a network of your own, which no other package knows; "
+            "load it with raycl.load_encoder"
+        )

@@ -1,0 +1,416 @@
+"""Leaving raycl: other packages load what is exported, and get the vectors that raycl gives."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import torchvision
+from tokenizers import models, normalizers, pre_tokenizers, processors
+from torch import Tensor, nn
+
+import raycl
+from raycl.batchnorm import swap
+from raycl.errors import ConfigError, RayclError, StorageError
+from raycl.inference.export import export_encoder
+from raycl.models.heads import build_projection_head
+from raycl.models.saved import KEY, OWN, load_encoder, save_encoder
+from raycl.models.specs import HeadSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.storage import Place
+from raycl.tokens import Tokenizer, train_tokenizer
+from tests.test_cli import run_raycl
+from tests.test_floors import FILES, modules_imported_by
+from tests.texts import invented_texts
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+MAX_LENGTH = 16
+CORPUS = invented_texts(400)
+TEXTS = [
+    *invented_texts(12, seed=1),
+    " ".join(invented_texts(30, seed=2)),  # far longer than MAX_LENGTH
+    "a",
+    ".",
+    "  Ba DE  ",
+    "BADE bade BaDe",
+    "[PAD] [UNK] [CLS] [SEP] <pad> <s>",
+    "ünïcödé é ﬁ 漢字 🙂",
+    "b" * 300,
+]
+SMALL = {"dim": 24, "hidden_dim": 40, "dropout": 0.1}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bag_of_subwords": SMALL,
+    "bag_of_subwords, unweighted": SMALL | {"weighted": False},
+    "bag_of_subwords, shallow": SMALL | {"hidden_dim": 0},
+    "transformer": SMALL | {"num_layers": 2, "num_heads": 3},
+    "transformer, cls": SMALL | {"num_layers": 1, "pooling": "cls"},
+}
+
+
+def foreign_tokenizer() -> Tokenizer:
+    """Return one like RoBERTa's: padding is 1, each text begins with <s> and ends with </s>."""
+    words = sorted({word for text in CORPUS for word in text.lower().strip(".!?").split()})
+    names = ["<s>", "<pad>", "</s>", "<unk>", *".!?", *words]
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(names[:4])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return Tokenizer(tokenizer.to_str())
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "own": lambda: train_tokenizer(CORPUS, vocabulary_size=600),
+    "own, cls, wordpiece": lambda: train_tokenizer(CORPUS, vocabulary_size=600, kind="wordpiece", cls=True),
+    "own, as written": lambda: train_tokenizer(CORPUS, vocabulary_size=600, lowercase=False),
+    "foreign": foreign_tokenizer,
+}
+
+
+def worn(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Move weights and running statistics away from where they start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        for value in module.buffers():
+            if value.is_floating_point():
+                value += 0.2 * torch.rand(value.shape, generator=generator)
+    return module
+
+
+def write_texts_run(
+    output: Path | str,
+    name: str = "bag_of_subwords",
+    *,
+    tokenizer: Tokenizer | None = None,
+    head: HeadSpec | None = None,
+    norm: Any = "batch",
+    seed: int = 0,
+    arguments: dict[str, Any] | None = None,
+    dim: int = 24,
+) -> str:
+    """Write what a run leaves of an encoder of texts; return where."""
+    tokenizer = tokenizer or TOKENIZERS["own"]()
+    spec = TextEncoderSpec(
+        name=name.split(",")[0],
+        arguments=ENCODERS.get(name, {}) if arguments is None else arguments,
+        num_tokens=tokenizer.num_tokens,
+        max_length=MAX_LENGTH,
+        tokenizer=tokenizer.fingerprint,
+        representation_dim=dim,
+        norm=norm,
+        projection_head=head,
+    )
+    torch.manual_seed(seed)
+    encoder = worn(spec.build(), seed)
+    projection = None if head is None else worn(build_projection_head(dim, **head.model_dump()), seed + 1)
+    if projection is not None and norm != "batch":
+        projection = swap(projection, norm)
+    save_encoder(encoder, spec, Place(str(output)), projection_head=projection, tokenizer=tokenizer)
+    return str(output)
+
+
+def vectors(folder: Path | str, texts: list[str] = TEXTS) -> Tensor:
+    """Return what sentence-transformers makes of texts, a few at a time."""
+    return torch.from_numpy(load(folder).encode(texts, batch_size=6))
+
+
+def load(folder: Path | str) -> Any:
+    return sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+
+def assert_same_vectors(folder: Path | str, run: str, **options: Any) -> None:
+    assert_vectors(folder, load_encoder(run, **options).encode(TEXTS))
+
+
+def assert_vectors(folder: Path | str, expected: Tensor) -> None:
+    assert expected.std(0).min() > 1e-3  # texts that are told apart
+    torch.testing.assert_close(vectors(folder), expected, rtol=1e-5, atol=1e-5)
+    # A layer that no weights were written for would be drawn anew each time.
+    assert getattr(load(folder)[0].auto_model, "pooler", None) is None
+
+
+# Texts
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_sentence_transformers_gives_the_vectors_of_raycl(name: str, tokenizer: str, tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run", name, tokenizer=TOKENIZERS[tokenizer]())
+    export_encoder(run, str(tmp_path / "out"))
+    assert_same_vectors(tmp_path / "out", run)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HeadSpec(num_layers=0, dim=24),
+        HeadSpec(num_layers=1, dim=7),
+        HeadSpec(num_layers=2, hidden_dim=11, dim=7),
+        HeadSpec(num_layers=3, dim=7, batchnorm=False),
+    ],
+    ids=["none", "linear", "batchnorm", "three"],
+)
+def test_the_projection_head_of_a_tower_comes_along(head: HeadSpec, tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run", head=head)
+    export_encoder(run, str(tmp_path / "out"))
+    assert load(tmp_path / "out").get_embedding_dimension() == head.dim
+    assert_same_vectors(tmp_path / "out", run)
+
+
+def test_each_tower_is_exported_by_its_side(tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run", head=HeadSpec(num_layers=1, dim=7))
+    write_texts_run(tmp_path / "run" / KEY, "transformer", seed=3)
+    for side in ("query", "key"):
+        export_encoder(run, str(tmp_path / side), side=side)
+        assert_same_vectors(tmp_path / side, run, side=side)
+    assert vectors(tmp_path / "query").shape != vectors(tmp_path / "key").shape
+
+
+def test_one_tower_for_both_sides_is_exported_for_each(tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run")
+    export_encoder(run, str(tmp_path / "out"), side="key")
+    assert_same_vectors(tmp_path / "out", run)
+
+
+def test_a_network_of_ones_own_on_one_side_does_not_keep_the_other_from_leaving(tmp_path: Path) -> None:
+    run = write_own(tmp_path / "run")
+    write_texts_run(tmp_path / "run" / KEY, seed=3)
+    export_encoder(run, str(tmp_path / "out"), side="key")
+    assert_same_vectors(tmp_path / "out", run, side="key")
+
+
+def test_what_the_folder_says_of_itself(tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run", "transformer")
+    told = export_encoder(run, str(tmp_path / "out"))
+    model = eval(told, {"sentence_transformers": sentence_transformers})
+    assert model.max_seq_length == MAX_LENGTH
+    assert model.similarity_fn_name == "cosine"
+    assert not np.allclose(np.linalg.norm(model.encode(TEXTS), axis=1), 1, atol=0.1)
+    assert np.array_equal(model.encode_query(TEXTS), model.encode(TEXTS))
+    # Modules of another package would be loaded with trust_remote_code only.
+    listed = json.loads((tmp_path / "out" / "modules.json").read_text())
+    assert all(module["type"].startswith("sentence_transformers.") for module in listed)
+
+
+@pytest.mark.parametrize("name", ["bag_of_subwords", "transformer"])
+def test_what_is_loaded_there_may_be_saved_there(name: str, tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run", name, head=HeadSpec(num_layers=2, dim=7))
+    export_encoder(run, str(tmp_path / "out"))
+    load(tmp_path / "out").save(str(tmp_path / "again"), create_model_card=False)
+    assert torch.equal(vectors(tmp_path / "again"), vectors(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_model_of_transformers_needs_its_first_folder_no_more(
+    kind: str, pooling: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = TOKENIZERS["foreign" if kind == "roberta" else "own, cls, wordpiece"]()
+    config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[kind](
+        vocab_size=tokenizer.num_tokens, max_position_embeddings=40, hidden_size=24,
+        num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, dtype="bfloat16",
+    )  # fmt: skip
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    run = write_texts_run(
+        tmp_path / "run", f"transformers:{tmp_path / 'model'}", tokenizer=tokenizer,
+        arguments={"pooling": pooling}, head=HeadSpec(num_layers=1, dim=7),
+    )  # fmt: skip
+    export_encoder(run, str(tmp_path / "out"))
+    expected = load_encoder(run).encode(TEXTS)
+    shutil.rmtree(tmp_path / "model")
+    assert_vectors(tmp_path / "out", expected)
+
+
+# Images
+
+
+def write_images_run(output: Path | str, name: str, *, head: HeadSpec | None = None, **values: Any) -> str:
+    """Write what a run leaves of an encoder of images; return where."""
+    channels = values.get("channels", 3)
+    spec = ImageEncoderSpec(
+        **{"image_size": 32, "stored_size": 32, "channels": 3, "representation_dim": 512} | values,
+        name=name, mean=(0.5,) * channels, std=(0.25,) * channels, projection_head=head,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    encoder = worn(spec.build())
+    if spec.norm != "batch":
+        encoder = swap(encoder, spec.norm)
+    projection = head and worn(build_projection_head(spec.representation_dim, **head.model_dump()))
+    save_encoder(encoder, spec, Place(str(output)), projection_head=projection)
+    return str(output)
+
+
+def test_torchvisions_network_of_that_name_gives_the_vectors_of_raycl(tmp_path: Path) -> None:
+    run = write_images_run(tmp_path / "run", "resnet18", stem="standard")
+    export_encoder(run, str(tmp_path / "out"))
+    theirs = torchvision.models.resnet18()
+    theirs.fc = nn.Identity()
+    theirs.load_state_dict(torch.load(tmp_path / "out" / "weights.pth"))
+    assert_same_images(theirs, run)
+
+
+@pytest.mark.parametrize("head", [None, HeadSpec(num_layers=0, dim=192), HeadSpec(num_layers=1, dim=7)])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("vit_tiny", {"representation_dim": 192}),
+        ("resnet18", {"stem": "standard", "representation_dim": 512}),
+    ],
+)
+def test_the_network_that_is_named_takes_the_weights(
+    name: str, values: dict[str, Any], head: HeadSpec | None, tmp_path: Path
+) -> None:
+    if head is not None and head.num_layers == 0:
+        head = HeadSpec(num_layers=0, dim=values["representation_dim"])
+    run = write_images_run(tmp_path / "run", name, head=head, **values)
+    told = export_encoder(run, str(tmp_path / "out"), to="torchvision")
+    assert "weights.pth" in told
+    named = json.loads((tmp_path / "out" / "architecture.json").read_text())
+    theirs = eval(named["network"], {"torchvision": torchvision})(**named["arguments"])
+    if named["last_layer"] is None:
+        last = "heads" if name.startswith("vit") else "fc"
+        setattr(theirs, last, nn.Identity())
+    theirs.load_state_dict(torch.load(tmp_path / "out" / "weights.pth"))
+    assert (named["image_size"], named["mean"], named["std"]) == (32, [0.5] * 3, [0.25] * 3)
+    assert_same_images(theirs, run)
+
+
+def assert_same_images(theirs: nn.Module, run: str) -> None:
+    images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(theirs.eval()(images), load_encoder(run)(images), rtol=1e-5, atol=1e-5)
+
+
+# What is refused
+
+
+def of_ones(*, num_tokens: int, max_length: int) -> nn.Module:
+    """Stand for a network of the user's own."""
+    return nn.EmbeddingBag(num_tokens, 24)
+
+
+def write_own(output: Path) -> str:
+    run = write_texts_run(output)
+    spec = json.loads((output / "encoder.json").read_text())
+    (output / "encoder.json").write_text(json.dumps(spec | {"name": OWN}))
+    return run
+
+
+REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
+    "images as texts": (
+        lambda run: write_images_run(run, "resnet18", stem="standard"),
+        {"to": "sentence_transformers"},
+        "takes images, which sentence_transformers does not; use torchvision",
+    ),
+    "texts as images": (
+        write_texts_run,
+        {"to": "torchvision"},
+        "takes texts, which torchvision does not; use sentence_transformers",
+    ),
+    "an unknown package": (write_texts_run, {"to": "onnx"}, "'onnx'; there are query and key"),
+    "an unknown side": (write_texts_run, {"side": "left"}, "the side 'left'"),
+    "a module": (write_own, {}, "a network of your own, which no other package knows"),
+    "a function": (
+        lambda run: write_texts_run(run, f"{__name__}:of_ones"),
+        {},
+        "of_ones is a network of your own, which sentence-transformers does not know",
+    ),
+    "a head of GroupNorm": (
+        lambda run: write_texts_run(run, head=HeadSpec(num_layers=2, dim=7), norm="group"),
+        {},
+        "no module for the GroupNorm of the projection head",
+    ),
+    "a small stem": (lambda run: write_images_run(run, "resnet18"), {}, "stem 'auto'"),
+    "no name of theirs": (
+        lambda run: write_images_run(run, "resnet10", stem="standard"),
+        {},
+        "this resnet10",
+    ),
+    "a width": (
+        lambda run: write_images_run(run, "resnet18", stem="standard", width=0.25, representation_dim=128),
+        {},
+        "width 0.25",
+    ),
+    "gray images": (
+        lambda run: write_images_run(run, "vit_tiny", channels=1, representation_dim=192),
+        {},
+        "1 channels",
+    ),
+    "another norm": (
+        lambda run: write_images_run(run, "resnet18", stem="standard", norm="group"),
+        {},
+        "norm 'group'",
+    ),
+    "a deep head": (
+        lambda run: write_images_run(
+            run, "vit_tiny", representation_dim=192, head=HeadSpec(num_layers=2, dim=7, batchnorm=False)
+        ),
+        {},
+        "torchvision has no network like this vit_tiny.*load it with raycl.load_encoder",
+    ),
+    "no run": (str, {}, "there is no encoder at"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_another_package_has_no_place_for_is_one_line(case: str, tmp_path: Path) -> None:
+    write, options, says = REFUSED[case]
+    run = write(tmp_path / "run")
+    with pytest.raises(StorageError if case == "no run" else ConfigError, match=says) as caught:
+        export_encoder(run, str(tmp_path / "out"), **options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run")
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    with pytest.raises(StorageError, match="exists already"):
+        export_encoder(run, run)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+
+
+def test_a_damaged_encoder_is_said_as_when_it_is_loaded(tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run")
+    (tmp_path / "run" / "encoder.json").write_text("[1")
+    with pytest.raises(RayclError, match="is damaged"):
+        export_encoder(run, str(tmp_path / "out"))
+
+
+# The door
+
+
+def test_the_command_writes_the_folder_and_says_how_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = write_texts_run(tmp_path / "run")
+    write_texts_run(tmp_path / "run" / KEY, seed=3)
+    arguments = ["export", "--run", run, "--output", tmp_path / "out", "--side", "key"]
+    status, out, _ = run_raycl(monkeypatch, capsys, *arguments)
+    assert (status, out) == (
+        0,
+        f"load it with sentence_transformers.SentenceTransformer('{tmp_path / 'out'}')\n",
+    )
+    again, out, err = run_raycl(monkeypatch, capsys, *arguments)
+    assert (again, out, err.count("\n")) == (2, "", 1)
+    assert "exists already" in err
+    assert_same_vectors(tmp_path / "out", run, side="key")
+
+
+def test_raycl_never_imports_the_package_that_it_writes_for() -> None:
+    assert raycl.export_encoder is export_encoder
+    imported = {module.split(".")[0] for path in FILES for module in modules_imported_by(path)}
+    assert "torch" in imported
+    assert "sentence_transformers" not in imported
