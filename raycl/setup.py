@@ -101,7 +101,13 @@ def _read_settings(settings: Sequence[str], kinds: Mapping[str, type]) -> dict[s
             result["max_bad_fraction"] = _typed(path, value, float)
         else:
             result[path] = _typed(path, value, kinds[path])
-    return result | ({"columns": ColumnNames(**columns)} if columns else {})
+    return result | ({"columns": _named(columns)} if columns else {})
+
+
+def _named(columns: dict[str, Any]) -> ColumnNames:
+    """Return the columns; where texts or pairs are named, an image is no longer looked for."""
+    has_texts = any(columns.get(role) for role in ("text", "query", "document"))
+    return ColumnNames(**({"image": None} if has_texts else {}) | columns)
 
 
 def _typed(path: str, value: Any, kind: type) -> Any:

@@ -159,15 +159,15 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         ),
         (
             "two_tower",
+            {"stages.0.loss": "nt_xent"},
+            "loss nt_xent compares views of one sample, data.kind pairs has pairs: set loss to bidirectional, info_nce "
+            "or hinge",
             {"stages.0.loss": "info_nce"},
-            "loss info_nce compares views of one sample, data.kind pairs has pairs: set loss to bidirectional or hinge",
-            {"stages.0.loss": "hinge"},
         ),
         (
             "image_text",
             {"stages.1.loss": "nt_xent"},
-            "loss nt_xent compares views of one sample, data.kind image_text has pairs: set loss to bidirectional "
-            "or hinge",
+            "loss nt_xent compares views of one sample, data.kind image_text has pairs",
             {"stages.1.loss": "bidirectional"},
         ),
         (
@@ -199,8 +199,14 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
             "two_tower",
             {"negatives.in_batch": False, **QUEUE},
             "loss bidirectional classifies queries among those of the batch, negatives.in_batch is false: "
-            "set it to true, or loss to hinge",
+            "set it to true, or loss to info_nce or hinge",
             {"stages.0.loss": "hinge"},
+        ),
+        (
+            "two_tower",
+            {"stages.0.loss": "info_nce", "negatives.in_batch": False, "negatives.explicit": False},
+            "info_nce has no negatives: set negatives.in_batch=true, or a negatives.store",
+            {"negatives.explicit": True},
         ),
     ],
 )

@@ -122,7 +122,7 @@ def _sound_rows(rows: RawRows, labels: Sequence[Any], name: str, logbook: Any) -
 
 def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
     if str(label) not in ("0", "1", "True", "False", "0.0", "1.0"):
-        raise BrokenValueError(f"label {label} in place of 0 or 1")
+        raise BrokenValueError("label other than 0 and 1")
     query, document = (read_text(rows.values[role][place]) for role in ("query", "document"))
     query_id, document_id = (
         None if role not in rows.values else _id_of(rows.values[role][place])

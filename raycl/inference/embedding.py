@@ -62,7 +62,8 @@ def formats_of(encoder: ImageEncoder | TextEncoder, role: str) -> Formats:
     """Return how the values of a role are decoded for an encoder."""
     if isinstance(encoder, ImageEncoder):
         return {role: image_format(encoder.spec)}
-    return {role: TextFormat(tokenizer=encoder.tokenizer, max_length=encoder.spec.max_length)}
+    length = encoder.spec.cut_at or encoder.spec.max_length
+    return {role: TextFormat(tokenizer=encoder.tokenizer, max_length=length)}
 
 
 def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> tuple[str, ColumnNames]:

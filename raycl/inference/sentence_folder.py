@@ -78,7 +78,7 @@ def _modules(encoder: TextEncoder) -> list[Module]:
             "load it with raycl.load_encoder"
         )
     files |= config_file("sentence_bert_config.json", model_args=loading)
-    files |= _tokenizer_files(encoder.tokenizer, vocabulary, spec.max_length)
+    files |= _tokenizer_files(encoder.tokenizer, vocabulary, spec.cut_at or spec.max_length)
     return [Module("Transformer", files), *behind, *head(layers)]
 
 

@@ -73,7 +73,9 @@ class TextEncoder(nn.Module):
     def prepare(self, texts: Sequence[str]) -> Tensor:
         """Cut texts into tokens int64 [batch, length]; raises ``DataError`` for what is no text."""
         try:
-            rows = self.tokenizer.encode(list(map(read_text, texts)), self.spec.max_length)
+            rows = self.tokenizer.encode(
+                list(map(read_text, texts)), self.spec.cut_at or self.spec.max_length
+            )
         except BrokenTextError as error:
             raise DataError(f"a text cannot be used: {error}; leave it out") from None
         device = next(self.network.parameters()).device

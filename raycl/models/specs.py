@@ -91,7 +91,10 @@ class ImageEncoderSpec(BaseModel):
 
 @final
 class TextEncoderSpec(BaseModel):
-    """What an encoder of texts is, and the fingerprint of its ``tokenizer``."""
+    """What an encoder of texts is, and the fingerprint of its ``tokenizer``.
+
+    Texts are cut at ``cut_at`` tokens where it was trained on shorter ones than the network takes.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -100,6 +103,7 @@ class TextEncoderSpec(BaseModel):
     arguments: dict[str, Any] = {}
     num_tokens: int
     max_length: int
+    cut_at: int | None = None
     tokenizer: str
     representation_dim: int
     norm: Literal["batch", "layer", "group"] = "batch"

@@ -135,6 +135,11 @@ class _Launch:
             "workers": [self._config.workers_of(stage) for stage in self._config.stages],
         }
         check_same_data(self._output, described)
+        if streamed and any(stage.discount_frequent for stage in self._config.stages):
+            raise ConfigError(
+                "discount_frequent counts how often each document occurs, which nobody knows of streamed data; "
+                "set data.cache=materialize, or leave it out"
+            )
         self._check_cluster(streamed)
         vocabulary = self._learn_vocabulary(samples)
         decoded, stream = self._open(samples, streamed)

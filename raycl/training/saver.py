@@ -9,7 +9,7 @@ import torch
 from raycl.distributed import all_sum, rank
 from raycl.errors import NonFiniteLossError
 from raycl.models.saved import KEY, save_encoder
-from raycl.models.specs import HeadSpec
+from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.models.towers import Towers
 from raycl.training.checkpoint import Position, save_checkpoint, saved_steps
 from raycl.training.clock import Clock
@@ -110,10 +110,15 @@ def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
         towers.towers, modality.sides, (job.output, job.output / KEY), strict=False
     ):
         spec = side.spec(tower.encoder, own=job.network is not None)
+        if job.config.separate_towers and folder is job.output and isinstance(spec, TextEncoderSpec):
+            # The tower of queries never saw texts as long as documents.
+            spec = spec.model_copy(update={"cut_at": job.config.text.max_length})
         save_encoder(
             tower.encoder,
             spec.model_copy(update={"projection_head": head}),
             folder,
             projection_head=None if head is None else tower.projection_head,
-            tokenizer=job.vocabulary.tokenizer if job.vocabulary and hasattr(spec, "tokenizer") else None,
+            tokenizer=job.vocabulary.tokenizer
+            if job.vocabulary and isinstance(spec, TextEncoderSpec)
+            else None,
         )

@@ -4,10 +4,13 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray.train
 import torch
 from torch import Tensor, nn
+
+from raycl.models.bag_of_subwords import BagOfSubwords
 
 
 class Small(nn.Module):
@@ -80,3 +83,26 @@ def small(**arguments: object) -> nn.Module:
 def flat(**arguments: object) -> nn.Module:
     """Return the wrong shape."""
     return nn.Conv2d(3, 4, 3)
+
+
+class Words(nn.Module):
+    """A bag of subwords with dropout that dies at a chosen batch, once."""
+
+    def __init__(
+        self, *, num_tokens: int, max_length: int, dim: int = 16, die_at: int = 0, marker: str = ""
+    ) -> None:
+        super().__init__()
+        self.bag = BagOfSubwords(num_tokens=num_tokens, max_length=max_length, dim=dim, hidden_dim=0)
+        self._die_at, self._marker, self._num_batches = die_at, marker, 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self._num_batches += self.training
+        if self._num_batches == self._die_at and not Path(self._marker).exists():
+            wait_for_checkpoint()
+            Path(self._marker).touch()
+            os._exit(1)
+        return self.bag(tokens)
+
+
+def words(**arguments: Any) -> Words:
+    return Words(**arguments)

@@ -1,0 +1,286 @@
+"""Whole runs on texts, click logs and captioned images: trained, resumed, judged, mined, prepared."""
+
+import itertools
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import raycl
+from raycl.config import RunConfig
+from raycl.data.columns import ColumnNames
+from raycl.data.pairs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
+from raycl.errors import ConfigError, DataError, RunError, StorageError
+from raycl.inference.mining import mine_negatives
+from raycl.inference.retrieval import evaluate_retrieval
+from raycl.inference.sentences import evaluate_sts
+from raycl.inference.tower import load_tower
+from raycl.preparation.pairs import group_pairs
+from raycl.preparation.texts import gather_texts, make_tokenizer
+from raycl.records import read_metrics
+from raycl.storage import Place
+from tests.cluster.test_negatives import assert_equal_runs
+from tests.images import write_digits
+from tests.texts import invented_texts
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+NUM_QUERIES, BATCH_SIZE = 300, 32
+PAIRS = ColumnNames(image=None, query="query", document="document")
+
+SMALL: dict[str, Any] = {
+    "workers": 2,
+    "cpus_per_worker": 0.5,
+    "text.vocabulary_size": 400,
+    "encoder.arguments": {"dim": 16, "hidden_dim": 0},
+    "projection_head.dim": 16,
+    "stages.0.epochs": 2,
+    "stages.0.batch_size": BATCH_SIZE,
+    "checkpoints.every_steps": 5,
+    "log_every_steps": 1,
+}
+
+
+def run_of(method: str, **settings: Any) -> RunConfig:
+    """A small run on two workers, with dropout in its encoder."""
+    return raycl.override(raycl.recipe(method, image_size=16), {**SMALL, **settings})
+
+
+def clicks() -> list[dict[str, Any]]:
+    """Queries, each with its document and none to three that were shown and not clicked."""
+    texts, random = invented_texts(NUM_QUERIES, seed=1), Random(0)
+    rows = []
+    for number, text in enumerate(texts):
+        words = text.split()
+        query = {"query": f"{' '.join(words[:3])} {number}", "query_id": f"q{number}"}
+        rows.append({**query, "document": text, "document_id": number, "label": 1})
+        for other in random.sample(range(NUM_QUERIES), random.randint(0, 3)):
+            if other != number:
+                rows.append({**query, "document": texts[other], "document_id": other, "label": 0})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A click log with everything that logs have: repeated, contradicted, broken and useless rows."""
+    rows = clicks()
+    rows.append(dict(rows[0]))
+    rows.append({**rows[0], "label": 0})
+    rows.append(
+        {"query": "nobody clicked", "query_id": "none", "document": "seen", "document_id": 0, "label": 0}
+    )
+    rows.append({**rows[0], "query_id": "broken", "document": None})
+    rows.append({**rows[0], "query_id": "graded", "label": 2})
+    path = tmp_path_factory.mktemp("clicks") / "clicks.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=128)
+    return path
+
+
+@pytest.fixture(scope="module")
+def click_run(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, raycl.RunResult]:
+    output = tmp_path_factory.mktemp("runs") / "clicks"
+    return output, raycl.train(run_of("two_tower"), data=str(click_log), output=str(output), quiet=True)
+
+
+def test_a_click_log_is_grouped_and_what_is_left_out_is_counted(
+    click_run: tuple[Path, raycl.RunResult],
+) -> None:
+    output, result = click_run
+    assert result.left_out == {WITHOUT_POSITIVE: 1, REPEATED: 1, CONTRADICTED: 1}
+    assert result.broken_rows == {"missing value": 1, "label other than 0 and 1": 1}
+    assert json.loads((output / "data.json").read_text())["num_rows"] == NUM_QUERIES
+    assert result.final["recall_at_10"] > 0.1  # by chance 10 of 300 documents
+    assert (output / "tokenizer.json").exists()
+
+
+def test_a_run_of_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.RunResult]) -> None:
+    output, _ = click_run
+    judged = [line["recall_at_10"] for line in read_metrics(Place(str(output))) if "recall_at_10" in line]
+    assert len(judged) >= 2
+    query, key = (raycl.load_encoder(str(output), side=side).encode(["a text"]) for side in ("query", "key"))
+    assert torch.equal(query, key)  # one tower for both
+    asked = load_tower(str(output)).embed_text("a text")
+    assert np.allclose(asked, torch.nn.functional.normalize(query)[0].numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "die_at"),
+    [
+        ("two_tower", {"negatives.store": "queue", "negatives.capacity": 64, "separate_towers": True}, 8),
+        # The momentum encoder embeds a batch as well, but not as one that learns.
+        ("esimcse", {"negatives.capacity": 64, "data.columns.text": "document"}, 8),
+    ],
+)
+def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
+    method: str, settings: dict[str, Any], die_at: int, click_log: Path, tmp_path: Path
+) -> None:
+    settings = {"encoder.name": "tests.cluster.networks:words", "evaluation.every_epochs": 0, **settings}
+    if method == "esimcse":
+        click_log = tmp_path / "texts.parquet"
+        pq.write_table(pa.table({"document": invented_texts(300)}), click_log)
+    arguments = {"dim": 16, "die_at": die_at, "marker": str(tmp_path / "died")}
+    mortal = run_of(method, **{**settings, "encoder.arguments": arguments})
+    with pytest.raises(RunError):
+        raycl.train(mortal, data=str(click_log), output=str(tmp_path / "killed"), quiet=True)
+    raycl.train(mortal, data=str(click_log), output=str(tmp_path / "killed"), resume=True, quiet=True)
+    # The marker is there: nobody dies any more.
+    raycl.train(mortal, data=str(click_log), output=str(tmp_path / "whole"), quiet=True)
+    assert_equal_runs(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_retrieval_is_judged_beside_words_and_shows_examples(
+    click_run: tuple[Path, raycl.RunResult], tmp_path: Path
+) -> None:
+    path = tmp_path / "test.parquet"
+    pq.write_table(pa.Table.from_pylist(clicks()[:200]), path)
+    found = evaluate_retrieval(run=str(click_run[0]), test=str(path), examples=2, quiet=True)
+    assert found["floor"]["bm25"]["recall_at_10"] > 0.9  # a query is made of its document's words
+    assert 0 < found["ndcg_at_10"] <= 1
+    assert 0 < found["average_precision"] <= 1
+    assert len(found["examples"]) == 2
+    assert found["num_test"] == 200
+
+
+def test_a_train_set_adds_documents_and_its_matches_do_not_count(
+    click_run: tuple[Path, raycl.RunResult], tmp_path: Path
+) -> None:
+    rows = [row for row in clicks() if row["label"]]
+    test, train = tmp_path / "test.parquet", tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows[:40]).drop(["label"]), test)
+    # The same queries, each with another document that matches it: none of them may push its own away.
+    others = [{**row, "document": f"{row['query']} {row['query']}"} for row in rows[:40]]
+    pq.write_table(pa.Table.from_pylist([*others, *rows[40:]]).drop(["label"]), train)
+    alone = evaluate_retrieval(run=str(click_run[0]), test=str(test), floor=False, quiet=True)
+    known = evaluate_retrieval(run=str(click_run[0]), test=str(test), train=str(train), quiet=True)
+    assert known["floor"]["bm25"]["recall_at_1"] > 0.9
+    assert known["recall_at_10"] <= alone["recall_at_10"]
+    assert "average_precision" not in known
+
+
+def test_mined_negatives_are_no_matches_and_train(
+    click_run: tuple[Path, raycl.RunResult], click_log: Path, tmp_path: Path
+) -> None:
+    rows = [row for row in clicks() if row["query_id"] not in ("broken", "graded")]
+    data, mined = tmp_path / "pairs.parquet", tmp_path / "mined.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), data)
+    told = mine_negatives(str(click_run[0]), str(data), str(mined), num_negatives=3, below=1.0, quiet=True)
+    table = pq.read_table(mined)
+    assert told.num_pairs == len(table) == NUM_QUERIES
+    explicit = {row["query"]: [] for row in rows}
+    for row in rows:
+        if row["label"] == 0:
+            explicit[row["query"]].append(row["document"])
+    for row in table.to_pylist():
+        assert row["document"] not in row["negatives"]
+        assert set(explicit[row["query"]]) <= set(row["negatives"])
+        assert len(set(row["negatives"])) == len(row["negatives"])
+    assert told.num_negatives > NUM_QUERIES
+    result = raycl.train(
+        run_of("two_tower", **{"stages.0.epochs": 1}),
+        data=str(mined),
+        output=str(tmp_path / "run"),
+        quiet=True,
+    )
+    assert result.steps > 0
+
+
+def test_a_grouped_log_is_streamed_and_equals_the_log_itself(click_log: Path, tmp_path: Path) -> None:
+    grouped = tmp_path / "grouped"
+    num_pairs, rows = group_pairs(str(click_log), str(grouped), columns=PAIRS)
+    assert num_pairs == NUM_QUERIES
+    assert rows.left_out[WITHOUT_POSITIVE] == 1
+    result = raycl.train(
+        run_of("two_tower", **{"data.cache": "stream"}),
+        data=str(grouped),
+        output=str(tmp_path / "run"),
+        quiet=True,
+    )
+    assert result.steps > 0
+
+
+def test_sentences_are_streamed_and_judged_by_peoples_scores(tmp_path: Path) -> None:
+    texts = invented_texts(400, seed=2)
+    data, pairs = tmp_path / "texts.parquet", tmp_path / "sts.parquet"
+    pq.write_table(pa.table({"text": [*texts, "", None]}), data)
+    score = [len(set(a.split()) & set(b.split())) for a, b in itertools.pairwise(texts)]
+    pq.write_table(pa.table({"sentence1": texts[:-1], "sentence2": texts[1:], "score": score}), pairs)
+    config = run_of("simcse", **{"encoder.name": "bag_of_subwords", "data.cache": "stream"})
+    result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    assert result.broken_rows == {"empty text": 1, "missing value": 1}
+    found = evaluate_sts(run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
+    assert found["spearman"]["sts"] == found["mean"] > 0.2
+    assert found["floor"]["tfidf"]["mean"] > 0.5
+
+
+def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
+    digits = write_digits(tmp_path / "digits.parquet", 200)
+    table = pq.read_table(digits)
+    names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    captions = [[f"the digit {names[n]}", f"a {names[n]} by hand"] for n in table["label"].to_pylist()]
+    data = tmp_path / "captioned.parquet"
+    pq.write_table(pa.table({"image": table["image"], "captions": captions}), data)
+    config = run_of(
+        "image_text",
+        **{
+            "data.columns.caption": "captions",
+            "data.channels": 1,
+            "encoder.name": "tests.cluster.networks:small",
+            "encoder.arguments": {"channels": 1},
+            "text_encoder.arguments": {"dim": 16, "hidden_dim": 0},
+            "stages.0.chunk_size": 8,
+        },
+    )
+    output = tmp_path / "run"
+    result = raycl.train(config, data=str(data), output=str(output), quiet=True)
+    assert 0 < result.final["recall_at_10"] <= 1
+    image, text = (raycl.load_encoder(str(output), side=side) for side in ("query", "key"))
+    assert image.spec.representation_dim == text.spec.representation_dim == 16
+    found = evaluate_retrieval(
+        run=str(output), test=str(data), columns=ColumnNames(caption="captions"), quiet=True
+    )
+    assert 0 < found["query_to_document_recall_at_10"] <= 1
+    assert 0 < found["document_to_query_recall_at_10"] <= 1
+
+
+def test_a_tokenizer_is_made_once_and_used_by_runs(click_log: Path, tmp_path: Path) -> None:
+    place = tmp_path / "tokenizer.json"
+    made = make_tokenizer(str(click_log), str(place), columns=PAIRS, vocabulary_size=300)
+    config = run_of("two_tower", **{"text.tokenizer": str(place), "stages.0.epochs": 1})
+    raycl.train(config, data=str(click_log), output=str(tmp_path / "run"), quiet=True)
+    encoder = raycl.load_encoder(str(tmp_path / "run"))
+    assert encoder.tokenizer.fingerprint == made.fingerprint  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_texts_of_one_group_become_a_row(tmp_path: Path) -> None:
+    data, output = tmp_path / "captions.parquet", tmp_path / "groups.parquet"
+    rows = {"text": ["a", "b", "a", "c", "", "d"], "photo": ["1", "1", "1", "2", "2", None]}
+    pq.write_table(pa.table(rows), data)
+    found = gather_texts(str(data), str(output), group="photo")
+    assert pq.read_table(output)["text"].to_pylist() == [["a", "b"]]
+    assert (found.num_rows, found.num_texts, found.num_alone, found.num_broken) == (1, 2, 1, 1)
+
+
+def test_bad_pairs_are_refused_before_anything_is_rented(click_log: Path, tmp_path: Path) -> None:
+    def refused(kind: type[Exception], says: str, data: Path, **settings: Any) -> None:
+        with pytest.raises(kind, match=says):
+            raycl.train(
+                run_of("two_tower", **settings), data=str(data), output=str(tmp_path / "run"), quiet=True
+            )
+        assert not (tmp_path / "run" / "config.yaml").exists()
+
+    empty = tmp_path / "empty.parquet"
+    rows = [{"query": f"q{n}", "document": "d", "label": 0} for n in range(100)]
+    pq.write_table(pa.Table.from_pylist(rows), empty)
+    refused(DataError, "no query has a document of label 1", empty)
+    refused(DataError, "no column 'clicked'", click_log, **{"data.columns.query": "clicked"})
+    refused(StorageError, "no tokenizer at", click_log, **{"text.tokenizer": str(tmp_path / "none.json")})
+    refused(ConfigError, "projection_head.dim", click_log, **{"projection_head.dim": 20})
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{}")
+    refused(ConfigError, "tokenizer is damaged", click_log, **{"text.tokenizer": str(damaged)})

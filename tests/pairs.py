@@ -1,0 +1,106 @@
+"""Invented texts and pairs as a run has them: cut into tokens, stored, and read back as rows."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from torch import nn
+
+from raycl.config import RunConfig
+from raycl.data.formats import store_all
+from raycl.data.rows import Rows
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.tokens import Vocabulary
+from raycl.training import build
+from tests.images import encode
+from tests.texts import invented_texts
+
+BAG = {"dim": 16, "hidden_dim": 24, "dropout": 0.0}
+TRANSFORMER = {"dim": 16, "num_layers": 2, "num_heads": 2, "hidden_dim": 24, "dropout": 0.0}
+_SMALL = {
+    "text.max_length": 10,
+    "text.max_document_length": 14,
+    "projection_head.dim": 16,
+    "bank.held_by": "workers",
+    "optimizer.name": "sgd",
+}
+_OF_RECIPES: dict[str, dict[str, Any]] = {
+    "two_tower": {"encoder.arguments": BAG},
+    "simcse": {"encoder.arguments": TRANSFORMER},
+    "esimcse": {"encoder.arguments": TRANSFORMER},
+    "image_text": {
+        "data.channels": 1,
+        "encoder.name": "tests.pairs:small_network",
+        "text_encoder.arguments": BAG,
+    },
+}
+_NUM_DOCUMENTS = 40  # so few that a batch has several of one kind
+
+
+def small_config(name: str = "two_tower", settings: Mapping[str, Any] | None = None) -> RunConfig:
+    """Return a recipe with encoders of a few numbers and without dropout."""
+    return override(recipe(name, image_size=8), {**_SMALL, **_OF_RECIPES[name], **(settings or {})})
+
+
+def small_network() -> nn.Module:
+    """Return an encoder of gray images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+    )
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    """Return the tokens of invented texts, the same in every process."""
+    return Vocabulary.of_texts(invented_texts(200), max_length=14, size=400, lowercase=True)
+
+
+def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> Rows:
+    """Return rows of these values by role, with the ids 0, 1, 2, ..., as they come out of Arrow."""
+    columns = build.column_names(config).found_in(list(values), where="the test")
+    formats = build.modality(config, vocabulary()).formats(columns)
+    contents = {role: each.decode_all(values[role]) for role, each in formats.items()}
+    numbers = pa.array(range(len(next(iter(values.values())))), pa.int64())
+    return Rows([pa.table(store_all(formats, contents) | {"sample_id": numbers, "label": numbers})], formats)
+
+
+def clicks(num_rows: int, *, num_negatives: Sequence[int], seed: int = 0) -> dict[str, list[Any]]:
+    """Return pairs in which queries and documents recur, some in other words and some under other ids.
+
+    Row i has ``num_negatives[i % len(num_negatives)]`` explicit negatives.
+    """
+    random, texts = Random(seed), invented_texts(4 * _NUM_DOCUMENTS, seed=1)
+
+    def thing(first_text: int) -> tuple[str, str]:
+        number = random.randrange(_NUM_DOCUMENTS)
+        in_other_words, renamed = (random.random() < 0.2 for _ in range(2))
+        text = texts[first_text + number + _NUM_DOCUMENTS * in_other_words]
+        return text, f"{number + _NUM_DOCUMENTS * renamed}"
+
+    queries, documents = ([thing(start) for _ in range(num_rows)] for start in (0, 2 * _NUM_DOCUMENTS))
+    negatives = [
+        [thing(2 * _NUM_DOCUMENTS) for _ in range(num_negatives[row % len(num_negatives)])]
+        for row in range(num_rows)
+    ]
+    return {
+        "query": [text for text, _ in queries],
+        "document": [text for text, _ in documents],
+        "negatives": [[text for text, _ in row] for row in negatives],
+        "query_id": [name for _, name in queries],
+        "document_id": [name for _, name in documents],
+        "negative_ids": [[name for _, name in row] for row in negatives],
+    }
+
+
+def noise_images(num_images: int) -> list[bytes]:
+    """Return gray images of 8x8 pixels of noise, as files."""
+    pixels = np.random.default_rng(0).integers(0, 256, (num_images, 8, 8), np.uint8)
+    return [encode(each) for each in pixels]

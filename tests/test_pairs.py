@@ -1,0 +1,691 @@
+"""Texts and pairs from rows to the loss: what is drawn, what is known to be one thing, what is masked."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import combinations, groupby
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from raycl.config import RunConfig
+from raycl.data.rows import Batch, Rows, texts_of, tokens_of
+from raycl.models.temperature import LEAST, LearnedTemperature
+from raycl.models.towers import Tower, TwoTowers
+from raycl.training import build
+from raycl.training.contrast import Bidirectional, Contrast, Hinge, InfoNce, Lent
+from raycl.training.frequencies import Frequencies
+from raycl.training.identity import Ids, identify, unified
+from raycl.training.judge import PairJudge
+from raycl.training.learner import Learner
+from raycl.training.pairs import PairDrawing
+from raycl.training.step import train_step
+from raycl.training.views import Drawing, Known, Views, stacked
+from tests.pairs import BAG, TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
+from tests.texts import invented_texts
+
+CPU = torch.device("cpu")
+TEXTS = invented_texts(60, seed=3)
+
+
+def drawing_of(config: RunConfig) -> Drawing:
+    return build.modality(config, vocabulary()).drawing(CPU)
+
+
+def towers_of(config: RunConfig) -> Any:
+    return build.towers(config, build.modality(config, vocabulary()))
+
+
+def whole(rows: Rows, *, epoch: int = 0) -> Batch:
+    return rows.take(np.arange(len(rows)), epoch=epoch)
+
+
+# Which rows are one thing
+
+
+def connected(names: list[list[int]]) -> list[int]:
+    """Return for each row the least first name of all that it is connected to, step by step."""
+    groups = [{row} for row in range(len(names))]
+    for one, other in combinations(range(len(names)), 2):
+        if any(a == b for a, b in zip(names[one], names[other], strict=True)):
+            joined = groups[one] | groups[other]
+            for row in joined:
+                groups[row] = joined
+    return [min(names[member][0] for member in group) for group in groups]
+
+
+@given(st.data(), st.integers(1, 14), st.integers(1, 3))
+def test_rows_that_names_connect_are_one_thing_known_by_its_least_first_name(
+    data: st.DataObject, num_rows: int, num_names: int
+) -> None:
+    row = st.lists(st.integers(-6, 6), min_size=num_names, max_size=num_names)
+    names = data.draw(st.lists(row, min_size=num_rows, max_size=num_rows))
+    assert unified(torch.tensor(names)).tolist() == connected(names)
+
+
+def test_a_long_chain_of_names_is_one_thing() -> None:
+    # Each row has one name in common with the one before: by text, by id, by text, ...
+    chain = torch.arange(1, 500)
+    names = torch.stack([chain // 2, (chain + 1) // 2 + 1_000], dim=1)
+    shuffled = names[torch.randperm(len(names), generator=torch.Generator().manual_seed(0))]
+    assert unified(shuffled).unique().tolist() == [0]
+
+
+def test_names_of_different_kinds_are_not_compared() -> None:
+    assert unified(torch.tensor([[1, 2], [2, 1]])).tolist() == [1, 2]
+
+
+def test_no_rows_are_no_things() -> None:
+    assert unified(torch.empty(0, 2, dtype=torch.int64)).tolist() == []
+
+
+@given(st.data())
+def test_negatives_are_keys_among_the_others_and_queries_are_not(data: st.DataObject) -> None:
+    name = st.lists(st.integers(0, 8), min_size=2, max_size=2)
+    query, key = (data.draw(st.lists(name, min_size=4, max_size=4)) for _ in range(2))
+    negative = data.draw(st.lists(name, max_size=5))
+    rows = [torch.tensor(each, dtype=torch.int64).reshape(-1, 2) for each in (query, key, negative)]
+    ids = identify(Known(query=rows[0], key=rows[1], negative=rows[2]))
+    assert ids.negative is not None
+    assert ids.query.tolist() == connected(query)
+    assert [*ids.key.tolist(), *ids.negative.tolist()] == connected([*key, *negative])
+
+
+# Drawings
+
+
+def lists_of_texts(num_rows: int, num_texts: int) -> list[list[str]]:
+    return [TEXTS[row : row + num_texts] for row in range(num_rows)]
+
+
+def numbers_shown(config: RunConfig, rows: Rows, *, epoch: int, view: int) -> list[int]:
+    """Return which text of its list each row shows."""
+    batch = whole(rows, epoch=epoch)
+    texts, tokens = texts_of(batch, "text"), drawing_of(config).view(batch, view)
+    shown = []
+    for row, each in enumerate(tokens):
+        members = [texts.picked(np.full(len(texts), number)) for number in range(texts.counts[row])]
+        same = [each.equal(padded_to(member.padded()[row], len(each))) for member in members]
+        assert same.count(True) == 1
+        shown.append(same.index(True))
+    return shown
+
+
+def padded_to(row: np.ndarray, length: int) -> Tensor:
+    return F.pad(torch.from_numpy(row), (0, length))[:length]
+
+
+@pytest.mark.parametrize("num_texts", [2, 3, 5])
+def test_two_views_show_two_texts_of_a_sample_each_as_often_as_any_other(num_texts: int) -> None:
+    config = small_config("simcse")
+    rows = rows_of(config, {"text": lists_of_texts(40, num_texts)})
+    pairs: Counter[tuple[int, int]] = Counter()
+    for epoch in range(12):
+        shown = [numbers_shown(config, rows, epoch=epoch, view=view) for view in (0, 1)]
+        pairs.update(zip(*shown, strict=True))
+    assert all(first != second for first, second in pairs)
+    # 480 draws of equal chances: none is off by more than four standard deviations.
+    expected = 480 / (num_texts * (num_texts - 1))
+    assert len(pairs) == num_texts * (num_texts - 1)
+    assert all(abs(count - expected) < 4 * expected**0.5 for count in pairs.values())
+
+
+@pytest.mark.parametrize("augmentation", [{}, {"text_augment.deletion": 0.3, "text_augment.repetition": 0.3}])
+def test_a_view_is_a_function_of_seed_epoch_and_sample_whatever_the_batch(
+    augmentation: dict[str, float],
+) -> None:
+    config = small_config("simcse", augmentation)
+    rows, drawing = rows_of(config, {"text": lists_of_texts(20, 4)}), drawing_of(config)
+    order = np.random.default_rng(0).permutation(20)
+    for view in (0, 1):
+        tokens = drawing.view(whole(rows, epoch=3), view)
+        again = drawing.view(rows.take(order, epoch=3), view)
+        assert all(a.equal(b) for a, b in zip(tokens[torch.from_numpy(order)], again, strict=True))
+        alone = drawing.view(rows.take(order[:1], epoch=3), view)[0]
+        assert alone.equal(tokens[order[0]][: len(alone)])
+        other_epoch = drawing.view(whole(rows, epoch=4), view)
+        other_seed = drawing_of(small_config("simcse", {**augmentation, "seed": 1})).view(
+            whole(rows, epoch=3), view
+        )
+        for other in (other_epoch, other_seed):
+            assert not torch.equal(*(F.pad(each, (0, 20 - each.shape[1])) for each in (tokens, other)))
+
+
+def test_rows_of_one_text_and_of_several_go_together() -> None:
+    config = small_config("simcse")
+    rows = rows_of(config, {"text": [TEXTS[0], TEXTS[1:3], [TEXTS[3]], TEXTS[4:9]]})
+    drawing, batch = drawing_of(config), whole(rows)
+    first, second = (drawing.view(batch, view) for view in (0, 1))
+    same = [
+        bool(padded_to(a.numpy(), 10).equal(padded_to(b.numpy(), 10)))
+        for a, b in zip(first, second, strict=True)
+    ]
+    assert same == [True, False, True, False]
+    assert drawing.plain(batch).equal(drawing.plain_key(batch))
+    expected = vocabulary().tokenizer.encode([TEXTS[0], TEXTS[1], TEXTS[3], TEXTS[4]], 10)
+    for row, tokens in zip(drawing.plain(batch), expected, strict=True):
+        assert row.equal(padded_to(tokens.astype(np.int64), len(row)))
+    assert drawing.negatives(batch) is None
+
+
+def embedded(config: RunConfig, rows: Rows, *, training: bool) -> tuple[Tensor, Tensor]:
+    learner = build.learner(config, towers_of(config), num_samples=None)
+    learner.tower.train(training)
+    torch.manual_seed(0)
+    views = next(
+        build.view_maker(config, build.modality(config, vocabulary()), CPU).views(iter([whole(rows)]))
+    )
+    query, key, _ = learner.embed(views, step=0)
+    assert key is not None
+    return query.detach(), key.detach()
+
+
+def test_the_views_of_simcse_are_told_apart_by_dropout_alone() -> None:
+    config = small_config("simcse", {"encoder.arguments": TRANSFORMER | {"dropout": 0.1}})
+    rows = rows_of(config, {"text": TEXTS[:20]})
+    drawing = drawing_of(config)
+    assert drawing.view(whole(rows), 0).equal(drawing.view(whole(rows), 1))
+    query, key = embedded(config, rows, training=False)
+    assert torch.allclose(query, key, atol=1e-6)
+    query, key = embedded(config, rows, training=True)
+    assert bool(((query - key).abs().amax(1) > 1e-3).all())
+    without = small_config("simcse")
+    assert torch.allclose(*embedded(without, rows, training=True), atol=1e-6)
+
+
+def test_the_views_of_esimcse_repeat_tokens() -> None:
+    config = small_config("esimcse", {"text.max_length": 60})
+    texts = [text for text in TEXTS if len(text) < 60]
+    rows = rows_of(config, {"text": texts})
+    views = [drawing_of(config).view(whole(rows), view).tolist() for view in (0, 1)]
+    repeated = []
+    for row, tokens in enumerate(map(np.ndarray.tolist, vocabulary().tokenizer.encode(texts, 60))):
+        for shown in ([token for token in view[row] if token] for view in views):
+            repeated.append(len(shown) - len(tokens))
+            assert repeated[-1] <= max(2, 0.32 * len(tokens))
+            # Each comes at its place, at most twice: so the runs of equal tokens are those of the text.
+            assert [token for token, _ in groupby(shown)] == [token for token, _ in groupby(tokens)]
+    assert min(repeated) == 0
+    assert max(repeated) > 2
+    assert views[0] != views[1]
+
+
+def test_texts_are_known_by_their_first_one_and_for_slots_by_their_samples() -> None:
+    config = small_config("simcse")
+    rows = rows_of(config, {"text": [TEXTS[:2], TEXTS[1:3], [TEXTS[0]], TEXTS[0].upper()]})
+    known = drawing_of(config).known(whole(rows))
+    assert known.query.equal(known.key)
+    assert known.negative is None
+    first = known.query[:, 0].tolist()
+    # Texts of the same tokens are the same: an encoder cannot tell them apart.
+    assert (first[0] == first[2] == first[3], first[0] == first[1]) == (True, False)
+    slots = small_config(
+        "simcse", {"key": "slot", "negatives.store": "memory_bank", "negatives.in_batch": False}
+    )
+    assert drawing_of(slots).known(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3]
+
+
+# Pairs
+
+
+def test_queries_are_view_0_and_documents_view_1_as_they_are() -> None:
+    config = small_config()
+    values = clicks(6, num_negatives=[2, 0, 3])
+    drawing, batch = drawing_of(config), whole(rows_of(config, values))
+    for tokens, role, length in (
+        (drawing.view(batch, 0), "query", 10),
+        (drawing.plain(batch), "query", 10),
+        (drawing.view(batch, 1), "document", 14),
+        (drawing.plain_key(batch), "document", 14),
+        (drawing.negatives(batch), "negatives", 14),
+    ):
+        texts = values[role] if role != "negatives" else [text for row in values[role] for text in row]
+        expected = vocabulary().tokenizer.encode(texts, length)
+        assert tokens is not None
+        assert len(tokens) == len(expected)
+        for row, its_tokens in zip(tokens, expected, strict=True):
+            assert row.equal(padded_to(its_tokens.astype(np.int64), len(row)))
+
+
+def test_a_batch_without_explicit_negatives_has_none() -> None:
+    config = small_config()
+    values = clicks(6, num_negatives=[0, 0, 0, 2])
+    drawing, rows = drawing_of(config), rows_of(config, values)
+    assert drawing.negatives(rows.take(np.array([0, 1, 2]))) is None
+    known = drawing.known(rows.take(np.array([0, 1, 2]))).negative
+    assert known is not None
+    assert known.shape == (0, 2)
+    without = {role: values[role] for role in ("query", "document")}
+    batch = whole(rows_of(config, without))
+    assert drawing.negatives(batch) is None
+    assert drawing.known(batch).negative is None
+
+
+def test_explicit_negatives_that_are_not_wanted_are_left_out() -> None:
+    config = small_config(settings={"negatives.explicit": False})
+    values = clicks(6, num_negatives=[2])
+    batch = whole(rows_of(config, values))
+    assert drawing_of(config).negatives(batch) is None
+    known, all_known = drawing_of(config).known(batch), drawing_of(small_config()).known(batch)
+    assert known.negative is None
+    assert known.query.equal(all_known.query)
+    assert known.key.equal(all_known.key)
+
+
+def names_of(*roles: str) -> Known:
+    values = clicks(30, num_negatives=[2, 0, 3])
+    config = small_config()
+    batch = whole(rows_of(config, {role: values[role] for role in ("query", "document", *roles)}))
+    return drawing_of(config).known(batch)
+
+
+def test_pairs_are_known_by_their_texts_and_by_ids_where_there_are_some() -> None:
+    values = clicks(30, num_negatives=[2, 0, 3])
+    negatives = [text for row in values["negatives"] for text in row]
+    negative_ids = [int(each) for row in values["negative_ids"] for each in row]
+    by_text = names_of("negatives")
+    assert by_text.negative is not None
+    assert (by_text.query.shape, by_text.key.shape, by_text.negative.shape) == (
+        (30, 1),
+        (30, 1),
+        (len(negatives), 1),
+    )
+    assert_same_equalities(by_text.query[:, 0], values["query"])
+    documents = torch.cat([by_text.key, by_text.negative])[:, 0]
+    assert_same_equalities(documents, [*values["document"], *negatives])
+
+    named = names_of("negatives", "query_id", "document_id", "negative_ids")
+    assert named.negative is not None
+    assert named.query[:, 0].equal(by_text.query[:, 0])
+    assert_same_equalities(named.query[:, 1], values["query_id"])
+    names = torch.cat([named.key, named.negative])
+    assert names[:, 0].equal(documents)
+    assert_same_equalities(names[:, 1], [*map(int, values["document_id"]), *negative_ids])
+
+
+def test_negatives_without_ids_are_known_by_their_texts_where_documents_have_ids() -> None:
+    known, by_text = names_of("negatives", "document_id"), names_of("negatives")
+    assert known.negative is not None
+    assert by_text.negative is not None
+    assert known.query.shape[1] == 1
+    assert known.negative.equal(by_text.negative.expand(-1, 2))
+    ids = identify(known)
+    assert ids.negative is not None
+    same_text = known.negative[:, :1] == known.key[:, 0]
+    assert bool(same_text.any())
+    assert bool((ids.negative[:, None] == ids.key)[same_text].all())
+
+
+def assert_same_equalities(ids: Tensor, things: list[Any]) -> None:
+    """Hold that ids are equal where things are, and only there."""
+    numbers = [things.index(each) for each in things]
+    assert torch.equal(ids[:, None] == ids, torch.tensor(numbers)[:, None] == torch.tensor(numbers))
+
+
+# Where queries, documents and negatives of one letter are one thing, if ids are looked at.
+QUERIES = [("boats", 1), ("sea", 2), ("boats", 3), ("wind", 4), ("rain", 5), ("the sea", 2), ("sun", 6)]
+DOCUMENTS = [("a", 10), ("b", 11), ("c", 12), ("a", 13), ("b in other words", 11), ("d", 14), ("e", 15)]
+NEGATIVES = [[("c", 16), ("z", 17)], [], [], [("b in yet other words", 11)], [], [("y", 10)], [("w", 18)]]
+THINGS_BY_NAME = ["QSQWRSU", "abcabde", "czbaw"]  # "y" has the id of "a"
+THINGS_BY_TEXT = ["QSQWRTU", "abcaBde", "czxyw"]
+
+
+def planted(*, with_ids: bool) -> Known:
+    values: dict[str, list[Any]] = {
+        "query": [text for text, _ in QUERIES],
+        "document": [text for text, _ in DOCUMENTS],
+        "negatives": [[text for text, _ in row] for row in NEGATIVES],
+    }
+    if with_ids:
+        values |= {
+            "query_id": [name for _, name in QUERIES],
+            "document_id": [name for _, name in DOCUMENTS],
+            "negative_ids": [[name for _, name in row] for row in NEGATIVES],
+        }
+    config = small_config()
+    return drawing_of(config).known(whole(rows_of(config, values)))
+
+
+@pytest.mark.parametrize(
+    "contrast",
+    [
+        Bidirectional(temperature=0.5),
+        InfoNce(temperature=0.5, in_batch=True, of_pairs=True),
+        InfoNce(temperature=0.5, in_batch=False, of_pairs=True),
+        Hinge(margin=9.0, hardest=False, in_batch=True, bidirectional=True),
+        Hinge(margin=9.0, hardest=False, in_batch=True, bidirectional=False),
+        Hinge(margin=9.0, hardest=False, in_batch=False, bidirectional=False),
+    ],
+)
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Contrast, with_ids: bool) -> None:
+    ids = identify(planted(with_ids=with_ids))
+    assert ids.negative is not None
+    num_pairs, num_negatives = len(ids.key), len(ids.negative)
+    # With unit vectors as queries the gradient at key j is that at its similarities with all of them.
+    query = torch.eye(num_pairs, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    key, negatives = (
+        torch.rand(count, num_pairs, dtype=torch.float64, generator=generator).requires_grad_()
+        for count in (num_pairs, num_negatives)
+    )
+    contrast(query, key, Lent().joined(negatives, ids.negative), ids).backward()
+    assert key.grad is not None
+    assert negatives.grad is not None
+    meets = torch.cat([key.grad, negatives.grad]).T != 0  # [queries, candidates]
+
+    queries, documents, others = THINGS_BY_NAME if with_ids else THINGS_BY_TEXT
+    pairs = set(zip(queries, documents, strict=True))
+    for row, its_query in enumerate(queries):
+        for column, candidate in enumerate(documents + others):
+            is_met = getattr(contrast, "in_batch", True) or column >= num_pairs
+            is_negative = is_met and (its_query, candidate) not in pairs
+            assert bool(meets[row, column]) == (is_negative or row == column), (row, column)
+
+
+def test_explicit_negatives_come_before_what_a_store_lends() -> None:
+    negatives, stored = torch.rand(3, 4), torch.rand(2, 4).half()
+    ids, stored_ids = torch.arange(3), torch.arange(7, 9)
+    joined = Lent(negatives=stored, negative_id=stored_ids).joined(negatives, ids)
+    assert joined.negatives is not None
+    assert joined.negative_id is not None
+    assert joined.negatives.equal(torch.cat([negatives, stored.float()]))
+    assert joined.negative_id.tolist() == [0, 1, 2, 7, 8]
+    assert Lent().joined(negatives, ids).negatives is negatives
+
+
+@dataclass
+class Watched:
+    """A loss that keeps what it was told."""
+
+    contrast: Contrast
+    told: list[tuple[Lent, Ids]] = field(default_factory=list)
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
+        self.told.append((lent, ids))
+        return self.contrast(query, key, lent, ids)
+
+    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
+        return self.contrast.trivial_loss(batch_size=batch_size, lent=lent)
+
+
+def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batch() -> None:
+    queue = {"negatives.store": "queue", "negatives.capacity": 40, "stages.0.batch_size": 8}
+    config = small_config(settings=queue)
+    rows = rows_of(config, clicks(24, num_negatives=[1, 0, 2]))
+    learner = build.learner(config, towers_of(config), num_samples=None)
+    store = build.store(config, None, None, CPU)
+    watched = Watched(Bidirectional(temperature=0.2))
+    maker = build.view_maker(config, build.modality(config, vocabulary()), CPU)
+    documents: list[int] = []
+    for step, views in enumerate(maker.views(rows.batches(8))):
+        settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.0, "precision": "float32"}
+        stepped = train_step(learner, store, watched, views, step=step, **settings)
+        lent, ids = watched.told[-1]
+        assert ids.negative is not None
+        assert lent.negatives is not None
+        assert lent.negative_id is not None
+        assert lent.negative_id.tolist() == [*ids.negative.tolist(), *documents]
+        num_candidates = 8 + len(ids.negative) + len(documents)
+        assert stepped.trivial_loss == pytest.approx((math.log(num_candidates) + math.log(8)) / 2)
+        documents += ids.key.tolist()
+    assert len(watched.told) == 3
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 7), (7, 3), (5, 5)])
+def test_tokens_are_stacked_at_the_longer_length_and_encode_as_alone(first: int, second: int) -> None:
+    tower = towers_of(small_config("simcse")).eval()
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(1, 200, (4, length), generator=generator) for length in (first, second)]
+    both = stacked(*tokens)
+    assert both.shape == (8, max(first, second))
+    assert both[:4, :first].equal(tokens[0])
+    assert both[4:, :second].equal(tokens[1])
+    assert int((both == 0).sum()) == 4 * abs(first - second)
+    with torch.no_grad():
+        assert torch.allclose(tower(both), torch.cat([tower(each) for each in tokens]), atol=1e-6)
+
+
+def test_images_are_stacked_as_they_are() -> None:
+    images = torch.rand(2, 3, 4, 4)
+    assert stacked(images, images).equal(images.repeat(2, 1, 1, 1))
+
+
+def test_keys_are_the_documents_and_then_the_negatives() -> None:
+    config = small_config()
+    rows = rows_of(config, clicks(8, num_negatives=[2, 0, 3]))
+    samples = build.modality(config, vocabulary())
+    views = next(build.view_maker(config, samples, CPU).views(iter([whole(rows)])))
+    learner = build.learner(config, towers_of(config), num_samples=None)
+    query, key, negatives = learner.embed(views, step=0)
+    assert views.view_b is not None
+    assert views.negatives is not None
+    assert key is not None
+    assert negatives is not None
+    tower = learner.tower.towers[0]
+    for rows_embedded, tokens in ((query, views.view_a), (key, views.view_b), (negatives, views.negatives)):
+        assert torch.allclose(rows_embedded, tower(tokens), atol=1e-6)
+
+
+# Images with captions
+
+
+def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> None:
+    config = small_config("image_text")
+    captions = [TEXTS[:3], TEXTS[:3], [TEXTS[5]], TEXTS[5]]
+    rows = rows_of(config, {"image": noise_images(4), "caption": captions})
+    drawing = drawing_of(config)
+    known_by = {}
+    for epoch in range(20):
+        batch = whole(rows, epoch=epoch)
+        known, tokens = drawing.known(batch), drawing.view(batch, 1)
+        assert known.query[:, 0].tolist() == [0, 1, 2, 3]
+        assert known.negative is None
+        for row, name in zip(tokens, known.key[:, 0].tolist(), strict=True):
+            assert known_by.setdefault(name, row[row > 0].tolist()) == row[row > 0].tolist()
+        assert drawing.view(batch, 0).shape == (4, 1, 8, 8)
+        assert drawing.plain_key(batch)[0].equal(drawing.plain_key(batch)[1])
+    assert len(known_by) == 4  # all three captions of the first two images, and that of the others
+
+
+# How common documents are
+
+
+def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() -> None:
+    config, values = small_config(), clicks(50, num_negatives=[2, 0, 3])
+    texts = [*values["document"], *(text for row in values["negatives"] for text in row)]
+    counts = Counter(texts)
+    rows = rows_of(config, values)
+    frequencies = Frequencies.of(rows)
+    known = drawing_of(config).known(whole(rows))
+    assert known.negative is not None
+    ids = torch.cat([known.key, known.negative])[:, 0]
+    expected = torch.tensor([counts[text] for text in texts]).log()
+    assert len(set(counts.values())) > 2
+    assert torch.allclose(frequencies(ids), expected)
+    assert frequencies(ids).dtype == torch.float32
+    unknown = torch.tensor([int(ids.min()) - 1, int(ids.max()) + 1, 5])
+    assert frequencies(unknown).tolist() == [0, 0, 0]
+    assert frequencies(ids[:0]).shape == (0,)
+
+
+def test_frequencies_of_no_rows_are_zero() -> None:
+    config = small_config()
+    nothing = Frequencies.of(rows_of(config, {"query": [], "document": []}))
+    assert nothing(torch.tensor([3, 4])).tolist() == [0, 0]
+
+
+# The temperature and the towers
+
+
+def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
+    ids = identify(planted(with_ids=True))
+    generator = torch.Generator().manual_seed(0)
+    query, key = (
+        F.normalize(torch.randn(7, 5, dtype=torch.float64, generator=generator), dim=1) for _ in range(2)
+    )
+    learned = LearnedTemperature(0.3).double()
+
+    def loss() -> Tensor:
+        return Bidirectional(temperature=learned())(query, key, Lent(), ids)
+
+    loss().backward()
+    gradient = learned.log_temperature.grad
+    assert gradient is not None
+    step, values = 1e-5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            learned.log_temperature.add_(sign * step)
+            values.append(float(loss()))
+            learned.log_temperature.sub_(sign * step)
+    assert float(gradient) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-7)
+
+
+def test_the_temperature_is_brought_back_above_the_least_after_the_step_and_learns_on() -> None:
+    config = small_config(settings={"learn_temperature": True, "stages.0.temperature": 0.02})
+    learner = build.learner(config, towers_of(config), num_samples=None)
+    temperature = learner.temperature
+    assert temperature is not None
+    assert temperature().item() == pytest.approx(0.02)
+    for slope, expected in ((5.0, LEAST), (5.0, LEAST), (-5.0, None)):
+        learner.backward(slope * temperature())
+        assert temperature.log_temperature.grad is not None
+        assert float(temperature.log_temperature.grad) == pytest.approx(slope * temperature().item())
+        before = temperature().item()
+        for group in learner.optimizer.param_groups:
+            group |= {"lr": 100.0, "momentum": 0.0}
+        learner.update()
+        if expected is None:
+            assert temperature().item() > before
+        else:
+            assert temperature().item() == pytest.approx(expected)
+
+
+def test_the_temperature_is_not_decayed() -> None:
+    config = small_config(settings={"learn_temperature": True})
+    learner = build.learner(config, towers_of(config), num_samples=None)
+    assert learner.temperature is not None
+    decay = [
+        group["weight_decay"]
+        for group in learner.optimizer.param_groups
+        if any(each is learner.temperature.log_temperature for each in group["params"])
+    ]
+    assert decay == [0.0]
+
+
+def parts_of(learner: Learner) -> list[nn.Parameter]:
+    return [each for group in learner.optimizer.param_groups for each in group["params"]]
+
+
+def test_a_shared_tower_has_each_parameter_once() -> None:
+    shared, separate = small_config(), small_config(settings={"separate_towers": True})
+    one, two = towers_of(shared), towers_of(separate)
+    assert (len(one.towers), len(two.towers)) == (1, 2)
+    assert one.of_keys is one.query
+    assert two.of_keys is two.key
+    assert len(list(two.parameters())) == 2 * len(list(one.parameters()))
+    assert not any(name.startswith("key.") for name in one.state_dict())
+    assert {name.replace("key.", "query.", 1) for name in two.state_dict()} == set(one.state_dict())
+    learned = parts_of(build.learner(shared, one, num_samples=None))
+    assert len({id(each) for each in learned}) == len(learned) == len(list(one.parameters()))
+    # Changed on one side only, both sides of a shared tower change.
+    with torch.no_grad():
+        for each in (one, two):
+            for parameter in each.query.parameters():
+                parameter.add_(torch.arange(parameter.numel()).view_as(parameter) % 3)
+        tokens = torch.tensor([[5, 6], [7, 0]])
+        assert torch.equal(*one(tokens, tokens))
+        assert not torch.allclose(*two(tokens, tokens))
+
+
+def test_the_gradient_of_a_shared_tower_is_the_sum_of_both_sides() -> None:
+    queries, keys = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[9, 8], [6, 5]])
+
+    def gradients(*, separate: bool) -> list[Tensor]:
+        towers = towers_of(small_config(settings={"separate_towers": separate}))
+        query, key = towers(queries, keys)
+        (query * key).sum(1).square().sum().backward()
+        sides = [[each.grad for each in tower.parameters()] for tower in towers.towers]
+        return [torch.stack(list(each)).sum(0) for each in zip(*sides, strict=True)]
+
+    for shared, both in zip(gradients(separate=False), gradients(separate=True), strict=True):
+        assert torch.allclose(shared, both, atol=1e-6)
+
+
+# The judge
+
+
+class Angles(nn.Module):
+    """Encode known texts as directions in the plane, in degrees."""
+
+    def __init__(self, degrees: dict[str, float]) -> None:
+        super().__init__()
+        tokens = vocabulary().tokenizer.encode(list(degrees), 10)
+        self._degrees = {tuple(row.tolist()): at for row, at in zip(tokens, degrees.values(), strict=True)}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        texts = [tuple(token for token in row if token) for row in tokens.tolist()]
+        angles = torch.tensor([self._degrees[text] for text in texts]).deg2rad()
+        return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def test_the_judge_counts_keys_among_the_nearest_as_one_would_by_hand() -> None:
+    queries = {"q first": 0.0, "q tenth": 90.0, "q eleventh": 180.0, "q known": 270.0}
+    documents = {"d first": 1.0, "d tenth": 100.0, "d eleventh": 195.0, "d known": 275.0}
+    copied = {"copied": 91.0}
+    after = {f"{number} after 91": 91.0 + number for number in range(1, 9)}
+    near = {f"{number} near 180": 180.0 + number for number in range(1, 11)}
+    # "copied" would fill the places before "d tenth" if it counted more than once.
+    bank = ["copied"] * 12 + [*after, *near, "d known", "d first"]
+    config = small_config()
+    judge = PairJudge(
+        bank=rows_of(config, {"query": ["unheard"] * len(bank), "document": bank}),
+        test=rows_of(config, {"query": list(queries), "document": list(documents)}),
+        drawing=PairDrawing(CPU),
+    )
+    tower = Tower(Angles(queries | documents | copied | after | near), nn.Sequential())
+    measures = judge.measure(TwoTowers(tower, tower), CPU)
+    assert list(measures) == ["recall_at_10", "recall_at_1"]
+    assert measures == {"recall_at_10": pytest.approx(3 / 4), "recall_at_1": pytest.approx(2 / 4)}
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1_000))
+def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None:
+    config = small_config(settings={"separate_towers": True, "encoder.arguments": BAG})
+    towers = towers_of(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in towers.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator)
+    values = clicks(60, num_negatives=[0], seed=seed)
+    rows = rows_of(config, {role: values[role] for role in ("query", "document")})
+    test, bank = rows.where(lambda ids: ids < 25), rows.where(lambda ids: ids >= 25)
+    found = PairJudge(bank=bank, test=test, drawing=PairDrawing(CPU)).measure(towers, CPU)
+    assert towers.training
+
+    towers.eval()
+    batch = whole(rows)
+    with torch.no_grad():
+        query = towers.query(torch.from_numpy(tokens_of(batch, "query").padded()))[:25]
+        texts = list(dict.fromkeys(values["document"]))
+        first = [values["document"].index(text) for text in texts]
+        key = towers.of_keys(torch.from_numpy(tokens_of(batch, "document").padded()))[first]
+    order = (query @ key.T).argsort(dim=1, descending=True)
+    places = [order[row].tolist().index(texts.index(values["document"][row])) for row in range(25)]
+    for k in (1, 10):
+        assert found[f"recall_at_{k}"] == pytest.approx(sum(place < k for place in places) / 25)
+
+
+def test_views_without_names_are_known_by_their_samples() -> None:
+    ids = torch.tensor([4, 5])
+    views = Views(view_a=torch.zeros(2, 3), view_b=None, sample_id=ids, ids=ids.numpy())
+    assert views.known.query.tolist() == views.known.key.tolist() == [[4], [5]]
+    named = replace(views, known=Known(query=ids[:, None] + 1, key=ids[:, None]))
+    assert named.known.query.tolist() == [[5], [6]]

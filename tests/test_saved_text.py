@@ -1,0 +1,213 @@
+"""A saved text encoder: what is loaded again gives what was trained, or says what is damaged."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycl.config import RunConfig
+from raycl.data.holdout import Holdout
+from raycl.errors import DataError, StorageError
+from raycl.models.saved import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder, load_encoder
+from raycl.models.towers import Tower, Towers
+from raycl.storage import Place
+from raycl.tokens import padded_rows, train_tokenizer
+from raycl.training import build
+from raycl.training.job import Job
+from raycl.training.saver import save_towers
+from tests.pairs import TRANSFORMER, noise_images, rows_of, small_config, vocabulary
+from tests.texts import invented_texts
+
+TEXTS = [*invented_texts(7, seed=5), "one", "a word in other WORDS"]
+HEAD = {"projection_head.num_layers": 2, "projection_head.dim": 12, "projection_head.batchnorm": True}
+SEPARATE = {"separate_towers": True}
+BY_TRANSFORMER: dict[str, Any] = {"encoder.name": "transformer", "encoder.arguments": TRANSFORMER}
+
+
+def trained(config: RunConfig, *, seed: int = 0) -> Towers:
+    """Return towers whose weights and running statistics are like no new one's, in evaluation mode."""
+    towers = build.towers(config, build.modality(config, vocabulary()))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in [*towers.parameters(), *towers.buffers()]:
+            if value.is_floating_point():
+                value += 0.3 * torch.rand(value.shape, generator=generator)
+    return towers.eval()
+
+
+def save(config: RunConfig, output: Path) -> Towers:
+    """Save towers as a run does, and return them."""
+    towers = trained(config)
+    job = Job(
+        config=config,
+        output=Place(str(output)),
+        blocks=(),
+        stream=None,
+        num_train=1,
+        holdout=Holdout(seed=0),
+        logbook=None,
+        judged=False,
+        columns=build.column_names(config),
+        vocabulary=vocabulary(),
+    )
+    save_towers(towers, job, job.modality())
+    return towers
+
+
+def load_texts(output: Path, side: Any = "query") -> TextEncoder:
+    loaded = load_encoder(str(output), side=side)
+    assert isinstance(loaded, TextEncoder)
+    return loaded
+
+
+def tokens_of(texts: list[str], max_length: int) -> Tensor:
+    return torch.from_numpy(padded_rows(vocabulary().tokenizer.encode(texts, max_length)))
+
+
+def projected(tower: Tower, rows: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tower.projection_head(tower.encoder(rows))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"encoder.name": "bag_of_subwords", "encoder.arguments": {"dim": 16}}]
+)
+def test_of_one_tower_the_encoder_alone_is_the_result(settings: dict[str, Any], tmp_path: Path) -> None:
+    tower = save(small_config("simcse", {**HEAD, **settings}), tmp_path)
+    assert isinstance(tower, Tower)
+    loaded = load_texts(tmp_path)
+    with torch.no_grad():
+        expected = tower.encoder(tokens_of(TEXTS, loaded.spec.max_length))
+    assert not loaded.training
+    assert torch.equal(loaded.encode(TEXTS), expected)
+    assert loaded.spec.representation_dim == expected.shape[1] == 16
+    assert loaded.spec.projection_head is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([SPEC, TOKENIZER, WEIGHTS])
+
+
+@pytest.mark.parametrize("batchnorm", ["as_is", "layer"])
+@pytest.mark.parametrize("head", [{}, HEAD], ids=["without a head", "with a head"])
+@pytest.mark.parametrize("towers", [{}, SEPARATE], ids=["one tower", "two towers"])
+@pytest.mark.parametrize("encoder", [{}, BY_TRANSFORMER], ids=["bag", "transformer"])
+def test_of_pairs_each_side_gives_its_embeddings(
+    encoder: dict[str, Any], towers: dict[str, Any], head: dict[str, Any], batchnorm: str, tmp_path: Path
+) -> None:
+    config = small_config(settings={**encoder, **towers, **head, "batchnorm": batchnorm})
+    saved = save(config, tmp_path)
+    for number, side in enumerate(("query", "key")):
+        loaded = load_texts(tmp_path, side)
+        is_query_alone = bool(towers) and side == "query"
+        assert loaded.spec.cut_at == (config.text.max_length if is_query_alone else None)
+        found, rows = loaded.encode(TEXTS), tokens_of(TEXTS, loaded.spec.cut_at or loaded.spec.max_length)
+        with torch.no_grad():
+            embedding = saved(rows, rows)[number]
+        assert torch.allclose(found, projected(saved.towers[number % len(saved.towers)], rows), atol=1e-6)
+        assert torch.allclose(F.normalize(found, dim=1), embedding, atol=1e-6)
+        assert loaded.spec.representation_dim == config.projection_head.dim
+        assert loaded.tokenizer.to_json() == vocabulary().tokenizer.to_json()
+    assert (tmp_path / KEY).exists() == bool(towers)
+    assert (tmp_path / HEAD_WEIGHTS).exists() == bool(head)
+    assert torch.equal(*(load_texts(tmp_path, side).encode(TEXTS) for side in ("query", "key"))) != bool(
+        towers
+    )
+
+
+def test_of_images_and_captions_the_key_side_reads_texts(tmp_path: Path) -> None:
+    config = small_config("image_text")
+    saved = save(config, tmp_path)
+    captions = load_texts(tmp_path, "key")
+    rows = tokens_of(TEXTS, captions.spec.max_length)
+    assert torch.allclose(captions.encode(TEXTS), projected(saved.towers[1], rows), atol=1e-6)
+    images = load_encoder(str(tmp_path))
+    batch = rows_of(config, {"image": noise_images(3), "caption": TEXTS[:3]}).take(np.arange(3))
+    plain = build.modality(config, vocabulary()).drawing(torch.device("cpu")).plain(batch)
+    assert torch.allclose(images(plain), projected(saved.towers[0], plain), atol=1e-6)
+    assert not (tmp_path / TOKENIZER).exists()
+
+
+def test_texts_are_encoded_in_batches_and_none_are_no_rows(tmp_path: Path) -> None:
+    save(small_config(), tmp_path)
+    loaded = load_texts(tmp_path)
+    at_once = loaded.encode(TEXTS)
+    assert torch.allclose(loaded.encode(TEXTS, batch_size=2), at_once, atol=1e-6)
+    assert torch.allclose(torch.cat([loaded.encode([text]) for text in TEXTS]), at_once, atol=1e-6)
+    assert loaded.encode([]).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"), [("", "empty text"), (None, "missing value"), (3, "int in place")]
+)
+def test_what_is_no_text_is_refused(text: Any, cause: str, tmp_path: Path) -> None:
+    save(small_config(), tmp_path)
+    with pytest.raises(DataError, match=f"a text cannot be used: {cause}.*; leave it out"):
+        load_texts(tmp_path).encode(["sound", text])
+
+
+def test_a_tokenizer_that_does_not_match_is_refused(tmp_path: Path) -> None:
+    save(small_config(), tmp_path)
+    other = train_tokenizer(TEXTS * 3, vocabulary_size=300)
+    (tmp_path / TOKENIZER).write_text(other.to_json())
+    with pytest.raises(StorageError) as caught:
+        load_encoder(str(tmp_path))
+    text = str(caught.value)
+    assert f"{tmp_path / TOKENIZER} is not the tokenizer of the encoder beside it" in text
+    assert other.fingerprint in text
+    assert vocabulary().tokenizer.fingerprint in text
+
+
+def test_a_tokenizer_written_in_another_order_is_the_same(tmp_path: Path) -> None:
+    save(small_config(), tmp_path)
+    file = tmp_path / TOKENIZER
+    before = load_texts(tmp_path).encode(TEXTS)
+    file.write_text(file.read_text().replace("\n", "").replace("  ", ""))
+    assert torch.equal(load_texts(tmp_path).encode(TEXTS), before)
+
+
+DAMAGE: dict[str, Any] = {
+    "half of it": lambda content: content[: len(content) // 2],
+    "nothing": lambda content: b"",
+    "something else": lambda content: b"[]",
+    "no text": lambda content: b"\xff\xfe" + content,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("folder", ["", KEY], ids=["query", "key"])
+@pytest.mark.parametrize("name", [SPEC, WEIGHTS, HEAD_WEIGHTS, TOKENIZER])
+def test_a_damaged_file_is_said_in_one_line(name: str, folder: str, damage: str, tmp_path: Path) -> None:
+    save(small_config(settings={**SEPARATE, **HEAD}), tmp_path)
+    file = tmp_path / folder / name
+    file.write_bytes(DAMAGE[damage](file.read_bytes()))
+    with pytest.raises(StorageError) as caught:
+        load_encoder(str(tmp_path), side="key" if folder else "query")
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    # The other side is another file's matter.
+    load_encoder(str(tmp_path), side="query" if folder else "key")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, HEAD_WEIGHTS, TOKENIZER])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    save(small_config(settings=HEAD), tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(StorageError, match=f"cannot read '{tmp_path / name}'"):
+        load_encoder(str(tmp_path))
+
+
+def test_without_an_encoder_the_place_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=f"there is no encoder at {tmp_path} .*give the --output"):
+        load_encoder(str(tmp_path), side="key")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, HEAD_WEIGHTS])
+def test_weights_of_another_network_do_not_fit(name: str, tmp_path: Path) -> None:
+    save(small_config(settings=HEAD), tmp_path / "one")
+    other = {"encoder.arguments": {"dim": 24, "hidden_dim": 8}, **HEAD}
+    save(small_config(settings=other), tmp_path / "other")
+    (tmp_path / "one" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    with pytest.raises(StorageError, match="do not fit the network"):
+        load_encoder(str(tmp_path / "one"))

@@ -1,0 +1,220 @@
+"""The step of texts and pairs on several workers equals the step of one process on the whole batch."""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raycl.config import RunConfig
+from raycl.data.rows import Batch, Rows
+from raycl.training import build
+from raycl.training.frequencies import Frequencies
+from raycl.training.identity import Ids, identify
+from raycl.training.step import train_step
+from raycl.training.views import Known
+from tests.pairs import TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
+from tests.texts import invented_texts
+from tests.workers.processes import run_workers
+
+BATCH, STEPS = 16, 5
+PAIRS = ("query", "document")
+WITH_NEGATIVES = (*PAIRS, "negatives")
+IDS = ("query_id", "document_id", "negative_ids")
+# In the first step some workers have none, in the second there is none at all; then one to four, unevenly.
+NUM_NEGATIVES = [*[0] * 12, 3, 0, 0, 1, *[0] * BATCH, *[1, 4, 0, 2, 3, 0, 0, 1] * (BATCH // 8 * (STEPS - 2))]
+LEARNED = {"learn_temperature": True}
+HARDEST = {"stages.0.loss": "hinge", "stages.0.margin": 0.9, "stages.0.hardest_negative": True}
+QUEUE = {"negatives.store": "queue", "negatives.capacity": 40}
+SEPARATE: dict[str, Any] = {
+    "separate_towers": True,
+    "encoder.name": "transformer",
+    "encoder.arguments": TRANSFORMER,
+}
+
+# Of each case the recipe, its settings and the columns that the set has.
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "one tower for both": ("two_tower", LEARNED, PAIRS),
+    "a tower for each": ("two_tower", {**LEARNED, **SEPARATE}, PAIRS),
+    "a tower for each with a head": (
+        "two_tower",
+        {**SEPARATE, "projection_head.num_layers": 2, "projection_head.dim": 12},
+        WITH_NEGATIVES,
+    ),
+    "explicit negatives": ("two_tower", LEARNED, WITH_NEGATIVES),
+    "explicit negatives by names": ("two_tower", LEARNED, (*WITH_NEGATIVES, *IDS)),
+    "negatives known by their texts alone": ("two_tower", {}, (*WITH_NEGATIVES, "query_id", "document_id")),
+    "a queue of documents besides": ("two_tower", {**LEARNED, **QUEUE}, (*WITH_NEGATIVES, *IDS)),
+    "a queue in half precision": (
+        "two_tower",
+        {**SEPARATE, **QUEUE, "bank.dtype": "float16"},
+        WITH_NEGATIVES,
+    ),
+    "the hinge": ("two_tower", {"stages.0.loss": "hinge", "stages.0.margin": 0.9}, (*WITH_NEGATIVES, *IDS)),
+    "the hinge with the hardest negatives": ("two_tower", HARDEST, (*WITH_NEGATIVES, *IDS)),
+    "the hinge without the batch": (
+        "two_tower",
+        {**HARDEST, **QUEUE, "negatives.in_batch": False},
+        (*WITH_NEGATIVES, *IDS),
+    ),
+    "infonce": ("two_tower", {**LEARNED, "stages.0.loss": "info_nce"}, (*WITH_NEGATIVES, *IDS)),
+    "infonce without the batch": (
+        "two_tower",
+        {**LEARNED, **QUEUE, "stages.0.loss": "info_nce", "negatives.in_batch": False},
+        (*WITH_NEGATIVES, *IDS),
+    ),
+    "explicit negatives and nothing else": (
+        "two_tower",
+        {"stages.0.loss": "info_nce", "negatives.in_batch": False},
+        (*WITH_NEGATIVES, *IDS),
+    ),
+    "a mixture": (
+        "two_tower",
+        {**LEARNED, **QUEUE, "stages.0.hinge_weight": 0.3, "stages.0.margin": 0.9},
+        (*WITH_NEGATIVES, *IDS),
+    ),
+    "common documents made up for": (
+        "two_tower",
+        {**LEARNED, "stages.0.discount_frequent": True},
+        WITH_NEGATIVES,
+    ),
+    "images and captions": ("image_text", {}, ("image", "caption")),
+    "simcse": ("simcse", LEARNED, ("text",)),
+    "esimcse": ("esimcse", {"negatives.capacity": 40}, ("text",)),
+}
+
+
+def values_of(recipe: str) -> dict[str, list[Any]]:
+    """Return the contents of all columns that a set for this recipe may have."""
+    num_rows = BATCH * STEPS
+    if recipe == "two_tower":
+        return clicks(num_rows, num_negatives=NUM_NEGATIVES)
+    random, texts = Random(0), invented_texts(60, seed=2)
+    # One, two or three texts a row, from so few that rows of other workers have the same.
+    lists = [random.choices(texts, k=1 + row % 3) for row in range(num_rows)]
+    return {"text": lists, "caption": lists, "image": noise_images(num_rows)}
+
+
+def config_of(case: str, num_workers: int, chunk_size: int | None) -> RunConfig:
+    recipe, settings, _ = CASES[case]
+    small = {"workers": num_workers, "stages.0.batch_size": BATCH, "stages.0.chunk_size": chunk_size}
+    return small_config(recipe, {"stages.0.temperature": 0.2, **small, **settings})
+
+
+def shares(rows: Rows, rank: int, num_workers: int) -> Iterator[Batch]:
+    """Yield this worker's part of each batch; all of them make the same batch whatever their number."""
+    local_batch = BATCH // num_workers
+    for step in range(STEPS):
+        yield rows.take(step * BATCH + rank * local_batch + np.arange(local_batch), epoch=step)
+
+
+def losses_weights_and_rows_after_steps(
+    rank: int, num_workers: int, case: str, chunk_size: int | None = None, roles: tuple[str, ...] = ()
+) -> tuple[list[float], list[Tensor], dict[str, Any]]:
+    config, device = config_of(case, num_workers, chunk_size), torch.device("cpu")
+    values = values_of(config.recipe)
+    rows = rows_of(config, {role: values[role] for role in roles or CASES[case][2]})
+    samples, stage = build.modality(config, vocabulary()), config.stages[0]
+    towers = build.towers(config, samples)
+    learner = build.learner(config, towers, num_samples=None)
+    learner.enter(build.manner(config, stage))
+    learner.connect(device)
+    store = build.store(config, None, None, device)
+    frequencies = Frequencies.of(rows) if stage.discount_frequent else None
+    losses = []
+    batches = shares(rows, rank, num_workers)
+    for step, views in enumerate(build.view_maker(config, samples, device).views(batches)):
+        contrast = build.contrast(
+            config, stage, learner, hinge_weight=stage.hinge_weight, frequencies=frequencies
+        )
+        settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.9, "precision": "float32"}
+        losses.append(train_step(learner, store, contrast, views, step=step, **settings).loss)
+    parts = filter(None, (towers, learner.temperature, learner.momentum_encoder))
+    weights = [parameter.detach() for part in parts for parameter in part.parameters()]
+    return losses, weights, store.state_dict()
+
+
+def first_weights(case: str) -> list[Tensor]:
+    config = config_of(case, 1, None)
+    towers = build.towers(config, build.modality(config, vocabulary()))
+    return [parameter.detach() for parameter in towers.parameters()]
+
+
+def assert_equals_the_whole_batch_on_one_worker(case: str, num_workers: int, chunk_size: int | None) -> None:
+    losses, weights, rows = run_workers(losses_weights_and_rows_after_steps, 1, case)[0]
+    assert len(set(losses)) == STEPS
+    # What did not move would be equal in any case.
+    moved = [
+        bool((now - then).abs().max() > 1e-4) for now, then in zip(weights, first_weights(case), strict=False)
+    ]
+    assert all(moved)
+    for its_losses, its_weights, its_rows in run_workers(
+        losses_weights_and_rows_after_steps, num_workers, case, chunk_size
+    ):
+        assert its_losses == pytest.approx(losses, rel=1e-5)
+        for ours, expected in zip(its_weights, weights, strict=True):
+            assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-6)
+        assert its_rows.keys() == rows.keys()
+        for name, value in its_rows.items():
+            rtol, atol = (1e-3, 1e-5) if name == "rows" else (0.0, 0.0)
+            ours, expected = torch.as_tensor(value), torch.as_tensor(rows[name])
+            assert torch.allclose(ours, expected, rtol=rtol, atol=atol), name
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_workers_report_the_losses_of_one_and_reach_its_weights_and_store(
+    case: str, num_workers: int
+) -> None:
+    assert_equals_the_whole_batch_on_one_worker(case, num_workers, chunk_size=None)
+
+
+@pytest.mark.parametrize(("num_workers", "chunk_size"), [(1, 12), (2, 3)])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_in_chunks_equal_steps_on_the_whole_batch(case: str, num_workers: int, chunk_size: int) -> None:
+    assert_equals_the_whole_batch_on_one_worker(case, num_workers, chunk_size)
+
+
+def test_names_tell_of_false_negatives_that_texts_do_not() -> None:
+    case = "explicit negatives by names"
+    by_names, by_texts = (
+        run_workers(losses_weights_and_rows_after_steps, 1, case, None, roles)[0][0]
+        for roles in ((), WITH_NEGATIVES)
+    )
+    assert all(abs(ours - other) > 1e-3 for ours, other in zip(by_names, by_texts, strict=True))
+
+
+def identified(rank: int, num_workers: int, known: list[Known]) -> Ids:
+    return identify(known[rank])
+
+
+@pytest.mark.parametrize("num_negatives", [[0, 0, 0, 0], [3, 0, 1, 5], [0, 9, 0, 0], None])
+@pytest.mark.parametrize("num_names", [1, 2, 3])
+def test_workers_agree_with_one_on_what_is_one_thing(num_names: int, num_negatives: list[int] | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def names(num_rows: int) -> Tensor:
+        return torch.randint(-25, 25, (num_rows, num_names), generator=generator)
+
+    parts = [
+        Known(query=names(6), key=names(6), negative=None if num_negatives is None else names(count))
+        for count in num_negatives or [0] * 4
+    ]
+    whole = Known(
+        query=torch.cat([part.query for part in parts]),
+        key=torch.cat([part.key for part in parts]),
+        negative=None
+        if num_negatives is None
+        else torch.cat([part.negative for part in parts if part.negative is not None]),
+    )
+    expected = identify(whole)
+    found = run_workers(identified, 4, parts)
+    for side in ("query", "key", "negative"):
+        ours = [getattr(ids, side) for ids in found]
+        if getattr(expected, side) is None:
+            assert ours == [None] * 4
+        else:
+            assert torch.equal(torch.cat(ours), getattr(expected, side))
