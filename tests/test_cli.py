@@ -122,7 +122,7 @@ def test_a_run_that_is_not_there_cannot_be_judged(raycl, digits: Path) -> None:
     assert status == 2
     assert "no encoder at" in err
     status, _, err = raycl("evaluate", "magic", "--run", digits.parent, "--train", digits, "--test", digits)
-    assert (status, "knn and linear" in err) == (2, True)
+    assert (status, "there are knn, linear, retrieval and sts" in err) == (2, True)
 
 
 def test_a_recipe_takes_its_size_from_the_images_unless_it_is_set(digits: Path, tmp_path: Path) -> None:
