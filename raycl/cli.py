@@ -172,7 +172,7 @@ def mine(
     )  # fmt: skip
     print(
         f"{mined.num_negatives:,} negatives added to {mined.num_pairs:,} pairs in {output}; "
-        f"{mined.num_too_near:,} were too near"
+        f"{mined.num_too_near:,} were too near, {mined.num_broken:,} rows are broken"
     )
 
 

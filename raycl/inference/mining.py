@@ -1,7 +1,7 @@
 """Hard negatives: for each query the documents nearest to it, by an encoder, that are not its positives."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -21,16 +21,18 @@ from raycl.judging.search import search
 from raycl.storage import Place, absolute
 
 QUERIES_A_TASK = 4_096
+SPARE = 50  # looked at as well, since the nearest may be too near
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Mined:
-    """How many pairs were written, how many negatives were added, and how many were too near."""
+    """How many pairs were written, how many negatives were added, how many were too near, or rows broken."""
 
     num_pairs: int
     num_negatives: int
     num_too_near: int
+    num_broken: int = 0
 
 
 def mine_negatives(
@@ -69,16 +71,19 @@ def mine_negatives(
     if place.exists():
         raise StorageError(f"{output} exists already; give another --output or remove it")
     place.check_writable()
-    pairs = _Pairs(read_values(data, _columns(columns or ColumnNames())))
+    values = read_values(data, _columns(columns or ColumnNames()))
+    pairs = _Pairs(values)
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
     query = embed_values(pairs.queries, run, side="query", title="embedding the queries", **options)
     document = embed_values(pairs.documents, run, side="key", title="embedding the documents", **options)
     with own_errors():
-        found = _search_in_tasks(normalize(query), normalize(document), pairs.matching, k=2 * num_negatives)
+        found = _search_in_tasks(
+            normalize(query), normalize(document), pairs.matching, k=num_negatives + SPARE
+        )
     table, mined = pairs.with_mined(found, _similarity(pairs, query, document), num_negatives, below)
     filesystem, path = place.resolve()
     pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
-    return mined
+    return replace(mined, num_broken=values.num_broken)
 
 
 @final

@@ -17,7 +17,6 @@ from raycl.judging.retrieval import average_precision, retrieval_scores
 from raycl.judging.search import search
 from raycl.judging.text_floor import bm25_search, tfidf_search, tfidf_similarity
 from raycl.models.saved import ImageEncoder, load_encoder
-from raycl.tokens import BrokenTextError, read_text
 
 DEPTH = 100  # of rankings: MRR and MAP look no deeper
 
@@ -97,7 +96,11 @@ def evaluate_retrieval(
     else:
         known = None if train is None else read_values(train, _pair_columns(names))
         task = _pair_task(values, known)
-        sizes = {"num_train": 0 if known is None else len(known.label), "num_test": len(values.label)}
+        sizes = {
+            "num_train": 0 if known is None else len(known.label),
+            "num_test": len(values.label),
+            "num_broken": values.num_broken + (0 if known is None else known.num_broken),
+        }
     query, document = _embed(task, run, options)
     result |= _scores(task, query, document)
     pairs = _labeled_pairs(task, values) if queries is None else None
@@ -156,7 +159,7 @@ def _judged_task(judgments: Values, queries: str, documents: str, names: ColumnN
     for role, uri in (("query", queries), ("document", documents)):
         id_column = getattr(names, f"{role}_id") or f"{role}_id"
         asked = ColumnNames(image=None, **{role: getattr(names, role) or role, f"{role}_id": id_column})
-        found = read_values(uri, asked).by_role
+        found = read_values(uri, asked, keep_broken=True).by_role
         sets[role] = found[role]
         numbers[role] = {each: number for number, each in enumerate(found[f"{role}_id"])}
     rows = zip(judgments.by_role["query_id"], judgments.by_role["document_id"], judgments.label, strict=True)
@@ -173,7 +176,7 @@ def _without_broken(
     queries: list[Any], documents: list[Any], relevance: NDArray[np.int64], judgments: Values
 ) -> tuple[Task, int]:
     """Leave out queries and documents without a text, and the judgments about them; return how many."""
-    sound = [np.array([_is_sound(text) for text in texts]) for texts in (queries, documents)]
+    sound = [np.array([text is not None for text in texts]) for texts in (queries, documents)]
     number = [np.cumsum(each) - 1 for each in sound]
     kept = relevance[sound[0][relevance[:, 0]] & sound[1][relevance[:, 1]]]
     if not judgments.has_labels:
@@ -187,17 +190,11 @@ def _without_broken(
     return task, int((~sound[0]).sum() + (~sound[1]).sum())
 
 
-def _is_sound(text: Any) -> bool:
-    try:
-        return bool(read_text(text))
-    except BrokenTextError:
-        return False
-
-
 def _image_task(test: str, train: str | None, names: ColumnNames) -> tuple[Task, dict[str, int]]:
     """Return images as queries and captions as documents; a set to train on adds nothing."""
     asked = ColumnNames(image=names.image or "image", caption=names.caption or "caption")
-    found = read_values(test, asked).by_role
+    values = read_values(test, asked)
+    found = values.by_role
     captions = [each if isinstance(each, list) else [each] for each in found["caption"]]
     document = _distinct(*captions)
     relevance = np.array([(n, document[c], 1) for n, each in enumerate(captions) for c in each], np.int64)
@@ -207,7 +204,7 @@ def _image_task(test: str, train: str | None, names: ColumnNames) -> tuple[Task,
         relevance=np.unique(relevance, axis=0),
         excluded=np.empty((0, 2), np.int64),
     )
-    return task, {"num_train": 0, "num_test": len(captions)}
+    return task, {"num_train": 0, "num_test": len(captions), "num_broken": values.num_broken}
 
 
 def _embed(task: Task, run: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

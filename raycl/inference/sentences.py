@@ -47,7 +47,8 @@ def evaluate_sts(
     result = {"measure": "sts", **sts_scores(similarity, score, names)}
     corpus = [*left, *right]
     if train is not None:
-        corpus = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
+        rows_of_corpus = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
+        corpus = [each for row in rows_of_corpus for each in (row if isinstance(row, list) else [row])]
     result |= {"num_train": 0 if train is None else len(corpus), "num_test": len(left)}
     if floor:
         result["floor"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, final
 
 import numpy as np
@@ -20,17 +21,23 @@ from raycl.errors import DataError
 from raycl.inference.embedding import SideName, embed_dataset, formats_of
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.progress import ProgressLine, rows_read
+from raycl.tokens import BrokenTextError, read_text
 
 BLOCK_ROWS = 4_096
+TEXTS = ("text", "caption", "query", "document")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """The values of a set by role, and labels [num_rows]: -1 where there is none."""
+    """The values of a set by role, and labels [num_rows]: -1 where there is none.
+
+    Rows with a broken text are left out, ``num_broken`` of them.
+    """
 
     by_role: dict[str, list[Any]]
     label: NDArray[np.int64]
+    num_broken: int = 0
 
     @property
     def has_labels(self) -> bool:
@@ -38,17 +45,28 @@ class Values:
         return bool((self.label >= 0).any())
 
 
-def read_values(uri: str, columns: ColumnNames) -> Values:
-    """Read the columns of a set, texts as strings; raises ``DataError`` if one is missing."""
+def read_values(uri: str, columns: ColumnNames, *, keep_broken: bool = False) -> Values:
+    """Read the columns of a set, texts as strings; raises ``DataError`` if one is missing.
+
+    ``keep_broken`` keeps rows with a broken text, as None in its place.
+    """
     source = find_source(uri, columns)
     by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
     labels = [np.empty(0, np.int64)]
     for piece in source.pieces:
         for rows in source.read(piece):
             for role, values in rows.values.items():
-                by_role[role] += values if role == "image" else map(_as_text, values)
+                by_role[role] += map(_as_text, values) if role in TEXTS else _plain(role, values)
             labels.append(_numbers(rows.label, source.classes))
-    return Values(by_role=by_role, label=np.concatenate(labels))
+    texts = [values for role, values in by_role.items() if role in TEXTS]
+    is_sound = [keep_broken or None not in row for row in zip(*texts, strict=True)] if texts else []
+    if all(is_sound):
+        return Values(by_role=by_role, label=np.concatenate(labels))
+    return Values(
+        by_role={role: list(compress(values, is_sound)) for role, values in by_role.items()},
+        label=np.concatenate(labels)[np.array(is_sound)],
+        num_broken=len(is_sound) - sum(is_sound),
+    )
 
 
 def embed_values(
@@ -98,14 +116,18 @@ def embed_values(
 
 
 def _as_text(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_as_text(each) for each in value]
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeError:
-            raise DataError(f"a text is no UTF-8: {value[:40]!r}; mend or remove it") from None
-    return value
+    """Return a text, or the sound ones of a list; None if there is none."""
+    if isinstance(value, list | tuple):
+        return [text for text in map(_as_text, value) if text is not None] or None
+    try:
+        return read_text(value)
+    except BrokenTextError:
+        return None
+
+
+def _plain(role: str, values: list[Any]) -> list[Any]:
+    """Return values that need not be there: of negatives the sound texts."""
+    return [_as_text(value) or [] for value in values] if role == "negatives" else values
 
 
 def _numbers(label: NDArray[np.int64], classes: tuple[str, ...] | None) -> NDArray[np.int64]:
