@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 from PIL import Image
-from raycl.training.images import Images
 
 import raycl
 from raycl.cluster import join_cluster
@@ -26,6 +25,7 @@ from raycl.doctor import examine
 from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_rows
 from raycl.preparation.images import pack_images
+from raycl.training.samples import Samples
 from tests.images import encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -111,7 +111,7 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
             "evaluation.num_train": 200,
         },
     )
-    images = Images(config, logbook, source, None)
+    images = Samples(config, logbook, source, None)
     judged_on = images.to_judge_on()
     assert judged_on is not None
     judged = {row["sample_id"] for row in judged_on.take_all()}
