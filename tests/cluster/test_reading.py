@@ -101,7 +101,7 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logbook: Any
 ) -> None:
     monkeypatch.setattr("raycl.data.sources.ROWS_A_PIECE", 64)
-    monkeypatch.setattr("raycl.training.images.JUDGED_PART", 1)
+    monkeypatch.setattr("raycl.training.samples.JUDGED_PART", 1)
     source = find_source(str(write_digits(tmp_path / "digits.parquet", 1_000)))
     config = raycl.override(
         raycl.recipe("simclr", image_size=16),
@@ -111,17 +111,17 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
             "evaluation.num_train": 200,
         },
     )
-    images = Samples(config, logbook, source, None)
-    judged_on = images.to_judge_on()
+    samples = Samples(config, logbook, source, None)
+    judged_on = samples.to_judge_on()
     assert judged_on is not None
     judged = {row["sample_id"] for row in judged_on.take_all()}
-    held_out = {row for row in judged if images.holdout.is_test(np.array([row]))[0]}
+    held_out = {row for row in judged if samples.holdout.is_test(np.array([row]))[0]}
     assert len(judged) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 that vote
-    trained_on = [int(row) for batch in images.stream().epoch_batches(Share(batch_size=1), epoch=0)
+    trained_on = [int(row) for batch in samples.stream().epoch_batches(Share(batch_size=1), epoch=0)
                   for row in batch.sample_id]  # fmt: skip
     assert sorted(trained_on) == sorted(set(range(1_000)) - held_out)
     assert 20 < len(held_out) < 60  # a tenth of the judged pieces, of which there are six of sixteen
-    assert images.num_train_expected() == pytest.approx(len(trained_on), abs=15)
+    assert samples.num_train_expected() == pytest.approx(len(trained_on), abs=15)
 
 
 def test_ids_follow_sorted_names_whatever_is_broken(mixed: Path) -> None:
@@ -143,16 +143,13 @@ def test_a_dataset_without_ids_names_equal_images_alike(logbook: Any) -> None:
         decode_dataset(dataset, ColumnNames(), Decoder(formats=FORMATS, logbook=logbook))
 
 
-def test_a_folder_is_packed_into_parquet_that_reads_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> None:
     for index in range(12):
         path = tmp_path / "images" / f"class{index % 3}" / f"{index:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode(np.full((20, 20, 3), index * 20, np.uint8)))
     packed = tmp_path / "packed"
-    pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5)
-    assert "12 images packed" in capsys.readouterr().out
+    assert pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5).num_rows == 12
     assert pq.read_table(packed).num_rows == 12
     before, after = (read_rows(str(uri), FORMAT) for uri in (tmp_path / "images", packed))
     order = np.argsort(after.sample_id)
