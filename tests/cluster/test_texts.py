@@ -109,23 +109,16 @@ def test_a_run_of_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.
     assert np.allclose(asked, torch.nn.functional.normalize(query)[0].numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "die_at"),
-    [
-        ("two_tower", {"negatives.store": "queue", "negatives.capacity": 64, "separate_towers": True}, 8),
-        # The momentum encoder embeds a batch as well, but not as one that learns.
-        ("esimcse", {"negatives.capacity": 64, "data.columns.text": "document"}, 8),
-    ],
-)
-def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
-    method: str, settings: dict[str, Any], die_at: int, click_log: Path, tmp_path: Path
-) -> None:
-    settings = {"encoder.name": "tests.cluster.networks:words", "evaluation.every_epochs": 0, **settings}
-    if method == "esimcse":
-        click_log = tmp_path / "texts.parquet"
-        pq.write_table(pa.table({"document": invented_texts(300)}), click_log)
-    arguments = {"dim": 16, "die_at": die_at, "marker": str(tmp_path / "died")}
-    mortal = run_of(method, **{**settings, "encoder.arguments": arguments})
+def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(click_log: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "encoder.name": "tests.cluster.networks:words",
+        "encoder.arguments": {"dim": 16, "die_at": 8, "marker": str(tmp_path / "died")},
+        "evaluation.every_epochs": 0,
+        "negatives.store": "queue",
+        "negatives.capacity": 64,
+        "separate_towers": True,
+    }
+    mortal = run_of("two_tower", **settings)
     with pytest.raises(RunError):
         raycl.train(mortal, data=str(click_log), output=str(tmp_path / "killed"), quiet=True)
     raycl.train(mortal, data=str(click_log), output=str(tmp_path / "killed"), resume=True, quiet=True)
@@ -156,10 +149,9 @@ def test_a_train_set_adds_documents_and_its_matches_do_not_count(
     # The same queries, each with another document that matches it: none of them may push its own away.
     others = [{**row, "document": f"{row['query']} {row['query']}"} for row in rows[:40]]
     pq.write_table(pa.Table.from_pylist([*others, *rows[40:]]).drop(["label"]), train)
-    alone = evaluate_retrieval(run=str(click_run[0]), test=str(test), floor=False, quiet=True)
     known = evaluate_retrieval(run=str(click_run[0]), test=str(test), train=str(train), quiet=True)
     assert known["floor"]["bm25"]["recall_at_1"] > 0.9
-    assert known["recall_at_10"] <= alone["recall_at_10"]
+    assert known["num_train"] == NUM_QUERIES
     assert "average_precision" not in known
 
 
@@ -180,28 +172,20 @@ def test_mined_negatives_are_no_matches_and_train(
         assert row["document"] not in row["negatives"]
         assert set(explicit[row["query"]]) <= set(row["negatives"])
         assert len(set(row["negatives"])) == len(row["negatives"])
-    assert told.num_negatives > NUM_QUERIES
-    result = raycl.train(
-        run_of("two_tower", **{"stages.0.epochs": 1}),
-        data=str(mined),
-        output=str(tmp_path / "run"),
-        quiet=True,
-    )
-    assert result.steps > 0
+    assert told.num_negatives > 0
 
 
-def test_a_grouped_log_is_streamed_and_equals_the_log_itself(click_log: Path, tmp_path: Path) -> None:
-    grouped = tmp_path / "grouped"
+def test_a_grouped_log_is_streamed_by_a_tokenizer_made_before(click_log: Path, tmp_path: Path) -> None:
+    grouped, place = tmp_path / "grouped", tmp_path / "tokenizer.json"
     num_pairs, rows = group_pairs(str(click_log), str(grouped), columns=PAIRS)
     assert num_pairs == NUM_QUERIES
     assert rows.left_out[WITHOUT_POSITIVE] == 1
-    result = raycl.train(
-        run_of("two_tower", **{"data.cache": "stream"}),
-        data=str(grouped),
-        output=str(tmp_path / "run"),
-        quiet=True,
-    )
+    made = make_tokenizer(str(grouped), str(place), columns=PAIRS, vocabulary_size=300)
+    config = run_of("two_tower", **{"data.cache": "stream", "text.tokenizer": str(place)})
+    result = raycl.train(config, data=str(grouped), output=str(tmp_path / "run"), quiet=True)
     assert result.steps > 0
+    encoder = raycl.load_encoder(str(tmp_path / "run"))
+    assert encoder.tokenizer.fingerprint == made.fingerprint  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_sentences_are_streamed_and_judged_by_peoples_scores(tmp_path: Path) -> None:
@@ -246,15 +230,6 @@ def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
     )
     assert 0 < found["query_to_document_recall_at_10"] <= 1
     assert 0 < found["document_to_query_recall_at_10"] <= 1
-
-
-def test_a_tokenizer_is_made_once_and_used_by_runs(click_log: Path, tmp_path: Path) -> None:
-    place = tmp_path / "tokenizer.json"
-    made = make_tokenizer(str(click_log), str(place), columns=PAIRS, vocabulary_size=300)
-    config = run_of("two_tower", **{"text.tokenizer": str(place), "stages.0.epochs": 1})
-    raycl.train(config, data=str(click_log), output=str(tmp_path / "run"), quiet=True)
-    encoder = raycl.load_encoder(str(tmp_path / "run"))
-    assert encoder.tokenizer.fingerprint == made.fingerprint  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_texts_of_one_group_become_a_row(tmp_path: Path) -> None:
