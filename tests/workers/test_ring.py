@@ -20,6 +20,7 @@ from raycl.errors import ConfigError
 from raycl.losses import info_nce, nt_xent
 from raycl.ring import ring_info_nce, ring_nt_xent
 from raycl.training.contrast import Lent, gathered_info_nce, gathered_nt_xent
+from raycl.training.identity import Ids
 from tests.test_losses import assert_close
 from tests.workers.processes import run_workers
 
@@ -93,7 +94,9 @@ def info_nce_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Te
                 )
             else:
                 store = Lent(negatives=lent[0], negative_id=lent[1])
-                loss = gathered_info_nce(query, key, sample_id, store, temperature=temperature, in_batch=True)
+                loss = gathered_info_nce(
+                    query, key, Ids(sample_id, sample_id), store, temperature=temperature, in_batch=True
+                )
             answers.append(results(loss, inputs))
     return answers[0], answers[1]
 
