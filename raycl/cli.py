@@ -136,7 +136,7 @@ def embed(
     address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Embed a set of images to parquet."""
+    """Embed a set of images or texts to parquet."""
     from raycl.inference.embedding import embed_to_parquet
     from raycl.setup import embedding_settings
 

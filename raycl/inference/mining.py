@@ -104,6 +104,7 @@ class _Pairs:
         self.positive = np.array(list(dict.fromkeys(positive)), np.int64)
         own_text = [(number, document[text]) for text, number in query.items() if text in document]
         self.matching = np.unique(np.array(positive + own_text, np.int64), axis=0)
+        self._matching = set(map(tuple, self.matching.tolist()))
         self._explicit: dict[int, dict[int, None]] = {}
         for q, d, label, negatives in rows:
             known = self._explicit.setdefault(query[q], {})
@@ -127,7 +128,7 @@ class _Pairs:
             ]
             fit = [place for place, cosine in near if cosine <= below * own]
             num_too_near += len(near) - len(fit)
-            explicit = [place for place in self._explicit.get(q, {}) if place != d]
+            explicit = [place for place in self._explicit[q] if (q, place) not in self._matching]
             mined = [place for place in fit if place not in explicit][:num_negatives]
             num_mined += len(mined)
             texts = [self.documents[place] for place in [*explicit, *mined]]

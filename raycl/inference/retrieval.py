@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.inference.values import Values, embed_values, read_values
 from raycl.judging.retrieval import average_precision, retrieval_scores
 from raycl.judging.search import search
@@ -64,7 +64,8 @@ def evaluate_retrieval(
     """Judge by how queries of ``test`` find their documents among all of ``test`` and ``train``.
 
     A set holds pairs of query and document, perhaps with a label: 0 for no match, 1 and above for
-    grades of relevance; or images with their captions, judged in both directions. Pairs that ``train``
+    grades of relevance; or images with their captions, judged in both directions, among those of ``test`` alone.
+    Pairs that ``train``
     knows to match do not count for a query, nor does its own text. Where queries and documents are
     sets of their own, as in a benchmark with judgments, give them as ``queries`` (``query_id``, ``query``)
     and ``documents`` (``document_id``, ``document``), and in ``test`` both ids with the label.
@@ -72,13 +73,19 @@ def evaluate_retrieval(
     Returns ``recall_at_1``, ``recall_at_5``, ``recall_at_10``, ``ndcg_at_10``, ``mrr`` and ``map``; ``average_precision``
     over the pairs of ``test`` where they have labels of both kinds; ``num_train`` and ``num_test``, rows of
     each set; and of texts the same by TF-IDF and BM25 as ``floor``. ``examples`` queries come with
-    the documents nearest to them. Raises ``DataError`` if a column is missing or nothing is relevant.
+    the documents nearest to them. Raises ``DataError`` if a column is missing or nothing is relevant,
+    ``ConfigError`` if only one of ``queries`` and ``documents`` came.
     """
+    if (queries is None) != (documents is None):
+        missing = "queries" if queries is None else "documents"
+        raise ConfigError(
+            f"judgments need both sets, and {missing} is missing: give --set {missing}=URI as well"
+        )
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
     names = columns or ColumnNames()
     result: dict[str, Any] = {"measure": "retrieval"}
     if isinstance(load_encoder(run), ImageEncoder):
-        task, sizes = _image_task(test, train, names)
+        task, sizes = _image_task(test, names)
         embedded = _embed(task, run, options)
         for direction, each, (query, document) in (
             ("query_to_document", task, embedded),
@@ -137,7 +144,7 @@ def _pair_task(test: Values, train: Values | None) -> Task:
     asked, answers = test.by_role["query"], test.by_role["document"]
     others = [] if train is None else train.by_role["document"]
     query, document = _distinct(asked), _distinct(answers, others)
-    grade = np.where(test.label < 0, 1, test.label) if test.has_labels else np.ones(len(asked), np.int64)
+    grade = test.label if test.has_labels else np.ones(len(asked), np.int64)
     relevance = np.array([(query[q], document[d], g) for q, d, g in zip(asked, answers, grade, strict=True)])
     matching = {(q, d) for q, d, g in relevance.tolist() if g > 0}
     excluded = {(number, document[text]) for text, number in query.items() if text in document}
@@ -190,8 +197,8 @@ def _without_broken(
     return task, int((~sound[0]).sum() + (~sound[1]).sum())
 
 
-def _image_task(test: str, train: str | None, names: ColumnNames) -> tuple[Task, dict[str, int]]:
-    """Return images as queries and captions as documents; a set to train on adds nothing."""
+def _image_task(test: str, names: ColumnNames) -> tuple[Task, dict[str, int]]:
+    """Return images as queries and captions as documents."""
     asked = ColumnNames(image=names.image or "image", caption=names.caption or "caption")
     values = read_values(test, asked)
     found = values.by_role
@@ -242,9 +249,8 @@ def _word_floor(task: Task, pairs: NDArray[np.int64] | None) -> dict[str, Any]:
 def _examples(task: Task, query: Tensor, document: Tensor, num: int) -> list[dict[str, Any]]:
     """Return queries spread over all, each with its five nearest documents and whether they match."""
     chosen = np.linspace(0, len(task.queries) - 1, min(num, len(task.queries))).astype(np.int64)
-    own = replace(task, excluded=np.empty((0, 2), np.int64))
     similarity, ranked = search(query[chosen], document, k=5)
-    matching = {(q, d) for q, d, grade in own.relevance.tolist() if grade > 0}
+    matching = {(q, d) for q, d, grade in task.relevance.tolist() if grade > 0}
     return [
         {
             "query": task.queries[q],

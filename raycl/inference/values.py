@@ -32,7 +32,8 @@ TEXTS = ("text", "caption", "query", "document")
 class Values:
     """The values of a set by role, and labels [num_rows]: -1 where there is none.
 
-    Rows with a broken text are left out, ``num_broken`` of them.
+    Rows with a broken text, or without a label where there is a column of labels, are left out:
+    ``num_broken`` of them.
     """
 
     by_role: dict[str, list[Any]]
@@ -60,11 +61,14 @@ def read_values(uri: str, columns: ColumnNames, *, keep_broken: bool = False) ->
             labels.append(_numbers(rows.label, source.classes))
     texts = [values for role, values in by_role.items() if role in TEXTS]
     is_sound = [keep_broken or None not in row for row in zip(*texts, strict=True)] if texts else []
+    label = np.concatenate(labels)
+    if is_sound and source.columns.label is not None:
+        is_sound = [sound and each >= 0 for sound, each in zip(is_sound, label.tolist(), strict=True)]
     if all(is_sound):
-        return Values(by_role=by_role, label=np.concatenate(labels))
+        return Values(by_role=by_role, label=label)
     return Values(
         by_role={role: list(compress(values, is_sound)) for role, values in by_role.items()},
-        label=np.concatenate(labels)[np.array(is_sound)],
+        label=label[np.array(is_sound)],
         num_broken=len(is_sound) - sum(is_sound),
     )
 
