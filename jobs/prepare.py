@@ -11,10 +11,12 @@ import typer
 
 from raycl.cli import Address, Debug, Setting, run_job
 from raycl.data.columns import ColumnNames
+from raycl.errors import ConfigError
 from raycl.preparation.images import pack_images
 from raycl.preparation.pairs import group_pairs
 from raycl.preparation.texts import gather_texts, make_tokenizer
 from raycl.setup import embedding_settings
+from raycl.training.vocabulary import ROLES
 
 app = typer.Typer(help="Prepare a set once, so that many runs read it well.", add_completion=False)
 Data = Annotated[str, typer.Option(help="Parquet file or folder, or folder of images.")]
@@ -49,6 +51,12 @@ def tokenizer(
 ) -> None:
     """Train a tokenizer on the texts of some columns; OUTPUT ends in .json."""
     roles = {role: name or role for role, _, name in (each.partition("=") for each in columns.split(","))}
+    for role in roles:
+        if role not in ROLES:
+            raise ConfigError(
+                f"--columns: no texts have the role {role!r}; give some of {', '.join(ROLES)}, "
+                "as role or role=NAME"
+            )
     trained = make_tokenizer(
         data,
         output,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from raycl.cli_bank import bank
-from raycl.errors import ConfigError, DataError, RayclError, StorageError
+from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 from raycl.storage import Place
 
 app = typer.Typer(
@@ -62,7 +63,9 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or a file ending in .yaml.")],
     data: Annotated[str, typer.Option(help="Parquet file or folder, or folder of images; local or s3://.")],
     output: Annotated[str, typer.Option(help="Where the run is written; local or s3://.")],
-    workers: Annotated[str | None, typer.Option(help="Training processes.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="Training processes: N, or MIN:MAX, as many as there is room for.")
+    ] = None,
     gpu: Gpu = False,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")] = None,
@@ -78,15 +81,13 @@ def train(
     from raycl.training.launch import train as train_run
 
     flags = {
-        "workers": _workers(workers),
         "gpu": gpu or None,
         "seed": seed,
         "stages.0.batch_size": batch_size,
-        **_length(epochs, steps),
     }
-    config = plan_run(
-        recipe, data=data, flags={k: v for k, v in flags.items() if v is not None}, settings=settings or []
-    )
+    given = {key: value for key, value in flags.items() if value is not None}
+    given |= _workers(workers) | _length(epochs, steps)
+    config = plan_run(recipe, data=data, flags=given, settings=settings or [])
     result = train_run(config, data=data, output=output, resume=resume, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     print(
@@ -118,12 +119,12 @@ def evaluate(
     result = _judge(
         measure, settings or [], run=run, train=train, test=test, gpu=gpu, address=address, debug=debug
     )
-    for example in result.get("examples", ()):
-        _show_example(example)
     text = json.dumps({key: value for key, value in result.items() if key != "examples"})
-    print(text)
+    print(text, flush=True)
     if json_file is not None:
         Place(json_file).write_text(text + "\n")
+    for example in result.get("examples", ()):
+        _show_example(example)
 
 
 @app.command()
@@ -131,6 +132,7 @@ def embed(
     run: Annotated[str, typer.Option(help="The --output of a run.")],
     data: Annotated[str, typer.Option(help="Images or texts to embed.")],
     output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
+    side: Annotated[str, typer.Option(help="With two towers: query or key.")] = "query",
     gpu: Gpu = False,
     settings: Setting = None,
     address: Address = None,
@@ -140,9 +142,8 @@ def embed(
     from raycl.inference.embedding import embed_to_parquet
     from raycl.setup import embedding_settings
 
-    rows = embed_to_parquet(
-        run, data, output, gpu=gpu, address=address, debug=debug, **embedding_settings(settings or [])
-    )
+    options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address, "debug": debug}
+    rows = embed_to_parquet(run, data, output, **options, **embedding_settings(settings or []))
     print(f"{rows.num_rows - rows.num_broken:,} rows embedded to {output}")
     if rows.num_broken:
         print(f"left out {rows.num_broken:,}: {rows.describe_broken()}")
@@ -164,9 +165,9 @@ def mine(
 ) -> None:
     """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
     from raycl.inference.mining import mine_negatives
-    from raycl.setup import embedding_settings
+    from raycl.setup import column_settings
 
-    columns = embedding_settings(settings or []).get("columns")
+    columns = column_settings(settings or [])
     mined = mine_negatives(
         run, data, output, num_negatives=num, below=below, columns=columns, gpu=gpu, address=address, debug=debug
     )  # fmt: skip
@@ -201,9 +202,9 @@ def doctor(
 ) -> None:
     """Check the machine, the cluster and the data: a line each, and what to do."""
     from raycl.doctor import examine
-    from raycl.setup import embedding_settings
+    from raycl.setup import column_settings
 
-    columns = embedding_settings(settings or []).get("columns")
+    columns = column_settings(settings or [])
     findings = examine(data=data, columns=columns, address=address, debug=debug)
     for finding in findings:
         print(finding)
@@ -234,7 +235,7 @@ def _run(door: typer.Typer) -> NoReturn:
     except RayclError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        status = 2 if isinstance(error, ConfigError | DataError | StorageError) else 1
+        status = _status_of(error)
         _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
         status = 130
@@ -247,6 +248,12 @@ def _run(door: typer.Typer) -> NoReturn:
         status = 1 if text is None else 2
         _complain(f"{text() if text else repr(error)} (see {'--help' if text else '--debug'})")
     raise SystemExit(status)
+
+
+def _status_of(error: RayclError) -> int:
+    if isinstance(error, StoppedError):
+        return 128 + signal.SIGTERM
+    return 2 if isinstance(error, ConfigError | DataError | StorageError) else 1
 
 
 def _complain(text: str) -> None:
@@ -286,17 +293,21 @@ def _show_example(example: dict[str, Any]) -> None:
     for found in example["nearest"]:
         mark = "yes" if found["matches"] else ""
         table.add_row(f"{found['similarity']:.3f}", mark, " ".join(found["document"].split())[:120])
-    Console(stderr=True).print(table)
+    # Texts of the user's own: no brackets or colons of theirs are rich's to read.
+    Console(stderr=True, markup=False, emoji=False).print(table)
 
 
-def _workers(text: str | None) -> int | None:
+def _workers(text: str | None) -> dict[str, int | None]:
+    """Read N or MIN:MAX."""
     if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1:
+        return {}
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigError(
-            f"--workers takes a number of processes above 0, came {text!r}; for example --workers 2"
+            f"--workers takes a number of processes above 0, or MIN:MAX, came {text!r}; for example --workers 2"
         )
-    return int(text)
+    least, most = int(parts[0]), int(parts[-1])
+    return {"workers": most, "min_workers": least if least != most else None}
 
 
 def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
@@ -305,4 +316,4 @@ def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
         raise ConfigError(f"--epochs {epochs} and --steps {steps} exclude each other; give one")
     if epochs is None and steps is None:
         return {}
-    return {"length": {"stages.0.epochs": epochs, "stages.0.steps": steps}}
+    return {"stages.0.epochs": epochs, "stages.0.steps": steps}

@@ -7,7 +7,8 @@ RayclError
 └── RunError        the run started and failed                              (exit status 1)
     ├── NonFiniteLossError
     ├── CollapseError
-    └── ReplayError
+    ├── ReplayError
+    └── StoppedError   somebody asked it to stop                           (exit status 143)
 """
 
 
@@ -41,6 +42,10 @@ class CollapseError(RunError):
 
 class ReplayError(RunError):
     """A chunk of an accumulated batch was embedded otherwise the second time."""
+
+
+class StoppedError(RunError):
+    """The run was asked to stop; it is saved."""
 
 
 class BrokenValueError(ValueError):

@@ -17,6 +17,7 @@ from raycl.training import build
 
 LARGEST = 224
 NUM_PEEKED = 16
+_MAX_BAD_FRACTION: dict[str, type] = {"data.max_bad_fraction": float}
 
 
 def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
@@ -26,7 +27,6 @@ def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequen
     ``data.image_size`` is set. Raises ``ConfigError`` or ``DataError``.
     """
     pairs = dict(map(parse_setting, settings))
-    flags = {**flags.get("length", {}), **{key: value for key, value in flags.items() if key != "length"}}
     overrides = {**flags, **pairs}
     if name.endswith((".yaml", ".yml")):
         stated = config_from_yaml(Place(name).read_text(), name=name)
@@ -44,7 +44,7 @@ def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequen
 
 def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None:
     """Refuse flags that speak of one stage where there are several."""
-    of_a_stage = [key for key in flags if key.startswith("stages.0.")]
+    of_a_stage = [key for key, value in flags.items() if key.startswith("stages.0.") and value is not None]
     if of_a_stage and len(config.stages) > 1:
         raise ConfigError(
             f"{name} has {len(config.stages)} stages, and --epochs, --steps and --batch-size speak of one; "
@@ -67,41 +67,42 @@ def peek_image_size(source: Source) -> int:
 def judgment_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Read ``--set`` of ``evaluate``: k, temperature, labels_per_class, seed, floor, data.*."""
     kinds = {"k": int, "temperature": float, "labels_per_class": int, "seed": int, "floor": bool}
-    return _read_settings(settings, kinds)
+    return _read_settings(settings, kinds | _MAX_BAD_FRACTION, columns=True)
 
 
 def retrieval_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Read ``--set`` of ``evaluate retrieval``: queries, documents, examples, floor, data.columns.*."""
-    found = _read_settings(settings, {"queries": str, "documents": str, "examples": int, "floor": bool})
-    found.pop("max_bad_fraction", None)
-    return found
+    kinds = {"queries": str, "documents": str, "examples": int, "floor": bool}
+    return _read_settings(settings, kinds, columns=True)
 
 
 def sts_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Read ``--set`` of ``evaluate sts``: text, the column of the corpus, and floor."""
-    found = _read_settings(settings, {"text": str, "floor": bool})
-    return {name: value for name, value in found.items() if name in ("text", "floor")}
+    return _read_settings(settings, {"text": str, "floor": bool}, columns=False)
 
 
 def embedding_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Read ``--set`` of ``embed`` and ``doctor``: data.columns.* and data.max_bad_fraction."""
-    return _read_settings(settings, {})
+    """Read ``--set`` of ``embed`` and ``prepare pairs``: data.columns.* and data.max_bad_fraction."""
+    return _read_settings(settings, _MAX_BAD_FRACTION, columns=True)
 
 
-def _read_settings(settings: Sequence[str], kinds: Mapping[str, type]) -> dict[str, Any]:
+def column_settings(settings: Sequence[str]) -> ColumnNames | None:
+    """Read ``--set`` of ``mine`` and ``doctor``: data.columns.*."""
+    return _read_settings(settings, {}, columns=True).get("columns")
+
+
+def _read_settings(settings: Sequence[str], kinds: Mapping[str, type], *, columns: bool) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    columns: dict[str, Any] = {}
-    allowed = [*kinds, "data.max_bad_fraction", *(f"data.columns.{name}" for name in Columns.model_fields)]
+    named: dict[str, Any] = {}
+    roles = [f"data.columns.{name}" for name in Columns.model_fields] if columns else []
     for path, value in map(parse_setting, settings):
-        if path not in allowed:
-            raise ConfigError(f"unknown key {path} (allowed: {', '.join(allowed)})")
-        if path.startswith("data.columns."):
-            columns[path.removeprefix("data.columns.")] = value
-        elif path == "data.max_bad_fraction":
-            result["max_bad_fraction"] = _typed(path, value, float)
+        if path in kinds:
+            result[path.removeprefix("data.")] = _typed(path, value, kinds[path])
+        elif path in roles:
+            named[path.removeprefix("data.columns.")] = value
         else:
-            result[path] = _typed(path, value, kinds[path])
-    return result | ({"columns": _named(columns)} if columns else {})
+            raise ConfigError(f"unknown key {path} (allowed: {', '.join([*kinds, *roles])})")
+    return result | ({"columns": _named(named)} if named else {})
 
 
 def _named(columns: dict[str, Any]) -> ColumnNames:

@@ -1,20 +1,42 @@
 """Places: a local path or an ``s3://`` address, read and written alike.
 
 Custom S3 endpoints and credentials come from the usual AWS variables
-(``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, ...).
+(``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, ...), and so does how often a request is tried
+(``AWS_MAX_ATTEMPTS``).
 """
 
+import contextlib
+import errno
+import io
 import os
 import posixpath
+import re
+import time
 import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
+import pyarrow as pa
 from pyarrow import fs
 
-from raycl.errors import StorageError
+from raycl.errors import ConfigError, StorageError
+
+# A request to S3 that the network or the server fails is tried so often: again at once, then after 50 ms,
+# then after twice as long each time: 102 s in all, enough for a server to fail over or a prefix to be split.
+ATTEMPTS = 13
+MAX_ATTEMPTS = 16  # waits 14 minutes
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 30.0  # without a byte: pyarrow's own 3 s are too few for a server under load
+Found = TypeVar("Found")
+_MARKS = (0xA5, 0x5A)  # bytes that few files end with, and no file with both
+_DENIED = re.compile(r"AWS Error ACCESS_DENIED|HTTP status 403")
+_PASSING = re.compile(
+    r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)|"
+    r"HTTP status 5\d\d"
+)
 
 
 @final
@@ -36,8 +58,9 @@ class Place:
 
     @property
     def uri(self) -> str:
-        """The address as text."""
-        return f"{self.root.rstrip('/')}/{self.path}" if self.path else self.root
+        """The address as text; what an address says of its endpoint after a ``?`` stays last."""
+        address, options = self._split()
+        return f"{address.rstrip('/')}/{self.path}{options}" if self.path else self.root
 
     @property
     def is_local(self) -> bool:
@@ -47,7 +70,7 @@ class Place:
     @property
     def name(self) -> str:
         """The last part of the address."""
-        return posixpath.basename(self.uri.rstrip("/"))
+        return posixpath.basename(self.path or self._split()[0].rstrip("/"))
 
     def resolve(self) -> tuple[fs.FileSystem, str]:
         """Return the filesystem and the path in it; raises ``StorageError`` on an unknown scheme."""
@@ -65,21 +88,29 @@ class Place:
     def files(self) -> list[tuple[str, int]]:
         """Return (relative path, bytes) of every file below, sorted; hidden ones left out."""
         filesystem, root = self.resolve()
-        try:
+        with self.explaining("list"):
             found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
-        except OSError as error:
-            raise self._error("list", error) from error
         below = [(posixpath.relpath(info.path, root), info.size) for info in found if info.is_file]
         return sorted((path, size) for path, size in below if not _is_hidden(path))
 
-    def read_bytes(self) -> bytes:
-        """Return the whole file; raises ``StorageError`` if it cannot be read."""
+    @contextlib.contextmanager
+    def open(self) -> Iterator[pa.NativeFile]:
+        """Open the file to read parts of it; raises ``OSError``, also for a part that does not come whole."""
         filesystem, path = self.resolve()
-        try:
-            with filesystem.open_input_stream(path) as stream:
-                return stream.read()
-        except OSError as error:
-            raise self._error("read", error) from error
+        if self.is_local:
+            with filesystem.open_input_file(path) as file:
+                yield file
+        else:
+            with _WholeParts(filesystem, path) as file:
+                yield pa.PythonFile(file, mode="r")
+
+    def read_bytes(self) -> bytes:
+        """Return the whole file; raises ``StorageError`` if it cannot be read, or does not come whole."""
+        with self.explaining("read"):
+            try:
+                return self._read_once()
+            except _ShortAnswerError:
+                return self._read_once()  # a shorter file may have taken its place meanwhile
 
     def read_text(self) -> str:
         """Return the whole file as UTF-8 text; raises ``StorageError`` if it cannot be read."""
@@ -90,7 +121,7 @@ class Place:
 
     def write_bytes(self, content: bytes) -> None:
         """Replace the file whole or not at all; raises ``StorageError`` if it cannot be written."""
-        try:
+        with self.explaining("write"):
             if self.is_local:
                 self._replace_local(content)
             else:
@@ -98,8 +129,6 @@ class Place:
                 filesystem, path = self.resolve()
                 with filesystem.open_output_stream(path) as stream:
                     stream.write(content)
-        except OSError as error:
-            raise self._error("write", error) from error
 
     def write_text(self, text: str) -> None:
         """Replace the file by UTF-8 text, whole or not at all."""
@@ -108,11 +137,9 @@ class Place:
     def remove(self) -> None:
         """Remove the folder and all below it, if it is there."""
         filesystem, path = self.resolve()
-        try:
+        with self.explaining("remove"):
             if self.is_folder():
                 filesystem.delete_dir(path)
-        except OSError as error:
-            raise self._error("remove", error) from error
 
     def check_writable(self) -> None:
         """Write a small file below and remove it; raises ``StorageError`` if that fails.
@@ -123,12 +150,34 @@ class Place:
         probe = self / f".raycl-{uuid.uuid4().hex}"
         probe.write_bytes(b"raycl")
         filesystem, path = probe.resolve()
-        try:
+        with self.explaining("delete in"):
             filesystem.delete_file(path)
             if is_new:
                 Path(self.resolve()[1]).rmdir()
+
+    @contextlib.contextmanager
+    def explaining(self, verb: str) -> Iterator[None]:
+        """Let what the filesystem raises within out as a ``StorageError``."""
+        try:
+            yield
         except OSError as error:
-            raise self._error("delete in", error) from error
+            raise self.failure(verb, error) from error
+
+    def failure(self, verb: str, error: OSError) -> StorageError:
+        """Return one line that says what failed, where, and what to do."""
+        return StorageError(f"cannot {verb} {self.uri!r}: {_first_line(error)}; {_cure(error)}")
+
+    def _read_once(self) -> bytes:
+        filesystem, path = self.resolve()
+        with filesystem.open_input_file(path) if self.is_local else _WholeParts(filesystem, path) as file:
+            return file.read()
+
+    def _split(self) -> tuple[str, str]:
+        """Return the root and, of an address, apart from it the options that follow a ``?``."""
+        if self.is_local:
+            return self.root, ""
+        address, mark, options = self.root.partition("?")
+        return address, mark + options
 
     def _replace_local(self, content: bytes) -> None:
         path = Path(self.resolve()[1])
@@ -142,16 +191,82 @@ class Place:
 
     def _info(self) -> Any:
         filesystem, path = self.resolve()
-        try:
+        with self.explaining("look at"):
             return filesystem.get_file_info(path)
-        except OSError as error:
-            raise self._error("look at", error) from error
 
-    def _error(self, verb: str, error: Exception) -> StorageError:
-        return StorageError(
-            f"cannot {verb} {self.uri!r}: {_first_line(error)}; "
-            "check the address, its permissions and (for s3://) the AWS variables"
-        )
+
+@final
+class PatientS3(fs.S3FileSystem):
+    """S3 that tries a request again, wherever it goes: pyarrow's own forgets how often when it is pickled.
+
+    Of pyarrow's two strategies the standard one has 100 tries for all requests of a process together.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], "PatientS3"], tuple[dict[str, Any]]]:
+        _, (options,) = super().__reduce__()
+        return _patient, (options,)
+
+
+class _ShortAnswerError(OSError):
+    """Fewer bytes came than were asked for."""
+
+
+@final
+class _WholeParts(io.RawIOBase):
+    """A file on S3 that is read in whole parts, or raises ``OSError``.
+
+    Two things are made good. Of an answer that is too short, and says so, pyarrow says that all of it
+    came, and takes for the rest what was in memory. And it never repeats a request for fewer bytes than
+    the server's refusal has, which it cannot read then.
+    """
+
+    def __init__(self, filesystem: fs.FileSystem, path: str) -> None:
+        self._filesystem, self._path = filesystem, path
+        self._file = filesystem.open_input_file(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        start = self.tell()
+        left = self._file.size() - start
+        num_bytes = left if size is None or size < 0 else min(size, left)
+        if num_bytes == 0:
+            return b""
+        content = bytearray(num_bytes)
+        for mark in _MARKS:
+            content[-1] = mark
+            came = self._fill(content, start)
+            if came == num_bytes and content[-1] != mark:
+                return bytes(content)
+        raise _ShortAnswerError(errno.EIO, "fewer bytes came than were asked for")
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _fill(self, content: bytearray, start: int) -> int:
+        for wait_s in waits_s():
+            self.seek(start)
+            try:
+                return self._file.readinto(content)
+            except OSError as error:
+                if "flush response stream" not in str(error):
+                    raise
+            time.sleep(wait_s)
+            # Of a request without an answer to read the refusal can be told: a denial is raised here.
+            self._filesystem.get_file_info(self._path)
+        self.seek(start)
+        return self._file.readinto(content)
 
 
 def absolute(uri: str) -> str:
@@ -159,16 +274,62 @@ def absolute(uri: str) -> str:
     return uri if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
+def is_out_of_reach(error: OSError) -> bool:
+    """Whether a file could not be had; otherwise, what it holds could not be understood."""
+    return error.errno is not None or "AWS Error" in str(error)
+
+
+def attempts() -> int:
+    """Return how often a request to S3 is tried; raises ``ConfigError`` for an impossible number."""
+    asked = os.environ.get("AWS_MAX_ATTEMPTS", str(ATTEMPTS))
+    if asked not in map(str, range(1, MAX_ATTEMPTS + 1)):
+        raise ConfigError(f"AWS_MAX_ATTEMPTS must be a number from 1 to {MAX_ATTEMPTS}, came {asked!r}")
+    return int(asked)
+
+
+def waits_s() -> list[float]:
+    """Return how long pyarrow waits before each further try of a request, in seconds."""
+    return [0.025 * 2**tried if tried else 0.0 for tried in range(attempts() - 1)]
+
+
 @lru_cache(maxsize=64)  # opening a connection for every file would cost more than the files
 def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
     if "://" not in root:
         return fs.LocalFileSystem(), absolute(root)
     try:
-        return fs.FileSystem.from_uri(root)
-    except (OSError, ValueError) as error:
+        # Of a bucket this asks where it lies, and pyarrow gives that up after seconds.
+        filesystem, path = patiently(lambda: fs.FileSystem.from_uri(root))
+    except (OSError, pa.ArrowInvalid) as error:
         raise StorageError(
             f"cannot use the address {root!r}: {_first_line(error)}; give a local path or s3://bucket/path"
         ) from error
+    if isinstance(filesystem, fs.S3FileSystem):
+        _, (options,) = filesystem.__reduce__()
+        return _patient(options), path
+    return filesystem, path
+
+
+def patiently(call: Callable[[], Found]) -> Found:
+    """Return what a call gives, made again where it fails by a fault that may pass."""
+    for wait_s in waits_s():
+        try:
+            return call()
+        except OSError as error:
+            if not _may_pass(error):
+                raise
+        time.sleep(wait_s)
+    return call()
+
+
+def _patient(options: Mapping[str, Any]) -> PatientS3:
+    ours = {
+        "retry_strategy": fs.AwsDefaultS3RetryStrategy(max_attempts=attempts() - 1),
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "request_timeout": REQUEST_TIMEOUT_S,
+        # A small object is put whole by one request, which may be repeated without harm.
+        "allow_delayed_open": True,
+    }
+    return PatientS3(**{**options, **ours})
 
 
 def _is_hidden(path: str) -> bool:
@@ -176,4 +337,20 @@ def _is_hidden(path: str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    return str(error).strip().split("\n")[0].rstrip(": ") or type(error).__name__
+
+
+def _may_pass(error: OSError) -> bool:
+    """Whether this is a fault of the network or the server, which another try may find mended."""
+    return _PASSING.search(str(error)) is not None
+
+
+def _cure(error: OSError) -> str:
+    if _DENIED.search(str(error)):
+        return "allow it to the role or key that raycl uses"
+    if _may_pass(error):
+        tried = "once" if attempts() == 1 else f"{attempts()} times"
+        return f"tried {tried}; go on when the storage is well, or raise AWS_MAX_ATTEMPTS"
+    if error.errno == errno.EIO:
+        return "check the server or disk that it lies on"
+    return "check the address, its permissions and (for s3://) the AWS variables"

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from raycl.cli import main
+from raycl.cli import _show_example, _workers, main
+from raycl.data.columns import ColumnNames
 from raycl.recipes import recipe
-from raycl.settings import config_from_yaml
-from raycl.setup import plan_run
+from raycl.settings import config_from_yaml, override
+from raycl.setup import (
+    embedding_settings,
+    judgment_settings,
+    plan_run,
+    retrieval_settings,
+    sts_settings,
+)
 from tests.images import encode, photograph, write_digits
 
 
@@ -38,6 +45,19 @@ def test_recipes_are_listed_and_printed_as_yaml_that_reads_back(raycl) -> None:
     assert config_from_yaml(out) == recipe("simclr", image_size=32)
 
 
+def test_workers_are_a_number_or_a_range(digits: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    elastic = override(
+        recipe("simclr", image_size=32), {"workers": 4, "min_workers": 2, "stages.0.batch_size": 24}
+    )
+    file.write_text(json.dumps(elastic.model_dump(mode="json")))
+    ranges = {}
+    for flag in (None, "3", "1:4", "2:2"):
+        config = plan_run(str(file), data=str(digits), flags=_workers(flag), settings=[])
+        ranges[flag] = config.worker_range(config.stages[0])
+    assert ranges == {None: (2, 4), "3": (3, 3), "1:4": (1, 4), "2:2": (2, 2)}
+
+
 def test_help_names_every_command(raycl) -> None:
     status, out, _ = raycl("--help")
     assert status == 0
@@ -54,7 +74,6 @@ def digits(tmp_path: Path) -> Path:
     ("flags", "says"),
     [
         (["--epochs", 1, "--steps", 1], "exclude each other"),
-        (["--workers", "1:4"], "--workers takes a number"),
         (["--workers", 0], "--workers takes a number"),
         (["--workers", 3], "does not divide over 3 workers"),
         (["--batch-size", 1], "stages.0.batch_size"),
@@ -62,6 +81,10 @@ def digits(tmp_path: Path) -> Path:
         (["--epochs", "many"], "--epochs"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--seed", -1], "seed"),
+        (["--workers", "0:2"], "--workers takes a number of processes above 0, or MIN:MAX, came '0:2'"),
+        (["--workers", "1:2:3"], "came '1:2:3'"),
+        (["--workers", "3:2"], "min_workers 3 is more than workers 2"),
+        (["--workers", "1:3"], "batch_size 256 does not divide over 3 workers"),
         (["--set", "stages.0.temperature=0"], "stages.0.temperature"),
         (["--set", "nonsense.key=0"], "unknown key nonsense.key"),
         (["--batch-size", 32, "--set", "encoder.name=resnet19"], "unknown encoder.name 'resnet19'"),
@@ -139,7 +162,7 @@ def test_a_recipe_takes_its_size_from_the_images_unless_it_is_set(digits: Path, 
 def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps(recipe("simclr", image_size=32).model_dump(mode="json")))
-    flags = {"length": {"stages.0.epochs": None, "stages.0.steps": 5}, "seed": 3}
+    flags = {"stages.0.epochs": None, "stages.0.steps": 5, "seed": 3}
     config = plan_run(str(file), data=str(digits), flags=flags, settings=["precision=bfloat16"])
     assert (config.stages[0].steps, config.stages[0].epochs, config.seed) == (5, None, 3)
     assert config.precision == "bfloat16"
@@ -175,3 +198,63 @@ def test_a_wrong_question_to_a_bank_is_one_line_and_status_2(
     status, out, err = raycl("bank", *question)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err
+
+
+def test_examples_are_shown_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "[b]how[/] to close [/INST] :smile: \\"
+    _show_example({"query": text, "nearest": [{"similarity": 0.5, "matches": True, "document": text}]})
+    assert capsys.readouterr().err.count(text) == 2
+
+
+def test_the_result_is_there_before_the_examples_are_shown(
+    raycl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A run takes minutes; what matters here is that no table costs its result.
+    found = {"measure": "retrieval", "map": 0.5, "examples": [{"no": "query"}]}
+    monkeypatch.setattr("raycl.cli._judge", lambda *_, **__: found)
+    file = tmp_path / "found.json"
+    _, out, _ = raycl("evaluate", "retrieval", "--run", "run", "--test", "test", "--json", file)
+    assert json.loads(out) == json.loads(file.read_text()) == {"measure": "retrieval", "map": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("measure", "key"),
+    [
+        ("retrieval", "data.max_bad_fraction=0.1"),
+        ("sts", "data.max_bad_fraction=0.1"),
+        ("sts", "data.columns.text=body"),
+        ("knn", "queries=set"),
+        ("retrieval", "k=5"),
+        ("knn", "data.columns.nonsense=body"),
+    ],
+)
+def test_settings_that_a_measure_would_not_hear_are_refused(raycl, measure: str, key: str) -> None:
+    status, out, err = raycl("evaluate", measure, "--run", "run", "--train", "a", "--test", "b", "--set", key)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"unknown key {key.partition('=')[0]} (allowed: " in err
+
+
+def test_settings_of_measures_are_read() -> None:
+    named = ["data.columns.query=q", "data.columns.document=d"]
+    columns = ColumnNames(image=None, query="q", document="d")
+    bad = "data.max_bad_fraction=0.1"
+    assert retrieval_settings([*named, "queries=set", "examples=3", "floor=false"]) == {
+        "queries": "set",
+        "examples": 3,
+        "floor": False,
+        "columns": columns,
+    }
+    assert sts_settings(["text=body", "floor=false"]) == {"text": "body", "floor": False}
+    assert embedding_settings([*named, bad]) == {"columns": columns, "max_bad_fraction": 0.1}
+    assert judgment_settings(["k=5", "data.columns.label=class", bad]) == {
+        "k": 5,
+        "max_bad_fraction": 0.1,
+        "columns": ColumnNames(label="class"),
+    }
+
+
+@pytest.mark.parametrize("command", [["mine", "--run", "a", "--data", "b", "--output", "c"], ["doctor"]])
+def test_commands_that_refuse_no_rows_take_no_fraction_of_them(raycl, command: list[str]) -> None:
+    status, out, err = raycl(*command, "--set", "data.max_bad_fraction=0.1")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "unknown key data.max_bad_fraction (allowed: data.columns." in err

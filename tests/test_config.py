@@ -114,6 +114,18 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
             "mixes the hinge with a cross-entropy",
         ),
         ("simclr", ["stages.0.hinge_weight=1.5"], "stages.0.hinge_weight: .*came 1.5"),
+        ("simclr", ["workers=4", "min_workers=1"], "batch_size 256 does not divide over 3 workers"),
+        (
+            "moco_v2",
+            ["workers=4", "min_workers=2", "stages.0.batch_size=192"],
+            "groups 8 do not divide over 3 workers",
+        ),
+        (
+            "two_tower",
+            ["text_augment.deletion=0.1"],
+            "text_augment changes views of texts, and data.kind pairs",
+        ),
+        ("simclr", ["min_workers=2"], "min_workers 2 is more than workers 1"),
         ("simclr", ["stages.1.workers=3"], "stage 1: batch_size 256 does not divide over 3 workers"),
         ("simclr", ["stages.1.epochs=0"], "stages.1.epochs: .*came 0"),
         ("simclr", ["stages.2.epochs=1"], "unknown key stages.2.epochs: '2' is no index up to 1"),
@@ -235,6 +247,17 @@ def test_a_further_stage_is_the_last_one_but_for_what_is_set() -> None:
     assert (second.epochs, second.temperature) == (3, first.temperature)
     assert [config.workers_of(stage) for stage in config.stages] == [1, 2]
     assert config.local_batch_size(second) == 256
+
+
+def test_fewer_workers_will_do_but_for_a_stage_that_says_how_many() -> None:
+    settings = ["workers=4", "min_workers=1", "stages.0.batch_size=24", "stages.1.workers=2"]
+    config = override(recipe("simclr"), settings)
+    assert [config.worker_range(stage) for stage in config.stages] == [(1, 4), (2, 2)]
+    settled = config.settled(3)
+    assert [settled.local_batch_size(stage) for stage in settled.stages] == [8, 12]
+    assert [settled.worker_range(stage) for stage in settled.stages] == [(3, 3), (2, 2)]
+    fixed = override(recipe("simclr"), ["workers=2"])
+    assert fixed.settled(4) is fixed
 
 
 def test_unknown_key_in_a_file_names_those_that_exist() -> None:

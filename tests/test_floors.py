@@ -8,14 +8,14 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors"},
-    {"storage", "schedules", "shared_memory", "tokens"},
+    {"storage", "schedules", "shared_memory", "tokens", "prometheus"},
     {"records"},
     {"losses", "augment", "distributed", "measures", "replay"},
     {"batchnorm", "ring"},
     {"models", "optimizers", "negatives", "accumulation"},
     {"data", "judging"},
     {"config"},
-    {"recipes", "settings"},
+    {"recipes", "settings", "tracking"},
     {"joining"},
     {"cluster", "progress", "banks"},
     {"training"},

@@ -1,17 +1,27 @@
 """What is judged and mined: which rows count, and which documents are no negatives of a query."""
 
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
+from random import Random
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from raycl.data.columns import ColumnNames
-from raycl.errors import ConfigError
-from raycl.inference.mining import _Pairs
+from raycl.data.ids import thing_id
+from raycl.errors import ConfigError, DataError
+from raycl.inference.mining import Mined, _Pairs, mine_negatives
 from raycl.inference.retrieval import evaluate_retrieval
-from raycl.inference.values import Values, read_values
+from raycl.inference.values import Values, read_pairs, read_values
+from raycl.judging.search import search
+from tests.pairs import small_config
+from tests.test_saved_text import save
 
 PAIRS = ColumnNames(image=None, query="query", document="document")
 
@@ -48,3 +58,174 @@ def test_what_is_nearer_than_a_part_of_the_positive_is_left_out_and_counted() ->
 def test_judgments_without_their_documents_are_refused() -> None:
     with pytest.raises(ConfigError, match="documents is missing: give --set documents=URI"):
         evaluate_retrieval(run="run", test="judgments", queries="queries")
+
+
+def draw(num_rows: int, seed: int) -> dict[str, list[Any]]:
+    """Pairs of few texts under few ids, with negatives: a text has several ids, an id several texts.
+
+    Some texts are queries and documents.
+    """
+    random = Random(seed)
+
+    def things(number: int) -> list[tuple[str, int]]:
+        return [(f"text {random.randrange(40)}", random.randrange(50)) for _ in range(number)]
+
+    rows = {
+        name: [] for name in ("query", "document", "negatives", "query_id", "document_id", "negative_ids")
+    }
+    for (query, query_id), (document, document_id) in zip(things(num_rows), things(num_rows), strict=True):
+        negatives = things(random.randrange(3))
+        values = query, document, [text for text, _ in negatives]
+        ids = query_id, document_id, [each for _, each in negatives]
+        for column, value in zip(rows.values(), (*values, *ids), strict=True):
+            column.append(value)
+    return rows
+
+
+def embedded(texts: Iterable[str]) -> torch.Tensor:
+    """Invented embeddings of unit length, the same for the same text."""
+    seeds = [crc32(text.encode()) for text in texts]
+    rows = [torch.randn(8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.nn.functional.normalize(torch.stack(rows))
+
+
+def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) -> tuple[list[Any], Mined]:
+    """Mine three negatives a pair by these embeddings, of which none is too near."""
+    pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
+    query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
+    found = search(query, document, k=len(document), excluded=pairs.matching())
+    table, mined = pairs.with_mined(found, np.ones(len(pairs.positive)), 3, 1.0)
+    return table.to_pylist(), mined
+
+
+def plain_groups(texts: list[str], ids: list[int]) -> dict[str, set[str]]:
+    """Which texts are one thing: joined until nothing changes any more."""
+    named = set(zip(texts, ids, strict=True))
+    groups = {text: {text} for text in texts}
+    while True:
+        joined = {
+            text: {
+                other
+                for other, each in named
+                if any((name, each) in named for name in group) or other in group
+            }
+            for text, group in groups.items()
+        }
+        if joined == groups:
+            return groups
+        groups = joined
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_nearest_that_match_neither_by_text_nor_by_id_become_negatives(seed: int) -> None:
+    rows = draw(25, seed)
+    texts = [*rows["document"], *chain(*rows["negatives"])]
+    ids = [*rows["document_id"], *chain(*rows["negative_ids"])]
+    queries, documents = plain_groups(rows["query"], rows["query_id"]), plain_groups(texts, ids)
+    pairs = list(dict.fromkeys(zip(rows["query"], rows["document"], strict=True)))
+    own = [(query, query) for query in queries if query in documents]
+    matches = {(q, d) for query, text in [*pairs, *own] for q in queries[query] for d in documents[text]}
+    assert own
+    assert len(matches) > len({*pairs, *own})  # ids say more than texts
+
+    def once(query: str, answers: Iterable[str]) -> list[str]:
+        """Those that do not match, of each thing the first."""
+        kept: list[str] = []
+        for text in answers:
+            if (query, text) not in matches and not documents[text] & set(kept):
+                kept.append(text)
+        return kept
+
+    first_id = dict(reversed(list(zip(texts, ids, strict=True))))
+    query_id = dict(reversed(list(zip(rows["query"], rows["query_id"], strict=True))))
+    expected, num_mined = [], 0
+    for query, document in pairs:
+        asked = zip(rows["query"], rows["negatives"], strict=True)
+        explicit = once(query, chain(*(negatives for other, negatives in asked if other in queries[query])))
+        order = (embedded(documents) @ embedded([query])[0]).argsort(descending=True)
+        nearest = [list(documents)[place] for place in order.tolist()]
+        negatives = once(query, [*explicit, *nearest])[: len(explicit) + 3]
+        num_mined += len(negatives) - len(explicit)
+        values = query, document, negatives
+        named = query_id[query], first_id[document], [first_id[text] for text in negatives]
+        expected.append(dict(zip(rows, (*values, *named), strict=True)))
+    table, mined = mined_from(rows)
+    assert table == expected
+    assert (mined.num_pairs, mined.num_negatives) == (len(pairs), num_mined)
+
+
+@pytest.mark.parametrize("label", [None, [1, 0, 1, 2] * 5])
+def test_ids_that_say_what_the_texts_say_change_nothing(label: list[int] | None) -> None:
+    rows = draw(20, 0)
+    texts = {role: rows[role] for role in ("query", "document", "negatives")}
+    ids = {
+        "query_id": [crc32(text.encode()) for text in rows["query"]],
+        "document_id": [crc32(text.encode()) for text in rows["document"]],
+        "negative_ids": [[crc32(text.encode()) for text in each] for each in rows["negatives"]],
+    }
+    (plain, expected), (named, mined) = mined_from(texts, label), mined_from(texts | ids, label)
+    assert mined == expected
+    assert [{role: row[role] for role in texts} for row in named] == plain
+    for row in named:
+        assert row["query_id"] == crc32(row["query"].encode())
+        assert row["document_id"] == crc32(row["document"].encode())
+        assert row["negative_ids"] == [crc32(text.encode()) for text in row["negatives"]]
+
+
+def test_ids_are_written_where_the_set_has_them_and_of_negatives_where_all_have_them() -> None:
+    rows = draw(10, 1)
+    written = {
+        "query document query_id": {"query_id"},
+        "query document document_id": {"document_id", "negative_ids"},
+        "query document negatives document_id": {"document_id"},
+        "query document negatives document_id negative_ids": {"document_id", "negative_ids"},
+        "query document negatives negative_ids": set(),
+    }
+    for names, ids in written.items():
+        table, _ = mined_from({name: rows[name] for name in names.split()})
+        assert table[0].keys() == {"query", "document", "negatives"} | ids
+        assert not any(None in row.get("negative_ids", []) for row in table)
+
+
+def test_pairs_that_a_run_would_not_take_are_broken_and_ids_are_those_of_a_run(tmp_path: Path) -> None:
+    path, names = str(tmp_path / "pairs.parquet"), ColumnNames(query="q", query_id="user")
+    rows = {
+        "q": ["a", "b", "c", "d", "e", "f"],
+        "document": ["x", "y", "z", "x", "y", "z"],
+        "negatives": [["n", "m"], ["n"], ["n", ""], None, ["n"], ["n"]],
+        "user": ["a", "b", "c", "d", None, "f"],
+        "document_id": [1, 2, 3, 4, 5, 6],
+        "negative_ids": [[7, 8], [7, 8], [7, 8], None, [7], [None]],
+    }
+    pq.write_table(pa.table(rows), path)
+    found = read_pairs(path, names)
+    assert found.by_role == {
+        "query": ["a", "d"],
+        "document": ["x", "x"],
+        "negatives": [["n", "m"], []],
+        "query_id": [thing_id("a"), thing_id("d")],
+        "document_id": [1, 4],
+        "negative_ids": [[7, 8], []],
+    }
+    assert found.num_broken == 4
+    pq.write_table(pa.table(rows).slice(4), path)
+    with pytest.raises(DataError, match="none of the 2 rows of .*can be used"):
+        read_pairs(path, names)
+    pq.write_table(pa.table(rows).drop(["negatives"]), path)  # ids of nothing
+    assert "negative_ids" not in read_pairs(path, names).by_role
+
+
+def test_what_was_mined_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
+    rows, path = draw(15, 2), tmp_path / "mined.parquet"
+    rows["query_id"] = [thing_id(f"user {each}") for each in rows["query_id"]]
+    table, _ = mined_from(rows)
+    pq.write_table(pa.Table.from_pylist(table), path)
+    again = read_pairs(str(path), ColumnNames())
+    assert again.num_broken == 0
+    assert again.by_role == {role: [row[role] for row in table] for role in table[0]}
+
+
+def test_a_run_of_images_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save(small_config("image_text"), tmp_path)
+    with pytest.raises(ConfigError, match="an encoder of images; mine needs one of texts"):
+        mine_negatives(str(tmp_path), "nothing there", str(tmp_path / "mined.parquet"))

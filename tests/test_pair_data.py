@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -9,18 +10,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycl.data.columns import ColumnNames
+from raycl.data.columns import ColumnNames, is_text
+from raycl.data.decode import _content_ids, _raw_rows, row_error
 from raycl.data.formats import Format, store_all
-from raycl.data.ids import IdFormat, Ids, content_id, stable_id, stable_ids
+from raycl.data.ids import IdFormat, Ids, content_id, stable_id, stable_ids, thing_id
 from raycl.data.pairs import (
     CONTRADICTED,
     REPEATED,
     WITHOUT_POSITIVE,
     _checked_row,
+    _left_out_of,
     _pairs_of_group,
     _sound_rows,
     check_labels,
@@ -30,12 +32,12 @@ from raycl.data.rows import Rows
 from raycl.data.sources import RawRows
 from raycl.data.texts import TextFormat, TextsFormat, TokenLists
 from raycl.errors import BrokenValueError, DataError
-from raycl.training.pairs import PairDrawing
 from tests.pairs import clicks, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 
 TEXTS = invented_texts(40, seed=4)
 TOKENIZER = vocabulary().tokenizer
+MISSING = [None, float("nan"), np.float64("nan"), "", b""]
 
 # Rows of a click log
 
@@ -47,10 +49,17 @@ def raw(**values: list[Any]) -> RawRows:
     return RawRows(values=values, sample_id=nothing, label=nothing, where=where)
 
 
+def sound(labels: Sequence[Any], **values: list[Any]) -> pa.Table:
+    """Return rows of which none is broken as they are shuffled."""
+    broken: Counter[str] = Counter()
+    rows = _sound_rows(raw(**values), labels, broken, [])
+    assert not broken
+    return rows
+
+
 def pairs_of(labels: Sequence[Any], **values: list[Any]) -> list[dict[str, Any]]:
     """Return what becomes of the rows of one query."""
-    # The logbook hears of broken rows only, and here are none.
-    return _pairs_of_group(_sound_rows(raw(**values), labels, "the test", None)).to_pylist()
+    return _pairs_of_group(sound(labels, **values)).to_pylist()
 
 
 def counts_of(pairs: list[dict[str, Any]]) -> tuple[int, ...]:
@@ -96,7 +105,7 @@ def test_a_query_or_a_document_that_is_no_text_is_refused(role: str, value: Any,
 
 
 @pytest.mark.parametrize("role", ["query_id", "document_id"])
-@pytest.mark.parametrize("missing", [None, float("nan"), np.float64("nan")])
+@pytest.mark.parametrize("missing", MISSING)
 def test_a_row_without_its_id_is_refused(role: str, missing: Any) -> None:
     values: dict[str, list[Any]] = {"query": ["q"], "document": ["d"], role: [missing]}
     with pytest.raises(BrokenValueError, match="missing id"):
@@ -104,29 +113,42 @@ def test_a_row_without_its_id_is_refused(role: str, missing: Any) -> None:
 
 
 def test_rows_belong_together_by_the_text_of_the_query_or_by_its_id() -> None:
-    rows = raw(query=["boats", b"boats", "ships"], document=["d", "e", "f"])
-    by_text = _sound_rows(rows, [1, 0, 1], "the test", None)
+    by_text = sound([1, 0, 1], query=["boats", b"boats", "ships"], document=["d", "e", "f"])
     first, second, third = by_text["group"].to_pylist()
     assert first == second == content_id(b"boats")
     assert first != third
     assert by_text["query"].to_pylist() == ["boats", "boats", "ships"]
     assert by_text["clicked"].to_pylist() == [True, False, True]
     assert by_text["query_id"].null_count == by_text["document_id"].null_count == 3
-    named = raw(
+    by_id = sound(
+        [1, 1, 1],
         query=["boats", "boats", "ships"],
         document=["d", "e", "f"],
         query_id=[1, 2, 2],
         document_id=["x", "y", 7],
     )
-    by_id = _sound_rows(named, [1, 1, 1], "the test", None)
     assert by_id["group"].to_pylist() == by_id["query_id"].to_pylist() == [1, 2, 2]
     assert by_id["document_id"].to_pylist() == [content_id(b"x"), content_id(b"y"), 7]
 
 
 def test_no_rows_make_a_table_of_the_same_columns() -> None:
-    nothing = _sound_rows(raw(query=[], document=[]), [], "the test", None)
+    nothing = sound([], query=[], document=[])
     assert nothing.num_rows == 0
-    assert nothing.schema == _sound_rows(raw(query=["q"], document=["d"]), [1], "the test", None).schema
+    assert nothing.schema == sound([1], query=["q"], document=["d"]).schema
+
+
+def test_broken_rows_are_counted_by_cause_with_their_places() -> None:
+    broken: Counter[str] = Counter()
+    examples: list[str] = []
+    rows = raw(query=["q", "q", "", "q"], document=["a", None, "c", "d"])
+    kept = _sound_rows(rows, [1, 0, 1, 2], broken, examples)
+    assert kept["document"].to_pylist() == ["a"]
+    assert broken == {"missing value": 1, "empty text": 1, "label other than 0 and 1": 1}
+    assert examples == [
+        "row 1 (missing value)",
+        "row 2 (empty text)",
+        "row 3 (label other than 0 and 1)",
+    ]
 
 
 # The rows of one query
@@ -191,9 +213,9 @@ def test_the_rows_of_a_query_are_grouped_as_sets_of_documents(
     ids = {"document_id": [10 * ord(text) for text in documents]} if with_ids else {}
     pairs = pairs_of([int(clicked) for _, clicked in log], query=["q"] * len(log), document=documents, **ids)
 
-    positives = list(dict.fromkeys(text for text, clicked in log if clicked))
+    positives = sorted({text for text, clicked in log if clicked})
     shown = [text for text, clicked in log if not clicked]
-    negatives = [text for text in dict.fromkeys(shown) if text not in positives]
+    negatives = sorted(set(shown) - set(positives))
     contradicted = sum(text in positives for text in shown)
     assert [pair["document"] for pair in pairs] == (positives or [None])
     assert all(pair["negatives"] == negatives for pair in pairs)
@@ -219,6 +241,44 @@ def test_whatever_the_names_no_document_is_lost_or_on_both_sides(log: list[tuple
         assert len({text for text, _ in kept}) == len({name for _, name in kept}) == len(kept)
     num_kept = sum(pair["document"] is not None for pair in pairs) + len(pairs[0]["negatives"])
     assert num_kept + sum(counts_of(pairs)[1:]) == len(log)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("qr"), st.sampled_from("abcd"), st.integers(0, 5), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_the_rows_of_a_query_may_come_in_any_order(
+    log: list[tuple[str, str, int, bool]], with_ids: bool, random: Any
+) -> None:
+    ids = {"query_id": [7] * len(log), "document_id": [name for *_, name, _ in log]} if with_ids else {}
+    rows = sound(
+        [clicked for *_, clicked in log],
+        query=[query for query, *_ in log],
+        document=[text for _, text, *_ in log],
+        **ids,
+    )
+    pairs = _pairs_of_group(rows)
+    again = _pairs_of_group(rows.take(random.sample(range(len(log)), len(log))))
+    assert again.equals(pairs)
+    found = [_content_ids({name: table[name].to_pylist() for name in table.column_names[:6]})
+             for table in (pairs, again)]  # fmt: skip
+    assert found[0].tolist() == found[1].tolist()
+
+
+def test_what_was_left_out_is_noted_for_each_query_though_several_have_one_text() -> None:
+    groups = [
+        _pairs_of_group(sound([0], query=["q"], document=["d"], query_id=[number])) for number in (1, 2)
+    ]
+    groups += [_pairs_of_group(sound([1], query=["q"], document=[text])) for text in "ab"]
+    names, left_out = zip(*map(_left_out_of, groups), strict=True)
+    assert len(set(names)) == 4
+    assert [each[WITHOUT_POSITIVE] for each in left_out] == [1, 1, 0, 0]
+    assert _left_out_of(groups[0])[0] == names[0]
 
 
 def test_documents_of_a_megabyte_are_checked_and_grouped_at_once() -> None:
@@ -354,7 +414,7 @@ def test_no_values_make_empty_columns_of_the_same_type() -> None:
         assert all(len(each) == 0 for each in nothing.values())
 
 
-@pytest.mark.parametrize("missing", [None, float("nan"), np.float64("nan")])
+@pytest.mark.parametrize("missing", MISSING)
 def test_a_missing_id_is_told_apart(missing: Any) -> None:
     (one,) = IdFormat().decode_all([missing])
     in_a_list, none, several = IdFormat(in_lists=True).decode_all([[1, missing], None, np.array([1, 2])])
@@ -376,13 +436,55 @@ def test_an_integer_is_its_own_id_up_to_64_bits(value: int) -> None:
     assert stable_id(value) == int(np.array(value % 2**64, np.uint64).astype(np.int64))
 
 
-def test_negatives_with_ids_for_others_are_refused() -> None:
-    values = clicks(4, num_negatives=[2])
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_a_document_and_a_negative_are_one_thing_though_one_has_its_number_as_text(value: int) -> None:
+    (document,) = IdFormat().decode_all([value])
+    assert IdFormat(in_lists=True).decode_all([[str(value), str(value).encode()]]) == [[*document, *document]]
+    shown = {"document": ["a", "b"], "document_id": [value, str(value)]}
+    assert counts_of(pairs_of([1, 0], query=["q", "q"], **shown)) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["007", "+7", "-0", "7.0", " 7", "7\n", "\u0667", "1_000", str(2**64), "9" * 300]
+)
+def test_what_is_written_otherwise_is_another_name(text: str) -> None:
+    assert thing_id(text) == thing_id(text.encode()) == content_id(text.encode())
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.int64(), pa.uint64(), pa.string(), pa.dictionary(pa.int8(), pa.string())]
+)
+def test_ids_of_a_dataset_beside_a_missing_one_stay_what_they_are(kind: pa.DataType) -> None:
+    ids = [2**60 + 1, 2**60 + 2, None]
+    column = (
+        pa.array([each and str(each) for each in ids]).cast(kind) if is_text(kind) else pa.array(ids, kind)
+    )
+    batch = pa.table({"q": ["a"] * 3, "d": ["b"] * 3, "query_id": column})
+    rows = _raw_rows(batch, PAIRS.found_in(batch.column_names, where="the test"))
+    decoded: list[Any] = IdFormat().decode_all(rows.values["query_id"])
+    assert decoded[:2] == [[2**60 + 1], [2**60 + 2]]
+    assert str(decoded[2]) == "missing id"
+    assert len(set(rows.sample_id.tolist())) == 3  # hashes of the rows, the missing id included
+
+
+def test_a_text_of_a_dataset_that_is_no_utf8_does_not_spoil_the_others() -> None:
+    texts = pa.array([b"boats", b"caf\xe9"], pa.binary()).view(pa.string())
+    batch = pa.table({"q": texts, "d": ["a", "b"]})
+    decoded: list[Any] = TextFormat(tokenizer=TOKENIZER, max_length=9).decode_all(
+        _raw_rows(batch, PAIRS).values["query"]
+    )
+    assert decoded[0].tolist() == TOKENIZER.encode(["boats"], 9)[0].tolist()
+    assert str(decoded[1]) == "invalid UTF-8"
+
+
+def test_a_row_whose_negatives_have_ids_for_others_is_broken() -> None:
     # As many ids as negatives in all, so that they would pass for each other's.
-    values["negative_ids"][1:3] = [["1"], ["1", "2", "3"]]
-    batch = rows_of(small_config(), values).take(np.arange(4))
-    with pytest.raises(DataError, match="sample 1 has 2 negatives and 1 negative_ids"):
-        PairDrawing(torch.device("cpu")).known(batch)
+    decoded = {"negatives": [["a", "b"], ["c", "d"], []], "negative_ids": [[1], [2, 3, 4], []]}
+    causes = [str(row_error(decoded, place)) for place in range(3)]
+    assert causes == ["negatives and negative_ids differ in number"] * 2 + ["None"]
+    assert row_error({"query": ["q"], "negatives": [["a"]]}, 0) is None
+    broken = BrokenValueError("empty text")
+    assert row_error(decoded | {"query": [broken, "q", "q"]}, 0) is broken
 
 
 # Columns
@@ -505,5 +607,5 @@ def test_grouped_rows_have_the_ids_that_there_were(query_id: str | None, documen
         expected |= {"document_id": "document_id", "negative_ids": "negative_ids"}
     assert found.contents == expected
     assert found.label is found.sample_id is None
-    pairs = pa.table(_pairs_of_group(_sound_rows(raw(query=["q"], document=["d"]), [1], "the test", None)))
+    pairs = _pairs_of_group(sound([1], query=["q"], document=["d"]))
     found.check_types({name: pairs.schema.field(name).type for name in expected.values()}, where="the test")

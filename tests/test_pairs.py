@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raycl.config import RunConfig
 from raycl.data.rows import Batch, Rows, texts_of, tokens_of
+from raycl.errors import ConfigError
 from raycl.models.temperature import LEAST, LearnedTemperature
 from raycl.models.towers import Tower, TwoTowers
 from raycl.training import build
@@ -216,19 +217,46 @@ def test_the_views_of_esimcse_repeat_tokens() -> None:
     assert views[0] != views[1]
 
 
-def test_texts_are_known_by_their_first_one_and_for_slots_by_their_samples() -> None:
+def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> None:
     config = small_config("simcse")
-    rows = rows_of(config, {"text": [TEXTS[:2], TEXTS[1:3], [TEXTS[0]], TEXTS[0].upper()]})
-    known = drawing_of(config).known(whole(rows))
-    assert known.query.equal(known.key)
+    # Rows 0 and 1 share their second text, 2 shows the first of row 0 in other letters, 3 stands alone.
+    texts = [TEXTS[:2], [TEXTS[2], TEXTS[1]], TEXTS[0].upper(), TEXTS[3:5], TEXTS[5]]
+    rows = rows_of(config, {"text": texts})
+    drawing = drawing_of(config)
+    known = drawing.known(whole(rows))
     assert known.negative is None
-    first = known.query[:, 0].tolist()
-    # Texts of the same tokens are the same: an encoder cannot tell them apart.
-    assert (first[0] == first[2] == first[3], first[0] == first[1]) == (True, False)
+    shown = [drawing.shown(whole(rows), number).text_id.tolist() for number in (0, 1)]
+    assert known.query.T.tolist() == shown
+    assert known.key.T.tolist() == shown[::-1]  # a store calls a key by the text that it shows
+    ids = identify(known)
+    # Equal tokens are one text: an encoder cannot tell them apart.
+    assert ids.query.equal(ids.key)
+    first, second, third, alone, last = ids.query.tolist()
+    assert first == second == third
+    assert len({first, alone, last}) == 3
+    lent = torch.tensor([shown[0][0], shown[1][0], 5])
+    assert ids.of(lent).tolist() == [first, first, 5]
     slots = small_config(
         "simcse", {"key": "slot", "negatives.store": "memory_bank", "negatives.in_batch": False}
     )
-    assert drawing_of(slots).known(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3]
+    assert drawing_of(slots).known(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+@given(st.data(), st.integers(1, 14), st.integers(1, 3))
+def test_names_of_one_kind_connect_crosswise(data: st.DataObject, num_rows: int, num_names: int) -> None:
+    row = st.lists(st.integers(-9, 9), min_size=num_names, max_size=num_names)
+    names = data.draw(st.lists(row, min_size=num_rows, max_size=num_rows))
+    # The same as one column for each name that a row might have.
+    flat = [[(name, 0) for name in row] for row in names]
+    groups: list[set[int]] = []
+    for number, row in enumerate(flat):
+        joined = {number}
+        for group in [each for each in groups if any(set(flat[member]) & set(row) for member in each)]:
+            joined |= group
+            groups.remove(group)
+        groups.append(joined)
+    expected = {member: min(min(names[each]) for each in group) for group in groups for member in group}
+    assert unified(torch.tensor(names), crosswise=True).tolist() == [expected[n] for n in range(num_rows)]
 
 
 # Pairs
@@ -431,10 +459,16 @@ def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batc
         assert ids.negative is not None
         assert lent.negatives is not None
         assert lent.negative_id is not None
-        assert lent.negative_id.tolist() == [*ids.negative.tolist(), *documents]
+        assert ids.names is not None
+        assert ids.names.negative is not None
+        assert lent.negative_name is not None
+        assert lent.negative_name.tolist() == [*ids.names.negative.tolist(), *documents]
+        # A document that the batch has too is known by the batch's id, whatever it was called before.
+        assert lent.negative_id.tolist() == ids.of(lent.negative_name).tolist()
+        assert lent.negative_id[: len(ids.negative)].tolist() == ids.negative.tolist()
         num_candidates = 8 + len(ids.negative) + len(documents)
         assert stepped.trivial_loss == pytest.approx((math.log(num_candidates) + math.log(8)) / 2)
-        documents += ids.key.tolist()
+        documents += views.known.key[:, 0].tolist()
     assert len(watched.told) == 3
 
 
@@ -502,7 +536,7 @@ def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() ->
     texts = [*values["document"], *(text for row in values["negatives"] for text in row)]
     counts = Counter(texts)
     rows = rows_of(config, values)
-    frequencies = Frequencies.of(rows)
+    frequencies = Frequencies.of(rows, explicit=True)
     known = drawing_of(config).known(whole(rows))
     assert known.negative is not None
     ids = torch.cat([known.key, known.negative])[:, 0]
@@ -515,13 +549,29 @@ def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() ->
     assert frequencies(ids[:0]).shape == (0,)
 
 
+def test_explicit_negatives_that_are_not_taken_do_not_count() -> None:
+    values = clicks(50, num_negatives=[2, 0, 3])
+    rows = rows_of(small_config(), values)
+    known = drawing_of(small_config()).known(whole(rows)).key[:, 0]
+    counts = Counter(values["document"])
+    expected = torch.tensor([counts[text] for text in values["document"]]).log()
+    assert torch.allclose(Frequencies.of(rows, explicit=False)(known), expected)
+    assert not torch.allclose(Frequencies.of(rows, explicit=True)(known), expected)
+
+
 def test_frequencies_of_no_rows_are_zero() -> None:
     config = small_config()
-    nothing = Frequencies.of(rows_of(config, {"query": [], "document": []}))
+    nothing = Frequencies.of(rows_of(config, {"query": [], "document": []}), explicit=True)
     assert nothing(torch.tensor([3, 4])).tolist() == [0, 0]
 
 
 # The temperature and the towers
+
+
+def test_a_learned_temperature_that_begins_below_the_least_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stays at 0.01 or above, came 0.005; begin there"):
+        LearnedTemperature(0.005)
+    assert LearnedTemperature(LEAST)().item() == pytest.approx(LEAST)
 
 
 def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
@@ -681,6 +731,49 @@ def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None
     places = [order[row].tolist().index(texts.index(values["document"][row])) for row in range(25)]
     for k in (1, 10):
         assert found[f"recall_at_{k}"] == pytest.approx(sum(place < k for place in places) / 25)
+
+
+class Numbers(nn.Module):
+    """Encode inputs that are known by a number each as that direction."""
+
+    def __init__(self, number_of: dict[bytes, int]) -> None:
+        super().__init__()
+        self._number_of = number_of
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.eye(10)[[self._number_of[bytes_of(row)] for row in inputs]]
+
+
+def bytes_of(row: Tensor) -> bytes:
+    """Tell inputs apart; tokens without their padding."""
+    return (row[row > 0] if row.dtype == torch.int64 else row).numpy().tobytes()
+
+
+def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
+    config, numbers = small_config("image_text"), [row % 10 for row in range(40)]
+    captions = [[f"the digit {number}", f"a {number} by hand", f"{number} again"] for number in numbers]
+    rows = rows_of(config, {"image": noise_images(40), "caption": captions})
+    drawing, batch = drawing_of(config), whole(rows)
+    image, caption = (
+        Tower(Numbers(dict(zip(map(bytes_of, inputs), numbers, strict=True))), nn.Sequential())
+        for inputs in (drawing.plain(batch), drawing.plain_key(batch))
+    )
+    test, bank = rows.where(lambda ids: ids < 20), rows.where(lambda ids: ids >= 20)
+    judge = PairJudge(bank=bank, test=test, drawing=drawing)
+    assert judge.measure(TwoTowers(image, caption), CPU) == {"recall_at_10": 1.0, "recall_at_1": 1.0}
+
+
+def test_a_document_is_as_common_and_called_the_same_whatever_comes_beside_it() -> None:
+    config = small_config()
+    documents = {"query": ["one", "two", "three"], "document": TEXTS[:3], "document_id": ["7", "7", "8"]}
+    together = identify(drawing_of(config).known(whole(rows_of(config, documents))))
+    assert together.key[0] == together.key[1] != together.key[2]
+    for row in range(3):
+        alone = {role: values[row : row + 1] for role, values in documents.items()}
+        ids = identify(drawing_of(config).known(whole(rows_of(config, alone))))
+        assert ids.key_name[0] == together.key_name[row]
+        # A queue that has it under that name from an earlier step lends the same thing.
+        assert together.of(ids.key_name)[0] == together.key[row]
 
 
 def test_views_without_names_are_known_by_their_samples() -> None:

@@ -1,13 +1,19 @@
 """Spearman's correlation of sentence similarity with people's scores."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
 from raycl.errors import DataError
+from raycl.inference.sentences import evaluate_sts
 from raycl.judging.similarity import spearman, sts_scores
+from tests.pairs import small_config
+from tests.test_saved_text import save
 
 
 def plain_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -94,3 +100,50 @@ def test_a_single_set_with_one_similarity_throughout_is_an_error_not_nan() -> No
         spearman(np.full(4, 0.3), np.arange(4.0))
     with pytest.raises(DataError, match=r"got \[4\] and \[3\]"):
         spearman(np.arange(4.0), np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"sentence1": ["a", "b", ""]}, "row 2 of .*test has a sentence1 that cannot be used: empty text"),
+        (
+            {"sentence2": ["a", None, "c"]},
+            "row 1 of .*test has a sentence2 that cannot be used: missing value",
+        ),
+        ({"sentence2": ["a", b"caf\xe9", "c"]}, "row 1 of .*test has a sentence2 .*: invalid UTF-8"),
+        (
+            {"score": ["low", "5", "high"]},
+            "column score of .*test holds string, of which some are no numbers",
+        ),
+        ({"score": [1.0, None, 2.0]}, "column score of .*test holds double, of which some are no numbers"),
+        ({"score": [[1], [2], [3]]}, "column score of .*test holds list"),
+        ({name: [] for name in ("sentence1", "sentence2", "score")}, "test holds no rows"),
+    ],
+)
+def test_sentences_that_cannot_be_judged_are_refused_before_they_are_embedded(
+    columns: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    good = {"sentence1": ["a", "b", "c"], "sentence2": ["d", "e", "f"], "score": [1, 2, 3]}
+    table = {name: arrow(values) for name, values in (good | columns).items()}
+    pq.write_table(pa.table(table), tmp_path / "test")
+    with pytest.raises(DataError, match=words) as caught:
+        evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"))
+    assert ";" in str(caught.value)  # and what to do
+
+
+def arrow(values: list[Any]) -> pa.Array:
+    """Return a column; of strings if there are bytes among them, which Arrow does not check."""
+    if not any(isinstance(value, bytes) for value in values):
+        return pa.array(values)
+    content = pa.array([value.encode() if isinstance(value, str) else value for value in values], pa.binary())
+    return pa.Array.from_buffers(pa.string(), len(content), content.buffers())
+
+
+def test_a_corpus_without_a_text_is_refused_before_the_sentences_are_embedded(tmp_path: Path) -> None:
+    save(small_config("simcse"), tmp_path / "run")
+    pairs = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "score": [1, 2]}
+    pq.write_table(pa.table(pairs), tmp_path / "test")
+    pq.write_table(pa.table({"text": ["", None]}), tmp_path / "corpus")
+    with pytest.raises(DataError, match="none of the 2 rows of .*corpus can be used"):
+        evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"), train=str(tmp_path / "corpus"))

@@ -110,3 +110,25 @@ def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00binary")
     with pytest.raises(StorageError, match="is not text; give a file in UTF-8"):
         Place(str(tmp_path / "run.yaml")).read_text()
+
+
+def test_what_an_address_says_of_its_endpoint_stays_last_and_out_of_names() -> None:
+    place = Place("s3://bucket/runs/first/?scheme=http&endpoint_override=127.0.0.1:9000")
+    assert place.name == "first"
+    below = place / "checkpoints" / "why?.txt"
+    assert below.name == "why?.txt"
+    assert below.uri == (
+        "s3://bucket/runs/first/checkpoints/why?.txt?scheme=http&endpoint_override=127.0.0.1:9000"
+    )
+    assert below.resolve()[1] == "bucket/runs/first/checkpoints/why?.txt"
+    assert (Place("/data/what?/now") / "x").uri == "/data/what?/now/x"
+
+
+def test_what_failed_and_what_to_do_are_told_even_where_s3_says_no_more() -> None:
+    error = Place("s3://bucket/x").failure(
+        "read", OSError("AWS Error ACCESS_DENIED during GetObject operation: ")
+    )
+    assert str(error) == (
+        "cannot read 's3://bucket/x': AWS Error ACCESS_DENIED during GetObject operation; "
+        "allow it to the role or key that raycl uses"
+    )

@@ -21,6 +21,7 @@ from raycl.config.sections import (
     Section,
     TextAugmentConfig,
     TextConfig,
+    TrackingConfig,
 )
 from raycl.config.stage import Stage
 
@@ -44,14 +45,17 @@ class RunConfig(Section):
     ``shuffled`` over random ones, in ``batchnorm_groups`` groups over all workers, at least one a
     worker. Pairs and images with captions have two towers; those of pairs are one and the same
     unless ``separate_towers``, and captions are read by ``text_encoder``. ``learn_temperature`` begins
-    at that of the first stage and stays above 0.01, as in CLIP. ``workers`` are those of every stage that asks for no other number. ``autoscaling`` says
-    that the cluster grows when more is asked for than it has now; otherwise a run that does not fit
-    is refused.
+    at that of the first stage and stays above 0.01, as in CLIP. ``workers`` are those of every stage that
+    asks for no other number; with ``min_workers`` they may be fewer, as many as the cluster has room
+    for at the time. ``autoscaling`` says that the cluster grows when more is asked for than it has now;
+    otherwise a run that does not fit is refused. A run goes on without what it lost, a process or a
+    node, from its last checkpoint, up to ``max_failures`` times in a row without a new one between.
     """
 
     recipe: str
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     workers: Count = 1
+    min_workers: Count | None = None
     gpu: bool = False
     autoscaling: bool = False
     cpus_per_worker: Positive | None = None
@@ -76,8 +80,9 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
     log_every_steps: Count = 10
-    max_failures: Annotated[int, Field(ge=0)] = 0
+    max_failures: Annotated[int, Field(ge=0)] = 3
 
     @property
     def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -101,14 +106,20 @@ class RunConfig(Section):
         """The metric of the periodic judge that says which checkpoint is best."""
         return "recall_at_10" if self.has_two_towers else "knn_top1"
 
-    @property
-    def max_workers(self) -> int:
-        """The greatest number of workers that a stage asks for."""
-        return max(map(self.workers_of, self.stages))
-
     def workers_of(self, stage: Stage) -> int:
-        """Return how many workers a stage has."""
+        """Return how many workers a stage has, at most."""
         return stage.workers or self.workers
+
+    def worker_range(self, stage: Stage) -> tuple[int, int]:
+        """Return the least and the greatest number of workers that a stage may have."""
+        most = self.workers_of(stage)
+        return (most if stage.workers or self.min_workers is None else self.min_workers, most)
+
+    def settled(self, workers: int) -> Self:
+        """Return the configuration of a group that came to so many workers."""
+        if self.min_workers is None:
+            return self
+        return self.model_copy(update={"workers": workers, "min_workers": None})
 
     def local_batch_size(self, stage: Stage) -> int:
         """Return how many rows of a batch each worker has."""
@@ -127,12 +138,24 @@ class RunConfig(Section):
     def _has_batches_that_divide(self) -> Self:
         if not self.stages:
             raise ValueError("stages is empty, so there is nothing to train; give one stage or more")
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(
+                f"min_workers {self.min_workers} is more than workers {self.workers}; give --workers MIN:MAX"
+            )
         for index, stage in enumerate(self.stages):
-            for check in (_check_workers, _check_groups, _check_chunks, _check_capacity):
-                if problem := check(self, stage):
-                    # One stage is the rule, and its number then says nothing.
-                    raise ValueError(problem if len(self.stages) == 1 else f"stage {index}: {problem}")
+            if problem := self._problem_of(stage):
+                # One stage is the rule, and its number then says nothing.
+                raise ValueError(problem if len(self.stages) == 1 else f"stage {index}: {problem}")
         return self
+
+    def _problem_of(self, stage: Stage) -> str | None:
+        """Return what is wrong with a stage for any number of workers that it may have."""
+        least, most = self.worker_range(stage)
+        for workers in range(least, most + 1):
+            for check in (_check_workers, _check_groups, _check_chunks, _check_capacity):
+                if problem := check(self.settled(workers), stage):
+                    return problem
+        return None
 
     @model_validator(mode="after")
     def _has_a_loss_to_roll_back_to(self) -> Self:
@@ -202,6 +225,10 @@ class RunConfig(Section):
         if self.learn_temperature and all(stage.loss in ("nce", "hinge") for stage in self.stages):
             raise ValueError(
                 f"learn_temperature is true, and loss {self.stages[0].loss} has no temperature to learn: leave it out"
+            )
+        if self.data.kind in ("image", "pairs") and any(self.text_augment.model_dump().values()):
+            raise ValueError(
+                f"text_augment changes views of texts, and data.kind {self.data.kind} has none: leave it out"
             )
         if self.separate_towers and self.data.kind != "pairs":
             raise ValueError(f"separate_towers is for pairs, data.kind is {self.data.kind}: leave it out")

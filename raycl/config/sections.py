@@ -1,5 +1,6 @@
 """The parts of a run's configuration, each checked by itself."""
 
+import re
 from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -91,6 +92,8 @@ class TextConfig(Section):
     ``tokenizer`` is the address of a ``tokenizer.json``; None trains one of at most ``vocabulary_size``
     tokens on the run's own texts, ``num_texts`` of them at most. A query is cut at ``max_length``
     tokens, and so is a text; a document, or a negative, at ``max_document_length`` if that is set.
+    The rows of ``length_buckets`` batches are sorted by length and make as many batches of like
+    lengths, which saves padding and leaves no negative that its length gives away; 1 leaves them mixed.
     """
 
     tokenizer: str | None = None
@@ -99,6 +102,7 @@ class TextConfig(Section):
     num_texts: Count = 1_000_000
     max_length: Annotated[int, Field(ge=1, le=8_192)] = 64
     max_document_length: Annotated[int, Field(ge=1, le=8_192)] | None = None
+    length_buckets: Count = 1
 
     @property
     def longest(self) -> int:
@@ -255,4 +259,36 @@ class MonitorConfig(Section):
     def _waits_longer_at_the_start(self) -> Self:
         if self.grace < self.patience:
             raise ValueError(f"grace {self.grace} is less than patience {self.patience}; 20 and 3 are usual")
+        return self
+
+
+@final
+class TrackingConfig(Section):
+    """Where metrics go besides ``metrics.jsonl`` and Prometheus.
+
+    ``tensorboard`` writes event files below ``<output>/tensorboard``. ``mlflow`` is the address of a
+    tracking server, or an absolute path; ``wandb`` is a project of Weights & Biases, or
+    ``entity/project``. Keys and passwords are none of the settings: both take them from their usual
+    variables, on the workers.
+    """
+
+    tensorboard: bool = False
+    mlflow: str | None = None
+    wandb: Annotated[str, Field(pattern=r"^[^/\s]+(/[^/\s]+)?$")] | None = None
+
+    @model_validator(mode="after")
+    def _has_an_address_that_all_may_read(self) -> Self:
+        address = self.mlflow
+        if address is None:
+            return self
+        if re.search(r"//[^/@]*@", address):
+            raise ValueError(
+                "mlflow holds a user or password, which would be written to config.yaml; give the address alone "
+                "and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        if not (address.startswith("/") or ":" in address or address == "databricks"):
+            raise ValueError(
+                f"mlflow {address!r} would be another folder on every node; give an address such as "
+                "http://host:5000, or an absolute path"
+            )
         return self

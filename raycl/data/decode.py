@@ -15,7 +15,7 @@ from raycl.data.formats import Formats, store_all
 from raycl.data.holdout import Holdout
 from raycl.data.ids import content_id, stable_ids
 from raycl.data.logbook import NUM_EXAMPLES
-from raycl.data.sources import NO_LABEL, Piece, RawRows, Source
+from raycl.data.sources import NO_LABEL, Piece, RawRows, Source, plain_values
 from raycl.errors import BrokenValueError, DataError
 
 BLOCK_BYTES = 64 * 2**20
@@ -28,7 +28,8 @@ class Decoder:
     """Turn raw rows into tables: ``sample_id``, ``label``, and what the formats store by role.
 
     A row with a broken value is left out and counted by its cause in the logbook. Rows that ``keep`` refuses
-    are not decoded at all; of those decoded, ``count`` says which are counted (by default all).
+    are not decoded at all; of those decoded, ``count`` says which are counted (by default all). Pairs of a
+    click log are rows that were counted before they were grouped: ``counts_rows=False``.
     """
 
     formats: Formats
@@ -36,6 +37,7 @@ class Decoder:
     holdout: Holdout | None = None
     keep: Keep | None = None
     count: Keep | None = None
+    counts_rows: bool = True
 
     def tables(self, piece: str, batches: Iterator[RawRows]) -> Iterator[pa.Table]:
         """Yield the sound rows of one piece, in order, in blocks of at most 64 MiB."""
@@ -44,7 +46,8 @@ class Decoder:
         num_rows = num_train = 0
         block: list[pa.Table] = []
         for rows in batches:
-            num_rows += int(_accepted(self.count or self.keep, rows.sample_id).sum())
+            if self.counts_rows:
+                num_rows += int(_accepted(self.count or self.keep, rows.sample_id).sum())
             table = self._decode(rows, broken, examples)
             num_train += self._count_train(table)
             block.append(table)
@@ -68,7 +71,7 @@ class Decoder:
         }
         sound: list[int] = []  # among those wanted
         for place, index in enumerate(wanted):
-            error = _first_error(decoded, place)
+            error = row_error(decoded, place)
             if error is None:
                 sound.append(place)
             elif counted[index]:
@@ -88,9 +91,18 @@ class Decoder:
         return int(self.holdout.is_train(table["sample_id"].to_numpy()).sum())
 
 
-def _first_error(decoded: Mapping[str, Sequence[Any]], place: int) -> BrokenValueError | None:
-    values = [each[place] for each in decoded.values()]
-    return next((value for value in values if isinstance(value, BrokenValueError)), None)
+def row_error(decoded: Mapping[str, Sequence[Any]], place: int) -> BrokenValueError | None:
+    """Return why a row cannot be used, None for a sound one: a value is broken, or lists do not agree."""
+    values = {role: each[place] for role, each in decoded.items()}
+    for value in values.values():
+        if isinstance(value, BrokenValueError):
+            return value
+    # Ids more or fewer than the negatives would pass for those of others.
+    if {"negatives", "negative_ids"} <= values.keys() and len(values["negatives"]) != len(
+        values["negative_ids"]
+    ):
+        return BrokenValueError("negatives and negative_ids differ in number")
+    return None
 
 
 def _accepted(keep: Keep | None, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -132,21 +144,31 @@ def decode_dataset(dataset: ray.data.Dataset, columns: ColumnNames, decoder: Dec
     Raises ``DataError`` if a column is missing.
     """
     found = columns_of(dataset, columns)
-    label, sample_id = found.label, found.sample_id
 
-    def read(batch: Any) -> Any:
-        values = {role: list(batch[name]) for role, name in found.contents.items()}
-        if label and batch[label].dtype.kind not in "iub":
-            raise DataError(
-                f"labels must be integers, column {label!r} holds {batch[label].dtype}; map them first"
-            )
-        ids = stable_ids(batch[sample_id].tolist()) if sample_id else _content_ids(values)
-        labels = batch[label].astype(np.int64) if label else np.full(len(ids), NO_LABEL, np.int64)
-        where = [f"row with id {row_id}" for row_id in ids]
-        rows = RawRows(values=values, sample_id=ids, label=labels, where=where)
-        yield from decoder.tables(f"ids {content_id(ids.tobytes())}", iter([rows]))
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        rows = _raw_rows(batch, found)
+        yield from decoder.tables(f"ids {content_id(rows.sample_id.tobytes())}", iter([rows]))
 
-    return dataset.map_batches(read, batch_size=1_024, batch_format="numpy")
+    return dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow")
+
+
+def values_in(batch: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
+    """Return the contents of a dataset's batch by role.
+
+    As Arrow has them: NumPy would make floats of integers beside a missing one, and equals of large ids.
+    """
+    return {role: plain_values(batch[name]) for role, name in columns.contents.items()}
+
+
+def _raw_rows(batch: pa.Table, columns: ColumnNames) -> RawRows:
+    values = values_in(batch, columns)
+    label, sample_id = columns.label, columns.sample_id
+    ids = stable_ids(batch[sample_id].to_pylist()) if sample_id else _content_ids(values)
+    labels = batch[label].to_numpy() if label else np.full(len(ids), NO_LABEL, np.int64)
+    if labels.dtype.kind not in "iub":
+        raise DataError(f"labels must be integers, column {label!r} holds {labels.dtype}; map them first")
+    where = [f"row with id {row_id}" for row_id in ids]
+    return RawRows(values=values, sample_id=ids, label=labels.astype(np.int64), where=where)
 
 
 def columns_of(dataset: ray.data.Dataset, columns: ColumnNames) -> ColumnNames:
@@ -166,10 +188,8 @@ def _content_ids(values: Mapping[str, Sequence[Any]]) -> NDArray[np.int64]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    if isinstance(value, np.ndarray):
         return value.tobytes()
-    if isinstance(value, np.ndarray | list):
+    if isinstance(value, list):
         return b"\1".join(map(_bytes_of, value))
-    if isinstance(value, int | np.integer):
-        return str(value).encode()
-    return value.encode() if isinstance(value, str) else value or b""
+    return value if isinstance(value, bytes) else b"" if value is None else str(value).encode()

@@ -27,6 +27,10 @@ class Stored(Protocol):
         """Copy the values at these rows of these parts."""
         ...
 
+    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how long the texts at these rows are, of a list the longest one; 0 for what is no text."""
+        ...
+
 
 class Format(Protocol):
     """What the values of a column are, from the source to the batch."""

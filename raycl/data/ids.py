@@ -1,6 +1,7 @@
 """Ids that things have of their own: those of queries, of documents, of the negatives of a pair."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, final
@@ -10,6 +11,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from raycl.errors import BrokenValueError, DataError
+
+_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")  # as Python writes it: "007" is another name than "7"
+_64_BITS = range(-(2**63), 2**64)
 
 
 @final
@@ -53,9 +57,7 @@ class IdFormat:
         values = [value]
         if self.in_lists:
             values = [] if value is None else list(value)
-        return (
-            BrokenValueError("missing id") if any(map(is_missing, values)) else list(map(stable_id, values))
-        )
+        return BrokenValueError("missing id") if any(map(is_missing, values)) else list(map(thing_id, values))
 
 
 @final
@@ -73,10 +75,16 @@ class StoredIds:
             np.array([len(each) for each in rows], np.int64),
         )
 
+    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return 0 for each: ids are no texts."""
+        return np.zeros(len(part), np.int64)
+
 
 def is_missing(value: Any) -> bool:
-    """Whether there is no id: None, or NaN, which is NumPy's word for it."""
-    return value is None or (isinstance(value, float | np.floating) and bool(np.isnan(value)))
+    """Whether there is no id: None, NaN, which is NumPy's word for it, or an empty text."""
+    if isinstance(value, float | np.floating):
+        return bool(np.isnan(value))
+    return value is None or (isinstance(value, str | bytes) and not value)
 
 
 def stable_id(value: Any) -> int:
@@ -87,6 +95,17 @@ def stable_id(value: Any) -> int:
     if isinstance(value, int | np.integer):
         return (int(value) + 2**63) % 2**64 - 2**63
     return content_id(value if isinstance(value, bytes) else str(value).encode())
+
+
+def thing_id(value: Any) -> int:
+    """Return the id of a query or a document as :func:`stable_id` does, of an integer also as text.
+
+    For one column of a set may hold numbers, and another, that of negatives perhaps, the same as texts.
+    """
+    content = value.encode() if isinstance(value, str) else value
+    if isinstance(content, bytes) and _INTEGER.fullmatch(content) and int(content) in _64_BITS:
+        value = int(content)
+    return stable_id(value)
 
 
 def stable_ids(values: list[Any]) -> NDArray[np.int64]:

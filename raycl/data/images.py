@@ -134,6 +134,10 @@ class StoredImages:
             images[index], aspect[index] = self.pixels[each][at], self.aspect[each][at]
         return Pixels(images, aspect)
 
+    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return 0 for each: images are no texts."""
+        return np.zeros(len(part), np.int64)
+
 
 def _pixels(column: pa.Array, num_bytes: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     data = np.frombuffer(

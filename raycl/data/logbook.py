@@ -9,6 +9,7 @@ from typing import Any, final
 import ray
 
 from raycl.errors import DataError
+from raycl.prometheus import Exporter, Reading
 
 NUM_EXAMPLES = 3
 
@@ -48,14 +49,17 @@ class ReadRows:
 class Logbook:
     """Keep the latest progress and what each piece of the data held.
 
-    A piece that is read again (an epoch later, or by a task that Ray retried) counts once.
+    A piece that is read again (an epoch later, or by a task that Ray retried) counts once. With
+    ``tags``, those of a run, its rows are metrics of Prometheus.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tags: Mapping[str, str] | None = None) -> None:
         self._pieces: dict[str, tuple[int, int, Counter[str], list[str]]] = {}
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
         self._left_out: dict[str, Counter[str]] = {}
+        self._exporter = None if tags is None else Exporter(tags, self._readings)
+        self._is_to_stop = False
 
     def add_rows(
         self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
@@ -83,6 +87,14 @@ class Logbook:
         """Return all notices so far."""
         return list(self._notices)
 
+    def ask_to_stop(self) -> None:
+        """Ask the run to save and end."""
+        self._is_to_stop = True
+
+    def is_to_stop(self) -> bool:
+        """Whether somebody asked for it."""
+        return self._is_to_stop
+
     def rows(self) -> ReadRows:
         """Return what all pieces held together."""
         pieces = [self._pieces[name] for name in sorted(self._pieces)]
@@ -94,6 +106,13 @@ class Logbook:
             left_out={k: v for k, v in sum(self._left_out.values(), Counter()).items() if v},
         )
 
+    def _readings(self) -> Iterator[Reading]:
+        rows = self.rows()
+        yield Reading("rows_read", rows.num_rows)
+        for name, counts in (("rows_broken", rows.broken), ("rows_left_out", rows.left_out)):
+            for cause, count in counts.items():
+                yield Reading(name, count, cause)
+
 
 def rows_in(logbook: Any) -> ReadRows:
     """Ask a logbook actor what has been read so far."""
@@ -101,12 +120,12 @@ def rows_in(logbook: Any) -> ReadRows:
 
 
 @contextlib.contextmanager
-def open_logbook() -> Iterator[Any]:
-    """Start the actor, which takes no CPU, and end it afterwards.
+def open_logbook(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """Start the actor, which takes no CPU, and end it afterwards; ``tags`` are those of its metrics.
 
     Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
     """
-    logbook = ray.remote(num_cpus=0, max_restarts=-1)(Logbook).remote()
+    logbook = ray.remote(num_cpus=0, max_restarts=-1)(Logbook).remote(tags)
     try:
         yield logbook
     finally:

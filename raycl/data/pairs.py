@@ -1,15 +1,18 @@
 """Click logs as pairs: rows with a label become a row a positive, with the query's explicit negatives."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, final
 
 import pyarrow as pa
 import ray
 
 from raycl.data.columns import ColumnNames
-from raycl.data.ids import content_id, is_missing, stable_id
+from raycl.data.decode import values_in
+from raycl.data.ids import content_id, is_missing, thing_id
+from raycl.data.logbook import NUM_EXAMPLES
 from raycl.data.sources import Piece, RawRows, Source
 from raycl.errors import BrokenValueError, DataError
 from raycl.tokens import BrokenTextError, read_text
@@ -49,9 +52,8 @@ def group_source(source: Source, logbook: Any) -> ray.data.Dataset:
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         for text in batch["piece"].to_pylist():
             piece = Piece.from_json(text)
-            name = f"{piece.uri}:{piece.first_id}, labeled"
-            for number, rows in enumerate(described.read(piece)):
-                yield _sound_rows(rows, _labels_of(rows, described), f"{name}, {number}", logbook)
+            batches = ((rows, _labels_of(rows, described)) for rows in described.read(piece))
+            yield from _sound_tables(f"{piece.uri}:{piece.first_id}, labeled", batches, logbook)
 
     pieces = ray.data.from_items(
         [{"piece": piece.to_json()} for piece in source.pieces], override_num_blocks=len(source.pieces)
@@ -65,15 +67,14 @@ def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, logbook: Any)
     label = columns.label
     assert label is not None, "a labeled dataset has a column of labels"
 
-    def read(batch: Any) -> Iterator[pa.Table]:
-        values = {role: list(batch[name]) for role, name in columns.contents.items()}
-        where = [f"row {place} of a batch" for place in range(len(batch[label]))]
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        values, labels = values_in(batch, columns), batch[label].to_pylist()
+        where = [f"row {place} of a batch" for place in range(len(labels))]
         empty: Any = pa.array([], pa.int64()).to_numpy()
         rows = RawRows(values=values, sample_id=empty, label=empty, where=where)
-        name = f"labeled {content_id(repr(values['query'][:64]).encode())}"
-        yield _sound_rows(rows, list(batch[label]), name, logbook)
+        yield from _sound_tables(f"labeled {_hash_of([values, labels])}", [(rows, labels)], logbook)
 
-    return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="numpy"), logbook)
+    return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow"), logbook)
 
 
 def group_rows(labeled: ray.data.Dataset, logbook: Any) -> ray.data.Dataset:
@@ -86,15 +87,25 @@ def group_rows(labeled: ray.data.Dataset, logbook: Any) -> ray.data.Dataset:
     grouped = labeled.groupby("group").map_groups(_pairs_of_group, batch_format="pyarrow")
 
     def finish(table: pa.Table) -> pa.Table:
-        left_out = Counter()
-        for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED):
-            left_out[cause] = int(sum(table[f"num_{cause}"].to_pylist()))
-        name = f"groups {content_id(repr(table['query'].to_pylist()).encode())}"
-        ray.get(logbook.add_left_out.remote(name, left_out))
+        ray.get(logbook.add_left_out.remote(*_left_out_of(table)))
         kept = table.filter(table["document"].is_valid())
         return kept.select([name for name in kept.column_names if not name.startswith("num_")])
 
     return grouped.map_batches(finish, batch_size=None, batch_format="pyarrow")
+
+
+def _left_out_of(pairs: pa.Table) -> tuple[str, Counter[str]]:
+    """Return what these pairs are called in the logbook, and what was left out of their groups, by cause."""
+    left_out = Counter()
+    for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED):
+        left_out[cause] = int(sum(pairs[f"num_{cause}"].to_pylist()))
+    # One query may fill several blocks, and several may have one text.
+    names = pairs.select(["query", "query_id", "document"])
+    return f"groups {_hash_of(names.to_pydict())}", left_out
+
+
+def _hash_of(values: Any) -> int:
+    return content_id(repr(values).encode())
 
 
 def _labels_of(rows: RawRows, source: Source) -> list[Any]:
@@ -104,10 +115,21 @@ def _labels_of(rows: RawRows, source: Source) -> list[Any]:
     return [source.classes[number] if number >= 0 else None for number in rows.label]
 
 
-def _sound_rows(rows: RawRows, labels: Sequence[Any], name: str, logbook: Any) -> pa.Table:
-    """Return the rows that can be used; count the others."""
+def _sound_tables(
+    name: str, batches: Iterable[tuple[RawRows, Sequence[Any]]], logbook: Any
+) -> Iterator[pa.Table]:
+    """Yield the rows that can be used, of rows with their labels; count all of them in the logbook."""
     broken: Counter[str] = Counter()
     examples: list[str] = []
+    num_rows = 0
+    for rows, labels in batches:
+        num_rows += len(labels)
+        yield _sound_rows(rows, labels, broken, examples)
+    # None to train on: those will be pairs.
+    ray.get(logbook.add_rows.remote(name, num_rows, 0, broken, examples[:NUM_EXAMPLES]))
+
+
+def _sound_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], examples: list[str]) -> pa.Table:
     sound = []
     for place, label in enumerate(labels):
         try:
@@ -115,8 +137,6 @@ def _sound_rows(rows: RawRows, labels: Sequence[Any], name: str, logbook: Any) -
         except BrokenValueError as error:
             broken[str(error)] += 1
             examples.append(f"{rows.where[place]} ({error})")
-    if broken:
-        ray.get(logbook.add_rows.remote(name, sum(broken.values()), 0, broken, examples[:3]))
     return pa.Table.from_pylist(sound, schema=_ROW)
 
 
@@ -141,7 +161,7 @@ def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
 def _id_of(value: Any) -> int:
     if is_missing(value):
         raise BrokenTextError("missing id")
-    return stable_id(value)
+    return thing_id(value)
 
 
 @final
@@ -164,7 +184,8 @@ class _Seen:
 
 
 def _pairs_of_group(table: pa.Table) -> pa.Table:
-    rows = table.to_pylist()
+    # A shuffle brings the rows of a query in any order, and the ids of pairs are hashes of what they hold.
+    rows = sorted(table.to_pylist(), key=itemgetter("document", "document_id", "query", "clicked"))
     seen, seen_negatives = _Seen(), _Seen()
     positives = [row for row in rows if row["clicked"] and not seen.has(row)]
     others = [row for row in rows if not row["clicked"]]
@@ -180,7 +201,7 @@ def _pairs_of_group(table: pa.Table) -> pa.Table:
         "negatives": [row["document"] for row in distinct],
         "negative_ids": [row["document_id"] for row in distinct if row["document_id"] is not None],
     }
-    nobody = {"query": rows[0]["query"], "document": None, "query_id": None, "document_id": None}
+    nobody = {**rows[0], "document": None, "document_id": None}
     pairs = [{**row, **explicit, **dict.fromkeys(counts, 0)} for row in positives or [nobody]]
     pairs[0] |= counts
     names = set(_PAIR.names)

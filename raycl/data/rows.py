@@ -63,6 +63,11 @@ class Rows:
             epoch=epoch,
         )
 
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Return how many tokens the texts of each row have [num_rows], of a list its longest one."""
+        counts = [stored.num_tokens(self._part, self._row) for stored in self._stored.values()]
+        return np.sum([np.zeros(len(self), np.int64), *counts], axis=0)
+
     def where(self, keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Self:
         """Return the rows whose ids ``keep`` accepts, sorted by id so that block order is forgotten."""
         positions = np.flatnonzero(keep(self.sample_id))

@@ -1,5 +1,6 @@
 """Sources: what lies at an address, cut into pieces that a Ray task reads."""
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.ids import stable_ids
 from raycl.data.images import EXTENSIONS, BrokenImageError
 from raycl.errors import DataError, StorageError
-from raycl.storage import Place, absolute
+from raycl.storage import Place, absolute, is_out_of_reach
 
 ROWS_A_PIECE = 2_048
 NO_LABEL = -1
@@ -128,7 +129,7 @@ class Source:
             for first, table in _row_range(file, piece.start, piece.stop, names):
                 position = np.arange(first, first + table.num_rows, dtype=np.int64)
                 yield RawRows(
-                    values={role: _values(table[name]) for role, name in contents.items()},
+                    values={role: plain_values(table[name]) for role, name in contents.items()},
                     sample_id=self._ids(table, position - piece.start + piece.first_id),
                     label=self._labels(table),
                     where=[f"{piece.place.name} row {row}" for row in position],
@@ -179,7 +180,10 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
 
 
 def _read_file(place: Place) -> bytes | BrokenImageError:
-    """Return the file, or why this one cannot be had; raises ``StorageError`` if the storage is to blame."""
+    """Return the file, or why this one cannot be had; raises ``StorageError`` if the storage is to blame.
+
+    S3 denies a role what it denies, not one file: that is no broken row, but the end of the reading.
+    """
     try:
         return place.read_bytes()
     except StorageError as error:
@@ -258,11 +262,19 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
     )
 
 
-def _open_parquet(place: Place) -> pq.ParquetFile:
-    filesystem, path = place.resolve()
+@contextlib.contextmanager
+def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
+    """Open a file to read within; what cannot be had or understood of it ends the reading.
+
+    Rows that do not come are no broken rows: nobody has seen them.
+    """
     try:
-        return pq.ParquetFile(path, filesystem=filesystem)
+        # From afar, the columns of a row group come by one request rather than by one each.
+        with place.open() as source, pq.ParquetFile(source, pre_buffer=not place.is_local) as file:
+            yield file
     except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and is_out_of_reach(error):
+            raise place.failure("read", error) from error
         raise DataError(
             f"cannot read {place} as parquet: {str(error).splitlines()[0]}; give a parquet file or a folder"
         ) from error
@@ -280,7 +292,7 @@ def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> Col
     return found
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
+def plain_values(column: pa.ChunkedArray) -> list[Any]:
     """Return the values, texts as bytes: a single one that is no UTF-8 would otherwise spoil the column."""
     kind = column.type
     if pa.types.is_dictionary(kind):

@@ -7,12 +7,13 @@ from typing import Any, final
 import numpy as np
 import pyarrow as pa
 import ray
+from numpy.typing import NDArray
 from ray.train.collective import broadcast_from_rank_zero
 
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.formats import Formats
-from raycl.data.order import Share
+from raycl.data.order import Share, bucketed
 from raycl.data.rows import Batch, Rows
 from raycl.data.sources import Source
 
@@ -26,20 +27,32 @@ class Stream:
 
     Pieces come in an order drawn by (seed, epoch); rows are shuffled among the ``shuffle_rows``
     read last. Ray Data deals equally many rows to every worker, and batches are cut here, so that
-    all workers make the same number of steps.
+    all workers make the same number of steps. With several ``length_buckets`` texts of like lengths
+    make a batch, as far as the shuffled rows reach: see :func:`bucketed`.
     """
 
     open_epoch: OpenEpoch
     formats: Formats
     seed: int
     shuffle_rows: int
+    length_buckets: int = 1
 
     def epoch_batches(self, share: Share, *, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this."""
         window = max(self.shuffle_rows // share.num_workers, share.local_batch_size)
         seed = (self.seed, epoch, share.rank)
         shuffled = _shuffle(self._tables(share, epoch), self.formats, window, seed)
-        for step, batch in enumerate(_rebatch(shuffled, share.local_batch_size, epoch)):
+
+        def arranged(rows: Rows, order: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+            if self.length_buckets == 1:
+                return order
+            # Drawn alike on all workers: where their windows have as many batches, those of a step are
+            # about as long.
+            rng = np.random.default_rng((self.seed, epoch, window))
+            own = Share(batch_size=share.local_batch_size)
+            return bucketed(order, rows.num_tokens(), share=own, num_buckets=self.length_buckets, rng=rng)
+
+        for step, batch in enumerate(_rebatch(shuffled, share.local_batch_size, epoch, arranged)):
             if step >= start:
                 yield batch
 
@@ -102,10 +115,18 @@ def _window(tables: list[pa.Table], formats: Formats, seed: tuple[int, ...]) -> 
     return rows, np.random.default_rng(seed).permutation(len(rows))
 
 
-def _rebatch(windows: Iterator[tuple[Rows, np.ndarray]], size: int, epoch: int) -> Iterator[Batch]:
-    """Cut windows into batches of exactly ``size`` rows; what is over begins the next window's."""
+def _rebatch(
+    windows: Iterator[tuple[Rows, np.ndarray]],
+    size: int,
+    epoch: int,
+    arranged: Callable[[Rows, NDArray[np.int64], int], NDArray[np.int64]],
+) -> Iterator[Batch]:
+    """Cut windows into batches of exactly ``size`` rows; what is over begins the next window's.
+
+    ``arranged`` gives the rows of a window's whole batches, by its number, in the order to take them.
+    """
     over: Batch | None = None
-    for rows, order in windows:
+    for number, (rows, order) in enumerate(windows):
         first = 0
         if over is not None:
             first = min(size - len(over), len(order))
@@ -114,6 +135,7 @@ def _rebatch(windows: Iterator[tuple[Rows, np.ndarray]], size: int, epoch: int) 
                 continue
             yield over
         last = first + (len(order) - first) // size * size
-        for start in range(first, last, size):
-            yield rows.take(order[start : start + size], epoch=epoch)
+        whole = arranged(rows, order[first:last], number)
+        for start in range(0, len(whole), size):
+            yield rows.take(whole[start : start + size], epoch=epoch)
         over = rows.take(order[last:], epoch=epoch) if last < len(order) else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Self, final
 
 import numpy as np
@@ -163,6 +164,10 @@ class StoredTexts:
             np.array(ids, np.int64),
         )
 
+    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how long the texts at these rows are."""
+        return _at([np.diff(each.ends) for each in self.parts], part, row)
+
 
 @final
 @dataclass(frozen=True)
@@ -179,6 +184,14 @@ class StoredTextLists:
         flat = np.concatenate([np.empty(0, np.int64), *places]).astype(np.int64)
         return TokenLists(StoredTexts(self.parts).take(np.repeat(part, counts), flat), counts)
 
+    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how long the longest text at each of these rows is; 0 for an empty list."""
+        longest = [
+            np.array([lengths[start:end].max(initial=0) for start, end in pairwise(ends)], np.int64)
+            for lengths, ends in zip((np.diff(each.ends) for each in self.parts), self.ends, strict=True)
+        ]
+        return _at(longest, part, row)
+
 
 @final
 @dataclass(frozen=True)
@@ -193,6 +206,14 @@ class _Part:
 
     def tokens(self, row: int) -> NDArray[np.int32]:
         return self.values[self.ends[row] : self.ends[row + 1]]
+
+
+def _at(
+    values: Sequence[NDArray[np.int64]], part: NDArray[np.int64], row: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the values at these rows of these parts."""
+    starts = np.cumsum([0, *map(len, values)])
+    return np.concatenate([np.empty(0, np.int64), *values])[starts[part] + row]
 
 
 def _ends(column: pa.ListArray) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -16,8 +17,10 @@ from torch.nn.functional import normalize
 from raycl.cluster import own_errors
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.values import Values, embed_values, read_values
+from raycl.inference.distinct import DistinctTexts
+from raycl.inference.values import Values, embed_values, read_pairs
 from raycl.judging.search import search
+from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.storage import Place, absolute
 
 QUERIES_A_TASK = 4_096
@@ -51,14 +54,14 @@ def mine_negatives(
     """Write the pairs at ``data`` with up to ``num_negatives`` more explicit negatives each, to ``output``.
 
     The documents of ``data``, negatives among them, are searched exactly for each query, by the towers of
-    ``run``. What is known to match the query, and its own text, is no negative; nor is a document
-    that is nearer to the query than ``below`` times its positive, for it may well match (Moreira et al.,
-    2024). ``data`` has pairs with a label, with lists of negatives, or neither; ``output`` has ``query``,
-    ``document``, ``negatives``. The distinct texts of ``data`` are held in this process, their
-    embeddings in Ray's object store.
+    ``run``. What is known to match the query, by text or by id, and its own text, is no negative; nor is
+    a document that is nearer to the query than ``below`` times its positive, for it may well match
+    (Moreira et al., 2024). ``data`` has pairs with a label, with lists of negatives, or neither;
+    ``output`` has ``query``, ``document``, ``negatives``, and the ids that ``data`` has, as numbers. The
+    distinct texts of ``data`` are held in this process, their embeddings in Ray's object store.
 
     Raises:
-        ConfigError: ``num_negatives`` or ``below`` is not positive.
+        ConfigError: ``num_negatives`` or ``below`` is not positive, or the run is one of images.
         StorageError: There is something at ``output``.
         DataError: A column is missing, or no pair matches.
     """
@@ -67,18 +70,20 @@ def mine_negatives(
             f"cannot mine {num_negatives} negatives below {below:g} of the positive; give 1 or more, and a "
             "fraction up to 1"
         )
+    if isinstance(load_encoder(run), ImageEncoder):
+        raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
     place = Place(absolute(output))
     if place.exists():
         raise StorageError(f"{output} exists already; give another --output or remove it")
     place.check_writable()
-    values = read_values(data, _columns(columns or ColumnNames()))
+    values = read_pairs(data, columns or ColumnNames())
     pairs = _Pairs(values)
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-    query = embed_values(pairs.queries, run, side="query", title="embedding the queries", **options)
-    document = embed_values(pairs.documents, run, side="key", title="embedding the documents", **options)
+    query = embed_values(pairs.query.texts, run, side="query", title="embedding the queries", **options)
+    document = embed_values(pairs.document.texts, run, side="key", title="embedding the documents", **options)
     with own_errors():
         found = _search_in_tasks(
-            normalize(query), normalize(document), pairs.matching, k=num_negatives + SPARE
+            normalize(query), normalize(document), pairs.matching(), k=num_negatives + SPARE
         )
     table, mined = pairs.with_mined(found, _similarity(pairs, query, document), num_negatives, below)
     filesystem, path = place.resolve()
@@ -91,25 +96,44 @@ class _Pairs:
     """Distinct queries and documents, which match, and which explicit negatives a query has."""
 
     def __init__(self, values: Values) -> None:
-        asked, answers = values.by_role["query"], values.by_role["document"]
-        lists = values.by_role.get("negatives") or [[]] * len(asked)
-        explicit = [text for each in lists for text in each or []]
-        query = {text: number for number, text in enumerate(dict.fromkeys(asked))}
-        document = {text: number for number, text in enumerate(dict.fromkeys([*answers, *explicit]))}
-        self.queries, self.documents = list(query), list(document)
+        by_role, no_ids = values.by_role, [None] * len(values.label)
+        asked, answers = by_role["query"], by_role["document"]
+        lists = by_role.get("negatives", [[]] * len(asked))
+        of_lists = by_role.get("negative_ids", [[None] * len(each) for each in lists])
+        self.query = DistinctTexts(asked, by_role.get("query_id", no_ids))
+        self.document = DistinctTexts(
+            [*answers, *chain.from_iterable(lists)],
+            [*by_role.get("document_id", no_ids), *chain.from_iterable(of_lists)],
+        )
+        self._ids = [role for role in ("query_id", "document_id") if role in by_role]
+        if "document_id" in by_role and ("negative_ids" in by_role or "negatives" not in by_role):
+            self._ids.append("negative_ids")
+        query, document = self.query.number, self.document.number
         rows = list(zip(asked, answers, values.label.tolist(), lists, strict=True))
         positive = [(query[q], document[d]) for q, d, label, _ in rows if label != 0]
         if not positive:
             raise DataError("no pair has label 1; hard negatives are those of queries with a match")
         self.positive = np.array(list(dict.fromkeys(positive)), np.int64)
         own_text = [(number, document[text]) for text, number in query.items() if text in document]
-        self.matching = np.unique(np.array(positive + own_text, np.int64), axis=0)
-        self._matching = set(map(tuple, self.matching.tolist()))
+        self._matches: dict[int, set[int]] = {}
+        for q, d in [*positive, *own_text]:
+            self._matches.setdefault(self.query.thing[q], set()).add(self.document.thing[d])
         self._explicit: dict[int, dict[int, None]] = {}
         for q, d, label, negatives in rows:
-            known = self._explicit.setdefault(query[q], {})
+            known = self._explicit.setdefault(self.query.thing[query[q]], {})
             known.update(dict.fromkeys([document[d]] if label == 0 else []))
-            known.update(dict.fromkeys(document[text] for text in negatives or []))
+            known.update(dict.fromkeys(document[text] for text in negatives))
+
+    def matching(self) -> NDArray[np.int64]:
+        """Return all texts that match, [num_matching, 2], numbers of a query and of a document."""
+        alike = self.document.alike()
+        pairs = [
+            (q, d)
+            for q, thing in enumerate(self.query.thing)
+            for known in self._matches.get(thing, ())
+            for d in alike[known]
+        ]
+        return np.array(pairs, np.int64)
 
     def with_mined(
         self,
@@ -120,6 +144,7 @@ class _Pairs:
     ) -> tuple[pa.Table, Mined]:
         """Return one row a positive pair, with the explicit negatives and those that were found."""
         rows, num_mined, num_too_near = [], 0, 0
+        document = self.document
         for (q, d), own in zip(self.positive.tolist(), similarity.tolist(), strict=True):
             near = [
                 (int(place), float(cosine))
@@ -128,24 +153,24 @@ class _Pairs:
             ]
             fit = [place for place, cosine in near if cosine <= below * own]
             num_too_near += len(near) - len(fit)
-            explicit = [place for place in self._explicit[q] if (q, place) not in self._matching]
-            mined = [place for place in fit if place not in explicit][:num_negatives]
-            num_mined += len(mined)
-            texts = [self.documents[place] for place in [*explicit, *mined]]
-            rows.append({"query": self.queries[q], "document": self.documents[d], "negatives": texts})
+            thing = self.query.thing[q]
+            explicit = document.distinct(
+                place for place in self._explicit[thing] if document.thing[place] not in self._matches[thing]
+            )
+            negatives = document.distinct([*explicit, *fit])[: len(explicit) + num_negatives]
+            num_mined += len(negatives) - len(explicit)
+            row = {
+                "query": self.query.texts[q],
+                "document": document.texts[d],
+                "negatives": [document.texts[place] for place in negatives],
+                "query_id": self.query.ids.get(q),
+                "document_id": document.ids.get(d),
+                "negative_ids": [document.ids.get(place) for place in negatives],
+            }
+            rows.append({name: row[name] for name in ("query", "document", "negatives", *self._ids)})
         return pa.Table.from_pylist(rows), Mined(
             num_pairs=len(rows), num_negatives=num_mined, num_too_near=num_too_near
         )
-
-
-def _columns(names: ColumnNames) -> ColumnNames:
-    return ColumnNames(
-        image=None,
-        query=names.query or "query",
-        document=names.document or "document",
-        negatives=names.negatives,
-        label=names.label,
-    )
 
 
 def _similarity(pairs: _Pairs, query: Tensor, document: Tensor) -> NDArray[Any]:

@@ -3,16 +3,20 @@
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
+from raycl.data.sources import plain_values
 from raycl.errors import ConfigError, DataError
 from raycl.inference.values import embed_values, read_values
 from raycl.judging.similarity import sts_scores
 from raycl.judging.text_floor import tfidf_similarity
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.storage import Place, absolute
+from raycl.tokens import BrokenTextError, read_text
 
 COLUMNS = ("sentence1", "sentence2", "score", "dataset")
 
@@ -33,29 +37,30 @@ def evaluate_sts(
 
     ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and perhaps ``dataset``. The
     ``floor`` is the cosine of TF-IDF, whose words are weighed by ``train``, texts in a column ``text``, or
-    without it by the sentences themselves. Raises ``DataError`` if a column is missing.
+    without it by the sentences themselves. Raises ``DataError`` if a column is missing, or a sentence or a
+    score cannot be used.
     """
     if isinstance(load_encoder(run), ImageEncoder):
         raise ConfigError(f"the run at {run} has an encoder of images; sts judges encoders of texts")
     table = _read(test)
-    left, right = (table[name].to_pylist() for name in COLUMNS[:2])
-    score = np.asarray(table["score"].to_pylist(), np.float64)
+    left, right = (_texts(table, name, test) for name in COLUMNS[:2])
+    score = _scores(table, test)
     names = table["dataset"].to_pylist() if "dataset" in table.column_names else ["sts"] * len(left)
-    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-    rows = normalize(embed_values([*left, *right], run, side="query", **options))
-    similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
-    result = {"measure": "sts", **sts_scores(similarity, score, names)}
     corpus = [*left, *right]
     if train is not None:
         rows_of_corpus = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
         corpus = [each for row in rows_of_corpus for each in (row if isinstance(row, list) else [row])]
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    rows = normalize(embed_values([*left, *right], run, side="query", **options))
+    similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
+    result = {"measure": "sts", **sts_scores(similarity, score, names)}
     result |= {"num_train": 0 if train is None else len(corpus), "num_test": len(left)}
     if floor:
         result["floor"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}
     return result
 
 
-def _read(uri: str) -> Any:
+def _read(uri: str) -> pa.Table:
     filesystem, path = Place(absolute(uri)).resolve()
     try:
         table = pq.read_table(path, filesystem=filesystem)
@@ -69,4 +74,32 @@ def _read(uri: str) -> Any:
                 f"{uri} has no column {name!r}; it has {', '.join(table.column_names)}: sts needs "
                 "sentence1, sentence2 and score"
             )
+    if not len(table):
+        raise DataError(f"{uri} holds no rows; give a set that has some")
     return table
+
+
+def _texts(table: pa.Table, name: str, uri: str) -> list[str]:
+    values = plain_values(table[name])
+    for row, value in enumerate(values):
+        try:
+            values[row] = read_text(value)
+        except BrokenTextError as error:
+            raise DataError(
+                f"row {row} of {uri} has a {name} that cannot be used: {error}; mend it or leave the row out"
+            ) from None
+    return values
+
+
+def _scores(table: pa.Table, uri: str) -> NDArray[np.float64]:
+    column = table["score"]
+    try:
+        score = column.cast(pa.float64()).to_numpy()
+    except pa.ArrowException:
+        score = np.array([np.nan])
+    if not np.isfinite(score).all():
+        raise DataError(
+            f"the column score of {uri} holds {column.type}, of which some are no numbers; give each pair a "
+            "number"
+        )
+    return score

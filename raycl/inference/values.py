@@ -1,7 +1,7 @@
 """Values at hand in this process: read from a small set, and embedded by Ray Data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, final
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from raycl.cluster import fetch_tables, join_cluster, own_errors
 from raycl.data.columns import ColumnNames
-from raycl.data.decode import Decoder, decode_dataset
+from raycl.data.decode import Decoder, decode_dataset, row_error
+from raycl.data.ids import IdFormat
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import find_source
 from raycl.errors import DataError
@@ -32,8 +33,8 @@ TEXTS = ("text", "caption", "query", "document")
 class Values:
     """The values of a set by role, and labels [num_rows]: -1 where there is none.
 
-    Rows with a broken text, or without a label where there is a column of labels, are left out:
-    ``num_broken`` of them.
+    Rows with a broken text, of the negatives too, or without a label where there is a column of labels,
+    are left out: ``num_broken`` of them.
     """
 
     by_role: dict[str, list[Any]]
@@ -45,11 +46,25 @@ class Values:
         """Whether any row has a label."""
         return bool((self.label >= 0).any())
 
+    def where(self, is_sound: NDArray[np.bool_], uri: str) -> "Values":
+        """Return the rows of ``uri`` that are sound, count the others; raises ``DataError`` if none is."""
+        if not is_sound.any():
+            raise DataError(
+                f"none of the {len(is_sound)} rows of {uri} can be used: texts, labels or ids are missing, "
+                "or texts are no UTF-8; mend the data or name other columns with --set data.columns"
+            )
+        return Values(
+            by_role={role: list(compress(values, is_sound)) for role, values in self.by_role.items()},
+            label=self.label[is_sound],
+            num_broken=self.num_broken + int((~is_sound).sum()),
+        )
+
 
 def read_values(uri: str, columns: ColumnNames, *, keep_broken: bool = False) -> Values:
-    """Read the columns of a set, texts as strings; raises ``DataError`` if one is missing.
+    """Read the columns of a set, texts as strings.
 
-    ``keep_broken`` keeps rows with a broken text, as None in its place.
+    ``keep_broken`` keeps all rows, with None in place of a broken text. Raises ``DataError`` if a column
+    is missing, or no row can be used.
     """
     source = find_source(uri, columns)
     by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
@@ -57,20 +72,35 @@ def read_values(uri: str, columns: ColumnNames, *, keep_broken: bool = False) ->
     for piece in source.pieces:
         for rows in source.read(piece):
             for role, values in rows.values.items():
-                by_role[role] += map(_as_text, values) if role in TEXTS else _plain(role, values)
+                by_role[role] += (_readable(role, value) for value in values)
             labels.append(_numbers(rows.label, source.classes))
-    texts = [values for role, values in by_role.items() if role in TEXTS]
-    is_sound = [keep_broken or None not in row for row in zip(*texts, strict=True)] if texts else []
-    label = np.concatenate(labels)
-    if is_sound and source.columns.label is not None:
-        is_sound = [sound and each >= 0 for sound, each in zip(is_sound, label.tolist(), strict=True)]
-    if all(is_sound):
-        return Values(by_role=by_role, label=label)
-    return Values(
-        by_role={role: list(compress(values, is_sound)) for role, values in by_role.items()},
-        label=label[np.array(is_sound)],
-        num_broken=len(is_sound) - sum(is_sound),
-    )
+    found = Values(by_role=by_role, label=np.concatenate(labels))
+    is_sound = np.ones(len(found.label), np.bool_)
+    for role in {*TEXTS, "negatives"} & by_role.keys():
+        is_sound &= [value is not None for value in by_role[role]]
+    if source.columns.label is not None and not keep_broken:
+        is_sound &= found.label >= 0
+    sound = found.where(is_sound, uri)
+    return found if keep_broken else sound
+
+
+def read_pairs(uri: str, names: ColumnNames) -> Values:
+    """Read queries and documents, and where there are any, negatives, labels, and ids as numbers.
+
+    A row with ids that a run cannot use is left out, as it does. Raises ``DataError`` as ``read_values``.
+    """
+    asked = {"query": names.query or "query", "document": names.document or "document"}
+    values = read_values(uri, replace(names, image=None, text=None, caption=None, **asked))
+    by_role = values.by_role
+    if "negatives" not in by_role:
+        by_role.pop("negative_ids", None)
+    for role in by_role.keys() & {"query_id", "document_id", "negative_ids"}:
+        by_role[role] = IdFormat(in_lists=role == "negative_ids").decode_all(by_role[role])
+    is_sound = [row_error(by_role, place) is None for place in range(len(values.label))]
+    found = values.where(np.array(is_sound), uri)
+    for role in found.by_role.keys() & {"query_id", "document_id"}:
+        found.by_role[role] = [number for (number,) in found.by_role[role]]
+    return found
 
 
 def embed_values(
@@ -129,9 +159,12 @@ def _as_text(value: Any) -> Any:
         return None
 
 
-def _plain(role: str, values: list[Any]) -> list[Any]:
-    """Return values that need not be there: of negatives the sound texts."""
-    return [_as_text(value) or [] for value in values] if role == "negatives" else values
+def _readable(role: str, value: Any) -> Any:
+    """Return texts as strings, None for what is broken, and anything else as it is."""
+    if role == "negatives":  # there need not be any, but one that is broken breaks the row, as in a run
+        texts = [_as_text(text) for text in value or ()]
+        return None if None in texts else texts
+    return _as_text(value) if role in TEXTS else value
 
 
 def _numbers(label: NDArray[np.int64], classes: tuple[str, ...] | None) -> NDArray[np.int64]:

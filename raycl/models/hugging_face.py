@@ -38,7 +38,7 @@ class HuggingFaceEncoder(nn.Module):
         self.model = _read_model(path, pretrained=pretrained)
         sizes = self.model.config
         self._padding = getattr(sizes, "pad_token_id", None) or PADDING
-        longest = getattr(sizes, "max_position_embeddings", max_length)
+        longest = _longest_row(self.model, max_length)
         if num_tokens > sizes.vocab_size or max_length > longest:
             raise ConfigError(
                 f"the model at {path} knows {sizes.vocab_size} tokens and rows of {longest}, came a tokenizer of "
@@ -54,6 +54,14 @@ class HuggingFaceEncoder(nn.Module):
             tokens = torch.where(rows.real, moved, self._padding)
         output = self.model(input_ids=tokens, attention_mask=rows.real.long()).last_hidden_state
         return rows.mean(rows.packed(output)) if self._pooling == "mean" else output[:, 0]
+
+
+def _longest_row(model: Any, default: int) -> int:
+    """Return how many tokens of a row the model has places for; RoBERTa's begin behind that of padding."""
+    places = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    taken = getattr(places, "padding_idx", None)
+    longest = getattr(model.config, "max_position_embeddings", default)
+    return longest if taken is None else longest - taken - 1
 
 
 def _read_model(path: str, *, pretrained: bool) -> Any:

@@ -116,8 +116,11 @@ def load_encoder(
     With two towers ``side`` says which: that of queries (or images), or that of keys (documents or
     captions), which may be the same; their projection heads are a part of them. ``network`` is needed
     only for an encoder that was passed to ``raycl.train`` as a module and so cannot be built from its
-    name. Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one.
+    name. Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one,
+    and ``ConfigError`` for another side.
     """
+    if side not in ("query", "key"):
+        raise ConfigError(f"there is no side {side!r} of an encoder; give query or key")
     output = Place(str(uri))
     if side == "key" and (output / KEY / SPEC).exists():
         output = output / KEY

@@ -6,15 +6,22 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from raycl.errors import ConfigError
+
 LEAST = 0.01
 
 
 @final
 class LearnedTemperature(nn.Module):
-    """A positive number whose logarithm is learned; not below 0.01, as CLIP's scale is not above 100."""
+    """A positive number whose logarithm is learned; not below 0.01, as CLIP's scale is not above 100.
+
+    Raises ``ConfigError`` for a start below that.
+    """
 
     def __init__(self, start: float) -> None:
         super().__init__()
+        if start < LEAST:
+            raise ConfigError(f"a learned temperature stays at {LEAST} or above, came {start}; begin there")
         self.log_temperature = nn.Parameter(torch.tensor(math.log(start)))
 
     def forward(self) -> Tensor:

@@ -3,6 +3,8 @@
 import contextlib
 import time
 import uuid
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, final
 
 import numpy as np
@@ -18,6 +20,8 @@ from raycl.negatives.messages import Reply
 from raycl.negatives.queue_shard import QueueShard
 from raycl.negatives.sample_order import SampleOrder
 from raycl.negatives.snapshot import write_samples
+from raycl.prometheus import Exporter, Reading
+from raycl.storage import Place
 
 # Rows, ids and steps, and what a call needs besides.
 _MEMORY_MARGIN = 1.15
@@ -36,6 +40,9 @@ class BankActor:
         # An actor that fails to start would take the reason with it: whoever calls hears of it.
         with contextlib.suppress(RayclError):
             self._made()
+        self._calls: Counter[str] = Counter()
+        tags = {"run": Place(plan.output).name, "bank": plan.name, "shard": str(shard)}
+        self._exporter = Exporter(tags, self._readings)
 
     def plan(self) -> BankPlan:
         """Return the plan, whether or not the shard could be made."""
@@ -43,6 +50,7 @@ class BankActor:
 
     def call(self, method: str, *arguments: Any) -> Reply:
         """Let the shard do it; raises what the shard raises."""
+        self._calls[method] += 1
         return Reply(self._incarnation, getattr(self._made(), method)(*arguments))
 
     def _made(self) -> BankShard:
@@ -51,6 +59,14 @@ class BankActor:
             kind = QueueShard if self._plan.kind == "queue" else MemoryBankShard
             self._shard = kind(self._plan, self._number)
         return self._shard
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading("bank_bytes", self._plan.bytes_of(self._number))
+        for method, count in list(self._calls.items()):
+            yield Reading("bank_calls", count, method)
+        if self._shard is not None:
+            names = ("bank_rows", "bank_rows_written", "bank_rows_read")
+            yield from map(Reading, names, self._shard.totals())
 
 
 def start_bank(plan: BankPlan, sample_id: np.ndarray | None = None, *, cluster_grows: bool = False) -> Bank:

@@ -93,6 +93,10 @@ class BankShard(ABC):
         """Return how much was written and read."""
         return Traffic(self._puts.total, self._reads.total, self._puts.per_second(), self._reads.per_second())
 
+    def totals(self) -> tuple[int, int, int]:
+        """Return slots in use, rows written and rows read; another thread than the shard's may ask."""
+        return len(self._slots().step), self._puts.total, self._reads.total
+
     def export(self, start: int, stop: int, uri: str) -> int:
         """Write those of these slots that were written into a file below ``uri``; return how many."""
         name = shard_file(self._shard, self._plan.num_shards, first_row=start)

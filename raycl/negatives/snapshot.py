@@ -20,7 +20,7 @@ from pyarrow import fs
 from raycl.errors import ConfigError, StorageError
 from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.store import Negatives
-from raycl.storage import Place
+from raycl.storage import Place, is_out_of_reach
 
 # Rows are written and read in groups of this many, so that a snapshot takes little memory.
 ROWS_A_GROUP = 65_536
@@ -197,11 +197,12 @@ def _refuse_missing(plan: BankPlan, folder: Place) -> None:
 
 @contextlib.contextmanager
 def _open(place: Place) -> Iterator[pq.ParquetFile]:
-    filesystem, path = place.resolve()
     try:
-        with filesystem.open_input_file(path) as source, pq.ParquetFile(source) as file:
+        with place.open() as source, pq.ParquetFile(source, pre_buffer=not place.is_local) as file:
             yield file
     except (OSError, pa.ArrowInvalid) as error:
+        if isinstance(error, OSError) and is_out_of_reach(error):
+            raise place.failure("read", error) from error
         raise StorageError(
             f"cannot read {place}: {_first_line(error)}; check the address and that the file is whole"
         ) from error
@@ -224,9 +225,7 @@ def _whole_file(place: Place) -> Iterator[pa.NativeFile]:
             _discard(filesystem, partial)
             raise
     except OSError as error:
-        raise StorageError(
-            f"cannot write {place}: {_first_line(error)}; check the address, its permissions and the space left"
-        ) from error
+        raise place.failure("write", error) from error
 
 
 def _hidden_beside(path: str) -> str:

@@ -3,7 +3,7 @@
 from raycl.cluster import join_cluster, own_errors
 from raycl.data.columns import ColumnNames
 from raycl.data.logbook import ReadRows, open_logbook, rows_in
-from raycl.data.pairs import group_source
+from raycl.data.pairs import check_labels, group_source
 from raycl.data.sources import find_source
 from raycl.errors import DataError
 from raycl.preparation.output import new_folder
@@ -21,12 +21,14 @@ def group_pairs(
     """Write the pairs of a labeled click log to parquet files; return their number and what was left out.
 
     A run of ``two_tower`` groups a log that it holds in memory by itself; one that is streamed needs this.
-    Raises ``DataError`` if there are no labels, too many rows are broken, or no query has a positive.
+    Raises ``DataError`` if there are no labels, or lists of negatives beside them, if too many rows are
+    broken, or if no query has a positive.
     """
     place = new_folder(output)
     source = find_source(data, columns)
     if source.columns.label is None:
         raise DataError(f"{data} has no column of labels; name it with --set data.columns.label=NAME")
+    check_labels(source.columns)
     place.check_writable()
     join_cluster(address, debug=debug)
     filesystem, path = place.resolve()
@@ -34,12 +36,8 @@ def group_pairs(
         with own_errors():
             grouped = group_source(source, logbook).materialize()
         rows = rows_in(logbook)
+        rows.check(max_bad_fraction)
         num_pairs = grouped.count()
-        if rows.num_broken > max_bad_fraction * source.num_rows:
-            raise DataError(
-                f"{rows.num_broken} of {source.num_rows} rows are broken ({rows.describe_broken()}), more than the "
-                f"fraction {max_bad_fraction:g} allowed; mend the data or raise data.max_bad_fraction"
-            )
         if not num_pairs:
             raise DataError(
                 "no query has a document of label 1; a run learns from pairs that belong together"

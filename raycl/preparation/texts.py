@@ -7,11 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raycl.cluster import join_cluster
-from raycl.config import TextConfig
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import find_source
+from raycl.data.ids import is_missing, stable_id
+from raycl.data.sources import find_source, plain_values
 from raycl.errors import DataError
 from raycl.preparation.output import new_folder
+from raycl.recipes import recipe
+from raycl.settings import override
 from raycl.storage import Place, absolute
 from raycl.tokens import BrokenTextError, Tokenizer, read_text
 from raycl.training.vocabulary import count_tokens
@@ -30,14 +32,16 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer on the texts at ``data``, ``num_texts`` of them at most, and write it to ``output``.
 
-    ``output`` ends in .json; a run takes it by ``text.tokenizer``. Raises ``DataError`` if there is no text.
+    All ``columns`` are read as texts. ``output`` ends in .json; a run takes it by ``text.tokenizer``. Raises
+    ``ConfigError`` for an impossible size, ``DataError`` if there is no text.
     """
+    asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "num_texts": num_texts}
+    settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
     source = find_source(data, columns)
     place = new_folder(output)
     place.check_writable()
     join_cluster(address, debug=debug)
-    settings = TextConfig(vocabulary_size=vocabulary_size, lowercase=lowercase, num_texts=num_texts)
-    tokenizer = count_tokens(settings, None, source.columns, source, None).tokenizer
+    tokenizer = count_tokens(settings, None, columns, source, None).tokenizer
     place.write_text(tokenizer.to_json())
     return tokenizer
 
@@ -61,18 +65,18 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
     column that is missing, or if nothing is left.
     """
     place = new_folder(output)
-    found: dict[str, dict[str, None]] = {}
+    found: dict[int, dict[str, None]] = {}
     num_broken = 0
     columns = ColumnNames(image=None, text=text, sample_id=group)
     source = find_source(data, columns)
     for file in {piece.place.uri: piece.place for piece in source.pieces}.values():
-        filesystem, path = file.resolve()
-        table = pq.read_table(path, columns=[group, text], filesystem=filesystem)
-        for name, value in zip(table[group].to_pylist(), table[text].to_pylist(), strict=True):
-            if name is None:
+        with file.explaining("read"), file.open() as source_file:
+            table = pq.read_table(source_file, columns=[group, text])
+        for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
+            if is_missing(name):
                 continue
             try:
-                found.setdefault(str(name), {})[read_text(value)] = None
+                found.setdefault(stable_id(name), {})[read_text(value)] = None
             except BrokenTextError:
                 num_broken += 1
     rows = [list(texts) for texts in found.values() if len(texts) > 1]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from raycl.batchnorm import split_batchnorm, swap, synchronize
 from raycl.config import RunConfig, Stage
 from raycl.data.columns import ColumnNames
+from raycl.data.rows import Rows
 from raycl.distributed import all_sum, num_workers, rank
 from raycl.errors import ConfigError
 from raycl.losses import NormalizingConstant
@@ -133,6 +134,13 @@ def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
         "as_is": 0 if in_batch_only and config.workers_of(stage) == 1 else local_batch_size,
         "shuffled": config.rows_per_group(stage),
     }.get(config.batchnorm, 0)
+
+
+def frequencies(config: RunConfig, rows: Rows) -> Frequencies | None:
+    """Return how common the documents of these rows are, if a stage discounts frequent ones."""
+    if not any(stage.discount_frequent for stage in config.stages):
+        return None
+    return Frequencies.of(rows, explicit=config.negatives.explicit)
 
 
 def contrast(

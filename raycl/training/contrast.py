@@ -29,18 +29,31 @@ MAX_GATHERED_BYTES = 256 * 2**20
 @final
 @dataclass(frozen=True, kw_only=True)
 class Lent:
-    """What a store lends for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n]."""
+    """What a store lends for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
+
+    ``negative_name`` [n] is what the negatives are called whatever the batch, where ids are its own.
+    """
 
     key: Tensor | None = None
     negatives: Tensor | None = None
     negative_id: Tensor | None = None
+    negative_name: Tensor | None = None
 
-    def joined(self, negatives: Tensor, negative_id: Tensor) -> "Lent":
-        """Return this with explicit negatives before the store's."""
+    def identified(self, ids: Ids) -> "Lent":
+        """Return this with the ids that its negatives have in a batch; so far they were names."""
+        if self.negative_id is None:
+            return self
+        return replace(self, negative_id=ids.of(self.negative_id), negative_name=self.negative_id)
+
+    def joined(self, negatives: Tensor, negative_id: Tensor, negative_name: Tensor | None = None) -> "Lent":
+        """Return this with explicit negatives before the store's; their ids are names unless these came."""
+        negative_name = negative_id if negative_name is None else negative_name
         if self.negatives is not None and self.negative_id is not None:
+            own_name = self.negative_id if self.negative_name is None else self.negative_name
             negatives = torch.cat([negatives, self.negatives.to(negatives)])
             negative_id = torch.cat([negative_id, self.negative_id])
-        return replace(self, negatives=negatives, negative_id=negative_id)
+            negative_name = torch.cat([negative_name, own_name])
+        return replace(self, negatives=negatives, negative_id=negative_id, negative_name=negative_name)
 
 
 class Contrast(Protocol):
@@ -113,7 +126,7 @@ class InfoNce:
 class Bidirectional:
     """Each query's key among the gathered keys and other negatives, each key's query among the queries.
 
-    ``log_frequency`` tells of ids [n] how common these keys are, if that is to be made up for.
+    ``log_frequency`` tells of names [n] how common these keys are, if that is to be made up for.
     """
 
     temperature: float | Tensor
@@ -124,7 +137,7 @@ class Bidirectional:
         assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
         rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
         if self.log_frequency is not None:
-            rows["key_log_frequency"] = self.log_frequency(ids.key)
+            rows["key_log_frequency"] = self.log_frequency(ids.key_name)
         if num_workers() > 1:
             rows |= {f"gathered_{name}": gather_detached(value) for name, value in rows.items()}
             rows |= {
@@ -134,8 +147,8 @@ class Bidirectional:
             }
         if lent.negatives is not None and lent.negative_id is not None:
             rows |= {"negatives": lent.negatives, "negative_id": lent.negative_id}
-            if self.log_frequency is not None:
-                rows["negative_log_frequency"] = self.log_frequency(lent.negative_id)
+            if self.log_frequency is not None and lent.negative_name is not None:
+                rows["negative_log_frequency"] = self.log_frequency(lent.negative_name)
         return bidirectional_cross_entropy(query, key, temperature=self.temperature, **rows)
 
     def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:

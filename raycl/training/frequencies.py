@@ -16,18 +16,18 @@ BATCH_SIZE = 4_096
 @final
 @dataclass(frozen=True)
 class Frequencies:
-    """The logarithms of how often documents occur, as keys and as explicit negatives; ids ascend."""
+    """The logarithms of how often documents occur, as keys and, where taken, as explicit negatives; ids ascend."""
 
     text_id: NDArray[np.int64]
     log_count: NDArray[np.float32]
 
     @classmethod
-    def of(cls, rows: Rows) -> Self:
-        """Count the documents of all rows."""
+    def of(cls, rows: Rows, *, explicit: bool) -> Self:
+        """Count the documents of all rows; explicit negatives as well where the run takes them."""
         found = [np.empty(0, np.int64)]
         for batch in rows.batches(BATCH_SIZE):
             found.append(tokens_of(batch, "document").text_id)
-            if "negatives" in batch.contents:
+            if explicit and "negatives" in batch.contents:
                 found.append(texts_of(batch, "negatives").tokens.text_id)
         text_id, counts = np.unique(np.concatenate(found), return_counts=True)
         return cls(text_id, np.log(counts).astype(np.float32))

@@ -23,8 +23,9 @@ class Job:
     """One run as its workers see it.
 
     ``blocks`` hold all decoded rows, or with a ``stream`` only those of the periodic judge.
-    ``columns`` are those that were read, and ``vocabulary`` is that of texts. ``bank`` is the actors' that hold the store of negatives. ``sample_id`` holds the ids of the
-    ``num_samples`` that a memory bank has slots for.
+    ``columns`` are those that were read, and ``vocabulary`` is that of texts. ``workers`` is the least and
+    the greatest number that were asked for. ``bank`` is the actors' that hold the store of negatives.
+    ``sample_id`` holds the ids of the ``num_samples`` that a memory bank has slots for.
     """
 
     config: RunConfig
@@ -36,6 +37,7 @@ class Job:
     logbook: Any
     judged: bool
     columns: ColumnNames
+    workers: tuple[int, int] = (1, 1)
     vocabulary: Vocabulary | None = None
     network: nn.Module | None = None
     bank: Bank | None = None

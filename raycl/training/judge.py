@@ -94,7 +94,7 @@ class PairJudge:
         return embed(tower, (draw(rows.take(part)) for part in _batches(share)))
 
     def _key_ids(self, rows: Rows, share: NDArray[np.int64]) -> Tensor:
-        parts = [self.drawing.known(rows.take(part)).key[:, 0].cpu() for part in _batches(share)]
+        parts = [self.drawing.plain_key_id(rows.take(part)) for part in _batches(share)]
         return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 

@@ -10,35 +10,26 @@ from typing import Any, final
 
 import ray
 import torch
-from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
-from ray.train import RunConfig as TrainRunConfig
-from ray.train.torch import TorchTrainer
 from torch import nn
 
-from raycl.cluster import (
-    check_resources,
-    cpus_for_a_worker,
-    join_cluster,
-    own_errors,
-)
+from raycl.cluster import check_resources, join_cluster, own_errors
 from raycl.config import RunConfig
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source, find_source
 from raycl.data.stream import Stream
-from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
+from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 from raycl.models.saved import TOKENIZER
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
-from raycl.progress import ProgressLine, notices_of, rows_read, steps_made
+from raycl.progress import ProgressLine, rows_read
 from raycl.records import write_result
 from raycl.settings import config_to_yaml
 from raycl.storage import Place, absolute
 from raycl.tokens import Tokenizer, Vocabulary
 from raycl.training import build
-from raycl.training.checkpoint import CHECKPOINTS, SCORE, saved_steps
+from raycl.training.checkpoint import saved_steps
+from raycl.training.groups import Groups, cpus_of_a_worker, spare_cpus
 from raycl.training.job import Job
-from raycl.training.loop import run_worker
-from raycl.training.process import ENVIRONMENT
 from raycl.training.resumption import CONFIG, DATA, check_same_data, prepare_output
 from raycl.training.samples import Samples
 from raycl.training.vocabulary import known_tokenizer
@@ -88,7 +79,7 @@ def train(
     source = None if data is None else find_source(data, build.column_names(config))
     if source is not None:
         _check_size(config, source.num_rows)
-    tokenizer = known_tokenizer(config, place) if config.has_texts else None
+    tokenizer = known_tokenizer(config, place, resumed=resume) if config.has_texts else None
     _check_parts(config, encoder, tokenizer)
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
@@ -132,7 +123,7 @@ class _Launch:
             "data": data and absolute(data),
             "num_rows": samples.num_rows,
             "streamed": streamed,
-            "workers": [self._config.workers_of(stage) for stage in self._config.stages],
+            "workers": [_written(*self._config.worker_range(stage)) for stage in self._config.stages],
         }
         check_same_data(self._output, described)
         if streamed and any(stage.discount_frequent for stage in self._config.stages):
@@ -172,9 +163,13 @@ class _Launch:
             write_result(self._output, {"status": "running"})
             try:
                 with own_errors():
-                    return self._conclude(self._fit_stages(replace(job, bank=bank)))
+                    groups = Groups(self._config, self._output, self._logbook, self._tell, quiet=self._quiet)
+                    return self._conclude(groups.train(replace(job, bank=bank)))
             except RayclError as error:
-                write_result(self._output, {"status": "failed", "error": str(error)})
+                status = "stopped" if isinstance(error, StoppedError) else "failed"
+                # What went wrong first is told, not that this cannot be written either.
+                with contextlib.suppress(StorageError):
+                    write_result(self._output, {"status": status, "error": str(error)})
                 raise
 
     def _learn_vocabulary(self, samples: Samples) -> Vocabulary | None:
@@ -246,55 +241,13 @@ class _Launch:
         """Refuse what the cluster could not place, if it does not grow."""
         config = self._config
         if not config.autoscaling:
+            workers = max(config.worker_range(stage)[0] for stage in config.stages)
             check_resources(
-                workers=config.max_workers,
-                cpus_per_worker=self._cpus_for_a_worker(config.max_workers, streamed=streamed),
+                workers=workers,
+                cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
                 gpu=config.gpu,
-                spare_cpus=_spare_cpus(streamed),
+                spare_cpus=spare_cpus(streamed),
             )
-
-    def _cpus_for_a_worker(self, workers: int, *, streamed: bool) -> float:
-        own = self._config.cpus_per_worker
-        return own or cpus_for_a_worker(workers=workers, spare_cpus=_spare_cpus(streamed))
-
-    def _fit_stages(self, job: Job) -> dict[str, Any]:
-        """Train with as many workers as each stage asks for: others go on from the checkpoint."""
-        outcome = self._config.workers_of(self._config.stages[0])
-        while isinstance(outcome, int):
-            outcome = self._fit(job, workers=outcome)
-        if outcome is None:
-            raise RunError("the run ended without a result; use --debug for the whole story")
-        return outcome
-
-    def _fit(self, job: Job, *, workers: int) -> dict[str, Any] | int | None:
-        """Train until the end, or until a stage asks for other workers; then return how many."""
-        cpus = self._cpus_for_a_worker(workers, streamed=job.stream is not None)
-        filesystem, path = self._output.resolve()
-        keep = CheckpointConfig(
-            num_to_keep=self._config.checkpoints.keep,
-            checkpoint_score_attribute=SCORE,
-            checkpoint_score_order="max",
-        )
-        trainer = TorchTrainer(
-            run_worker,
-            train_loop_config={"job": job},
-            scaling_config=ScalingConfig(
-                num_workers=workers,
-                use_gpu=self._config.gpu,
-                resources_per_worker={"CPU": cpus} | ({"GPU": 1} if self._config.gpu else {}),
-            ),
-            run_config=TrainRunConfig(
-                name=CHECKPOINTS,
-                storage_path=path,
-                storage_filesystem=filesystem,
-                checkpoint_config=keep,
-                failure_config=FailureConfig(max_failures=self._config.max_failures),
-                worker_runtime_env={"env_vars": ENVIRONMENT},
-            ),
-        )
-        notices = notices_of(self._logbook)
-        with ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet):
-            return trainer.fit().return_value
 
     def _warn_of_leakage(self, leakage: float) -> None:
         """Say what the probe found where the cure is not one for the negatives of a queue."""
@@ -333,9 +286,9 @@ def _bank_name(output: Place) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", output.name).lstrip("-._") or "bank"
 
 
-def _spare_cpus(streamed: bool) -> float:
-    """Return what tasks need that read while training goes on."""
-    return 1.0 if streamed else 0.0
+def _written(least: int, most: int) -> int | str:
+    """Return a number of workers as ``data.json`` holds it."""
+    return most if least == most else f"{least}:{most}"
 
 
 def _check_size(config: RunConfig, num_rows: int) -> None:

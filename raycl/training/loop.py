@@ -25,9 +25,9 @@ from raycl.training.checkpoint import (
 )
 from raycl.training.clock import Clock
 from raycl.training.contrast import Contrast
-from raycl.training.frequencies import Frequencies
 from raycl.training.job import Job
 from raycl.training.judge import Judge, LabelJudge, PairJudge
+from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
 from raycl.training.process import autocast, available_cores, prepare_process
 from raycl.training.recorder import Recorder
 from raycl.training.saver import Saver, save_towers
@@ -38,7 +38,7 @@ from raycl.training.views import Views
 from raycl.training.watch import Watch
 
 
-def run_worker(settings: dict[str, Job]) -> dict[str, Any] | int | None:
+def run_worker(settings: dict[str, Job]) -> Outcome | None:
     """Train on this worker; return the final metrics, or the number of workers to go on with.
 
     Only what the first worker returns counts.
@@ -53,30 +53,31 @@ def run_worker(settings: dict[str, Job]) -> dict[str, Any] | int | None:
 @final
 class _Loop:
     def __init__(self, job: Job, device: torch.device) -> None:
-        self._job, self._config, self._device = job, job.config, device
+        self._job, self._config, self._device = job, job.config.settled(num_workers()), device
         self._is_writer = rank() == 0
         self._modality = job.modality()
         rows = Rows(ray.get(list(job.blocks)), self._modality.formats(job.columns))
         train_rows = rows.where(job.holdout.is_train)
-        self._batches = job.stream or Shuffled(rows=train_rows, seed=job.config.seed)
-        self._plans = stage_plans(job.config, num_train=job.num_train)
+        self._batches = job.stream or Shuffled(
+            rows=train_rows, seed=self._config.seed, length_buckets=self._config.text.length_buckets
+        )
+        self._plans = stage_plans(self._config, num_train=job.num_train)
         self._num_steps = sum(plan.num_steps for plan in self._plans)
-        self._momentum = momentum_schedule(job.config, self._plans)
-        self._views = build.view_maker(job.config, self._modality, device)
+        self._momentum = momentum_schedule(self._config, self._plans)
+        self._views = build.view_maker(self._config, self._modality, device)
         self._judge = self._build_judge(rows)
-        self._towers = build.towers(job.config, self._modality, job.network).to(device)
+        self._towers = build.towers(self._config, self._modality, job.network).to(device)
         self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        wants_counts = any(stage.discount_frequent for stage in job.config.stages)
-        self._frequencies = Frequencies.of(train_rows) if wants_counts else None
-        self._learner = build.learner(job.config, self._towers, num_samples=job.num_samples)
+        self._frequencies = build.frequencies(self._config, train_rows)
+        self._learner = build.learner(self._config, self._towers, num_samples=job.num_samples)
         check_equal(len(train_rows), "the number of training rows")
 
-    def run(self) -> dict[str, Any] | int | None:
+    def run(self) -> Outcome | None:
         restored = restore_checkpoint(self._learner)
         position = Position() if restored is None else restored.position
         self._metrics = {} if restored is None else dict(restored.metrics)
-        if self._workers_of(position) != num_workers():
-            return self._workers_of(position)
+        if self._asked_for(position) != self._job.workers:
+            return Wanted(*self._asked_for(position))
         self._store = self._open_store(restored)
         self._enter_stage(position)
         self._learner.connect(self._device)
@@ -92,18 +93,20 @@ class _Loop:
         self._saver.begin_at(position)
         if restored is None:
             self._begin(position)
-        while self._workers_of(position) == num_workers():
+        while self._asked_for(position) == self._job.workers:
+            if self._saver.is_to_stop:
+                return Stopped(position.step)
             if not self._is_done(position):
                 position = self._run_epoch(position)
             elif position.stage == len(self._plans) - 1:
                 return self._finish(position)
             else:
                 position = self._end_stage(position)
-        return self._workers_of(position)
+        return Wanted(*self._asked_for(position))
 
-    def _workers_of(self, position: Position) -> int:
-        """Return how many workers the stage asks for; if these are not as many, the driver starts others."""
-        return self._config.workers_of(self._plans[position.stage].stage)
+    def _asked_for(self, position: Position) -> tuple[int, int]:
+        """Return how many workers the stage asks for; if others were asked for, the driver starts anew."""
+        return self._job.config.worker_range(self._plans[position.stage].stage)
 
     def _begin(self, position: Position) -> None:
         """Do what comes before the first step."""
@@ -129,6 +132,8 @@ class _Loop:
                 return position
             if self._saver.is_due(position, self._device):
                 self._save(position)
+            if self._saver.is_to_stop:
+                return position
         if position.epoch_step == 0:
             raise DataError(
                 f"epoch {position.epoch} gave worker {rank()} not one batch of {self._share.local_batch_size} rows; "
@@ -356,7 +361,7 @@ class _Loop:
             self._recorder.show(position, measured, now=True)
         return self._judge is not None
 
-    def _finish(self, position: Position) -> dict[str, Any] | None:
+    def _finish(self, position: Position) -> Finished | None:
         already_saved = position.step == self._saver.step
         judged = self._judge_now(position)
         self._save(position, judged=judged and not already_saved)
@@ -365,10 +370,5 @@ class _Loop:
         self._recorder.flush()
         save_towers(self._towers, self._job, self._modality)
         num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
-        return {
-            "step": position.step,
-            "samples": position.samples,
-            "epoch": num_epochs,
-            "seconds": position.seconds,
-            **self._metrics,
-        }
+        counted = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
+        return Finished({**counted, "seconds": position.seconds, **self._metrics})

@@ -14,7 +14,6 @@ from raycl.data.formats import Format, Formats
 from raycl.data.ids import IdFormat
 from raycl.data.rows import Batch, ids_of, texts_of, tokens_of
 from raycl.data.texts import TextsFormat
-from raycl.errors import DataError
 from raycl.training.modality import ImageSide, Side
 from raycl.training.texts import TextDrawing, TextSide
 from raycl.training.views import ImageDrawing, Known
@@ -78,6 +77,10 @@ class PairDrawing:
         """Return the documents."""
         return self.view(batch, 1)
 
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the ids of their texts."""
+        return torch.from_numpy(tokens_of(batch, "document").text_id)
+
     def negatives(self, batch: Batch) -> Tensor | None:
         """Return the negatives of all queries in their order."""
         if not self._has_negatives(batch):
@@ -97,8 +100,6 @@ class PairDrawing:
         texts = texts_of(batch, "negatives")
         negative = [texts.tokens.text_id]
         if document_id is not None:
-            if negative_ids is not None:
-                _check_counts(batch, texts.counts, negative_ids.counts)
             # Without ids of their own, negatives are known by their texts alone.
             negative.append(negative[0] if negative_ids is None else negative_ids.values)
         return Known(query=query, key=self._stacked(key), negative=self._stacked(negative))
@@ -115,17 +116,6 @@ class PairDrawing:
 
     def _moved(self, tokens: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(tokens).to(self.device, non_blocking=True)
-
-
-def _check_counts(batch: Batch, texts: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
-    """Refuse ids of negatives that are more or fewer than these: they would pass for those of others."""
-    differs = np.flatnonzero(texts != ids)
-    if len(differs):
-        row = differs[0]
-        raise DataError(
-            f"sample {batch.sample_id[row]} has {texts[row]} negatives and {ids[row]} negative_ids; give each "
-            "negative an id, or leave the column of ids out"
-        )
 
 
 @final
@@ -169,6 +159,10 @@ class ImageTextDrawing:
     def plain_key(self, batch: Batch) -> Tensor:
         """Return the first caption of each."""
         return self.caption.plain(batch)
+
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the id of that text."""
+        return self.caption.plain_key_id(batch)
 
     def negatives(self, batch: Batch) -> Tensor | None:
         """Return None: they have none of their own."""

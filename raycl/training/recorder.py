@@ -1,11 +1,19 @@
 """What a run writes down: lines of metrics for later, progress and notices for the driver."""
 
+import contextlib
+import time
 from collections.abc import Mapping
 from typing import Any, final
 
-from raycl.records import MetricsLog
+import ray
+
+from raycl.distributed import num_workers
+from raycl.errors import StorageError
+from raycl.records import ROLLBACK, MetricsLog
+from raycl.tracking import Trackers, open_trackers
 from raycl.training.checkpoint import Position
 from raycl.training.clock import Clock
+from raycl.training.gauges import Gauges
 from raycl.training.job import Job
 
 
@@ -22,18 +30,35 @@ class Recorder:
             if is_writer
             else None
         )
+        self._trackers = (
+            open_trackers(job.config, job.output, resume_step=position.step) if is_writer else Trackers([])
+        )
+        self._gauges = Gauges(job, position) if is_writer else None
+        self._position = position
+        self._question: ray.ObjectRef | None = None
+        self._stop_asked = False
 
     def write(self, position: Position, metrics: Mapping[str, Any]) -> None:
         """Add a line of metrics, measured at this position."""
-        if self._log is None:
+        if self._log is None or self._gauges is None:
             return
         where = {
             "step": position.step,
             "samples": position.samples,
             "epoch": position.epoch,
             "stage": position.stage,
+            "workers": num_workers(),
+            "time": int(time.time()),
         }
-        self._log.write(where | dict(metrics) | {"seconds": self._clock.seconds()})
+        line = where | dict(metrics) | {"seconds": self._clock.seconds()}
+        if failures := self._trackers.num_failures:
+            line["tracking_failures"] = failures
+        self._position = position
+        self._log.write(line)
+        self._gauges.show(position, line)
+        self._trackers.write(position.step, line)
+        for text in self._trackers.news():
+            self.notify(position, "tracking", text)
 
     def show(self, position: Position, metrics: Mapping[str, float], *, now: bool = False) -> None:
         """Let the progress line say where the run is; unless ``now``, a few times a second at most."""
@@ -47,12 +72,35 @@ class Recorder:
 
     def notify(self, position: Position, event: str, text: str) -> None:
         """Tell people of an event at once, and write it down."""
+        if event == ROLLBACK:
+            self._trackers.go_back(position.step)
         self.write(position, {"event": event, "text": text})
         self.flush()
         if self._log is not None:
             self._logbook.add_notice.remote(f"step {position.step}: {text}")
 
+    def is_to_stop(self) -> bool:
+        """Whether somebody has asked for it, as far as the answer is here; None waits for it."""
+        if self._log is None or self._stop_asked:
+            return self._stop_asked
+        if self._question is None:
+            self._question = self._logbook.is_to_stop.remote()
+        elif ray.wait([self._question], timeout=0)[0]:
+            self._stop_asked, self._question = ray.get(self._question), None
+        return self._stop_asked
+
     def flush(self) -> None:
         """Write out what has gathered; raises ``StorageError``."""
         if self._log is not None:
             self._log.flush()
+
+    def close(self, *, finished: bool) -> None:
+        """Let the trackers have the last metrics; unless ``finished``, the run failed or goes on with others."""
+        if self._gauges is None:
+            return
+        self._trackers.close(finished=finished)
+        self._gauges.close()
+        # What ends a run must not hide behind what the end of it meets.
+        with contextlib.nullcontext() if finished else contextlib.suppress(StorageError):
+            for text in self._trackers.news():
+                self.notify(self._position, "tracking", text)

@@ -14,8 +14,8 @@ DATA = "data.json"
 # What a resumed run may set anew: where and how long it runs, what it writes down and watches for.
 # How long is what its last stage says, and stages that are added to it.
 MAY_CHANGE = re.compile(
-    r"workers|gpu|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks|milestone_every)|"
-    r"checkpoints\..*|monitor\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
+    r"workers|min_workers|gpu|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks|milestone_every)|"
+    r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
 )
 
 
@@ -77,7 +77,7 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
         )
 
 
-def _listed(workers: list[int]) -> str:
+def _listed(workers: list[int | str]) -> str:
     """Return the workers of all stages, or a single number where all have the same."""
     return str(workers[0]) if len(set(workers)) == 1 else f"{', '.join(map(str, workers))} by stage"
 

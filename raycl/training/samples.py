@@ -10,6 +10,7 @@ from raycl.cluster import fetch_tables, object_store_bytes
 from raycl.config import RunConfig
 from raycl.data.decode import Decoder, Keep, columns_of, decode_dataset, decode_source
 from raycl.data.holdout import Holdout, hold_out
+from raycl.data.logbook import rows_in
 from raycl.data.pairs import check_labels, group_dataset, group_source, grouped_columns
 from raycl.data.sources import Piece, Source
 from raycl.data.stream import Stream, stream_dataset, stream_source
@@ -33,6 +34,7 @@ class Samples:
     ) -> None:
         self._config, self._logbook, self._source, self._dataset = config, logbook, source, dataset
         asked = build.column_names(config)
+        self._num_clicks: int | None = None
         self.columns = source.columns if source is not None else columns_of(_given(dataset), asked)
         if config.data.kind == "pairs":
             check_labels(self.columns)
@@ -72,7 +74,9 @@ class Samples:
         return self.num_rows - round(num_judged * self.holdout.test)
 
     def num_read_first(self, streamed: bool) -> int:
-        """Return how many rows are read before training starts."""
+        """Return how many rows are read before training starts; of a click log those that became pairs."""
+        if self._num_clicks is not None:
+            return self._num_clicks
         return _num_rows(self._judged_pieces()) if streamed and self._source is not None else self.num_rows
 
     def all(self) -> ray.data.Dataset:
@@ -127,6 +131,7 @@ class Samples:
             formats=decoder.formats,
             seed=seed,
             shuffle_rows=self._config.data.shuffle_rows,
+            length_buckets=self._config.text.length_buckets,
         )
 
     def _decode(self, decoder: Decoder, pieces: tuple[Piece, ...] | None = None) -> ray.data.Dataset:
@@ -141,6 +146,7 @@ class Samples:
             holdout=self.holdout,
             keep=keep,
             count=count,
+            counts_rows=self._num_clicks is None,
         )
 
     def _group(self) -> None:
@@ -150,6 +156,7 @@ class Samples:
             else group_dataset(_given(self._dataset), self.columns, self._logbook)
         )
         self._source, self._dataset = None, grouped.materialize()
+        self._num_clicks = rows_in(self._logbook).num_rows
         self.columns = grouped_columns(self.columns)
         if self._dataset.count() == 0:
             raise DataError(

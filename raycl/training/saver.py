@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
+import ray.train
 import torch
 
 from raycl.distributed import all_sum, rank
@@ -11,7 +12,7 @@ from raycl.errors import NonFiniteLossError
 from raycl.models.saved import KEY, save_encoder
 from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.models.towers import Towers
-from raycl.training.checkpoint import Position, save_checkpoint, saved_steps
+from raycl.training.checkpoint import CHECKPOINTS, Position, save_checkpoint, saved_steps
 from raycl.training.clock import Clock
 from raycl.training.job import Job
 from raycl.training.learner import Learner
@@ -29,21 +30,31 @@ class Saver:
         self._job, self._learner, self._watch = job, learner, watch
         self._clock, self._recorder = clock, recorder
         self._is_writer = rank() == 0
+        self.is_to_stop = self._was_preempted = False
 
     def begin_at(self, position: Position) -> None:
         """Count from here: the run has just been restored, or begins."""
         self.step, self._saved_at = position.step, time.monotonic()
 
     def is_due(self, position: Position, device: torch.device) -> bool:
-        """Whether to save after this step, by number or by time."""
+        """Whether to save after this step: by number, by time, or because the run is to stop or move.
+
+        A node that is about to be taken away is saved from once, when its notice comes.
+        """
         every = self._job.config.checkpoints.every_steps
-        if every is not None and position.step % every == 0:
-            return True
-        # Clocks differ between workers: the first one decides.
-        late = time.monotonic() - self._saved_at > self._job.config.checkpoints.every_s
+        by_number = every is not None and position.step % every == 0
         if position.step % self._job.config.log_every_steps:
-            return False
-        return bool(all_sum(torch.tensor(int(late and self._is_writer), device=device)))
+            return by_number
+        # Clocks differ between workers, and news reach them at different times: the first one decides.
+        late = time.monotonic() - self._saved_at > self._job.config.checkpoints.every_s
+        news = torch.tensor([late, self._recorder.is_to_stop()], device=device) * self._is_writer
+        is_late, self.is_to_stop = map(bool, all_sum(news.long()).tolist())
+        return by_number or is_late or self.is_to_stop or self._is_newly_preempted()
+
+    def _is_newly_preempted(self) -> bool:
+        noticed = ray.train.get_preemption_info() is not None
+        is_new, self._was_preempted = noticed and not self._was_preempted, noticed
+        return is_new
 
     def save(
         self,
@@ -71,16 +82,17 @@ class Saver:
             self._recorder.flush()
             self._learner.average_statistics()
             self._save_bank(position, store)
-            save_checkpoint(
-                self._learner,
-                store,
-                self._watch,
-                position,
-                metrics,
-                judged=judged,
-                score=self._score(position, metrics, judged=judged),
-                is_writer=self._is_writer,
-            )
+            with (self._job.output / CHECKPOINTS).explaining("save a checkpoint in"):
+                save_checkpoint(
+                    self._learner,
+                    store,
+                    self._watch,
+                    position,
+                    metrics,
+                    judged=judged,
+                    score=self._score(position, metrics, judged=judged),
+                    is_writer=self._is_writer,
+                )
         self.begin_at(position)
 
     def _score(self, position: Position, metrics: Mapping[str, Any], *, judged: bool) -> float | None:

@@ -52,8 +52,9 @@ def train_step(
     with autocast(precision, views.view_a.device):
         query, key, negatives = learner.embed(views, step=step)
     ids = identify(views.known)
+    lent = lent.identified(ids)
     if negatives is not None and ids.negative is not None:
-        lent = lent.joined(*gather_uneven(negatives, ids.negative))
+        lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
     loss = contrast(query, key, lent, ids)
     value = float(all_sum(loss)) / num_workers()
     if not math.isfinite(value):
@@ -62,7 +63,7 @@ def train_step(
     learner.update()
     learner.follow(momentum)
     # After the update and once: what a failed step would have written is never lent.
-    store.take(query if key is None else key, views, ids.key, step=step)
+    store.take(query if key is None else key, views, ids.key_name, step=step)
     positive = lent.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     return Stepped(

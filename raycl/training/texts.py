@@ -130,23 +130,31 @@ class TextDrawing:
 
     def plain(self, batch: Batch) -> Tensor:
         """Return the tokens [batch, length] of the first text of each row."""
-        return self._on_device(texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64)))
+        return self._on_device(self._first(batch))
 
     def plain_key(self, batch: Batch) -> Tensor:
         """Return the same."""
         return self.plain(batch)
+
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the id of that text."""
+        return torch.from_numpy(self._first(batch).text_id)
 
     def negatives(self, batch: Batch) -> Tensor | None:
         """Return None: they have none of their own."""
         return None
 
     def known(self, batch: Batch) -> Known:
-        """Return what the first text of each row is known by."""
-        texts = texts_of(batch, self._role)
-        first = texts.picked(np.zeros(len(batch), np.int64))
-        ids = first.text_id if self._known_by_text else batch.sample_id
-        names = torch.from_numpy(ids).to(self._device)[:, None]
-        return Known(query=names, key=names)
+        """Return what the rows are known by: the texts that they show, a key's own one first."""
+        if not self._known_by_text:
+            names = torch.from_numpy(batch.sample_id).to(self._device)[:, None]
+            return Known(query=names, key=names)
+        shown = [torch.from_numpy(self.shown(batch, number).text_id) for number in (0, 1)]
+        query = torch.stack(shown, dim=1).to(self._device)
+        return Known(query=query, key=query.flip(1), crosswise=True)
+
+    def _first(self, batch: Batch) -> Tokens:
+        return texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64))
 
     def _choice(self, batch: Batch, counts: NDArray[np.int64], number: int) -> NDArray[np.int64]:
         """Return which text of each row the view shows: that of another view is another one."""

@@ -19,13 +19,15 @@ from raycl.data.rows import Batch, pixels_of
 class Known:
     """What queries, keys and explicit negatives are known by, int64 [num_rows, num_names] each.
 
-    Two rows with one name in common, in the same column, are the same thing. ``negative`` is None
-    unless negatives come with the batch.
+    Two rows with one name in common, in the same column, are the same thing; or in any column, where
+    all names are of one kind (``crosswise``), of queries and of keys. The first name is what a store
+    of negatives knows a key by. ``negative`` is None unless negatives come with the batch.
     """
 
     query: Tensor
     key: Tensor
     negative: Tensor | None = None
+    crosswise: bool = False
 
 
 @final
@@ -89,6 +91,10 @@ class Drawing(Protocol):
         """Return the key of every row without any randomness: of pairs their other half."""
         ...
 
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return what each of these keys is known by, int64 [batch]: equal ones are the same key."""
+        ...
+
     def negatives(self, batch: Batch) -> Tensor | None:
         """Return the explicit negatives of all rows in their order, if there are any."""
         ...
@@ -126,6 +132,10 @@ class ImageDrawing:
     def plain_key(self, batch: Batch) -> Tensor:
         """Return the same."""
         return self.plain(batch)
+
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the samples' ids."""
+        return torch.from_numpy(batch.sample_id)
 
     def negatives(self, batch: Batch) -> Tensor | None:
         """Return None: they have none of their own."""

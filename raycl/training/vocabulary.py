@@ -12,8 +12,9 @@ from raycl.cluster import own_errors
 from raycl.config import RunConfig, TextConfig
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source
-from raycl.errors import DataError, StorageError
+from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.saved import TOKENIZER
+from raycl.models.text import HUGGING_FACE
 from raycl.storage import Place
 from raycl.tokens import BrokenTextError, Tokenizer, Vocabulary, read_text
 
@@ -30,11 +31,34 @@ def load_tokenizer(uri: str) -> Tokenizer:
     return Tokenizer.from_json(place.read_text())
 
 
-def known_tokenizer(config: RunConfig, output: Place) -> Tokenizer | None:
-    """Return the tokenizer that the run began with, or that its configuration names."""
-    if (output / TOKENIZER).exists():
+def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Tokenizer | None:
+    """Return the tokenizer that the run began with, that its configuration names, or a pretrained model's.
+
+    Raises ``ConfigError`` if a pretrained model would be given another tokenizer than its own.
+    """
+    if resumed and (output / TOKENIZER).exists():
         return load_tokenizer((output / TOKENIZER).uri)
-    return None if config.text.tokenizer is None else load_tokenizer(config.text.tokenizer)
+    asked = None if config.text.tokenizer is None else load_tokenizer(config.text.tokenizer)
+    encoder = config.text_encoder if config.data.kind == "image_text" else config.encoder
+    if not encoder.name.startswith(HUGGING_FACE) or not encoder.arguments.get("pretrained", True):
+        return asked
+    own = _tokenizer_of_model(encoder.name.removeprefix(HUGGING_FACE))
+    if asked is not None and asked.fingerprint != own.fingerprint:
+        raise ConfigError(
+            f"text.tokenizer {config.text.tokenizer} is not the one that {encoder.name} was trained with; leave it "
+            "out, or set encoder.arguments.pretrained=false"
+        )
+    return own
+
+
+def _tokenizer_of_model(folder: str) -> Tokenizer:
+    place = Place(folder) / TOKENIZER
+    if not place.exists():
+        raise ConfigError(
+            f"the model in {folder} has no {TOKENIZER} beside it, and its weights mean nothing to another "
+            "tokenizer; save its fast tokenizer there, or set encoder.arguments.pretrained=false"
+        )
+    return Tokenizer.from_json(place.read_text())
 
 
 def find_vocabulary(

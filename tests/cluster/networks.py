@@ -106,3 +106,16 @@ class Words(nn.Module):
 
 def words(**arguments: Any) -> Words:
     return Words(**arguments)
+
+
+class Mortal(Small):
+    """Dies at the second step of every life."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and self._num_steps == 1:
+            os._exit(1)
+        return super().forward(images)
+
+
+def mortal(**arguments: Any) -> nn.Module:
+    return Mortal(**arguments)

@@ -72,6 +72,7 @@ def test_a_collapsed_run_goes_back_to_health_and_to_cross_entropy_for_a_while(tm
     assert result.steps == 18
 
 
+@pytest.mark.drill
 def test_a_way_back_into_a_stage_of_other_workers_gets_those(tmp_path: Path) -> None:
     # A new group of workers counts its passes anew: the last two steps of the first stage and the
     # first two of the second show one point. Step 9 is saved under that sign, and step 10 where the
@@ -98,6 +99,7 @@ def test_a_run_that_is_to_stop_fails_in_one_line_and_keeps_its_checkpoint(tmp_pa
     assert list((tmp_path / "run" / "checkpoints").glob("step-00000009*"))
 
 
+@pytest.mark.drill
 def test_a_run_that_does_not_get_well_ends_after_so_many_rollbacks(tmp_path: Path) -> None:
     config = collapsing_run("rollback", range(8, 99), **{"monitor.max_rollbacks": 1})
     with pytest.raises(CollapseError, match=r"1 rollbacks did not help.*set monitor.on_collapse to warn"):

@@ -30,6 +30,7 @@ def run_job(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.drill
 def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
     train, test = (
         write_digits(tmp_path / name, number)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -18,13 +19,15 @@ from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.order import Share
-from raycl.data.rows import Rows, pixels_of
+from raycl.data.rows import Rows, pixels_of, tokens_of
 from raycl.data.sources import find_source
 from raycl.data.stream import Stream, stream_source
+from raycl.data.texts import TextFormat
 from raycl.doctor import examine
 from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_rows
 from raycl.preparation.images import pack_images
+from raycl.tokens import Vocabulary
 from raycl.training.samples import Samples
 from tests.images import encode, photograph, write_digits
 
@@ -191,6 +194,27 @@ def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_a_new_order(str
 def test_a_stream_begun_in_the_middle_goes_on_with_the_same_batches(stream: Stream) -> None:
     share = Share(batch_size=20)
     assert ids_of(stream, share, 1, start=4) == ids_of(stream, share, 1)[4:]
+
+
+def test_a_stream_of_texts_puts_like_lengths_into_one_batch(tmp_path: Path) -> None:
+    texts = [" ".join(["word"] * length) for length in np.random.default_rng(0).permutation(200) + 1]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet")
+    source = find_source(str(tmp_path), ColumnNames(image=None, text="text"))
+    tokenizer = Vocabulary.of_texts(texts[:10], max_length=300, size=300, lowercase=True).tokenizer
+    formats = {"text": TextFormat(tokenizer=tokenizer, max_length=300)}
+    padding: dict[int, int] = {}
+    with open_logbook() as logbook:
+        opened = stream_source(source, Decoder(formats=formats, logbook=logbook), seed=3)
+        for buckets in (1, 4):
+            stream = Stream(
+                open_epoch=opened, formats=formats, seed=3, shuffle_rows=80, length_buckets=buckets
+            )
+            batches = list(stream.epoch_batches(Share(batch_size=20), epoch=0))
+            seen = [row_id for batch in batches for row_id in batch.sample_id.tolist()]
+            assert len(seen) == len(set(seen)) == 200
+            lengths = [tokens_of(batch, "text").lengths for batch in batches]
+            padding[buckets] = sum(int((each.max() - each).sum()) for each in lengths)
+    assert padding[4] < padding[1] / 2
 
 
 def test_two_workers_share_a_streamed_epoch_evenly(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,8 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
 ) -> None:
     output, marker = tmp_path / "killed", tmp_path / "died"
     # It dies at the 8th step, after the checkpoint of the 5th: neither is the end of an epoch.
-    config = small_run(**{"encoder.arguments": {"channels": 1, "die_at": 8, "marker": str(marker)}})
+    arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
+    config = small_run(**{"encoder.arguments": arguments, "max_failures": 0})
     with pytest.raises(RunError):
         raycl.train(config, data=str(finished.data), output=str(output), quiet=True)
     assert marker.exists()
@@ -179,6 +180,7 @@ def test_a_run_is_not_resumed_on_a_set_of_another_size(finished: Finished, tmp_p
         raycl.train(small_run(), data=str(other), output=str(finished.output), resume=True, quiet=True)
 
 
+@pytest.mark.drill
 def test_a_run_that_ended_in_the_middle_of_an_epoch_goes_on_from_there(
     finished: Finished, tmp_path: Path
 ) -> None:
@@ -293,13 +295,12 @@ def test_a_streamed_run_is_resumed_as_it_began(
         raycl.train(config, data=str(streamed.data), output=str(streamed.output), resume=True, quiet=True)
 
 
-def test_a_streamed_run_killed_and_resumed_equals_the_whole_one(streamed: Finished, tmp_path: Path) -> None:
+@pytest.mark.drill
+def test_a_streamed_run_that_loses_a_worker_equals_the_whole_one(streamed: Finished, tmp_path: Path) -> None:
     marker, output = tmp_path / "died", tmp_path / "killed"
     arguments = {"encoder.arguments": {"channels": 1, "die_at": 8, "marker": str(marker)}}
     config = small_run(**STREAMED, **arguments)
-    with pytest.raises(RunError):
-        raycl.train(config, data=str(streamed.data), output=str(output), quiet=True)
-    raycl.train(config, data=str(streamed.data), output=str(output), resume=True, quiet=True)
+    raycl.train(config, data=str(streamed.data), output=str(output), quiet=True)
     assert int(marker.read_text()) == streamed.result.steps - 5
     resumed = weights_of(output)
     for name, value in weights_of(streamed.output).items():

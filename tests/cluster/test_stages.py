@@ -64,6 +64,7 @@ def test_a_stage_ends_with_a_judgment_and_the_result_counts_all_samples(alone: P
     assert judged[-1] == (16, 1)
 
 
+@pytest.mark.drill
 def test_a_worker_killed_in_the_second_stage_comes_back_in_it(
     alone: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_worker_killed_in_the_second_stage_comes_back_in_it(
     assert_same_weights(output, alone)
 
 
+@pytest.mark.drill
 def test_a_finished_run_goes_on_with_a_stage_that_is_added(alone: Path, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "longer"
     first = small_run(**{"stages.0.epochs": 1, "workers": 1, "batchnorm": "group"})

@@ -12,7 +12,6 @@ from torch import Tensor
 from raycl.config import RunConfig
 from raycl.data.rows import Batch, Rows
 from raycl.training import build
-from raycl.training.frequencies import Frequencies
 from raycl.training.identity import Ids, identify
 from raycl.training.step import train_step
 from raycl.training.views import Known
@@ -123,7 +122,7 @@ def losses_weights_and_rows_after_steps(
     learner.enter(build.manner(config, stage))
     learner.connect(device)
     store = build.store(config, None, None, device)
-    frequencies = Frequencies.of(rows) if stage.discount_frequent else None
+    frequencies = build.frequencies(config, rows)
     losses = []
     batches = shares(rows, rank, num_workers)
     for step, views in enumerate(build.view_maker(config, samples, device).views(batches)):

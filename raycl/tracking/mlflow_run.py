@@ -1,0 +1,84 @@
+"""Runs in MLflow, on a tracking server or in a folder."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, final
+
+# MLflow would try for minutes in silence; what fails is told, and offered again by the outbox.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from raycl.config import RunConfig
+from raycl.storage import Place
+from raycl.tracking.identity import known_run, remember_run
+from raycl.tracking.point import Point
+
+EXPERIMENT = "raycl"  # unless MLFLOW_EXPERIMENT_NAME says otherwise
+
+# What one request may hold.
+_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1_000, 100, 500
+
+
+@final
+class MlflowRun:
+    """Log metrics by step; a resumed run goes on with its MLflow run, and logs some steps once more."""
+
+    def __init__(self, config: RunConfig, output: Place) -> None:
+        """Begin a run with the settings as its parameters, or go on with that of the output."""
+        address = config.tracking.mlflow
+        assert address is not None, "asked for by tracking.mlflow"
+        self._client = MlflowClient(tracking_uri=address)
+        known = known_run(output, "mlflow", address)
+        if known is None:
+            self._run = self._begin(config, output)
+            remember_run(output, "mlflow", address, self._run)
+        else:
+            self._run = known
+            self._client.update_run(known, status="RUNNING")
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Log the metrics of all points."""
+        metrics = [
+            Metric(key=name, value=value, timestamp=int(1_000 * point.time), step=point.step)
+            for point in points
+            for name, value in point.metrics.items()
+        ]
+        for some in _parts(metrics, _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=some)
+
+    def flush(self) -> None:
+        """Do nothing: the server has what was written."""
+
+    def close(self, *, finished: bool) -> None:
+        """Say that the run is over, if it is."""
+        if finished:
+            self._client.set_terminated(self._run)
+
+    def _begin(self, config: RunConfig, output: Place) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        run = self._client.create_run(experiment_id, run_name=output.name, tags={"output": output.uri})
+        settings = _flat(config.model_dump(mode="json")).items()
+        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings]
+        for some in _parts(params, _MOST_PARAMS):
+            self._client.log_batch(run.info.run_id, params=some)
+        return run.info.run_id
+
+
+def _parts(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _flat(values: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, as --set names them."""
+    if not isinstance(values, dict | list):
+        return {path: values}
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    return {
+        key: leaf
+        for name, value in items
+        for key, leaf in _flat(value, f"{path}.{name}" if path else str(name)).items()
+    }

@@ -1,0 +1,155 @@
+"""The groups of workers of a run, one after the other: for its stages, and after failures."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, final
+
+from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
+from ray.train import RunConfig as TrainRunConfig
+from ray.train.torch import TorchTrainer
+
+from raycl.cluster import cpus_for_a_worker, own_error
+from raycl.config import RunConfig
+from raycl.errors import RunError, StoppedError
+from raycl.progress import ProgressLine, notices_of, steps_made
+from raycl.storage import Place
+from raycl.training.checkpoint import CHECKPOINTS, SCORE, saved_steps
+from raycl.training.job import Job
+from raycl.training.loop import run_worker
+from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
+from raycl.training.process import ENVIRONMENT
+
+
+@final
+class Groups:
+    """Train with one group of workers after the other, each from the checkpoint of the one before."""
+
+    def __init__(
+        self, config: RunConfig, output: Place, logbook: Any, tell: Callable[[str], None], *, quiet: bool
+    ) -> None:
+        self._config, self._output, self._logbook = config, output, logbook
+        self._tell, self._quiet = tell, quiet
+
+    def train(self, job: Job) -> dict[str, Any]:
+        """Train to the end; return the last metrics.
+
+        A group that is lost (a process, a node, Ray Train's controller) is replaced, ``max_failures``
+        times in a row without a new checkpoint between. Raises ``StoppedError`` if the run was asked to
+        stop; raycl's own errors come out at once, since they would come again.
+        """
+        least, most = self._config.worker_range(self._config.stages[0])
+        failures = _Failures(self._config.max_failures)
+        notices = notices_of(self._logbook)
+        with (
+            _passing_on_signals(self._logbook),
+            ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet),
+        ):
+            while True:
+                try:
+                    outcome = self._fit(replace(job, workers=(least, most)))
+                except Exception as error:
+                    if own_error(error) is not None or not failures.may_go_on(saved := self._last_saved()):
+                        raise
+                    self._tell(f"{_last_line(error)}: going on from step {saved} ({failures.count})")
+                    continue
+                match outcome:
+                    case Finished(metrics):
+                        return metrics
+                    case Wanted(least, most):
+                        pass
+                    case Stopped(step):
+                        raise StoppedError(
+                            f"the run was stopped after step {step}, which is saved; go on with --resume"
+                        )
+
+    def _fit(self, job: Job) -> Outcome:
+        least, most = job.workers
+        # Where fewer will do, the cluster's room for whole CPUs says how many there are.
+        cpus = cpus_of_a_worker(self._config, least, streamed=job.stream is not None)
+        filesystem, path = self._output.resolve()
+        keep = CheckpointConfig(
+            num_to_keep=self._config.checkpoints.keep,
+            checkpoint_score_attribute=SCORE,
+            checkpoint_score_order="max",
+        )
+        trainer = TorchTrainer(
+            run_worker,
+            train_loop_config={"job": job},
+            scaling_config=ScalingConfig(
+                num_workers=most if least == most else job.workers,
+                use_gpu=self._config.gpu,
+                resources_per_worker={"CPU": cpus} | ({"GPU": 1} if self._config.gpu else {}),
+            ),
+            run_config=TrainRunConfig(
+                name=CHECKPOINTS,
+                storage_path=path,
+                storage_filesystem=filesystem,
+                checkpoint_config=keep,
+                # Lost groups are replaced here; nodes that are taken away with notice, by Ray.
+                failure_config=FailureConfig(max_failures=0, max_preemption_failures=-1),
+                worker_runtime_env={"env_vars": ENVIRONMENT},
+            ),
+        )
+        outcome: Any = trainer.fit().return_value
+        if outcome is None:
+            raise RunError("the run ended without a result; use --debug for the whole story")
+        return outcome
+
+    def _last_saved(self) -> int:
+        return max(saved_steps(self._output), default=0)
+
+
+@final
+class _Failures:
+    """How often in a row a group was lost before it had saved anything new."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed, self._in_a_row, self._saved = allowed, 0, -1
+
+    @property
+    def count(self) -> str:
+        return f"{self._in_a_row} of {self._allowed}"
+
+    def may_go_on(self, saved: int) -> bool:
+        self._in_a_row = self._in_a_row + 1 if saved == self._saved else 1
+        self._saved = saved
+        return self._in_a_row <= self._allowed
+
+
+def cpus_of_a_worker(config: RunConfig, workers: int, *, streamed: bool) -> float:
+    """Return the CPUs that each of so many workers asks for: of a cluster that will grow a whole one."""
+    if config.cpus_per_worker is not None:
+        return config.cpus_per_worker
+    return 1.0 if config.autoscaling else cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus(streamed))
+
+
+def spare_cpus(streamed: bool) -> float:
+    """Return what tasks need that read while training goes on."""
+    return 1.0 if streamed else 0.0
+
+
+@contextlib.contextmanager
+def _passing_on_signals(logbook: Any) -> Iterator[None]:
+    """Let the first SIGTERM ask the workers to save and end; a second one ends this process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread only
+        return
+
+    def ask(*_: object) -> None:
+        signal.signal(signal.SIGTERM, before)
+        # Not from the handler itself: it may have interrupted Ray in the middle of a call.
+        threading.Thread(target=logbook.ask_to_stop.remote).start()
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

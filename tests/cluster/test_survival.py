@@ -1,0 +1,105 @@
+"""Runs that lose a process, or are asked to stop: what they keep, and how they go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raycl
+from raycl.errors import RunError
+from raycl.records import read_metrics, read_result
+from raycl.storage import Place
+from tests.cluster.test_negatives import assert_equal_runs
+from tests.cluster.test_run import small_run
+from tests.images import write_digits
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def losses_of(output: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_metrics(Place(str(output))) if "loss" in line]
+
+
+def wait_until(is_so: Any, *, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.1)
+
+
+def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 300)
+    config = small_run(
+        **{
+            "workers": 1,
+            "stages.0.epochs": 40,
+            "checkpoints.every_steps": 1_000,
+            "evaluation.every_epochs": 0,
+        }
+    )
+    file, output = tmp_path / "run.yaml", tmp_path / "run"
+    file.write_text(json.dumps(config.model_dump(mode="json")))
+    process = subprocess.Popen(
+        [sys.executable, "jobs/train.py", str(file), "--data", str(data), "--output", str(output)],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: (output / "metrics.jsonl").exists())
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
+    stopped = read_result(Place(str(output)))
+    assert stopped["status"] == "stopped"
+    assert stopped["error"] in errors
+    reached = losses_of(output)[-1][0]
+    assert f"stopped after step {reached}, which is saved; go on with --resume" in stopped["error"]
+    assert 0 < reached < 160
+    assert (output / "checkpoints" / f"step-{reached:08d}").exists()
+
+    raycl.train(config, data=str(data), output=str(output), resume=True, quiet=True)
+    assert read_result(Place(str(output)))["status"] == "finished"
+    whole = tmp_path / "whole"
+    raycl.train(config, data=str(data), output=str(whole), quiet=True)
+    assert_equal_runs(output, whole)
+
+
+@pytest.mark.drill
+def test_a_run_that_loses_its_workers_at_one_point_again_and_again_gives_up(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 300)
+    config = small_run(**{"workers": 1, "max_failures": 1, "encoder.name": "tests.cluster.networks:mortal"})
+    with pytest.raises(RunError):
+        raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    assert read_result(Place(str(tmp_path / "run")))["status"] == "failed"
+
+
+@pytest.mark.drill
+def test_fewer_workers_will_do_where_there_is_no_room_for_more(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 300)
+    settings = {"stages.0.epochs": 2, "encoder.arguments": {"channels": 1, "dropout": 0.0}}
+    # Of 4 CPUs 3 workers of 1.3 have room; a fourth has not.
+    elastic = small_run(
+        **settings, min_workers=1, workers=4, cpus_per_worker=1.3, **{"stages.0.batch_size": 48}
+    )
+    raycl.train(elastic, data=str(data), output=str(tmp_path / "elastic"), quiet=True)
+    alone = small_run(**settings, workers=1, **{"stages.0.batch_size": 48})
+    raycl.train(alone, data=str(data), output=str(tmp_path / "alone"), quiet=True)
+    counted = {line["workers"] for line in read_metrics(Place(str(tmp_path / "elastic"))) if "loss" in line}
+    assert counted == {3}
+    few, one = (losses_of(tmp_path / name) for name in ("elastic", "alone"))
+    assert [step for step, _ in few] == [step for step, _ in one]
+    assert [loss for _, loss in few] == pytest.approx([loss for _, loss in one], rel=1e-4)

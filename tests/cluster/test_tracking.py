@@ -1,0 +1,226 @@
+"""A run as Prometheus and TensorBoard see it, while it goes on and afterwards."""
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+import raycl
+from raycl.data.columns import ColumnNames
+from raycl.data.holdout import Holdout
+from raycl.data.logbook import open_logbook
+from raycl.prometheus import METRICS
+from raycl.records import ROLLBACK, read_metrics
+from raycl.storage import Place
+from raycl.training.checkpoint import Position
+from raycl.training.clock import Clock
+from raycl.training.job import Job
+from raycl.training.recorder import Recorder
+from tests.cluster.networks import small
+from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, SMALL
+from tests.images import write_digits
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+CAPACITY = 128
+NUM_STEPS_BEFORE = 3  # that are made before the run waits
+# Nobody plots them: when it was, how many rows the measures saw, and of how many dimensions.
+NOT_EXPORTED = {"time", "num_rows", "dim"}
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class Patient(nn.Module):
+    """An encoder that waits in a step until the marker is there."""
+
+    def __init__(self, marker: str, channels: int = 1) -> None:
+        super().__init__()
+        self.network = small(channels=channels)
+        self._marker, self._num_batches = marker, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self._num_batches += self.training
+        if self.training and self._num_batches == NUM_STEPS_BEFORE + 1:
+            deadline = time.monotonic() + 300
+            while not Path(self._marker).exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        return self.network(images)
+
+
+def patient(**arguments: Any) -> nn.Module:
+    return Patient(**arguments)
+
+
+@pytest.fixture
+def logbook() -> Iterator[Any]:
+    with open_logbook() as actor:
+        yield actor
+
+
+def recorder_of(output: Path, logbook: Any) -> Recorder:
+    """Return that of a run which has just begun."""
+    config = raycl.override(raycl.recipe("simclr"), {"tracking.tensorboard": True})
+    job = Job(
+        config=config,
+        output=Place(str(output)),
+        blocks=(),
+        stream=None,
+        num_train=0,
+        holdout=Holdout(seed=0),
+        logbook=logbook,
+        judged=False,
+        columns=ColumnNames(),
+        workers=(1, 1),
+    )
+    return Recorder(job, Position(), Clock(Position()), num_steps=9, is_writer=True)
+
+
+def shown_in_tensorboard(output: Path, name: str) -> list[tuple[int, float]]:
+    shown = EventAccumulator(str(output / "tensorboard"))
+    shown.Reload()
+    return [(event.step, event.value) for event in shown.Scalars(name)]
+
+
+def test_what_was_rolled_back_is_no_longer_in_tensorboard(logbook: Any, tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path, logbook)
+    for step in (1, 2, 3):
+        recorder.write(Position(step=step), {"loss": 1.0})
+    recorder.notify(Position(step=1, rollbacks=1), ROLLBACK, "went back from step 3")
+    recorder.write(Position(step=2, rollbacks=1), {"loss": 0.5})
+    recorder.close(finished=True)
+    assert shown_in_tensorboard(tmp_path, "loss") == [(1, 1.0), (2, 0.5)]
+
+
+def test_a_tracker_that_fails_is_told_once_and_counted_and_the_run_goes_on(
+    logbook: Any, tmp_path: Path
+) -> None:
+    in_the_way = tmp_path / "tensorboard"
+    in_the_way.write_text("a file where the folder should be")
+    recorder = recorder_of(tmp_path, logbook)
+    deadline = time.monotonic() + 60
+    lines: list[dict[str, Any]] = []
+    step = 0
+    while not any(line.get("tracking_failures", 0) > 1 for line in lines):
+        assert time.monotonic() < deadline
+        step += 1
+        recorder.write(Position(step=step), {"loss": 0.5})
+        recorder.flush()
+        lines = read_metrics(Place(str(tmp_path)))
+        time.sleep(0.5)
+    in_the_way.unlink()
+    recorder.close(finished=True)
+    [notice] = ray.get(logbook.notices.remote())
+    assert "tracking.tensorboard takes no metrics: " in notice
+    assert [line["event"] for line in lines if "event" in line] == ["tracking"]
+    # All that was refused meanwhile came there in the end.
+    assert shown_in_tensorboard(tmp_path, "loss") == [(each, 0.5) for each in range(1, step + 1)]
+
+
+def scrape(run: str) -> Samples:
+    """Return the tags and values of a run's metrics, as the node tells Prometheus, by our names for them."""
+    [node] = [node for node in ray.nodes() if node["Alive"]]
+    port = node["MetricsExportPort"]
+    assert port > 0, "Ray exports no metrics here: ray[default] is not installed"
+    with urllib.request.urlopen(f"http://{node['NodeManagerAddress']}:{port}/metrics", timeout=30) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    names = {metric.exported: name for name, metric in METRICS.items()}
+    found: Samples = {}
+    for sample in samples:
+        if sample.name.startswith("ray_raycl_") and sample.labels.get("run") == run:
+            found.setdefault(names[sample.name], []).append((sample.labels, sample.value))
+    return found
+
+
+def test_what_does_not_change_stays_visible() -> None:
+    """Ray itself forgets a gauge after two exports, 10 s apart."""
+    with open_logbook({"run": "lasting", "recipe": "none"}) as actor:
+        ray.get(actor.add_rows.remote("piece", 8, 5, {"not an image": 2, "too large": 1}, []))
+        for _ in range(60):
+            if seen := scrape("lasting"):
+                break
+            time.sleep(0.5)
+        time.sleep(25)
+        again = scrape("lasting")
+    assert [value for _, value in again["rows_read"]] == [8]
+    broken = {tags["cause"]: value for tags, value in again["rows_broken"]}
+    assert broken == {"not an image": 2, "too large": 1}
+    assert again == seen
+
+
+@pytest.mark.drill
+def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+    output, marker = tmp_path / "watched", tmp_path / "go-on"
+    config = raycl.override(
+        raycl.recipe("moco_v2", image_size=16),
+        {
+            **SMALL,
+            "encoder.name": "tests.cluster.test_tracking:patient",
+            "encoder.arguments": {"marker": str(marker)},
+            "stages.0.epochs": None,
+            "stages.0.steps": NUM_STEPS_BEFORE + 2,
+            "stages.0.learning_rate_schedule": "constant",
+            "stages.0.warmup_epochs": 0.0,
+            "negatives.capacity": CAPACITY,
+            "tracking.tensorboard": True,
+        },
+    )
+    run = threading.Thread(
+        target=raycl.train, args=(config,), kwargs={"data": str(data), "output": str(output), "quiet": True}
+    )
+    run.start()
+    num_samples = NUM_STEPS_BEFORE * BATCH_SIZE
+    expected = {
+        "step": NUM_STEPS_BEFORE,
+        "samples": num_samples,
+        "workers": 2,
+        "trained_steps": NUM_STEPS_BEFORE,
+        "trained_samples": num_samples,
+        "rows_read": NUM_IMAGES,
+        "rows_broken": NUM_BROKEN,
+        "bank_rows": CAPACITY,
+        "bank_rows_written": num_samples,
+    }
+    try:
+        seen = wait_for(expected, run)
+    finally:
+        marker.touch()
+        run.join()
+    [(tags, _)] = seen["rows_broken"]
+    assert (tags["cause"], tags["recipe"]) == ("not an image", "moco_v2")
+    calls = {tags["method"]: value for tags, value in seen["bank_calls"]}
+    assert calls["push"] == 2 * NUM_STEPS_BEFORE  # each worker its part
+
+    lines = read_metrics(Place(str(output)))
+    numbers = {name for line in lines for name, value in line.items() if isinstance(value, int | float)}
+    assert numbers - NOT_EXPORTED <= set(METRICS)
+    [at_last] = [line["loss"] for line in lines if line["step"] == NUM_STEPS_BEFORE and "loss" in line]
+    assert [value for _, value in seen["loss"]] == [pytest.approx(at_last, rel=1e-5)]
+    assert {"knn_top1", "spread", "negatives_age_max", "data_wait_fraction"} <= seen.keys()
+
+    for name in ("loss", "knn_top1"):
+        written = [(line["step"], pytest.approx(line[name], rel=1e-5)) for line in lines if name in line]
+        assert shown_in_tensorboard(output, name) == written
+
+
+def wait_for(expected: dict[str, float], run: threading.Thread) -> Samples:
+    """Return what is exported once it is as expected; every process exports at times of its own."""
+    seen: Samples = {}
+    deadline = time.monotonic() + 300
+    while {name: [value for _, value in seen.get(name, [])] for name in expected} != {
+        name: [value] for name, value in expected.items()
+    }:
+        assert run.is_alive()
+        assert time.monotonic() < deadline, seen
+        time.sleep(1)
+        seen = scrape("watched")
+    return seen

@@ -1,0 +1,393 @@
+"""What is deployed: every field is one that Ray, AWS or Kubernetes knows, and the promises of raycl hold."""
+
+import copy
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.scripts.scripts import start as ray_start
+from typer.main import get_command
+
+import raycl
+from raycl.cli import app
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted([ROOT / "cluster.yaml", *(ROOT / "deploy").iterdir()])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+RAY = next(each for each in map(Requirement, PROJECT["project"]["dependencies"]) if each.name == "ray")
+
+LAUNCHED = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+NODES: dict[str, Any] = LAUNCHED["available_node_types"]
+HEAD = NODES[LAUNCHED["head_node_type"]]
+WORKERS = {name: node for name, node in NODES.items() if node is not HEAD}
+
+OBJECTS = {
+    each["kind"]: each
+    for path in (ROOT / "deploy").glob("*.yaml")
+    for each in yaml.safe_load_all(path.read_text())
+}
+CLUSTER = OBJECTS["RayCluster"]["spec"]
+GROUPS = {group["groupName"]: group for group in CLUSTER["workerGroupSpecs"]}
+PODS = {"head": CLUSTER["headGroupSpec"]["template"]} | {k: group["template"] for k, group in GROUPS.items()}
+
+Schema = dict[str, Any]
+
+
+def closed(required: str, **fields: Schema) -> Schema:
+    """An object of these fields and no others."""
+    keys = {"properties": fields, "required": required.split(), "additionalProperties": False}
+    return {"type": "object"} | keys
+
+
+def list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+TEXT: Schema = {"type": "string", "minLength": 1}
+TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+TRUTH: Schema = {"type": "boolean"}
+
+# Ray's launcher hands this to EC2 as it is, so it cannot tell a misspelled field.
+NODE_CONFIG = closed(
+    "InstanceType ImageId IamInstanceProfile MetadataOptions BlockDeviceMappings",
+    InstanceType={"pattern": r"^[a-z]\w+\.\w+$"},
+    InstanceMarketOptions=closed("MarketType", MarketType={"const": "spot"}),
+    ImageId={"pattern": "^(ami-|resolve:ssm:/)"},
+    IamInstanceProfile=closed("Name", Name=TEXT),
+    MetadataOptions=closed("HttpTokens", HttpTokens={"const": "required"}),
+    BlockDeviceMappings=list_of(
+        closed(
+            "DeviceName Ebs",
+            DeviceName=TEXT,
+            Ebs=closed(
+                "VolumeSize VolumeType Encrypted DeleteOnTermination",
+                VolumeSize=COUNT,
+                VolumeType={"const": "gp3"},
+                Encrypted={"const": True},
+                DeleteOnTermination={"const": True},
+            ),
+        )
+    ),
+)
+
+# Of KubeRay's own schema, which fills a megabyte, the fields that the files here use.
+AMOUNTS: Schema = {
+    "type": "object",
+    "additionalProperties": {"type": "string", "pattern": r"^\d+(m|[KMG]i)?$"},
+}
+CONTAINER = closed(
+    "name image resources securityContext",
+    name=TEXT,
+    image=TEXT,
+    env=list_of(closed("name value", name=TEXT, value=TEXT)),
+    ports=list_of(closed("name containerPort", name={"maxLength": 15}, containerPort=COUNT)),
+    resources=closed("requests limits", requests=AMOUNTS, limits=AMOUNTS),
+    securityContext=closed(
+        "allowPrivilegeEscalation capabilities",
+        allowPrivilegeEscalation={"const": False},
+        capabilities=closed("drop", drop={"const": ["ALL"]}),
+    ),
+)
+POD = closed(
+    "serviceAccountName securityContext containers",
+    serviceAccountName=TEXT,
+    automountServiceAccountToken=TRUTH,
+    nodeSelector=TEXTS,
+    securityContext=closed(
+        "runAsNonRoot runAsUser seccompProfile",
+        runAsNonRoot={"const": True},
+        runAsUser={"type": "integer", "minimum": 1},
+        seccompProfile=closed("type", type={"const": "RuntimeDefault"}),
+    ),
+    tolerations=list_of(closed("key operator effect", key=TEXT, operator=TEXT, effect=TEXT)),
+    containers=list_of(CONTAINER),
+)
+NODE = {
+    "rayStartParams": TEXTS,
+    "labels": TEXTS,
+    "template": closed("metadata spec", metadata=closed("labels", labels=TEXTS), spec=POD),
+}
+RAY_CLUSTER = closed(
+    "rayVersion authOptions enableInTreeAutoscaling autoscalerOptions headGroupSpec workerGroupSpecs",
+    rayVersion=TEXT,
+    authOptions=closed("mode", mode={"enum": ["token", "disabled"]}),
+    enableInTreeAutoscaling=TRUTH,
+    autoscalerOptions=closed("version idleTimeoutSeconds", version={"const": "v2"}, idleTimeoutSeconds=COUNT),
+    headGroupSpec=closed("serviceType rayStartParams labels template", serviceType=TEXT, **NODE),
+    workerGroupSpecs=list_of(
+        closed(
+            "groupName replicas minReplicas maxReplicas rayStartParams labels template",
+            groupName=TEXT,
+            replicas=COUNT,
+            minReplicas=COUNT,
+            maxReplicas=COUNT,
+            **NODE,
+        )
+    ),
+)
+RAY_JOB = closed(
+    "entrypoint shutdownAfterJobFinishes rayClusterSpec",
+    entrypoint=TEXT,
+    backoffLimit=COUNT,
+    shutdownAfterJobFinishes=TRUTH,
+    ttlSecondsAfterFinished=COUNT,
+    rayClusterSpec=RAY_CLUSTER,
+)
+SELECTOR = closed("matchLabels", matchLabels=TEXTS)
+NETWORK_POLICY = closed(
+    "podSelector policyTypes ingress",
+    podSelector=SELECTOR,
+    policyTypes={"const": ["Ingress"]},
+    ingress=list_of(
+        closed(
+            "from",
+            ports=list_of(closed("port protocol", port=COUNT, protocol={"const": "TCP"})),
+            **{"from": list_of(closed("podSelector", podSelector=SELECTOR, namespaceSelector=closed("")))},
+        )
+    ),
+)
+SPECS = {
+    "RayJob": ("ray.io/v1", RAY_JOB),
+    "RayCluster": ("ray.io/v1", RAY_CLUSTER),
+    "NetworkPolicy": ("networking.k8s.io/v1", NETWORK_POLICY),
+    "ServiceAccount": ("v1", None),
+}
+
+
+def started(commands: list[str]) -> dict[str, Any]:
+    """Return what ``ray start`` understands of the last command; it refuses a flag that it does not know."""
+    _, _, flags = commands[-1].partition("ray start ")
+    return ray_start.make_context("ray start", shlex.split(flags)).params
+
+
+def environment_of(commands: list[str]) -> dict[str, str]:
+    """Return what ``ray start`` of the last command would find in its environment, in the launcher's shell."""
+    return run_on_a_node(f"ray() {{ env; }}; {commands[-1]}", OMP_NUM_THREADS="1")
+
+
+def run_on_a_node(command: str, **environment: str) -> dict[str, str]:
+    """Run a command in bash; return the lines NAME=VALUE that it printed."""
+    environment = {"PATH": os.environ["PATH"]} | environment
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, capture_output=True, text=True, check=True
+    )
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+def container_of(pod: Any) -> Any:
+    return pod["spec"]["containers"][0]
+
+
+def test_rays_launcher_takes_the_cluster() -> None:
+    validate_config(prepare_config(copy.deepcopy(LAUNCHED)))
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_is_described_in_fields_that_aws_knows(name: str) -> None:
+    jsonschema.validate(NODES[name]["node_config"], NODE_CONFIG)
+
+
+def test_workers_come_from_nothing_and_go_when_idle() -> None:
+    assert {node["min_workers"] for node in WORKERS.values()} == {0}
+    assert 0 < LAUNCHED["idle_timeout_minutes"] <= 10
+    assert LAUNCHED["provider"]["cache_stopped_nodes"] is False
+    assert sum(node["max_workers"] for node in WORKERS.values()) == LAUNCHED["max_workers"]
+
+
+def test_spot_instances_are_those_that_a_run_may_lose() -> None:
+    spot = {node["labels"]["raycl.io/role"] for node in NODES.values() if "InstanceMarketOptions" in node["node_config"]}  # fmt: skip
+    assert spot == {"gpu", "data"}
+
+
+def test_nothing_trains_on_the_head_and_no_task_holds_a_memory_node() -> None:
+    assert HEAD["resources"] == {"CPU": 0, "GPU": 0}
+    assert HEAD["labels"] == {"raycl.io/role": "head"}
+    assert not HEAD["node_config"]["InstanceType"].startswith(("g", "p"))
+    assert NODES["memory.ondemand"]["resources"] == {"CPU": 0}
+
+
+def test_ray_start_knows_the_flags_and_the_dashboard_stays_on_loopback() -> None:
+    head, worker = (started(LAUNCHED[f"{node}_start_ray_commands"]) for node in ("head", "worker"))
+    assert head["head"]
+    assert head["dashboard_host"] == "127.0.0.1"
+    assert "--dashboard-host" in LAUNCHED["head_start_ray_commands"][-1]  # said, not left to Ray's default
+    assert head["autoscaling_config"] == "~/ray_bootstrap_config.yaml"
+    assert not worker["head"]
+    assert worker["address"] == f"$RAY_HEAD_IP:{head['port']}"
+    assert "0.0.0.0" not in (ROOT / "cluster.yaml").read_text()
+    assert "security_group" not in LAUNCHED["provider"]  # Ray's own lets in ssh only
+
+
+def test_every_node_has_the_token_and_asks_for_it() -> None:
+    assert LAUNCHED["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert "chmod 600 ~/.ray/auth_token" in LAUNCHED["setup_commands"]
+    for node in ("head", "worker"):
+        environment = environment_of(LAUNCHED[f"{node}_start_ray_commands"])
+        assert environment["RAY_AUTH_MODE"] == "token"
+        assert "OMP_NUM_THREADS" not in environment  # or every process of Ray would have one thread
+
+
+def test_a_shell_on_a_node_finds_raycl_and_shows_the_token(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    for command in LAUNCHED["setup_commands"][-2:] * 2:
+        run_on_a_node(command, **home)
+    shell = run_on_a_node("source ~/.bashrc; env", **home)
+    assert shell["RAY_AUTH_MODE"] == "token"
+    assert shell["PATH"] == f"{tmp_path}/raycl/.venv/bin:{os.environ['PATH']}"
+    assert len((tmp_path / ".bashrc").read_text().splitlines()) == 1
+
+
+def test_a_stopped_job_has_time_for_its_checkpoint() -> None:
+    patience_s = environment_of(LAUNCHED["head_start_ray_commands"])["RAY_JOB_STOP_WAIT_TIME_S"]
+    assert patience_s == "120"
+    assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": patience_s} in container_of(PODS["head"])["env"]
+
+
+def test_every_node_installs_the_ray_that_raycl_asks_for() -> None:
+    installed = [re.search(r"\bray\[([\w,]+)\](\S*?)[\"' ]", each) for each in LAUNCHED["setup_commands"]]
+    ((extras, version),) = [each.groups() for each in installed if each]
+    assert "default" in extras.split(",")  # without it, neither dashboard nor jobs
+    assert version.startswith("==")
+    assert RAY.specifier.contains(version.removeprefix("=="))
+    assert re.search(r"uv sync .*--frozen", "\n".join(LAUNCHED["setup_commands"]))
+
+
+def test_no_command_of_the_launchers_own_runs_on_a_node() -> None:
+    ready = prepare_config(copy.deepcopy(LAUNCHED))
+    for kind in ("setup_commands", "start_ray_commands"):
+        ours = [
+            *LAUNCHED["setup_commands"],
+            *LAUNCHED.get(f"head_{kind}", []),
+            *LAUNCHED.get(f"worker_{kind}", []),
+        ]
+        assert set(ready[f"head_{kind}"] + ready[f"worker_{kind}"]) <= set(ours)
+    assert ready["initialization_commands"] == []
+
+
+def test_what_is_copied_to_the_nodes_is_what_the_package_is_built_from_and_no_more() -> None:
+    copied = {source for target, source in LAUNCHED["file_mounts"].items() if target.startswith("~/raycl/")}
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert copied == {"pyproject.toml", PROJECT["project"]["readme"], "uv.lock", *packages}
+    assert all(
+        target == f"~/raycl/{source}"
+        for target, source in LAUNCHED["file_mounts"].items()
+        if source in copied
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_file_holds_a_key(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(
+        r"AKIA\w{16}|AWS_(ACCESS|SECRET|SESSION)|aws_(access|secret|session|credentials)", text
+    )
+    assert not re.search(r"ssh_private_key|auth_token:|RAY_AUTH_TOKEN(=(?!\$\(kubectl)|:)|BEGIN \w*", text)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_kubernetes_objects_have_only_fields_that_exist(kind: str) -> None:
+    version, spec = SPECS[kind]
+    metadata = closed("name", name={"pattern": "^[a-z][-a-z0-9]{0,46}$"}, annotations=TEXTS)
+    fields = {"apiVersion": {"const": version}, "kind": TEXT, "metadata": metadata}
+    fields |= {"spec": spec} if spec else {}
+    jsonschema.validate(OBJECTS[kind], closed(" ".join(fields), **fields))
+
+
+def test_the_cluster_of_a_job_is_the_one_that_stays() -> None:
+    assert set(OBJECTS) == set(SPECS)
+    assert OBJECTS["RayJob"]["spec"]["rayClusterSpec"] == CLUSTER
+    assert OBJECTS["RayJob"]["spec"]["shutdownAfterJobFinishes"]
+
+
+def test_pods_have_one_image_with_the_ray_that_raycl_asks_for() -> None:
+    version = CLUSTER["rayVersion"]
+    assert RAY.specifier.contains(version)
+    images = {container_of(pod)["image"] for pod in PODS.values()}
+    assert images == {f"registry.example.com/raycl:{PROJECT['project']['version']}"}
+    manual = (ROOT / "deploy" / "README.md").read_text()
+    assert f"FROM rayproject/ray:{version}-py311\n" in manual
+    assert images.pop() in manual
+
+
+def test_groups_of_pods_come_from_nothing_and_the_head_gives_no_cpus() -> None:
+    assert CLUSTER["enableInTreeAutoscaling"]
+    assert CLUSTER["autoscalerOptions"]["idleTimeoutSeconds"] <= 600
+    assert {(group["replicas"], group["minReplicas"]) for group in GROUPS.values()} == {(0, 0)}
+    assert all(group["maxReplicas"] > 0 for group in GROUPS.values())
+    assert CLUSTER["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    known = {flag.removeprefix("--") for parameter in ray_start.params for flag in parameter.opts}
+    for group in (CLUSTER["headGroupSpec"], *GROUPS.values()):
+        assert set(group["rayStartParams"]) <= known
+
+
+def test_labels_say_the_same_on_aws_and_on_kubernetes() -> None:
+    roles = {"head": CLUSTER["headGroupSpec"]} | GROUPS
+    assert {name: group["labels"] for name, group in roles.items()} == {
+        name: {"raycl.io/role": name} for name in ("head", "gpu", "data")
+    }
+    assert {node["labels"]["raycl.io/role"] for node in NODES.values()} == {*roles, "memory"}
+
+
+def test_only_pods_that_train_have_a_gpu_and_what_a_pod_asks_for_is_its_limit() -> None:
+    for name, pod in PODS.items():
+        resources = container_of(pod)["resources"]
+        assert resources["requests"] == resources["limits"]
+        assert resources["limits"].get("nvidia.com/gpu") == ("1" if name == "gpu" else None)
+        on_spot = pod["spec"]["nodeSelector"]["karpenter.sh/capacity-type"] == "spot"
+        assert on_spot == (name != "head")
+
+
+def test_pods_ask_for_a_token_and_reach_s3_by_their_role() -> None:
+    assert CLUSTER["authOptions"] == {"mode": "token"}
+    account = OBJECTS["ServiceAccount"]["metadata"]
+    assert account["annotations"]["eks.amazonaws.com/role-arn"].startswith("arn:aws:iam::")
+    assert {pod["spec"]["serviceAccountName"] for pod in PODS.values()} == {account["name"]}
+    # The autoscaler beside the head needs Kubernetes, and nothing else does.
+    assert {pod["spec"].get("automountServiceAccountToken", True) for pod in PODS.values()} == {True, False}
+    assert "automountServiceAccountToken" not in PODS["head"]["spec"]
+
+
+def test_the_dashboard_is_open_to_kuberay_and_to_the_pod_that_submits() -> None:
+    assert CLUSTER["headGroupSpec"]["serviceType"] == "ClusterIP"
+    policy = OBJECTS["NetworkPolicy"]["spec"]
+    chosen = policy["podSelector"]["matchLabels"]
+    for pod in PODS.values():
+        assert chosen.items() <= pod["metadata"]["labels"].items()
+    within, from_outside = policy["ingress"]
+    assert within == {"from": [{"podSelector": {"matchLabels": chosen}}]}
+    operator, submitter = (each["podSelector"]["matchLabels"] for each in from_outside["from"])
+    assert operator == {"app.kubernetes.io/name": "kuberay-operator"}
+    assert submitter == {"batch.kubernetes.io/job-name": OBJECTS["RayJob"]["metadata"]["name"]}
+    ports = {port["name"]: port["containerPort"] for port in container_of(PODS["head"])["ports"]}
+    assert from_outside["ports"] == [{"port": ports["dashboard"], "protocol": "TCP"}]
+
+
+def test_the_runs_that_the_files_start_are_commands_of_raycl() -> None:
+    texts = [(ROOT / name).read_text() for name in ("cluster.yaml", "deploy/README.md")]
+    unfolded = "\n".join(re.sub(r"\\\n#?\s*", "", text) for text in texts)
+    lines = re.findall(r"python jobs/train\.py (.*)", unfolded)
+    assert len(lines) == 2
+    _, _, entrypoint = OBJECTS["RayJob"]["spec"]["entrypoint"].partition("raycl train ")
+    door: Any = get_command(app)
+    train = door.commands["train"]
+    for line in [*lines, entrypoint]:
+        flags = train.make_context("train", shlex.split(line)).params
+        config = raycl.override(raycl.recipe(flags["recipe"]), flags["settings"])
+        assert config.autoscaling  # or the run is refused on a cluster that has no workers yet
+        assert flags["gpu"]
+
+
+def test_a_run_that_kuberay_begins_again_goes_on() -> None:
+    job = OBJECTS["RayJob"]["spec"]
+    assert job["backoffLimit"] > 0
+    assert "--resume" in shlex.split(job["entrypoint"])

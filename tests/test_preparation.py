@@ -1,0 +1,94 @@
+"""Sets prepared once: texts gathered into rows, and what a command of jobs/prepare.py refuses."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raycl.errors import ConfigError, DataError, RayclError
+from raycl.preparation.texts import gather_texts
+
+ROOT = Path(__file__).parent.parent
+
+
+def gathered(folder: Path, groups: pa.Array, texts: pa.Array) -> tuple[list[list[str]], int]:
+    """Return the rows that are made of these columns, and how many texts were broken."""
+    data, output = folder / "texts.parquet", folder / "groups.parquet"
+    pq.write_table(pa.table({"text": texts, "about": groups}), data)
+    found = gather_texts(str(data), str(output), group="about")
+    return pq.read_table(output)["text"].to_pylist(), found.num_broken
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pa.array([1, 2, None, 1, None], pa.int64()),
+        pa.array([1.0, 2.0, float("nan"), 1.0, float("nan")]),
+        pa.array(["1", "2", "", "1", ""]),
+        pa.array(["1", "2", None, "1", ""]).dictionary_encode(),
+    ],
+    ids=["none", "nan", "empty", "dictionary"],
+)
+def test_texts_without_a_group_are_no_group(groups: pa.Array, tmp_path: Path) -> None:
+    assert gathered(tmp_path, groups, pa.array(["a", "b", "c", "d", "e"])) == ([["a", "d"]], 0)
+
+
+@pytest.mark.parametrize("group", [b"x", b"caf\xe9"])
+def test_a_text_that_is_no_utf8_is_counted_and_the_others_are_gathered(group: bytes, tmp_path: Path) -> None:
+    texts = pa.array([b"a", b"caf\xe9", b"c", None, b" "], pa.binary()).view(pa.string())
+    groups = pa.array([group] * 5, pa.binary()).view(pa.string())
+    assert gathered(tmp_path, groups, texts) == ([["a", "c"]], 3)
+
+
+def refused(kind: type[RayclError], *arguments: object) -> str:
+    """Return the one line in which a command is refused."""
+    app: Any = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))["app"]
+    with pytest.raises(kind) as caught:
+        app([*map(str, arguments)], standalone_mode=False)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """A set with labels and lists of negatives."""
+    path = tmp_path / "pairs.parquet"
+    rows = {"query": ["q"], "document": ["d"], "label": [1], "negatives": [["n"]]}
+    pq.write_table(pa.table(rows), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--columns", "foo"], "--columns: no texts have the role 'foo'; give some of text, caption, "),
+        (
+            ["--columns", "query,query_id"],
+            "--columns: no texts have the role 'query_id'; give some of text, ",
+        ),
+        (["--columns", ""], "--columns: no texts have the role ''; "),
+        (
+            ["--columns", "query", "--vocabulary-size", "100"],
+            "text.vocabulary_size: input should be greater than or equal to 261, came 100",
+        ),
+        (
+            ["--columns", "query", "--num-texts", "0"],
+            "text.num_texts: input should be greater than or equal to 1, came 0",
+        ),
+    ],
+    ids=["unknown", "an id", "nothing", "small", "no texts"],
+)
+def test_a_tokenizer_that_cannot_be_is_refused_in_one_line(
+    flags: list[str], line: str, pairs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "tokenizer.json"
+    assert refused(ConfigError, "tokenizer", "--data", pairs, "--output", output, *flags).startswith(line)
+    assert not output.exists()
+
+
+def test_negatives_beside_labels_are_refused_as_a_run_refuses_them(pairs: Path, tmp_path: Path) -> None:
+    said = refused(DataError, "pairs", "--data", pairs, "--output", tmp_path / "grouped")
+    assert said.startswith("the set has labels ('label') and lists of negatives ('negatives'): leave out one")

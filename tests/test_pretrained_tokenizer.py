@@ -1,0 +1,78 @@
+"""The tokenizer of a run that begins with a pretrained model is that model's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycl.config import RunConfig
+from raycl.errors import ConfigError
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.storage import Place
+from raycl.tokens import Tokenizer, train_tokenizer
+from raycl.training.vocabulary import known_tokenizer
+from tests.texts import invented_texts
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Tokenizer:
+    """Write the tokenizer beside what a model would be; return it."""
+    tokenizer = train_tokenizer(invented_texts(50), vocabulary_size=300)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text(tokenizer.to_json())
+    return tokenizer
+
+
+def config_of(folder: Path, **settings: Any) -> RunConfig:
+    return override(recipe("simcse"), {"encoder.name": f"transformers:{folder / 'model'}"} | settings)
+
+
+def known(config: RunConfig, folder: Path, *, resumed: bool = False) -> Tokenizer | None:
+    return known_tokenizer(config, Place(str(folder / "run")), resumed=resumed)
+
+
+def written(path: Path) -> tuple[str, Tokenizer]:
+    """Write another tokenizer; return its address, and it."""
+    other = train_tokenizer(invented_texts(50, seed=9), vocabulary_size=280)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(other.to_json())
+    return str(path), other
+
+
+def test_it_is_taken_from_the_models_folder(own: Tokenizer, tmp_path: Path) -> None:
+    found = known(config_of(tmp_path), tmp_path)
+    assert found is not None
+    assert found.fingerprint == own.fingerprint
+    captions = {"text_encoder.name": f"transformers:{tmp_path / 'model'}"}
+    beside_images = known(override(recipe("image_text"), captions), tmp_path)
+    assert beside_images is not None
+    assert beside_images.fingerprint == own.fingerprint
+
+
+def test_another_one_is_refused_unless_the_model_begins_untrained(own: Tokenizer, tmp_path: Path) -> None:
+    address, other = written(tmp_path / "other.json")
+    with pytest.raises(
+        ConfigError, match="is not the one that transformers:.* was trained with; leave it out"
+    ):
+        known(config_of(tmp_path, **{"text.tokenizer": address}), tmp_path)
+    untrained = {"text.tokenizer": address, "encoder.arguments": {"pretrained": False}}
+    found = known(config_of(tmp_path, **untrained), tmp_path)
+    assert found is not None
+    assert found.fingerprint == other.fingerprint
+    same = {"text.tokenizer": str(tmp_path / "model" / "tokenizer.json")}
+    assert known(config_of(tmp_path, **same), tmp_path) is not None
+
+
+def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no tokenizer.json beside it"):
+        known(config_of(tmp_path), tmp_path)
+
+
+def test_only_a_resumed_run_takes_what_lies_in_its_output(own: Tokenizer, tmp_path: Path) -> None:
+    _, other = written(tmp_path / "run" / "tokenizer.json")
+    plain = recipe("simcse")
+    assert known(plain, tmp_path) is None
+    resumed = known(plain, tmp_path, resumed=True)
+    assert resumed is not None
+    assert resumed.fingerprint == other.fingerprint

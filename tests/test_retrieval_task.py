@@ -1,0 +1,270 @@
+"""What retrieval is judged on: which documents are searched, what matches, and what does not count."""
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raycl.data.columns import ColumnNames
+from raycl.errors import ConfigError, DataError
+from raycl.inference.retrieval import evaluate_retrieval
+from raycl.inference.task import Task, image_task, judged_task, pair_task
+from raycl.models.saved import save_encoder
+from raycl.models.specs import ImageEncoderSpec
+from raycl.storage import Place
+from tests.pairs import small_config
+from tests.test_saved_text import save
+
+Write = Callable[..., str]
+NAMES = ColumnNames()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write columns to a parquet file of this name, and return where it is."""
+
+    def to_parquet(name: str, **columns: Any) -> str:
+        pq.write_table(pa.table(columns), tmp_path / name)
+        return str(tmp_path / name)
+
+    return to_parquet
+
+
+def judged(task: Task) -> set[tuple[Any, Any, int]]:
+    return {(task.queries[q], task.documents[d], grade) for q, d, grade in task.relevance.tolist()}
+
+
+def excluded(task: Task) -> set[tuple[Any, Any]]:
+    return {(task.queries[q], task.documents[d]) for q, d in task.excluded.tolist()}
+
+
+def test_queries_search_the_documents_and_negatives_of_both_sets(write: Write) -> None:
+    test = write("test", query=["q", "r", "q"], document=["a", "b", "a"], negatives=[["c", "b"], None, ["d"]])
+    train = write("train", query=["s", "t"], document=["e", "a"], negatives=[[], ["f"]])
+    task = pair_task(test, train, NAMES)
+    assert task.queries == ["q", "r"]
+    assert task.documents == ["a", "b", "c", "d", "e", "f"]
+    assert judged(task) == {("q", "a", 1), ("r", "b", 1)}
+    assert task.sizes == {"num_train": 2, "num_test": 3, "num_broken": 0}
+
+
+def test_lists_of_negatives_add_nothing_but_documents(write: Write) -> None:
+    pairs = {"query": ["q", "r", "s"], "document": ["a", "q", "c"]}
+    plain = pair_task(write("plain", **pairs), None, NAMES)
+    grown = pair_task(write("grown", hard=[["x"], ["a", "y"], ["q"]], **pairs), None, NAMES)
+    assert grown.documents == plain.documents  # a column of another name
+    grown = pair_task(
+        write("grown", hard=[["x"], ["a", "y"], ["q"]], **pairs), None, ColumnNames(negatives="hard")
+    )
+    assert grown.documents == [*plain.documents, "x", "y"]
+    assert (judged(grown), excluded(grown)) == (judged(plain), excluded(plain))
+
+
+def test_own_text_and_what_train_knows_to_match_do_not_count_unless_they_are_judged_to_match(
+    write: Write,
+) -> None:
+    test = write("test", query=["q", "q", "r", "s"], document=["a", "b", "q", "s"], label=[1, 0, 2, 1])
+    train = write(
+        "train",
+        query=["q", "q", "q", "nobody"],
+        document=["a", "c", "d", "a"],
+        label=[1, 1, 0, 1],
+    )
+    task = pair_task(test, train, NAMES)
+    assert judged(task) == {("q", "a", 1), ("q", "b", 0), ("r", "q", 2), ("s", "s", 1)}
+    # "q" is a document too; "s" is its own match; that "d" is no match of "q" is left to be told.
+    assert excluded(task) == {("q", "q"), ("q", "c")}
+
+
+def test_labels_of_both_kinds_make_pairs_to_rank(write: Write) -> None:
+    pairs = {"query": ["q", "q", "r"], "document": ["a", "b", "b"]}
+    for label in ([3, 0, 1], [2, 0, 2], [1, 0, 1]):
+        labeled = pair_task(write("test", **pairs, label=label), None, NAMES).labeled
+        assert labeled is not None
+        assert labeled.tolist() == [[0, 0, 1], [0, 1, 0], [1, 1, 1]]
+    for label in ([1, 1, 1], [2, 1, 3], [0, 0, 0]):
+        assert pair_task(write("test", **pairs, label=label), None, NAMES).labeled is None
+    assert pair_task(write("unlabeled", **pairs), None, NAMES).labeled is None
+
+
+def test_broken_rows_of_both_sets_are_left_out_and_counted(write: Write) -> None:
+    test = write("test", query=["q", " ", "r"], document=["a", "b", None], label=[1, 1, 1])
+    broken = {"negatives": [["c"], ["d", ""], None]}
+    train = write("train", query=["s", "t", "u"], document=["e", "f", "g"], **broken)
+    task = pair_task(test, train, NAMES)
+    assert (task.queries, task.documents) == (["q"], ["a", "e", "g", "c"])
+    assert task.sizes == {"num_train": 2, "num_test": 1, "num_broken": 3}
+
+
+def benchmark(write: Write, **changes: Any) -> tuple[str, str, str]:
+    """Write judgments, queries and documents, the last two in an order of their own; return where."""
+    sets = {
+        "judgments": {"query_id": [8, 7, 8], "document_id": ["y", "x", "z"], "label": [2, 1, 0]},
+        "queries": {"query_id": [7, 8, 9], "query": ["q", "r", "s"]},
+        "documents": {"document_id": ["z", "y", "x", "w"], "document": ["c", "b", "a", "d"]},
+    }
+    for key, values in changes.items():
+        of_set, _, column = key.partition("__")
+        sets[of_set][column] = values
+    paths = [write(name, **columns) for name, columns in sets.items()]
+    return paths[0], paths[1], paths[2]
+
+
+def test_judgments_find_their_texts_by_id(write: Write) -> None:
+    task = judged_task(*benchmark(write), NAMES)
+    assert (task.queries, task.documents) == (["q", "r", "s"], ["c", "b", "a", "d"])
+    assert judged(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
+    assert excluded(task) == set()
+    assert task.sizes == {"num_train": 0, "num_test": 3, "num_broken": 0}
+    assert task.labeled is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_and_the_same_as_judgments_are_the_same_task(write: Write, seed: int) -> None:
+    random, words = Random(seed), list("abcdefgh")  # so few that queries are documents as well
+    pairs = [(random.choice(words), random.choice(words), random.choice([0, 0, 1, 2])) for _ in range(12)]
+    query, document, label = (list(column) for column in zip(*dict.fromkeys(pairs), strict=True))
+    expected = pair_task(write("pairs", query=query, document=document, label=label), None, NAMES)
+    queries, documents = sorted(set(query)), sorted(set(document))
+    task = judged_task(
+        write("judgments", q=[ord(text) for text in query], document_id=document, grade=label),
+        write("queries", q=[ord(text) for text in queries], query=queries),
+        write("documents", document_id=documents, document=documents),
+        ColumnNames(query_id="q", label="grade"),
+    )
+    assert (judged(task), excluded(task)) == (judged(expected), excluded(expected))
+    assert excluded(task)
+    assert task.sizes == expected.sizes
+
+
+def test_each_document_that_is_a_querys_own_text_does_not_count(write: Write) -> None:
+    task = judged_task(*benchmark(write, documents__document=["r", "r", "s", "r"]), NAMES)
+    # "y" is judged to match the second query, "z" not to; the first document of "s" matches another query.
+    assert task.excluded.tolist() == [[1, 0], [1, 3], [2, 2]]
+
+
+def test_texts_that_are_broken_take_their_judgments_along(write: Write) -> None:
+    sets = benchmark(write, queries__query=["", "r", "s"], documents__document=["c", "b", "a", None])
+    task = judged_task(*sets, NAMES)
+    assert (task.queries, task.documents) == (["r", "s"], ["c", "b", "a"])
+    assert judged(task) == {("r", "b", 2), ("r", "c", 0)}
+    assert (task.sizes["num_test"], task.sizes["num_broken"]) == (3, 2)
+
+
+def test_a_judgment_without_a_grade_is_left_out_and_counted(write: Write) -> None:
+    task = judged_task(*benchmark(write, judgments__label=[2, None, 0]), NAMES)
+    assert judged(task) == {("r", "b", 2), ("r", "c", 0)}
+    assert (task.sizes["num_test"], task.sizes["num_broken"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"documents__document_id": ["z", "y", "x", "z"]}, "id z comes twice in .*documents"),
+        ({"queries__query_id": [7, 8, 7]}, "id 7 comes twice in .*queries"),
+        ({"judgments__document_id": ["y", "v", "z"]}, "about id v, which .*documents lacks"),
+        ({"judgments__query_id": [8, 6, 8]}, "about id 6, which .*queries lacks"),
+        ({"judgments__query_id": [8, None, 8]}, "about id None, which .*queries lacks"),
+        ({"judgments__label": pa.array([None] * 3, pa.int64())}, "none of the 3 rows of .*judgments"),
+        ({"queries__query": ["", None, " "]}, "none of the 3 rows of .*queries"),
+        ({"documents__document": [None, "", "", ""]}, "none of the 4 rows of .*documents"),
+    ],
+)
+def test_benchmarks_that_cannot_be_judged_are_refused(write: Write, changes: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        judged_task(*benchmark(write, **changes), NAMES)
+    assert ";" in str(caught.value)  # and what to do
+
+
+def test_documents_without_ids_are_searched_as_well(write: Write) -> None:
+    ids, texts = ["z", "y", "x", None, None], ["c", "b", "a", "d", "e"]
+    task = judged_task(*benchmark(write, documents__document_id=ids, documents__document=texts), NAMES)
+    assert task.documents == texts
+
+
+def test_an_id_is_the_same_as_a_number_and_as_text(write: Write) -> None:
+    task = judged_task(*benchmark(write, judgments__query_id=["8", "7", "8"]), NAMES)
+    assert judged(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
+
+
+def test_judgments_need_grades(write: Write) -> None:
+    _, queries, documents = benchmark(write)
+    judgments = write("judgments", query_id=[7], document_id=["x"])
+    with pytest.raises(DataError, match="no grades; name the column"):
+        judged_task(judgments, queries, documents, NAMES)
+
+
+def test_images_search_all_captions_and_share_equal_ones(write: Write) -> None:
+    captions = [["a cat", "a pet"], ["a dog", "a pet"], ["", None], ["a bird", "a bird", ""]]
+    task = image_task(write("images", image=[b"1", b"2", b"3", b"4"], caption=captions), NAMES)
+    assert task.queries == [b"1", b"2", b"4"]
+    assert task.documents == ["a cat", "a pet", "a dog", "a bird"]
+    assert task.relevance.tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 2, 1], [2, 3, 1]]
+    assert task.sizes == {"num_train": 0, "num_test": 3, "num_broken": 1}
+    single = image_task(write("single", image=[b"1", b"2"], caption=["a cat", "a dog"]), NAMES)
+    assert judged(single) == {(b"1", "a cat", 1), (b"2", "a dog", 1)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_turned_task_asks_by_what_is_relevant_and_judges_the_same_pairs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    task = Task(
+        queries=[f"q{n}" for n in range(6)],
+        documents=[f"d{n}" for n in range(9)],
+        relevance=np.unique(rng.integers(0, (6, 9, 3), (12, 3)), axis=0),
+        num_test=12,
+        num_broken=1,
+    )
+    turned = task.turned()
+    relevant = {document for _, document, grade in judged(task) if grade > 0}
+    assert turned.queries == sorted(relevant) == [task.documents[number] for number in task.asking()]
+    assert turned.documents == task.queries
+    assert judged(turned) == {(d, q, grade) for q, d, grade in judged(task) if d in relevant}
+    assert 0 < len(relevant) < len({document for _, document, _ in judged(task)})
+    assert turned.sizes == task.sizes
+
+
+def test_sets_without_a_row_that_can_be_used_are_refused(write: Write) -> None:
+    good = write("good", query=["q"], document=["d"])
+    bad = write("bad", query=["", "q"], document=["d", None])
+    for test, train in ((bad, None), (good, bad)):
+        with pytest.raises(DataError, match="none of the 2 rows of .*bad can be used.*; mend the data"):
+            pair_task(test, train, NAMES)
+    images = write("images", image=[b"1"], caption=pa.array([[]], pa.list_(pa.string())))
+    with pytest.raises(DataError, match="none of the 1 rows of .*images can be used"):
+        image_task(images, NAMES)
+
+
+def test_sets_that_would_not_be_heard_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave out --train"):
+        evaluate_retrieval(run="run", test="judgments", queries="queries", documents="documents", train="t")
+    save(small_config("image_text"), tmp_path)
+    sets: list[dict[str, Any]] = [{"train": "t"}, {"queries": "queries", "documents": "documents"}]
+    for others in sets:
+        with pytest.raises(ConfigError, match="among those of --test alone; leave the other sets out"):
+            evaluate_retrieval(run=str(tmp_path), test="captioned", **others)
+
+
+def test_images_are_judged_by_their_captions_or_not_at_all(tmp_path: Path) -> None:
+    save(small_config("image_text"), tmp_path / "both")
+    with pytest.raises(DataError, match="there is nothing at .*captioned"):  # it was looked for
+        evaluate_retrieval(run=str(tmp_path / "both"), test=str(tmp_path / "captioned"))
+    spec = ImageEncoderSpec(
+        name="tests.pairs:small_network",
+        image_size=8,
+        stored_size=8,
+        channels=1,
+        mean=(0.5,),
+        std=(0.5,),
+        representation_dim=32,
+    )
+    save_encoder(spec.build(), spec, Place(str(tmp_path / "images")))
+    with pytest.raises(
+        ConfigError, match="an encoder of images and none of captions; judge it by knn or linear"
+    ):
+        evaluate_retrieval(run=str(tmp_path / "images"), test=str(tmp_path / "captioned"))

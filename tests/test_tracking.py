@@ -1,0 +1,461 @@
+"""Trackers read back by the tools of their users, and what becomes of metrics when one is slow or away."""
+
+import json
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlflow import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+import raycl
+from raycl.config import RunConfig
+from raycl.config.sections import TrackingConfig
+from raycl.errors import ConfigError
+from raycl.settings import config_to_yaml
+from raycl.storage import Place
+from raycl.tracking import Point, Trackers, check_trackers, event_files, open_trackers, trackers
+from raycl.tracking.event_files import EventFiles
+from raycl.tracking.mlflow_run import MlflowRun
+from raycl.tracking.outbox import MOST_WAITING, Outbox
+from raycl.training.resumption import prepare_output
+from tests.conftest import BUCKET
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports of trackers take long on a busy machine."""
+    monkeypatch.setattr(trackers, "PATIENCE_S", 200.0)
+
+
+def run_of(**tracking: Any) -> RunConfig:
+    named = {f"tracking.{name}": value for name, value in tracking.items()}
+    return raycl.override(raycl.recipe("simclr"), named)
+
+
+def point(step: int, **metrics: float) -> Point:
+    return Point(step=step, time=1.7e9 + step, metrics=metrics)
+
+
+def seen_in_tensorboard(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
+    """Return (step, value) as TensorBoard shows them."""
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    if name not in shown.Tags()["scalars"]:
+        return []
+    return [(event.step, round(event.value, 4)) for event in shown.Scalars(name)]
+
+
+def download(place: Place, folder: Path) -> Path:
+    for name, _ in place.files():
+        (folder / name).write_bytes((place / name).read_bytes())
+    return folder
+
+
+def tracked(
+    config: RunConfig, output: Path, steps: Sequence[int], *, finished: bool, resume_step: int = 0
+) -> None:
+    """Write lines as a run does that makes these steps."""
+    opened = open_trackers(config, Place(str(output)), resume_step=resume_step)
+    for step in steps:
+        opened.write(
+            step,
+            {
+                "step": step,
+                "time": 1.7e9,
+                "loss": 1 / step,
+                "epoch": 0,
+                "text": "a notice",
+                "gap": float("nan"),
+            },
+        )
+    opened.close(finished=finished)
+    assert opened.news() == []
+    assert opened.num_failures == 0
+
+
+# TensorBoard
+
+
+def test_tensorboard_shows_every_number_at_its_step_and_time(tmp_path: Path) -> None:
+    files = EventFiles(Place(str(tmp_path / "board")))
+    files.write([point(10, loss=0.5, knn_top1=0.25), point(20, loss=0.125)])
+    files.close(finished=True)
+    assert seen_in_tensorboard(tmp_path / "board") == [(10, 0.5), (20, 0.125)]
+    assert seen_in_tensorboard(tmp_path / "board", "knn_top1") == [(10, 0.25)]
+    shown = EventAccumulator(str(tmp_path / "board"))
+    shown.Reload()
+    assert [event.wall_time for event in shown.Scalars("loss")] == [1.7e9 + 10, 1.7e9 + 20]
+
+
+def test_numbers_alone_go_to_trackers(tmp_path: Path) -> None:
+    tracked(run_of(tensorboard=True), tmp_path, [1, 2], finished=True)
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    assert set(shown.Tags()["scalars"]) == {"loss", "epoch"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.booleans()), min_size=1, max_size=5))
+def test_tensorboard_shows_each_step_once_as_it_was_made_last(
+    tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[int, int, bool]]
+) -> None:
+    """A run dies or rolls back at any step and goes on from any checkpoint before it."""
+    folder = tmp_path_factory.mktemp("board")
+    expected: dict[int, float] = {}
+    files = EventFiles(Place(str(folder)))
+    for number, (checkpoint, num_steps, rolls_back) in enumerate(lives):
+        start = min(checkpoint, max(expected, default=0))
+        if number and rolls_back:
+            files.write([Point(step=start, time=0.0, metrics={}, goes_back=True)])
+        elif number:
+            files.flush()  # it is killed: nobody closes its file
+            files = EventFiles(Place(str(folder)), resume_step=start)
+        expected = {step: value for step, value in expected.items() if step <= start}
+        made = {step: float(number) for step in range(start + 1, start + num_steps + 1)}
+        files.write([point(step, loss=value) for step, value in made.items()])
+        expected |= made
+    files.close(finished=True)
+    assert seen_in_tensorboard(folder) == sorted(expected.items())
+
+
+def test_a_file_cut_within_a_record_costs_no_more_than_that_record(tmp_path: Path) -> None:
+    files = EventFiles(Place(str(tmp_path)))
+    files.write([point(step, loss=step) for step in (1, 2, 3)])
+    files.flush()
+    [first] = tmp_path.iterdir()
+    first.write_bytes(first.read_bytes()[:-7])
+    again = EventFiles(Place(str(tmp_path)), resume_step=3)
+    again.write([point(4, loss=4)])
+    again.close(finished=True)
+    assert [step for step, _ in seen_in_tensorboard(tmp_path)] == [1, 2, 4]
+
+
+def test_event_files_on_s3_come_in_pieces_and_go_on_after_a_restart(
+    s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_files, "MAX_BYTES", 100)
+    place = Place(f"s3://{BUCKET}/tracking/board")
+    files = EventFiles(place)
+    for step in range(1, 31):
+        files.write([point(step, loss=step)])
+        files.flush()
+    num_pieces = len(place.files())
+    assert num_pieces > 10  # their order is that of numbers, and not of digits
+    again = EventFiles(place, resume_step=25)
+    again.write([point(26, loss=-26)])
+    again.close(finished=True)
+    assert len(place.files()) == num_pieces + 1
+    expected = [(step, float(step)) for step in range(1, 26)] + [(26, -26.0)]
+    assert seen_in_tensorboard(download(place, tmp_path)) == expected
+
+
+# Slow trackers, and such as are away
+
+
+class Blocked:
+    """A tracker whose server does not answer before it is told to."""
+
+    def __init__(self) -> None:
+        self.may_answer = threading.Event()
+        self.steps: list[int] = []
+
+    def write(self, points: Sequence[Point]) -> None:
+        self.may_answer.wait()
+        self.steps += [each.step for each in points]
+
+    def flush(self) -> None: ...
+
+    def close(self, *, finished: bool) -> None: ...
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
+    blocked = Blocked()
+    outbox = Outbox("tracking.mlflow", lambda: blocked, every_s=0.01)
+    opened = Trackers([outbox])
+    for step in range(1, 101):
+        opened.write(step, {"loss": 1.0})
+    started = time.monotonic()
+    outbox.begin_closing(finished=True)
+    outbox.wait(0.1)
+    assert time.monotonic() - started < 5
+    assert opened.news() == [
+        "tracking.mlflow did not take the metrics of 100 logged steps; metrics.jsonl has them"
+    ]
+    blocked.may_answer.set()
+    wait_for(lambda: blocked.steps == list(range(1, 101)))
+
+
+def test_what_a_tracker_refused_comes_again_in_order_and_its_failure_is_told_once(tmp_path: Path) -> None:
+    # A file stands where the folder should be, until somebody clears it away.
+    in_the_way = tmp_path / "board"
+    in_the_way.write_text("x")
+    outbox = Outbox("tracking.tensorboard", lambda: EventFiles(Place(str(in_the_way))), every_s=0.01)
+    opened = Trackers([outbox])
+    opened.write(1, {"loss": 1.0})
+    wait_for(lambda: outbox.num_failures >= 3)
+    opened.write(2, {"loss": 0.5})
+    [told] = opened.news()
+    assert told.startswith("tracking.tensorboard takes no metrics: ")
+    assert str(in_the_way) in told
+    in_the_way.unlink()
+    opened.close(finished=True)
+    assert opened.news() == []
+    assert seen_in_tensorboard(in_the_way) == [(1, 1.0), (2, 0.5)]
+
+
+def test_what_a_server_refused_stays_before_what_came_meanwhile() -> None:
+    taken: list[int] = []
+
+    class Refusing:
+        num_refused = 0
+
+        def write(self, points: Sequence[Point]) -> None:
+            if self.num_refused < 2:
+                self.num_refused += 1
+                outbox.put(point(1 + self.num_refused))
+                raise OSError("too many requests")
+            taken.extend(each.step for each in points)
+
+        def flush(self) -> None: ...
+
+        def close(self, *, finished: bool) -> None: ...
+
+    outbox = Outbox("tracking.mlflow", Refusing, every_s=0.01)
+    outbox.put(point(1))
+    wait_for(lambda: len(taken) == 3)
+    assert taken == [1, 2, 3]
+    assert outbox.news() == [
+        "tracking.mlflow takes no metrics: too many requests; the run goes on, and they are offered again"
+    ]
+
+
+def test_a_failed_flush_does_not_write_twice(s3_server: str, tmp_path: Path) -> None:
+    place = Place(f"s3://{BUCKET}/tracking/flush")
+    files = EventFiles(place)
+    fails = iter([True])
+
+    class Flaky:
+        def write(self, points: Sequence[Point]) -> None:
+            files.write(points)
+
+        def flush(self) -> None:
+            if next(fails, False):
+                raise OSError("the network is away")
+            files.flush()
+
+        def close(self, *, finished: bool) -> None:
+            files.close(finished=finished)
+
+    outbox = Outbox("tracking.tensorboard", Flaky, every_s=0.01)
+    opened = Trackers([outbox])
+    opened.write(1, {"loss": 1.0})
+    wait_for(lambda: outbox.num_failures == 1)
+    opened.write(2, {"loss": 0.5})
+    opened.close(finished=True)
+    assert seen_in_tensorboard(download(place, tmp_path)) == [(1, 1.0), (2, 0.5)]
+    [told] = opened.news()
+    assert "the network is away" in told  # and not that something is missing
+
+
+def test_points_that_wait_are_limited_and_the_oldest_go_first() -> None:
+    blocked = Blocked()
+
+    def never() -> Blocked:
+        if not blocked.may_answer.is_set():
+            raise OSError("away")
+        return blocked
+
+    outbox = Outbox("tracking.mlflow", never, every_s=3600)
+    for step in range(MOST_WAITING + 5):
+        outbox.put(point(step))
+    blocked.may_answer.set()
+    outbox.begin_closing(finished=True)
+    outbox.wait(20)
+    assert blocked.steps == list(range(5, MOST_WAITING + 5))
+    assert "metrics of 5 logged steps" in outbox.news()[0]
+
+
+# MLflow
+
+
+@pytest.fixture
+def mlflow_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    return f"file:{tmp_path}/mlflow"
+
+
+def logged_in(address: str, output: Path) -> tuple[Any, list[tuple[int, float]]]:
+    """Return the only run of raycl's experiment and its losses."""
+    client = MlflowClient(tracking_uri=address)
+    experiment = client.get_experiment_by_name("raycl")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.data.tags["output"] == str(output)
+    losses = client.get_metric_history(run.info.run_id, "loss")
+    return run, sorted((metric.step, metric.value) for metric in losses)
+
+
+def test_mlflow_has_settings_and_metrics_and_a_resumed_run_goes_on_with_its_run(
+    mlflow_folder: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "runs" / "first"
+    config = raycl.override(run_of(mlflow=mlflow_folder), {"stages.1.batch_size": 512})
+    tracked(config, output, [1, 2, 3], finished=False)
+    run, _ = logged_in(mlflow_folder, output)
+    assert run.info.status == "RUNNING"
+    tracked(config, output, [3, 4], finished=True, resume_step=2)
+    run, losses = logged_in(mlflow_folder, output)
+    assert set(losses) == {(step, 1 / step) for step in (1, 2, 3, 4)}
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert run.data.params["recipe"] == "simclr"
+    assert run.data.params["stages.1.batch_size"] == "512"
+    assert run.data.params["max_failures"] == str(config.max_failures)
+    assert len(run.data.params) > 100  # more than one request may hold
+    tracked(config, output, [5], finished=False, resume_step=4)
+    assert logged_in(mlflow_folder, output)[0].info.status == "RUNNING"
+
+
+def test_a_server_that_is_away_is_told_soon(tmp_path: Path) -> None:
+    with socket.socket() as closed_again:
+        closed_again.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed_again.getsockname()[1]}"
+    output = Place(str(tmp_path))
+    outbox = Outbox("tracking.mlflow", lambda: MlflowRun(run_of(mlflow=address), output), every_s=0.01)
+    wait_for(lambda: outbox.num_failures > 0)
+    assert outbox.news()[0].startswith("tracking.mlflow takes no metrics: ")
+    outbox.begin_closing(finished=True)
+
+
+def test_another_server_gets_a_run_of_its_own(mlflow_folder: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    tracked(run_of(mlflow=mlflow_folder), output, [1], finished=False)
+    other = f"{mlflow_folder}-other"
+    tracked(run_of(mlflow=other), output, [2], finished=True)
+    assert logged_in(mlflow_folder, output)[1] == [(1, 1.0)]
+    assert logged_in(other, output)[1] == [(2, 0.5)]
+
+
+# Weights & Biases
+
+
+def records_in(path: Path) -> Iterator[Any]:
+    """Yield the records of a run that W&B kept offline: blocks of 32 KiB, as in LevelDB's log."""
+    content, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 32_768 - at % 32_768 < 7:
+            at += 32_768 - at % 32_768
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def test_wandb_has_metrics_over_steps_and_a_resumed_run_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")  # its process starts slowly on a busy machine
+    output = tmp_path / "first"
+    output.mkdir()
+    config = run_of(wandb="team/digits")
+    tracked(config, output, [1, 2, 3], finished=False)
+    time.sleep(1.1)  # W&B names its folder by the second
+    tracked(config, output, [3, 4], finished=True, resume_step=2)
+    parts = [list(records_in(path)) for path in sorted(output.glob("wandb/offline-run-*/*.wandb"))]
+    runs = [record.run for part in parts for record in part if record.WhichOneof("record_type") == "run"]
+    assert {(run.entity, run.project, run.display_name) for run in runs} == {("team", "digits", "first")}
+    assert len(parts) == 2
+    assert len({run.run_id for run in runs}) == 1
+    settings_sent = {update.key: json.loads(update.value_json) for update in runs[0].config.update}
+    assert settings_sent["seed"] == config.seed
+    lines = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for part in parts
+        for record in part
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [(line["step"], line["loss"]) for line in lines] == [
+        (step, pytest.approx(1 / step)) for step in (1, 2, 3, 3, 4)
+    ]
+    axes = [
+        record.metric for part in parts for record in part if record.WhichOneof("record_type") == "metric"
+    ]
+    assert any(axis.glob_name == "*" and axis.step_metric == "step" for axis in axes)
+
+
+# Settings
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_missing_package_is_one_line_before_anything_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(mlflow="http://host:5000", wandb="digits")
+    check_trackers(config)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(config)
+    assert str(caught.value) == (
+        f"tracking.{name} needs the package {name}, which is not installed: "
+        f"pip install 'raycl[{name}]', or leave it out"
+    )
+    check_trackers(run_of(tensorboard=True))
+
+
+def test_a_folder_that_a_tracker_left_behind_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match="package wandb, which is not installed"):
+        check_trackers(run_of(wandb="digits"))
+
+
+@pytest.mark.parametrize(
+    ("tracking", "says"),
+    [
+        ({"mlflow": "runs/mlflow"}, "'runs/mlflow' would be another folder on every node"),
+        ({"mlflow": "https://me:secret@host/mlflow"}, "MLFLOW_TRACKING_PASSWORD"),
+        ({"mlflow": "https://token@host"}, "MLFLOW_TRACKING_PASSWORD"),
+        ({"wandb": "a/b/c"}, "tracking.wandb"),
+        ({"tensorboard": "yes"}, "tracking.tensorboard"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tracking: Mapping[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        run_of(**tracking)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://host:5000", "databricks", "/shared/mlflow", "file:/shared/mlflow"]
+)
+def test_addresses_that_all_nodes_understand_are_taken(address: str) -> None:
+    assert run_of(mlflow=address).tracking == TrackingConfig(mlflow=address)
+
+
+def test_a_resumed_run_may_be_tracked_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(config_to_yaml(run_of(tensorboard=True, wandb="digits")))
+    prepare_output(run_of(mlflow="http://host:5000"), str(tmp_path), resume=True)
