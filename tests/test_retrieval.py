@@ -60,6 +60,23 @@ def draw_rankings(seed: int) -> tuple[Positions, Positions]:
     return ranked, relevance
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_where_any_is_enough_recall_is_the_share_of_queries_that_found_one(seed: int) -> None:
+    ranked, relevance = draw_rankings(seed)
+    scores = retrieval_scores(ranked, relevance, any_is_enough=True)
+    relevant = {(query, document) for query, document, grade in relevance.tolist() if grade > 0}
+    judged = sorted({query for query, _ in relevant if query < len(ranked)})
+    for k in (1, 5, 10):
+        found = [any((q, d) in relevant for d in ranked[q, :k].tolist() if d >= 0) for q in judged]
+        assert scores[f"recall_at_{k}"] == pytest.approx(np.mean(found))
+    plain = retrieval_scores(ranked, relevance)
+    assert {name for name in plain if plain[name] != scores[name]} == {
+        "recall_at_5",
+        "recall_at_10",
+        "recall_at_1",
+    }
+
+
 def test_one_ranking_is_judged_as_by_hand() -> None:
     # Found: nothing, grade 2, nothing, grade 1; a document of grade 3 is not found.
     scores = retrieval_scores(rows([3, 1, 2, 0]), rows([0, 1, 2], [0, 0, 1], [0, 7, 3]))

@@ -37,7 +37,7 @@ def evaluate_retrieval(
 
     A set holds pairs of query and document, perhaps with a label: 0 for no match, 1 and above for
     grades of relevance; or images with their captions, judged in both directions among those of
-    ``test`` alone. Pairs that ``train`` knows to match do not count for a query, nor does its own
+    ``test`` alone, where one of an image's captions is enough for its recall. Pairs that ``train`` knows to match do not count for a query, nor does its own
     text. Where queries and documents are sets of their own, as in a benchmark with judgments, give
     them as ``queries`` (``query_id``, ``query``) and ``documents`` (``document_id``, ``document``),
     and in ``test`` both ids with the label.
@@ -79,8 +79,8 @@ def evaluate_retrieval(
 def _judge_images(task: Task, run: str, options: dict[str, Any]) -> dict[str, Any]:
     image, caption = _embed(task, run, options)
     directions = {
-        "query_to_document": _scores(task, image, caption),
-        "document_to_query": _scores(task.turned(), caption[task.asking()], image),
+        "query_to_document": _scores(task, image, caption, any_is_enough=True),
+        "document_to_query": _scores(task.turned(), caption[task.asking()], image, any_is_enough=True),
     }
     named = {
         f"{direction}_{name}": value for direction, each in directions.items() for name, value in each.items()
@@ -110,9 +110,9 @@ def _embed(task: Task, run: str, options: dict[str, Any]) -> tuple[Tensor, Tenso
     return query, document
 
 
-def _scores(task: Task, query: Tensor, document: Tensor) -> dict[str, float]:
+def _scores(task: Task, query: Tensor, document: Tensor, *, any_is_enough: bool = False) -> dict[str, float]:
     _, ranked = search(query, document, k=DEPTH, excluded=task.excluded)
-    return retrieval_scores(ranked, task.relevance)
+    return retrieval_scores(ranked, task.relevance, any_is_enough=any_is_enough)
 
 
 def _word_floor(task: Task) -> dict[str, Any]:

@@ -17,11 +17,14 @@ _MEASURES = {  # raycl's names, and trec_eval's
     "mrr": "recip_rank",
     "map": "map",
 }
+_BY_ANY = {"recall_at_1": "success_1", "recall_at_5": "success_5", "recall_at_10": "success_10"}
 _QUERIES = 1_024  # at once: trec_eval takes dictionaries of strings, about 110 bytes a document ranked
 _MAX_GRADE = 10  # trec_eval walks a table as long as the highest gain, for each query
 
 
-def retrieval_scores(ranked: NDArray[np.integer], relevance: NDArray[np.integer]) -> dict[str, float]:
+def retrieval_scores(
+    ranked: NDArray[np.integer], relevance: NDArray[np.integer], *, any_is_enough: bool = False
+) -> dict[str, float]:
     """Judge rankings by graded relevance; means over the queries that have a relevant document.
 
     ``ranked`` is [num_queries, k], positions of documents, best first; -1, where there is none, is
@@ -30,7 +33,8 @@ def retrieval_scores(ranked: NDArray[np.integer], relevance: NDArray[np.integer]
     grade holds, as for a document that was shown twice and clicked once.
 
     Returns ``recall_at_1``, ``recall_at_5`` and ``recall_at_10`` (the share of **all** relevant
-    documents that stand so high), ``ndcg_at_10`` with gain 2^grade - 1 (Burges et al., 2005),
+    documents that stand so high; or, where ``any_is_enough``, the share of queries of which one does,
+    as image-text retrieval counts: Karpathy and Fei-Fei, 2015), ``ndcg_at_10`` with gain 2^grade - 1 (Burges et al., 2005),
     ``mrr`` and ``map``; the last two see no deeper than the ranking is, so give at least 100
     columns for them. Grade 1 and above is relevant; only nDCG tells grades apart. Queries without
     a relevant document are left out: ``num_queries`` counts those judged, ``num_left_out`` these.
@@ -47,12 +51,13 @@ def retrieval_scores(ranked: NDArray[np.integer], relevance: NDArray[np.integer]
             f"none of the {len(ranked)} queries has a relevant document; "
             "check that the positions and the grades are in the right columns"
         )
-    evaluator = pytrec_eval.RelevanceEvaluator(gains, set(_MEASURES.values()))
+    measures = _MEASURES | (_BY_ANY if any_is_enough else {})
+    evaluator = pytrec_eval.RelevanceEvaluator(gains, set(measures.values()))
     rows: list[dict[str, float]] = []
     for first in range(0, len(judged), _QUERIES):
         run = {query: _as_scores(ranked[int(query)]) for query in judged[first : first + _QUERIES]}
         rows += evaluator.evaluate(run).values()
-    scores = {name: sum(row[key] for row in rows) / len(judged) for name, key in _MEASURES.items()}
+    scores = {name: sum(row[key] for row in rows) / len(judged) for name, key in measures.items()}
     return scores | {"num_queries": len(judged), "num_left_out": len(ranked) - len(judged)}
 
 

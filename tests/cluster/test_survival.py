@@ -40,9 +40,12 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
     tmp_path: Path,
 ) -> None:
     data = write_digits(tmp_path / "digits.parquet", 300)
+    marker = tmp_path / "hurry"
     config = small_run(
         **{
             "workers": 1,
+            "encoder.name": "tests.cluster.networks:slow",
+            "encoder.arguments": {"channels": 1, "marker": str(marker)},
             "stages.0.epochs": 40,
             "checkpoints.every_steps": 1_000,
             "evaluation.every_epochs": 0,
@@ -71,6 +74,7 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
     assert 0 < reached < 160
     assert (output / "checkpoints" / f"step-{reached:08d}").exists()
 
+    marker.touch()
     raycl.train(config, data=str(data), output=str(output), resume=True, quiet=True)
     assert read_result(Place(str(output)))["status"] == "finished"
     whole = tmp_path / "whole"
