@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlflow import MlflowClient
@@ -409,7 +410,7 @@ def test_wandb_has_metrics_over_steps_and_a_resumed_run_goes_on_with_its_run(
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_missing_package_is_one_line_before_anything_starts(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = run_of(mlflow="http://host:5000", wandb="digits")
     check_trackers(config)
@@ -420,6 +421,9 @@ def test_a_missing_package_is_one_line_before_anything_starts(
         f"tracking.{name} needs the package {name}, which is not installed: "
         f"pip install 'raycl[{name}]', or leave it out"
     )
+    with pytest.raises(ConfigError, match=f"needs the package {name}"):
+        raycl.train(config, data=str(tmp_path / "none"), output=str(tmp_path / "out"))
+    assert not ray.is_initialized()
     check_trackers(run_of(tensorboard=True))
 
 

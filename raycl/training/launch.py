@@ -26,6 +26,7 @@ from raycl.records import write_result
 from raycl.settings import config_to_yaml
 from raycl.storage import Place, absolute
 from raycl.tokens import Tokenizer, Vocabulary
+from raycl.tracking import check_trackers
 from raycl.training import build
 from raycl.training.checkpoint import saved_steps
 from raycl.training.groups import Groups, cpus_of_a_worker, spare_cpus
@@ -75,6 +76,7 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
+    check_trackers(config)
     place = prepare_output(config, output, resume=resume)
     source = None if data is None else find_source(data, build.column_names(config))
     if source is not None:
@@ -84,7 +86,7 @@ def train(
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
-    with own_errors(), open_logbook() as logbook:
+    with own_errors(), open_logbook({"run": place.name, "recipe": config.recipe}) as logbook:
         launch = _Launch(config, place, encoder, logbook, tokenizer, quiet=quiet)
         return launch.run(data, source, dataset)
 

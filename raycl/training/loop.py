@@ -91,7 +91,16 @@ class _Loop:
         )
         self._saver = Saver(self._job, self._learner, self._watch, self._clock, self._recorder)
         self._saver.begin_at(position)
-        if restored is None:
+        outcome = None
+        try:
+            outcome = self._train(position, is_new=restored is None)
+        finally:
+            self._recorder.close(finished=isinstance(outcome, Finished))
+        return outcome
+
+    def _train(self, position: Position, *, is_new: bool) -> Outcome | None:
+        """Make steps until the end, or until another group of workers must go on."""
+        if is_new:
             self._begin(position)
         while self._asked_for(position) == self._job.workers:
             if self._saver.is_to_stop:

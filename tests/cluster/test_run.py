@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import raycl
 from raycl.config import RunConfig
@@ -36,6 +37,7 @@ SMALL: dict[str, Any] = {
     "checkpoints.every_steps": 5,
     "log_every_steps": 1,
 }
+TRACKED = {"tracking.tensorboard": True}
 
 
 def small_run(method: str = "simclr", **settings: Any) -> RunConfig:
@@ -63,7 +65,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One uninterrupted run that many tests look at."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    return Finished(data, output, raycl.train(small_run(), data=str(data), output=str(output), quiet=True))
+    config = small_run(**TRACKED)
+    return Finished(data, output, raycl.train(config, data=str(data), output=str(output), quiet=True))
 
 
 def test_a_run_writes_what_it_promises(finished: Finished) -> None:
@@ -73,7 +76,7 @@ def test_a_run_writes_what_it_promises(finished: Finished) -> None:
     assert result["samples_per_second"] > 0
     assert 0 < result["final"]["knn_top1"] <= 1
     saved = raycl.config_from_yaml((finished.output / "config.yaml").read_text())
-    assert saved == small_run()
+    assert saved == small_run(**TRACKED)
 
 
 def test_broken_rows_are_counted_by_cause(finished: Finished) -> None:
@@ -88,6 +91,15 @@ def test_metrics_have_a_line_a_step_and_judgments_between(finished: Finished) ->
     judged = [line["step"] for line in lines if "knn_top1" in line]
     assert judged[0] == 0
     assert judged[-1] == finished.result.steps
+
+
+def test_a_tracker_has_all_numbers_when_the_run_is_over(finished: Finished) -> None:
+    shown = EventAccumulator(str(finished.output / "tensorboard"))
+    shown.Reload()
+    for name in ("loss", "knn_top1"):
+        lines = [line for line in read_metrics(Place(str(finished.output))) if name in line]
+        written = [(line["step"], pytest.approx(line[name], rel=1e-5)) for line in lines]
+        assert [(event.step, event.value) for event in shown.Scalars(name)] == written
 
 
 def test_an_epoch_has_as_many_steps_as_whole_batches(finished: Finished) -> None:
