@@ -156,7 +156,9 @@ class Samples:
             else group_dataset(_given(self._dataset), self.columns, self._logbook)
         )
         self._source, self._dataset = None, grouped.materialize()
-        self._num_clicks = rows_in(self._logbook).num_rows
+        rows = rows_in(self._logbook)
+        rows.check(self._config.data.max_bad_fraction)
+        self._num_clicks = rows.num_rows
         self.columns = grouped_columns(self.columns)
         if self._dataset.count() == 0:
             raise DataError(
