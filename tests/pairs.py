@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from torch import nn
 
 from raycl.config import RunConfig
@@ -98,6 +100,21 @@ def clicks(num_rows: int, *, num_negatives: Sequence[int], seed: int = 0) -> dic
         "document_id": [name for _, name in documents],
         "negative_ids": [[name for _, name in row] for row in negatives],
     }
+
+
+def write_pairs(path: Path, num_pairs: int) -> Path:
+    """Write queries, their documents and none to three explicit negatives each to a parquet file."""
+    texts, random = invented_texts(num_pairs, seed=1), Random(0)
+    rows = [
+        {
+            "query": f"{' '.join(text.split()[:3])} {number}",
+            "document": text,
+            "negatives": random.sample(texts[:number] + texts[number + 1 :], random.randint(0, 3)),
+        }
+        for number, text in enumerate(texts)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=64)
+    return path
 
 
 def noise_images(num_images: int) -> list[bytes]:

@@ -121,18 +121,23 @@ def mortal(**arguments: Any) -> nn.Module:
     return Mortal(**arguments)
 
 
-class Slow(Small):
-    """Takes a tenth of a second more for each batch until the marker is there."""
+class Slow(nn.Module):
+    """Takes a tenth of a second more for each training batch until the marker is there."""
 
-    def __init__(self, marker: str, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, network: nn.Module, marker: str) -> None:
+        super().__init__()
+        self.network = network
         self._until = marker
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, batch: Tensor) -> Tensor:
         if self.training and not Path(self._until).exists():
             time.sleep(0.1)
-        return super().forward(images)
+        return self.network(batch)
 
 
-def slow(**arguments: Any) -> nn.Module:
-    return Slow(**arguments)
+def slow(*, marker: str, **arguments: Any) -> nn.Module:
+    return Slow(Small(**arguments), marker)
+
+
+def slow_words(*, marker: str, **arguments: Any) -> nn.Module:
+    return Slow(Words(**arguments), marker)

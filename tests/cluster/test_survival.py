@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -16,6 +14,7 @@ import raycl
 from raycl.errors import RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
+from tests.cluster.strikes import wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import small_run
 from tests.images import write_digits
@@ -27,13 +26,6 @@ ROOT = Path(__file__).parent.parent.parent
 
 def losses_of(output: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(Place(str(output))) if "loss" in line]
-
-
-def wait_until(is_so: Any, *, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.1)
 
 
 def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had_happened(

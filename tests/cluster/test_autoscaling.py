@@ -1,0 +1,132 @@
+"""Runs on a cluster that has no nodes yet: they come, the run grows, they go, and the run is the same."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from raycl.records import read_metrics
+from raycl.storage import Place
+from tests.cluster.networks import Small
+from tests.growing_cluster import GrowingCluster, growing_cluster, processes_of
+from tests.images import write_digits
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(2400)]
+
+NUM_IMAGES, BATCH_SIZE, EPOCHS = 300, 48, 60
+STEPS_PER_EPOCH = NUM_IMAGES // BATCH_SIZE
+QUEUED_STEPS = 4
+SETTINGS: dict[str, Any] = {
+    "autoscaling": "true",
+    "batchnorm": "synchronized",
+    "checkpoints.every_s": 5,
+    "data.channels": 1,
+    "data.image_size": 16,
+    "encoder.name": f"{__name__}:patient",
+    "evaluation.every_epochs": 0,
+    "log_every_steps": 1,
+    "negatives.capacity": QUEUED_STEPS * BATCH_SIZE,
+}
+
+
+class Patient(Small):
+    """Takes a second more for each batch until the marker is there."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__(channels=1, dropout=0.0)
+        self._until = marker
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and not Path(self._until).exists():
+            time.sleep(1.0)
+        return super().forward(images)
+
+
+def patient(**arguments: Any) -> nn.Module:
+    return Patient(**arguments)
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    if not (output / "metrics.jsonl").exists():
+        return []
+    return [line for line in read_metrics(Place(str(output))) if "loss" in line]
+
+
+def train(
+    cluster: GrowingCluster, recipe: str, output: Path, *, marker: Path, until: int, **settings: Any
+) -> tuple[float, float]:
+    """Train with ``raycl train`` on a cluster; hurry as soon as a line tells of ``until`` workers."""
+    data = write_digits(cluster.folder / "digits.parquet", NUM_IMAGES)
+    settings = SETTINGS | {"encoder.arguments.marker": str(marker)} | settings
+    flags = {"--data": data, "--output": output, "--batch-size": BATCH_SIZE}
+    arguments = [str(part) for flag in flags.items() for part in flag]
+    arguments += [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+
+    def hurry() -> None:
+        if any(line["workers"] >= until for line in lines_of(output)):
+            marker.touch()
+
+    return cluster.train(recipe, *arguments, meanwhile=hurry)
+
+
+@pytest.mark.parametrize("recipe", ["simclr", "moco_v2"])
+def test_a_run_grows_with_its_cluster_and_stays_the_run_that_it_was(recipe: str, tmp_path: Path) -> None:
+    grown, alone, marker = tmp_path / "grown", tmp_path / "alone", tmp_path / "hurry"
+    # From one node to the next it takes long enough for the run to grow by one.
+    with growing_cluster(max_nodes=3, boot_s=45.0) as cluster:
+        length = {"stages.0.epochs": EPOCHS}
+        assert cluster.look().nodes == 0
+        elastic = {"workers": 3, "min_workers": 1}
+        began, over = train(cluster, recipe, grown, marker=marker, until=3, **elastic, **length)
+        assert cluster.wait_until_empty().nodes == 0
+        during = [seen.nodes for seen in cluster.seen if began <= seen.time <= over]
+        assert during[0] == 0
+        assert max(during) >= 2
+        train(cluster, recipe, alone, marker=marker, until=1, workers=1, **length)
+    assert not processes_of(cluster.folder)
+
+    lines = lines_of(grown)
+    workers = [line["workers"] for line in lines]
+    assert workers[0] == 1
+    assert workers == sorted(workers)
+    assert workers[-1] > 1
+    # However many there were, a step saw the batch that was asked for, and an epoch all its steps.
+    assert [line["step"] for line in lines] == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
+    assert [line["samples"] for line in lines] == [BATCH_SIZE * line["step"] for line in lines]
+    assert [line["epoch"] for line in lines] == [(line["step"] - 1) // STEPS_PER_EPOCH for line in lines]
+    reference = lines_of(alone)
+    assert {line["workers"] for line in reference} == {1}
+    assert [line["learning_rate"] for line in lines] == [line["learning_rate"] for line in reference]
+    if recipe == "moco_v2":
+        ages = [line["negatives_age_max"] for line in lines]
+        assert ages == [min(line["step"], QUEUED_STEPS) for line in lines]
+    # Sums in another order drift apart in the end, so what is compared is the time around each change.
+    for before, after in changes(lines):
+        for step in range(before - 3, after + 10):
+            assert lines[step]["loss"] == pytest.approx(reference[step]["loss"], rel=1e-3)
+
+
+def changes(lines: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return the indices of the last line of one number of workers and of the first of the next."""
+    numbered = enumerate(line["workers"] for line in lines)
+    return [(one, two) for (one, few), (two, more) in pairwise(numbered) if few != more]
+
+
+def test_a_stage_that_asks_for_more_workers_gets_them_and_the_queue_goes_along(tmp_path: Path) -> None:
+    output, marker = tmp_path / "run", tmp_path / "hurry"
+    marker.touch()
+    stages = {"stages.0.epochs": 2, "stages.1.epochs": 2, "stages.0.workers": 1, "stages.1.workers": 2}
+    with growing_cluster(max_nodes=2) as cluster:
+        train(cluster, "moco_v2", output, marker=marker, until=2, **stages)
+        assert cluster.wait_until_empty().nodes == 0
+    lines = lines_of(output)
+    assert [(line["stage"], line["workers"]) for line in lines] == [(0, 1)] * 12 + [(1, 2)] * 12
+    assert [line["samples"] for line in lines] == [BATCH_SIZE * step for step in range(1, 25)]
+    # A queue that began anew would be young again at step 13, one of another batch never of this mean age.
+    assert [line["negatives_age_max"] for line in lines] == [min(step, QUEUED_STEPS) for step in range(1, 25)]
+    assert {line["negatives_age_mean"] for line in lines[QUEUED_STEPS:]} == {(1 + QUEUED_STEPS) / 2}
+    assert cluster.seen[0].nodes == 0
+    assert max(seen.nodes for seen in cluster.seen) == 2

@@ -1,0 +1,242 @@
+"""A Ray on this machine whose nodes come when they are asked for and go when they are idle.
+
+Ray's own provider for tests stands in for a cloud: a node is a raylet of one CPU, started and ended by
+Ray's autoscaler, and nothing but the boot of a machine is played.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from ray._private.services import get_node_ip_address
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+from ray.autoscaler._private.fake_multi_node import node_provider
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # pyright: ignore[reportAttributeAccessIssue]
+
+ROOT = Path(__file__).parent.parent
+IDLE_S = 10.0
+STORE_BYTES = 150 * 2**20
+
+_MARK = "RAYCL_GROWING_CLUSTER"  # in the environment of every process of a cluster: its folder
+
+
+@final
+class SlowProvider(node_provider.FakeMultiNodeProvider):
+    """Start one node after the other, each after ``boot_s`` seconds, as a cloud does with few machines left."""
+
+    def create_node_with_resources_and_labels(
+        self, node_config: Any, tags: Any, count: int, resources: Any, labels: Any
+    ) -> None:
+        for _ in range(count):
+            time.sleep(self.provider_config["boot_s"])
+            super().create_node_with_resources_and_labels(node_config, tags, 1, resources, labels)
+
+
+@final
+@dataclass(frozen=True)
+class Seen:
+    """Nodes besides the head, and their CPUs, that Ray counted as alive at a time (seconds since 1970)."""
+
+    time: float
+    nodes: int
+    cpus: int
+
+
+@final
+class GrowingCluster:
+    """The head's address, and a folder of the cluster's own; ``seen`` is what was looked at so far."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address, self.folder = address, folder
+        self.environment = os.environ | {
+            "RAY_ADDRESS": address,
+            "RAY_AUTH_MODE": "disabled",
+            _MARK: str(folder),
+        }
+        self.seen: list[Seen] = []
+        self._gcs: Any = GcsClient(address=address)
+
+    def look(self) -> Seen:
+        """Ask Ray for its nodes, and remember the answer."""
+        known = self._gcs.get_all_node_info(timeout=20).values()
+        alive = [node for node in known if node.state == GcsNodeInfo.ALIVE and not node.is_head_node]
+        cpus = sum(node.resources_total.get("CPU", 0.0) for node in alive)
+        self.seen.append(Seen(time.time(), len(alive), round(cpus)))
+        return self.seen[-1]
+
+    def train(
+        self,
+        *arguments: str,
+        meanwhile: Callable[[], None] = lambda: None,
+        timeout_s: float = 900.0,
+    ) -> tuple[float, float]:
+        """Run ``raycl train`` as a user would; return when it began and when it was over.
+
+        Once a second the nodes are looked at and ``meanwhile`` is called. Raises ``RuntimeError`` with
+        the last of what it said unless it ends well, and in time.
+        """
+        command = [str(Path(sys.executable).with_name("raycl")), "train", *arguments]
+        log = self.folder / "train.log"
+        began = time.time()
+        with log.open("w") as file:
+            training = subprocess.Popen(
+                command, cwd=ROOT, env=self.environment, stdout=file, stderr=file, start_new_session=True
+            )
+        try:
+            while training.poll() is None and time.time() < began + timeout_s:
+                self.look()
+                meanwhile()
+                time.sleep(1.0)
+        finally:
+            if training.poll() is None:
+                training.kill()
+                training.wait()
+        if training.returncode:
+            raise RuntimeError(f"raycl train ended with {training.returncode}:\n{log.read_text()[-3_000:]}")
+        return began, time.time()
+
+    def wait_until_empty(self, *, timeout_s: float = 120.0) -> Seen:
+        """Look once a second until all nodes have gone, or the time is over; return the last look."""
+        deadline = time.monotonic() + timeout_s
+        while (seen := self.look()).nodes and time.monotonic() < deadline:
+            time.sleep(1.0)
+        return seen
+
+
+@contextmanager
+def growing_cluster(*, max_nodes: int, boot_s: float = 0.0) -> Iterator[GrowingCluster]:
+    """Start a head without CPUs that may have so many nodes; end every process of it afterwards."""
+    # A socket's path may have 107 characters at most.
+    folder = Path(tempfile.mkdtemp(prefix="rcl", dir="/tmp"))
+    try:
+        head, address = _start_head(folder, max_nodes, boot_s)
+        try:
+            _wait_for_head(address, folder)
+            yield GrowingCluster(address, folder)
+        finally:
+            head.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                head.wait(20)
+            _end_processes(folder)
+            head.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes_of(folder: Path) -> set[int]:
+    """Return the processes of the cluster with this folder: all that inherited its mark."""
+    mark = f"{_MARK}={folder}\0".encode()
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes():
+                found.add(int(process.name))
+    return found
+
+
+def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess.Popen[bytes], str]:
+    port, head_id = _free_port(), node_provider.FAKE_HEAD_NODE_ID
+    address = f"{get_node_ip_address()}:{port}"
+    config = folder / "cluster.json"
+    config.write_text(json.dumps(_cluster(address, max_nodes, boot_s)))
+    environment = os.environ | {
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_CLOUD_INSTANCE_ID": head_id,
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": head_id,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_autoscaler_v2": "1",
+        _MARK: str(folder),
+    }
+    flags = {
+        "port": port,
+        "num-cpus": 0,
+        "temp-dir": folder / "ray",
+        "autoscaling-config": config,
+        "object-store-memory": STORE_BYTES,
+        "include-dashboard": "false",
+        "dashboard-agent-listen-port": _free_port(),
+    }
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    with (folder / "head.log").open("w") as log:
+        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    return head, address
+
+
+def _cluster(address: str, max_nodes: int, boot_s: float) -> dict[str, Any]:
+    """Return what the autoscaler may start, as its file says it; it wants even what is empty."""
+    # The provider knows the head by this type and no other.
+    head_type = node_provider.FAKE_HEAD_NODE_TYPE
+    resources = {"CPU": 1, "object_store_memory": STORE_BYTES}
+    lists = ["initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray"]
+    return {
+        "cluster_name": "raycl-growing",
+        "max_workers": max_nodes,
+        "upscaling_speed": 10.0,
+        "idle_timeout_minutes": IDLE_S / 60,
+        "provider": {
+            "type": "external",
+            "module": f"{SlowProvider.__module__}.{SlowProvider.__name__}",
+            "gcs_address": address,
+            "head_node_id": node_provider.FAKE_HEAD_NODE_ID,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "foreground_node_launch": True,
+            "boot_s": boot_s,
+        },
+        "head_node_type": head_type,
+        "available_node_types": {
+            head_type: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "worker": {"resources": resources, "node_config": {}, "min_workers": 0, "max_workers": max_nodes},
+        },
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+        **{f"{name}_commands": [] for name in lists},
+        "file_mounts_sync_continuously": False,
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for_head(address: str, folder: Path) -> None:
+    host, port = address.split(":")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port)), 1).close()
+            return
+        time.sleep(0.2)
+    raise TimeoutError(
+        f"the head did not come up in two minutes:\n{(folder / 'head.log').read_text()[-2_000:]}"
+    )
+
+
+def _end_processes(folder: Path) -> None:
+    """Kill what the head has left: its provider does not end the nodes that are up."""
+    deadline = time.monotonic() + 30
+    while left := processes_of(folder):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {sorted(left)} of {folder} could not be ended")
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.2)
