@@ -18,7 +18,7 @@ from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.tokens import Vocabulary
 from raycl.training import build
-from tests.images import encode
+from tests.images import digit_files, encode
 from tests.texts import invented_texts
 
 BAG = {"dim": 16, "hidden_dim": 24, "dropout": 0.0}
@@ -114,6 +114,20 @@ def write_pairs(path: Path, num_pairs: int) -> Path:
         for number, text in enumerate(texts)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=64)
+    return path
+
+
+def write_texts(path: Path, num_texts: int) -> Path:
+    """Write texts to a parquet file."""
+    pq.write_table(pa.table({"text": invented_texts(num_texts)}), path, row_group_size=64)
+    return path
+
+
+def write_captioned(path: Path, num_images: int) -> Path:
+    """Write digits, each with a caption, to a parquet file."""
+    images, _ = digit_files(num_images)
+    table = pa.table({"image": pa.array(images, pa.binary()), "caption": invented_texts(num_images)})
+    pq.write_table(table, path, row_group_size=64)
     return path
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import DataError
 from raycl.prometheus import Exporter, Reading
@@ -125,7 +126,9 @@ def open_logbook(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
 
     Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
     """
-    logbook = ray.remote(num_cpus=0, max_restarts=-1)(Logbook).remote(tags)
+    # Beside the driver, so that no node takes it away while the run goes on.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    logbook = ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=here)(Logbook).remote(tags)
     try:
         yield logbook
     finally:

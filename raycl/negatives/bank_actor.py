@@ -26,6 +26,9 @@ from raycl.storage import Place
 # Rows, ids and steps, and what a call needs besides.
 _MEMORY_MARGIN = 1.15
 
+# Where nodes are labeled by their roles (see cluster.yaml), a bank is none of those that come and go.
+_ROLE, _ROLES = "raycl.io/role", ("memory", "head")
+
 # How long a new node may take to come, and a bank to go when its driver has gone.
 _NEW_NODE_S, _PARTING_S = 900.0, 15.0
 
@@ -116,12 +119,27 @@ def _ordered(plan: BankPlan, sample_id: np.ndarray | None) -> np.ndarray | None:
 
 def _check_memory(plan: BankPlan) -> None:
     need = max(_memory_of(plan, shard) for shard in range(plan.num_shards))
-    have = max(node["Resources"].get("memory", 0.0) for node in ray.nodes() if node["Alive"])
+    nodes = [node for node in _nodes() if not _selector() or node["Labels"].get(_ROLE) in _ROLES]
+    if not nodes:
+        raise ConfigError(
+            f"nodes are labeled by {_ROLE} and none of them is for a bank; label one as {' or '.join(_ROLES)}"
+        )
+    have = max(node["Resources"].get("memory", 0.0) for node in nodes)
     if need > have:
         raise ConfigError(
-            f"a shard of the bank needs {_size(need)} of memory and the largest node has {_size(have)}; "
+            f"a shard of the bank needs {_size(need)} of memory and the largest node for it has {_size(have)}; "
             "raise bank.shards, set bank.dtype=float16, or add a larger node"
         )
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _selector() -> dict[str, str]:
+    """Return how the nodes for a bank are labeled; nothing, if no node says what it is for."""
+    has_roles = any(_ROLE in node["Labels"] for node in _nodes())
+    return {_ROLE: f"in({','.join(_ROLES)})"} if has_roles else {}
 
 
 def _end_predecessor(plan: BankPlan) -> None:
@@ -146,7 +164,8 @@ def _end_predecessor(plan: BankPlan) -> None:
 
 
 def _create_actors(plan: BankPlan) -> list[Any]:
-    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, "namespace": NAMESPACE}
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
+    options |= {"namespace": NAMESPACE, "label_selector": _selector()}
     if plan.detached:
         options["lifetime"] = "detached"
     actors: list[Any] = []

@@ -5,14 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ray
 
 
-def wait_until(is_so: Callable[[], object], *, timeout_s: float = 180.0) -> None:
+def wait_until(is_so: Callable[[], object], *, timeout_s: float = 240.0) -> None:
     """Return once it is so; fails if that takes too long."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
@@ -20,7 +20,7 @@ def wait_until(is_so: Callable[[], object], *, timeout_s: float = 180.0) -> None
         time.sleep(0.02)
 
 
-def kill_process(title: str, *, timeout_s: float = 180.0) -> int:
+def kill_process(title: str, *, timeout_s: float = 240.0) -> int:
     """SIGKILL a process of the session whose title begins so, when there is one; return its id."""
     found: list[int] = []
     wait_until(lambda: found.extend(processes(title)) or found, timeout_s=timeout_s)
@@ -36,9 +36,9 @@ def processes(title: str) -> list[int]:
 
 
 @contextmanager
-def extra_node(num_cpus: float) -> Iterator["Node"]:
+def extra_node(num_cpus: float, **labels: str) -> Iterator["Node"]:
     """Add a node to the session's cluster, a raylet of its own on this machine."""
-    node = Node(num_cpus)
+    node = Node(num_cpus, labels)
     try:
         yield node
     finally:
@@ -48,13 +48,14 @@ def extra_node(num_cpus: float) -> Iterator["Node"]:
 class Node:
     """A raylet with its workers, and what they have left when they are killed: nothing."""
 
-    def __init__(self, num_cpus: float) -> None:
+    def __init__(self, num_cpus: float, labels: Mapping[str, str] | None = None) -> None:
         before = alive()
         context = ray.get_runtime_context()
         command = [
             *(str(Path(sys.executable).parent / "ray"), "start", "--block"),
             *("--address", context.gcs_address, "--num-cpus", str(num_cpus)),
             *("--object-store-memory", str(100 * 2**20)),
+            *("--labels", ",".join(f"{name}={value}" for name, value in (labels or {}).items())),
         ]
         # A session of its own, which all of the node's processes are in and are killed by.
         self._process = subprocess.Popen(
@@ -67,10 +68,14 @@ class Node:
         """End all its processes with no warning."""
         for pid, line in _processes():
             with suppress(ProcessLookupError, PermissionError):
-                if os.getsid(pid) == self._process.pid and line:
+                if line and self.has(pid):
                     os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait(30)
+
+    def has(self, pid: int) -> bool:
+        """Whether this process is one of its own."""
+        return os.getsid(pid) == self._process.pid
 
 
 def alive() -> set[str]:

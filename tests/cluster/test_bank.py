@@ -22,6 +22,7 @@ from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
 from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
 from raycl.negatives.bank_plan import BankPlan
+from tests.cluster.strikes import alive, extra_node
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -319,7 +320,7 @@ def test_a_bank_of_another_shape_does_not_start_from_the_snapshot(
 
 
 def test_a_shard_that_no_node_can_hold_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    message = r"a shard of the bank needs 51,409.0 GiB of memory and the largest node has \d+\.\d GiB; raise bank.shards"
+    message = r"a shard of the bank needs 51,409.0 GiB of memory and the largest node for it has \d+\.\d GiB; raise bank.shards"
     with pytest.raises(ConfigError, match=message) as error:
         start_bank(a_plan(tmp_path, capacity=10**12))
     assert "\n" not in str(error.value)
@@ -507,3 +508,15 @@ def test_a_worker_that_joined_before_the_bank_was_restored_is_refused(banks: dic
 def test_the_plan_of_a_bank_is_found_by_its_name(banks: dict[str, Bank]) -> None:
     assert connect_bank("memory bank").plan == banks["memory_bank"].plan
     assert connect_bank("queue").plan == banks["queue"].plan
+
+
+@pytest.mark.drill
+def test_a_bank_lives_on_nodes_labeled_for_it_if_nodes_are_labeled(tmp_path: Path) -> None:
+    with extra_node(1, **{"raycl.io/role": "gpu"}) as passing:
+        with pytest.raises(ConfigError, match="none of them is for a bank; label one as memory or head"):
+            start_bank(a_plan(tmp_path / "none"))
+        with extra_node(0, **{"raycl.io/role": "memory"}) as lasting:
+            bank = start_bank(a_plan(tmp_path / "some", num_shards=3))
+            assert all(lasting.has(shard.pid) for shard in bank.stats().shards)
+            bank.stop()
+        assert alive() >= {passing.id}

@@ -1,0 +1,74 @@
+"""One worker or several: with the same global batch, runs of every recipe have the same losses."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raycl
+from raycl.recipes import RECIPES
+from raycl.records import read_metrics
+from raycl.storage import Place
+from tests.images import write_digits
+from tests.pairs import BAG, TRANSFORMER, write_captioned, write_pairs, write_texts
+
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.drill]
+
+NUM_ROWS = 360
+COMMON: dict[str, Any] = {
+    "cpus_per_worker": 0.5,
+    "stages.0.epochs": 3,
+    "stages.0.batch_size": 32,
+    "evaluation.num_test": 40,
+    "log_every_steps": 1,
+}
+# Dropout is drawn by each worker for itself, so it is left out.
+IMAGES = {
+    "data.channels": 1,
+    "evaluation.k": 20,
+    "encoder.name": "tests.cluster.networks:small",
+    "encoder.arguments": {"channels": 1, "dropout": 0.0},
+}
+QUEUE = {"negatives.capacity": 128}
+TEXTS = {"text.vocabulary_size": 400}
+OWN: dict[str, dict[str, Any]] = {
+    "simclr": IMAGES,
+    "moco_v1": IMAGES | QUEUE,
+    "moco_v2": IMAGES | QUEUE,
+    "instance_discrimination": IMAGES | {"negatives.num_negatives": 64, "batchnorm": "synchronized"},
+    "simcse": TEXTS | {"encoder.arguments": TRANSFORMER},
+    "esimcse": TEXTS | QUEUE | {"encoder.arguments": TRANSFORMER},
+    "two_tower": TEXTS | {"encoder.arguments": BAG, "projection_head.dim": 16},
+    "image_text": TEXTS | IMAGES | {"text_encoder.arguments": BAG, "projection_head.dim": 16},
+}
+WRITTEN: dict[str, Callable[[Path, int], Path]] = {
+    "simcse": write_texts,
+    "esimcse": write_texts,
+    "two_tower": write_pairs,
+    "image_text": write_captioned,
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_worker_or_several_a_run_has_the_same_losses(recipe: str, tmp_path: Path) -> None:
+    data = WRITTEN.get(recipe, write_digits)(tmp_path / "data.parquet", NUM_ROWS)
+
+    def losses(workers: int) -> list[float]:
+        config = raycl.override(
+            raycl.recipe(recipe, image_size=16), {**COMMON, **OWN[recipe], "workers": workers}
+        )
+        output = tmp_path / f"{workers}"
+        raycl.train(config, data=str(data), output=str(output), quiet=True)
+        return [line["loss"] for line in read_metrics(Place(str(output))) if "loss" in line]
+
+    alone = losses(1)
+    assert len(alone) >= 3 * (NUM_ROWS - 80) // 32
+    assert alone[-1] != alone[0]
+    for workers in (2, 4):
+        several = losses(workers)
+        apart = max(abs(few / one - 1) for few, one in zip(several, alone, strict=True))
+        print(
+            f"{recipe}: 1 and {workers} workers, losses of {len(alone)} steps differ by {apart:.1e} at most"
+        )
+        assert several == pytest.approx(alone, rel=1e-4)
