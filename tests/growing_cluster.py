@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 IDLE_S = 10.0
 STORE_BYTES = 150 * 2**20
 
-_MARK = "RAYCL_GROWING_CLUSTER"  # in the environment of every process of a cluster: its folder
+MARK = "RAYCL_GROWING_CLUSTER"  # in the environment of every process of a cluster: its folder
 
 
 @final
@@ -63,7 +63,7 @@ class GrowingCluster:
         self.environment = os.environ | {
             "RAY_ADDRESS": address,
             "RAY_AUTH_MODE": "disabled",
-            _MARK: str(folder),
+            MARK: str(folder),
         }
         self.seen: list[Seen] = []
         self._gcs: Any = GcsClient(address=address)
@@ -80,7 +80,7 @@ class GrowingCluster:
         self,
         *arguments: str,
         meanwhile: Callable[[], None] = lambda: None,
-        timeout_s: float = 900.0,
+        timeout_s: float = 1_500.0,
     ) -> tuple[float, float]:
         """Run ``raycl train`` as a user would; return when it began and when it was over.
 
@@ -129,7 +129,7 @@ def growing_cluster(*, max_nodes: int, boot_s: float = 0.0) -> Iterator[GrowingC
             head.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 head.wait(20)
-            _end_processes(folder)
+            end_processes(folder)
             head.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -137,7 +137,7 @@ def growing_cluster(*, max_nodes: int, boot_s: float = 0.0) -> Iterator[GrowingC
 
 def processes_of(folder: Path) -> set[int]:
     """Return the processes of the cluster with this folder: all that inherited its mark."""
-    mark = f"{_MARK}={folder}\0".encode()
+    mark = f"{MARK}={folder}\0".encode()
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": head_id,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_autoscaler_v2": "1",
-        _MARK: str(folder),
+        MARK: str(folder),
     }
     flags = {
         "port": port,
@@ -230,7 +230,7 @@ def _wait_for_head(address: str, folder: Path) -> None:
     )
 
 
-def _end_processes(folder: Path) -> None:
+def end_processes(folder: Path) -> None:
     """Kill what the head has left: its provider does not end the nodes that are up."""
     deadline = time.monotonic() + 30
     while left := processes_of(folder):

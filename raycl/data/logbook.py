@@ -128,7 +128,8 @@ def open_logbook(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
     """
     # Beside the driver, so that no node takes it away while the run goes on.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    logbook = ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=here)(Logbook).remote(tags)
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(Logbook)
+    logbook = actor.options(scheduling_strategy=here).remote(tags)
     try:
         yield logbook
     finally:

@@ -14,7 +14,7 @@ from tests.cluster.networks import Small
 from tests.growing_cluster import GrowingCluster, growing_cluster, processes_of
 from tests.images import write_digits
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(3600)]
 
 NUM_IMAGES, BATCH_SIZE, EPOCHS = 300, 48, 60
 STEPS_PER_EPOCH = NUM_IMAGES // BATCH_SIZE
@@ -103,23 +103,33 @@ def test_a_run_grows_with_its_cluster_and_stays_the_run_that_it_was(recipe: str,
     if recipe == "moco_v2":
         ages = [line["negatives_age_max"] for line in lines]
         assert ages == [min(line["step"], QUEUED_STEPS) for line in lines]
-    # Sums in another order drift apart in the end, so what is compared is the time around each change.
-    for before, after in changes(lines):
-        for step in range(before - 3, after + 10):
-            assert lines[step]["loss"] == pytest.approx(reference[step]["loss"], rel=1e-3)
+    # Sums in another order drift apart in the end: what is compared is the time around each change.
+    first, *others = changes(lines)
+    assert_equal_losses(lines, reference, around=first, rel=1e-4)
+    for change in others:
+        assert_equal_losses(lines, reference, around=change, rel=1e-2)
 
 
-def changes(lines: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the indices of the last line of one number of workers and of the first of the next."""
-    numbered = enumerate(line["workers"] for line in lines)
-    return [(one, two) for (one, few), (two, more) in pairwise(numbered) if few != more]
+def changes(lines: list[dict[str, Any]]) -> list[int]:
+    """Return the indices of the first lines of another number of workers."""
+    numbers = [line["workers"] for line in lines]
+    return [index for index, (few, more) in enumerate(pairwise(numbers), start=1) if few != more]
+
+
+def assert_equal_losses(
+    lines: list[dict[str, Any]], reference: list[dict[str, Any]], *, around: int, rel: float
+) -> None:
+    near = slice(max(0, around - 3), around + 10)
+    expected = [line["loss"] for line in reference[near]]
+    assert [line["loss"] for line in lines[near]] == pytest.approx(expected, rel=rel)
 
 
 def test_a_stage_that_asks_for_more_workers_gets_them_and_the_queue_goes_along(tmp_path: Path) -> None:
     output, marker = tmp_path / "run", tmp_path / "hurry"
     marker.touch()
     stages = {"stages.0.epochs": 2, "stages.1.epochs": 2, "stages.0.workers": 1, "stages.1.workers": 2}
-    with growing_cluster(max_nodes=2) as cluster:
+    # A node takes longer than the 60 s after which Ray Train gives up a group and tries again.
+    with growing_cluster(max_nodes=2, boot_s=70.0) as cluster:
         train(cluster, "moco_v2", output, marker=marker, until=2, **stages)
         assert cluster.wait_until_empty().nodes == 0
     lines = lines_of(output)

@@ -1,0 +1,314 @@
+"""Simulated workers for ``scale.py``: real clients of a bank, several in one process, a thread each.
+
+Everything that they write follows from (sample, step), so that whoever reads a row can tell whether
+it is the one that belongs there.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import ray
+
+from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.bank_handle import Bank
+from raycl.negatives.store import Negatives
+
+NUM_PATTERNS = 4_096
+_NUM_LOOKED_AT = 64  # of the rows that a step is lent: all of them would cost more than the step
+_FILLED_A_CALL = 16_384
+# Where struct tcp_info of linux/tcp.h has the bytes acknowledged by the other side, then those received.
+_TCP_BYTES = struct.Struct("=120x2Q")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the simulated workers do together, and what each row must then be."""
+
+    kind: str
+    num_workers: int
+    num_rows: int
+    local_batch: int
+    num_negatives: int
+    dim: int
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of all workers in a step."""
+        return self.num_workers * self.local_batch
+
+    def ids(self, step: int, ranks: slice = slice(None)) -> np.ndarray:
+        """Return the samples of a step, of all workers or some, int64: each once until all were there."""
+        numbers = step * self.batch_size + np.arange(self.batch_size)
+        return self.samples_of(numbers.reshape(self.num_workers, -1)[ranks].reshape(-1))
+
+    def samples_of(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sample of each row that was ever made, counted from 0 over workers and steps."""
+        return numbers % self.num_rows * self._stride() % self.num_rows
+
+    def patterns(self) -> np.ndarray:
+        """Return the rows that embeddings are taken from, unit length, float32 [NUM_PATTERNS, dim]."""
+        drawn = np.random.default_rng(0).standard_normal((NUM_PATTERNS, self.dim), np.float32)
+        return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+
+    def _stride(self) -> int:
+        """Return a step over the samples that meets each of them, far from the one before."""
+        start = int(0.618 * self.num_rows)
+        return next(each for each in itertools.count(start) if math.gcd(each, self.num_rows) == 1)
+
+
+def pattern_of(sample_id: np.ndarray, step: np.ndarray | int) -> np.ndarray:
+    """Return which pattern the embedding of each sample is at a step; -1 is before the first."""
+    return (sample_id * 31 + (np.asarray(step) + 1) * 17) % NUM_PATTERNS
+
+
+def num_wrong(found: Negatives, patterns: np.ndarray) -> int:
+    """Count the rows that are not those of their sample and step, to the rounding of float16."""
+    right = patterns[pattern_of(found.sample_id, found.step)]
+    return int((np.abs(found.rows - right).max(axis=1) > 2e-3).sum())
+
+
+class Spent(NamedTuple):
+    """What some steps took in one process."""
+
+    waited_s: float  # summed over clients
+    num_calls: int
+    sent: int  # bytes of the arrays in calls, and in answers where they are counted
+    received: int
+    tcp_sent: int
+    tcp_received: int
+    num_wrong: int
+
+
+def add_up(spent: Iterable[Spent]) -> Spent:
+    """Return the sum of each."""
+    return Spent._make(map(sum, zip(*spent, strict=True)))
+
+
+@final
+class CountedActor:
+    """A shard's handle that counts what is sent through it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor, self._actor_id, self.call = actor, actor._actor_id, self
+        self.keeps_answers = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.num_calls = self.sent = 0
+        self.answers: list[Any] = []
+
+    def received(self) -> int:
+        """Return the bytes of the arrays in the answers that were kept."""
+        return sum(array_bytes(ray.get(answer)) for answer in self.answers)
+
+    def remote(self, *arguments: Any) -> Any:
+        """Make the call."""
+        self.num_calls += 1
+        self.sent += array_bytes(arguments)
+        reference = self._actor.call.remote(*arguments)
+        if self.keeps_answers:
+            self.answers.append(reference)
+        return reference
+
+
+def array_bytes(message: Any) -> int:
+    """Return the bytes of all arrays in nested tuples."""
+    if isinstance(message, np.ndarray):
+        return message.nbytes
+    return sum(map(array_bytes, message)) if isinstance(message, tuple) else 0
+
+
+def tcp_bytes() -> tuple[int, int]:
+    """Return the bytes that this process's open connections have sent and received, as the kernel counts."""
+    sent = received = 0
+    for number in _sockets():
+        with socket.socket(fileno=number) as copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                facts = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_BYTES.size)
+                acknowledged, came = _TCP_BYTES.unpack(facts)
+                sent, received = sent + acknowledged, received + came
+    return sent, received
+
+
+def _sockets() -> Iterator[int]:
+    """Yield copies of this process's open sockets."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(entry).startswith("socket:"):
+                yield os.dup(int(entry.name))
+
+
+def process_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process of this machine, to the nanosecond."""
+    return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid has it
+
+
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Return the CPU seconds of each thread of a process, to the kernel's tick."""
+    tick, found = os.sysconf("SC_CLK_TCK"), {}
+    for each in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # threads come and go
+            fields = (each / "stat").read_text().rpartition(")")[2].split()
+            found[each.name] = (int(fields[11]) + int(fields[12])) / tick
+    return found
+
+
+def private_mb(pid: int) -> float:
+    """Return what a process holds of its own, in MB: without libraries and files that others share."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
+
+
+@final
+class ClientGroup:
+    """Some of the workers; as an actor, so that they are where training's workers are."""
+
+    def pid(self) -> int:
+        """Return the number of this process."""
+        return os.getpid()
+
+    def join(self, bank: Bank, work: Work, ranks: list[int]) -> float:
+        """Make the clients of these ranks; return the seconds that one took."""
+        self._work, self._patterns, self._ranks = work, work.patterns(), ranks
+        self._batch = self._patterns[:0], np.empty(0, np.int64)
+        self._actors = [[CountedActor(actor) for actor in bank.actors] for _ in ranks]
+        since = time.perf_counter()
+        self._clients: list[Any] = []
+        for rank, actors in zip(ranks, self._actors, strict=True):
+            counted = Bank(bank.plan, actors)
+            if work.kind == "queue":
+                self._clients.append(QueueClient(counted, rank=rank, num_workers=work.num_workers))
+            else:
+                self._clients.append(MemoryBankClient(counted, np.arange(work.num_rows), rank=rank))
+                # The ids of one process's clients are held once: a real worker has a process of its own.
+                self._clients[-1]._samples = self._clients[0]._samples
+        return (time.perf_counter() - since) / max(len(ranks), 1)
+
+    def fill(self) -> None:
+        """Give this group's share of the samples their first rows, in the order of slots."""
+        work = self._work
+        for rank, client in zip(self._ranks, self._clients, strict=True):
+            first, stop = (each * work.num_rows // work.num_workers for each in (rank, rank + 1))
+            for start in range(first, stop, _FILLED_A_CALL):
+                ids = np.arange(start, min(start + _FILLED_A_CALL, stop))
+                client.fill(ids, self._patterns[pattern_of(ids, -1)])
+
+    def run(self, first_step: int, num_steps: int, *, keeps_answers: bool = False) -> Spent:
+        """Make steps, all threads abreast; every step's rows are looked at."""
+        for each in itertools.chain(*self._actors):
+            each.forget()
+            each.keeps_answers = keeps_answers
+        waited_s, before = self._waited_s(), tcp_bytes()
+        barrier = threading.Barrier(len(self._clients), action=self._prepare(first_step))
+        step = self._queue_step if self._work.kind == "queue" else self._bank_step
+
+        def make_steps(place: int) -> int:
+            try:
+                wrong = 0
+                for number in range(first_step, first_step + num_steps):
+                    barrier.wait()
+                    wrong += step(place, number)
+                return wrong
+            except BaseException:
+                barrier.abort()  # or the others would wait for this one for ever
+                raise
+
+        with ThreadPoolExecutor(len(self._clients)) as threads:
+            wrong = sum(threads.map(make_steps, range(len(self._clients))))
+        waited_s = self._waited_s() - waited_s
+        sent, received = (after - then for after, then in zip(tcp_bytes(), before, strict=True))
+        actors = list(itertools.chain(*self._actors))
+        return Spent(
+            waited_s=waited_s,
+            num_calls=sum(each.num_calls for each in actors),
+            sent=sum(each.sent for each in actors),
+            received=sum(each.received() for each in actors),
+            tcp_sent=sent,
+            tcp_received=received,
+            num_wrong=wrong,
+        )
+
+    def flush(self) -> int:
+        """Wait until the bank has everything; return how many restarts the clients have seen."""
+        for client in self._clients:
+            client.flush()
+        return sum(client.restarts for client in self._clients)
+
+    def _prepare(self, first_step: int) -> Callable[[], None]:
+        """Return what is done once a step: the batch of all workers, which each holds after a gather."""
+        numbers = itertools.count(first_step)
+
+        def prepare() -> None:
+            step = next(numbers)
+            if self._work.kind == "queue":
+                ids = self._work.ids(step)
+                self._batch = self._patterns[pattern_of(ids, step)], ids
+
+        return prepare
+
+    def _queue_step(self, place: int, step: int) -> int:
+        self._clients[place].push(*self._batch, step)
+        return 0
+
+    def _bank_step(self, place: int, step: int) -> int:
+        """Lend and take, as training's store does."""
+        client = self._clients[place]
+        own = self._ids(place, step)
+        slots = self._slots(client, own, step)
+        lent = client.read(slots)
+        client.prefetch(self._slots(client, self._ids(place, step + 1), step + 1))
+        client.update(own, self._patterns[pattern_of(own, step)], step)
+        return self._look_at(lent, slots, step)
+
+    def _ids(self, place: int, step: int) -> np.ndarray:
+        return self._work.ids(step, slice(self._ranks[place], self._ranks[place] + 1))
+
+    def _slots(self, client: MemoryBankClient, ids: np.ndarray, step: int) -> np.ndarray:
+        return np.concatenate([client.slots_of(ids), client.draw(self._work.num_negatives, step=step)])
+
+    def _look_at(self, lent: Negatives, slots: np.ndarray, step: int) -> int:
+        """Count strangers among the ids, and wrong ones among some of the rows that were written."""
+        some = np.random.default_rng(step).choice(len(lent), min(_NUM_LOOKED_AT, len(lent)), replace=False)
+        some = some[lent.step[some] >= 0]
+        written = Negatives(lent.rows[some], lent.sample_id[some], lent.step[some])
+        return int((lent.sample_id != slots).sum()) + num_wrong(written, self._patterns)
+
+    def _waited_s(self) -> float:
+        return sum(client.waited_s for client in self._clients)
+
+
+def spread_ranks(num_workers: int, num_groups: int) -> list[list[int]]:
+    """Return the ranks of each process that has any."""
+    return [list(range(num_workers))[first::num_groups] for first in range(min(num_workers, num_groups))]
+
+
+def join(groups: list[Any], bank: Bank, work: Work) -> tuple[list[Any], float]:
+    """Make the clients; return the groups that have some, and the seconds that one client took."""
+    shares = spread_ranks(work.num_workers, len(groups))
+    active = groups[: len(shares)]
+    seconds = ray.get(
+        [group.join.remote(bank, work, ranks) for group, ranks in zip(active, shares, strict=True)]
+    )
+    return active, statistics.median(seconds)
+
+
+def run(groups: list[Any], first_step: int, num_steps: int, **manner: bool) -> tuple[float, Spent]:
+    """Let all groups make these steps; return the seconds and what was spent in all."""
+    since = time.perf_counter()
+    spent = ray.get([group.run.remote(first_step, num_steps, **manner) for group in groups])
+    return time.perf_counter() - since, add_up(spent)

@@ -1,0 +1,59 @@
+"""What a step moves, computes and keeps, as formulas: docs/scale.md sets them beside measurements.
+
+Bytes are those of one worker and one step, one way unless said otherwise. ``itemsize`` is the bytes
+of a number on its way: 4 for float32, 2 for float16.
+"""
+
+from typing import NamedTuple
+
+_ID = 8  # bytes of an id, a step, a slot or a row's number: all int64
+
+
+class Payload(NamedTuple):
+    """Bytes of the arrays in the messages of one worker and one step."""
+
+    sent: int
+    received: int
+
+
+def gather_bytes(num_workers: int, batch_size: int, dim: int, *, itemsize: int = 4) -> float:
+    """Return what a worker receives, and sends, to have the rows of all workers."""
+    return (num_workers - 1) / num_workers * batch_size * dim * itemsize
+
+
+def gather_gradient_bytes(num_workers: int, batch_size: int, dim: int, *, scatters: bool) -> float:
+    """Return what the gradient of gathered rows costs, each way.
+
+    With nccl it is scattered as it is summed; with gloo all workers receive all of the sum.
+    """
+    return (1 if scatters else 2) * gather_bytes(num_workers, batch_size, dim)
+
+
+def parameter_gradient_bytes(num_workers: int, num_parameters: int) -> float:
+    """Return what averaging the gradients of parameters costs, each way: a ring's reduce and gather."""
+    return 2 * (num_workers - 1) / num_workers * num_parameters * 4
+
+
+def loss_flop(num_workers: int, batch_size: int, dim: int) -> float:
+    """Return a worker's share of the products of a loss over all pairs: logits and both gradients."""
+    return 6 * batch_size / num_workers * batch_size * dim
+
+
+def queue_payload(local_batch: int, dim: int, *, itemsize: int) -> Payload:
+    """Return what a worker's part of a batch takes: rows, and their numbers, ids and steps."""
+    return Payload(sent=local_batch * (dim * itemsize + 3 * _ID), received=0)
+
+
+def bank_payload(local_batch: int, num_negatives: int, dim: int, *, itemsize: int) -> Payload:
+    """Return what reading own and drawn slots and updating the own ones takes.
+
+    Sent: the slots asked for, and the updates with their ids. Received: rows with their steps.
+    """
+    asked = local_batch + num_negatives
+    row = dim * itemsize + _ID
+    return Payload(sent=asked * _ID + local_batch * row, received=asked * row)
+
+
+def bank_memory(num_rows: int, dim: int, *, itemsize: int) -> int:
+    """Return the memory of a memory bank, all shards together: rows, and an id and a step each."""
+    return num_rows * (dim * itemsize + 2 * _ID)

@@ -1,0 +1,81 @@
+"""The simulated workers of benchmarks/scale.py: real clients, whose bytes are those of the model."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from scale_clients import ClientGroup, Work  # pyright: ignore[reportMissingImports]
+from scale_drill import check, num_wrong_keys  # pyright: ignore[reportMissingImports]
+from scale_model import bank_payload, queue_payload  # pyright: ignore[reportMissingImports]
+
+from raycl.negatives.bank_actor import start_bank
+from raycl.negatives.bank_client import MemoryBankClient
+from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank_plan import BankPlan
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+WORKERS, SHARDS, ROWS, BATCH, DRAWN, DIM, STEPS = 2, 2, 1_000, 16, 64, 32, 4
+
+
+def a_bank(kind: str, output: Path) -> Bank:
+    plan = BankPlan(
+        name=f"scale {kind}",
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        dim=DIM,
+        output=str(output),
+        capacity=ROWS,
+        dtype="float16",
+        momentum=0.0,
+        num_shards=SHARDS,
+    )
+    return start_bank(plan, np.arange(ROWS) if kind == "memory_bank" else None)
+
+
+def some_work(kind: str) -> Work:
+    drawn = DRAWN if kind == "memory_bank" else 0
+    return Work(
+        kind=kind, num_workers=WORKERS, num_rows=ROWS, local_batch=BATCH, num_negatives=drawn, dim=DIM
+    )
+
+
+def test_a_bank_moves_the_bytes_of_the_model_and_keeps_every_row(tmp_path: Path) -> None:
+    bank, work = a_bank("memory_bank", tmp_path), some_work("memory_bank")
+    group = ClientGroup()
+    group.join(bank, work, [0, 1])
+    group.fill()
+    spent = group.run(0, STEPS, keeps_answers=True)
+    group.flush()
+    one, made = bank_payload(BATCH, DRAWN, DIM, itemsize=2), WORKERS * STEPS
+    # The first step also asks for what later ones have asked for ahead; the last update is sent by the flush.
+    extra_slots, late = WORKERS * (BATCH + DRAWN), WORKERS * BATCH * (DIM * 2 + 8)
+    assert spent.sent == made * one.sent + 8 * extra_slots - late
+    assert spent.received == made * one.received + WORKERS * one.received
+    assert (spent.num_calls, spent.num_wrong) == ((made + WORKERS) * SHARDS, 0)
+    whole = {"rows": ROWS, "wrong_rows": 0, "wrong_ids": 0, "missing": 0, "lost_since_snapshot": 0}
+    assert check(bank, work, num_steps=STEPS, saved=0, killed=-1) == whole
+
+    # And the check sees what is not there: a row of another sample, and a step that nobody made.
+    stranger = MemoryBankClient(bank, np.arange(ROWS), max_staleness=0)
+    stranger.update(np.array([7]), work.patterns()[:1], step=STEPS - 1)
+    found = check(bank, work, num_steps=STEPS + 1, saved=0, killed=-1)
+    assert found["wrong_rows"] == 1
+    assert found["missing"] >= WORKERS * BATCH
+    bank.stop()
+
+
+def test_a_queue_moves_the_bytes_of_the_model_and_keeps_the_newest_keys(tmp_path: Path) -> None:
+    bank, work = a_bank("queue", tmp_path), some_work("queue")
+    group = ClientGroup()
+    group.join(bank, work, [0, 1])
+    num_steps = ROWS // work.batch_size + 3  # it wraps round
+    spent = group.run(0, num_steps)
+    group.flush()
+    assert spent.sent == WORKERS * num_steps * queue_payload(BATCH, DIM, itemsize=2).sent
+    assert num_wrong_keys(bank, work, num_steps) == 0
+    assert num_wrong_keys(bank, work, num_steps + 1) > 0
+    bank.stop()

@@ -1,0 +1,195 @@
+"""Every recipe as a submitted job, on a cluster of its own that asks for a token."""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from raycl.recipes import RECIPES
+from raycl.records import read_result
+from raycl.storage import Place
+from tests.cluster.strikes import wait_until
+from tests.growing_cluster import MARK, end_processes
+from tests.images import write_digits
+from tests.pairs import write_captioned, write_pairs, write_texts
+
+pytestmark = pytest.mark.drill
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_ROWS, NUM_STEPS = 300, 3
+COMMON = ["workers=2", "cpus_per_worker=0.5", "stages.0.batch_size=32", "evaluation.num_test=30"]
+IMAGES = ["data.image_size=16", "data.channels=1", "encoder.name=resnet10", "encoder.width=0.125"]
+TEXTS = ["text.vocabulary_size=400"]
+QUEUE = ["negatives.capacity=128"]
+SMALL = {
+    "simclr": IMAGES,
+    "moco_v1": IMAGES + QUEUE,
+    "moco_v2": IMAGES + QUEUE,
+    "instance_discrimination": [*IMAGES, "negatives.num_negatives=64"],
+    "simcse": TEXTS,
+    "esimcse": TEXTS + QUEUE,
+    "two_tower": TEXTS,
+    "image_text": IMAGES + TEXTS,
+}
+WRITTEN: dict[str, Callable[[Path, int], Path]] = {
+    "simcse": write_texts,
+    "esimcse": write_texts,
+    "two_tower": write_pairs,
+    "image_text": write_captioned,
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A head with a dashboard, both on the loopback, and the environment of those who may use it."""
+
+    dashboard: str
+    environment: dict[str, str]
+
+    def ray(
+        self, *arguments: object, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).with_name("ray")), *map(str, arguments)]
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment or self.environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+
+    def submit(self, job: str, *arguments: object, flags: list[str] | None = None) -> tuple[int, str]:
+        """Submit ``python jobs/JOB.py ARGUMENTS`` as docs/cluster.md says; return its status and its log."""
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": "120", "OMP_NUM_THREADS": "1"}
+        submitted = self.ray(
+            *("job", "submit", "--address", self.dashboard, "--working-dir", ".", *(flags or [])),
+            *("--runtime-env-json", json.dumps({"env_vars": variables})),
+            *("--", "python", f"jobs/{job}.py", *arguments),
+        )
+        return submitted.returncode, submitted.stdout + submitted.stderr
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        token = Path(folder) / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        port, dashboard = free_ports(2)
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            MARK: folder,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+        }
+        command = [
+            *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
+            *("--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", f"--temp-dir={folder}/ray"),
+            *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
+            f"--object-store-memory={300 * 2**20}",
+        ]
+        with (Path(folder) / "log").open("wb") as log:
+            head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            found = Cluster(f"http://127.0.0.1:{dashboard}", environment)
+            wait_until(lambda: found.ray("job", "list", "--address", found.dashboard).returncode == 0)
+            yield found
+        finally:
+            head.terminate()
+            end_processes(Path(folder))
+            head.wait(30)
+
+
+def free_ports(num: int) -> list[int]:
+    probes = [socket.socket() for _ in range(num)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def flags_of(recipe: str) -> list[str]:
+    return [flag for setting in [*COMMON, *SMALL[recipe]] for flag in ("--set", setting)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_as_a_job(recipe: str, cluster: Cluster, tmp_path: Path) -> None:
+    data = WRITTEN.get(recipe, write_digits)(tmp_path / "data.parquet", NUM_ROWS)
+    output = tmp_path / "run"
+    status, log = cluster.submit(
+        "train", recipe, "--data", data, "--output", output, "--steps", NUM_STEPS, *flags_of(recipe)
+    )
+    assert status == 0, log
+    assert f"{NUM_STEPS} steps in" in log
+    assert "Traceback" not in log
+    assert read_result(Place(str(output)))["steps"] == NUM_STEPS
+
+
+def test_a_trained_run_is_judged_and_embeds_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    train, test = (write_digits(tmp_path / f"{num}.parquet", num) for num in (NUM_ROWS, 60))
+    output = tmp_path / "run"
+    arguments = ("--data", train, "--output", output, "--steps", NUM_STEPS, *flags_of("simclr"))
+    assert cluster.submit("train", "simclr", *arguments)[0] == 0
+    status, log = cluster.submit("evaluate", "knn", "--run", output, "--train", train, "--test", test)
+    assert status == 0, log
+    assert '"top1"' in log
+    status, log = cluster.submit("embed", "--run", output, "--data", test, "--output", tmp_path / "rows")
+    assert status == 0, log
+    status, log = cluster.submit("prepare", "images", "--data", test, "--output", tmp_path / "packed")
+    assert status == 0, log
+
+
+def test_a_job_that_fails_says_why_and_has_failed(cluster: Cluster, tmp_path: Path) -> None:
+    status, log = cluster.submit(
+        "train", "simclr", "--data", tmp_path / "nothing", "--output", tmp_path / "run"
+    )
+    assert status == 1
+    assert "nothing at" in log
+    assert "exit code 2" in log
+    assert "Traceback" not in log
+
+
+def test_a_job_that_is_stopped_saves_first_and_goes_on_when_it_is_submitted_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    data, output = write_digits(tmp_path / "data.parquet", NUM_ROWS), tmp_path / "run"
+    arguments = (
+        "--data",
+        data,
+        "--output",
+        output,
+        "--resume",
+        *flags_of("simclr"),
+        "--set",
+        "log_every_steps=1",
+    )
+    status, log = cluster.submit(
+        "train", "simclr", "--epochs", 4_000, *arguments, flags=["--no-wait", "--submission-id", "long"]
+    )
+    assert status == 0, log
+    wait_until(lambda: (output / "metrics.jsonl").exists())
+    stopped = cluster.ray("job", "stop", "--address", cluster.dashboard, "long")
+    assert stopped.returncode == 0, stopped.stderr
+    result = read_result(Place(str(output)))
+    assert result["status"] == "stopped"
+    told = cluster.ray("job", "logs", "--address", cluster.dashboard, "long")
+    assert result["error"] in told.stdout + told.stderr
+
+
+def test_nobody_submits_without_the_token(cluster: Cluster) -> None:
+    without = {**cluster.environment, "RAY_AUTH_MODE": "disabled"}
+    refused = cluster.ray("job", "list", "--address", cluster.dashboard, environment=without)
+    assert refused.returncode != 0
