@@ -1,9 +1,12 @@
 """Joining Ray with as little of it imported as a short question can afford."""
 
+import contextlib
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 # Ray reads this when it is imported.
@@ -11,26 +14,32 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray import exceptions
-from ray._private import services
+from ray._private import ray_constants, services
 from ray._private.authentication import authentication_token_setup as tokens
 
 from raycl.errors import ConfigError, RunError
 
 _PATIENCE_S = 5.0
+_LOOPBACK = "127.0.0.1:"
 
 
 def enter(address: str, *, debug: bool = False) -> str | None:
     """Join the cluster at ``address``, or start one on this machine if it is ``local``.
 
-    Returns host and port of the cluster's dashboard, if it has one. Raises ``RunError``.
+    One that is started listens on the loopback alone, and asks for this user's token. Returns host and port
+    of the cluster's dashboard, if it has one. Raises ``RunError``.
     """
+    address = _numeric(address)
+    if address == "local":
+        _keep_token_private()
     try:
-        joined = ray.init(
-            address=address,
-            log_to_driver=debug,
-            logging_level=logging.INFO if debug else logging.ERROR,
-            include_dashboard=False if address == "local" else None,
-        )
+        with _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext():
+            joined = ray.init(
+                address=address,
+                log_to_driver=debug,
+                logging_level=logging.INFO if debug else logging.ERROR,
+                include_dashboard=False if address == "local" else None,
+            )
     except (ConnectionError, RuntimeError, ValueError, exceptions.AuthenticationError) as error:
         raise RunError(
             f"cannot join a Ray cluster at {address!r}: {_first_line(error)}; {_advice(error)}"
@@ -49,9 +58,12 @@ def join_running(address: str | None = None, *, debug: bool = False) -> bool:
     """
     if ray.is_initialized():
         return False
-    wanted = address or os.environ.get("RAY_ADDRESS") or "auto"
+    wanted = _numeric(address or os.environ.get("RAY_ADDRESS") or "auto")
     here = _running_here()
-    where = the_only(here) if wanted in ("auto", "local") else _reachable(wanted)
+    if wanted in ("auto", "local"):
+        where = the_only(here)
+    else:
+        where = wanted if wanted in here else _reachable(wanted)
     if where in here:
         _bring_token(debug=debug)
     enter(where, debug=debug)
@@ -78,6 +90,43 @@ def _running_here() -> frozenset[str]:
     find: Any = services.find_gcs_addresses
     find.cache_clear()
     return find()
+
+
+def _numeric(address: str) -> str:
+    """Return an address with the loopback's number in place of its name, as Ray's processes have it."""
+    return _LOOPBACK + address.removeprefix("localhost:") if address.startswith("localhost:") else address
+
+
+def _is_on_loopback(address: str) -> bool:
+    """Whether this is a Ray to be started here, or one that was."""
+    return address == "local" or (address.startswith(_LOOPBACK) and address in _running_here())
+
+
+@contextlib.contextmanager
+def _on_the_loopback() -> Iterator[None]:
+    """Let Ray take 127.0.0.1 for the address of this machine while it is started or joined."""
+    # Ray puts the network's address in the place of the loopback's, even where it was asked for, unless
+    # this constant says that this machine is no part of a cluster.
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _keep_token_private() -> None:
+    """See to it that nobody else on this machine may read the token: Ray itself leaves that to the umask."""
+    is_elsewhere = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if is_elsewhere or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    place = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # Ray says what is wrong with the home folder
+        if place.exists():
+            place.chmod(0o600)
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
 
 
 def _reachable(address: str) -> str:

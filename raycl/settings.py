@@ -3,6 +3,7 @@
 import copy
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from pydantic_core import ErrorDetails
 
 from raycl.config import RunConfig, Stage
 from raycl.errors import ConfigError
+
+MOST_VALUES = 100_000
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -34,10 +37,35 @@ _Loader.add_implicit_resolver(
 )
 
 
+def _read_yaml(text: str) -> Any:
+    """Return the values; raises ``yaml.YAMLError``, also for what a few aliases blow up."""
+    loader: Any = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if _num_values(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases repeat more than {MOST_VALUES:,} values")
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def _num_values(node: Any, known: dict[int, float]) -> float:
+    """Return how many values a node holds when each alias is written out; infinite within itself."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf  # what is met again from within never ends
+        pairs = [each for pair in node.value for each in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_num_values(each, known) for each in pairs)
+    return known[id(node)]
+
+
 def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
     """Read a run from YAML; raises ``ConfigError``."""
     try:
-        values = yaml.load(text, _Loader)
+        values = _read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -92,7 +120,7 @@ def parse_setting(setting: str) -> tuple[str, Any]:
             f"--set takes key.path=value, came {setting!r}; for example stages.0.temperature=0.2"
         )
     try:
-        return path.strip(), yaml.load(value, _Loader)
+        return path.strip(), _read_yaml(value)
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"--set {path}: {value!r} is no YAML value; quote it") from None
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, final
 import pyarrow as pa
 from pyarrow import fs
 
-from raycl.errors import ConfigError, StorageError
+from raycl.errors import ConfigError, DataError, StorageError
 
 # A request to S3 that the network or the server fails is tried so often: again at once, then after 50 ms,
 # then after twice as long each time: 102 s in all, enough for a server to fail over or a prefix to be split.
@@ -32,6 +32,8 @@ CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 30.0  # without a byte: pyarrow's own 3 s are too few for a server under load
 Found = TypeVar("Found")
 _MARKS = (0xA5, 0x5A)  # bytes that few files end with, and no file with both
+_PICKLED = "ray.data.arrow_pickled_object"
+_SECRET = re.compile(r"://[^/@]*:[^/@]*@")
 _DENIED = re.compile(r"AWS Error ACCESS_DENIED|HTTP status 403")
 _PASSING = re.compile(
     r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)|"
@@ -45,10 +47,19 @@ class Place:
     """One address in a filesystem; ``place / "name"`` is an address below it.
 
     Only ``root`` is read as a URI. What lies below keeps its name, whatever characters it has.
+    Raises ``StorageError`` for a name that would lead out of ``root``: names also come from listings
+    and files that others wrote.
     """
 
     root: str
     path: str = ""
+
+    def __post_init__(self) -> None:
+        if ".." in self.path.split("/") or "\0" in self.path:
+            raise StorageError(
+                f"{self.path!r} would lead out of {self.root}, below which it was named; mend the file or "
+                "listing that has this name"
+            )
 
     def __truediv__(self, name: str) -> "Place":
         return Place(self.root, f"{self.path}/{name}" if self.path else name)
@@ -279,6 +290,20 @@ def is_out_of_reach(error: OSError) -> bool:
     return error.errno is not None or "AWS Error" in str(error)
 
 
+def check_plain(schema: pa.Schema, where: str) -> None:
+    """Raise ``DataError`` if a file has a column of pickled objects: to read one is to run what it says.
+
+    Ray Data writes such columns of what Arrow has no type for. It refuses to read them itself, but teaches
+    Arrow to, wherever a file is opened.
+    """
+    pickled = [field.name for field in schema if _is_pickled(field.type)]
+    if pickled:
+        raise DataError(
+            f"{where} holds pickled Python objects in {', '.join(map(repr, pickled))}, which raycl never loads; "
+            "write the file without that column"
+        )
+
+
 def attempts() -> int:
     """Return how often a request to S3 is tried; raises ``ConfigError`` for an impossible number."""
     asked = os.environ.get("AWS_MAX_ATTEMPTS", str(ATTEMPTS))
@@ -296,6 +321,11 @@ def waits_s() -> list[float]:
 def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
     if "://" not in root:
         return fs.LocalFileSystem(), absolute(root)
+    if _SECRET.search(root):
+        raise ConfigError(
+            f"the address {_SECRET.sub('://***@', root)!r} holds a secret, which would be written to files and "
+            "logs; give it without, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     try:
         # Of a bucket this asks where it lies, and pyarrow gives that up after seconds.
         filesystem, path = patiently(lambda: fs.FileSystem.from_uri(root))
@@ -330,6 +360,15 @@ def _patient(options: Mapping[str, Any]) -> PatientS3:
         "allow_delayed_open": True,
     }
     return PatientS3(**{**options, **ours})
+
+
+def _is_pickled(kind: pa.DataType) -> bool:
+    """Whether values of this type are pickled objects, or hold some."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.extension_name == _PICKLED or _is_pickled(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _is_pickled(kind.value_type)
+    return any(_is_pickled(kind.field(place).type) for place in range(kind.num_fields))
 
 
 def _is_hidden(path: str) -> bool:

@@ -16,6 +16,7 @@ os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # or `uv run pytest` starts every worker through uv
+os.environ["RAYCL_TRUSTED"] = "tests"  # whose networks runs of the tests name
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
     os.environ.pop(name, None)
 

@@ -17,6 +17,9 @@ Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large pictures, 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"})
 
 
+_PROGRAMS = frozenset({"EPS"})  # PostScript, which Pillow would have Ghostscript run
+
+
 class BrokenImageError(BrokenValueError):
     """One image cannot be used."""
 
@@ -65,6 +68,8 @@ class ImageFormat:
             if isinstance(content, np.ndarray):
                 return self._fit(_from_array(content))
             with Image.open(io.BytesIO(content)) as image:
+                if image.format in _PROGRAMS:
+                    raise BrokenImageError("a program that draws, no picture")
                 if image.width * image.height > self.max_pixels:
                     raise BrokenImageError(f"more than {self.max_pixels:,} pixels")
                 # A JPEG decodes at 1/2, 1/4 or 1/8 at once where that is still large enough.

@@ -17,7 +17,7 @@ from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.ids import stable_ids
 from raycl.data.images import EXTENSIONS, BrokenImageError
 from raycl.errors import DataError, StorageError
-from raycl.storage import Place, absolute, is_out_of_reach
+from raycl.storage import Place, absolute, check_plain, is_out_of_reach
 
 ROWS_A_PIECE = 2_048
 NO_LABEL = -1
@@ -271,6 +271,7 @@ def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
     try:
         # From afar, the columns of a row group come by one request rather than by one each.
         with place.open() as source, pq.ParquetFile(source, pre_buffer=not place.is_local) as file:
+            check_plain(file.schema_arrow, str(place))
             yield file
     except (OSError, pa.ArrowException) as error:
         if isinstance(error, OSError) and is_out_of_reach(error):

@@ -19,7 +19,7 @@ from raycl.data.sources import find_source
 from raycl.data.texts import TextFormat
 from raycl.errors import ConfigError, StorageError
 from raycl.judging.embed import embed
-from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder
+from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder, trusted_packages
 from raycl.models.specs import ImageEncoderSpec
 from raycl.progress import ProgressLine, rows_read
 from raycl.storage import Place, absolute
@@ -32,8 +32,17 @@ SideName = Literal["query", "key"]
 class Embedder:
     """One actor of the pool: holds the encoder, turns decoded rows into representations."""
 
-    def __init__(self, run: str, side: SideName, role: str, use_gpu: bool, network: nn.Module | None) -> None:
-        self._encoder = load_encoder(run, side=side, network=network).to("cuda" if use_gpu else "cpu")
+    def __init__(
+        self,
+        run: str,
+        side: SideName,
+        role: str,
+        use_gpu: bool,
+        network: nn.Module | None,
+        trusted: tuple[str, ...],
+    ) -> None:
+        encoder = load_encoder(run, side=side, network=network, trusted=trusted)
+        self._encoder = encoder.to("cuda" if use_gpu else "cpu")
         self._role = role
         self._formats = formats_of(self._encoder, role)
 
@@ -101,7 +110,8 @@ def embed_dataset(
     largest = resources["GPU"] if gpu else resources.get("CPU", 1) - 1
     return decoded.map_batches(
         Embedder,
-        fn_constructor_args=(absolute(run), side, role, gpu, network),
+        # Other nodes do not have the environment of this one.
+        fn_constructor_args=(absolute(run), side, role, gpu, network, trusted_packages()),
         batch_size=None,
         batch_format="pyarrow",
         # Half a core: on one core there is room for the task that decodes, and Ray does not put

@@ -54,7 +54,7 @@ def _refuse_own_network(run: str, side: SideName) -> None:
         folder = folder / KEY
     try:
         name = json.loads((folder / SPEC).read_text())["name"]
-    except (StorageError, ValueError, TypeError, KeyError):
+    except (StorageError, ValueError, TypeError, KeyError, RecursionError):
         return  # loading says what is wrong with it
     if name == OWN:
         raise ConfigError(

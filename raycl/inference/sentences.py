@@ -15,7 +15,7 @@ from raycl.inference.values import embed_values, read_values
 from raycl.judging.similarity import sts_scores
 from raycl.judging.text_floor import tfidf_similarity
 from raycl.models.saved import ImageEncoder, load_encoder
-from raycl.storage import Place, absolute
+from raycl.storage import Place, absolute, check_plain
 from raycl.tokens import BrokenTextError, read_text
 
 COLUMNS = ("sentence1", "sentence2", "score", "dataset")
@@ -68,6 +68,7 @@ def _read(uri: str) -> pa.Table:
         raise DataError(
             f"cannot read {uri} as parquet: {str(error).splitlines()[0]}; give a parquet file"
         ) from None
+    check_plain(table.schema, uri)
     for name in COLUMNS[:3]:
         if name not in table.column_names:
             raise DataError(

@@ -1,6 +1,5 @@
 """The tower of a run that may still go on: encoder and projection head of its last checkpoint."""
 
-import io
 import json
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from raycl.config import RunConfig
 from raycl.data.images import BrokenImageError
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.momentum import MomentumEncoder
+from raycl.models.saved import check_trusted, load_state
 from raycl.models.towers import Towers
 from raycl.settings import config_from_yaml
 from raycl.storage import Place, absolute
@@ -81,17 +81,21 @@ def load_tower(run: str) -> SavedTower:
 
     Raises:
         StorageError: There is no run, or no checkpoint yet, or it cannot be read.
-        ConfigError: The run's network cannot be built by its name.
+        ConfigError: The run's network cannot be built by its name, or its package is not trusted.
     """
     output = Place(absolute(run))
     config = config_from_yaml((output / CONFIG).read_text(), name=(output / CONFIG).uri)
+    is_text = config.data.kind in ("text", "pairs")
+    check_trusted(config.encoder.name, str(output / CONFIG), is_text=is_text)
+    if config.data.kind == "image_text":
+        check_trusted(config.text_encoder.name, str(output / CONFIG), is_text=True)
     checkpoint, state = _last_state(output)
     vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
     towers = build.towers(config, build.modality(config, vocabulary))
     try:
         filled = _fill(towers, state).eval()
         return SavedTower(tower=filled, vocabulary=vocabulary, config=config, checkpoint=checkpoint)
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(
             f"the weights of {output / CHECKPOINTS / checkpoint} do not fit the network that {CONFIG} names: the run "
             "trained a network of its user's own, which only that program can build; ask by --id or --vector"
@@ -112,8 +116,8 @@ def _last_state(output: Place) -> tuple[str, dict[str, Any]]:
     name = last_checkpoint(output)
     while True:
         try:
-            content = (output / CHECKPOINTS / name / STATE).read_bytes()
-            return name, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["learner"]
+            place = output / CHECKPOINTS / name / STATE
+            return name, load_state(place.read_bytes(), str(place)).get("learner", {})
         except StorageError:
             # A run that goes on removes a checkpoint when there is a newer one.
             before, name = name, last_checkpoint(output)

@@ -15,7 +15,7 @@ from raycl.models.token_rows import PADDING, TokenRows
 class HuggingFaceEncoder(nn.Module):
     """Encode tokens [batch, length] to [batch, dim] with the model in the folder ``path``.
 
-    Nothing is downloaded. ``pooling`` takes the mean over a row's tokens or its first one;
+    Nothing is downloaded, and no code that lies in the folder is run. ``pooling`` takes the mean over a row's tokens or its first one;
     ``pretrained=False`` takes the model's shape only and begins untrained. The model's own number
     for padding changes place with 0 (see :class:`~raycl.tokens.tokenizer.Tokenizer`).
 
@@ -78,10 +78,11 @@ def _read_model(path: str, *, pretrained: bool) -> Any:
         )
     try:
         if pretrained:
-            model = library.AutoModel.from_pretrained(path, local_files_only=True)
+            model = library.AutoModel.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         else:
             model = library.AutoModel.from_config(
-                library.AutoConfig.from_pretrained(path, local_files_only=True)
+                library.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False),
+                trust_remote_code=False,
             )
     except Exception as error:  # whatever a damaged file leads to
         raise ConfigError(

@@ -4,8 +4,10 @@ Beside them lie the ``tokenizer.json`` of an encoder of texts, and ``projection_
 embeddings are the result, as with two towers. A second tower is saved in the folder ``key``.
 """
 
+import io
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, final
 
 import safetensors
@@ -20,6 +22,7 @@ from raycl.batchnorm import swap
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.models.text import HUGGING_FACE
 from raycl.storage import Place
 from raycl.tokens import BrokenTextError, Tokenizer, padded_rows, read_text
 
@@ -29,6 +32,7 @@ SPEC = "encoder.json"
 TOKENIZER = "tokenizer.json"
 KEY = "key"
 OWN = "a network of the user's own"
+TRUSTED = "RAYCL_TRUSTED"
 
 
 @final
@@ -109,15 +113,20 @@ def save_encoder(
 
 
 def load_encoder(
-    uri: str, *, side: Literal["query", "key"] = "query", network: nn.Module | None = None
+    uri: str,
+    *,
+    side: Literal["query", "key"] = "query",
+    network: nn.Module | None = None,
+    trusted: Collection[str] | None = None,
 ) -> ImageEncoder | TextEncoder:
     """Load the encoder of the run at ``uri``, in evaluation mode.
 
     With two towers ``side`` says which: that of queries (or images), or that of keys (documents or
     captions), which may be the same; their projection heads are a part of them. ``network`` is needed
     only for an encoder that was passed to ``raycl.train`` as a module and so cannot be built from its
-    name. Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one,
-    and ``ConfigError`` for another side.
+    name. A name such as ``package.module:function`` is code to import and call, with arguments from the same
+    file: it must be of one of the ``trusted`` packages, without them those in RAYCL_TRUSTED. Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one,
+    and ``ConfigError`` for another side or a package that is not trusted.
     """
     if side not in ("query", "key"):
         raise ConfigError(f"there is no side {side!r} of an encoder; give query or key")
@@ -130,13 +139,14 @@ def load_encoder(
         spec = _read_spec((output / SPEC).read_text())
         weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
         of_head = safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()) if spec.projection_head else {}
-    except (ValidationError, json.JSONDecodeError, safetensors.SafetensorError) as error:
+    except (ValidationError, json.JSONDecodeError, RecursionError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"the encoder at {uri} is damaged: {' '.join(str(error).split())[:200]}; save it again"
         ) from error
     if network is None:
         if spec.name == OWN:
             raise StorageError(f"the run at {uri} trained a network of your own; pass it as network=")
+        check_trusted(spec.name, str(output / SPEC), trusted, is_text=isinstance(spec, TextEncoderSpec))
         network = spec.build()
     if spec.norm != "batch":
         network = swap(network, spec.norm)
@@ -150,6 +160,42 @@ def load_encoder(
     if isinstance(spec, TextEncoderSpec):
         return TextEncoder(network, spec, _load_tokenizer(output, spec)).eval()
     return ImageEncoder(network, spec).eval()
+
+
+def trusted_packages() -> tuple[str, ...]:
+    """Return the packages in RAYCL_TRUSTED, which are separated by commas."""
+    return tuple(name.strip() for name in os.environ.get(TRUSTED, "").split(",") if name.strip())
+
+
+def check_trusted(name: str, where: str, trusted: Collection[str] | None = None, *, is_text: bool) -> None:
+    """Refuse code that a file names, unless it is of a package that the user named as well: ``ConfigError``."""
+    if ":" not in name or name == OWN or (is_text and name.startswith(HUGGING_FACE)):
+        return
+    module = name.partition(":")[0]
+    if not any(
+        f"{module}.".startswith(f"{each}.") for each in (trusted_packages() if trusted is None else trusted)
+    ):
+        raise ConfigError(
+            f"{where} asks to import {module!r} and call {name!r}; if you trust whoever wrote it, "
+            f"set {TRUSTED}={module.partition('.')[0]}"
+        )
+
+
+def load_state(content: bytes, where: str) -> dict[str, Any]:
+    """Return what ``torch.save`` wrote, if it is made of tensors and plain values; raises ``StorageError``.
+
+    A pickle may name any function to be called while it is read: the ones that do are refused.
+    """
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file leads to
+        raise StorageError(
+            f"cannot read {where}: {' '.join(str(error).split())[:120] or type(error).__name__}; it is damaged, or "
+            "holds more than tensors and plain values, which raycl never loads"
+        ) from error
+    if not isinstance(state, dict):
+        raise StorageError(f"{where} holds no state but {type(state).__name__}; give one that raycl wrote")
+    return state
 
 
 def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:

@@ -7,6 +7,7 @@ snapshot in force: it is written when all shards have theirs, and again when a r
 import contextlib
 import json
 import posixpath
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -20,10 +21,12 @@ from pyarrow import fs
 from raycl.errors import ConfigError, StorageError
 from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.store import Negatives
-from raycl.storage import Place, is_out_of_reach
+from raycl.storage import Place, check_plain, is_out_of_reach
 
 # Rows are written and read in groups of this many, so that a snapshot takes little memory.
 ROWS_A_GROUP = 65_536
+
+_STEP = re.compile(r"step-[0-9]{8,}")
 
 # What must agree for a snapshot to fit a bank, and the setting that says it.
 _SHAPE = {
@@ -61,7 +64,15 @@ class Current:
 def read_current(plan: BankPlan) -> Current:
     """Return what is in force; raises ``StorageError``."""
     place = plan.place / "current.json"
-    return Current(**json.loads(place.read_text())) if place.exists() else Current()
+    if not place.exists():
+        return Current()
+    try:
+        return _checked(json.loads(place.read_text()))
+    except (ValueError, TypeError, RecursionError):
+        raise StorageError(
+            f"{place} does not name a snapshot and an attempt; put it back from a copy, or begin a new run "
+            "with another --output"
+        ) from None
 
 
 def write_current(plan: BankPlan, current: Current) -> None:
@@ -74,7 +85,7 @@ def snapshot_steps(plan: BankPlan) -> list[int]:
     if not plan.place.is_folder():
         return []
     folders = {path.split("/")[0] for path, _ in plan.place.files()}
-    return sorted(int(name.removeprefix("step-")) for name in folders if name.startswith("step-"))
+    return sorted(int(name.removeprefix("step-")) for name in folders if _STEP.fullmatch(name))
 
 
 def prune_snapshots(plan: BankPlan, keep_steps: list[int]) -> None:
@@ -163,6 +174,13 @@ def read_samples(plan: BankPlan, shard: int) -> np.ndarray:
         return file.read()["sample_id"].to_numpy()
 
 
+def _checked(found: Mapping[str, int]) -> Current:
+    current = Current(**found)
+    if not all(type(number) is int and number >= 0 for number in (current.step, current.attempt)):
+        raise ValueError
+    return current
+
+
 def _samples_place(plan: BankPlan, shard: int) -> Place:
     return plan.place / "samples" / shard_file(shard, plan.num_shards)
 
@@ -199,8 +217,9 @@ def _refuse_missing(plan: BankPlan, folder: Place) -> None:
 def _open(place: Place) -> Iterator[pq.ParquetFile]:
     try:
         with place.open() as source, pq.ParquetFile(source, pre_buffer=not place.is_local) as file:
+            check_plain(file.schema_arrow, str(place))
             yield file
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         if isinstance(error, OSError) and is_out_of_reach(error):
             raise place.failure("read", error) from error
         raise StorageError(

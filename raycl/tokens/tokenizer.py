@@ -163,6 +163,11 @@ class Tokenizer:
         own = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a").ids
         starts = [at for at in range(len(whole)) if whole[at : at + len(own)] == own]
+        if not starts:
+            raise ConfigError(
+                f"the tokenizer cuts 'a' into {own}, and with special tokens into {whole}; give one that puts "
+                "them before or after the text"
+            )
         return whole[: starts[0]], whole[starts[0] + len(own) :]
 
     def _swapped(self, numbers: NDArray[Any]) -> NDArray[Any]:

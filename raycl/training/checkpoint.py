@@ -5,7 +5,7 @@ checkpoint only once it is there whole: a half-written one is never resumed from
 of the samples and dropout are functions of (seed, epoch, step), so no random state is saved.
 """
 
-import io
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +16,7 @@ import ray.train
 import torch
 
 from raycl.distributed import check_equal
+from raycl.models.saved import load_state
 from raycl.storage import Place
 from raycl.training.learner import Learner
 from raycl.training.stores import Store
@@ -24,6 +25,7 @@ from raycl.training.watch import Watch
 CHECKPOINTS = "checkpoints"
 STATE = "state.pt"
 SCORE = "score"  # that the best checkpoints have most of
+_STEP = re.compile(r"step-([0-9]{8,})")
 _ORDER = ("rollbacks", "step", "stage")
 
 
@@ -123,7 +125,7 @@ def saved_steps(output: Place) -> set[int]:
     """Return the steps of which there is a checkpoint, whole or not."""
     folder = output / CHECKPOINTS
     names = {path.split("/")[0] for path, _ in folder.files()} if folder.exists() else set()
-    return {int(name.split("-")[1]) for name in names if name.startswith("step-")}
+    return {int(step[1]) for step in map(_STEP.match, names) if step}
 
 
 def restore_checkpoint(learner: Learner) -> Restored | None:
@@ -154,7 +156,7 @@ def _name(position: Position, *, judged: bool) -> str:
 def _restored(checkpoint: ray.train.Checkpoint, learner: Learner) -> Restored:
     with checkpoint.as_directory() as folder:
         content = (Path(folder) / STATE).read_bytes()
-    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    state = load_state(content, f"{checkpoint.path}/{STATE}")
     learner.load_state_dict(state["learner"])
     return Restored(
         position=Position(**state["position"]),

@@ -1,0 +1,613 @@
+"""What raycl reads cannot run, and what it is told to name cannot lead out of where it is."""
+
+import ast
+import io
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import EpsImagePlugin
+
+from raycl.cli import main
+from raycl.data.columns import ColumnNames
+from raycl.data.images import BrokenImageError, ImageFormat
+from raycl.data.sources import find_source
+from raycl.errors import ConfigError, DataError, StorageError
+from raycl.inference.tower import load_tower
+from raycl.models.bag_of_subwords import BagOfSubwords
+from raycl.models.images import build_image_encoder
+from raycl.models.saved import TRUSTED, ImageEncoder, check_trusted, load_encoder, load_state, save_encoder
+from raycl.models.specs import ImageEncoderSpec, TextEncoderSpec
+from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.queue_shard import QueueShard
+from raycl.negatives.snapshot import read_current, shard_file, snapshot_folder, snapshot_steps
+from raycl.settings import config_from_yaml, config_to_yaml, parse_setting
+from raycl.storage import Place
+from raycl.tokens import train_tokenizer
+from raycl.training.launch import _bank_name
+from tests.conftest import BUCKET
+from tests.images import write_digits
+from tests.malice import FORMS, as_pickle, as_text, pickled_column, write_parquet
+from tests.test_saved_tower import small_config
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted([*(ROOT / "raycl").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")])
+
+# Ends a sentence of the one line; what a library said may stand before it.
+ONE_LINE = re.compile(r"raycl: [^\n]+\n")
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    """Return a file that is there when malice was run; it must not be at the end."""
+    path = tmp_path / "executed"
+    yield path
+    assert not path.exists(), "what was read has run"
+
+
+# ---- what the source says
+
+
+def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls of a module with the names of what they call, as they are written."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def value_of(call: ast.Call, name: str) -> Any:
+    found = [keyword.value for keyword in call.keywords if keyword.arg == name]
+    return ast.literal_eval(found[0]) if found and isinstance(found[0], ast.Constant) else None
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module.split(".")[0], *(alias.name for alias in node.names)}
+    return names
+
+
+LOADERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
+PROGRAMS = {"eval", "exec", "compile", "os.system", "os.popen", "tempfile.mktemp"}
+LOADS = {"torch.load", "torch.hub.load", "torch.jit.load"}
+# The networks of the user's own, an optional package, and raycl's own names.
+MAY_IMPORT = {
+    "raycl/__init__.py",
+    "raycl/models/images.py",
+    "raycl/models/text.py",
+    "raycl/models/hugging_face.py",
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_unpickles_evaluates_or_opens_a_socket_to_the_world(path: Path) -> None:
+    assert not imported(path) & LOADERS
+    for name, call in calls_in(path):
+        assert name not in PROGRAMS, f"line {call.lineno}"
+        assert name not in LOADS or value_of(call, "weights_only") is True, f"line {call.lineno}"
+        assert not name.startswith("yaml.") or "load" not in name, (
+            f"line {call.lineno}: only settings._Loader"
+        )
+        for flag in ("allow_pickle", "trust_remote_code", "shell"):
+            assert not value_of(call, flag), f"line {call.lineno}: {flag}"
+        assert value_of(call, "host") not in ("0.0.0.0", "::", ""), f"line {call.lineno}"
+        if name.endswith("import_module"):
+            is_ours = ast.unparse(call.args[0]).lstrip("f").startswith(("'raycl.", '"raycl.'))
+            assert is_ours or str(path.relative_to(ROOT)) in MAY_IMPORT, f"line {call.lineno}"
+    assert "0.0.0.0" not in path.read_text()
+
+
+# ---- an encoder
+
+
+def image_run(folder: Path) -> Path:
+    spec = ImageEncoderSpec(
+        name="resnet10",
+        width=0.125,
+        image_size=16,
+        channels=1,
+        stored_size=16,
+        mean=(0.5,),
+        std=(0.2,),
+        representation_dim=64,
+    )
+    save_encoder(spec.build(), spec, Place(str(folder)))
+    return folder
+
+
+def text_run(folder: Path) -> Path:
+    tokenizer = train_tokenizer(["a word", "another word"], vocabulary_size=270)
+    sizes = {"num_tokens": tokenizer.num_tokens, "max_length": 16}
+    spec = TextEncoderSpec(
+        name="bag_of_subwords",
+        tokenizer=tokenizer.fingerprint,
+        arguments={"dim": 8},
+        representation_dim=8,
+        **sizes,
+    )
+    save_encoder(BagOfSubwords(dim=8, **sizes), spec, Place(str(folder)), tokenizer=tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("file", ["encoder.json", "encoder.safetensors", "tokenizer.json"])
+def test_a_pickle_in_place_of_a_file_of_an_encoder_is_refused(
+    file: str, form: Callable[[Path], bytes], tmp_path: Path, marker: Path
+) -> None:
+    run = text_run(tmp_path / "run")
+    load_encoder(str(run))
+    (run / file).write_bytes(form(marker))
+    with pytest.raises(StorageError):
+        load_encoder(str(run))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"kind":' * 50_000, "[]", "7", ""])
+def test_a_description_of_an_encoder_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+    run = image_run(tmp_path / "run")
+    (run / "encoder.json").write_text(content)
+    with pytest.raises(StorageError, match="is damaged"):
+        load_encoder(str(run))
+
+
+def raycl_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
+) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["raycl", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert isinstance(left.value.code, int)
+    return left.value.code, capsys.readouterr().err
+
+
+def commands(run: Path, data: Path, output: Path) -> dict[str, list[object]]:
+    """Return the commands that load the encoder of a run."""
+    return {
+        "knn": ["evaluate", "knn", "--run", run, "--train", data, "--test", data],
+        "linear": ["evaluate", "linear", "--run", run, "--train", data, "--test", data],
+        "retrieval": ["evaluate", "retrieval", "--run", run, "--test", data],
+        "sts": ["evaluate", "sts", "--run", run, "--test", data],
+        "embed": ["embed", "--run", run, "--data", data, "--output", output],
+        "mine": ["mine", "--run", run, "--data", data, "--output", output],
+        "export": ["export", "--run", run, "--output", output],
+    }
+
+
+@pytest.mark.parametrize("door", ["knn", "linear", "retrieval", "sts", "embed", "mine", "export"])
+def test_every_command_refuses_a_run_with_a_pickle_or_with_code_in_one_line(
+    door: str,
+    tmp_path: Path,
+    marker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write_digits(tmp_path / "data.parquet", 20)
+    run = image_run(tmp_path / "run")
+    command = commands(run, data, tmp_path / "output.parquet")[door]
+    whole = (run / "encoder.safetensors").read_bytes()
+    (run / "encoder.safetensors").write_bytes(as_pickle(marker))
+    status, told = raycl_command(monkeypatch, capsys, *command)
+    assert (status, "is damaged" in told) == (2, True), told
+    assert ONE_LINE.fullmatch(told)
+
+    (run / "encoder.safetensors").write_bytes(whole)
+    name_code(run, "os:system", {"command": f"touch '{marker}'"})
+    status, told = raycl_command(monkeypatch, capsys, *command)
+    assert (status, "RAYCL_TRUSTED=os" in told) == (2, True), told
+    assert ONE_LINE.fullmatch(told)
+    assert not (tmp_path / "output.parquet").exists()
+
+
+# ---- code that a run names
+
+
+def name_code(run: Path, name: str, arguments: dict[str, Any]) -> None:
+    described = json.loads((run / "encoder.json").read_text())
+    (run / "encoder.json").write_text(json.dumps(described | {"name": name, "arguments": arguments}))
+
+
+def test_a_run_cannot_name_code_that_its_reader_does_not_trust(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "strangers_networks.py").write_text(f"open({str(marker)!r}, 'w')")
+    monkeypatch.syspath_prepend(folder)
+    (tmp_path / "state.pt").write_bytes(as_pickle(marker))
+    of_images, of_texts = image_run(tmp_path / "images"), text_run(tmp_path / "texts")
+    calls: dict[str, dict[str, Any]] = {
+        "os:system": {"command": f"touch '{marker}'"},
+        "subprocess:getoutput": {"cmd": f"touch '{marker}'"},
+        "torch:load": {"f": str(tmp_path / "state.pt"), "weights_only": False},
+        "strangers_networks:build": {},
+        "tests_of_others:build": {},
+        "transformers:pipeline": {"model": str(folder), "trust_remote_code": True},
+    }
+    for name, arguments in calls.items():
+        for run in (of_images, of_texts):
+            if run == of_texts and name.startswith("transformers:"):
+                continue  # there it is the address of a model
+            name_code(run, name, arguments)
+            with pytest.raises(ConfigError, match=f"RAYCL_TRUSTED={name.partition(':')[0]}"):
+                load_encoder(str(run))
+
+
+def test_a_trusted_package_is_trusted_with_all_below_it_and_nothing_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(TRUSTED, "mine, other.networks")
+    for name in ("mine:build", "mine.deep.er:build", "other.networks:build", "resnet18"):
+        check_trusted(name, "encoder.json", is_text=False)
+    check_trusted("transformers:/a/folder", "encoder.json", is_text=True)
+    for name in ("mines:build", "other:build", "other.networks2:build", "transformers:pipeline", ":build"):
+        with pytest.raises(ConfigError, match="asks to import"):
+            check_trusted(name, "encoder.json", is_text=False)
+    with pytest.raises(ConfigError, match="asks to import"):
+        check_trusted("mine:build", "encoder.json", (), is_text=False)
+
+
+def test_a_trusted_network_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = image_run(tmp_path / "run")
+    network = build_image_encoder("tests.cluster.networks:small", image_size=16, arguments={"channels": 1})
+    spec = ImageEncoderSpec.model_validate_json((run / "encoder.json").read_text())
+    named = {"name": "tests.cluster.networks:small", "arguments": {"channels": 1}, "representation_dim": 16}
+    save_encoder(network, spec.model_copy(update=named), Place(str(run)))
+    monkeypatch.setenv(TRUSTED, "")
+    with pytest.raises(ConfigError, match="RAYCL_TRUSTED=tests"):
+        load_encoder(str(run))
+    assert isinstance(load_encoder(str(run), trusted=["tests"]), ImageEncoder)
+    assert isinstance(load_encoder(str(run), network=network), ImageEncoder)
+    monkeypatch.setenv(TRUSTED, "tests")
+    assert isinstance(load_encoder(str(run)), ImageEncoder)
+
+
+# ---- a checkpoint
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_that_holds_more_than_tensors_is_refused(
+    form: Callable[[Path], bytes], marker: Path
+) -> None:
+    with pytest.raises(StorageError, match="cannot read state.pt: .*which raycl never loads"):
+        load_state(form(marker), "state.pt")
+
+
+def test_a_compiled_program_is_no_checkpoint() -> None:
+    stream = io.BytesIO()
+    with pytest.warns(FutureWarning):
+        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), stream)
+    with pytest.raises(StorageError, match="cannot read state.pt"):
+        load_state(stream.getvalue(), "state.pt")
+
+
+def a_run_that_goes_on(folder: Path, checkpoint: str = "step-00000005") -> Path:
+    (folder / "checkpoints" / "step-00000005").mkdir(parents=True)
+    (folder / "config.yaml").write_text(config_to_yaml(small_config()))
+    listed = folder / "checkpoints" / "checkpoint_manager_snapshot.json"
+    listed.write_text(json.dumps({"latest_checkpoint_result": {"checkpoint_dir_name": checkpoint}}))
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_question_by_a_picture_does_not_run_a_checkpoint(
+    form: Callable[[Path], bytes], tmp_path: Path, marker: Path
+) -> None:
+    run = a_run_that_goes_on(tmp_path / "run")
+    (run / "checkpoints" / "step-00000005" / "state.pt").write_bytes(form(marker))
+    with pytest.raises(StorageError, match="which raycl never loads"):
+        load_tower(str(run))
+
+
+def test_a_question_by_a_picture_does_not_import_what_the_run_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRUSTED, "")
+    with pytest.raises(ConfigError, match="config.yaml asks to import 'tests.cluster.networks'"):
+        load_tower(str(a_run_that_goes_on(tmp_path / "run")))
+
+
+def test_a_list_of_checkpoints_cannot_lead_out_of_the_run(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    torch.save({"learner": {}}, outside / "state.pt")
+    with pytest.raises(StorageError, match="would lead out of"):
+        load_tower(str(a_run_that_goes_on(tmp_path / "run", "../../outside")))
+
+
+# ---- a bank's snapshot
+
+
+def a_plan(output: Path) -> BankPlan:
+    return BankPlan(name="bank", kind="queue", dim=4, capacity=8, output=str(output))
+
+
+def a_saved_queue(output: Path) -> BankPlan:
+    plan = a_plan(output)
+    QueueShard(plan, 0).save(3)
+    return plan
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bank_does_not_run_a_snapshot(form: Callable[[Path], bytes], tmp_path: Path, marker: Path) -> None:
+    plan = a_saved_queue(tmp_path)
+    QueueShard(plan, 0).restore(3, 1)
+    Path((snapshot_folder(plan, 3) / shard_file(0, 1)).uri).write_bytes(form(marker))
+    with pytest.raises(StorageError, match="cannot read"):
+        QueueShard(plan, 0).restore(3, 1)
+
+
+def test_a_bank_does_not_run_the_objects_in_a_snapshot(tmp_path: Path, marker: Path) -> None:
+    plan = a_saved_queue(tmp_path)
+    path = Path((snapshot_folder(plan, 3) / shard_file(0, 1)).uri)
+    write_parquet(path, {"step": pa.array([1])}, "sample_id", pickled_column(marker, 1))
+    import raycl.cluster  # noqa: F401  (Ray Data teaches Arrow to unpickle)
+
+    with pytest.raises(DataError, match="pickled Python objects in 'sample_id'"):
+        QueueShard(plan, 0).restore(3, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        "[]",
+        "{}x",
+        '{"step": "../../x", "attempt": 0}',
+        '{"step": -1}',
+        '{"stop": 1}',
+        '{"step": 1.5}',
+    ],
+)
+def test_the_name_of_a_snapshot_is_a_number(content: str, tmp_path: Path) -> None:
+    plan = a_saved_queue(tmp_path)
+    Path((plan.place / "current.json").uri).write_text(content)
+    with pytest.raises(StorageError, match="current.json does not name a snapshot"):
+        read_current(plan)
+
+
+def test_folders_of_others_beside_the_snapshots_are_none(tmp_path: Path) -> None:
+    plan = a_saved_queue(tmp_path)
+    for name in ("step-x", "step-", "step--0000005", "step-" + 8 * chr(0x0667), "steps"):
+        (tmp_path / "bank" / name).mkdir()
+        (tmp_path / "bank" / name / "file").write_text("x")
+    assert snapshot_steps(plan) == [3]
+
+
+@given(st.text(max_size=20))
+@example("../other")
+@example("..")
+def test_the_name_of_a_bank_leads_nowhere(name: str) -> None:
+    try:
+        plan = BankPlan(name=name, kind="queue", dim=4, capacity=8, output="/runs/one")
+    except ConfigError:
+        assert not name or "/" in name
+    else:
+        assert plan.place == Place("/runs/one") / "bank"
+        assert plan.actor_name(0).count("/") == 1
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", _bank_name(Place(f"/runs/{name}")))
+
+
+# ---- data
+
+
+IMAGES = {"image": pa.array([b"x"], pa.binary())}
+TEXTS = {"text": pa.array(["a"])}
+STS = {"sentence1": pa.array(["a"]), "sentence2": pa.array(["b"]), "score": pa.array([1.0])}
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+@pytest.mark.parametrize("column", ["sample_id", "label", "image", "unused"])
+def test_rows_of_pickled_objects_are_refused_before_one_is_read(
+    column: str, in_list: bool, tmp_path: Path, marker: Path
+) -> None:
+    import raycl.cluster  # noqa: F401  (Ray Data teaches Arrow to unpickle)
+
+    plain = {name: values for name, values in IMAGES.items() if name != column}
+    path = write_parquet(tmp_path / "rows.parquet", plain, column, pickled_column(marker, 1), in_list=in_list)
+    with pytest.raises(DataError, match=f"pickled Python objects in '{column}', which raycl never loads"):
+        source = find_source(str(path), ColumnNames())
+        list(source.read(source.pieces[0]))
+
+
+def test_that_such_rows_would_run_is_no_idle_fear(tmp_path: Path) -> None:
+    import raycl.cluster  # noqa: F401
+
+    marker = tmp_path / "executed"
+    path = write_parquet(tmp_path / "rows.parquet", TEXTS, "id", pickled_column(marker, 1))
+    pq.read_table(path)["id"].to_pylist()
+    assert marker.exists()
+
+
+def test_sentences_to_judge_by_are_not_run(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import raycl.cluster  # noqa: F401
+
+    path = write_parquet(tmp_path / "sts.parquet", STS, "dataset", pickled_column(marker, 1))
+    run = text_run(tmp_path / "run")
+    status, told = raycl_command(monkeypatch, capsys, "evaluate", "sts", "--run", run, "--test", path)
+    assert (status, "pickled Python objects in 'dataset'" in told) == (2, True), told
+
+
+def test_an_embedding_to_ask_by_is_not_run(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.malice import Malice
+
+    np.save(tmp_path / "vector.npy", np.array([Malice(marker)], object), allow_pickle=True)
+    (tmp_path / "vector.json").write_bytes(as_text(marker))
+    for file in ("vector.npy", "vector.json"):
+        command = ("bank", "nearest", "any", "--vector", tmp_path / file)
+        status, told = raycl_command(monkeypatch, capsys, *command)
+        assert (status, "holds no embedding" in told) == (2, True), told
+
+
+def test_a_picture_that_is_a_program_is_not_run(
+    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch '{marker}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    drawn = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    with pytest.raises(BrokenImageError, match="a program that draws"):
+        ImageFormat(size=8).decode(drawn)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['touch {marker}']",
+        "!!python/name:os.system",
+        "recipe: !!python/object/new:os.system ['touch {marker}']",
+        "!!binary x",
+        "[" * 2_000,
+        "a: &a [*a]",
+        "a: &a {{b: *a}}",
+    ],
+)
+def test_yaml_is_data_and_has_an_end(text: str, marker: Path) -> None:
+    text = text.replace("{marker}", str(marker)).replace("{{", "{").replace("}}", "}")
+    with pytest.raises(ConfigError):
+        config_from_yaml(text)
+    with pytest.raises(ConfigError):
+        parse_setting(f"seed={text}")
+
+
+def test_aliases_that_blow_up_are_refused_before_they_do() -> None:
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 40)]
+    with pytest.raises(ConfigError, match="its aliases repeat more than 100,000 values"):
+        config_from_yaml("\n".join(rows))
+
+
+def test_aliases_in_moderation_are_welcome() -> None:
+    stated = config_to_yaml(small_config())
+    stages = stated.index("stages:\n- ")
+    shared = stated[:stages] + stated[stages:].replace("stages:\n- ", "stages:\n- &one\n  ", 1)
+    last = "\n- *one\n"
+    assert config_from_yaml(_with_second_stage(shared, last)).stages[1] == config_from_yaml(stated).stages[0]
+
+
+def _with_second_stage(text: str, stage: str) -> str:
+    """Insert a stage behind the first one."""
+    before, _, rest = text.partition("- &one\n")
+    end = re.search(r"^(?! )", rest[1:], re.MULTILINE)
+    assert end is not None
+    return f"{before}- &one\n{rest[: end.start() + 1].rstrip()}{stage}{rest[end.start() + 1 :]}"
+
+
+# ---- names
+
+
+NAMES = st.text(alphabet=st.sampled_from("ab./\\%2e~$ \n:@?#é"), max_size=12) | st.text(max_size=12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(NAMES, max_size=4))
+@example(["../x"])
+@example(["a", ".."])
+@example(["a/../../b"])
+@example(["/etc/passwd"])
+@example(["a\0b"])
+def test_what_is_named_below_a_place_stays_below_it(names: list[str]) -> None:
+    for root in ("/runs/one", "s3://bucket/runs/one"):
+        place = Place(root)
+        try:
+            for name in names:
+                place = place / name
+        except StorageError as error:
+            assert any(".." in name.split("/") or "\0" in name for name in names)
+            assert "would lead out of" in str(error)
+            continue
+        assert place.uri == root or place.uri.startswith(f"{root}/")
+        if place.is_local:
+            assert os.path.normpath(place.resolve()[1]).startswith("/runs/one")
+            with pytest.raises(StorageError):
+                place.read_bytes()
+
+
+def test_a_place_cannot_be_made_that_leads_out() -> None:
+    with pytest.raises(StorageError, match="would lead out of"):
+        Place("/runs/one", "../two")
+
+
+def test_a_listing_of_a_bucket_cannot_lead_out_of_its_prefix(s3_server: str) -> None:
+    client = boto3.client("s3", endpoint_url=s3_server)
+    for key in (
+        "hostile/set/a.png",
+        "hostile/set/../secret.png",
+        "hostile/set/../../b.png",
+        "hostile/secret.png",
+    ):
+        client.put_object(Bucket=BUCKET, Key=key, Body=key.encode())
+    place = Place(f"s3://{BUCKET}/hostile/set")
+    found = [path for path, _ in place.files()]
+    assert "a.png" in found
+    assert not [path for path in found if ".." in path.split("/")]
+    assert b"hostile/secret.png" not in [(place / path).read_bytes() for path in found]
+
+
+def test_an_address_with_a_secret_is_refused_without_telling_it() -> None:
+    for address in ("s3://AKIA:SECRET@bucket/path", "s3://AKIA:SEC%2FRET@bucket/path?region=x"):
+        with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as told:
+            Place(address).exists()
+        assert "SEC" not in str(told.value).replace("AWS_SECRET_ACCESS_KEY", "").replace("a secret", "")
+        assert "AKIA" not in str(told.value)
+
+
+def test_what_is_written_is_not_for_others_to_write(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        run = text_run(tmp_path / "runs" / "one")
+        a_saved_queue(run)
+    finally:
+        os.umask(before)
+    written = [run, *run.rglob("*")]
+    assert len(written) > 5
+    assert not [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o022]
+
+
+def test_a_token_that_raycl_writes_is_for_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raycl.joining import _keep_token_private
+
+    token = tmp_path / ".ray" / "auth_token"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN_PATH", "elsewhere")):
+        monkeypatch.setenv(name, value)
+        _keep_token_private()
+        monkeypatch.delenv(name)
+        assert not token.exists()
+    _keep_token_private()
+    content = token.read_text()
+    assert re.fullmatch("[0-9a-f]{64}", content)
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    token.chmod(0o644)
+    _keep_token_private()
+    assert (token.read_text(), stat.S_IMODE(token.stat().st_mode)) == (content, 0o600)
+    shutil.rmtree(token.parent)
+    (tmp_path / ".ray").write_text("in the way")
+    _keep_token_private()  # Ray will say what is wrong
