@@ -195,20 +195,37 @@ def export(
 
 @app.command()
 def doctor(
-    data: Annotated[str | None, typer.Option(help="Look at this set, too.")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="Look whether this recipe, or this file ending in .yaml, fits.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Look at this set; local or s3://.")] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Look whether every node can write here; local or s3://.")
+    ] = None,
+    workers: Annotated[str | None, typer.Option(help="Of the recipe: N, or MIN:MAX.")] = None,
+    gpu: Gpu = False,
+    batch_size: Annotated[int | None, typer.Option(help="Of the recipe: rows a step.")] = None,
     settings: Setting = None,
     address: Address = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Check the machine, the cluster and the data: a line each, and what to do."""
-    from raycl.doctor import examine
-    from raycl.setup import column_settings
+    """Check the cluster, the storage, the data and the recipe: a line each, and what to do."""
+    from raycl.cli_doctor import report
 
-    columns = column_settings(settings or [])
-    findings = examine(data=data, columns=columns, address=address, debug=debug)
-    for finding in findings:
-        print(finding)
-    if not all(finding.good for finding in findings):
+    flags = {"gpu": gpu or None, "stages.0.batch_size": batch_size}
+    given = {key: value for key, value in flags.items() if value is not None}
+    all_good = report(
+        recipe,
+        given | _workers(workers),
+        settings=settings or [],
+        data=data,
+        output=output,
+        address=address,
+        as_json=as_json,
+        debug=debug,
+    )
+    if not all_good:
         raise typer.Exit(1)
 
 
@@ -228,8 +245,9 @@ def run_job(command: Callable[..., None] | typer.Typer) -> NoReturn:
 
 def _run(door: typer.Typer) -> NoReturn:
     """Turn errors into one line and an exit status."""
-    # An encoder of the user's own may lie in the folder where they stand.
-    sys.path.insert(0, os.getcwd())
+    # An encoder of the user's own may lie in the folder where they stand; last, so that nothing there
+    # takes the place of a library.
+    sys.path.append(os.getcwd())
     try:
         status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
     except RayclError as error:

@@ -21,6 +21,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"training"},
     {"inference", "bank_tables", "preparation"},
     {"setup", "doctor", "demo", "cli_bank"},
+    {"cli_doctor"},
     {"cli"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

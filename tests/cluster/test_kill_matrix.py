@@ -228,6 +228,38 @@ def test_a_run_ends_as_if_nothing_had_happened(
     assert "Traceback" not in run.log()
 
 
+@pytest.mark.drill
+@pytest.mark.parametrize("cache", ["materialize", "stream"])
+def test_a_run_whose_node_never_comes_back_goes_on_with_the_workers_that_are_left(
+    cache: str, tmp_path: Path
+) -> None:
+    data = write_digits(tmp_path / "data.parquet", NUM_ROWS)
+    settings: dict[str, Any] = {"data.cache": cache, "encoder.arguments": {"channels": 1, "dropout": 0.0}}
+    settings["encoder.arguments"] |= {"marker": str(tmp_path / "hurry")}
+    # At the recipe's rate this small network is so restless that rounding shows within ten steps.
+    settings["stages.0.learning_rate"] = 0.03
+    config = config_of("simclr", tmp_path, **settings, min_workers=1, cpus_per_worker=2.5)
+    run = Struck(config, data, Place(str(tmp_path / "run")), tmp_path)
+    with extra_node(3) as node:
+        run.start()
+        run.wait_for_checkpoint(STRUCK_AT)
+        node.kill()
+        assert run.end() == 0, run.log()
+    lines = [line for line in read_metrics(run.output) if "loss" in line]
+    workers = [line["workers"] for line in lines]
+    assert workers[0] == 2
+    assert workers[-1] == 1
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    alone = Place(str(tmp_path / "alone"))
+    raycl.train(
+        config_of("simclr", tmp_path, **settings, workers=1), data=str(data), output=alone.uri, quiet=True
+    )
+    assert read_result(run.output)["steps"] == read_result(alone)["steps"]
+    if cache == "materialize":  # streamed rows are dealt to workers, so their number changes the batches
+        losses = [loss for _, loss in losses_of(alone)]
+        assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
+
+
 def assert_ended_like(whole: Whole, output: Place, *, exactly: bool) -> None:
     """Compare steps, losses, weights, judgment and the rows of the bank with those of the whole run."""
     result, expected = read_result(output), read_result(whole.output)

@@ -1,0 +1,207 @@
+"""Clusters of several nodes on this machine for the doctor to look at: run as a process of its own.
+
+    python -m tests.cluster.doctor_nodes two_nodes|idle_head_v1|idle_head_v2|plain_head|token_head FOLDER
+
+Prints what the doctor found as JSON. Everything that was started is ended.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+}
+if "token_head" in sys.argv:  # Ray reads this when it is imported
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+    os.environ.pop(name, None)
+
+import ray
+from ray._private.services import get_node_ip_address
+from ray.cluster_utils import Cluster
+
+import raycl
+from raycl.doctor import Finding, examine
+from raycl.doctor.access import examine_access
+from raycl.doctor.cluster import can_grow
+from raycl.doctor.nodes import alive_nodes
+from raycl.recipes import recipe
+from raycl.settings import override
+
+STORE = 150 * 2**20
+HEAD_ID = "f" * 51 + "00000"
+
+
+def two_nodes(folder: Path) -> list[list[Finding]]:
+    """A head, and a node that has another working folder, another raycl, and a GPU that is none."""
+    here, there, other = folder / "here", folder / "there", folder / "other"
+    for each in (here, there):
+        each.mkdir()
+    shutil.copytree(
+        Path(raycl.__file__).parent, other / "raycl", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (other / "raycl" / "errors.py").open("a").write("# another version\n")
+    os.chdir(here)
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "temp_dir": str(folder / "r"),
+            "object_store_memory": STORE,
+        },
+    )
+    os.chdir(there)
+    os.environ["PYTHONPATH"] = str(other)
+    cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE)
+    os.chdir(here)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    # A process sees its own working folder there: a local path that is another one on each node.
+    local = examine(output="/proc/self/cwd/runs/first")
+    shared = examine(output=str(folder / "shared" / "deep" / "run"))
+    left = sorted(str(path) for each in (here, there, folder / "shared") for path in each.rglob("*"))
+    assert left == [], f"left behind: {left}"
+    ray.shutdown()
+    cluster.shutdown()
+    return [local, shared]
+
+
+def idle_head_v1(folder: Path) -> list[list[Finding]]:
+    """A head without CPUs, whose autoscaler of the first kind may start nodes."""
+    return _examine_head(folder, {"RAY_enable_autoscaler_v2": "0"}, with_autoscaler=True)
+
+
+def idle_head_v2(folder: Path) -> list[list[Finding]]:
+    """The same with the second kind of autoscaler, which is the one that Ray's launcher takes."""
+    environment = {
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+        "RAY_NODE_TYPE_NAME": "head",
+    }
+    return _examine_head(folder, environment, with_autoscaler=True)
+
+
+def plain_head(folder: Path) -> list[list[Finding]]:
+    """A head without CPUs and without an autoscaler that may start nodes."""
+    return _examine_head(folder, {}, with_autoscaler=False)
+
+
+def token_head(folder: Path) -> list[list[Finding]]:
+    """A head that asks for a token, which this process has."""
+    with _head(folder, {}, with_autoscaler=False) as address:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        found = [examine_access(alive_nodes())]
+        ray.shutdown()
+    return [found]
+
+
+def _examine_head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -> list[list[Finding]]:
+    with _head(folder, environment, with_autoscaler=with_autoscaler) as address:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        deadline = time.monotonic() + 60
+        while can_grow() is None and time.monotonic() < deadline:
+            time.sleep(0.5)  # its first report
+        asked = override(recipe("simclr", image_size=16), {"encoder.name": "resnet10", "encoder.width": 0.25})
+        found = examine(recipe=asked, quiet=False)
+        ray.shutdown()
+    return [found]
+
+
+@contextlib.contextmanager
+def _head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    address = f"{get_node_ip_address()}:{port}"
+    flags: dict[str, Any] = {
+        "port": port,
+        "num-cpus": 0,
+        "temp-dir": folder / "r",
+        "object-store-memory": STORE,
+        "include-dashboard": "false",
+        "dashboard-agent-listen-port": 0,
+    }
+    if with_autoscaler:
+        flags["autoscaling-config"] = _kinds_of_nodes(folder, address)
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    with (folder / "head.log").open("w") as log:
+        head = subprocess.Popen(
+            command,
+            env=os.environ | {"RAY_FAKE_CLUSTER": "1"} | environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        _wait_for(address, folder / "head.log")
+        yield address
+    finally:
+        head.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)  # the session is its own
+
+
+def _kinds_of_nodes(folder: Path, address: str) -> Path:
+    """Write what the autoscaler may start, by Ray's provider for tests: it stands in for a cloud."""
+    provider = {
+        "type": "external",
+        "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+        "gcs_address": address,
+        "head_node_id": HEAD_ID,
+        "launch_multiple": True,
+        "use_node_id_as_ip": True,
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+        "foreground_node_launch": True,
+    }
+    lists = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+    config = {
+        "cluster_name": "raycl-doctor",
+        "max_workers": 2,
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 5,
+        "provider": provider,
+        "available_node_types": {
+            "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "worker": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        },
+        "head_node_type": "head",
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+        **{f"{name}_commands": [] for name in lists},
+        "file_mounts_sync_continuously": False,
+    }
+    path = folder / "cluster.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def _wait_for(address: str, log: Path) -> None:
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
+            return
+        time.sleep(0.2)
+    raise TimeoutError(log.read_text()[-2_000:])
+
+
+if __name__ == "__main__":
+    found = globals()[sys.argv[1]](Path(sys.argv[2]))
+    print(json.dumps([[vars(finding) for finding in findings] for findings in found]))

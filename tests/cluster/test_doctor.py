@@ -1,0 +1,304 @@
+"""The doctor on a real cluster: storage, data of every kind, a recipe's memory; drills with several nodes."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from raycl.data.logbook import open_logbook
+from raycl.data.sources import find_source
+from raycl.doctor import Finding, examine
+from raycl.doctor.access import examine_access, refuses_strangers
+from raycl.doctor.cluster import can_grow
+from raycl.doctor.machine import look_around
+from raycl.doctor.nodes import Node, alive_nodes, ask
+from raycl.doctor.room import RoomExam
+from raycl.doctor.samples import DataExam
+from raycl.doctor.shared_storage import Visit, examine_storage
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.storage import Place
+from raycl.training.build import column_names
+from raycl.training.samples import Samples
+from tests.conftest import BUCKET
+from tests.images import encode, photograph, write_digits
+from tests.test_cli import run_raycl
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def write_table(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def look(data: str, config: Any = None) -> dict[str, Finding]:
+    return {finding.name: finding for finding in DataExam(data, None, config).findings()}
+
+
+def test_a_node_that_does_not_answer_holds_up_no_one_and_is_named() -> None:
+    # Functions of a function travel whole: the task has nothing to import.
+    def answer_late(seconds: float) -> None:
+        import time
+
+        time.sleep(seconds)
+
+    def refuse() -> None:
+        raise ValueError("not today")
+
+    nodes = alive_nodes()
+    assert [node.is_head for node in nodes] == [True]
+    gone = Node(node_id="0" * 56, name="gone", is_head=False, num_cpus=1, num_gpus=0, object_store=0)
+    answers = {answer.node.name: answer for answer in ask([*nodes, gone], look_around, timeout_s=60)}
+    assert answers[nodes[0].name].value is not None
+    assert answers["gone"].problem
+    (late,) = ask(nodes, answer_late, 10.0, timeout_s=1.0)
+    assert late.problem == "no answer within 1 s"
+    (refusing,) = ask(nodes, refuse)
+    assert "not today" in refusing.problem
+
+
+def test_a_cluster_without_a_token_is_red_where_others_reach_it() -> None:
+    assert refuses_strangers(ray.get_runtime_context().gcs_address) is False
+    finding = examine_access(alive_nodes())
+    assert not finding.good
+    assert "other machines reach its head" in finding.seen
+    assert "RAY_AUTH_MODE=token" in finding.remedy
+
+
+def test_a_cluster_that_nobody_extends_is_not_taken_for_one_that_grows() -> None:
+    assert can_grow() is not True
+
+
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_storage_is_tried_from_everywhere_and_left_as_it_was(tmp_path: Path, kind: str) -> None:
+    output = str(tmp_path / "deep" / "run") if kind == "local" else f"s3://{BUCKET}/doctor/deep/run"
+    finding = examine_storage(output, alive_nodes())
+    assert finding.good, finding
+    assert "written, read and deleted" in finding.seen
+    assert list(tmp_path.iterdir()) == []
+    if kind == "s3":
+        filesystem, path = Place(f"s3://{BUCKET}/doctor").resolve()
+        found = filesystem.get_file_info(path)
+        assert found.type.name == "NotFound" or Place(f"s3://{BUCKET}/doctor").files() == []
+
+
+def test_storage_that_cannot_be_written_is_red_and_nothing_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    finding = examine_storage(str(tmp_path / "file" / "runs" / "first"), alive_nodes())
+    assert not finding.good
+    assert "cannot write" in finding.seen
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_output_that_is_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    finding = examine_storage(str(tmp_path / "run"), alive_nodes())
+    assert finding.good
+    assert "exists already" in finding.seen
+
+
+def test_a_file_that_another_sees_otherwise_is_told(tmp_path: Path) -> None:
+    visit = Visit(Place(str(tmp_path)), alive_nodes())
+    assert visit._write() == []
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"other")
+    problems = visit._read()
+    assert any("sees other bytes in the file of this machine" in problem for problem in problems)
+    visit.clean()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_images_have_sizes_and_labels_and_their_broken_rows_have_causes(tmp_path: Path) -> None:
+    found = look(str(write_digits(tmp_path / "digits.parquet", 400, broken=8)))
+    assert "400 rows with labels, images, parquet in 1 piece" in found["data"].seen
+    assert not found["sample"].good
+    assert (
+        "400 rows decoded, 8 broken, images of 16x16 to 16x16 pixels: 8 not an image" in found["sample"].seen
+    )
+    assert "row 392 (not an image)" in found["sample"].seen
+    assert "10 different ones" in found["labels"].seen
+    few = look(str(write_digits(tmp_path / "few.parquet", 400, broken=4)))
+    assert few["sample"].good  # a hundredth may be broken
+
+
+def test_a_column_of_labels_that_holds_none_is_red(tmp_path: Path) -> None:
+    images = pa.array([encode(photograph()[:32, :24])] * 5, pa.binary())
+    data = write_table(tmp_path / "a.parquet", image=images, label=pa.array([None] * 5, pa.int64()))
+    found = look(data)
+    assert "images of 24x32 to 24x32" in found["sample"].seen
+    assert not found["labels"].good
+    assert "'label' holds no label in the 5 rows" in found["labels"].seen
+
+
+def test_texts_have_lengths_and_lists_are_counted(tmp_path: Path) -> None:
+    data = write_table(tmp_path / "a.parquet", text=[["one", "two words"], ["three"], ["", "x"]])
+    found = look(data)
+    assert "3 rows without labels, texts" in found["data"].seen
+    assert (
+        "1 broken, text of 3 to 9 characters, 6 on average in 1.5 a row: 1 empty text" in found["sample"].seen
+    )
+
+
+def test_captioned_images_are_known_by_their_columns(tmp_path: Path) -> None:
+    images = pa.array([encode(photograph()[:20, :20])] * 3, pa.binary())
+    found = look(write_table(tmp_path / "a.parquet", image=images, caption=["a", "bb", "ccc"]))
+    assert "images with captions" in found["data"].seen
+    assert (
+        "images of 20x20 to 20x20 pixels, caption of 1 to 3 characters, 2 on average" in found["sample"].seen
+    )
+
+
+def test_a_click_log_has_labels_that_may_be_wrong_and_negatives(tmp_path: Path) -> None:
+    log = {"query": ["a"] * 5, "document": list("vwxyz"), "label": [1, 0, 0, 0, 7]}
+    exam = DataExam(write_table(tmp_path / "a.parquet", **log), None, recipe("two_tower"))
+    found = {finding.name: finding for finding in exam.findings()}
+    assert "5 rows with labels, pairs" in found["data"].seen
+    assert "1 label other than 0 and 1" in found["sample"].seen
+    assert exam.seen is not None
+    assert exam.seen.negatives_a_row == 3.0
+    lists = {"query": ["a", "b"], "document": ["v", "w"], "negatives": [["x"], ["y", "z"]]}
+    exam = DataExam(write_table(tmp_path / "b.parquet", **lists), None, None)
+    assert all(finding.good for finding in exam.findings())
+    assert exam.seen is not None
+    assert exam.seen.negatives_a_row == 1.5
+
+
+def test_a_recipe_reads_its_own_columns(tmp_path: Path) -> None:
+    data = write_table(tmp_path / "a.parquet", question=["a", "b"], answer=["c", "d"])
+    columns = {"data.columns.query": "question", "data.columns.document": "answer"}
+    assert not look(data)["data"].good
+    assert look(data, override(recipe("two_tower"), columns))["sample"].good
+    assert "no column 'query'" in look(data, recipe("two_tower"))["data"].seen
+
+
+@pytest.mark.parametrize("cache", ["auto", "stream", "materialize"])
+@pytest.mark.parametrize("size", [16, 2_048])
+def test_what_is_said_of_decoded_data_is_what_a_run_does(tmp_path: Path, cache: str, size: int) -> None:
+    data = str(write_digits(tmp_path / "digits.parquet", 24))
+    config = override(
+        recipe("simclr", image_size=16),
+        {"data.stored_size": size, "data.cache": cache, "evaluation.every_epochs": 0},
+    )
+    exam = DataExam(data, None, config)
+    assert all(finding.good for finding in exam.findings())
+    assert exam.seen is not None
+    finding = RoomExam(config, exam.seen, ask(alive_nodes(), look_around))._judged_data(exam.seen)
+    with open_logbook() as logbook:
+        streamed = Samples(config, logbook, find_source(data, column_names(config)), None).must_stream()
+    assert ("streamed" in finding.seen) == streamed
+    # 24 images of 12 MiB are held in a store of 300 MiB, by the skin of their teeth.
+    assert finding.good
+
+
+def test_a_recipe_that_fits_is_green_and_one_that_does_not_says_what_to_do(tmp_path: Path) -> None:
+    settings = {"encoder.name": "resnet10", "encoder.width": 0.25}
+    config = override(recipe("simclr", image_size=16), settings)
+    machines = ask(alive_nodes(), look_around)
+    found = {finding.name: finding for finding in RoomExam(config, None, machines).findings()}
+    assert found["memory of a worker"].good, found
+    huge = override(config, {"stages.0.batch_size": 2**24})
+    found = {finding.name: finding for finding in RoomExam(huge, None, machines).findings()}
+    assert not found["memory of a worker"].good
+    assert "stages.0.chunk_size" in found["memory of a worker"].remedy
+    wrong = override(config, {"encoder.name": "tests.cluster.networks:no_such"})
+    (red,) = RoomExam(wrong, None, machines).findings()
+    assert not red.good
+    assert "no_such" in red.seen
+
+
+def test_the_command_prints_json_and_ends_with_status_1_if_anything_is_red(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 30)
+    status, out, _ = run_raycl(
+        monkeypatch, capsys, "doctor", "--data", data, "--output", tmp_path / "run", "--json"
+    )
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert {"versions", "cluster", "object store", "GPUs", "access", "storage", "data", "sample"} < set(
+        findings
+    )
+    assert findings["network"]["seen"] == "one node"
+    assert not findings["access"]["good"]  # the tests' Ray asks for no token
+    assert status == 1
+
+
+def test_no_cluster_is_one_red_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    (finding,) = examine(address="nowhere:-1")
+    assert not finding.good
+    assert "cannot join a Ray cluster at 'nowhere:-1'" in finding.seen
+
+
+def drill(kind: str) -> list[dict[str, dict[str, Any]]]:
+    """Return the findings of each examination in clusters of a process of its own, by name."""
+    # A socket's path may have 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.cluster.doctor_nodes", kind, folder],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
+            capture_output=True,
+            text=True,
+            timeout=540,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return [{finding["name"]: finding for finding in findings} for findings in found]
+
+
+@pytest.mark.drill
+def test_a_path_that_each_node_has_for_itself_is_red_and_the_node_that_differs_is_named() -> None:
+    local, shared = drill("two_nodes")
+    assert not local["storage"]["good"]
+    assert "does not see the file of" in local["storage"]["seen"]
+    assert "s3://" in local["storage"]["remedy"]
+    assert shared["storage"]["good"]
+    assert "2 nodes and this machine" in shared["storage"]["seen"]
+    for found in (local, shared):
+        assert not found["versions"]["good"]
+        assert found["versions"]["seen"].count(" has raycl ") == 1
+        assert "2 nodes, 2 CPUs, 1 GPUs" in found["cluster"]["seen"]
+        (gpus,) = [finding for name, finding in found.items() if name.startswith("GPUs of")]
+        assert not gpus["good"]
+        assert "Ray counts 1 free of 1, torch sees 0" in gpus["seen"]
+        assert " MB/s from " in found["network"]["seen"]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", ["idle_head_v1", "idle_head_v2"])
+def test_a_head_without_cpus_is_green_where_an_autoscaler_brings_nodes(kind: str) -> None:
+    (found,) = drill(kind)
+    assert found["cluster"]["good"]
+    assert "0 CPUs, 0 GPUs now; nodes come when a run asks" in found["cluster"]["seen"]
+    assert found["memory of a worker"]["good"]
+    assert "nothing to compare" in found["memory of a worker"]["seen"]
+
+
+@pytest.mark.drill
+def test_a_head_without_cpus_and_without_an_autoscaler_is_red() -> None:
+    (found,) = drill("plain_head")
+    assert not found["cluster"]["good"]
+    assert "0 CPUs" in found["cluster"]["seen"]
+
+
+@pytest.mark.drill
+def test_a_cluster_that_refuses_strangers_is_green() -> None:
+    (found,) = drill("token_head")
+    assert found["access"] == {
+        "good": True, "name": "access", "seen": "Ray refuses calls without its token", "remedy": ""
+    }  # fmt: skip

@@ -1,0 +1,253 @@
+"""The doctor's parts that need no cluster: its files, its arithmetic, what it measures, how it is asked."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raycl.cli_doctor import plan
+from raycl.config import RunConfig
+from raycl.doctor.files import delete, parent_of, read, remove_folders, write
+from raycl.doctor.finding import Finding, size
+from raycl.doctor.machine import _address_in_the_network, reachable_ports, versions
+from raycl.doctor.measuring import Measured, measure, peak_bytes
+from raycl.doctor.need import ALLOCATOR, bank_bytes, worker_need
+from raycl.errors import ConfigError, StorageError
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.storage import Place
+from raycl.training import build
+from tests.images import write_digits
+from tests.test_cli import run_raycl
+
+ONE = Measured(process=1e6, parameters=4e3, buffers=0.0, row=(100.0,), waiting=(7.0,), input=(10.0,))
+TWO = Measured(
+    process=0.0, parameters=4.0, buffers=0.0, row=(100.0, 10.0), waiting=(0.0, 0.0), input=(0.0, 0.0)
+)
+
+
+def small(name: str = "simclr", **settings: Any) -> RunConfig:
+    return override(recipe(name, image_size=32), settings)
+
+
+def need(config: RunConfig, measured: Measured = ONE, **given: float) -> dict[str, float]:
+    facts: Any = {"num_samples": 1_000, "row_bytes": 0.0, "negatives": 0.0} | given
+    return worker_need(config, [measured] * len(config.stages), **facts).parts
+
+
+def test_a_finding_is_one_line_whatever_an_error_held() -> None:
+    assert str(Finding(good=False, name="data", seen="a\n  b", remedy="mend it")) == "✗ data: a b -> mend it"
+    assert [size(n) for n in (12, 2_048, 3 * 2**20, 2**31)] == ["12 B", "2.0 KiB", "3.0 MiB", "2.0 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("output", "parent"),
+    [
+        ("/runs/first", "/runs"),
+        ("s3://bucket/runs/first", "s3://bucket/runs"),
+        ("s3://bucket/runs/first/", "s3://bucket/runs"),
+        ("s3://bucket/first", "s3://bucket"),
+        (
+            "s3://bucket/a/b?scheme=http&endpoint_override=h:1",
+            "s3://bucket/a?scheme=http&endpoint_override=h:1",
+        ),
+    ],
+)
+def test_files_lie_beside_the_output(output: str, parent: str) -> None:
+    assert parent_of(Place(output)).root == parent
+
+
+def test_a_file_is_seen_as_it_was_written_and_leaves_no_folder_behind(tmp_path: Path) -> None:
+    folder = Place(str(tmp_path / "deep" / "runs"))
+    written = write(folder, "mine")
+    assert written.made == (str(tmp_path / "deep" / "runs"), str(tmp_path / "deep"))
+    assert read(folder, ["mine"]) == {}
+    (tmp_path / "deep" / "runs" / "mine").write_text("yours")
+    assert read(folder, ["mine", "other"]) == {"mine": "sees other bytes in", "other": "does not see"}
+    assert delete(folder, "mine") == ""
+    assert delete(folder, "mine") == ""
+    remove_folders(written.made)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_others_use_meanwhile_stay(tmp_path: Path) -> None:
+    folder = Place(str(tmp_path / "deep" / "runs"))
+    made = write(folder, "mine").made
+    (tmp_path / "deep" / "theirs").write_text("")
+    delete(folder, "mine")
+    remove_folders(made)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["theirs"]
+
+
+def test_a_place_that_cannot_be_written_is_told_and_nothing_is_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    written = write(Place(str(tmp_path / "file" / "runs")), "mine")
+    assert "cannot write" in written.problem
+    assert written.made == ()
+
+
+def test_a_port_is_open_to_others_unless_it_listens_on_loopback_alone() -> None:
+    with socket.socket() as inside, socket.socket() as outside:
+        inside.bind(("127.0.0.1", 0))
+        outside.bind(("0.0.0.0", 0))
+        ports = [each.getsockname()[1] for each in (inside, outside)]
+        for each in (inside, outside):
+            each.listen()
+        found = reachable_ports(ports)
+    # A machine without a network has no address that others could use.
+    assert found in ([ports[1]], [])
+    assert bool(found) == (_address_in_the_network() is not None)
+
+
+def test_versions_name_the_source_of_raycl_and_not_its_number_alone() -> None:
+    found = versions()
+    assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
+    assert found["raycl"].count("(") == 1
+    assert found == versions()
+
+
+def test_memory_follows_rows_workers_and_chunks() -> None:
+    config = small(**{"stages.0.batch_size": 64})
+    assert need(config)["activations"] == 128 * 100  # both views
+    assert need(small(**{"stages.0.batch_size": 64, "workers": 2}))["activations"] == 64 * 100
+    chunked = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16})
+    # Of all views a part waits, of one chunk there is the graph.
+    assert need(chunked)["activations"] == pytest.approx(16 * 100 + 128 * 7)
+    kept = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16, "stages.0.kept_chunks": 3})
+    assert need(kept)["activations"] == pytest.approx(48 * 100 + 128 * 7)
+
+
+def test_the_stage_that_needs_most_counts() -> None:
+    stages = [{"epochs": 1, "batch_size": size} for size in (32, 256, 64)]
+    config = small(stages=stages)
+    assert worker_need(config, [ONE] * 3, num_samples=9, row_bytes=0, negatives=0).stage == 1
+
+
+@pytest.mark.parametrize(("name", "states"), [("adamw", 2), ("sgd", 1), ("lars", 1)])
+def test_optimizers_keep_so_many_numbers_for_each_weight(name: str, states: int) -> None:
+    config = small(**{"optimizer.name": name})
+    module = nn.Linear(100, 50)
+    made = build.optimizer(config, module)
+    module(torch.ones(2, 100)).sum().backward()
+    made.step()
+    kept = sum(each.nbytes for state in made.state.values() for each in state.values() if each.numel() > 1)
+    weights = sum(each.nbytes for each in module.parameters())
+    assert kept == states * weights
+    assert need(config)["optimizer"] == states * ONE.parameters
+
+
+def test_a_momentum_encoder_is_another_copy_and_a_queue_a_ring_on_each_worker() -> None:
+    moco = need(small("moco_v2"))
+    assert moco["momentum encoder"] == ONE.parameters
+    assert need(small())["momentum encoder"] == 0
+    capacity, dim = small("moco_v2").negatives.capacity, small("moco_v2").projection_head.dim
+    assert moco["negatives"] >= capacity * dim * 4
+    assert need(small())["negatives"] == 0
+
+
+def test_shards_share_the_bank() -> None:
+    whole = bank_bytes(small("instance_discrimination"), 1_000)
+    shared = bank_bytes(small("instance_discrimination", **{"bank.shards": 4}), 1_000)
+    assert len(shared) == 4
+    assert sum(shared) == sum(whole) >= 1_000 * 128 * 4
+    assert bank_bytes(small(), 1_000) == []
+    assert bank_bytes(small("instance_discrimination", **{"bank.held_by": "workers"}), 1_000) == []
+
+
+def test_explicit_negatives_are_rows_of_the_keys_side() -> None:
+    config = small("two_tower", **{"stages.0.batch_size": 8})
+    assert need(config, TWO)["activations"] == 8 * 100 + 8 * 10
+    assert need(config, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 4 * 10
+    without = override(config, {"negatives.explicit": False})
+    assert need(without, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 10
+
+
+def test_a_gpu_takes_all_but_the_process_and_the_rows_that_wait() -> None:
+    on_cpu = worker_need(small(), [ONE], num_samples=9, row_bytes=50, negatives=0)
+    on_gpu = worker_need(small(gpu=True), [ONE], num_samples=9, row_bytes=50, negatives=0)
+    assert on_cpu.on(gpu=True) == 0
+    assert on_cpu.on(gpu=False) == pytest.approx(on_gpu.on(gpu=True) + on_gpu.on(gpu=False))
+    assert on_cpu.total == on_cpu.on(gpu=False)
+    assert on_gpu.on(gpu=False) == pytest.approx(ALLOCATOR * (1e6 + 4 * 256 * 50))
+
+
+def test_the_peak_of_a_call_is_what_torch_held_at_most() -> None:
+    def call() -> None:
+        first = torch.empty(250_000)
+        del first
+        second, third = torch.empty(500_000), torch.empty(250_000)
+        del second, third
+
+    assert peak_bytes(call) == pytest.approx(3e6, rel=0.01)
+
+
+def test_what_rows_take_is_measured_with_and_without_chunks() -> None:
+    settings = {
+        "encoder.name": "resnet10",
+        "encoder.width": 0.25,
+        "data.image_size": 16,
+        "batchnorm": "group",
+    }
+    config = small(**settings)
+    whole = measure(config, config.stages[0], None)
+    towers = build.towers(config, build.modality(config))
+    assert whole.parameters == sum(each.nbytes for each in towers.parameters())
+    assert whole.input == (3 * 16 * 16 * 4,)
+    assert whole.waiting == (0.0,)
+    larger = measure(override(config, {"data.image_size": 32}), config.stages[0], None)
+    assert larger.row[0] > 3 * whole.row[0] > 0  # four times the pixels
+    chunked = override(config, {"stages.0.chunk_size": 8})
+    in_chunks = measure(chunked, chunked.stages[0], None)
+    # Without statistics over the batch, only embeddings and their gradients wait.
+    assert in_chunks.waiting[0] < 0.2 * whole.row[0]
+
+
+def test_a_vocabulary_that_is_yet_to_come_counts_with_its_full_size() -> None:
+    arguments = {"dim": 16, "hidden_dim": 0}
+    sizes = {}
+    for size_ in (1_000, 2_000):
+        config = small(
+            "two_tower", **{
+                "text.vocabulary_size": size_, "encoder.arguments": arguments, "projection_head.dim": 16,
+                "text.max_document_length": 8, "text.max_length": 8,
+            }
+        )  # fmt: skip
+        sizes[size_] = measure(config, config.stages[0], None).parameters
+    assert sizes[2_000] - sizes[1_000] >= 1_000 * 16 * 4
+
+
+def test_a_recipe_is_planned_as_train_plans_it(tmp_path: Path) -> None:
+    data = str(write_digits(tmp_path / "digits.parquet", 20))
+    assert plan("simclr", {}, data, []).data.image_size == 16
+    assert plan("simclr", {}, None, []).data.image_size == 224
+    assert plan("simclr", {}, None, ["data.image_size=48"]).data.image_size == 48
+    # What is wrong with the data is found when they are looked at.
+    assert plan("simclr", {}, str(tmp_path / "none"), []).data.image_size == 224
+    assert plan("simcse", {"workers": 2}, None, []).workers == 2
+
+
+def test_a_wrong_recipe_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="nonsense"):
+        plan("nonsense", {}, None, [])
+    with pytest.raises(StorageError):
+        plan("/nowhere/mine.yaml", {}, None, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--workers", 2], "name one, for example raycl doctor simclr"),
+        (["simclr", "--workers", "many"], "--workers takes a number"),
+        (["simclr", "--set", "nonsense=1"], "unknown key nonsense"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[object], says: str
+) -> None:
+    status, out, err = run_raycl(monkeypatch, capsys, "doctor", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert says in err
