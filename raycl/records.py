@@ -34,7 +34,8 @@ class MetricsLog:
     def write(self, line: Mapping[str, Any]) -> None:
         """Add one line; ``line["step"]`` says when."""
         self._lines.append(json.dumps(_jsonable(line)))
-        if time.monotonic() - self._flushed_at >= self._flush_interval_s:
+        # The file is written whole: the longer it is, the rarer, so that its cost stays a small part.
+        if time.monotonic() - self._flushed_at >= self._flush_interval_s * max(1.0, len(self._lines) / 2_000):
             self.flush()
 
     def flush(self) -> None:

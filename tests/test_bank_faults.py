@@ -133,6 +133,22 @@ actions = st.lists(
 )
 
 
+def test_what_others_sent_before_a_shard_died_is_sent_again_by_rank_0(tmp_path: Path) -> None:
+    cluster = Cluster(a_plan("queue", tmp_path))
+    first, other = (QueueClient(cluster.bank, rank=rank, num_workers=2) for rank in (0, 1))
+    rows, ids = a_batch(4, 0)
+    cluster.fates = iter(["lost"])
+    first.push(rows, ids, 0)
+    other.push(rows, ids, 0)
+    rows, ids = a_batch(70, 1)  # all that stays of it is sent by the other one
+    other.push(rows, ids, 1)
+    other.flush()
+    cluster.actors[0].die()
+    first.push(rows, ids, 1)
+    first.flush()
+    assert plain(cluster.bank.read_queue()) == plain(first)
+
+
 @SETTINGS
 @given(st.integers(1, 3), st.integers(1, 3), wire, actions, faults, st.randoms(use_true_random=False))
 def test_rings_and_bank_are_the_queue_of_one_whatever_gets_lost_or_dies(

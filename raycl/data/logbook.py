@@ -1,6 +1,7 @@
 """The logbook: a small actor that workers and data tasks write to and the driver reads."""
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Logbook:
         self._left_out: dict[str, Counter[str]] = {}
         self._exporter = None if tags is None else Exporter(tags, self._readings)
         self._is_to_stop = False
+        self._heard_at = time.monotonic()
 
     def add_rows(
         self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
@@ -75,6 +77,7 @@ class Logbook:
     def add_progress(self, progress: Mapping[str, Any]) -> None:
         """Note how far training is; what came before under the same names is replaced."""
         self._progress |= progress
+        self._heard_at = time.monotonic()
 
     def progress(self) -> dict[str, Any]:
         """Return the latest progress."""
@@ -94,7 +97,12 @@ class Logbook:
 
     def is_to_stop(self) -> bool:
         """Whether somebody asked for it."""
+        self._heard_at = time.monotonic()
         return self._is_to_stop
+
+    def seconds_alone(self) -> float:
+        """Return since when no worker has told or asked anything."""
+        return time.monotonic() - self._heard_at
 
     def rows(self) -> ReadRows:
         """Return what all pieces held together."""

@@ -5,6 +5,7 @@ from typing import Any, final
 
 import ray
 
+from raycl.cluster import check_resources
 from raycl.config import RunConfig
 from raycl.doctor.cluster import GROW, gpu_memory
 from raycl.doctor.finding import Finding, size
@@ -15,6 +16,7 @@ from raycl.doctor.nodes import Answer, Node, ask, why
 from raycl.doctor.samples import Seen
 from raycl.errors import RayclError
 from raycl.storage import Place
+from raycl.training.groups import cpus_of_a_worker, spare_cpus
 from raycl.training.vocabulary import known_tokenizer
 
 _PATIENCE_S = 180.0
@@ -39,6 +41,7 @@ class RoomExam:
 
     def findings(self) -> Iterator[Finding]:
         """Yield what was found; never raises raycl's own errors."""
+        yield from self._judged_workers()
         try:
             need = self._need()
         # An encoder of the user's own may raise anything.
@@ -69,6 +72,23 @@ class RoomExam:
             row_bytes=0.0 if seen is None else seen.decoded_bytes / rows,
             negatives=0.0 if seen is None else seen.negatives_a_row,
         )
+
+    def _judged_workers(self) -> Iterator[Finding]:
+        """Refuse what a run refuses: more workers than the cluster has room for."""
+        config = self._config
+        if config.autoscaling:
+            return
+        workers = max(config.worker_range(stage)[0] for stage in config.stages)
+        streamed = config.data.cache == "stream"
+        try:
+            check_resources(
+                workers=workers,
+                cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
+                gpu=config.gpu,
+                spare_cpus=spare_cpus(streamed),
+            )
+        except RayclError as error:
+            yield Finding(good=False, name="workers", seen=str(error))
 
     def _judged_worker(self, need: Need) -> Finding:
         host = need.on(gpu=False)

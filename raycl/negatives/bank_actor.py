@@ -29,8 +29,8 @@ _MEMORY_MARGIN = 1.15
 # Where nodes are labeled by their roles (see cluster.yaml), a bank is none of those that come and go.
 _ROLE, _ROLES = "raycl.io/role", ("memory", "head")
 
-# How long a new node may take to come, and a bank to go when its driver has gone.
-_NEW_NODE_S, _PARTING_S = 900.0, 15.0
+# How long a bank may take to go when its driver has gone.
+_PARTING_S = 15.0
 
 
 @final
@@ -97,8 +97,7 @@ def start_bank(plan: BankPlan, sample_id: np.ndarray | None = None, *, cluster_g
         write_samples(plan, ordered)
     bank = Bank(plan, _create_actors(plan))
     try:
-        patience_s = max(plan.timeout_s, _NEW_NODE_S if cluster_grows else 0.0)
-        ray.get([actor.call.remote("hello") for actor in bank.actors], timeout=patience_s)
+        ray.get([actor.call.remote("hello") for actor in bank.actors], timeout=plan.timeout_s)
     except exceptions.RayError as error:
         bank.stop()
         raise _why_not_started(plan, error) from error

@@ -75,9 +75,11 @@ class QueueClient:
             RunError: A shard stays away, or the bank was restored since this client was made.
         """
         rows = checked_rows(rows, dim=self._bank.plan.dim, dtype=self._bank.plan.sent_dtype)
-        self._collect()
+        _collect_all(self._lines)
         first = self._ring.sequence
         self._ring.push(rows, sample_id, step)
+        # Only now: others may have sent this batch already, to the shard's last life.
+        self._mend()
         self._send(first, rows, checked_ids(sample_id), step)
 
     def negatives(self) -> Negatives:
@@ -120,6 +122,9 @@ class QueueClient:
 
     def _collect(self) -> None:
         _collect_all(self._lines)
+        self._mend()
+
+    def _mend(self) -> None:
         for shard, line in enumerate(self._lines):
             while line.has_restarted() and self._rank == 0:
                 self._refill(shard, line)

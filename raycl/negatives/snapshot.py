@@ -240,8 +240,10 @@ def _whole_file(place: Place) -> Iterator[pa.NativeFile]:
                 yield sink
             if partial != path:
                 filesystem.move(partial, path)
-        except BaseException:
-            _discard(filesystem, partial)
+        except BaseException as error:
+            # A failed upload to S3 leaves no object: what has this name is the snapshot from before.
+            if partial != path or not isinstance(error, OSError):
+                _discard(filesystem, partial)
             raise
     except OSError as error:
         raise place.failure("write", error) from error

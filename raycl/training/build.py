@@ -222,6 +222,9 @@ def monitor(config: RunConfig) -> CollapseMonitor:
     return CollapseMonitor(Limits(patience=config.monitor.patience, grace=config.monitor.grace))
 
 
+NEW_NODE_S = 900.0  # that a node may take to come, with all that is installed on it
+
+
 def bank_plan(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankPlan:
     """Return what the run's bank is."""
     is_queue = config.negatives.store == "queue"
@@ -237,7 +240,8 @@ def bank_plan(config: RunConfig, *, output: str, name: str, num_samples: int | N
         momentum=config.negatives.slot_momentum,
         num_shards=config.bank.shards,
         detached=config.bank.detached,
-        timeout_s=config.bank.timeout_s,
+        # Where nodes come when they are asked for, one that is lost takes its time to be replaced.
+        timeout_s=max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0),
     )
 
 

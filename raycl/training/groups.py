@@ -1,26 +1,33 @@
 """The groups of workers of a run, one after the other: for its stages, and after failures."""
 
 import contextlib
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, final
 
+import ray
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
 
 from raycl.cluster import cpus_for_a_worker, own_error
 from raycl.config import RunConfig
-from raycl.errors import RunError, StoppedError
+from raycl.errors import RunError, StoppedError, StorageError
 from raycl.progress import ProgressLine, notices_of, steps_made
+from raycl.records import write_result
 from raycl.storage import Place
 from raycl.training.checkpoint import CHECKPOINTS, SCORE, saved_steps
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
 from raycl.training.process import ENVIRONMENT
+
+_ALONE_S = 45.0  # after which nobody seems to be there who would save
 
 
 @final
@@ -44,16 +51,18 @@ class Groups:
         failures = _Failures(self._config.max_failures)
         notices = notices_of(self._logbook)
         with (
-            _passing_on_signals(self._logbook),
+            _passing_on_signals(self._logbook, self._output),
             ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet),
         ):
             while True:
                 try:
                     outcome = self._fit(replace(job, workers=(least, most)))
                 except Exception as error:
-                    if own_error(error) is not None or not failures.may_go_on(saved := self._last_saved()):
+                    saved = saved_steps(self._output)
+                    if own_error(error) is not None or not failures.may_go_on(saved):
                         raise
-                    self._tell(f"{_last_line(error)}: going on from step {saved} ({failures.count})")
+                    last = max(saved, default=0)
+                    self._tell(f"{_last_line(error)}: going on from step {last} ({failures.count})")
                     continue
                 match outcome:
                     case Finished(metrics):
@@ -68,7 +77,12 @@ class Groups:
     def _fit(self, job: Job) -> Outcome:
         least, most = job.workers
         # Where fewer will do, the cluster's room for whole CPUs says how many there are.
-        cpus = cpus_of_a_worker(self._config, least, streamed=job.stream is not None)
+        is_streamed = job.stream is not None
+        cpus = cpus_of_a_worker(self._config, least, streamed=is_streamed)
+        if is_streamed and least < most and not self._config.autoscaling:
+            # Ray Train would take every CPU that there is, and leave none to the tasks that read.
+            room = int((ray.cluster_resources().get("CPU", 0.0) - spare_cpus(is_streamed)) / cpus + 1e-6)
+            most = max(least, min(most, room))
         filesystem, path = self._output.resolve()
         keep = CheckpointConfig(
             num_to_keep=self._config.checkpoints.keep,
@@ -79,7 +93,7 @@ class Groups:
             run_worker,
             train_loop_config={"job": job},
             scaling_config=ScalingConfig(
-                num_workers=most if least == most else job.workers,
+                num_workers=most if least == most else (least, most),
                 use_gpu=self._config.gpu,
                 resources_per_worker={"CPU": cpus} | ({"GPU": 1} if self._config.gpu else {}),
             ),
@@ -98,23 +112,22 @@ class Groups:
             raise RunError("the run ended without a result; use --debug for the whole story")
         return outcome
 
-    def _last_saved(self) -> int:
-        return max(saved_steps(self._output), default=0)
-
 
 @final
 class _Failures:
     """How often in a row a group was lost before it had saved anything new."""
 
     def __init__(self, allowed: int) -> None:
-        self._allowed, self._in_a_row, self._saved = allowed, 0, -1
+        self._allowed, self._in_a_row = allowed, 0
+        self._saved: Collection[int] = ()
 
     @property
     def count(self) -> str:
         return f"{self._in_a_row} of {self._allowed}"
 
-    def may_go_on(self, saved: int) -> bool:
-        self._in_a_row = self._in_a_row + 1 if saved == self._saved else 1
+    def may_go_on(self, saved: Collection[int]) -> bool:
+        # Any new one is progress, also below what was rolled back or left half-written.
+        self._in_a_row = 1 if set(saved) - set(self._saved) else self._in_a_row + 1
         self._saved = saved
         return self._in_a_row <= self._allowed
 
@@ -132,8 +145,11 @@ def spare_cpus(streamed: bool) -> float:
 
 
 @contextlib.contextmanager
-def _passing_on_signals(logbook: Any) -> Iterator[None]:
-    """Let the first SIGTERM ask the workers to save and end; a second one ends this process at once."""
+def _passing_on_signals(logbook: Any, output: Place) -> Iterator[None]:
+    """Let the first SIGTERM ask the workers to save and end; a second one ends this process at once.
+
+    So does the first after a while in which no worker was there: a group may wait for its nodes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled in the main thread only
         return
@@ -141,13 +157,26 @@ def _passing_on_signals(logbook: Any) -> Iterator[None]:
     def ask(*_: object) -> None:
         signal.signal(signal.SIGTERM, before)
         # Not from the handler itself: it may have interrupted Ray in the middle of a call.
-        threading.Thread(target=logbook.ask_to_stop.remote).start()
+        threading.Thread(target=_ask_to_stop, args=(logbook, output), daemon=True).start()
 
     before = signal.signal(signal.SIGTERM, ask)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _ask_to_stop(logbook: Any, output: Place) -> None:
+    ray.get(logbook.ask_to_stop.remote())
+    while float(ray.get(logbook.seconds_alone.remote())) < _ALONE_S:
+        time.sleep(2.0)
+    error = (
+        "the run was stopped while no worker was there to save; go on from the last checkpoint with --resume"
+    )
+    with contextlib.suppress(StorageError):
+        write_result(output, {"status": "stopped", "error": error})
+    print(f"raycl: {error}", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGTERM)  # the main thread waits within Ray, where no exception reaches it
 
 
 def _last_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raycl.distributed import num_workers
 from raycl.errors import StorageError
@@ -86,7 +87,11 @@ class Recorder:
         if self._question is None:
             self._question = self._logbook.is_to_stop.remote()
         elif ray.wait([self._question], timeout=0)[0]:
-            self._stop_asked, self._question = ray.get(self._question), None
+            question, self._question = self._question, None
+            with contextlib.suppress(
+                ActorDiedError, ActorUnavailableError
+            ):  # it comes back, and is asked again
+                self._stop_asked = ray.get(question)
         return self._stop_asked
 
     def flush(self) -> None:

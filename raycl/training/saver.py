@@ -30,7 +30,8 @@ class Saver:
         self._job, self._learner, self._watch = job, learner, watch
         self._clock, self._recorder = clock, recorder
         self._is_writer = rank() == 0
-        self.is_to_stop = self._was_preempted = False
+        self.is_to_stop = False
+        self._leaving: frozenset[int] = frozenset()  # ranks whose nodes will be taken away
 
     def begin_at(self, position: Position) -> None:
         """Count from here: the run has just been restored, or begins."""
@@ -52,8 +53,9 @@ class Saver:
         return by_number or is_late or self.is_to_stop or self._is_newly_preempted()
 
     def _is_newly_preempted(self) -> bool:
-        noticed = ray.train.get_preemption_info() is not None
-        is_new, self._was_preempted = noticed and not self._was_preempted, noticed
+        info = ray.train.get_preemption_info()
+        leaving = frozenset() if info is None else frozenset(info.preempted_ranks)
+        is_new, self._leaving = bool(leaving - self._leaving), leaving
         return is_new
 
     def save(

@@ -212,6 +212,11 @@ def test_a_recipe_that_fits_is_green_and_one_that_does_not_says_what_to_do(tmp_p
     found = {finding.name: finding for finding in RoomExam(huge, None, machines).findings()}
     assert not found["memory of a worker"].good
     assert "stages.0.chunk_size" in found["memory of a worker"].remedy
+    assert "workers" not in found
+    on_gpus = override(config, {"workers": 8, "gpu": True})
+    found = {finding.name: finding for finding in RoomExam(on_gpus, None, machines).findings()}
+    assert "8 workers ask for a GPU each, the cluster has 0" in found["workers"].seen
+    assert not found["workers"].good
     wrong = override(config, {"encoder.name": "tests.cluster.networks:no_such"})
     (red,) = RoomExam(wrong, None, machines).findings()
     assert not red.good

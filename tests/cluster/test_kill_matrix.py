@@ -48,7 +48,7 @@ COMMON: dict[str, Any] = {
     "stages.0.batch_size": BATCH_SIZE,
     "evaluation.num_test": 40,
     "checkpoints.every_steps": SAVED_EVERY,
-    "checkpoints.keep": 4,
+    "checkpoints.keep": 100,
     "log_every_steps": 1,
 }
 IMAGES = {"data.channels": 1, "encoder.name": "tests.cluster.networks:slow", "evaluation.k": 20}
@@ -225,7 +225,7 @@ def test_a_run_ends_as_if_nothing_had_happened(
         if run.s3 is not None:
             assert run.s3.count("away") > 0
         assert_ended_like(expected, run.output, exactly=fault != "bank shard")
-    assert "Traceback" not in run.log()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.drill
@@ -268,7 +268,8 @@ def assert_ended_like(whole: Whole, output: Place, *, exactly: bool) -> None:
     losses, expected_losses = losses_of(output), losses_of(whole.output)
     assert [step for step, _ in losses] == list(range(1, expected["steps"] + 1))
     if whole.method in ("moco_v2", "two_tower"):
-        assert rows_held(output, result["steps"]) == rows_held(whole.output, result["steps"])
+        for step in range(SAVED_EVERY, result["steps"] + 1, SAVED_EVERY):
+            assert rows_held(output, step) == rows_held(whole.output, step), step
     if not exactly:
         # The shard that came back may have missed a step, or lend what others would have got.
         assert losses[:STRUCK_AT] == expected_losses[:STRUCK_AT]

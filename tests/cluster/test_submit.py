@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from raycl.recipes import RECIPES
-from raycl.records import read_result
+from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from tests.cluster.strikes import wait_until
 from tests.growing_cluster import MARK, end_processes
@@ -177,7 +177,7 @@ def test_a_job_that_is_stopped_saves_first_and_goes_on_when_it_is_submitted_agai
         "log_every_steps=1",
     )
     status, log = cluster.submit(
-        "train", "simclr", "--epochs", 4_000, *arguments, flags=["--no-wait", "--submission-id", "long"]
+        "train", "simclr", "--steps", 40_000, *arguments, flags=["--no-wait", "--submission-id", "long"]
     )
     assert status == 0, log
     wait_until(lambda: (output / "metrics.jsonl").exists())
@@ -187,9 +187,14 @@ def test_a_job_that_is_stopped_saves_first_and_goes_on_when_it_is_submitted_agai
     assert result["status"] == "stopped"
     told = cluster.ray("job", "logs", "--address", cluster.dashboard, "long")
     assert result["error"] in told.stdout + told.stderr
+    reached = read_metrics(Place(str(output)))[-1]["step"]
+    status, log = cluster.submit("train", "simclr", "--steps", reached + 3, *arguments)
+    assert status == 0, log
+    assert read_result(Place(str(output)))["steps"] == reached + 3
 
 
 def test_nobody_submits_without_the_token(cluster: Cluster) -> None:
     without = {**cluster.environment, "RAY_AUTH_MODE": "disabled"}
     refused = cluster.ray("job", "list", "--address", cluster.dashboard, environment=without)
     assert refused.returncode != 0
+    assert "401" in refused.stdout + refused.stderr

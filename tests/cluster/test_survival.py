@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,27 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
     whole = tmp_path / "whole"
     raycl.train(config, data=str(data), output=str(whole), quiet=True)
     assert_equal_runs(output, whole)
+
+
+@pytest.mark.drill
+def test_a_run_that_waits_for_nodes_stops_when_it_is_asked_to(tmp_path: Path) -> None:
+    data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
+    settings = ["workers=9", "autoscaling=true", "data.image_size=16", "stages.0.batch_size=63"]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    process = subprocess.Popen(
+        [sys.executable, "jobs/train.py", "simclr", "--data", str(data), "--output", str(output), *flags],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: (output / "result.json").exists())
+    time.sleep(10)  # until it waits
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
+    assert read_result(Place(str(output)))["status"] == "stopped"
 
 
 @pytest.mark.drill
