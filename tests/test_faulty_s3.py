@@ -1,5 +1,6 @@
 """Reading from and writing to S3 through a proxy that throttles, cuts, denies and goes away."""
 
+import io
 import pickle
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from raycl import storage
 from raycl.data.images import BrokenImageError
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError, StorageError
+from raycl.negatives.snapshot import write_rows
+from raycl.negatives.store import Negatives
 from raycl.records import MetricsLog, read_metrics
 from raycl.storage import Place, patiently
 from tests.faulty_s3 import FaultyS3
@@ -218,6 +221,25 @@ def test_a_write_that_fails_leaves_what_was_there(s3: FaultyS3, fault: Any, num_
     assert s3.count("ok", method="PUT") == puts
     s3.heal()
     assert place.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("fault", ["throttled", "denied", "away"])
+def test_rows_of_a_bank_that_cannot_be_written_anew_are_those_from_before(s3: FaultyS3, fault: Any) -> None:
+    place = Place(s3.uri(f"rows/{fault}.parquet"))
+    before, after = (
+        Negatives(
+            rows=np.full((20_000, 64), value, np.float32), sample_id=np.arange(20_000), step=np.arange(20_000)
+        )
+        for value in (1.0, 2.0)
+    )
+    write_rows(place, before, {})
+    s3.add(fault, methods="PUT POST", prefix=f"rows/{fault}.parquet")
+    with pytest.raises(StorageError, match="cannot write") as caught:
+        write_rows(place, after, {})
+    one_line(caught)
+    s3.heal()
+    held = pq.read_table(io.BytesIO(place.read_bytes()))
+    assert (held["embedding"].combine_chunks().values.to_numpy() == 1.0).all()
 
 
 @pytest.mark.parametrize("num_bytes", [1_000, 12 * 2**20])

@@ -1,6 +1,7 @@
 """The logbook: a small actor that workers and data tasks write to and the driver reads."""
 
 import contextlib
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +11,13 @@ from typing import Any, final
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.prometheus import Exporter, Reading
 
 NUM_EXAMPLES = 3
+
+_NAMESPACE = "raycl-runs"
+_PATIENCE_S = 30.0
 
 
 @final
@@ -77,7 +81,6 @@ class Logbook:
     def add_progress(self, progress: Mapping[str, Any]) -> None:
         """Note how far training is; what came before under the same names is replaced."""
         self._progress |= progress
-        self._heard_at = time.monotonic()
 
     def progress(self) -> dict[str, Any]:
         """Return the latest progress."""
@@ -97,11 +100,14 @@ class Logbook:
 
     def is_to_stop(self) -> bool:
         """Whether somebody asked for it."""
-        self._heard_at = time.monotonic()
         return self._is_to_stop
 
+    def hear(self) -> None:
+        """Note that a worker is there."""
+        self._heard_at = time.monotonic()
+
     def seconds_alone(self) -> float:
-        """Return since when no worker has told or asked anything."""
+        """Return since when no worker was heard."""
         return time.monotonic() - self._heard_at
 
     def rows(self) -> ReadRows:
@@ -129,16 +135,33 @@ def rows_in(logbook: Any) -> ReadRows:
 
 
 @contextlib.contextmanager
-def open_logbook(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
+def open_logbook(tags: Mapping[str, str] | None = None, *, output: str | None = None) -> Iterator[Any]:
     """Start the actor, which takes no CPU, and end it afterwards; ``tags`` are those of its metrics.
 
-    Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
+    Of an ``output`` there is one logbook in a cluster: raises ``ConfigError`` if a run that lives has it.
     """
-    # Beside the driver, so that no node takes it away while the run goes on.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(Logbook)
-    logbook = actor.options(scheduling_strategy=here).remote(tags)
+    logbook = _start(tags, output)
     try:
         yield logbook
     finally:
-        ray.kill(logbook)  # pyright: ignore[reportArgumentType]
+        # Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
+        ray.kill(logbook)
+
+
+def _start(tags: Mapping[str, str] | None, output: str | None) -> Any:
+    # Beside the driver, so that no node takes it away while the run goes on.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    if output is not None:
+        options |= {"name": hashlib.sha256(output.encode()).hexdigest(), "namespace": _NAMESPACE}
+    actor: Any = ray.remote(**options)(Logbook)
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return actor.remote(tags)
+        except ValueError as error:  # the name is taken, perhaps by a driver that has just died
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another run on this cluster writes to {output}; wait for it to end, or choose another --output"
+                ) from error
+            time.sleep(1.0)

@@ -27,7 +27,7 @@ from raycl.training.loop import run_worker
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
 from raycl.training.process import ENVIRONMENT
 
-_ALONE_S = 45.0  # after which nobody seems to be there who would save
+_ALONE_S = 45.0  # without a heartbeat: nobody is there who would save
 
 
 @final

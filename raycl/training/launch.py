@@ -86,7 +86,8 @@ def train(
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
-    with own_errors(), open_logbook({"run": place.name, "recipe": config.recipe}) as logbook:
+    tags = {"run": place.name, "recipe": config.recipe}
+    with own_errors(), open_logbook(tags, output=place.uri) as logbook:
         launch = _Launch(config, place, encoder, logbook, tokenizer, quiet=quiet)
         return launch.run(data, source, dataset)
 

@@ -1,5 +1,6 @@
 """The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
@@ -25,6 +26,7 @@ from raycl.training.checkpoint import (
 )
 from raycl.training.clock import Clock
 from raycl.training.contrast import Contrast
+from raycl.training.heartbeat import heartbeat
 from raycl.training.job import Job
 from raycl.training.judge import Judge, LabelJudge, PairJudge
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
@@ -46,7 +48,9 @@ def run_worker(settings: dict[str, Job]) -> Outcome | None:
     job = settings["job"]
     workers_here = ray.train.get_context().get_local_world_size()
     prepare_process(max(1, available_cores() // workers_here))
-    with shared_memory():
+    # The first worker's process answers for the group: where another one dies, all are replaced.
+    living = heartbeat(job.logbook) if rank() == 0 else contextlib.nullcontext()
+    with shared_memory(), living:
         return _Loop(job, ray.train.torch.get_device()).run()
 
 

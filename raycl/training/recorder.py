@@ -88,9 +88,8 @@ class Recorder:
             self._question = self._logbook.is_to_stop.remote()
         elif ray.wait([self._question], timeout=0)[0]:
             question, self._question = self._question, None
-            with contextlib.suppress(
-                ActorDiedError, ActorUnavailableError
-            ):  # it comes back, and is asked again
+            # A logbook that died comes back, and is asked again.
+            with contextlib.suppress(ActorDiedError, ActorUnavailableError):
                 self._stop_asked = ray.get(question)
         return self._stop_asked
 

@@ -122,21 +122,21 @@ def mortal(**arguments: Any) -> nn.Module:
 
 
 class Slow(nn.Module):
-    """Takes a tenth of a second more for each training batch until the marker is there."""
+    """Takes ``seconds`` more for each training batch until the marker is there."""
 
-    def __init__(self, network: nn.Module, marker: str) -> None:
+    def __init__(self, network: nn.Module, marker: str, seconds: float = 0.1) -> None:
         super().__init__()
         self.network = network
-        self._until = marker
+        self._until, self._seconds = marker, seconds
 
     def forward(self, batch: Tensor) -> Tensor:
         if self.training and not Path(self._until).exists():
-            time.sleep(0.1)
+            time.sleep(self._seconds)
         return self.network(batch)
 
 
-def slow(*, marker: str, **arguments: Any) -> nn.Module:
-    return Slow(Small(**arguments), marker)
+def slow(*, marker: str, seconds: float = 0.1, **arguments: Any) -> nn.Module:
+    return Slow(Small(**arguments), marker, seconds)
 
 
 def slow_words(*, marker: str, **arguments: Any) -> nn.Module:

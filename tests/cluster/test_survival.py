@@ -12,9 +12,11 @@ import pytest
 import ray
 
 import raycl
-from raycl.errors import RunError
+from raycl.data import logbook
+from raycl.errors import ConfigError, RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
+from raycl.training.heartbeat import heartbeat
 from tests.cluster.strikes import wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import small_run
@@ -54,7 +56,7 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_until(lambda: (output / "metrics.jsonl").exists())
+    wait_until(lambda: (output / "metrics.jsonl").exists() or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
@@ -94,6 +96,59 @@ def test_a_run_that_waits_for_nodes_stops_when_it_is_asked_to(tmp_path: Path) ->
     assert process.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in errors
     assert read_result(Place(str(output)))["status"] == "stopped"
+
+
+@pytest.mark.drill
+def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_saves(tmp_path: Path) -> None:
+    data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
+    config = small_run(
+        **{
+            "workers": 1,
+            "encoder.name": "tests.cluster.networks:slow",
+            "encoder.arguments": {"channels": 1, "marker": str(tmp_path / "nowhere"), "seconds": 8},
+            "evaluation.every_epochs": 0,
+        }
+    )
+    (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    # Two views a step make 16 seconds of silence; a heartbeat comes every five.
+    impatient = "import raycl.training.groups as groups, raycl.cli; groups._ALONE_S = 11.0; raycl.cli.main()"
+    flags = ["train", str(tmp_path / "run.yaml"), "--data", str(data), "--output", str(output)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", impatient, *flags],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: (output / "metrics.jsonl").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "which is saved" in read_result(Place(str(output)))["error"], errors
+    assert list((output / "checkpoints").glob("step-*"))
+
+
+def test_a_second_run_into_an_output_that_has_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logbook, "_PATIENCE_S", 1.0)
+    data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
+    config = small_run(workers=1)
+    with (
+        logbook.open_logbook(output=Place(str(output)).uri),
+        pytest.raises(ConfigError, match="another run on this cluster writes to"),
+    ):
+        raycl.train(config, data=str(data), output=str(output), quiet=True)
+    assert not (output / "config.yaml").exists()
+
+
+def test_a_logbook_hears_a_worker_that_says_nothing_else() -> None:
+    with logbook.open_logbook() as book:
+        with heartbeat(book, every_s=0.2):
+            time.sleep(2.0)
+            assert ray.get(book.seconds_alone.remote()) < 1.5
+        time.sleep(2.0)
+        assert ray.get(book.seconds_alone.remote()) > 1.5
 
 
 @pytest.mark.drill
