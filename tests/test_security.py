@@ -30,8 +30,9 @@ from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.tower import load_tower
 from raycl.models.bag_of_subwords import BagOfSubwords
 from raycl.models.images import build_image_encoder
-from raycl.models.saved import TRUSTED, ImageEncoder, check_trusted, load_encoder, load_state, save_encoder
+from raycl.models.saved import ImageEncoder, load_encoder, load_state, save_encoder
 from raycl.models.specs import ImageEncoderSpec, TextEncoderSpec
+from raycl.models.trust import TRUSTED, check_trusted
 from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.queue_shard import QueueShard
 from raycl.negatives.snapshot import read_current, shard_file, snapshot_folder, snapshot_steps

@@ -188,7 +188,8 @@ class BankConfig(Section):
     over actors, for more memory than one node has. A ``detached`` bank stays when the run is over.
     ``max_staleness=1`` reads a memory bank one step ahead, so that no worker waits for it, and misses
     what this worker wrote in the previous step, and others in up to two; its rows then travel as
-    float16. 0 waits, and they travel as they are. ``dtype`` is that of the rows.
+    float16. 0 waits, and they travel as they are. ``dtype`` is that of the rows. ``timeout_s`` is how
+    long a shard may take to start or to come back; where the cluster grows, at least 900 s.
     """
 
     held_by: Literal["actor", "workers"] = "actor"

@@ -16,7 +16,6 @@ Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large pictures, 
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"})
 
-
 _PROGRAMS = frozenset({"EPS"})  # PostScript, which Pillow would have Ghostscript run
 
 

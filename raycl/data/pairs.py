@@ -52,7 +52,7 @@ def group_source(source: Source, logbook: Any) -> ray.data.Dataset:
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         for text in batch["piece"].to_pylist():
             piece = Piece.from_json(text)
-            batches = ((rows, _labels_of(rows, described)) for rows in described.read(piece))
+            batches = ((rows, labels_as_given(rows, described)) for rows in described.read(piece))
             yield from _sound_tables(f"{piece.uri}:{piece.first_id}, labeled", batches, logbook)
 
     pieces = ray.data.from_items(
@@ -108,8 +108,8 @@ def _hash_of(values: Any) -> int:
     return content_id(repr(values).encode())
 
 
-def _labels_of(rows: RawRows, source: Source) -> list[Any]:
-    # Labels that are text are numbered by the sorted names of all: read as what they say.
+def labels_as_given(rows: RawRows, source: Source) -> list[Any]:
+    """Return the labels of rows as the set has them: those that are text are numbered by their sorted names."""
     if source.classes is None:
         return rows.label.tolist()
     return [source.classes[number] if number >= 0 else None for number in rows.label]
@@ -140,9 +140,17 @@ def _sound_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], exam
     return pa.Table.from_pylist(sound, schema=_ROW)
 
 
+def is_clicked(label: Any) -> bool:
+    """Return what a label of a click log says; raises ``BrokenValueError`` for one that is neither 0 nor 1."""
+    if str(label) in ("1", "True", "1.0"):
+        return True
+    if str(label) in ("0", "False", "0.0"):
+        return False
+    raise BrokenValueError("label other than 0 and 1")
+
+
 def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
-    if str(label) not in ("0", "1", "True", "False", "0.0", "1.0"):
-        raise BrokenValueError("label other than 0 and 1")
+    clicked = is_clicked(label)
     query, document = (read_text(rows.values[role][place]) for role in ("query", "document"))
     query_id, document_id = (
         None if role not in rows.values else _id_of(rows.values[role][place])
@@ -152,7 +160,7 @@ def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
         "group": content_id(query.encode()) if query_id is None else query_id,
         "query": query,
         "document": document,
-        "clicked": str(label) in ("1", "True", "1.0"),
+        "clicked": clicked,
         "query_id": query_id,
         "document_id": document_id,
     }

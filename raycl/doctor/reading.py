@@ -11,10 +11,9 @@ from raycl.data.decode import row_error
 from raycl.data.formats import Formats, store_all
 from raycl.data.images import BrokenImageError, image_sides
 from raycl.data.logbook import NUM_EXAMPLES
-from raycl.data.sources import NO_LABEL, Piece, RawRows, Source
+from raycl.data.pairs import is_clicked, labels_as_given
+from raycl.data.sources import Piece, RawRows, Source
 from raycl.errors import BrokenValueError
-
-OF_A_CLICK = ("0", "1", "True", "False", "0.0", "1.0")
 
 
 @final
@@ -48,14 +47,15 @@ class Extent:
 class Look:
     """What some rows are; ``decoded_bytes`` is what the sound ones take in the object store.
 
-    ``characters`` and ``listed`` (texts of a list) are by role, ``labels`` by number, ``widths`` and
-    ``heights`` those of images in pixels.
+    ``characters`` and ``listed`` (texts of a list) are by role, ``labels`` by number, ``clicks`` by
+    whether they are clicks, ``widths`` and ``heights`` those of images in pixels.
     """
 
     num_rows: int = 0
     broken: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     labels: Counter[int] = field(default_factory=Counter)
+    clicks: Counter[bool] = field(default_factory=Counter)
     widths: Extent = field(default_factory=Extent)
     heights: Extent = field(default_factory=Extent)
     characters: dict[str, Extent] = field(default_factory=dict)
@@ -73,6 +73,7 @@ class Look:
         self.broken += other.broken
         self.examples = (self.examples + other.examples)[:NUM_EXAMPLES]
         self.labels += other.labels
+        self.clicks += other.clicks
         self.widths.join(other.widths)
         self.heights.join(other.heights)
         for mine, others in ((self.characters, other.characters), (self.listed, other.listed)):
@@ -97,9 +98,10 @@ def _add(look: Look, rows: RawRows, formats: Formats, num_rows: int, clicks: Sou
     decoded = {role: each.decode_all(values[role]) for role, each in formats.items()}
     look.num_rows += count
     look.labels.update(rows.label[:count].tolist())
+    given = None if clicks is None else labels_as_given(rows, clicks)
     sound = []
     for place in range(count):
-        error = row_error(decoded, place) or _label_error(rows, place, clicks)
+        error = row_error(decoded, place) or (given and _click_error(look, given[place]))
         if error is None:
             sound.append(place)
             continue
@@ -129,10 +131,10 @@ def _measure(look: Look, values: Mapping[str, Sequence[Any]]) -> None:
                 look.characters.setdefault(role, Extent()).add(length)
 
 
-def _label_error(rows: RawRows, place: int, clicks: Source | None) -> BrokenValueError | None:
-    """Return why a row of a click log cannot be used for its label, None for a sound one."""
-    if clicks is None:
-        return None
-    label = rows.label[place]
-    said = clicks.classes[label] if clicks.classes is not None and label != NO_LABEL else str(label)
-    return None if said in OF_A_CLICK else BrokenValueError("label other than 0 and 1")
+def _click_error(look: Look, label: Any) -> BrokenValueError | None:
+    """Count a click or a document that was not clicked; return why a label is neither."""
+    try:
+        look.clicks[is_clicked(label)] += 1
+    except BrokenValueError as error:
+        return error
+    return None

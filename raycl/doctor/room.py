@@ -15,6 +15,7 @@ from raycl.doctor.need import Need, bank_bytes, worker_need
 from raycl.doctor.nodes import Answer, Node, ask, why
 from raycl.doctor.samples import Seen
 from raycl.errors import RayclError
+from raycl.negatives.bank_actor import nodes_for_a_bank
 from raycl.storage import Place
 from raycl.training.groups import cpus_of_a_worker, spare_cpus
 from raycl.training.vocabulary import known_tokenizer
@@ -79,7 +80,7 @@ class RoomExam:
         if config.autoscaling:
             return
         workers = max(config.worker_range(stage)[0] for stage in config.stages)
-        streamed = config.data.cache == "stream"
+        streamed = self._is_streamed()
         try:
             check_resources(
                 workers=workers,
@@ -131,29 +132,49 @@ class RoomExam:
 
     def _judged_data(self, seen: Seen) -> Finding:
         """Compare the decoded rows with the object stores, by the rule that a run follows."""
-        stores = [answer.node.object_store for answer in self._machines] or [0.0]
-        wanted, cache = seen.decoded_bytes, self._config.data.cache
+        wanted = seen.decoded_bytes
         rows = f"{seen.source.num_rows:,} decoded rows take {size(wanted)}"
-        if cache == "stream" or (cache == "auto" and wanted > min(stores) / 2):
+        if self._is_streamed():
             return Finding(
                 good=True, name="decoded data", seen=f"{rows}; they are streamed, read anew each epoch"
             )
-        good = wanted <= sum(stores)
+        store = sum(self._stores())
+        good = wanted <= store
         return Finding(
             good=good,
             name="decoded data",
-            seen=f"{rows}, held in object stores of {size(sum(stores))}",
+            seen=f"{rows}, held in object stores of {size(store)}",
             remedy="" if good else "set data.cache=stream, or lower data.image_size",
         )
+
+    def _is_streamed(self) -> bool:
+        """Whether a run would read the rows anew in each epoch; without data, as far as the recipe says."""
+        cache = self._config.data.cache
+        if cache != "auto" or self._seen is None:
+            return cache == "stream"
+        return self._seen.decoded_bytes > min(self._stores()) / 2
+
+    def _stores(self) -> list[float]:
+        return [answer.node.object_store for answer in self._machines] or [0.0]
 
     def _judged_bank(self) -> Iterator[Finding]:
         config = self._config
         if config.negatives.store == "memory_bank" and not self.num_samples:
             return  # a slot a sample, and nobody said how many
         shards = bank_bytes(config, self.num_samples)
+        chosen = {node["NodeID"] for node in nodes_for_a_bank()}
+        machines = [answer for answer in self._machines if answer.node.node_id in chosen]
         if not shards or not self._machines:
             return
-        most = max(self._machines, key=_room_of)
+        if not machines:
+            yield Finding(
+                good=False,
+                name="bank",
+                seen="nodes are labeled by their roles, and none of those that answered is for a bank",
+                remedy="label one raycl.io/role=memory or raycl.io/role=head",
+            )
+            return
+        most = max(machines, key=_room_of)
         good = max(shards) <= _room_of(most)
         seen = (
             f"{len(shards)} shard{'' if len(shards) == 1 else 's'} of {size(max(shards))}, "

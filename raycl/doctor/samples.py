@@ -46,16 +46,7 @@ class Seen:
             return self.look.listed["negatives"].mean
         if self.source.columns.label is None or "query" not in self.source.columns.contents:
             return 0.0
-        clicked = self._count("1", "True", "1.0")
-        return self._count("0", "False", "0.0") / max(1, clicked)
-
-    def _count(self, *labels: str) -> int:
-        classes = self.source.classes
-        return sum(
-            count
-            for number, count in self.look.labels.items()
-            if (classes[number] if classes is not None and number != NO_LABEL else str(number)) in labels
-        )
+        return self.look.clicks[False] / max(1, self.look.clicks[True])
 
 
 @final

@@ -19,8 +19,9 @@ from raycl.data.sources import find_source
 from raycl.data.texts import TextFormat
 from raycl.errors import ConfigError, StorageError
 from raycl.judging.embed import embed
-from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder, trusted_packages
+from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder
 from raycl.models.specs import ImageEncoderSpec
+from raycl.models.trust import trusted_packages
 from raycl.progress import ProgressLine, rows_read
 from raycl.storage import Place, absolute
 

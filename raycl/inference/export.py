@@ -6,7 +6,8 @@ from typing import Literal
 from raycl.errors import ConfigError, StorageError
 from raycl.inference.sentence_folder import sentence_folder
 from raycl.inference.torchvision_weights import ARCHITECTURE, WEIGHTS, torchvision_files
-from raycl.models.saved import KEY, OWN, SPEC, ImageEncoder, load_encoder
+from raycl.models.saved import KEY, SPEC, ImageEncoder, load_encoder
+from raycl.models.trust import OWN
 from raycl.storage import Place, absolute
 
 Package = Literal["sentence_transformers", "torchvision"]

@@ -13,8 +13,9 @@ from raycl.config import RunConfig
 from raycl.data.images import BrokenImageError
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.saved import check_trusted, load_state
+from raycl.models.saved import load_state
 from raycl.models.towers import Towers
+from raycl.models.trust import check_trusted
 from raycl.settings import config_from_yaml
 from raycl.storage import Place, absolute
 from raycl.tokens import BrokenTextError, Vocabulary, padded_rows, read_text

@@ -6,7 +6,6 @@ embeddings are the result, as with two towers. A second tower is saved in the fo
 
 import io
 import json
-import os
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, final
 
@@ -22,7 +21,7 @@ from raycl.batchnorm import swap
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
-from raycl.models.text import HUGGING_FACE
+from raycl.models.trust import OWN, check_trusted
 from raycl.storage import Place
 from raycl.tokens import BrokenTextError, Tokenizer, padded_rows, read_text
 
@@ -31,8 +30,6 @@ HEAD_WEIGHTS = "projection_head.safetensors"
 SPEC = "encoder.json"
 TOKENIZER = "tokenizer.json"
 KEY = "key"
-OWN = "a network of the user's own"
-TRUSTED = "RAYCL_TRUSTED"
 
 
 @final
@@ -160,25 +157,6 @@ def load_encoder(
     if isinstance(spec, TextEncoderSpec):
         return TextEncoder(network, spec, _load_tokenizer(output, spec)).eval()
     return ImageEncoder(network, spec).eval()
-
-
-def trusted_packages() -> tuple[str, ...]:
-    """Return the packages in RAYCL_TRUSTED, which are separated by commas."""
-    return tuple(name.strip() for name in os.environ.get(TRUSTED, "").split(",") if name.strip())
-
-
-def check_trusted(name: str, where: str, trusted: Collection[str] | None = None, *, is_text: bool) -> None:
-    """Refuse code that a file names, unless it is of a package that the user named as well: ``ConfigError``."""
-    if ":" not in name or name == OWN or (is_text and name.startswith(HUGGING_FACE)):
-        return
-    module = name.partition(":")[0]
-    if not any(
-        f"{module}.".startswith(f"{each}.") for each in (trusted_packages() if trusted is None else trusted)
-    ):
-        raise ConfigError(
-            f"{where} asks to import {module!r} and call {name!r}; if you trust whoever wrote it, "
-            f"set {TRUSTED}={module.partition('.')[0]}"
-        )
 
 
 def load_state(content: bytes, where: str) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _ordered(plan: BankPlan, sample_id: np.ndarray | None) -> np.ndarray | None:
 
 def _check_memory(plan: BankPlan) -> None:
     need = max(_memory_of(plan, shard) for shard in range(plan.num_shards))
-    nodes = [node for node in _nodes() if not _selector() or node["Labels"].get(_ROLE) in _ROLES]
+    nodes = nodes_for_a_bank()
     if not nodes:
         raise ConfigError(
             f"nodes are labeled by {_ROLE} and none of them is for a bank; label one as {' or '.join(_ROLES)}"
@@ -131,14 +131,22 @@ def _check_memory(plan: BankPlan) -> None:
         )
 
 
-def _nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
+def nodes_for_a_bank() -> list[dict[str, Any]]:
+    """Return the living nodes that are labeled for a bank; all, if none says what it is for."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if not _have_roles(nodes):
+        return nodes
+    return [node for node in nodes if node["Labels"].get(_ROLE) in _ROLES]
+
+
+def _have_roles(nodes: list[dict[str, Any]]) -> bool:
+    return any(_ROLE in node["Labels"] for node in nodes)
 
 
 def _selector() -> dict[str, str]:
     """Return how the nodes for a bank are labeled; nothing, if no node says what it is for."""
-    has_roles = any(_ROLE in node["Labels"] for node in _nodes())
-    return {_ROLE: f"in({','.join(_ROLES)})"} if has_roles else {}
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return {_ROLE: f"in({','.join(_ROLES)})"} if _have_roles(alive) else {}
 
 
 def _end_predecessor(plan: BankPlan) -> None:

@@ -75,14 +75,9 @@ class Groups:
                         )
 
     def _fit(self, job: Job) -> Outcome:
-        least, most = job.workers
-        # Where fewer will do, the cluster's room for whole CPUs says how many there are.
         is_streamed = job.stream is not None
+        least, most = workers_with_room(self._config, job.workers, streamed=is_streamed)
         cpus = cpus_of_a_worker(self._config, least, streamed=is_streamed)
-        if is_streamed and least < most and not self._config.autoscaling:
-            # Ray Train would take every CPU that there is, and leave none to the tasks that read.
-            room = int((ray.cluster_resources().get("CPU", 0.0) - spare_cpus(is_streamed)) / cpus + 1e-6)
-            most = max(least, min(most, room))
         filesystem, path = self._output.resolve()
         keep = CheckpointConfig(
             num_to_keep=self._config.checkpoints.keep,
@@ -137,6 +132,19 @@ def cpus_of_a_worker(config: RunConfig, workers: int, *, streamed: bool) -> floa
     if config.cpus_per_worker is not None:
         return config.cpus_per_worker
     return 1.0 if config.autoscaling else cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus(streamed))
+
+
+def workers_with_room(config: RunConfig, workers: tuple[int, int], *, streamed: bool) -> tuple[int, int]:
+    """Return how many workers to ask for at least and at most, so that the tasks that read have room too.
+
+    Of a cluster that does not grow, Ray Train would take every CPU where fewer workers would do.
+    """
+    least, most = workers
+    if least == most or not streamed or config.autoscaling:
+        return workers
+    cpus = cpus_of_a_worker(config, least, streamed=streamed)
+    room = int((ray.cluster_resources().get("CPU", 0.0) - spare_cpus(streamed)) / cpus + 1e-6)
+    return least, max(least, min(most, room))
 
 
 def spare_cpus(streamed: bool) -> float:

@@ -12,8 +12,8 @@ from raycl.data.columns import ColumnNames
 from raycl.data.formats import Formats
 from raycl.data.images import ImageFormat
 from raycl.models.images import build_image_encoder, representation_dim
-from raycl.models.saved import OWN
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec
+from raycl.models.trust import OWN
 from raycl.training.views import Drawing, ImageDrawing
 
 

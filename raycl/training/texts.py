@@ -15,9 +15,9 @@ from raycl.data.columns import ColumnNames
 from raycl.data.formats import Formats
 from raycl.data.rows import Batch, texts_of
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
-from raycl.models.saved import OWN
 from raycl.models.specs import TextEncoderSpec
 from raycl.models.text import build_text_encoder, text_representation_dim
+from raycl.models.trust import OWN
 from raycl.tokens import Vocabulary
 from raycl.training.modality import Side
 from raycl.training.views import Known

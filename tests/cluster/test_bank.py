@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives
-from raycl.negatives.bank_actor import start_bank
+from raycl.negatives.bank_actor import nodes_for_a_bank, start_bank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
 from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
 from raycl.negatives.bank_plan import BankPlan
@@ -515,8 +515,11 @@ def test_a_bank_lives_on_nodes_labeled_for_it_if_nodes_are_labeled(tmp_path: Pat
     with extra_node(1, **{"raycl.io/role": "gpu"}) as passing:
         with pytest.raises(ConfigError, match="none of them is for a bank; label one as memory or head"):
             start_bank(a_plan(tmp_path / "none"))
+        assert nodes_for_a_bank() == []
         with extra_node(0, **{"raycl.io/role": "memory"}) as lasting:
             bank = start_bank(a_plan(tmp_path / "some", num_shards=3))
+            assert [node["NodeID"] for node in nodes_for_a_bank()] == [lasting.id]
             assert all(lasting.has(shard.pid) for shard in bank.stats().shards)
             bank.stop()
         assert alive() >= {passing.id}
+    assert {node["NodeID"] for node in nodes_for_a_bank()} == alive()

@@ -1,5 +1,6 @@
 """Every recipe as a submitted job, on a cluster of its own that asks for a token."""
 
+import itertools
 import json
 import os
 import secrets
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from raycl.recipes import RECIPES
@@ -18,7 +21,7 @@ from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from tests.cluster.strikes import wait_until
 from tests.growing_cluster import MARK, end_processes
-from tests.images import write_digits
+from tests.images import digit_files, write_digits
 from tests.pairs import write_captioned, write_pairs, write_texts
 
 pytestmark = pytest.mark.drill
@@ -123,6 +126,18 @@ def free_ports(num: int) -> list[int]:
     return ports
 
 
+def write_clicks(path: Path) -> Path:
+    """Write a log of queries, each with a document that was clicked and one that was not."""
+    rows = pq.read_table(write_pairs(path, NUM_ROWS)).to_pylist()
+    log = [
+        {"query": row["query"], "document": document, "label": label}
+        for row, other in itertools.pairwise(rows)
+        for document, label in ((row["document"], 1), (other["document"], 0))
+    ]
+    pq.write_table(pa.Table.from_pylist(log), path)
+    return path
+
+
 def flags_of(recipe: str) -> list[str]:
     return [flag for setting in [*COMMON, *SMALL[recipe]] for flag in ("--set", setting)]
 
@@ -140,18 +155,46 @@ def test_every_recipe_trains_as_a_job(recipe: str, cluster: Cluster, tmp_path: P
     assert read_result(Place(str(output)))["steps"] == NUM_STEPS
 
 
-def test_a_trained_run_is_judged_and_embeds_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_on_images_is_judged_asked_and_embeds_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
     train, test = (write_digits(tmp_path / f"{num}.parquet", num) for num in (NUM_ROWS, 60))
     output = tmp_path / "run"
-    arguments = ("--data", train, "--output", output, "--steps", NUM_STEPS, *flags_of("simclr"))
-    assert cluster.submit("train", "simclr", *arguments)[0] == 0
-    status, log = cluster.submit("evaluate", "knn", "--run", output, "--train", train, "--test", test)
-    assert status == 0, log
-    assert '"top1"' in log
-    status, log = cluster.submit("embed", "--run", output, "--data", test, "--output", tmp_path / "rows")
-    assert status == 0, log
-    status, log = cluster.submit("prepare", "images", "--data", test, "--output", tmp_path / "packed")
-    assert status == 0, log
+
+    def log_of(job: str, *arguments: object) -> str:
+        status, log = cluster.submit(job, *arguments)
+        assert status == 0, log
+        return log
+
+    detached = ("--set", "bank.detached=true", "--set", "bank.name=kept")
+    settings = ("--data", train, "--output", output, "--steps", NUM_STEPS, *flags_of("moco_v2"), *detached)
+    log_of("train", "moco_v2", *settings)
+    assert '"filled": 96' in log_of("bank", "stats", "kept", "--json")
+    judged = ("--run", output, "--train", train, "--test", test)
+    assert '"top1"' in log_of("evaluate", "knn", *judged)
+    assert '"top1"' in log_of("evaluate", "linear", *judged)
+    log_of("embed", "--run", output, "--data", test, "--output", tmp_path / "rows.parquet")
+    assert pq.read_table(tmp_path / "rows.parquet").num_rows == 60
+    (tmp_path / "folder").mkdir()
+    for number, content in enumerate(digit_files(20)[0]):
+        (tmp_path / "folder" / f"{number}.png").write_bytes(content)
+    packed = log_of("prepare", "images", "--data", tmp_path / "folder", "--output", tmp_path / "packed")
+    assert "20 images packed" in packed
+
+
+def test_a_run_on_clicks_is_judged_and_mines_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    log_of_clicks = write_clicks(tmp_path / "clicks.parquet")
+    pairs, output, mined = (tmp_path / name for name in ("pairs.parquet", "run", "mined.parquet"))
+    tokens = tmp_path / "tokens.json"
+    for line in (
+        f"prepare tokenizer --data {log_of_clicks} --output {tokens} --columns query,document --vocabulary-size 400",
+        f"prepare pairs --data {log_of_clicks} --output {pairs}",
+        f"train two_tower --data {pairs} --output {output} --steps {NUM_STEPS} --set text.tokenizer={tokens} "
+        + " ".join(flags_of("two_tower")),
+        f"mine --run {output} --data {pairs} --output {mined}",
+        f"evaluate retrieval --run {output} --test {log_of_clicks}",
+    ):
+        status, log = cluster.submit(*line.split())
+        assert status == 0, log
+    assert "negatives" in pq.read_schema(mined).names
 
 
 def test_a_job_that_fails_says_why_and_has_failed(cluster: Cluster, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from raycl.data import logbook
 from raycl.errors import ConfigError, RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
+from raycl.training.groups import workers_with_room
 from raycl.training.heartbeat import heartbeat
 from tests.cluster.strikes import wait_until
 from tests.cluster.test_negatives import assert_equal_runs
@@ -140,6 +141,19 @@ def test_a_second_run_into_an_output_that_has_one_is_refused(
     ):
         raycl.train(config, data=str(data), output=str(output), quiet=True)
     assert not (output / "config.yaml").exists()
+
+
+def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
+    def asked(*, streamed: bool, workers: tuple[int, int] = (1, 8), **settings: object) -> tuple[int, int]:
+        return workers_with_room(small_run(**settings), workers, streamed=streamed)
+
+    # Of 4 CPUs.
+    assert asked(streamed=True, cpus_per_worker=1.0) == (1, 3)
+    assert asked(streamed=True, cpus_per_worker=1.6) == (1, 1)
+    assert asked(streamed=True, cpus_per_worker=0.1) == (1, 8)
+    assert asked(streamed=True, cpus_per_worker=2.0, workers=(2, 8)) == (2, 2)
+    assert asked(streamed=False, cpus_per_worker=1.0) == (1, 8)
+    assert asked(streamed=True, cpus_per_worker=1.0, autoscaling=True) == (1, 8)
 
 
 def test_a_logbook_hears_a_worker_that_says_nothing_else() -> None:
