@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Collection, Iterator
@@ -21,6 +22,7 @@ from raycl.errors import ConfigError, RunError
 
 _PATIENCE_S = 5.0
 _LOOPBACK = "127.0.0.1:"
+_HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
 
 
 def enter(address: str, *, debug: bool = False) -> str | None:
@@ -32,6 +34,8 @@ def enter(address: str, *, debug: bool = False) -> str | None:
     address = _numeric(address)
     if address == "local":
         _keep_token_private()
+    elif _HOST_AND_PORT.fullmatch(address):
+        _check_that_it_answers(address)
     try:
         with _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext():
             joined = ray.init(
@@ -130,17 +134,23 @@ def _keep_token_private() -> None:
 
 
 def _reachable(address: str) -> str:
-    """Return the address as Ray knows it, if anything listens there: Ray itself would try for long."""
+    """Return the address as Ray knows it, if anything listens there."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise ConfigError(f"{address!r} is no address of a Ray that can be asked; give HOST:PORT of its head")
+    _check_that_it_answers(address)
+    return services.canonicalize_bootstrap_address(address) or address
+
+
+def _check_that_it_answers(address: str) -> None:
+    """Raise ``RunError`` if nothing listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_PATIENCE_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S).close()
     except (OSError, OverflowError) as error:
         raise RunError(
             f"nothing answers at {address}: {_first_line(error)}; check --address and whether that Ray still runs"
         ) from error
-    return services.canonicalize_bootstrap_address(address) or address
 
 
 def _bring_token(*, debug: bool) -> None:

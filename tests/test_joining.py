@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from raycl.errors import ConfigError, RunError
-from raycl.joining import join_running, the_only
+from raycl.joining import enter, join_running, the_only
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +38,11 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         join_running(address)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999"])
-def test_a_ray_that_is_gone_is_told_at_once(address: str) -> None:
+@pytest.mark.parametrize("join", [join_running, enter])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "localhost:1"])
+def test_a_ray_that_is_gone_is_told_at_once(address: str, join: Callable[[str], object]) -> None:
     with pytest.raises(RunError, match="nothing answers"):
-        join_running(address)
+        join(address)
 
 
 @pytest.mark.parametrize("module", ["raycl.banks", "raycl.bank_tables", "raycl.cli"])

@@ -43,6 +43,7 @@ def extra_node(num_cpus: float, **labels: str) -> Iterator["Node"]:
         yield node
     finally:
         node.kill()
+        wait_until(lambda: node.id not in alive())  # or what comes next would be asked of it
 
 
 class Node:
