@@ -74,6 +74,16 @@ class Node:
         self._process.kill()
         self._process.wait(30)
 
+    def announce_loss(self, *, seconds: int) -> None:
+        """Let Ray know that the node will be taken away, as a cloud's notice would."""
+        drain = (
+            *(str(Path(sys.executable).parent / "ray"), "drain-node", "--node-id", self.id),
+            *("--address", ray.get_runtime_context().gcs_address),
+            *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"),
+            *("--deadline-remaining-seconds", str(seconds)),
+        )
+        subprocess.run(drain, check=True, capture_output=True, timeout=60)
+
     def has(self, pid: int) -> bool:
         """Whether this process is one of its own."""
         return os.getsid(pid) == self._process.pid

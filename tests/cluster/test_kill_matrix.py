@@ -260,6 +260,29 @@ def test_a_run_whose_node_never_comes_back_goes_on_with_the_workers_that_are_lef
         assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.drill
+def test_a_node_whose_loss_is_announced_is_saved_from_before_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
+    monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
+    data = write_digits(tmp_path / "data.parquet", NUM_ROWS)
+    settings = {"min_workers": 1, "cpus_per_worker": 2.5, "checkpoints.every_steps": 1_000, "max_failures": 0}
+    run = Struck(config_of("simclr", tmp_path, **settings), data, Place(str(tmp_path / "run")), tmp_path)
+    with extra_node(3) as node:
+        run.start()
+        wait_until(lambda: (run.output / "metrics.jsonl").exists() or run.drivers[-1].poll() is not None)
+        node.announce_loss(seconds=30)
+        run.wait_for_checkpoint(1)
+        (saved,) = saved_steps(run.output)
+        node.kill()
+        assert run.end() == 0, run.log()
+    lines = [line for line in read_metrics(run.output) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert {line["workers"] for line in lines if line["step"] <= saved} == {2}
+    assert {line["workers"] for line in lines if line["step"] > saved} == {1}
+
+
 def assert_ended_like(whole: Whole, output: Place, *, exactly: bool) -> None:
     """Compare steps, losses, weights, judgment and the rows of the bank with those of the whole run."""
     result, expected = read_result(output), read_result(whole.output)
