@@ -1,5 +1,6 @@
 """The whole run, and what of its parts does not fit together."""
 
+import math
 from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, model_validator
@@ -154,7 +155,7 @@ class RunConfig(Section):
         for workers in range(least, most + 1):
             for check in (_check_workers, _check_groups, _check_chunks, _check_capacity):
                 if problem := check(self.settled(workers), stage):
-                    return problem
+                    return problem + _for_each_number(least, most)
         return None
 
     @model_validator(mode="after")
@@ -265,6 +266,13 @@ class RunConfig(Section):
                     f"augment.{name} has {len(values)} numbers for {self.data.channels} channels; give one a channel"
                 )
         return self
+
+
+def _for_each_number(least: int, most: int) -> str:
+    """Say what divides over any number of workers that there may be."""
+    if least == most:
+        return ""
+    return f" (of {least} to {most} workers any number may come, and {math.lcm(*range(least, most + 1))} divides over each)"
 
 
 def _check_workers(config: RunConfig, stage: Stage) -> str | None:
