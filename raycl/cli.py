@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -270,7 +269,7 @@ def _run(door: typer.Typer) -> NoReturn:
 
 def _status_of(error: RayclError) -> int:
     if isinstance(error, StoppedError):
-        return 128 + signal.SIGTERM
+        return 128 + error.signum
     return 2 if isinstance(error, ConfigError | DataError | StorageError) else 1
 
 

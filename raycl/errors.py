@@ -8,8 +8,10 @@ RayclError
     ├── NonFiniteLossError
     ├── CollapseError
     ├── ReplayError
-    └── StoppedError   somebody asked it to stop                           (exit status 143)
+    └── StoppedError   somebody asked it to stop               (exit status 143, Ctrl-C 130)
 """
+
+import signal
 
 
 class RayclError(Exception):
@@ -45,7 +47,11 @@ class ReplayError(RunError):
 
 
 class StoppedError(RunError):
-    """The run was asked to stop; it is saved."""
+    """The run was asked to stop, by the signal ``signum``; it is saved."""
+
+    def __init__(self, message: str, signum: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.signum = signum
 
 
 class BrokenValueError(ValueError):

@@ -3,7 +3,7 @@
 from raycl.cluster import join_cluster, own_errors
 from raycl.data.columns import ColumnNames
 from raycl.data.logbook import ReadRows, open_logbook, rows_in
-from raycl.data.pairs import check_labels, group_source
+from raycl.data.pairs import check_labels, group_source, grouped_columns
 from raycl.data.sources import find_source
 from raycl.errors import DataError
 from raycl.preparation.output import new_folder
@@ -34,7 +34,7 @@ def group_pairs(
     filesystem, path = place.resolve()
     with open_logbook() as logbook:
         with own_errors():
-            grouped = group_source(source, logbook).materialize()
+            grouped = group_source(source, logbook).drop_columns(_absent(source.columns)).materialize()
         rows = rows_in(logbook)
         rows.check(max_bad_fraction)
         num_pairs = grouped.count()
@@ -45,3 +45,9 @@ def group_pairs(
         with own_errors():
             grouped.write_parquet(path, filesystem=filesystem, row_group_size=1_024)
     return num_pairs, rows
+
+
+def _absent(columns: ColumnNames) -> list[str]:
+    """Return the columns of ids that a log without ids has nothing for: a run would miss each of them."""
+    grouped = grouped_columns(columns)
+    return [role for role in ("query_id", "document_id", "negative_ids") if getattr(grouped, role) is None]

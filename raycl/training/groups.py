@@ -5,10 +5,10 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Self, final
 
 import ray
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
@@ -51,7 +51,7 @@ class Groups:
         failures = _Failures(self._config.max_failures)
         notices = notices_of(self._logbook)
         with (
-            _passing_on_signals(self._logbook, self._output),
+            _Signals(self._logbook, self._output) as signals,
             ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet),
         ):
             while True:
@@ -71,7 +71,8 @@ class Groups:
                         pass
                     case Stopped(step):
                         raise StoppedError(
-                            f"the run was stopped after step {step}, which is saved; go on with --resume"
+                            f"the run was stopped after step {step}, which is saved; go on with --resume",
+                            signals.last,
                         )
 
     def _fit(self, job: Job) -> Outcome:
@@ -102,7 +103,7 @@ class Groups:
                 worker_runtime_env={"env_vars": ENVIRONMENT},
             ),
         )
-        outcome: Any = trainer.fit().return_value
+        outcome: Any = _aside(trainer.fit).return_value
         if outcome is None:
             raise RunError("the run ended without a result; use --debug for the whole story")
         return outcome
@@ -152,39 +153,73 @@ def spare_cpus(streamed: bool) -> float:
     return 1.0 if streamed else 0.0
 
 
-@contextlib.contextmanager
-def _passing_on_signals(logbook: Any, output: Place) -> Iterator[None]:
-    """Let the first SIGTERM ask the workers to save and end; a second one ends this process at once.
+@final
+class _Signals:
+    """Let the first SIGTERM or Ctrl-C ask the workers to save and end; a second one ends this process.
 
     So does the first after a while in which no worker was there: a group may wait for its nodes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are handled in the main thread only
-        return
 
-    def ask(*_: object) -> None:
-        signal.signal(signal.SIGTERM, before)
+    def __init__(self, logbook: Any, output: Place) -> None:
+        self._logbook, self._output = logbook, output
+        self.last: int = signal.SIGTERM  # that came
+        self._before: dict[int, Any] = {}
+        self._ended = threading.Event()
+        self._asking: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # signals are handled nowhere else
+            self._before = {each: signal.signal(each, self._ask) for each in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle_no_more()
+        self._ended.set()
+        if self._asking is not None:
+            self._asking.join()  # a question after Ray has ended would start another one
+
+    def _handle_no_more(self) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _ask(self, signum: int, _: object) -> None:
+        self.last = signum
+        self._handle_no_more()
         # Not from the handler itself: it may have interrupted Ray in the middle of a call.
-        threading.Thread(target=_ask_to_stop, args=(logbook, output), daemon=True).start()
+        self._asking = threading.Thread(target=self._ask_to_stop, daemon=True)
+        self._asking.start()
 
-    before = signal.signal(signal.SIGTERM, ask)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def _ask_to_stop(self) -> None:
+        print(
+            "raycl: saving after this step, then ending; once more ends at once", file=sys.stderr, flush=True
+        )
+        ray.get(self._logbook.ask_to_stop.remote())
+        while float(ray.get(self._logbook.seconds_alone.remote())) < _ALONE_S:
+            if self._ended.wait(2.0):
+                return
+        error = "the run was stopped while no worker was there to save; go on from the last checkpoint with --resume"
+        with contextlib.suppress(StorageError):
+            write_result(self._output, {"status": "stopped", "error": error})
+        print(f"raycl: {error}", file=sys.stderr, flush=True)
+        os._exit(128 + self.last)  # the group would go on waiting for its nodes
 
 
-def _ask_to_stop(logbook: Any, output: Place) -> None:
-    ray.get(logbook.ask_to_stop.remote())
-    while float(ray.get(logbook.seconds_alone.remote())) < _ALONE_S:
-        time.sleep(2.0)
-    error = (
-        "the run was stopped while no worker was there to save; go on from the last checkpoint with --resume"
-    )
-    with contextlib.suppress(StorageError):
-        write_result(output, {"status": "stopped", "error": error})
-    print(f"raycl: {error}", file=sys.stderr, flush=True)
-    os._exit(128 + signal.SIGTERM)  # the main thread waits within Ray, where no exception reaches it
+def _aside(work: Callable[[], Any]) -> Any:
+    """Return what ``work`` does in a thread of its own.
+
+    In the main thread Ray Train would answer Ctrl-C itself, by an end without a word and without a checkpoint.
+    """
+    done: Future[Any] = Future()
+
+    def perform() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # A daemon, or a process that is interrupted would wait for the end of the run.
+    threading.Thread(target=perform, name="fit", daemon=True).start()
+    return done.result()
 
 
 def _last_line(error: BaseException) -> str:

@@ -79,6 +79,47 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
 
 
 @pytest.mark.drill
+def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 300)
+    # Of steps so slow that the second one comes before the run has ended for the first.
+    arguments = {"channels": 1, "marker": str(tmp_path / "nowhere"), "seconds": 2}
+    settings = {"encoder.name": "tests.cluster.networks:slow", "encoder.arguments": arguments}
+    config = small_run(**settings, workers=1, **{"stages.0.epochs": 100, "evaluation.every_epochs": 0})
+    (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+
+    def interrupted(output: Path, times: int) -> tuple[int, str]:
+        """Press Ctrl-C in a terminal: the processes of its Ray get the signal as well."""
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "jobs/train.py",
+                *map(str, (tmp_path / "run.yaml", "--data", data, "--output", output)),
+            ],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        wait_until(lambda: (output / "metrics.jsonl").exists() or process.poll() is not None)
+        for _ in range(times):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(2)
+        _, errors = process.communicate(timeout=120)
+        assert "Traceback" not in errors
+        return process.returncode, errors
+
+    status, errors = interrupted(tmp_path / "once", 1)
+    assert (status, "which is saved; go on with --resume" in errors) == (130, True), errors
+    assert read_result(Place(str(tmp_path / "once")))["status"] == "stopped"
+    assert list((tmp_path / "once" / "checkpoints").glob("step-*"))
+    status, errors = interrupted(tmp_path / "twice", 2)
+    assert (status, "interrupted; a run of `raycl train` goes on with --resume" in errors) == (130, True), (
+        errors
+    )
+
+
+@pytest.mark.drill
 def test_a_run_that_waits_for_nodes_stops_when_it_is_asked_to(tmp_path: Path) -> None:
     data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
     settings = ["workers=9", "autoscaling=true", "data.image_size=16", "stages.0.batch_size=63"]

@@ -223,6 +223,18 @@ def test_a_grouped_log_is_streamed_by_a_tokenizer_made_before(click_log: Path, t
     assert encoder.tokenizer.fingerprint == made.fingerprint  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("ids", [(), ("query_id",), ("document_id",)])
+def test_a_log_that_is_grouped_beforehand_has_the_ids_that_it_had(
+    ids: tuple[str, ...], click_log: Path, tmp_path: Path
+) -> None:
+    log, grouped = tmp_path / "log.parquet", tmp_path / "grouped"
+    pq.write_table(pq.read_table(click_log, columns=["query", "document", "label", *ids]), log)
+    group_pairs(str(log), str(grouped), columns=PAIRS)
+    columns = pq.read_schema(next(grouped.glob("*.parquet"))).names
+    expected = {"query", "document", "negatives", *ids}
+    assert set(columns) == (expected | {"negative_ids"} if "document_id" in ids else expected)
+
+
 def test_sentences_are_streamed_and_judged_by_peoples_scores(tmp_path: Path) -> None:
     texts = invented_texts(400, seed=2)
     data, pairs = tmp_path / "texts.parquet", tmp_path / "sts.parquet"

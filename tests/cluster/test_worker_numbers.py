@@ -36,9 +36,11 @@ OWN: dict[str, dict[str, Any]] = {
     "simclr": IMAGES,
     "moco_v1": IMAGES | QUEUE,
     "moco_v2": IMAGES | QUEUE,
-    "instance_discrimination": IMAGES | {"negatives.num_negatives": 64, "batchnorm": "synchronized"},
-    "simcse": TEXTS | {"encoder.arguments": TRANSFORMER},
-    "esimcse": TEXTS | QUEUE | {"encoder.arguments": TRANSFORMER},
+    # Read in step: what is read one step ahead depends on when it is asked for.
+    "instance_discrimination": IMAGES
+    | {"negatives.num_negatives": 64, "batchnorm": "synchronized", "bank.max_staleness": 0},
+    "simcse": TEXTS | {"encoder.arguments": TRANSFORMER, "projection_head.dim": 16},
+    "esimcse": TEXTS | QUEUE | {"encoder.arguments": TRANSFORMER, "projection_head.dim": 16},
     "two_tower": TEXTS | {"encoder.arguments": BAG, "projection_head.dim": 16},
     "image_text": TEXTS | IMAGES | {"text_encoder.arguments": BAG, "projection_head.dim": 16},
 }
@@ -67,8 +69,9 @@ def test_one_worker_or_several_a_run_has_the_same_losses(recipe: str, tmp_path: 
     assert alone[-1] != alone[0]
     for workers in (2, 4):
         several = losses(workers)
-        apart = max(abs(few / one - 1) for few, one in zip(several, alone, strict=True))
+        # Against an empty queue the loss is 0.
+        apart = max(abs(few - one) / max(one, 1.0) for few, one in zip(several, alone, strict=True))
         print(
             f"{recipe}: 1 and {workers} workers, losses of {len(alone)} steps differ by {apart:.1e} at most"
         )
-        assert several == pytest.approx(alone, rel=1e-4)
+        assert several == pytest.approx(alone, rel=1e-4, abs=1e-4)
