@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import typer
 from raycl.cli_bank import bank
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 from raycl.storage import Place
+
+INTERRUPTED = 128 + signal.SIGINT
 
 app = typer.Typer(
     help="Contrastive learning that runs on a Ray cluster.",
@@ -249,13 +252,15 @@ def _run(door: typer.Typer) -> NoReturn:
     sys.path.append(os.getcwd())
     try:
         status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+        if status == INTERRUPTED:  # typer makes this of a KeyboardInterrupt
+            raise KeyboardInterrupt
     except RayclError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
         status = _status_of(error)
         _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        status = 130
+        status = INTERRUPTED
         _complain("interrupted; a run of `raycl train` goes on with --resume")
     except Exception as error:
         # A wrong flag: typer has no public name for these errors, which know their own text.

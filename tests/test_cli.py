@@ -37,6 +37,16 @@ def raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return lambda *arguments: run_raycl(monkeypatch, capsys, *arguments)
 
 
+def test_an_interrupted_command_says_so_in_one_line(raycl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raycl.setup.plan_run", interrupt)
+    status, _, err = raycl("train", "simclr", "--data", "data", "--output", "output")
+    assert status == 130
+    assert err == "raycl: interrupted; a run of `raycl train` goes on with --resume\n"
+
+
 def test_recipes_are_listed_and_printed_as_yaml_that_reads_back(raycl) -> None:
     status, out, _ = raycl("recipes")
     assert status == 0

@@ -168,8 +168,12 @@ class _Signals:
         self._asking: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # signals are handled nowhere else
-            self._before = {each: signal.signal(each, self._ask) for each in (signal.SIGTERM, signal.SIGINT)}
+        if threading.current_thread() is not threading.main_thread():
+            return self  # signals are handled nowhere else
+        for each in (signal.SIGTERM, signal.SIGINT):
+            # A shell lets what it starts in the background ignore Ctrl-C, and so it stays.
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                self._before[each] = signal.signal(each, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -100,6 +100,8 @@ def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: 
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Where the tests were started in the background, it would be ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         wait_until(lambda: (output / "metrics.jsonl").exists() or process.poll() is not None)
         for _ in range(times):
