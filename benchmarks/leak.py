@@ -8,7 +8,6 @@ groups of the same size: once a key in the company of its query, once in another
 """
 
 import argparse
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,15 @@ import numpy as np
 import torch
 from measuring import describe_machine
 
-from raycl.batchnorm import leakage
 from raycl.config import RunConfig
 from raycl.data.sources import find_source
-from raycl.inference.tower import last_checkpoint
-from raycl.models.momentum import MomentumEncoder
 from raycl.records import read_metrics
+from raycl.reproduction.leakage import probe_run
 from raycl.settings import config_from_yaml
 from raycl.storage import Place
 from raycl.training import build
 from raycl.training.modality import ImageSide
-
-
-def load(run: Place) -> tuple[RunConfig, torch.nn.Module, torch.nn.Module]:
-    """Return configuration, tower and momentum encoder of the last checkpoint."""
-    config = config_from_yaml((run / "config.yaml").read_text())
-    content = (run / "checkpoints" / last_checkpoint(run) / "state.pt").read_bytes()
-    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["learner"]
-    tower = build.towers(config, build.modality(config))
-    follower = MomentumEncoder(tower)
-    tower.load_state_dict(state["tower"])
-    follower.load_state_dict(state["momentum_encoder"])
-    return config, tower, follower
+from raycl.training.resumption import CONFIG
 
 
 def read_images(config: RunConfig, data: str, num_images: int) -> tuple[torch.Tensor, np.ndarray]:
@@ -53,11 +39,9 @@ def read_images(config: RunConfig, data: str, num_images: int) -> tuple[torch.Te
 
 def measure(run: str, data: str, num_images: int, group_size: int, num_groupings: int) -> dict[str, Any]:
     place = Place(run)
-    config, tower, follower = load(place)
+    config = config_from_yaml((place / CONFIG).read_text())
     images, ids = read_images(config, data, num_images)
-    draw = ImageSide(config).drawing(torch.device("cpu")).augmentation
-    view_a, view_b = (draw(images, ids, seed=0, epoch=0, view=view) for view in (0, 1))
-    found = leakage(tower, follower, view_a, view_b, group_size=group_size, num_groupings=num_groupings)
+    found = probe_run(place, images, ids, group_size=group_size, num_groupings=num_groupings)
     judged = [line["knn_top1"] for line in read_metrics(place) if "knn_top1" in line]
     return {
         "run": place.name,

@@ -30,20 +30,9 @@ def print_plans(plans: Mapping[str, BankPlan | None]) -> None:
 
 def print_stats(stats: BankStats) -> None:
     """Print the facts of a bank, then its shards, then how old its rows are."""
-    print_table(None, [(name, _text(value)) for name, value in _facts(stats).items()])
-    shards = [
-        (
-            shard,
-            each.node_ip,
-            each.node_id[:12],
-            str(each.pid),
-            each.rows,
-            _size(each.num_bytes),
-            each.restarts,
-        )
-        for shard, each in enumerate(stats.shards)
-    ]
-    print_table(("shard", "node", "node id", "pid", "rows", "memory", "restarts"), shards)
+    shown = stats.shown()
+    print_table(None, [("bank", stats.name), *((name, _text(value)) for name, value in shown.facts.items())])
+    print_table(shown.columns, shown.rows)
     if stats.age_histogram:
         most = max(rows for _, rows in stats.age_histogram)
         ages = [
@@ -93,36 +82,5 @@ def print_table(columns: Sequence[str] | None, rows: Iterable[Sequence[object]])
     print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
-def _facts(stats: BankStats) -> dict[str, object]:
-    return {
-        "bank": stats.name,
-        "kind": stats.kind,
-        "run": stats.output,
-        "rows": stats.rows,
-        "filled": stats.filled,
-        "dim": stats.dim,
-        "dtype": stats.dtype,
-        "memory": _size(stats.num_bytes),
-        "newest step": _or_none(stats.newest_step, ",d"),
-        "mean age": _or_none(stats.age_mean, ",.1f"),
-        "oldest age": _or_none(stats.age_max, ",d"),
-        "mean norm": _or_none(stats.norm_mean, ".4f"),
-        "least norm": _or_none(stats.norm_min, ".4f"),
-        "largest norm": _or_none(stats.norm_max, ".4f"),
-        "puts": f"{stats.puts:,} ({stats.puts_per_second:,.1f} a second)",
-        "reads": f"{stats.reads:,} ({stats.reads_per_second:,.1f} a second)",
-        "restarts": stats.restarts,
-    }
-
-
-def _or_none(value: float | None, form: str) -> str:
-    return "none yet" if value is None else format(value, form)
-
-
 def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _size(num_bytes: int) -> str:
-    unit, divisor = ("MiB", 2**20) if num_bytes >= 2**20 else ("KiB", 2**10)
-    return f"{num_bytes / divisor:,.1f} {unit}"

@@ -11,7 +11,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from raycl.cli_bank import bank
+from raycl.commands import typed
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
+from raycl.report.ending import reported
 from raycl.storage import Place
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -41,7 +43,8 @@ def demo(
     """Pretrain on scikit-learn's handwritten digits, judge the encoder, and draw its neighbors."""
     from raycl.demo.show import run_demo
 
-    run_demo(output, workers=workers, epochs=epochs, debug=debug)
+    with typed(sys.argv):
+        run_demo(output, workers=workers, epochs=epochs, debug=debug)
 
 
 @app.command()
@@ -90,7 +93,8 @@ def train(
     given = {key: value for key, value in flags.items() if value is not None}
     given |= _workers(workers) | _length(epochs, steps)
     config = plan_run(recipe, data=data, flags=given, settings=settings or [])
-    result = train_run(config, data=data, output=output, resume=resume, address=address, debug=debug)
+    with typed(sys.argv), reported(output):
+        result = train_run(config, data=data, output=output, resume=resume, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     print(
         f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "
@@ -193,6 +197,24 @@ def export(
     from raycl.inference.export import export_encoder
 
     print(f"load it with {export_encoder(run, output, side=side, to=to)}")  # pyright: ignore[reportArgumentType]
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="The --output of a run; several are compared on one page.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="The --output of a run.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(help="File to write; report.html in the run, comparison.html here for several."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a page about a run: curves, similarities, neighbors, a map; or compare several."""
+    from raycl.cli_report import report as write
+
+    write(runs or [], run=run, output=output)
 
 
 @app.command()

@@ -1,17 +1,14 @@
 """``raycl bank``: questions to a bank while training goes on. Imports wait until they are needed."""
 
-import atexit
-import contextlib
 import dataclasses
 import io
 import json
-import os
-import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from raycl.cli_explorer import serve
+from raycl.cli_joining import Address, Debug, Name, join
 from raycl.errors import ConfigError, DataError, RunError, StorageError
 
 if TYPE_CHECKING:
@@ -28,13 +25,10 @@ bank = typer.Typer(
     rich_markup_mode=None,
 )
 
+bank.command()(serve)
+
 LEAST_ID, LARGEST_ID = -(2**63), 2**63 - 1
-Name = Annotated[str, typer.Argument(help="A bank's name: see `raycl bank list`.")]
-Address = Annotated[
-    str | None, typer.Option(help="HOST:PORT of a Ray; without it RAY_ADDRESS, or the one on this machine.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what Ray logs.")]
 
 
 @bank.callback(invoke_without_command=True)
@@ -47,7 +41,7 @@ def explain(context: typer.Context) -> None:
 @bank.command("list")
 def list_(address: Address = None, as_json: Json = False, debug: Debug = False) -> None:
     """List the banks: what they are and whose."""
-    _join(address, debug)
+    join(address, debug)
     from raycl.bank_tables import print_plans
     from raycl.negatives.bank_handle import list_banks
 
@@ -169,36 +163,8 @@ def export(
     return print(f"{num_rows:,} rows of {name} exported to {output}")
 
 
-def _join(address: str | None, debug: bool) -> None:
-    # Ray reads this when it is imported: for how many seconds it insists on a cluster that refuses.
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
-    import ray
-
-    from raycl.joining import join_running
-
-    with contextlib.nullcontext() if debug else _hushed():
-        joined = join_running(address, debug=debug)
-    if joined:
-        # Left to itself, Ray waits at the exit for half a second, for what its workers might print.
-        atexit.register(ray.shutdown)
-
-
-@contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """Keep what Ray's core writes to stderr by itself from the one line that tells of an error."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-
-
 def _connect(name: str, address: str | None, debug: bool) -> "Bank":
-    _join(address, debug)
+    join(address, debug)
     from raycl.negatives.bank_handle import connect_bank
 
     return connect_bank(name)

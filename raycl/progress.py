@@ -1,5 +1,6 @@
 """The live progress line: what the logbook says, shown while the driver waits."""
 
+import importlib
 import sys
 import threading
 import time
@@ -11,6 +12,8 @@ import ray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from raycl.showing import progress_html
+
 Reading = Callable[[], tuple[int, int, str] | None]
 Notices = Callable[[], list[str]]
 
@@ -20,7 +23,7 @@ LINE_EVERY_S = 15.0
 
 @final
 class ProgressLine:
-    """Show how far something is: a bar on a terminal, a line now and then in a log.
+    """Show how far something is: a bar on a terminal or in a notebook, a line now and then in a log.
 
     ``look`` returns (done, total, text), or None while there is nothing to tell; ``notices`` returns
     all lines so far that people must see, and each is printed once.
@@ -46,7 +49,9 @@ class ProgressLine:
             self._thread.join()
 
     def _watch(self) -> None:
-        if self._console.is_terminal:
+        if self._console.is_jupyter:
+            self._draw_in_notebook()
+        elif self._console.is_terminal:
             self._draw_bar()
         else:
             self._print_lines()
@@ -73,6 +78,24 @@ class ProgressLine:
                 if last:
                     return
                 self._stopped.wait(POLL_S)
+
+    def _draw_in_notebook(self) -> None:
+        # rich would need ipywidgets for a bar that moves; what shows results can replace them as well.
+        notebook: Any = importlib.import_module("IPython.display")
+        place: Any = None
+        while True:
+            last = self._stopped.is_set()
+            for notice in self._news():
+                print(notice, file=sys.stderr, flush=True)
+            if seen := self._look():
+                bar = notebook.HTML(progress_html(self._title, *seen))
+                if place is None:
+                    place = notebook.display(bar, display_id=True)
+                else:
+                    place.update(bar)
+            if last:
+                return
+            self._stopped.wait(POLL_S)
 
     def _print_lines(self) -> None:
         printed_at = 0.0

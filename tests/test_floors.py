@@ -7,9 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
-    {"errors"},
+    {"errors", "showing"},
     {"storage", "schedules", "shared_memory", "tokens", "prometheus"},
-    {"records"},
+    {"records", "commands", "portraits"},
     {"losses", "augment", "distributed", "measures", "replay"},
     {"batchnorm", "ring"},
     {"models", "optimizers", "negatives", "accumulation"},
@@ -17,15 +17,29 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"config"},
     {"recipes", "settings", "tracking"},
     {"joining"},
-    {"cluster", "progress", "banks"},
+    {"cluster", "progress", "banks", "cli_joining"},
     {"training"},
-    {"inference", "bank_tables", "preparation"},
-    {"setup", "doctor", "demo", "cli_bank"},
-    {"cli_doctor"},
+    {"inference", "bank_tables", "preparation", "report"},
+    {"setup", "doctor", "demo", "explorer", "reproduction"},
+    {"cli_explorer"},
+    {"cli_bank", "cli_doctor", "cli_report"},
     {"cli"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-GROUND = {"errors", "storage", "schedules", "records", "tokens", "config", "recipes", "settings"}
+GROUND = {
+    "errors",
+    "showing",
+    "storage",
+    "schedules",
+    "records",
+    "tokens",
+    "config",
+    "recipes",
+    "settings",
+    "commands",
+    "portraits",
+    "report",
+}
 MATHEMATICS = {
     "losses",
     "augment",

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from raycl.showing import Shown, Table, flat
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -12,10 +14,15 @@ Count = Annotated[int, Field(ge=1)]
 Range = tuple[Positive, Positive]
 
 
-class Section(BaseModel):
+class Section(Shown, BaseModel):
     """A part of the configuration: frozen, strict about types, closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def shown(self) -> Table:
+        """Show the settings that differ from the defaults; ``raycl.config_to_yaml`` has them all."""
+        facts = flat(self.model_dump(mode="json", exclude_defaults=True))
+        return Table(title=f"{type(self).__name__}, where it differs from the defaults", facts=facts)
 
 
 @final
@@ -222,6 +229,7 @@ class EvaluationConfig(Section):
     ``every_epochs=None`` judges about ten times a run, ``0`` never. ``num_test`` rows are held
     out of training (never more than a tenth of the set) and vote over ``num_train`` others. Of a large
     set that is streamed, they come from some pieces spread over it, and all other rows are trained on.
+    With each judgment goes a ``portrait`` of so many of the rows held out, for the report; 0 for none.
     """
 
     every_epochs: Annotated[int, Field(ge=0)] | None = None
@@ -229,6 +237,7 @@ class EvaluationConfig(Section):
     num_test: Count = 2_000
     k: Count = 200
     temperature: Positive = 0.07
+    portrait: Annotated[int, Field(ge=0)] = 1_000
 
 
 @final

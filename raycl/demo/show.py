@@ -23,6 +23,7 @@ from raycl.judging.linear import linear_accuracy
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.recipes import recipe
+from raycl.report.ending import reported
 from raycl.settings import override
 from raycl.storage import Place
 from raycl.training.launch import train
@@ -82,7 +83,8 @@ def run_demo(
     )
     console.print("kNN on the way: held-out placements of training digits; at the end: digits never seen")
     config = demo_config(workers=workers, **({} if epochs is None else {"epochs": epochs}))
-    result = train(config, data=train_uri, output=(place / "run").uri, debug=debug)
+    with reported((place / "run").uri):
+        result = train(config, data=train_uri, output=(place / "run").uri, debug=debug)
     console.print(
         f"trained {result.steps} steps in {result.seconds:.0f} s, {result.samples_per_second:,.0f} samples/s"
     )

@@ -25,6 +25,7 @@ from raycl.judging.linear import linear_accuracy
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.progress import ProgressLine, rows_read
+from raycl.showing import Scores
 
 Measure = Literal["knn", "linear"]
 # Raw pixels have thousands of columns: of more rows the floor takes an even part.
@@ -62,7 +63,7 @@ def evaluate(
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
-) -> dict[str, Any]:
+) -> Scores:
     """Judge the encoder of ``run`` by labels: representations of ``train`` decide about ``test``.
 
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``floor`` (the same measure on
@@ -93,10 +94,10 @@ def evaluate(
         return _representations(tables, encoder.spec.representation_dim)
 
     train_set, test_set = represent("train"), _with_classes_of(sources, represent("test"))
-    result: dict[str, Any] = {"measure": measure, "top1": score(train_set, test_set)}
+    result = Scores({"measure": measure, "top1": score(train_set, test_set)})
     if measure == "linear" and labels_per_class is not None:
         result["labels_per_class"] = labels_per_class
-    result |= {"num_train": len(train_set.label), "num_test": len(test_set.label)}
+    result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
     if floor and isinstance(encoder, ImageEncoder):
         result["floor"] = _pixel_floor(
             sources, encoder.spec, score, max_rows=MAX_FLOOR_ROWS[measure], quiet=quiet

@@ -14,6 +14,7 @@ from raycl.judging.retrieval import average_precision, retrieval_scores
 from raycl.judging.search import search
 from raycl.judging.text_floor import bm25_search, tfidf_search, tfidf_similarity
 from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.showing import Scores
 
 DEPTH = 100  # of rankings: MRR and MAP look no deeper
 
@@ -32,7 +33,7 @@ def evaluate_retrieval(
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
-) -> dict[str, Any]:
+) -> Scores:
     """Judge by how queries of ``test`` find their documents among all of ``test`` and ``train``.
 
     A set holds pairs of query and document, perhaps with a label: 0 for no match, 1 and above for
@@ -68,12 +69,13 @@ def evaluate_retrieval(
             raise ConfigError(
                 "images and captions are judged among those of --test alone; leave the other sets out"
             )
-        return {"measure": "retrieval"} | _judge_images(image_task(test, names), run, options)
+        return Scores({"measure": "retrieval", **_judge_images(image_task(test, names), run, options)})
     if queries is not None and documents is not None:
         task = judged_task(test, queries, documents, names)
     else:
         task = pair_task(test, train, names)
-    return {"measure": "retrieval"} | _judge_texts(task, run, options, floor=floor, examples=examples)
+    scores = _judge_texts(task, run, options, floor=floor, examples=examples)
+    return Scores({"measure": "retrieval", **scores})
 
 
 def _judge_images(task: Task, run: str, options: dict[str, Any]) -> dict[str, Any]:

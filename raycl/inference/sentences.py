@@ -15,6 +15,7 @@ from raycl.inference.values import embed_values, read_values
 from raycl.judging.similarity import sts_scores
 from raycl.judging.text_floor import tfidf_similarity
 from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.showing import Scores
 from raycl.storage import Place, absolute, check_plain
 from raycl.tokens import BrokenTextError, read_text
 
@@ -32,7 +33,7 @@ def evaluate_sts(
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
-) -> dict[str, Any]:
+) -> Scores:
     """Judge by Spearman's correlation of cosine and score, over all pairs of a data set at once.
 
     ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and perhaps ``dataset``. The
@@ -53,8 +54,8 @@ def evaluate_sts(
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
     rows = normalize(embed_values([*left, *right], run, side="query", **options))
     similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
-    result = {"measure": "sts", **sts_scores(similarity, score, names)}
-    result |= {"num_train": 0 if train is None else len(corpus), "num_test": len(left)}
+    result = Scores({"measure": "sts", **sts_scores(similarity, score, names)})
+    result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
     if floor:
         result["floor"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}
     return result

@@ -9,6 +9,7 @@ import numpy as np
 from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.questions import Census, add_up
 from raycl.negatives.traffic import Traffic
+from raycl.showing import Shown, Table
 
 
 @final
@@ -26,7 +27,7 @@ class ShardStats:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BankStats:
+class BankStats(Shown):
     """A bank in numbers.
 
     ``rows`` may be held and ``filled`` were written. An age is the newest step minus the row's own;
@@ -57,6 +58,47 @@ class BankStats:
     puts_per_second: float
     reads_per_second: float
     restarts: int
+
+    def shown(self) -> Table:
+        """Show what the rows are, how old, how long, and how many come and go; then the shards."""
+        facts = {
+            "kind": self.kind,
+            "run": self.output,
+            "rows": self.rows,
+            "filled": self.filled,
+            "dim": self.dim,
+            "dtype": self.dtype,
+            "memory": memory(self.num_bytes),
+            "newest step": _or_none(self.newest_step, ",d"),
+            "mean age": _or_none(self.age_mean, ",.1f"),
+            "oldest age": _or_none(self.age_max, ",d"),
+            "mean norm": _or_none(self.norm_mean, ".4f"),
+            "least norm": _or_none(self.norm_min, ".4f"),
+            "largest norm": _or_none(self.norm_max, ".4f"),
+            "puts": f"{self.puts:,} ({self.puts_per_second:,.1f} a second)",
+            "reads": f"{self.reads:,} ({self.reads_per_second:,.1f} a second)",
+            "restarts": self.restarts,
+        }
+        shards = [
+            (
+                number,
+                each.node_ip,
+                each.node_id[:12],
+                str(each.pid),
+                each.rows,
+                memory(each.num_bytes),
+                each.restarts,
+            )
+            for number, each in enumerate(self.shards)
+        ]
+        columns = ("shard", "node", "node id", "pid", "rows", "memory", "restarts")
+        return Table(title=f"bank {self.name}", facts=facts, columns=columns, rows=shards)
+
+
+def memory(num_bytes: int) -> str:
+    """Return bytes as people read them."""
+    unit, divisor = ("MiB", 2**20) if num_bytes >= 2**20 else ("KiB", 2**10)
+    return f"{num_bytes / divisor:,.1f} {unit}"
 
 
 def sum_up(
@@ -89,6 +131,10 @@ def sum_up(
         reads_per_second=sum(each.reads_per_second for each in traffic),
         restarts=sum(shard.restarts for shard in shards),
     )
+
+
+def _or_none(value: float | None, form: str) -> str:
+    return "none yet" if value is None else format(value, form)
 
 
 def _histogram(ages: np.ndarray, num_rows: np.ndarray) -> tuple[tuple[int, int], ...]:

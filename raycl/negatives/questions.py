@@ -8,11 +8,12 @@ import numpy as np
 
 from raycl.errors import ConfigError
 from raycl.negatives.store import Negatives
+from raycl.showing import Shown, Table
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Neighbors:
+class Neighbors(Shown):
     """The rows nearest to one query, nearest first: at most k, fewer where there are fewer rows.
 
     ``sample_id`` and ``step`` are int64 [k], ``similarity`` is the cosine, float32 [k].
@@ -24,6 +25,18 @@ class Neighbors:
 
     def __len__(self) -> int:
         return len(self.sample_id)
+
+    def shown(self) -> Table:
+        """Show a row a neighbor."""
+        # Ids and steps as they are written elsewhere, without thousands parted.
+        rows = zip(
+            map(str, self.sample_id.tolist()),
+            map("{:.4f}".format, self.similarity),
+            map(str, self.step.tolist()),
+            strict=True,
+        )
+        columns = ("sample_id", "similarity", "step")
+        return Table(title=f"{len(self)} nearest rows", facts={}, columns=columns, rows=list(rows))
 
 
 class Census(NamedTuple):

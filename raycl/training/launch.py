@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raycl.cluster import check_resources, join_cluster, own_errors
+from raycl.commands import keep_command
 from raycl.config import RunConfig
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source, find_source
@@ -24,6 +25,7 @@ from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, rows_read
 from raycl.records import write_result
 from raycl.settings import config_to_yaml
+from raycl.showing import Shown, Table
 from raycl.storage import Place, absolute
 from raycl.tokens import Tokenizer, Vocabulary
 from raycl.tracking import check_trackers
@@ -40,7 +42,7 @@ NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RunResult:
+class RunResult(Shown):
     """What came of a run: where it lies, how long it took, its last metrics, and what it left out.
 
     ``broken_rows`` counts by cause rows that cannot be used, ``left_out`` what is sound but of no use.
@@ -54,6 +56,21 @@ class RunResult:
     final: dict[str, Any]
     broken_rows: dict[str, int]
     left_out: dict[str, int]
+
+    def shown(self) -> Table:
+        """Show how long it took, the last metrics, and what was left out."""
+        return Table(
+            title=f"run {self.output}",
+            facts={
+                "steps": self.steps,
+                "epochs": self.epochs,
+                "seconds": round(self.seconds, 1),
+                "samples a second": round(self.samples_per_second, 1),
+                **self.final,
+                "broken rows": self.broken_rows,
+                "left out": self.left_out,
+            },
+        )
 
 
 def train(
@@ -161,6 +178,7 @@ class _Launch:
             # Only now: a run that is refused leaves no output that another one would have to resume.
             (self._output / CONFIG).write_text(config_to_yaml(self._config))
             (self._output / DATA).write_text(json.dumps(described) + "\n")
+            keep_command(self._output)
             if vocabulary is not None:
                 (self._output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
             write_result(self._output, {"status": "running"})

@@ -30,6 +30,7 @@ from raycl.training.heartbeat import heartbeat
 from raycl.training.job import Job
 from raycl.training.judge import Judge, LabelJudge, PairJudge
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
+from raycl.training.portrait import open_portrayer
 from raycl.training.process import autocast, available_cores, prepare_process
 from raycl.training.recorder import Recorder
 from raycl.training.saver import Saver, save_towers
@@ -70,6 +71,7 @@ class _Loop:
         self._momentum = momentum_schedule(self._config, self._plans)
         self._views = build.view_maker(self._config, self._modality, device)
         self._judge = self._build_judge(rows)
+        self._portrayer = open_portrayer(job, rows, self._views.drawing)
         self._towers = build.towers(self._config, self._modality, job.network).to(device)
         self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._frequencies = build.frequencies(self._config, train_rows)
@@ -153,8 +155,12 @@ class _Loop:
                 "lower --batch-size or give more data"
             )
         position = position.next_epoch()
-        if self._judgment_is_due(position):
-            self._save(position, judged=self._judge_now(position))
+        if self._look_is_due(position):
+            if self._judge is not None:
+                self._save(position, judged=self._judge_now(position))
+            else:
+                self._learner.average_statistics()
+                self._portray(position)
         return position
 
     def _is_done(self, position: Position) -> bool:
@@ -352,8 +358,8 @@ class _Loop:
             temperature=settings.temperature,
         )
 
-    def _judgment_is_due(self, position: Position) -> bool:
-        if self._judge is None or self._is_done(position):
+    def _look_is_due(self, position: Position) -> bool:
+        if self._is_done(position):
             return False
         num_epochs = max(1, round(sum(plan.num_steps / max(1, plan.steps_per_epoch) for plan in self._plans)))
         every = self._config.evaluation.every_epochs or max(1, num_epochs // 10)
@@ -372,7 +378,13 @@ class _Loop:
         if measured:
             self._recorder.write(position, measured)
             self._recorder.show(position, measured, now=True)
+        self._portray(position)
         return self._judge is not None
+
+    def _portray(self, position: Position) -> None:
+        if self._portrayer is not None:
+            with self._clock.paused():
+                self._portrayer.portray(self._towers, self._device, step=position.step)
 
     def _finish(self, position: Position) -> Finished | None:
         already_saved = position.step == self._saver.step

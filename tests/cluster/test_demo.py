@@ -40,9 +40,13 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capsys: pytest
         assert 0.1 < score["linear"] < 1.0
         assert 0.1 < score["knn"] < 1.0
     assert 0.5 < scores["raw pixels"]["knn"] < 0.8
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
     assert "trained encoder" in printed
     assert "neighbors.png" in printed
+    assert f"report: {output}/run/report.html" in told
+    page = (output / "run" / "report.html").read_text()
+    assert "Map before training" in page
+    assert page.count("<img ") > 50  # neighbors
     with Image.open(output / "neighbors.png") as picture:
         assert picture.width > picture.height > 400
     with pytest.raises(ConfigError, match="earlier demo"):

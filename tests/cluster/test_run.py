@@ -15,7 +15,9 @@ import raycl
 from raycl.config import RunConfig
 from raycl.data.holdout import hold_out
 from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, StorageError
+from raycl.portraits import FIRST, LATEST, read_gallery, read_portrait
 from raycl.records import read_metrics, read_result
+from raycl.report.writing import write_report
 from raycl.storage import Place
 from tests.images import write_digits
 
@@ -102,6 +104,23 @@ def test_a_tracker_has_all_numbers_when_the_run_is_over(finished: Finished) -> N
         assert [(event.step, event.value) for event in shown.Scalars(name)] == written
 
 
+def test_a_run_leaves_portraits_of_held_out_samples_and_a_report_of_them(finished: Finished) -> None:
+    output = Place(str(finished.output))
+    gallery, first, latest = read_gallery(output), read_portrait(output, FIRST), read_portrait(output, LATEST)
+    assert gallery is not None
+    assert first is not None
+    assert latest is not None
+    assert (first.step, latest.step) == (0, finished.result.steps)
+    holdout = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
+    assert gallery.held_out
+    assert holdout.is_test(gallery.sample_id).all()
+    assert len(first.embedding) == len(latest.embedding) == len(gallery.sample_id) > 20
+    assert not np.array_equal(first.embedding, latest.embedding)
+    text = write_report(str(finished.output)).read_text()
+    assert f"Map at step {finished.result.steps}" in text
+    assert f"{NUM_BROKEN}</td>" in text
+
+
 def test_an_epoch_has_as_many_steps_as_whole_batches(finished: Finished) -> None:
     lines = [line for line in read_metrics(Place(str(finished.output))) if "loss" in line]
     num_steps = [sum(line["epoch"] == epoch for line in lines) for epoch in (0, 1)]
@@ -184,6 +203,12 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
         for place in (finished.output, output)
     ]
     assert losses[0] == losses[1]
+    for name in (FIRST, LATEST):
+        portraits = [read_portrait(Place(str(place)), name) for place in (finished.output, output)]
+        assert portraits[0] is not None
+        assert portraits[1] is not None
+        assert portraits[0].step == portraits[1].step
+        assert np.array_equal(portraits[0].embedding, portraits[1].embedding)
 
 
 def test_a_run_is_not_resumed_on_a_set_of_another_size(finished: Finished, tmp_path: Path) -> None:

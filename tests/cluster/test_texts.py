@@ -23,9 +23,11 @@ from raycl.inference.mining import mine_negatives
 from raycl.inference.retrieval import evaluate_retrieval
 from raycl.inference.sentences import evaluate_sts
 from raycl.inference.tower import load_tower
+from raycl.portraits import LATEST, read_gallery, read_portrait
 from raycl.preparation.pairs import group_pairs
 from raycl.preparation.texts import gather_texts, make_tokenizer
 from raycl.records import read_metrics
+from raycl.report.writing import write_report
 from raycl.storage import Place
 from raycl.training.samples import Samples
 from tests.cluster.test_negatives import assert_equal_runs
@@ -102,6 +104,25 @@ def test_a_click_log_is_grouped_and_what_is_left_out_is_counted(
     assert json.loads((output / "data.json").read_text())["num_rows"] == NUM_QUERIES
     assert result.final["recall_at_10"] > 0.1  # by chance 10 of 300 documents
     assert (output / "tokenizer.json").exists()
+
+
+def test_the_portrait_of_pairs_has_their_texts_and_both_towers(
+    click_run: tuple[Path, raycl.RunResult], click_log: Path
+) -> None:
+    output, result = click_run
+    place = Place(str(output))
+    gallery, latest = read_gallery(place), read_portrait(place, LATEST)
+    assert gallery is not None
+    assert latest is not None
+    assert latest.step == result.steps
+    assert latest.key is not None
+    assert latest.key.shape == latest.embedding.shape
+    whole = {
+        row["query"].replace(" ", ""): row["document"].replace(" ", "") for row in clicks() if row["label"]
+    }
+    for query, document in zip(gallery.contents["query"], gallery.contents["document"], strict=True):
+        assert whole[query.replace(" ", "")].startswith(document.replace(" ", ""))  # cut where its tokens are
+    assert gallery.contents["query"][0] in write_report(str(output)).read_text()
 
 
 def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Pictures of a report for the documentation: ``python benchmarks/report_pictures.py RUN``.
+
+Writes ``docs/images/report.png`` (a desktop, light) and ``report-phone.png`` (a phone, dark) of the page of a run,
+say that of ``raycl demo``. Needs Chromium.
+"""
+
+import io
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from PIL import Image
+from playwright.sync_api import Browser, sync_playwright
+
+from raycl.report.writing import write_report
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+NUM_COLORS = 96  # enough for a page of lines and text; a third of the bytes
+
+
+def main(run: Annotated[str, typer.Argument(help="The --output of a run.")]) -> None:
+    """Write the page, look at it twice, and keep what is to be seen at the top."""
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        page = Path(folder) / "report.html"
+        write_report(run, str(page))
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        shots = {
+            "report.png": shot(browser, page, 1_200, 1_250, "light", begin="h1"),
+            "report-phone.png": shot(browser, page, 390, 1_300, "dark", begin="#similarities"),
+        }
+        browser.close()
+    for name, picture in shots.items():
+        picture.quantize(NUM_COLORS, dither=Image.Dither.NONE).save(IMAGES / name, optimize=True)
+        print(f"{IMAGES / name}: {(IMAGES / name).stat().st_size:,} bytes")
+
+
+def shot(browser: Browser, page: Path, width: int, height: int, scheme: Any, *, begin: str) -> Image.Image:
+    """Return what a screen of this size shows from an element on."""
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    tab = context.new_page()
+    tab.goto(page.as_uri())
+    tab.locator(begin).first.evaluate("element => window.scrollTo(0, element.offsetTop - 24)")
+    content = tab.screenshot()
+    context.close()
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,106 @@
+"""A bank that may go and come back while it is looked at."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar, final
+
+import numpy as np
+
+from raycl.errors import ConfigError, RayclError, RunError
+from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank_stats import BankStats
+from raycl.negatives.questions import Neighbors
+from raycl.negatives.store import Negatives
+
+Answer = TypeVar("Answer")
+
+
+class UnknownSampleError(ConfigError):
+    """The bank holds no row of this sample."""
+
+
+@final
+class LiveBank:
+    """Ask a bank; look for it anew after it was gone. Many threads may ask at the same time.
+
+    However many look on, the bank is counted and measured once in ``keep_s`` seconds at most.
+    Every question raises ``RunError`` while the bank is away.
+    """
+
+    def __init__(self, connect: Callable[[], Bank], *, keep_s: float = 1.0) -> None:
+        """Take what finds the bank; it is called when the first question comes, and after each loss."""
+        self._connect, self._keep_s = connect, keep_s
+        self._bank: Bank | None = None
+        self._looking = threading.Lock()
+        self._counting = threading.Lock()
+        self._last_look = -np.inf
+        self._last: BankStats | RunError = RunError("nobody has asked the bank yet; ask again")
+        self.num_answered = 0
+
+    def stats(self) -> BankStats:
+        """Return the bank in numbers, at most ``keep_s`` seconds old."""
+        with self._counting:
+            if time.monotonic() - self._last_look > self._keep_s:
+                try:
+                    self._last = self._ask(lambda bank: bank.stats())
+                except RunError as error:
+                    self._last = error  # those who wait for their turn need not wait for it again
+                self._last_look = time.monotonic()
+            if isinstance(self._last, RunError):
+                raise RunError(str(self._last))
+            return self._last
+
+    def nearest_of(self, sample_id: int, k: int) -> Neighbors:
+        """Return the rows nearest to the newest row of a sample, its own left out."""
+        return self._count(self._ask(lambda bank: _known(lambda: bank.nearest_of(sample_id, k))))
+
+    def nearest(self, query: np.ndarray, k: int) -> Neighbors:
+        """Return the rows nearest to an embedding [dim]; raises ``ConfigError`` for another dim."""
+        return self._count(self._ask(lambda bank: bank.nearest(query, k)[0]))
+
+    def rows_of(self, sample_id: int) -> Negatives:
+        """Return all rows of a sample, at least one."""
+        found = self._ask(lambda bank: _known(lambda: bank.get(np.array([sample_id]))))
+        if not len(found):
+            raise UnknownSampleError(f"the bank holds no row of sample {sample_id} now; ask for another one")
+        return self._count(found)
+
+    def norms_of(self, found: Neighbors) -> list[float | None]:
+        """Return the lengths of these rows, None for one that was replaced since it was found."""
+        if not len(found):
+            return []
+        rows = self._ask(lambda bank: bank.get(np.unique(found.sample_id)))
+        lengths = np.linalg.norm(rows.rows.astype(np.float32), axis=1).tolist()
+        known = dict(zip(zip(rows.sample_id.tolist(), rows.step.tolist(), strict=True), lengths, strict=True))
+        return [known.get(row) for row in zip(found.sample_id.tolist(), found.step.tolist(), strict=True)]
+
+    def _ask(self, question: Callable[[Bank], Answer]) -> Answer:
+        try:
+            return question(self._found())
+        except (ConfigError, UnknownSampleError):
+            raise
+        except RayclError as error:
+            self._bank = None
+            raise RunError(str(error)) from error
+
+    def _found(self) -> Bank:
+        with self._looking:
+            if self._bank is None:
+                try:
+                    self._bank = self._connect()
+                except ConfigError as error:
+                    raise RunError(str(error)) from error
+            return self._bank
+
+    def _count(self, answer: Answer) -> Answer:
+        self.num_answered += 1
+        return answer
+
+
+def _known(ask: Callable[[], Answer]) -> Answer:
+    """Ask about a sample, whose id is all that can be wrong."""
+    try:
+        return ask()
+    except ConfigError as error:
+        raise UnknownSampleError(str(error)) from error

@@ -1,0 +1,31 @@
+"""The page that a run ends with."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from raycl.errors import RayclError, RunError
+
+
+@contextlib.contextmanager
+def reported(output: str) -> Iterator[None]:
+    """Write the page of the run within when it ends, finished or failed; not if it was refused."""
+    try:
+        yield
+    except RunError:
+        _report_at_the_end(output)
+        raise
+    _report_at_the_end(output)
+
+
+def _report_at_the_end(output: str) -> None:
+    """Say where the page lies; what hinders it is told, and hinders nothing else."""
+    try:
+        from raycl.report.writing import write_report  # drawing takes a second to import: not before a run
+
+        place = str(write_report(output))
+    except Exception as error:  # whatever it is: a drawing must not cost a run its exit status
+        text = str(error) if isinstance(error, RayclError) else repr(error)
+        print(f"raycl: no report was written: {' '.join(text.split())[:500]}", file=sys.stderr)
+    else:
+        print(f"report: {place}", file=sys.stderr)

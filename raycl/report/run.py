@@ -1,0 +1,90 @@
+"""A run as its output tells of it."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from raycl.commands import read_commands
+from raycl.config import RunConfig
+from raycl.errors import DataError
+from raycl.portraits import FIRST, LATEST, Gallery, Portrait, read_gallery, read_portrait
+from raycl.records import METRICS, RESULT, read_result
+from raycl.report.history import History, read_history
+from raycl.settings import config_from_yaml
+from raycl.storage import Place
+
+CONFIG, DATA = "config.yaml", "data.json"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What lies in an output: the run as it was asked for, what it logged, and what came of it.
+
+    ``name`` tells it from others on the page. ``result`` has at least a ``status``.
+    """
+
+    name: str
+    address: str
+    config: RunConfig
+    config_text: str
+    history: History
+    result: dict[str, Any]
+    data: dict[str, Any]
+    commands: list[str]
+    gallery: Gallery | None = None
+    first: Portrait | None = None
+    latest: Portrait | None = None
+
+    @property
+    def status(self) -> str:
+        """``running``, ``finished``, ``failed``, ``stopped`` or ``unknown``."""
+        return str(self.result.get("status", "unknown"))
+
+
+def read_run(uri: str, *, with_portrait: bool = True) -> Run:
+    """Read a run's output, local or on S3.
+
+    Raises:
+        DataError: There is no run, or none that has logged anything.
+        StorageError: It cannot be read.
+    """
+    output = Place(uri)
+    if not (output / CONFIG).exists():
+        raise DataError(f"{uri} holds no run: there is no {CONFIG}; give the --output of a run")
+    result = read_result(output) if (output / RESULT).exists() else {}
+    if not (output / METRICS).exists() and result.get("status") not in ("failed", "stopped", "finished"):
+        raise DataError(f"{uri} has no metrics yet: its run has just begun; try again in a minute")
+    text = (output / CONFIG).read_text()
+    run = Run(
+        name=output.name,
+        address=uri,
+        config=config_from_yaml(text, name=(output / CONFIG).uri),
+        config_text=text,
+        history=read_history(_lines(output)),
+        result=result,
+        data=json.loads((output / DATA).read_text()) if (output / DATA).exists() else {},
+        commands=read_commands(output),
+    )
+    return _with_portrait(run, output) if with_portrait else run
+
+
+def _with_portrait(run: Run, output: Place) -> Run:
+    gallery, first, latest = (
+        read_gallery(output),
+        read_portrait(output, FIRST),
+        read_portrait(output, LATEST),
+    )
+    if gallery is None:
+        return run
+    # A run that was begun anew at another place may have left a portrait of other samples.
+    num_rows = len(gallery.sample_id)
+    fitting = [
+        each if each is not None and len(each.embedding) == num_rows else None for each in (first, latest)
+    ]
+    return replace(run, gallery=gallery, first=fitting[0], latest=fitting[1])
+
+
+def _lines(output: Place) -> list[str]:
+    place = output / METRICS
+    return place.read_text().splitlines() if place.exists() else []

@@ -1,0 +1,438 @@
+"""``raycl bank serve`` in a real browser, while a job trains: what is seen, who is refused, what is left behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from ray._private import state as ray_state
+
+import raycl
+from raycl.negatives.bank_actor import start_bank
+from raycl.negatives.bank_client import QueueClient
+from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
+from raycl.negatives.bank_plan import BankPlan
+from raycl.settings import config_to_yaml
+from tests.cluster.test_security import free_ports, is_loopback, listening
+from tests.images import digit_files, write_digits
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to look with"),
+]
+
+ROOT = Path(__file__).parent.parent.parent
+MAIN = "from raycl.cli import main; main()"
+TOKEN = "token-of-the-tests"
+# A folder, docs/images, to keep what the browser shows in; the run is longer then.
+PICTURES = os.environ.get("RAYCL_PICTURES")
+PICTURED = {
+    "encoder.name": "resnet10",
+    "encoder.arguments": "{}",
+    "encoder.stem": "half",
+    "encoder.width": 0.5,
+    "augment.crop_scale": [0.4, 1.0],
+    "augment.flip": 0.0,
+    "stages.0.batch_size": 128,
+    "stages.0.learning_rate": 0.24,
+    "negatives.capacity": 2**18,
+}
+SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+SWITCHES += ["--disable-sync", "--no-first-run"]
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+ATTACK = "<script>window.attacked = true</script><img src=x onerror='window.attacked = true'>"
+DIM = 8
+
+
+def command(*arguments: object) -> list[str]:
+    return [
+        sys.executable,
+        "-c",
+        MAIN,
+        *map(str, arguments),
+        "--address",
+        ray.get_runtime_context().gcs_address,
+    ]
+
+
+def start(*arguments: object, errors: Any = subprocess.PIPE) -> subprocess.Popen[str]:
+    return subprocess.Popen(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+
+def wait_until(what: Callable[[], Any], seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.1)
+
+
+def end(process: subprocess.Popen[str], how: int) -> tuple[int, str, str]:
+    """Tell a process to stop; return its status, and what it printed."""
+    process.send_signal(how)
+    out, errors = process.communicate(timeout=60)
+    return process.returncode, out, errors
+
+
+# ---- what is served
+
+
+@dataclass(frozen=True)
+class Job:
+    process: subprocess.Popen[str]
+    data: Path
+    output: Path
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Start a run of MoCo on digits that goes on until it is told to stop."""
+    folder = tmp_path_factory.mktemp("runs", numbered=False)
+    data, output = write_digits(folder / "digits.parquet", 1_700), folder / "digits"
+    settings = {
+        "data.image_size": 16,
+        "data.channels": 1,
+        "cpus_per_worker": 0.5,
+        "encoder.name": "tests.cluster.networks:slow",
+        "encoder.arguments": json.dumps(
+            {"channels": 1, "marker": str(folder / "never"), "seconds": 0 if PICTURES else 0.2}
+        ),
+        "stages.0.batch_size": 32,
+        "negatives.capacity": 8_192,
+        "checkpoints.every_steps": 8,
+        "evaluation.every_epochs": 0,
+        "data.cache": "materialize",
+    } | (PICTURED if PICTURES else {})
+    flags = [each for key, value in settings.items() for each in ("--set", f"{key}={value}")]
+    run = ["train", "moco_v2", "--data", data, "--output", output, "--workers", 1, "--epochs", 1_000]
+    with (folder / "errors").open("w") as errors:
+        process = start(*run, *flags, errors=errors)
+        yield Job(process, data, output)
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_ports(1)[0]
+
+
+@dataclass(frozen=True)
+class Explored:
+    process: subprocess.Popen[str]
+    url: str
+
+    def api(self, path: str, token: str | None = TOKEN) -> tuple[int, Any]:
+        """Return status and JSON of a call."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(f"{self.url}api/{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+
+def serve(name: str, port: int, *flags: object) -> Explored:
+    process = start("bank", "serve", name, "--port", port, "--token", TOKEN, *flags)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        pytest.fail(process.communicate()[1])
+    url, _, token = line.split()[-1].partition("?token=")
+    assert token == TOKEN
+    return Explored(process, url)
+
+
+@pytest.fixture(scope="module")
+def texts_plan(tmp_path_factory: pytest.TempPathFactory) -> BankPlan:
+    """Plan a bank of texts, of which one attacks whoever shows it as anything else."""
+    output = tmp_path_factory.mktemp("texts")
+    texts = [f"text number {number}" for number in range(20)]
+    texts[3] = ATTACK
+    pq.write_table(pa.table({"text": texts}), output / "texts.parquet")
+    (output / "config.yaml").write_text(config_to_yaml(raycl.recipe("simcse")))
+    return BankPlan(name="texts", kind="queue", dim=DIM, capacity=64, output=str(output), timeout_s=20.0)
+
+
+def start_texts(plan: BankPlan) -> Bank:
+    bank = start_bank(plan)
+    client = QueueClient(bank)
+    client.push(np.random.default_rng(0).standard_normal((20, DIM)).astype(np.float32), np.arange(20), 1)
+    client.flush()
+    return bank
+
+
+@pytest.fixture(scope="module")
+def kept() -> list[Bank]:
+    """Keep the handles of banks, which live no longer than these."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def texts(job: Job, kept: list[Bank], texts_plan: BankPlan, port: int) -> Iterator[Explored]:
+    """Explore the texts: the first explorer here, which has to start Ray Serve, while the job still starts."""
+    kept.append(start_texts(texts_plan))
+    explored = serve("texts", port, "--data", f"{texts_plan.output}/texts.parquet")
+    yield explored
+    explored.process.kill()
+    kept[-1].stop()
+
+
+@pytest.fixture(scope="module")
+def digits(job: Job, texts: Explored, port: int) -> Iterator[Explored]:
+    """Explore the job's queue, beside the texts."""
+    wait_until(lambda: "digits" in list_banks() or job.process.poll() is not None)
+    if job.process.poll() is not None:
+        pytest.fail((job.data.parent / "errors").read_text())
+    explored = serve("digits", port, "--data", job.data)
+    wait_until(lambda: connect_bank("digits").stats().filled or job.process.poll() is not None)
+    yield explored
+    explored.process.kill()
+
+
+# ---- the browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        yield opened
+        opened.close()
+
+
+Look = Callable[..., Page]
+
+
+@pytest.fixture
+def look(browser: Browser) -> Iterator[Look]:
+    """Open a page as a browser of its own; nothing may be wrong in its console, or come from elsewhere."""
+    contexts, wrong = [], []
+
+    def open_(url: str, *, size: Any = None, scheme: Any = "light", allowed: tuple[int, ...] = ()) -> Page:
+        context = browser.new_context(viewport=size or DESKTOP, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: note(said.type, said.text))
+        page.on("request", lambda asked: None if is_local(asked.url) else wrong.append(asked.url))
+
+        def note(kind: str, text: str) -> None:
+            # The browser itself reports each answer that is an error; those asked for are no fault.
+            if kind in ("error", "warning") and not any(f"status of {each}" in text for each in allowed):
+                wrong.append(text)
+
+        page.goto(url)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def is_local(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in ("data", "blob") or parts.hostname == "127.0.0.1"
+
+
+def number(page: Page, name: str) -> int:
+    """Return a number of the live panel."""
+    value = page.locator("#facts div", has=page.get_by_text(name, exact=True)).locator("dd").inner_text()
+    return int(value.replace(",", ""))
+
+
+def find_neighbors(page: Page) -> None:
+    page.get_by_role("button", name="Find neighbors", exact=True).click()
+    expect(page.locator("#results-state")).to_contain_text("nearest to", timeout=90_000)
+
+
+def assert_accessible(page: Page) -> None:
+    found = [
+        each for each in Axe().run(page).response["violations"] if each["impact"] in ("serious", "critical")
+    ]
+    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+
+
+# ---- texts: the first explorer
+
+
+def test_a_page_without_the_token_shows_nothing_and_one_with_a_wrong_one_says_so(
+    texts: Explored, look: Look
+) -> None:
+    for token in (None, "another-token-than-that", TOKEN[:-1]):
+        assert texts.api("stats", token)[0] == 401
+    page = look(f"{texts.url}?token=wrong", allowed=(401,))
+    expect(page.get_by_role("alert")).to_contain_text("asks for its token")
+    expect(page.get_by_label("Token")).to_be_focused()
+    assert not page.locator("#main").is_visible()
+    assert_accessible(page)
+    page.get_by_label("Token").fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="texts")).to_be_visible()
+    assert (page.url, page.evaluate("sessionStorage.length")) == (texts.url, 1)
+
+
+def test_what_is_written_in_a_text_is_shown_and_not_run(texts: Explored, look: Look) -> None:
+    page = look(f"{texts.url}?token={TOKEN}")
+    page.get_by_label("Sample id", exact=True).last.fill("7")
+    page.get_by_role("spinbutton").fill("19")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text(ATTACK)).to_be_visible()
+    assert page.locator("#neighbors li").count() == 19
+    assert page.evaluate("window.attacked") is None
+
+
+def test_a_bank_that_goes_is_told_and_found_again(
+    texts: Explored, texts_plan: BankPlan, kept: list[Bank], look: Look
+) -> None:
+    page = look(f"{texts.url}?token={TOKEN}", allowed=(503,))
+    expect(page.locator("#state-text")).to_have_text("Live")
+    connect_bank("texts").stop()
+    expect(page.get_by_role("alert")).to_contain_text("The bank is gone", timeout=30_000)
+    assert texts.api("nearest?id=7")[0] == 503
+    wait_until(lambda: "texts" not in list_banks())
+    kept.append(start_texts(texts_plan))
+    expect(page.locator("#state-text")).to_have_text("Live", timeout=30_000)
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
+# ---- digits: a job that trains
+
+
+def test_a_person_finds_neighbors_with_pictures_and_sees_the_bank_grow(
+    digits: Explored, job: Job, look: Look, tmp_path: Path
+) -> None:
+    page = look(f"{digits.url}?token={TOKEN}")
+    expect(page.get_by_role("heading", name="digits")).to_be_visible()
+    assert page.url == digits.url  # without the token
+    first = (page.locator("#filled").evaluate("bar => bar.value"), number(page, "Newest step"))
+    (content,), _ = digit_files(1)
+    (tmp_path / "digit.png").write_bytes(content)
+    wait_until(lambda: list(job.output.glob("checkpoints/*/state.pt")))
+    page.get_by_role("group").get_by_text("Image").click()
+    page.get_by_label("Image, at most 10 MB").set_input_files(tmp_path / "digit.png")
+    find_neighbors(page)
+    nearest = page.locator("#neighbors li").first
+    expect(nearest.get_by_text("cosine")).to_be_visible()
+    page.get_by_role("spinbutton").fill("10")
+    nearest.get_by_role("button").click()  # from the keyboard as well: it is a button
+    expect(page.locator("#neighbors li")).to_have_count(10)
+    picture = page.locator("#neighbors img").first
+    expect(picture).to_be_visible()
+    assert picture.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [16, 16]
+    expect(page.locator("#neighbors .facts-of").first).to_contain_text("age")
+    wait_until(lambda: number(page, "Questions answered") >= 2, 10)  # the page looks every 2 s
+    last = (page.locator("#filled").evaluate("bar => bar.value"), number(page, "Newest step"))
+    assert last[0] > first[0] and last[1] > first[1]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_page_is_accessible_and_fits(digits: Explored, look: Look, size: Any, scheme: str) -> None:
+    page = look(f"{digits.url}?token={TOKEN}", size=size, scheme=scheme)
+    name = {("light", 1280): "explorer.png", ("dark", 390): "explorer-phone.png"}.get((scheme, size["width"]))
+    if PICTURES:
+        page.wait_for_timeout(150_000 if name == "explorer.png" else 4_000)  # for lines that rise
+    newest = connect_bank("digits").negatives().sample_id[-1]
+    page.get_by_label("Sample id", exact=True).last.fill(str(newest))
+    find_neighbors(page)
+    page.locator("#neighbors img").last.wait_for()
+    assert_accessible(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    if PICTURES and name:
+        page.screenshot(path=f"{PICTURES}/{name}")
+
+
+def test_the_docs_of_the_api_are_a_page_of_its_own(digits: Explored, look: Look) -> None:
+    page = look(f"{digits.url}docs")
+    expect(page.locator(".call")).to_have_count(6)
+    assert_accessible(page)
+
+
+def test_a_text_is_asked_with_and_before_a_checkpoint_the_page_says_that_there_is_none(
+    digits: Explored, texts: Explored, look: Look
+) -> None:
+    page = look(f"{texts.url}?token={TOKEN}", allowed=(503,))
+    page.get_by_role("group").get_by_text("Text").click()
+    page.locator("#text").fill(ATTACK)
+    page.get_by_role("button", name="Find neighbors", exact=True).click()
+    expect(page.locator("#results-state")).to_contain_text("no checkpoint yet", timeout=90_000)
+    assert page.evaluate("window.attacked") is None
+
+
+# ---- what listens, and what is left
+
+
+def serve_processes() -> dict[int, str]:
+    """Return the processes of Ray Serve below this one: pid to what they call themselves."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if title.startswith("ray::") and any(
+            word in title for word in ("ServeReplica", "ProxyActor", "ServeController")
+        ):
+            found[int(folder.name)] = title
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ray_serve_listens_on_the_loopback_alone(digits: Explored, port: int) -> None:
+    processes = serve_processes()
+    assert len(processes) >= 4  # two explorers
+    where: list[str] = []
+    for pid, title in processes.items():
+        own = listening({pid})
+        # Each process of Ray has a port for Ray itself, on the address of its node.
+        assert len([each for each in own if not is_loopback(each)]) <= 1, title
+        where += own
+    assert f"127.0.0.1 {port}" in where
+    assert not [each for each in where if each.split()[1] in ("8000", "9000")]
+
+
+def test_an_explorer_that_would_listen_elsewhere_is_refused_in_one_line(digits: Explored, port: int) -> None:
+    process = start("bank", "serve", "digits", "--port", free_ports(1)[0])
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.count("\n")) == (2, 1), errors
+    assert f"give --host 127.0.0.1 --port {port}" in errors
+
+
+def test_closing_leaves_the_run_and_nothing_of_ray_serve(digits: Explored, texts: Explored, job: Job) -> None:
+    assert digits.url.endswith("/digits/") and not texts.url.endswith("/texts/")
+    num_dead = len(dead_jobs())
+    digits.process.kill()  # it had no time to close: the other one does it
+    wait_until(lambda: len(dead_jobs()) > num_dead)
+    assert texts.api("rows/0")[0] == 200
+    status, out, errors = end(texts.process, signal.SIGINT)
+    assert (status, out.splitlines()[-1], errors) == (0, "closed", "")
+    named = ray.util.list_named_actors(all_namespaces=True)
+    assert [each for each in named if each["namespace"] == "serve"] == []
+    wait_until(lambda: not serve_processes(), 20)
+    step = connect_bank("digits").stats().newest_step
+    wait_until(lambda: connect_bank("digits").stats().newest_step > step, 30)
+    assert job.process.poll() is None
+
+
+def dead_jobs() -> list[str]:
+    return [job["JobID"] for job in ray_state.jobs() if job["IsDead"]]

@@ -1,0 +1,149 @@
+"""Outputs of runs for the tests of the report, written as runs write them."""
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from raycl.portraits import (
+    FIRST,
+    LATEST,
+    Gallery,
+    Portrait,
+    Similarities,
+    count_cosines,
+    write_gallery,
+    write_portrait,
+)
+from raycl.recipes import recipe
+from raycl.records import MetricsLog, write_result
+from raycl.settings import config_to_yaml, override
+from raycl.storage import Place
+from tests.images import encode
+
+BEGAN = 1_790_000_000  # seconds since 1970
+
+
+def line_of(step: int, **figures: Any) -> dict[str, Any]:
+    """What a run logs at a step of 64 rows."""
+    return {
+        "step": step,
+        "samples": 64 * step,
+        "epoch": step // 50,
+        "stage": 0,
+        "workers": 2,
+        "time": BEGAN + step,
+        "loss": 4.0 / (1 + step / 50),
+        "learning_rate": 0.1 * math.cos(step / 500),
+        "samples_per_second": 800.0 + step % 7,
+        "data_wait_fraction": 0.04,
+        "num_rows": 64.0,
+        "dim": 128.0,
+        "uniformity": -2.0,
+        "effective_rank": 40.0,
+        "spread": 0.9,
+        "alignment": 0.6,
+        "positive_negative_gap": 0.4,
+        "seconds": step / 10,
+        **figures,
+    }
+
+
+def judgment(step: int, **figures: float) -> dict[str, Any]:
+    """What a judgment leaves."""
+    return {"step": step, "samples": 64 * step, "epoch": step // 50, "stage": 0, "workers": 2, **figures}
+
+
+def write_run(
+    folder: Path,
+    lines: list[dict[str, Any]] | None = None,
+    *,
+    method: str = "simclr",
+    settings: Mapping[str, Any] | None = None,
+    result: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write an output: by default a finished run of 200 steps that was judged three times."""
+    output = Place(str(folder))
+    config = override(recipe(method, image_size=32), {"stages.0.batch_size": 64, **(settings or {})})
+    (output / "config.yaml").write_text(config_to_yaml(config))
+    (output / "data.json").write_text(json.dumps({"data": "/data/set", "num_rows": 5_000, "streamed": False}))
+    if lines is None:
+        judged = [judgment(step, knn_top1=0.2 + step / 400) for step in (0, 100, 200)]
+        steps = [line_of(step) for step in range(10, 201, 10)]
+        lines = sorted([*judged, *steps], key=lambda line: line["step"])
+    log = MetricsLog(output)
+    for line in lines:
+        log.write(line)
+    log.flush()
+    finished = {
+        "status": "finished",
+        "steps": 200,
+        "epochs": 4,
+        "seconds": 20.0,
+        "samples_per_second": 640.0,
+        "final": {"knn_top1": 0.7},
+        "broken_rows": {},
+        "left_out": {},
+    }
+    write_result(output, finished if result is None else result)
+    return folder
+
+
+def thumbnail(number: int, kind: str = "PNG") -> bytes:
+    """A small picture of its own for every number."""
+    pixels = np.random.default_rng(number).integers(0, 255, (16, 16), np.uint8)
+    return encode(pixels, kind)
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def embeddings(labels: np.ndarray, *, spread: float, seed: int = 0, dim: int = 16) -> np.ndarray:
+    """Unit rows [num_samples, dim], those of a label the nearer to each other the less they spread."""
+    rng = np.random.default_rng(seed)
+    middles = np.random.default_rng(99).normal(size=(int(labels.max()) + 1, dim))
+    return unit(middles[labels] + spread * rng.normal(size=(len(labels), dim))).astype(np.float16)
+
+
+def similarities(first: np.ndarray, second: np.ndarray) -> Similarities:
+    cosines = first.astype(np.float32) @ second.astype(np.float32).T
+    others = ~np.eye(len(first), dtype=bool)
+    return Similarities(positives=count_cosines(cosines.diagonal()), negatives=count_cosines(cosines[others]))
+
+
+def write_portraits(
+    folder: Path, *, num_samples: int = 60, labeled: bool = True, **contents: list[Any]
+) -> None:
+    """Write a portrait whose labels fall apart with training; by default of pictures."""
+    output = Place(str(folder))
+    classes = np.arange(num_samples) % 10
+    shown = contents or {"image": [thumbnail(number) for number in range(num_samples)]}
+    label = classes if labeled else np.full(num_samples, -1)
+    write_gallery(
+        output, Gallery(sample_id=np.arange(num_samples), label=label, contents=shown, held_out=True)
+    )
+    has_keys = "document" in shown
+    for name, step, spread in ((FIRST, 0, 3.0), (LATEST, 200, 0.2)):
+        rows = embeddings(np.arange(num_samples) if has_keys else classes, spread=spread)
+        other = embeddings(np.arange(num_samples) if has_keys else classes, spread=spread, seed=1)
+        write_portrait(
+            output,
+            name,
+            Portrait(
+                step=step,
+                embedding=rows,
+                key=other if has_keys else None,
+                similarities=similarities(rows, other),
+            ),
+        )
+
+
+def size_of(content: bytes) -> tuple[int, int]:
+    with Image.open(io.BytesIO(content)) as picture:
+        return picture.size

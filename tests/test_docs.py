@@ -1,0 +1,464 @@
+"""The documents: every command parses, every default is the recipe's, every link and message is there."""
+
+import ast
+import functools
+import importlib.util
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+import yaml
+from typer.main import get_command
+
+import raycl
+from raycl import errors, setup
+from raycl.cli import app
+from raycl.cli_bank import bank
+from raycl.config import RunConfig
+from raycl.recipes import RECIPES, recipe
+from raycl.settings import config_from_yaml, override, parse_setting
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+SOURCES = sorted((ROOT / "raycl").rglob("*.py"))
+_BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+_SHELL = ("", "bash", "sh", "console")
+
+
+class Block(NamedTuple):
+    page: str
+    language: str
+    text: str
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks() -> list[Block]:
+    return [
+        Block(name_of(page), found[2], found[3])
+        for page in PAGES
+        for found in _BLOCK.finditer(page.read_text())
+    ]
+
+
+# Commands
+
+
+class Command(NamedTuple):
+    page: str
+    door: str  # raycl, or a script of jobs/
+    words: tuple[str, ...]
+
+
+def commands() -> list[Command]:
+    """Return what the shell blocks of all pages run of raycl."""
+    found = []
+    for block in blocks():
+        if block.language in _SHELL:
+            for line in block.text.replace("\\\n", " ").splitlines():
+                found += [Command(block.page, *each) for each in commands_in(line)]
+    return found
+
+
+def commands_in(line: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        return  # prose between the fences: a picture of folders, an example of output
+    for part in split_at(words, {"&&", "||", ";", "|", "&", ">"}):
+        for place, word in enumerate(part):
+            before = part[place - 1] if place else ""
+            begins = place == 0 or before in ("run", "--", "python", "other") or "=" in before
+            if begins and (word == "raycl" or re.fullmatch(r"jobs/\w+\.py", word)):
+                yield word, tuple(part[place + 1 :])
+                break
+
+
+def split_at(words: Sequence[str], marks: set[str]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word in marks:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+@functools.cache
+def script(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"jobs_{Path(path).stem}", ROOT / path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def door_of(command: Command) -> Any:
+    """Return what typer makes of the door that a command goes through."""
+    if command.door == "raycl":
+        return get_command(app)
+    stem = Path(command.door).stem
+    if stem == "bank":
+        return get_command(bank)
+    module = script(command.door)
+    if hasattr(module, "app"):
+        return get_command(module.app)
+    alone = typer.Typer()
+    alone.command()(getattr(module, stem))
+    return get_command(alone)
+
+
+class Parsed(NamedTuple):
+    path: str
+    values: dict[str, Any]
+
+
+def parse(command: Command) -> Parsed:
+    """Let the real command line read it; ``...`` in a document stands for what was said before."""
+    words, told_all = [word for word in command.words if word != "..."], "..." not in command.words
+    door, path = door_of(command), [Path(command.door).stem]
+    while inner := getattr(door, "commands", None):
+        if not words or words[0].startswith("-"):
+            assert set(words) <= {"--help"}, f"{door.name} needs a command"
+            return Parsed(" ".join(path), {})
+        name = words.pop(0)
+        assert name in inner, f"there is no command {name!r}; there are {', '.join(inner)}"
+        path, door = [*path, name], inner[name]
+    if "--help" in words:
+        return Parsed(" ".join(path), {})
+    context = door.make_context(path[-1], words, resilient_parsing=not told_all)
+    return Parsed(" ".join(path), context.params)
+
+
+ALL_COMMANDS = commands()
+
+
+def test_the_documents_show_what_there_is_to_run() -> None:
+    shown = {parse(command).path for command in ALL_COMMANDS}
+    door: Any = get_command(app)
+    told = {f"raycl {name}" for name in door.commands}
+    assert told - {"raycl bank"} <= shown, f"no page shows {told - shown}"
+    assert len(ALL_COMMANDS) > 100
+
+
+@pytest.mark.parametrize(
+    "command", ALL_COMMANDS, ids=lambda each: f"{each.page}: {' '.join(each.words)[:60]}"
+)
+def test_command_of_a_document_is_one_that_raycl_takes(command: Command) -> None:
+    parsed = parse(command)
+    settings = parsed.values.get("settings") or []
+    asked = parsed.values.get("recipe")
+    if asked is not None:
+        for name in [asked] if asked in RECIPES else ["moco_v2", "simclr"] if asked.isupper() else []:
+            check_run(recipe(name, image_size=64), parsed.values, settings)
+        assert asked in RECIPES or asked.isupper() or asked.endswith((".yaml", ".yml")), f"no recipe {asked}"
+    elif settings:
+        read = READERS[parsed.path.split()[-1] if "evaluate" not in parsed.path else parsed.values["measure"]]
+        read(settings)
+    if parsed.path == "raycl recipes" and parsed.values["name"] is not None:
+        assert parsed.values["name"] in {*RECIPES, "NAME"}
+
+
+READERS: dict[str, Callable[[Sequence[str]], object]] = {
+    "knn": setup.judgment_settings,
+    "linear": setup.judgment_settings,
+    "retrieval": setup.retrieval_settings,
+    "sts": setup.sts_settings,
+    "embed": setup.embedding_settings,
+    "pairs": setup.embedding_settings,
+    "mine": setup.column_settings,
+    "doctor": setup.column_settings,
+}
+
+
+def check_run(plain: RunConfig, values: dict[str, Any], settings: Sequence[str]) -> None:
+    """Build the run as ``raycl train`` would, from flags and settings together."""
+    given: dict[str, Any] = {}
+    if values.get("batch_size"):
+        given["stages.0.batch_size"] = values["batch_size"]
+    if values.get("epochs") or values.get("steps"):
+        given |= {f"stages.0.{name}": values[name] for name in ("epochs", "steps")}
+    if workers := values.get("workers"):
+        least, _, most = workers.partition(":")
+        given |= {"workers": int(most or least), "min_workers": int(least) if most else None}
+    override(plain, given | dict(map(parse_setting, settings)))
+
+
+def test_settings_that_inline_code_names_exist() -> None:
+    flat = {
+        re.sub(r"\.\d+\.", ".N.", path)
+        for name in RECIPES
+        for path in settings_of(recipe(name, image_size=64).model_dump())
+    }
+    sections = {path.rpartition(".")[0] for path in flat}
+    heads = {path.split(".")[0] for path in flat if "." in path}
+    for page in PAGES:
+        if page.name.startswith("migration-"):
+            continue  # half of what these name is somebody else's
+        for told in re.findall(r"`(?:--set )?([a-z_]+(?:\.[a-z_0-9N]+)+)(?:=[^`]*)?`", page.read_text()):
+            path = re.sub(r"\.(\d+|N)\.", ".N.", told)
+            is_file = path.endswith((".json", ".safetensors", ".py", ".md", ".yaml"))
+            if path.split(".")[0] not in heads or is_file or ".arguments" in path:
+                continue  # a file, a module, or free-form arguments
+            assert path in flat | sections, f"{name_of(page)} names {told}, which is no setting"
+
+
+def settings_of(values: Any, path: str = "") -> Iterator[str]:
+    items = (
+        values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, tuple) else ()
+    )
+    nested = [(key, value) for key, value in items if not isinstance(value, float | int | str)]
+    yield from (f"{path}{key}" for key, _ in items) if isinstance(values, dict) else ()
+    for key, value in nested:
+        yield from settings_of(value, f"{path}{key}.")
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in blocks() if block.language == "yaml"], ids=lambda block: block.page
+)
+def test_yaml_of_a_document_is_a_run(block: Block) -> None:
+    values = yaml.safe_load(block.text)
+    if "stages" in values:
+        config_from_yaml(yaml.safe_dump({"recipe": "shown"} | values))
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in blocks() if block.language == "python"], ids=lambda block: block.page
+)
+def test_python_of_a_document_is_python_and_names_what_there_is(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raycl"):
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, alias.name) for alias in node.names)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "raycl":
+            assert node.attr in raycl.__all__ or importlib.util.find_spec(f"raycl.{node.attr}"), node.attr
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_pictures_of_a_document_are_there(page: Path) -> None:
+    text = _BLOCK.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", target):
+            path = target.partition("#")[0]
+            assert not path or (page.parent / path).exists(), f"{name_of(page)} leads to {target}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"([\w/-]+\.md)", text))
+    assert {str(page.relative_to(DOCS)) for page in PAGES[1:]} <= listed
+
+
+# Recipes
+
+_CELL = re.compile(r"^\| `([^`]+)` \|(.*)\|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_page_of_a_recipe_states_the_defaults_that_it_has(name: str) -> None:
+    text = (DOCS / "recipes" / f"{name}.md").read_text().partition("## Settings")[2].partition("\n## ")[0]
+    header = next(line for line in text.splitlines() if line.startswith("| setting"))
+    sizes = [size_of(column) for column in header.strip("| ").split("|")[1:] if column.strip()]
+    rows = _CELL.findall(text)
+    assert len(rows) >= 10
+    for path, cells in rows:
+        for size, cell in zip(sizes, cells.split("|"), strict=False):
+            said = yaml.safe_load(cell.strip().strip("`"))
+            has = value_at(recipe(name, image_size=size).model_dump(mode="json"), path)
+            same = float(said) == has if isinstance(has, float) else said == has
+            assert same, f"{name}.md says {path} is {said}, of images of {size} pixels it is {has}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_page_of_a_recipe_has_a_column_for_each_kind_of_images(name: str) -> None:
+    text = (DOCS / "recipes" / f"{name}.md").read_text()
+    paths = [path for path, _ in _CELL.findall(text.partition("## Settings")[2].partition("\n## ")[0])]
+    large, small = (recipe(name, image_size=size).model_dump(mode="json") for size in (224, 32))
+    differs = any(value_at(large, path) != value_at(small, path) for path in paths)
+    assert differs == ("up to" in text.partition("## Settings")[2].partition("\n")[2].split("|---")[0])
+
+
+def size_of(column: str) -> int:
+    """Return a size of images that a column is about."""
+    above, up_to = re.search(r"above (\d+) pixels", column), re.search(r"up to (\d+) pixels", column)
+    return int(above[1]) + 1 if above else int(up_to[1]) if up_to else 224
+
+
+def value_at(values: Any, path: str) -> Any:
+    for part in path.split("."):
+        values = values[int(part)] if isinstance(values, list) else values[part]
+    return values
+
+
+def test_every_recipe_is_in_the_list_of_recipes() -> None:
+    linked = re.findall(r"^\| \[(\w+)\]\(\1\.md\)", (DOCS / "recipes" / "index.md").read_text(), re.MULTILINE)
+    assert set(linked) == set(RECIPES)
+
+
+# Troubleshooting
+
+TROUBLE = (DOCS / "troubleshooting.md").read_text()
+
+
+@functools.cache
+def templates() -> list[str]:
+    """Return all texts of raycl's source, with a gap for what is put in when they are told."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def lines_of_output() -> list[str]:
+    """Return the lines that pages quote as raycl's: of text blocks, and of the table of refusals."""
+    quoted = [
+        line for found in _BLOCK.finditer(TROUBLE) if found[2] == "text" for line in found[3].splitlines()
+    ]
+    refusals = TROUBLE.partition("## It refuses to start")[2].partition("\n## ")[0]
+    return quoted + re.findall(r"^\| `([^`]+)` \|", refusals, re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", lines_of_output())
+def test_line_that_troubleshooting_quotes_is_one_that_raycl_prints(line: str) -> None:
+    pieces = [piece.strip(" :;,()") for piece in line.split("...")]
+    telling = [piece for piece in pieces if len(piece) >= 4]
+    assert telling, "a line of gaps says nothing"
+    # A message that is put into another one makes two.
+    assert num_messages(telling) <= 2, f"raycl says nothing that reads {line!r}"
+
+
+def num_messages(pieces: Sequence[str]) -> float:
+    """Return of how few messages these pieces are, each a stretch of them in order; infinite if of none."""
+    if not pieces:
+        return 0
+    for length in range(len(pieces), 0, -1):
+        told = re.compile(".*".join(map(re.escape, pieces[:length])), re.DOTALL)
+        if any(told.search(template) for template in templates()):
+            return 1 + num_messages(pieces[length:])
+    return math.inf
+
+
+def test_names_in_troubleshooting_exist() -> None:
+    prose = _BLOCK.sub("", TROUBLE)
+    told = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", prose))
+    assert len(told) > 10
+    known = {word for template in templates() for word in re.findall(r"\w+", template)}
+    fields = {word for path in SOURCES for word in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", path.read_text())}
+    assert told <= known | fields, told - known - fields
+    for name in set(re.findall(r"\b([A-Z]\w+Error)\b", TROUBLE)):
+        assert issubclass(getattr(errors, name), errors.RayclError)
+
+
+METRICS = (
+    "loss", "knn_top1", "recall_at_10", "leakage", "spread", "effective_rank", "positive_negative_gap",
+    "data_wait_fraction", "negatives_wait_fraction", "negatives_age_max", "bank_restarts", "samples_per_second",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_metric_of_a_symptom_is_written_by_a_run_and_explained(metric: str) -> None:
+    assert f"`{metric}`" in TROUBLE
+    written = [path for path in SOURCES if path.parts[-2] == "training" or path.name == "measures.py"]
+    assert any(
+        re.search(rf"[\"']{metric}[\"']|^    {metric}: ", path.read_text(), re.MULTILINE) for path in written
+    )
+    assert f"`{metric}`" in (DOCS / "concepts" / "step.md").read_text()
+
+
+@pytest.mark.parametrize("event", ["collapse", "rollback"])
+def test_event_of_a_symptom_is_one_that_a_run_notes(event: str) -> None:
+    assert f"`event` line `{event}`" in TROUBLE
+    text = (ROOT / "raycl/training/loop.py").read_text() + (ROOT / "raycl/records.py").read_text()
+    assert f'notify(position, "{event}"' in text or f'ROLLBACK = "{event}"' in text
+
+
+# The site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    # Proxies that lead nowhere: what tries to fetch something fails.
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    nowhere["NO_MKDOCS_2_WARNING"] = "1"  # an announcement, which would hide what is wrong
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | nowhere, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+class Loads(HTMLParser):
+    """Collect what a browser loads for a page by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.addresses += [given[name] for name in ("src", "srcset", "poster", "data") if name in given]
+        if tag == "link" and given.get("rel") not in ("canonical", "prev", "next", "edit"):
+            self.addresses.append(given.get("href", ""))
+        self.addresses += re.findall(r"url\(([^)]+)\)", given.get("style", ""))
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        loads = Loads()
+        loads.feed(page.read_text())
+        assert any(address.endswith(".css") for address in loads.addresses), page
+        away = [address for address in loads.addresses if re.match(r"\s*['\"]?([a-z]+:)?//", address)]
+        assert not away, f"{page.name} loads {away}"
+    for sheet in site.rglob("*.css"):
+        text = sheet.read_text()
+        assert not re.search(r"@import|url\(\s*['\"]?([a-z]+:)?//", text), f"{sheet} loads from another host"
+
+
+def test_site_has_the_changelog_and_the_docstrings(site: Path) -> None:
+    assert "Keep a Changelog" in (site / "changelog.html").read_text()
+    for page, name in {
+        "api/index.html": "raycl.training.launch.train",
+        "api/config.html": "raycl.config.RunConfig",
+        "api/bank.html": "raycl.negatives.bank_handle.Bank.nearest",
+        "api/losses.html": "raycl.losses.nt_xent",
+        "api/errors.html": "raycl.errors.CollapseError",
+    }.items():
+        assert f'id="{name}"' in (site / page).read_text()
+
+
+def test_pictures_of_the_concepts_are_those_of_their_script() -> None:
+    tree = ast.parse((ROOT / "benchmarks" / "concept_pictures.py").read_text())
+    drawn = next(
+        {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    )
+    files = list((DOCS / "images" / "concepts").iterdir())
+    assert {file.stem for file in files} == drawn
+    assert all(file.stat().st_size < 100_000 for file in files)
+    text = "".join(page.read_text() for page in PAGES)
+    assert all(f"images/concepts/{file.name}" in text for file in files)

@@ -1,0 +1,454 @@
+"""The explorer's page and API, asked by HTTP without a cluster: shards of a bank are called, not sent to."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fastapi.testclient import TestClient
+from PIL import Image
+
+import raycl
+from raycl.data.columns import ColumnNames
+from raycl.errors import ConfigError, RunError
+from raycl.explorer.app import create_app
+from raycl.explorer.exhibit import columns_of
+from raycl.explorer.explorer import Explorer
+from raycl.explorer.gate import HEADERS, checked_token, new_token
+from raycl.explorer.live_bank import LiveBank
+from raycl.explorer.samples import Samples, thumbnail
+from raycl.explorer.upload import MAX_BYTES
+from raycl.negatives import bank_handle
+from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.memory_bank_shard import MemoryBankShard
+from raycl.negatives.messages import Part, Update
+from raycl.negatives.queue_shard import QueueShard
+from raycl.negatives.snapshot import write_samples
+from raycl.training import build
+from tests.images import digit_files, encode, write_digits
+from tests.test_cli import run_raycl
+
+TOKEN = "0123456789abcdef"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+DIM, CAPACITY = 8, 64
+LARGE_ID = 2**62 + 1  # a JavaScript number cannot hold it
+
+
+class CalledLine:
+    """A line to a shard of this process, or to one that died."""
+
+    def __init__(self, shard: Any, name: str, *, timeout_s: float) -> None:
+        self._shard, self._answer = shard, None
+
+    def send(self, method: str, *arguments: Any) -> None:
+        if getattr(self._shard, "is_dead", False):
+            raise RunError("the bank's shard 'test/0' did not answer")
+        self._answer = getattr(self._shard, method)(*arguments)
+
+    def collect(self) -> Any:
+        return self._answer
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"Address": {"NodeID": "here", "IPAddress": "127.0.0.1"}, "NumRestarts": 0}
+    monkeypatch.setattr(bank_handle, "BankLine", CalledLine)
+    monkeypatch.setattr(bank_handle, "actor_facts", lambda actor: facts)
+
+
+def unit_rows(num_rows: int, seed: int) -> np.ndarray:
+    rows = np.random.default_rng(seed).standard_normal((num_rows, DIM)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.fixture
+def bank(called: None, tmp_path: Path) -> Bank:
+    """Hold a queue; steps 1 to 3 wrote 10 rows each, of samples 0 to 29; then one of a large id."""
+    plan = BankPlan(name="test", kind="queue", dim=DIM, capacity=CAPACITY, output=str(tmp_path / "run"))
+    shard = QueueShard(plan, 0)
+    for step in range(3):
+        numbers = np.arange(10) + 10 * step
+        shard.push(0, Part(numbers, unit_rows(10, step), numbers, np.full(10, step + 1)))
+    shard.push(0, Part(np.array([30]), 0.5 * unit_rows(1, 9), np.array([LARGE_ID]), np.array([5])))
+    return Bank(plan, [shard])
+
+
+Open = Callable[..., TestClient]
+
+
+@pytest.fixture
+def opened(bank: Bank) -> Open:
+    """Open the explorer as somebody who has the token."""
+
+    def open_(**parts: Any) -> TestClient:
+        parts = {"bank": LiveBank(lambda: bank, keep_s=0)} | parts
+        return TestClient(create_app(Explorer(**parts), TOKEN), headers=BEARER)
+
+    return open_
+
+
+def refusal(answer: Any) -> tuple[int, str]:
+    """Return status and line; anything but one line of text fails."""
+    detail = answer.json()["detail"]
+    assert isinstance(detail, str) and "\n" not in detail
+    return answer.status_code, detail
+
+
+# ---- who may ask
+
+
+@pytest.mark.parametrize("path", ["stats", "nearest?id=3", "rows/3", "samples/3"])
+@pytest.mark.parametrize(
+    "header", [None, "Bearer ", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9"]
+)
+def test_the_api_answers_to_the_token_alone(opened: Open, path: str, header: str | None) -> None:
+    client = opened()
+    del client.headers["Authorization"]
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    answer = client.get(f"/api/{path}", headers=headers)
+    assert refusal(answer)[0] == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_an_upload_without_the_token_is_refused_before_it_is_read(opened: Open) -> None:
+    client = opened()
+    del client.headers["Authorization"]
+
+    def endless():
+        yield b"x"
+        raise AssertionError("the body was read")
+
+    assert client.post("/api/nearest", content=endless()).status_code == 401
+    assert client.post(f"/api/nearest?token={TOKEN}", json={"text": "a"}).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/explorer.js", "/api/stats", "/nowhere"])
+def test_every_answer_has_the_headers_and_lets_no_other_site_in(opened: Open, path: str) -> None:
+    answer = opened().get(path, headers={"Origin": "http://elsewhere.example"})
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert not [name for name in answer.headers if name.startswith("access-control-")]
+    assert "unsafe" not in answer.headers["Content-Security-Policy"]
+
+
+def test_tokens_are_new_each_time_and_weak_ones_are_refused() -> None:
+    assert new_token() != new_token()
+    assert checked_token(new_token())
+    for weak in ("", "short", "with space in it 123", "ünïcodeünïcodeünïcode", "a" * 20 + "\n"):
+        with pytest.raises(ConfigError, match="a token has 16"):
+            checked_token(weak)
+
+
+# ---- what it answers
+
+
+def test_stats_are_those_of_the_bank(opened: Open, bank: Bank) -> None:
+    told, counted = opened().get("/api/stats").json(), bank.stats()
+    for name in ("name", "kind", "rows", "filled", "dim", "newest_step", "age_mean", "age_max", "norm_min"):
+        assert told[name] == getattr(counted, name)
+    assert [(each["below"], each["rows"]) for each in told["age_histogram"]] == list(counted.age_histogram)
+    assert (told["run"], told["queries"], told["shows_samples"]) == (counted.output, ["id"], False)
+
+
+def test_neighbors_are_those_that_the_bank_finds_with_age_and_norm(opened: Open, bank: Bank) -> None:
+    told = opened().get("/api/nearest", params={"id": 3, "k": 31}).json()["neighbors"]
+    found = bank.nearest_of(3, 31)
+    assert [int(each["sample_id"]) for each in told] == found.sample_id.tolist()
+    assert [each["similarity"] for each in told] == pytest.approx(found.similarity.tolist())
+    assert [each["age"] for each in told] == (5 - found.step).tolist()
+    norms = {each["sample_id"]: each["norm"] for each in told}
+    assert norms.pop(str(LARGE_ID)) == pytest.approx(0.5)
+    assert list(norms.values()) == pytest.approx([1.0] * 29, abs=1e-5)
+
+
+def test_an_id_beyond_javascripts_numbers_comes_back_whole(opened: Open) -> None:
+    told = opened().get("/api/nearest", params={"id": 3, "k": 100}).json()["neighbors"]
+    (large,) = [each["sample_id"] for each in told if len(each["sample_id"]) > 10]
+    again = opened().get("/api/nearest", params={"id": large, "k": 1})
+    assert (again.status_code, large) == (200, str(LARGE_ID))
+
+
+def test_rows_of_a_sample_are_told_newest_first(opened: Open, bank: Bank) -> None:
+    bank.actors[0].push(0, Part(np.array([31]), unit_rows(1, 4), np.array([3]), np.array([6])))
+    told = opened().get("/api/rows/3").json()
+    assert [(row["step"], row["age"]) for row in told["rows"]] == [(6, 0), (1, 5)]
+    assert told["rows"][0]["norm"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_slot_that_no_step_has_written_has_no_age(called: None, tmp_path: Path) -> None:
+    plan = BankPlan(name="slots", kind="memory_bank", dim=DIM, capacity=4, output=str(tmp_path / "run"))
+    ids = np.array([1, 2, 3, 4])
+    write_samples(plan, ids)
+    shard = MemoryBankShard(plan, 0)
+    written = Update("a client", 1, ids[:2], unit_rows(2, 0), 7)
+    shard.exchange(0, (written,), np.empty(0, np.int64))
+    client = TestClient(
+        create_app(Explorer(bank=LiveBank(lambda: Bank(plan, [shard]))), TOKEN), headers=BEARER
+    )
+    assert client.get("/api/rows/1").json()["rows"][0]["age"] == 0
+    assert [(row["step"], row["age"]) for row in client.get("/api/rows/3").json()["rows"]] == [(None, None)]
+    assert refusal(client.get("/api/nearest?id=3"))[0] == 404
+    assert refusal(client.get("/api/rows/9"))[0] == 404
+
+
+# ---- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("nearest?id=77", 404, "no row of sample 77"),
+        ("rows/77", 404, "no row of sample 77"),
+        ("samples/3", 404, "--data"),
+        ("nearest?id=3&k=0", 422, "k: .*greater than or equal to 1, came '0'"),
+        ("nearest?id=3&k=101", 422, "k: .*less than or equal to 100"),
+        ("nearest?id=three", 422, "id: .*integer"),
+        (f"nearest?id={2**63}", 422, "id: "),
+        ("nearest", 422, "id: "),
+        ("rows/x", 422, "id: "),
+        ("nowhere", 404, "Not Found"),
+    ],
+)
+def test_a_wrong_question_is_one_line(opened: Open, path: str, status: int, says: str) -> None:
+    code, detail = refusal(opened().get(f"/api/{path}"))
+    assert code == status
+    assert re.search(says, detail), detail
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "says"),
+    [
+        ({"json": {"text": " "}}, 422, "the text is empty"),
+        ({"json": {}}, 422, "the JSON is no query"),
+        ({"json": {"text": "x" * 20_001}}, 422, "at most 20000"),
+        ({"content": b"{", "headers": {"Content-Type": "application/json"}}, 422, "the JSON is no query"),
+        ({"content": b"text", "headers": {"Content-Type": "text/plain"}}, 400, "text/plain is no query"),
+        ({"files": {"other": b"x"}}, 422, "no file named `image`"),
+        ({"content": b"x", "headers": {"Content-Type": "multipart/form-data"}}, 422, "no file named"),
+        ({"files": {"image": b"x" * (MAX_BYTES + 1)}}, 413, "more than 10 MB"),
+        ({"files": {"image": b"x" * (MAX_BYTES + 100_000)}}, 413, "more than 10 MB"),
+        ({"files": {"image": b"x"}}, 400, "cannot be asked for by image; ask by id"),
+    ],
+)
+def test_a_wrong_query_is_one_line(opened: Open, sent: dict[str, Any], status: int, says: str) -> None:
+    code, detail = refusal(opened().post("/api/nearest", **sent))
+    assert (code, says in detail) == (status, True), detail
+
+
+def test_an_upload_beyond_the_limit_is_not_read_to_its_end(opened: Open) -> None:
+    client = opened()
+    named = {**client.headers, "content-type": "multipart/form-data; boundary=b"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/api/nearest",
+        "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in named.items()],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8000),
+    }
+    told: list[dict[str, Any]] = []
+    parts = iter(range(11))
+
+    async def receive() -> dict[str, Any]:
+        assert next(parts, None) is not None, "more was read than is allowed"
+        return {"type": "http.request", "body": b"x" * 2**20, "more_body": True}
+
+    async def send(message: dict[str, Any]) -> None:
+        told.append(message)
+
+    # The application itself: the client of the other tests gathers all before it sends anything.
+    asyncio.run(client.app(scope, receive, send))  # type: ignore[arg-type]
+    assert told[0]["status"] == 413
+
+
+class Recorded:
+    """An encoder that keeps what came, and gives the row of sample 3."""
+
+    def __init__(self) -> None:
+        self.came: list[Any] = []
+
+    def of_image(self, content: bytes) -> tuple[np.ndarray, str]:
+        self.came.append(content)
+        return unit_rows(10, 0)[3], "step-1"
+
+    of_text = of_image
+
+
+def test_an_upload_arrives_to_the_last_byte(opened: Open) -> None:
+    content = bytes(range(256)) * 50 + b"\r\n\r\n--" + b"\n\r\r\n" * 20
+    encoder = Recorded()
+    client = opened(encoder=encoder, queries=("image", "text"))
+    for files in (
+        {"image": ("näme; x=1.png", content)},
+        [("note", b"before"), ("image", ('a"b.png', content))],
+    ):
+        told = client.post("/api/nearest?k=1", files=files).json()
+        assert (told["neighbors"][0]["sample_id"], told["checkpoint"]) == ("3", "step-1")
+        assert encoder.came.pop() == content
+    client.post("/api/nearest", json={"text": "größer <b>"})
+    assert encoder.came.pop() == "größer <b>"
+
+
+def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank) -> None:
+    there: list[Bank] = [bank]
+
+    def connect() -> Bank:
+        if not there:
+            raise ConfigError("there is no bank 'test': no bank is here; check the name")
+        return there[0]
+
+    client = TestClient(create_app(Explorer(bank=LiveBank(connect, keep_s=0)), TOKEN), headers=BEARER)
+    assert client.get("/api/stats").status_code == 200
+    there.clear()
+    bank.actors[0].is_dead = True
+    for path in ("stats", "nearest?id=3", "rows/3", "stats"):
+        assert refusal(client.get(f"/api/{path}"))[0] == 503
+    # The run that goes on has another bank of that name.
+    there.append(Bank(bank.plan, [QueueShard(bank.plan, 0)]))
+    assert client.get("/api/stats").json()["filled"] == 0
+
+
+def test_a_row_younger_than_the_last_count_has_age_0(opened: Open, bank: Bank) -> None:
+    client = opened(bank=LiveBank(lambda: bank, keep_s=60))
+    assert client.get("/api/stats").json()["newest_step"] == 5
+    bank.actors[0].push(0, Part(np.array([31]), unit_rows(10, 0)[4:5], np.array([40]), np.array([9])))
+    assert client.get("/api/nearest?id=4&k=1").json()["neighbors"][0]["age"] == 0
+    assert client.get("/api/rows/40").json()["rows"][0]["age"] == 0
+
+
+def test_many_viewers_cost_one_count_a_second(opened: Open, bank: Bank) -> None:
+    counted: list[int] = []
+    census = bank.actors[0].census
+    bank.actors[0].census = lambda *slots: counted.append(1) or census(*slots)
+    client = opened(bank=LiveBank(lambda: bank, keep_s=60))
+    for _ in range(20):
+        assert client.get("/api/stats").status_code == 200
+    assert len(counted) == 1
+
+
+# ---- samples
+
+
+def test_a_sample_is_shown_as_it_lies_in_a_folder_or_a_file(tmp_path: Path, opened: Open) -> None:
+    images, labels = digit_files(150)
+    write_digits(tmp_path / "digits.parquet", 150)
+    for name, label in (("b", 1), ("a", 0)):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        (tmp_path / "folder" / name / "one.png").write_bytes(images[label])
+    for uri, sample_id, content, label in (
+        ("digits.parquet", 140, images[140], str(labels[140])),
+        ("folder", 1, images[1], "b"),
+    ):
+        samples = Samples(str(tmp_path / uri), ColumnNames(), max_pixels=10**6)
+        told = opened(samples=samples).get(f"/api/samples/{sample_id}").json()
+        assert told["image"] == thumbnail(content, max_pixels=10**6)
+        assert (told["label"], told["texts"]) == (label, [])
+        for unknown in (-1, 150, 2**63 - 1):
+            assert refusal(opened(samples=samples).get(f"/api/samples/{unknown}"))[0] == 404
+
+
+def test_ids_of_the_sets_own_and_texts_are_found_in_any_order(tmp_path: Path, opened: Open) -> None:
+    ids = np.random.default_rng(0).permutation(3_000) * 7 - 500
+    texts = [f"<script>number {each}</script>" for each in ids.tolist()]
+    pq.write_table(pa.table({"text": texts, "sample_id": ids}), tmp_path / "texts.parquet")
+    samples = Samples(str(tmp_path / "texts.parquet"), ColumnNames(image=None, text="text"), max_pixels=1)
+    client = opened(samples=samples)
+    for sample_id in (*ids[:3].tolist(), ids[2_999].item(), -500):
+        told = client.get(f"/api/samples/{sample_id}").json()
+        assert told["texts"] == [{"role": "text", "text": f"<script>number {sample_id}</script>"}]
+        assert told["image"] is None
+    assert client.get("/api/samples/1").status_code == 404
+
+
+def test_a_thumbnail_keeps_the_aspect_and_is_small() -> None:
+    import base64
+    import io
+
+    wide = encode(Image.effect_noise((900, 300), 50).convert("RGB"))
+    head, _, content = thumbnail(wide, max_pixels=10**6).partition(",")
+    picture = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert (head, picture.size) == ("data:image/jpeg;base64", (128, 43))
+    assert len(content) < 20_000
+
+
+def test_what_training_would_not_decode_is_no_thumbnail(tmp_path: Path, opened: Open) -> None:
+    large = encode(Image.new("L", (300, 300)))
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
+    pq.write_table(
+        pa.table({"image": pa.array([large, postscript, b"broken"], pa.binary())}), tmp_path / "a.parquet"
+    )
+    client = opened(samples=Samples(str(tmp_path / "a.parquet"), ColumnNames(), max_pixels=10_000))
+    for sample_id in range(3):
+        code, detail = refusal(client.get(f"/api/samples/{sample_id}"))
+        assert (code, f"the image of sample {sample_id} is broken" in detail) == (422, True)
+
+
+@pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "image_text"])
+def test_a_person_looks_at_columns_that_the_run_reads(name: str) -> None:
+    config = raycl.override(raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"})
+    looked_at, read = columns_of(config), build.column_names(config)
+    assert looked_at.contents.items() <= read.contents.items()
+    assert set(read.contents) - set(looked_at.contents) <= {"negatives"}
+    assert (looked_at.label, looked_at.sample_id) == ("kind", None)
+
+
+# ---- the page and the command
+
+
+def test_the_page_and_its_docs_load_nothing_from_elsewhere(opened: Open) -> None:
+    client = opened()
+    for path in ("/", "/docs", "/explorer.js", "/explorer.css", "/docs.js"):
+        text = client.get(path).text
+        assert "http://www.w3.org/2000/svg" in text or "http" not in text, path
+        assert "innerHTML" not in text and " style=" not in text and "<script>" not in text
+
+
+def test_the_openapi_names_every_call_and_that_it_needs_the_token(opened: Open) -> None:
+    told = opened().get("/openapi.json").json()
+    calls = {(path, verb) for path, verbs in told["paths"].items() for verb in verbs}
+    assert calls == {
+        ("/api/stats", "get"),
+        ("/api/nearest", "get"),
+        ("/api/nearest", "post"),
+        ("/api/rows/{id}", "get"),
+        ("/api/samples/{id}", "get"),
+    }
+    for path, verb in calls:
+        assert told["paths"][path][verb]["security"] == [{"HTTPBearer": []}]
+    body = told["paths"]["/api/nearest"]["post"]["requestBody"]["content"]
+    assert set(body) == {"multipart/form-data", "application/json"}
+    assert json.dumps(told).count("#/components/schemas/Neighbors")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--token", "short"], "a token has 16 to 512"),
+        (["--port", "0"], "--port"),
+        (["--port", "70000"], "--port"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    status, out, err = run_raycl(monkeypatch, capsys, "bank", "serve", "any", *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
+def test_without_ray_serve_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
+    status, _, err = run_raycl(monkeypatch, capsys, "bank", "serve", "any")
+    assert (status, 'pip install "raycl[serve]"' in err, err.count("\n")) == (2, True, 1)

@@ -1,0 +1,508 @@
+"""The report of a run: what is on the page, whatever became of the run."""
+
+import html.parser
+import itertools
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from raycl.commands import keep_command, read_commands, typed
+from raycl.errors import ConfigError, DataError
+from raycl.portraits import (
+    EDGES,
+    LATEST,
+    Portrait,
+    count_cosines,
+    read_gallery,
+    read_portrait,
+    write_portrait,
+)
+from raycl.records import ROLLBACK
+from raycl.report.curves import envelope
+from raycl.report.embeddings import place_on_map, told
+from raycl.report.figures import batch_sizes
+from raycl.report.history import read_history
+from raycl.report.neighbors import neighborhoods, right_fraction
+from raycl.report.page import comparison_of
+from raycl.report.run import read_run
+from raycl.report.writing import write_comparison, write_report
+from raycl.storage import Place
+from tests.conftest import BUCKET
+from tests.outputs import embeddings, judgment, line_of, similarities, write_portraits, write_run
+from tests.test_cli import run_raycl
+
+MOST_BYTES = 3 * 2**20
+EVIL = "<script>alert('a')</script>&\"$x_1$"
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser makes of a page: its elements in order, and the text that people read."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._in_style = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._in_style = tag == "style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_style = False
+        if tag in ("h1", "h2", "h3", "p", "li", "th", "td", "dt", "dd", "text"):
+            self.text += "\n"
+
+    def handle_data(self, data: str) -> None:
+        if not self._in_style:
+            self.text += data
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def page_of(folder: Path) -> Page:
+    write_report(str(folder))
+    text = (folder / "report.html").read_text()
+    assert len(text.encode()) < MOST_BYTES
+    return Page(text)
+
+
+def headings(page: Page) -> list[str]:
+    return [name for name, _ in page.elements if name in ("h1", "h2", "h3")]
+
+
+def drawings(page: Page) -> list[str]:
+    return [each["aria-label"] or "" for each in page.named("svg") if each.get("role") == "img"]
+
+
+def test_a_finished_run_has_every_drawing(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path / "run"))
+    page = page_of(tmp_path / "run")
+    for drawn in (
+        "Loss",
+        "kNN top-1 accuracy",
+        "Learning rate",
+        "Batch size",
+        "Effective rank",
+        "Throughput",
+    ):
+        assert any(label.startswith(drawn) for label in drawings(page)), drawn
+    assert sum(label.startswith("Map") for label in drawings(page)) == 2
+    assert sum(label.startswith("Histogram") for label in drawings(page)) == 2
+    assert all(drawings(page))
+    assert all(image["alt"] for image in page.named("img"))
+    assert "70.0%" in page.text  # the last judgment
+    levels = [int(name[1]) for name in headings(page)]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path / "run"))
+    page = page_of(tmp_path / "run")
+    addresses = [
+        value
+        for _, attributes in page.elements
+        for name, value in attributes.items()
+        if name in ("src", "href", "xlink:href") and value
+    ]
+    assert addresses
+    assert all(address.startswith(("#", "data:")) for address in addresses)
+    assert not page.named("script")
+    assert "url(http" not in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path / "run"))
+    pages = [write_report(str(tmp_path / "run"), str(tmp_path / name)).read_bytes() for name in "ab"]
+    assert pages[0] == pages[1]
+
+
+def test_drawings_take_their_colors_from_the_page(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path / "run"))
+    write_report(str(tmp_path / "run"))
+    text = (tmp_path / "run" / "report.html").read_text()
+    drawn = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert not re.findall(r"#[0-9a-fA-F]{6}\b", drawn)
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", drawn))
+    assert {"--ink", "--muted", "--line", "--hue-0", "--hue-1"} <= used
+    light, dark = (set(re.findall(rf"({name}): #", text)) for name in (r"--[a-z0-9-]+",) * 2)
+    assert used <= light == dark
+    assert all(text.count(f"{name}: #") == 2 for name in used)  # light and dark
+
+
+def test_what_users_wrote_is_text_and_no_part_of_the_page(tmp_path: Path) -> None:
+    name = "<script>alert(1)<'script>$x^$"
+    folder = tmp_path / name
+    write_run(folder, result={"status": "failed", "error": EVIL})
+    texts = [f"{EVIL} number {number}" for number in range(60)]
+    write_portraits(folder, query=texts, document=texts)
+    with typed(["raycl", "train", EVIL]):
+        keep_command(Place(str(folder)))
+    data = folder / "data.json"
+    data.write_text(json.dumps({"data": EVIL}))
+    page = page_of(folder)
+    assert not page.named("script")
+    assert page.text.count(EVIL) >= 10
+    assert name in page.text
+    write_comparison([str(folder), str(write_run(tmp_path / "other"))], str(tmp_path / "both.html"))
+    compared = Page((tmp_path / "both.html").read_text())
+    assert not compared.named("script")
+    assert name in compared.text
+
+
+def test_a_cause_of_broken_rows_is_counted(tmp_path: Path) -> None:
+    write_run(
+        tmp_path,
+        result={"status": "finished", "broken_rows": {"not an image": 1_234}, "left_out": {"repeated": 7}},
+    )
+    text = page_of(tmp_path).text
+    assert re.search(r"not an image\s+1,234\s+broken", text)
+    assert re.search(r"repeated\s+7\s+sound", text)
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ({"status": "running"}, "still going"),
+        ({"status": "stopped", "error": "asked"}, "was stopped"),
+        (
+            {"status": "failed", "error": "the loss became nan"},
+            "failed at about step 200: the loss became nan",
+        ),
+    ],
+)
+def test_a_run_that_is_not_finished_says_so(tmp_path: Path, status: dict[str, Any], says: str) -> None:
+    write_run(tmp_path, result=status)
+    assert says in page_of(tmp_path).text
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], "No step has been logged"),
+        ([judgment(0, knn_top1=0.2)], "No step has been logged"),
+        ([line_of(10)], "One step has been logged"),
+        ([line_of(10), line_of(20)], "no periodic judgment"),
+        ([line_of(10), line_of(20, loss=float("nan"))], "loss 1 times"),
+        ([line_of(10, loss=float("nan"))], "1 of 1 values were no number"),
+    ],
+)
+def test_few_or_broken_lines_still_make_a_page(
+    tmp_path: Path, lines: list[dict[str, Any]], says: str
+) -> None:
+    write_run(tmp_path, lines, result={"status": "running"})
+    assert says in page_of(tmp_path).text
+
+
+def test_a_failed_run_without_metrics_has_a_page(tmp_path: Path) -> None:
+    write_run(tmp_path, result={"status": "failed", "error": "no room"})
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "no room" in page_of(tmp_path).text
+
+
+def test_a_line_that_is_no_json_is_counted_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 210, "lo\n[]\n{"loss": 1}\n')
+    assert "3 lines of metrics.jsonl could not be read" in page_of(tmp_path).text
+
+
+def test_what_a_rollback_undid_counts_nowhere_but_is_kept() -> None:
+    lines = [line_of(step) for step in (10, 20, 30)]
+    lines.append({"step": 10, "event": ROLLBACK, "text": "went back"})
+    lines += [line_of(step, loss=9.0) for step in (20, 30)]
+    history = read_history(map(json.dumps, lines))
+    loss = history["loss"]
+    assert loss.kept().step.tolist() == [10, 20, 30]
+    assert loss.kept().value.tolist()[1:] == [9.0, 9.0]
+    assert loss.dropped().step.tolist() == [20, 30]
+    assert history.num_steps() == 3
+    assert [(event.step, event.kind) for event in history.events] == [(10, ROLLBACK)]
+
+
+def test_a_rolled_back_run_shows_events_with_marks(tmp_path: Path) -> None:
+    lines = [line_of(step) for step in (10, 20, 30)]
+    lines.append({"step": 30, "event": "collapse", "text": "nearly one point"})
+    lines.append({"step": 10, "event": ROLLBACK, "text": "went back from step 30"})
+    lines += [line_of(step, workers=1) for step in (20, 30)]
+    text = page_of(write_run(tmp_path, lines)).text
+    assert re.search(r"A\s+30\s+collapse\s+nearly one point", text)
+    assert re.search(r"B\s+10\s+rollback\s+went back from step 30", text)
+    assert re.search(r"C\s+20\s+workers\s+went on with 1 workers, before with 2", text)
+    assert "rolled back once" in text
+
+
+def test_stages_are_named_on_the_drawings_and_give_the_batch(tmp_path: Path) -> None:
+    lines = [line_of(step, stage=int(step > 50)) for step in range(10, 101, 10)]
+    write_run(tmp_path, lines, settings={"stages.1.batch_size": 256})
+    run = read_run(str(tmp_path))
+    assert batch_sizes(run).value.tolist() == [64.0] * 5 + [256.0] * 5
+    text = page_of(tmp_path).text
+    assert "stage 2" in text
+
+
+@given(
+    st.integers(1, 2_000).flatmap(
+        lambda n: arrays(np.float64, n, elements=st.floats(-1e6, 1e6) | st.just(float("nan")))
+    ),
+    st.integers(2, 50),
+)
+def test_a_cut_curve_keeps_every_extreme_in_few_points(value: np.ndarray, columns: int) -> None:
+    x = np.arange(len(value), dtype=float)
+    cut = envelope(x, value, columns=columns)
+    assert len(cut.x) <= max(2 * columns, int(np.isnan(value).sum()) + 2 * columns)
+    if not cut.is_whole:
+        assert len(cut.x) <= columns
+        assert cut.low.min() == np.nanmin(value)
+        assert cut.high.max() == np.nanmax(value)
+        assert (np.diff(cut.x) > 0).all()
+        assert (cut.low <= cut.mean + 1e-6).all()
+        assert (cut.mean <= cut.high + 1e-6).all()
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    write_run(tmp_path, [])
+    lines = (json.dumps(line_of(step)) for step in range(1, 50_001))
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    write_report(str(tmp_path))
+    assert (tmp_path / "report.html").stat().st_size < 600_000
+
+
+def test_portraits_come_back_as_they_were_written(tmp_path: Path) -> None:
+    write_portraits(tmp_path, num_samples=23)
+    gallery = read_gallery(Place(str(tmp_path)))
+    portrait = read_portrait(Place(str(tmp_path)), LATEST)
+    assert gallery is not None
+    assert portrait is not None
+    assert portrait.embedding.dtype == np.float16
+    assert np.array_equal(portrait.embedding, embeddings(np.arange(23) % 10, spread=0.2))
+    assert portrait.step == 200
+    assert portrait.key is None
+    assert gallery.label.tolist() == [number % 10 for number in range(23)]
+    assert gallery.held_out
+
+
+def test_a_damaged_portrait_is_told_in_one_line(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path))
+    (tmp_path / "portrait" / "latest.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"latest.parquet is no portrait"):
+        write_report(str(tmp_path))
+
+
+def test_neighbors_are_those_of_the_highest_cosine_and_never_the_query(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path))
+    run = read_run(str(tmp_path))
+    assert run.gallery is not None
+    assert run.latest is not None
+    found = neighborhoods(run.gallery, run.first, run.latest)
+    assert [each.query.label for each in found] == [0, 1, 2, 3, 5, 6, 7, 9]
+    rows = run.latest.embedding.astype(np.float32)
+    for query, each in zip((0, 1, 2, 3, 5, 6, 7, 9), found, strict=True):
+        assert each.now is not None
+        cosines = np.delete(rows @ rows[query], query)
+        assert [one.cosine for one in each.now] == pytest.approx(
+            np.sort(cosines)[::-1][:6].tolist(), abs=1e-5
+        )
+        assert [one.is_right for one in each.now] == [
+            one.sample.label == each.query.label for one in each.now
+        ]
+    assert right_fraction(run.gallery, run.latest) > right_fraction(run.gallery, run.first)  # type: ignore[operator]
+
+
+def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path) -> None:
+    documents = [f"document {number // 2}" for number in range(60)]
+    write_portraits(
+        write_run(tmp_path), query=[f"query {number}" for number in range(60)], document=documents
+    )
+    run = read_run(str(tmp_path))
+    assert run.gallery is not None
+    found = neighborhoods(run.gallery, run.first, run.latest)
+    for each in found:
+        assert each.now is not None
+        assert each.query.text is not None
+        own = f"document {int(each.query.text.split()[1]) // 2}"
+        assert [one.is_right for one in each.now] == [one.sample.text == own for one in each.now]
+        assert any(one.is_right for one in each.now)
+
+
+def test_embeddings_that_are_no_numbers_are_left_out_and_told(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path))
+    portrait = read_portrait(Place(str(tmp_path)), LATEST)
+    assert portrait is not None
+    rows = portrait.embedding.copy()
+    rows[:7] = np.nan
+    write_portrait(Place(str(tmp_path)), LATEST, replace(portrait, embedding=rows))
+    assert "7 that were no numbers are left out" in page_of(tmp_path).text
+    rows[:] = np.nan
+    write_portrait(Place(str(tmp_path)), LATEST, replace(portrait, embedding=rows))
+    page_of(tmp_path)
+
+
+def test_a_collapsed_encoder_has_no_map(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path))
+    rows = np.tile(embeddings(np.zeros(1, int), spread=0.0), (60, 1))
+    portrait = Portrait(step=300, embedding=rows, key=None, similarities=similarities(rows, rows))
+    write_portrait(Place(str(tmp_path)), LATEST, portrait)
+    page = page_of(tmp_path)
+    assert "nearly one point" in page.text
+    assert sum(label.startswith("Map") for label in drawings(page)) == 1
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 5, 29, 40])
+def test_a_map_has_a_place_for_every_sample(num_rows: int) -> None:
+    places = place_on_map(embeddings(np.arange(num_rows), spread=1.0).astype(np.float32))
+    if num_rows < 3:
+        assert places is None
+    else:
+        assert places is not None
+        assert places.shape == (num_rows, 2)
+        assert np.isfinite(places).all()
+
+
+@given(arrays(np.float64, st.integers(1, 300), elements=st.floats(-1.01, 1.01) | st.just(float("nan"))))
+def test_every_cosine_is_counted_once_in_its_bin(cosines: np.ndarray) -> None:
+    counts = count_cosines(cosines)
+    assert counts.sum() == np.isfinite(cosines).sum()
+    middles = (EDGES[1:] + EDGES[:-1]) / 2
+    good = np.clip(cosines[np.isfinite(cosines)], -1, 1)
+    if len(good):
+        assert counts @ middles / counts.sum() == pytest.approx(good.mean(), abs=0.0101)
+
+
+def test_the_figures_of_a_histogram_are_those_of_its_pairs() -> None:
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(80, 8))
+    first /= np.linalg.norm(first, axis=1, keepdims=True)
+    second = first + 0.5 * rng.normal(size=first.shape)
+    second /= np.linalg.norm(second, axis=1, keepdims=True)
+    cosines = first @ second.T
+    positives, negatives = cosines.diagonal(), cosines[~np.eye(80, dtype=bool)]
+    figures = told(similarities(first, second))
+    assert figures is not None
+    assert figures.positives == pytest.approx(positives.mean(), abs=0.01)
+    assert figures.negatives == pytest.approx(negatives.mean(), abs=0.01)
+    assert figures.nearer == pytest.approx((positives[:, None] > negatives).mean(), abs=0.01)
+
+
+def test_a_comparison_shows_what_differs_and_final_figures(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "low")
+    second = write_run(
+        tmp_path / "high",
+        settings={"stages.0.temperature": 0.5, "stages.0.batch_size": 128},
+        result={"status": "failed", "error": "lost"},
+    )
+    write_comparison([str(first), str(second)], str(tmp_path / "both.html"))
+    page = Page((tmp_path / "both.html").read_text())
+    assert re.search(r"stages\.0\.temperature\s+\S+\s+0\.5", page.text)
+    assert re.search(r"stages\.0\.batch_size\s+64\s+128", page.text)
+    assert "learning_rate_scaling" not in page.text
+    assert re.search(r"low\s+finished\s+200", page.text)
+    assert "over the samples" in page.text or "samples seen" in page.text
+    assert any(label.startswith("Loss by samples") for label in drawings(page))
+    assert "failed at about step 200: lost" in page.text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_addresses(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "run") for name in ("a", "b")]
+    write_comparison([str(folder) for folder in folders], str(tmp_path / "both.html"))
+    text = Page((tmp_path / "both.html").read_text()).text
+    assert all(re.search(rf"{re.escape(str(folder))}\s+finished", text) for folder in folders)
+
+
+def test_more_runs_than_colors_and_dashes_are_refused(tmp_path: Path) -> None:
+    run = read_run(str(write_run(tmp_path)))
+    with pytest.raises(ConfigError, match="33 runs are more than the 32"):
+        comparison_of([run] * 33)
+
+
+def test_the_command_is_kept_a_line_each_time(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    keep_command(output)
+    assert not (tmp_path / "command.txt").exists()  # nobody typed one
+    with typed(["/usr/bin/raycl", "train", "simclr", "--data", "my images\nhere"]):
+        keep_command(output)
+    with typed(["jobs/train.py", "simclr", "--resume"]):
+        keep_command(output)
+    assert read_commands(output) == [
+        "raycl train simclr --data 'my images here'",
+        "python jobs/train.py simclr --resume",
+    ]
+    write_run(tmp_path)
+    assert "python jobs/train.py simclr --resume" in page_of(tmp_path).text
+
+
+def test_the_door_writes_a_page_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [write_run(tmp_path / name) for name in ("one", "two")]
+    status, out, _ = run_raycl(monkeypatch, capsys, "report", folders[0])
+    assert (status, out.strip()) == (0, str(folders[0] / "report.html"))
+    status, out, _ = run_raycl(
+        monkeypatch, capsys, "report", "--run", folders[0], "--output", tmp_path / "a.html"
+    )
+    assert (status, out.strip()) == (0, str(tmp_path / "a.html"))
+    assert (tmp_path / "a.html").read_text() == (folders[0] / "report.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert run_raycl(monkeypatch, capsys, "report", *folders)[:2] == (0, "comparison.html\n")
+    assert "2 runs compared" in (tmp_path / "comparison.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda folder: [], "needs a run"),
+        (lambda folder: [folder / "nowhere"], "holds no run"),
+        (lambda folder: [folder, folder], "named twice"),
+        (lambda folder: (folder / "metrics.jsonl").unlink() or [folder], "no metrics yet"),
+        (lambda folder: (folder / "config.yaml").write_text("recipe: [") and [folder], "is no YAML"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Any,
+    says: str,
+) -> None:
+    folder = write_run(tmp_path / "run", result={"status": "running"})
+    status, out, err = run_raycl(monkeypatch, capsys, "report", *prepare(folder))
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.startswith("raycl: ")
+    assert err.count("\n") == 1
+
+
+def test_a_run_on_s3_gets_its_page_there(s3_server: str, tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path / "run"))
+    there = Place(f"s3://{BUCKET}/reported/run")
+    for path, _ in Place(str(tmp_path / "run")).files():
+        (there / path).write_bytes((tmp_path / "run" / path).read_bytes())
+    place = write_report(there.uri)
+    assert place.uri == f"s3://{BUCKET}/reported/run/report.html"
+    page = Page(place.read_text())
+    assert sum(label.startswith("Map") for label in drawings(page)) == 2
+
+
+def test_the_report_needs_neither_torch_nor_ray() -> None:
+    code = "import raycl.report.writing, sys; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_infinite_figure_counts_as_no_number() -> None:
+    lines = [json.dumps(line_of(1)), json.dumps(line_of(2, loss=float("inf"), spread=1e999))]
+    history = read_history(lines)
+    assert (history["loss"].num_bad, history["spread"].num_bad) == (1, 1)
+    assert history["loss"].last == pytest.approx(4 / 1.02)

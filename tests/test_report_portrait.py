@@ -1,0 +1,209 @@
+"""The portrait that a run takes of its encoder: the same on any number of workers, and without a trace."""
+
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor, nn
+
+from raycl.augment.images import ImageAugmentation
+from raycl.data.formats import store_all
+from raycl.data.images import ImageFormat
+from raycl.data.rows import Batch, Rows, pixels_of
+from raycl.models.heads import build_projection_head
+from raycl.models.towers import Tower, TwoTowers
+from raycl.portraits import FIRST, LATEST, read_gallery, read_portrait
+from raycl.storage import Place
+from raycl.tokens import Tokenizer, train_tokenizer
+from raycl.tokens.reading import Reader
+from raycl.training.portrait import Portrayer, _thumbnail
+from raycl.training.views import ImageDrawing
+from tests.images import digit_files
+from tests.texts import invented_texts
+from tests.workers.processes import run_workers
+
+NUM_ROWS, SIZE = 37, 16  # rows that neither 2 nor 3 workers share evenly
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Module):
+    """An encoder with everything that could be left changed: statistics, dropout, a count of its own."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(SIZE * SIZE, 12), nn.BatchNorm1d(12), nn.Dropout(dropout), nn.ReLU()
+        )
+        self.num_trained = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.num_trained += self.training
+        return self.layers(images)
+
+
+def tower(*, dropout: float = 0.0) -> Tower:
+    torch.manual_seed(0)
+    head = build_projection_head(12, num_layers=2, hidden_dim=None, dim=6, batchnorm=True)
+    built = Tower(Counting(dropout), head)
+    built(torch.randn(64, 1, SIZE, SIZE))  # statistics that are not those of the start
+    built.encoder.num_trained = 0
+    return built
+
+
+def digits() -> Rows:
+    images, labels = digit_files(NUM_ROWS)
+    formats = {"image": ImageFormat(size=SIZE, channels=1)}
+    decoded = {role: each.decode_all(images) for role, each in formats.items()}
+    numbers = {"sample_id": pa.array(range(100, 100 + NUM_ROWS)), "label": pa.array(labels)}
+    return Rows([pa.table(store_all(formats, decoded) | numbers)], formats)
+
+
+def portrayer(folder: Path, **changed: Any) -> Portrayer:
+    rows = digits()
+    augmentation = ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.25,), **changed)
+    return Portrayer(
+        rows=rows,
+        positions=np.random.default_rng(0).permutation(NUM_ROWS),
+        drawing=ImageDrawing(augmentation=augmentation, seed=0, device=CPU),
+        output=Place(str(folder)),
+        vocabulary=None,
+        held_out=True,
+        seed=0,
+    )
+
+
+def portray(rank: int, num_workers: int, folder: str, step: int, two_towers: bool) -> None:
+    towers = TwoTowers(tower(), tower()) if two_towers else tower()
+    portrayer(Path(folder)).portray(towers, CPU, step=step)
+
+
+@pytest.mark.parametrize("two_towers", [False, True])
+def test_any_number_of_workers_gives_one_portrait(two_towers: bool) -> None:
+    found = []
+    for num_workers in (1, 2, 3):
+        with tempfile.TemporaryDirectory() as folder:
+            run_workers(portray, num_workers, folder, 0, two_towers)
+            portrait, gallery = read_portrait(Place(folder), FIRST), read_gallery(Place(folder))
+            assert portrait is not None
+            assert gallery is not None
+            found.append((portrait, gallery.sample_id))
+    (first, ids), *others = found
+    for other, other_ids in others:
+        assert np.array_equal(ids, other_ids)
+        assert np.array_equal(first.embedding, other.embedding)
+        assert (first.key is None) == (other.key is None) == (not two_towers)
+        for side in ("positives", "negatives"):
+            counts = [getattr(each.similarities, side) for each in (first, other)]
+            assert np.abs(counts[0] - counts[1]).sum() <= 2  # rounding at the edge of a bin
+
+
+def test_rows_are_the_unit_representations_of_the_samples_named(tmp_path: Path) -> None:
+    built = tower()
+    portrayer(tmp_path).portray(built, CPU, step=0)
+    portrait, gallery = read_portrait(Place(str(tmp_path)), FIRST), read_gallery(Place(str(tmp_path)))
+    assert portrait is not None
+    assert gallery is not None
+    by_id = {int(number): place for place, number in enumerate(digits().sample_id)}
+    batch = digits().take(np.array([by_id[int(number)] for number in gallery.sample_id]))
+    images = portrayer(tmp_path).drawing.plain(batch)
+    with torch.no_grad():
+        expected = F.normalize(built.eval().encoder(images), dim=1)
+    assert np.allclose(portrait.embedding, expected.numpy(), atol=2e-3)
+    assert gallery.label.tolist() == batch.label.tolist()
+    assert portrait.similarities.positives.sum() == NUM_ROWS
+    assert portrait.similarities.negatives.sum() == NUM_ROWS * (NUM_ROWS - 1)
+    for content, pixels in zip(gallery.contents["image"], pixels_of(batch).images, strict=True):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), pixels.squeeze(-1))
+
+
+def test_a_portrait_leaves_no_trace_in_the_towers(tmp_path: Path) -> None:
+    built = tower(dropout=0.5).train()
+    before = {name: value.clone() for name, value in built.state_dict().items()}
+    portrayer(tmp_path).portray(built, CPU, step=0)
+    assert all(torch.equal(value, before[name]) for name, value in built.state_dict().items())
+    assert all(module.training for module in built.modules())
+    assert built.encoder.num_trained == 0
+
+
+def test_the_first_portrait_is_kept_and_the_latest_replaced(tmp_path: Path) -> None:
+    steps = []
+    for step in (0, 5, 9):
+        portrayer(tmp_path).portray(tower(), CPU, step=step)
+        portraits = [read_portrait(Place(str(tmp_path)), name) for name in (FIRST, LATEST)]
+        steps.append([each.step for each in portraits if each is not None])
+    assert steps == [[0], [0, 5], [0, 9]]
+
+
+def test_dropout_tells_the_views_of_a_sample_apart(tmp_path: Path) -> None:
+    def mean_bin(dropout: float) -> float:
+        # Views that are drawn without any randomness.
+        unchanged = {"crop_scale": (1.0, 1.0), "crop_ratio": (1.0, 1.0), "flip": 0.0, "jitter": 0.0}
+        quiet = portrayer(tmp_path, **unchanged, grayscale=0.0, blur=0.0)
+        quiet.portray(tower(dropout=dropout), CPU, step=0)
+        portrait = read_portrait(Place(str(tmp_path)), FIRST)
+        assert portrait is not None
+        counts = portrait.similarities.positives
+        return float(counts @ np.arange(len(counts)) / counts.sum())
+
+    assert mean_bin(0.0) == 99.0  # the last of a hundred: cosines of 1
+    assert mean_bin(0.5) < 99.0
+
+
+def test_equal_keys_are_no_negatives_of_each_other(tmp_path: Path) -> None:
+    class Alike:
+        """A drawing for which all samples show one thing but the first."""
+
+        def __init__(self, drawing: ImageDrawing) -> None:
+            self._drawing = drawing
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._drawing, name)
+
+        def plain_key_id(self, batch: Batch) -> Tensor:
+            return torch.from_numpy((batch.sample_id == 100).astype(np.int64))
+
+    made = portrayer(tmp_path)
+    alike = Portrayer(**{**vars(made), "drawing": Alike(made.drawing)})  # type: ignore[arg-type]
+    alike.portray(tower(), CPU, step=0)
+    portrait = read_portrait(Place(str(tmp_path)), FIRST)
+    assert portrait is not None
+    assert portrait.similarities.negatives.sum() == 2 * (NUM_ROWS - 1)
+
+
+@pytest.mark.parametrize(("aspect", "size"), [(1.0, (64, 64)), (2.0, (64, 32)), (0.5, (32, 64))])
+def test_a_thumbnail_has_the_proportions_of_the_original(aspect: float, size: tuple[int, int]) -> None:
+    square = np.zeros((160, 160, 3), np.uint8)
+    with Image.open(io.BytesIO(_thumbnail(square, aspect))) as picture:
+        assert picture.size == size
+
+
+def test_texts_come_back_from_their_tokens() -> None:
+    texts = [*invented_texts(50), "Zürich, 今日は", "two  spaces"]
+    for kind in ("bpe", "wordpiece"):
+        tokenizer = train_tokenizer(texts, vocabulary_size=600, kind=kind, cls=True)  # type: ignore[arg-type]
+        read = Reader(tokenizer).read(tokenizer.encode(texts, 256))
+        plain = [text.lower().replace(" ", "") for text in texts]
+        # Marks stand apart from words afterwards.
+        assert [text.replace(" ", "") for text in read] == plain
+
+
+def test_a_token_that_changed_places_with_the_padding_is_read() -> None:
+    library = tokenizers.Tokenizer(
+        models.WordLevel({"sea": 0, "boat": 1, "[UNK]": 2, "[PAD]": 3}, unk_token="[UNK]")
+    )
+    library.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    library.decoder = decoders.Fuse()  # type: ignore[assignment]
+    library.add_special_tokens(["[PAD]", "[UNK]"])
+    tokenizer = Tokenizer(library.to_str())
+    tokens = tokenizer.encode(["sea boat sea"], 8)
+    assert tokens[0].tolist() == [3, 1, 3]  # 0 is the padding
+    assert Reader(tokenizer).read(tokens) == ["seaboatsea"]

@@ -1,0 +1,198 @@
+"""Values that show themselves: in a notebook, in a terminal, and never with markup of somebody else's."""
+
+import json
+import math
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycl.config import RunConfig, Stage
+from raycl.negatives.bank_stats import BankStats, ShardStats
+from raycl.negatives.questions import Neighbors
+from raycl.recipes import RECIPES, recipe
+from raycl.settings import override
+from raycl.showing import Scores, Shown, Table, flat, plain, progress_html
+
+EVIL = "<script>alert(1)</script>&\"'"
+
+
+class Tags(HTMLParser):
+    """Note what is opened and closed, and the text between."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.text: list[str] = []
+        self.cells: list[list[str]] = []
+        self.feed(html)
+        assert not self.open, f"{self.open} stay open"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.seen.add(tag)
+        if tag == "tr":
+            self.cells.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+        if self.open[-1] in ("td", "th"):
+            self.cells[-1].append(data)
+
+
+def stats(**changes: Any) -> BankStats:
+    shard = ShardStats(node_id="n" * 20, node_ip="10.0.0.1", pid=7, rows=65_536, num_bytes=2**25, restarts=1)
+    values: dict[str, Any] = {
+        "name": "first", "kind": "queue", "output": "runs/first", "rows": 65_536, "filled": 4_096, "dim": 128,
+        "dtype": "float16", "num_bytes": 2**25, "shards": (shard,), "newest_step": 1_234, "age_mean": 7.5,
+        "age_max": 15, "age_histogram": ((1, 256),), "norm_mean": 1.0, "norm_min": 0.5, "norm_max": 1.5, "puts": 1_000_000,
+        "reads": 0, "puts_per_second": 12.25, "reads_per_second": 0.0, "restarts": 1,
+    }  # fmt: skip
+    return BankStats(**values | changes)
+
+
+NEIGHBORS = Neighbors(
+    sample_id=np.array([7, 123_456]), similarity=np.array([0.5, 0.25], np.float32), step=np.array([3, 1_000])
+)
+SCORES = Scores(
+    {"measure": "retrieval", "recall_at_10": 0.5, "num_test": 12_345, "floor": {"tfidf": {"mrr": 0.25}}, "examples": [{"query": EVIL}] * 3}
+)  # fmt: skip
+VALUES: dict[str, Shown] = {
+    "bank": stats(),
+    "an empty bank": stats(newest_step=None, age_mean=None, age_max=None, norm_mean=None, shards=()),
+    "neighbors": NEIGHBORS,
+    "scores": SCORES,
+    "configuration": recipe("moco_v2", image_size=32),
+    "stage": Stage(epochs=3),
+    "default section": recipe("simclr").monitor,
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_value_shows_all_of_its_facts_as_sound_html_and_as_text(value: Shown) -> None:
+    table, html, text = value.shown(), value._repr_html_(), str(value)
+    cells = Tags(html).cells
+    assert [[name, plain(fact)] for name, fact in table.facts.items()] == cells[: len(table.facts)]
+    if table.rows:
+        assert [list(map(plain, row)) for row in table.rows] == cells[len(table.facts) + 1 :]
+    for line in [*cells, [table.title]]:
+        assert all(cell in text for cell in line)
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_html_brings_no_color_so_that_dark_pages_can_be_read(value: Shown) -> None:
+    html = value._repr_html_() + progress_html("training", 1, 2, "")
+    assert "color" not in html and "background" not in html and "<style" not in html
+
+
+def test_what_others_wrote_is_shown_as_text_and_never_as_markup() -> None:
+    table = Table(title=EVIL, facts={EVIL: EVIL}, columns=(EVIL,), rows=[(EVIL,)])
+    for html in (table.to_html(), progress_html(EVIL, 1, 2, EVIL), Scores({"measure": EVIL, EVIL: EVIL})._repr_html_()):  # fmt: skip
+        tags = Tags(html)
+        assert "script" not in tags.seen
+        assert any(EVIL in text for text in tags.text)
+
+
+def test_the_repr_of_a_value_stays_that_of_its_fields() -> None:
+    assert repr(stats()).startswith("BankStats(name='first', kind='queue'")
+    assert repr(Scores({"top1": 0.5})) == "{'top1': 0.5}"
+    assert repr(Stage(epochs=3)).startswith("Stage(epochs=3")
+
+
+def test_ipython_prints_the_lines_in_a_terminal() -> None:
+    class Printer:
+        def text(self, text: str) -> None:
+            self.told = text
+
+    printer = Printer()
+    SCORES._repr_pretty_(printer, cycle=False)
+    assert printer.told == str(SCORES)
+
+
+def test_scores_are_a_dictionary_for_json() -> None:
+    assert json.loads(json.dumps(SCORES)) == dict(SCORES)
+    assert SCORES["floor"]["tfidf"]["mrr"] == 0.25
+
+
+def test_scores_show_nested_values_by_path_and_count_examples() -> None:
+    facts = SCORES.shown().facts
+    assert facts["floor.tfidf.mrr"] == 0.25
+    assert facts["examples"] == "3 of them"
+    assert "measure" not in facts and SCORES.shown().title == "retrieval"
+
+
+def test_ids_and_steps_of_neighbors_are_shown_as_they_are_written() -> None:
+    assert NEIGHBORS.shown().rows[1] == ("123456", "0.2500", "1000")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("image_size", [32, 224])
+def test_what_a_configuration_shows_makes_it_again_from_the_defaults(name: str, image_size: int) -> None:
+    config = recipe(name, image_size=image_size)
+    facts = dict(config.shown().facts)
+    blank = RunConfig(recipe="blank", stages=(Stage(epochs=1),))
+    assert override(blank, {"stages.0.epochs": config.stages[0].epochs} | facts) == config
+    assert len(facts) < len(flat(config.model_dump())) / 2
+
+
+def test_flat_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
+    assert flat({"a": {"b": [1, 2]}, "c": [{"d": 1}, {"d": 2}], "e": {}}) == {"a.b": [1, 2], "c.0.d": 1, "c.1.d": 2, "e": {}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(None, "-"), (True, "yes"), (65_536, "65,536"), (0.123456789, "0.123457"), (12_345.67, "12,345.7"), (math.nan, "nan"), ("a\nb", "a b"), ([], "-"), ((0.2, 1.0), "0.2, 1"), ({"a": 1_000}, "a: 1,000")],
+)  # fmt: skip
+def test_plain_values_read_as_people_write_them(value: object, said: str) -> None:
+    assert plain(value) == said
+
+
+def test_bar_keeps_within_its_bounds() -> None:
+    assert 'value="0" max="1"' in progress_html("reading", -1, 0, "")
+    assert 'value="30" max="120"' in progress_html("training", 30, 120, "steps")
+    assert "training 1,200/4,000  steps" in progress_html("training", 1_200, 4_000, "steps")
+
+
+NOTEBOOK = """
+import time
+from raycl.progress import ProgressLine
+
+started = time.monotonic()
+def look():
+    done = min(4, int((time.monotonic() - started) / 0.5))
+    return done, 4, f"steps  <loss> {done}"
+with ProgressLine("training", look, notices=lambda: ["bank: first"]):
+    time.sleep(2.6)
+from raycl.recipes import recipe
+recipe("simclr", image_size=32)
+"""
+
+
+def test_a_real_notebook_draws_one_bar_that_moves_and_shows_values() -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(NOTEBOOK)])
+    moved: list[dict[str, Any]] = []
+
+    class Client(nbclient.NotebookClient):
+        def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+            if msg["msg_type"] in ("display_data", "update_display_data"):
+                moved.append(msg)
+            return super().process_message(msg, cell, cell_index)
+
+    Client(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = notebook.cells[0].outputs
+    bars = [each for each in outputs if "<progress" in each.get("data", {}).get("text/html", "")]
+    assert len(bars) == 1
+    assert 'value="4" max="4"' in bars[0]["data"]["text/html"]
+    assert "&lt;loss&gt; 4" in bars[0]["data"]["text/html"]
+    assert len({each["content"]["data"]["text/html"] for each in moved}) > 2
+    assert any("bank: first" in each.get("text", "") for each in outputs)
+    (shown,) = [each for each in outputs if each.output_type == "execute_result"]
+    assert "encoder.name" in shown["data"]["text/html"] and "resnet18" in shown["data"]["text/plain"]
