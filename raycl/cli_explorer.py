@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import ipaddress
 import signal
 import time
 from collections.abc import Iterator
@@ -69,7 +70,10 @@ def _check_installed() -> None:
 
 
 def _url(host: str, head: str, port: int, route: str) -> str:
-    shown = head if host in ("0.0.0.0", "::") else host
+    """Return the address to open; of all interfaces that of the head."""
+    shown = host
+    with contextlib.suppress(ValueError):  # a name
+        shown = head if ipaddress.ip_address(host).is_unspecified else host
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{route}"
 
 

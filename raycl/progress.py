@@ -1,6 +1,5 @@
 """The live progress line: what the logbook says, shown while the driver waits."""
 
-import importlib
 import sys
 import threading
 import time
@@ -81,7 +80,8 @@ class ProgressLine:
 
     def _draw_in_notebook(self) -> None:
         # rich would need ipywidgets for a bar that moves; what shows results can replace them as well.
-        notebook: Any = importlib.import_module("IPython.display")
+        from IPython import display as notebook
+
         place: Any = None
         while True:
             last = self._stopped.is_set()

@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 import raycl
+from raycl import cli_explorer
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, RunError
 from raycl.explorer.app import create_app
@@ -441,6 +442,20 @@ def test_a_wrong_flag_is_one_line_and_status_2(
     status, out, err = run_raycl(monkeypatch, capsys, "bank", "serve", "any", *flags)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000/"),
+        ("localhost", "http://localhost:8000/"),
+        ("::1", "http://[::1]:8000/"),
+        ("0.0.0.0", "http://10.0.0.7:8000/"),
+        ("::", "http://10.0.0.7:8000/"),
+    ],
+)
+def test_the_url_is_one_that_a_browser_can_open(host: str, url: str) -> None:
+    assert cli_explorer._url(host, "10.0.0.7", 8000, "/") == url
 
 
 def test_without_ray_serve_the_command_says_what_to_install(

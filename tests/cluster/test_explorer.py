@@ -30,7 +30,7 @@ from raycl.negatives.bank_client import QueueClient
 from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
 from raycl.negatives.bank_plan import BankPlan
 from raycl.settings import config_to_yaml
-from tests.cluster.test_security import free_ports, is_loopback, listening
+from tests.cluster.test_security import family, free_ports, is_loopback, listening
 from tests.images import digit_files, write_digits
 
 CHROMIUM = shutil.which("chromium")
@@ -385,15 +385,15 @@ def test_a_text_is_asked_with_and_before_a_checkpoint_the_page_says_that_there_i
 def serve_processes() -> dict[int, str]:
     """Return the processes of Ray Serve below this one: pid to what they call themselves."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in family(os.getpid()):
         try:
-            title = (folder / "cmdline").read_text().replace("\0", " ")
+            title = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
         except OSError:
-            continue
+            continue  # it has ended
         if title.startswith("ray::") and any(
             word in title for word in ("ServeReplica", "ProxyActor", "ServeController")
         ):
-            found[int(folder.name)] = title
+            found[pid] = title
     return found
 
 
@@ -428,7 +428,7 @@ def test_closing_leaves_the_run_and_nothing_of_ray_serve(digits: Explored, texts
     assert (status, out.splitlines()[-1], errors) == (0, "closed", "")
     named = ray.util.list_named_actors(all_namespaces=True)
     assert [each for each in named if each["namespace"] == "serve"] == []
-    wait_until(lambda: not serve_processes(), 20)
+    wait_until(lambda: not serve_processes(), 60)
     step = connect_bank("digits").stats().newest_step
     wait_until(lambda: connect_bank("digits").stats().newest_step > step, 30)
     assert job.process.poll() is None
