@@ -104,7 +104,8 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Start a run of MoCo on digits that goes on until it is told to stop."""
-    folder = tmp_path_factory.mktemp("runs", numbered=False)
+    folder = tmp_path_factory.mktemp("explorer") / "runs"  # as the page shows it
+    folder.mkdir()
     data, output = write_digits(folder / "digits.parquet", 1_700), folder / "digits"
     settings = {
         "data.image_size": 16,
@@ -153,8 +154,9 @@ class Explored:
 def serve(name: str, port: int, *flags: object) -> Explored:
     process = start("bank", "serve", name, "--port", port, "--token", TOKEN, *flags)
     assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
+    # Ray tells every driver of its cluster what it worries about.
+    line = next((line for line in process.stdout if "?token=" in line), None)
+    if line is None:
         pytest.fail(process.communicate()[1])
     url, _, token = line.split()[-1].partition("?token=")
     assert token == TOKEN
@@ -425,7 +427,7 @@ def test_closing_leaves_the_run_and_nothing_of_ray_serve(digits: Explored, texts
     wait_until(lambda: len(dead_jobs()) > num_dead)
     assert texts.api("rows/0")[0] == 200
     status, out, errors = end(texts.process, signal.SIGINT)
-    assert (status, out.splitlines()[-1], errors) == (0, "closed", "")
+    assert (status, "closed" in out.splitlines(), errors) == (0, True, "")
     named = ray.util.list_named_actors(all_namespaces=True)
     assert [each for each in named if each["namespace"] == "serve"] == []
     wait_until(lambda: not serve_processes(), 60)
