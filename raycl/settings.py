@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from raycl.config import RunConfig, Stage
+from raycl.config import RunConfig, Stage, leaves
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
@@ -94,22 +94,8 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two runs differ: key path to (before, after)."""
-    old, new = (_flat(config.model_dump(mode="json")) for config in (before, after))
+    old, new = (leaves(config) for config in (before, after))
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
-
-
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    items = (
-        values.items()
-        if isinstance(values, dict)
-        else enumerate(values)
-        if isinstance(values, list)
-        else None
-    )
-    if items is None:
-        return {path: values}
-    parts = [_flat(value, f"{path}.{key}" if path else str(key)) for key, value in items]
-    return {key: value for part in parts for key, value in part.items()}
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:

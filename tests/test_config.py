@@ -117,7 +117,17 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         (
             "simclr",
             ["workers=4", "min_workers=1"],
-            "batch_size 256 does not divide over 3 workers.*1 to 4.* 12 divides over each",
+            "batch_size 256 does not divide over 3 workers.*1 to 4 workers may come: a multiple of 12 divides",
+        ),
+        (
+            "simclr",
+            ["workers=16", "min_workers=1"],
+            "does not divide over 3 workers.*1 to 16 workers may come: choose a narrower MIN:MAX",
+        ),
+        (
+            "simclr",
+            ["workers=2", "min_workers=1", "stages.0.chunk_size=1000"],
+            r"chunk_size 1000 is larger than .*choose a smaller one$",
         ),
         (
             "moco_v2",

@@ -1,5 +1,6 @@
 """A run, stated: frozen, validated values. Nothing below this floor sees them."""
 
+from raycl.config.leaves import leaves
 from raycl.config.run import RunConfig
 from raycl.config.sections import (
     AugmentConfig,
@@ -36,4 +37,5 @@ __all__ = [
     "Stage",
     "TextAugmentConfig",
     "TextConfig",
+    "leaves",
 ]

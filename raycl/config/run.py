@@ -153,9 +153,13 @@ class RunConfig(Section):
         """Return what is wrong with a stage for any number of workers that it may have."""
         least, most = self.worker_range(stage)
         for workers in range(least, most + 1):
-            for check in (_check_workers, _check_groups, _check_chunks, _check_capacity):
-                if problem := check(self.settled(workers), stage):
+            settled = self.settled(workers)
+            for check in (_check_workers, _check_groups):
+                if problem := check(settled, stage):
                     return problem + _for_each_number(least, most)
+            for check in (_check_chunks, _check_capacity):
+                if problem := check(settled, stage):
+                    return problem
         return None
 
     @model_validator(mode="after")
@@ -272,7 +276,12 @@ def _for_each_number(least: int, most: int) -> str:
     """Say what divides over any number of workers that there may be."""
     if least == most:
         return ""
-    return f" (of {least} to {most} workers any number may come, and {math.lcm(*range(least, most + 1))} divides over each)"
+    multiple = math.lcm(*range(least, most + 1))
+    # Of 1 to 16 workers it is 720,720, which no batch has.
+    way_out = (
+        f"a multiple of {multiple} divides over each" if multiple <= 100_000 else "choose a narrower MIN:MAX"
+    )
+    return f" (any number from {least} to {most} workers may come: {way_out})"
 
 
 def _check_workers(config: RunConfig, stage: Stage) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from raycl.config import leaves
 from raycl.report.figures import JUDGMENTS
 from raycl.report.run import Run
 from raycl.settings import differences
@@ -91,7 +92,7 @@ def differing_settings(runs: Sequence[Run]) -> Table:
     """Return the settings in which the runs differ, a row each."""
     first, *others = runs
     keys = dict.fromkeys(key for other in others for key in differences(first.config, other.config))
-    flat = [_flat(run.config.model_dump(mode="json")) for run in runs]
+    flat = [leaves(run.config) for run in runs]
     rows = [[key, *(_setting(values, key) for values in flat)] for key in keys]
     return Table(title="Settings that differ", head=["setting", *(run.name for run in runs)], rows=rows)
 
@@ -114,23 +115,6 @@ def duration(seconds: Any) -> str:
     if hours:
         return f"{hours:,} h {minutes} min"
     return f"{minutes} min {left} s" if minutes else f"{left} s"
-
-
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree by their paths, which are those of ``--set``."""
-    items = (
-        values.items()
-        if isinstance(values, dict)
-        else enumerate(values)
-        if isinstance(values, list)
-        else None
-    )
-    if items is None:
-        return {path: values}
-    found: dict[str, Any] = {}
-    for key, value in items:
-        found |= _flat(value, f"{path}.{key}" if path else str(key))
-    return found
 
 
 def _setting(values: Mapping[str, Any], key: str) -> str:

@@ -24,5 +24,5 @@ class Reader:
     def read(self, texts: Sequence[NDArray[np.int32]]) -> list[str]:
         """Return each text, without special tokens."""
         # Twice swapped, padding and the token 0 are where the library has them.
-        numbers = [self._numbered._swapped(text).tolist() for text in texts]
+        numbers = [self._numbered.swapped(text).tolist() for text in texts]
         return [" ".join(self._tokenizer.decode(text).split()) for text in numbers]

@@ -112,7 +112,7 @@ class Tokenizer:
         """Those that stand for no text: padding, the beginning of a text and the like."""
         added = self._tokenizer.get_added_tokens_decoder()
         special = np.array([number for number, token in added.items() if token.special], np.int64)
-        return tuple(sorted(self._swapped(special).tolist()))
+        return tuple(sorted(self.swapped(special).tolist()))
 
     @cached_property
     def begins_word(self) -> NDArray[np.bool_]:
@@ -129,7 +129,7 @@ class Tokenizer:
                 begins[number] = not token.startswith(mark_of_rest)
             else:
                 begins[number] = token.startswith((_SPACE, "▁", *_CHINESE_OR_JAPANESE))
-        return begins[self._swapped(np.arange(self.num_tokens))]
+        return begins[self.swapped(np.arange(self.num_tokens))]
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[NDArray[np.int32]]:
         """Return the tokens of each text: at least one and at most ``max_length`` of them.
@@ -147,7 +147,7 @@ class Tokenizer:
         for text in texts:
             text = text if len(text) <= most else text.lstrip()[:most]
             own = self._tokenizer.encode(text, add_special_tokens=False).ids[:room] or [self._unknown]
-            rows.append(self._swapped(np.array(self._before + own + self._after, np.int32)))
+            rows.append(self.swapped(np.array(self._before + own + self._after, np.int32)))
         return rows
 
     def _number_of(self, *names: str) -> int:
@@ -170,7 +170,8 @@ class Tokenizer:
             )
         return whole[: starts[0]], whole[starts[0] + len(own) :]
 
-    def _swapped(self, numbers: NDArray[Any]) -> NDArray[Any]:
+    def swapped(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Return the numbers with the library's padding and ``PADDING`` in each other's place; twice is as before."""
         if self._padding == PADDING:
             return numbers
         is_padding = numbers == self._padding

@@ -10,7 +10,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from raycl.config import RunConfig
+from raycl.config import RunConfig, leaves
 from raycl.storage import Place
 from raycl.tracking.identity import known_run, remember_run
 from raycl.tracking.point import Point
@@ -61,7 +61,7 @@ class MlflowRun:
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run = self._client.create_run(experiment_id, run_name=output.name, tags={"output": output.uri})
-        settings = _flat(config.model_dump(mode="json")).items()
+        settings = leaves(config).items()
         params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings]
         for some in _parts(params, _MOST_PARAMS):
             self._client.log_batch(run.info.run_id, params=some)
@@ -70,15 +70,3 @@ class MlflowRun:
 
 def _parts(items: list[Any], size: int) -> list[list[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def _flat(values: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree by their paths, as --set names them."""
-    if not isinstance(values, dict | list):
-        return {path: values}
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    return {
-        key: leaf
-        for name, value in items
-        for key, leaf in _flat(value, f"{path}.{name}" if path else str(name)).items()
-    }

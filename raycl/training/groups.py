@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Self, final
 
 import ray
+from ray.exceptions import RayActorError
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
@@ -51,7 +52,7 @@ class Groups:
         failures = _Failures(self._config.max_failures)
         notices = notices_of(self._logbook)
         with (
-            _Signals(self._logbook, self._output) as signals,
+            Signals(self._logbook, self._output) as signals,
             ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet),
         ):
             while True:
@@ -154,7 +155,7 @@ def spare_cpus(streamed: bool) -> float:
 
 
 @final
-class _Signals:
+class Signals:
     """Let the first SIGTERM or Ctrl-C ask the workers to save and end; a second one ends this process.
 
     So does the first after a while in which no worker was there: a group may wait for its nodes.
@@ -190,15 +191,14 @@ class _Signals:
         self.last = signum
         self._handle_no_more()
         # Not from the handler itself: it may have interrupted Ray in the middle of a call.
-        self._asking = threading.Thread(target=self._ask_to_stop, daemon=True)
+        self._asking = threading.Thread(target=self._await_the_end, daemon=True)
         self._asking.start()
 
-    def _ask_to_stop(self) -> None:
+    def _await_the_end(self) -> None:
         print(
             "raycl: saving after this step, then ending; once more ends at once", file=sys.stderr, flush=True
         )
-        ray.get(self._logbook.ask_to_stop.remote())
-        while float(ray.get(self._logbook.seconds_alone.remote())) < _ALONE_S:
+        while self.ask_to_stop() < _ALONE_S:
             if self._ended.wait(2.0):
                 return
         error = "the run was stopped while no worker was there to save; go on from the last checkpoint with --resume"
@@ -206,6 +206,17 @@ class _Signals:
             write_result(self._output, {"status": "stopped", "error": error})
         print(f"raycl: {error}", file=sys.stderr, flush=True)
         os._exit(128 + self.last)  # the group would go on waiting for its nodes
+
+    def ask_to_stop(self) -> float:
+        """Ask the workers to stop, and return since when none was heard.
+
+        Asked for again each time: a logbook that died has forgotten it, and is soon there again.
+        """
+        try:
+            ray.get(self._logbook.ask_to_stop.remote())
+            return float(ray.get(self._logbook.seconds_alone.remote()))
+        except RayActorError:
+            return 0.0
 
 
 def _aside(work: Callable[[], Any]) -> Any:

@@ -158,7 +158,7 @@ class _Loop:
         if self._look_is_due(position):
             if self._judge is not None:
                 self._save(position, judged=self._judge_now(position))
-            else:
+            elif self._portrayer is not None:
                 self._learner.average_statistics()
                 self._portray(position)
         return position

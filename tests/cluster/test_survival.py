@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 import raycl
 from raycl.data import logbook
 from raycl.errors import ConfigError, RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
-from raycl.training.groups import workers_with_room
+from raycl.training.groups import Signals, workers_with_room
 from raycl.training.heartbeat import heartbeat
 from tests.cluster.strikes import wait_until
 from tests.cluster.test_negatives import assert_equal_runs
@@ -184,6 +185,22 @@ def test_a_second_run_into_an_output_that_has_one_is_refused(
     ):
         raycl.train(config, data=str(data), output=str(output), quiet=True)
     assert not (output / "config.yaml").exists()
+
+
+def test_a_wish_to_stop_outlives_the_logbook_that_was_told(tmp_path: Path) -> None:
+    with logbook.open_logbook() as book, Signals(book, Place(str(tmp_path))) as signals:
+        signals.ask_to_stop()
+        assert ray.get(book.is_to_stop.remote())
+        ray.kill(book, no_restart=False)
+
+        def is_to_stop_again() -> bool:
+            signals.ask_to_stop()
+            try:
+                return ray.get(book.is_to_stop.remote())
+            except RayActorError:
+                return False
+
+        wait_until(is_to_stop_again)
 
 
 def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
