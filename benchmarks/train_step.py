@@ -1,15 +1,16 @@
-"""Samples a second of whole training: ``raycl train simclr`` beside lightly in plain DDP.
+"""Samples a second of whole training: ``raycl train simclr`` or ``moco_v2`` beside lightly in plain DDP.
 
 Both train on the same images with the same encoder, batch, optimizer and precision, two processes
-with half of the cores each. lightly's side is what its documentation shows: ``SimCLRTransform`` in a
-``DataLoader``, ``NTXentLoss(gather_distributed=True)``, ``DistributedDataParallel``; BatchNorm stays
-local there, since torch synchronizes it on CUDA only, while raycl's is synchronized. ``encoder`` is
-what neither can exceed: two processes that do nothing but forward and backward. Decoding is
+with half of the cores each. lightly's side is what its documentation shows: ``SimCLRTransform`` or
+``MoCoV2Transform`` in a ``DataLoader``, ``NTXentLoss(gather_distributed=True)``, with a memory bank of 4,096
+for MoCo, and ``DistributedDataParallel``; BatchNorm stays local there, since torch synchronizes it on CUDA only,
+while raycl's is synchronized (SimCLR) or shuffled (MoCo). ``encoder`` is what neither can exceed: two
+processes that do nothing but forward and backward, for MoCo another forward pass for the keys. Decoding is
 within lightly's time and before raycl's, which keeps decoded images for all epochs. The runs are
 interleaved; a run's rate is over all its steps but the first three, the figure the median of runs.
 ``small`` is the encoder of the CIFAR-10 run of docs/results.md.
 
-    python benchmarks/train_step.py --data train.parquet --encoder resnet18 --json step.json
+    python benchmarks/train_step.py --data train.parquet --recipe simclr --encoder resnet18 --json step.json
 """
 
 import argparse
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ def main() -> None:
     first = medians[options.sides[0]]
     compared = ", ".join(f"{side} {rate:.1f} ({first / rate:.2f})" for side, rate in medians.items())
     print(
-        f"{options.encoder}, {options.precision}, batch {options.batch_size}, 2 workers; samples/s "
+        f"{options.recipe}, {options.encoder}, {options.precision}, batch {options.batch_size}, 2 workers; samples/s "
         f"(and {options.sides[0]}'s rate over it): {compared}"
     )
     if options.json:
@@ -58,6 +60,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="samples a second of whole training beside lightly")
     parser.add_argument("--data", required=True, help="parquet file with an image column")
+    parser.add_argument("--recipe", choices=["simclr", "moco_v2"], default="simclr")
     parser.add_argument("--encoder", choices=ENCODERS, default="resnet18")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batch-size", type=int, default=256)
@@ -82,7 +85,7 @@ def run_raycl(options: argparse.Namespace) -> float:
     from raycl.storage import Place
 
     config = raycl.override(
-        raycl.recipe("simclr", image_size=32),
+        raycl.recipe(options.recipe, image_size=32),
         {
             "workers": 2,
             "precision": options.precision,
@@ -91,6 +94,7 @@ def run_raycl(options: argparse.Namespace) -> float:
             "stages.0.steps": options.steps,
             "stages.0.batch_size": options.batch_size,
             "evaluation.every_epochs": 0,
+            "evaluation.portrait": 0,
             "log_every_steps": 1,
         },
     )
@@ -113,8 +117,8 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     import torch
     import torch.distributed as dist
     from lightly.loss import NTXentLoss
+    from lightly.models.utils import deactivate_requires_grad, update_momentum
     from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
 
     from raycl.models.heads import build_projection_head
     from raycl.models.images import build_image_encoder
@@ -125,24 +129,24 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     encoder = build_image_encoder(image_size=32, **ENCODERS[options.encoder])
     dim = encoder(torch.zeros(2, 3, 32, 32)).shape[1]
     head = build_projection_head(dim, num_layers=2, hidden_dim=None, dim=128)
-    model = DistributedDataParallel(torch.nn.Sequential(encoder, head))
-    criterion = NTXentLoss(temperature=0.2, gather_distributed=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
-    images = LightlyImages(options.data)
-    sampler = DistributedSampler(images)
-    loader = DataLoader(
-        images,
-        options.batch_size // 2,
-        sampler=sampler,
-        drop_last=True,
-        num_workers=1,
-        persistent_workers=True,
+    tower = torch.nn.Sequential(encoder, head)
+    is_moco = options.recipe == "moco_v2"
+    model, followers = DistributedDataParallel(tower), deepcopy(tower)
+    deactivate_requires_grad(followers)
+    criterion = NTXentLoss(
+        temperature=0.2, memory_bank_size=(4_096, 128) if is_moco else 0, gather_distributed=True
     )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
+    loader = lightly_loader(options)
     ends: list[float] = []
     while len(ends) < options.steps:
         for views in loader:
             with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bfloat16"):
-                embedding = [model(view) for view in views]
+                if is_moco:
+                    update_momentum(tower, followers, m=0.99)
+                    embedding = [model(views[0]), followers(views[1]).detach()]
+                else:
+                    embedding = [model(view) for view in views]
                 loss = criterion(embedding[0].float(), embedding[1].float())
             optimizer.zero_grad()
             loss.backward()
@@ -155,6 +159,20 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
         rate = (options.steps - WARMUP_STEPS) * options.batch_size / seconds
         (Path(folder) / "rate.json").write_text(json.dumps(rate))
     dist.destroy_process_group()
+
+
+def lightly_loader(options: argparse.Namespace) -> Any:
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    images = LightlyImages(options.data, is_moco=options.recipe == "moco_v2")
+    return DataLoader(
+        images,
+        options.batch_size // 2,
+        sampler=DistributedSampler(images),
+        drop_last=True,
+        num_workers=1,
+        persistent_workers=True,
+    )
 
 
 def run_encoder(options: argparse.Namespace) -> float:
@@ -177,12 +195,16 @@ def encoder_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     dim = encoder(torch.zeros(2, 3, 32, 32)).shape[1]
     model = torch.nn.Sequential(encoder, build_projection_head(dim, num_layers=2, hidden_dim=None, dim=128))
     model = model.to(memory_format=torch.channels_last)
-    # Two views of this process's half of the batch.
+    # Two views of this process's half of the batch; of MoCo the second one has no gradient.
     images = torch.randn(options.batch_size, 3, 32, 32).to(memory_format=torch.channels_last)
+    queries, keys = images.chunk(2) if options.recipe == "moco_v2" else (images, None)
     ends: list[float] = []
     for _ in range(options.steps):
         with autocast(options.precision, images.device):
-            embedding = model(images)
+            if keys is not None:
+                with torch.no_grad():
+                    model(keys)
+            embedding = model(queries)
         embedding.float().square().mean().backward()
         ends.append(time.perf_counter())
     seconds = ends[-1] - ends[WARMUP_STEPS - 1]
@@ -193,12 +215,16 @@ def encoder_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
 class LightlyImages:
     """The same parquet file as a map-style data set with lightly's transform for small images."""
 
-    def __init__(self, data: str) -> None:
+    def __init__(self, data: str, *, is_moco: bool) -> None:
         import pyarrow.parquet as pq
-        from lightly.transforms import SimCLRTransform
+        from lightly.transforms import MoCoV2Transform, SimCLRTransform
 
         self._images = pq.read_table(data, columns=["image"])["image"].to_pylist()
-        self._transform = SimCLRTransform(input_size=32, cj_strength=0.5, gaussian_blur=0.0)
+        self._transform = (
+            MoCoV2Transform(input_size=32, gaussian_blur=0.0)
+            if is_moco
+            else SimCLRTransform(input_size=32, cj_strength=0.5, gaussian_blur=0.0)
+        )
 
     def __len__(self) -> int:
         return len(self._images)

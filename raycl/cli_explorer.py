@@ -52,7 +52,7 @@ def serve(
         )
     with _until_told_to_stop(), served(exhibit, host, port) as route:
         head, is_here = head_address()
-        print(f"bank {name}: {_url(host, head, port, route)}?token={secret}", flush=True)
+        print(f"bank {name}: {_url(host, head, port, route)}#token={secret}", flush=True)
         if is_loopback(host) and not is_here:
             print(
                 f"on the head, {head}, that is; from here: ssh -L {port}:127.0.0.1:{port} {head}", flush=True

@@ -38,5 +38,16 @@ def read_commands(output: Place) -> list[str]:
 def _as_typed(arguments: Sequence[str]) -> str:
     program, *rest = arguments
     name = ["python", program] if program.endswith(".py") else [Path(program).name]
-    # A line break within an argument would make two commands of one.
-    return " ".join(shlex.join([*name, *rest]).splitlines())
+    return " ".join(map(_quoted, [*name, *rest]))
+
+
+def _quoted(argument: str) -> str:
+    """Return it as a shell takes it, in one line: a line break within it would make two commands of one."""
+    if len(f"{argument}.".splitlines()) == 1:
+        return shlex.quote(argument)
+    escaped = argument.replace("\\", r"\\").replace("'", r"\'")
+    return f"$'{''.join(map(_unbroken, escaped))}'"
+
+
+def _unbroken(character: str) -> str:
+    return character if len(f"{character}.".splitlines()) == 1 else f"\\u{ord(character):04x}"

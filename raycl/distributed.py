@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raycl.errors import RayclError
+from raycl.phases import phase
 from raycl.shared_memory import MAX_BYTES, SharedMemory
 
 _memory: SharedMemory | None = None
@@ -62,11 +63,12 @@ def gather_detached(rows: Tensor) -> Tensor:
     rows = rows.detach()
     if num_workers() == 1:
         return rows
-    if memory := _memory_for(rows):
-        return memory.gather(rows)
-    stacked = rows.new_empty(num_workers() * rows.shape[0], *rows.shape[1:])
-    dist.all_gather_into_tensor(stacked, rows.contiguous())
-    return stacked
+    with phase("messages"):
+        if memory := _memory_for(rows):
+            return memory.gather(rows)
+        stacked = rows.new_empty(num_workers() * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(stacked, rows.contiguous())
+        return stacked
 
 
 def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +99,8 @@ def all_sum(value: Tensor) -> Tensor:
         return gather_detached(value[None]).sum(0, dtype=value.dtype)
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if num_workers() > 1:
-        dist.all_reduce(total)
+        with phase("messages"):
+            dist.all_reduce(total)
     return total
 
 
@@ -117,8 +120,9 @@ class Passing:
 
     def arrived(self) -> tuple[Tensor, ...]:
         """Wait, and return the tensors of the worker before."""
-        for work in self._works:
-            work.wait()
+        with phase("messages"):
+            for work in self._works:
+                work.wait()
         return self._received
 
     def _messages(self) -> list[dist.P2POp]:
@@ -254,7 +258,8 @@ class _Gather(torch.autograd.Function):
         # Sum, not mean: DDP divides by the number of workers afterwards.
         if grad.is_cuda:
             own = grad.new_empty(ctx.local_batch, *grad.shape[1:])
-            dist.reduce_scatter_tensor(own, grad.contiguous())
+            with phase("messages"):
+                dist.reduce_scatter_tensor(own, grad.contiguous())
             return own
         # gloo's reduce-scatter takes three times as long as its all-reduce (1 MB, 2 workers).
         return all_sum(grad).narrow(0, rank() * ctx.local_batch, ctx.local_batch)

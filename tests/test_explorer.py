@@ -3,8 +3,12 @@
 import asyncio
 import json
 import re
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ import raycl
 from raycl import cli_explorer
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, RunError
+from raycl.explorer import samples as samples_module
 from raycl.explorer.app import create_app
 from raycl.explorer.exhibit import columns_of
 from raycl.explorer.explorer import Explorer
@@ -136,6 +141,19 @@ def test_every_answer_has_the_headers_and_lets_no_other_site_in(opened: Open, pa
     assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     assert not [name for name in answer.headers if name.startswith("access-control-")]
     assert "unsafe" not in answer.headers["Content-Security-Policy"]
+
+
+def test_a_fault_of_ours_is_answered_in_one_line_with_the_headers_and_without_its_text(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Faulty:
+        def show(self, sample_id: int) -> None:
+            raise KeyError("a secret path")
+
+    answer = opened(samples=Faulty()).get("/api/samples/3")
+    assert refusal(answer) == (500, "the explorer has a fault; its log says more")
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert "a secret path" in caplog.text
 
 
 def test_tokens_are_new_each_time_and_weak_ones_are_refused() -> None:
@@ -297,7 +315,8 @@ def test_an_upload_arrives_to_the_last_byte(opened: Open) -> None:
     assert encoder.came.pop() == "größer <b>"
 
 
-def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank) -> None:
+def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycl.explorer.live_bank._REST", 0.0)
     there: list[Bank] = [bank]
 
     def connect() -> Bank:
@@ -334,7 +353,60 @@ def test_many_viewers_cost_one_count_a_second(opened: Open, bank: Bank) -> None:
     assert len(counted) == 1
 
 
+def test_a_bank_that_takes_long_to_count_is_counted_rarely_and_not_for_a_question(
+    opened: Open, bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    census, now = bank.actors[0].census, [0.0]
+    monkeypatch.setattr("raycl.explorer.live_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow_census(*slots: Any) -> Any:
+        counted.append(1)
+        now[0] += 3.0
+        return census(*slots)
+
+    bank.actors[0].census = slow_census
+    client = opened(bank=LiveBank(lambda: bank, keep_s=1))
+    for _ in range(29):
+        assert client.get("/api/stats").status_code == 200
+        now[0] += 2.0
+    assert len(counted) == 1
+    now[0] += 4.0
+    assert client.get("/api/nearest?id=4&k=1").status_code == 200
+    assert len(counted) == 1
+    assert client.get("/api/stats").status_code == 200
+    assert len(counted) == 2
+
+
 # ---- samples
+
+
+def test_many_pictures_at_once_look_up_the_ids_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, _ = digit_files(8)
+    ids = np.arange(8) * 10
+    pq.write_table(pa.table({"image": images, "sample_id": ids}), tmp_path / "set.parquet")
+    made: list[int] = []
+    positions = samples_module._Positions
+    arrived = threading.Barrier(4)
+
+    def slow(source: Any) -> Any:
+        made.append(1)
+        time.sleep(0.2)
+        return positions(source)
+
+    monkeypatch.setattr(samples_module, "_Positions", slow)
+    samples = Samples(str(tmp_path / "set.parquet"), ColumnNames(sample_id="sample_id"), max_pixels=10**6)
+
+    def show(sample_id: int) -> Any:
+        arrived.wait()
+        return samples.show(sample_id)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(show, [0, 10, 20, 70]))
+    assert [each.image for each in found] == [
+        thumbnail(images[number], max_pixels=10**6) for number in (0, 1, 2, 7)
+    ]
+    assert len(made) == 1
 
 
 def test_a_sample_is_shown_as_it_lies_in_a_folder_or_a_file(tmp_path: Path, opened: Open) -> None:

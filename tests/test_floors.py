@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors", "showing"},
-    {"storage", "schedules", "shared_memory", "tokens", "prometheus"},
+    {"storage", "schedules", "shared_memory", "tokens", "prometheus", "phases"},
     {"records", "commands", "portraits"},
     {"losses", "augment", "distributed", "measures", "replay"},
     {"batchnorm", "ring"},
@@ -52,6 +52,7 @@ MATHEMATICS = {
     "judging",
     "accumulation",
     "replay",
+    "phases",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

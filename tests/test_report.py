@@ -3,21 +3,23 @@
 import html.parser
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from raycl.commands import keep_command, read_commands, typed
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, RunError, StoppedError
 from raycl.portraits import (
     EDGES,
     LATEST,
@@ -30,11 +32,13 @@ from raycl.portraits import (
 from raycl.records import ROLLBACK
 from raycl.report.curves import envelope
 from raycl.report.embeddings import place_on_map, told
+from raycl.report.ending import reported
 from raycl.report.figures import batch_sizes
 from raycl.report.history import read_history
 from raycl.report.neighbors import neighborhoods, right_fraction
 from raycl.report.page import comparison_of
 from raycl.report.run import read_run
+from raycl.report.tables import final_figures
 from raycl.report.writing import write_comparison, write_report
 from raycl.storage import Place
 from tests.conftest import BUCKET
@@ -233,6 +237,51 @@ def test_what_a_rollback_undid_counts_nowhere_but_is_kept() -> None:
     assert [(event.step, event.kind) for event in history.events] == [(10, ROLLBACK)]
 
 
+def test_a_run_that_ends_right_after_a_rollback_has_the_figures_from_before(tmp_path: Path) -> None:
+    lines = [line_of(10, loss=3.3), line_of(20, loss=9.9)]
+    lines += [judgment(20, knn_top1=0.99), {"step": 10, "event": ROLLBACK, "text": "went back"}]
+    run = read_run(str(write_run(tmp_path / "a", lines)))
+    assert run.history["loss"].last == 3.3
+    assert run.history["knn_top1"].last is None
+    (row,) = final_figures([run]).rows
+    assert "3.3" in row
+    assert "9.9" not in row
+
+
+@pytest.mark.parametrize("name", ["result.json", "data.json"])
+@pytest.mark.parametrize("content", ['{"status": "fin', "[]", ""])
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, name: str, content: str) -> None:
+    (write_run(tmp_path) / name).write_text(content)
+    with pytest.raises(DataError, match=f"{name} is damaged: .*; delete it"):
+        write_report(str(tmp_path))
+
+
+def test_numbers_and_texts_that_no_page_can_hold_do_not_hinder_it(tmp_path: Path) -> None:
+    lines = [line_of(10), line_of(20, loss=10**400), line_of(30, loss=1.5)]
+    lines.append({"step": 30, "event": "tracking", "text": "half of a character: \udce9"})
+    page = page_of(write_run(tmp_path, lines))
+    assert "half of a character: ?" in page.text
+    assert read_run(str(tmp_path)).history["loss"].value.tolist()[2] == 1.5
+
+
+def test_of_many_events_all_are_listed_and_a_collapse_has_a_mark(tmp_path: Path) -> None:
+    lines = [line_of(step) for step in range(1, 60)]
+    lines += [{"step": step, "event": "tracking", "text": "a tracker failed"} for step in range(1, 41)]
+    lines.append({"step": 50, "event": "collapse", "text": "nearly one point"})
+    text = page_of(write_run(tmp_path, lines)).text
+    assert text.count("a tracker failed") == 40
+    assert re.search(r"Z\s+50\s+collapse\s+nearly one point", text)
+
+
+def test_figures_of_the_same_lines_share_where_they_are() -> None:
+    lines = [json.dumps(line_of(step)) for step in range(1, 25_001)]
+    history = read_history([*lines, json.dumps(judgment(25_000, knn_top1=0.5))])
+    assert history["loss"].step is history["spread"].step
+    assert history["loss"].is_dropped is history["spread"].is_dropped
+    assert history["knn_top1"].step.tolist() == [25_000]
+    assert list(history.series)[:3] == ["step", "samples", "epoch"]
+
+
 def test_a_rolled_back_run_shows_events_with_marks(tmp_path: Path) -> None:
     lines = [line_of(step) for step in (10, 20, 30)]
     lines.append({"step": 30, "event": "collapse", "text": "nearly one point"})
@@ -338,6 +387,22 @@ def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path) -> None:
         assert any(one.is_right for one in each.now)
 
 
+def test_pairs_of_one_document_count_as_found_where_they_are_ticked(tmp_path: Path) -> None:
+    write_portraits(
+        write_run(tmp_path),
+        query=[f"query {number}" for number in range(60)],
+        document=[f"document {number // 20}" for number in range(60)],
+    )
+    run = read_run(str(tmp_path))
+    assert run.gallery is not None and run.latest is not None
+    # Each query lies on its document, which lies at 20 places: six of them are shown.
+    rows = np.eye(3, dtype=np.float16)[np.arange(60) // 20]
+    perfect = replace(run.latest, embedding=rows, key=rows)
+    for each in neighborhoods(run.gallery, None, perfect):
+        assert all(one.is_right for one in each.now or ())
+    assert right_fraction(run.gallery, perfect) == 1.0
+
+
 def test_embeddings_that_are_no_numbers_are_left_out_and_told(tmp_path: Path) -> None:
     write_portraits(write_run(tmp_path))
     portrait = read_portrait(Place(str(tmp_path)), LATEST)
@@ -428,6 +493,38 @@ def test_more_runs_than_colors_and_dashes_are_refused(tmp_path: Path) -> None:
         comparison_of([run] * 33)
 
 
+@pytest.mark.parametrize(
+    "error", [DataError("the stream is empty"), RunError("lost"), StoppedError("stopped")]
+)
+def test_a_run_that_ends_by_any_error_gets_its_page_and_one_that_is_refused_none(
+    tmp_path: Path, error: Exception
+) -> None:
+    result = {"status": "failed", "error": str(error)}
+    with pytest.raises(type(error)), reported(str(tmp_path)):
+        write_run(tmp_path, result=result)
+        raise error
+    page = tmp_path / "report.html"
+    assert str(error) in page.read_text()
+    page.unlink()
+    with pytest.raises(ConfigError), reported(str(tmp_path)):
+        raise ConfigError("the output holds a run already")
+    assert not page.exists()
+
+
+@given(
+    arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9))
+)
+@settings(max_examples=60, deadline=None)
+@example(arguments=["data:\n  columns: {image: 'it\\'s'}\n", "\x85\u2028", "a\n"])
+def test_a_command_that_was_kept_is_what_was_typed_when_a_shell_reads_it(arguments: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder, typed(["printf", "%s\\0", *arguments, "end"]):
+        keep_command(Place(folder))
+        (line,) = read_commands(Place(folder))
+    environment = {"LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"]}
+    told = subprocess.run(["bash", "-c", line], check=True, capture_output=True, env=environment).stdout
+    assert told.decode().split("\0")[:-1] == [*arguments, "end"]
+
+
 def test_the_command_is_kept_a_line_each_time(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     keep_command(output)
@@ -437,7 +534,7 @@ def test_the_command_is_kept_a_line_each_time(tmp_path: Path) -> None:
     with typed(["jobs/train.py", "simclr", "--resume"]):
         keep_command(output)
     assert read_commands(output) == [
-        "raycl train simclr --data 'my images here'",
+        r"raycl train simclr --data $'my images\u000ahere'",
         "python jobs/train.py simclr --resume",
     ]
     write_run(tmp_path)

@@ -86,7 +86,7 @@ class _Api:
         self._explorer = explorer
 
     def stats(self) -> answers.Stats:
-        """Count and measure the bank; at most a second old, however many ask."""
+        """Count and measure the bank; a large one rarely, however many ask."""
         return self._explorer.stats()
 
     def nearest(self, sample_id: QueryId, k: HowMany = 10) -> answers.Neighbors:

@@ -60,7 +60,7 @@ class Explorer:
         """Return the rows of a sample, newest first; raises ``UnknownSampleError``."""
         found = self.bank.rows_of(sample_id)
         norms = np.linalg.norm(found.rows.astype(np.float32), axis=1).tolist()
-        newest = max(self._newest(), int(found.step.max()))
+        newest = max(self.bank.newest_step(), int(found.step.max()))
         rows = [
             answers.Row(step=step, age=newest - step, norm=norm)
             if step >= 0
@@ -79,7 +79,7 @@ class Explorer:
 
     def _tell(self, found: Neighbors, checkpoint: str | None = None) -> answers.Neighbors:
         # A row may have been written after the bank was counted.
-        newest = max(self._newest(), int(found.step.max(initial=0)))
+        newest = max(self.bank.newest_step(), int(found.step.max(initial=0)))
         parts = zip(
             found.sample_id.tolist(),
             found.similarity.tolist(),
@@ -94,9 +94,6 @@ class Explorer:
             for sample_id, similarity, step, norm in parts
         ]
         return answers.Neighbors(neighbors=neighbors, checkpoint=checkpoint)
-
-    def _newest(self) -> int:
-        return self.bank.stats().newest_step or 0
 
     def _encoder_of(self, kind: answers.Queries) -> QueryEncoder:
         if self.encoder is None or kind not in self.queries:

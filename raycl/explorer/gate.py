@@ -1,22 +1,25 @@
 """Who may ask, and what a browser may do with the answers."""
 
+import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Annotated, final
 
 from fastapi import HTTPException, Security
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raycl.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")  # what a header of this kind may carry
 _BEARER = HTTPBearer(auto_error=False, description="The token that `raycl bank serve` prints with the URL.")
 
-# Nothing comes from elsewhere, nothing runs that is written into the page, nobody may frame it, and the
-# address, which the token may be part of, is told to nobody.
+# Nothing comes from elsewhere, nothing runs that is written into the page, nobody may frame it, and its
+# address is told to nobody.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -70,9 +73,21 @@ class GuardedAnswers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
 
+        has_begun = False
+
         async def send_guarded(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        await self._app(scope, receive, send_guarded)
+        try:
+            await self._app(scope, receive, send_guarded)
+        except Exception:  # a fault of ours: told without its text, which may be about anything
+            _log.exception("the explorer could not answer")
+            if has_begun:
+                raise
+            await JSONResponse({"detail": "the explorer has a fault; its log says more"}, 500)(
+                scope, receive, send_guarded
+            )

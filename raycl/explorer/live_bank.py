@@ -14,6 +14,7 @@ from raycl.negatives.questions import Neighbors
 from raycl.negatives.store import Negatives
 
 Answer = TypeVar("Answer")
+_REST = 20.0  # times as long as a count took
 
 
 class UnknownSampleError(ConfigError):
@@ -24,7 +25,8 @@ class UnknownSampleError(ConfigError):
 class LiveBank:
     """Ask a bank; look for it anew after it was gone. Many threads may ask at the same time.
 
-    However many look on, the bank is counted and measured once in ``keep_s`` seconds at most.
+    However many look on, the bank is counted and measured once in ``keep_s`` seconds at most, and for no more
+    than a twentieth of the time.
     Every question raises ``RunError`` while the bank is away.
     """
 
@@ -34,22 +36,30 @@ class LiveBank:
         self._bank: Bank | None = None
         self._looking = threading.Lock()
         self._counting = threading.Lock()
-        self._last_look = -np.inf
+        self._last_look, self._took_s = -np.inf, 0.0
         self._last: BankStats | RunError = RunError("nobody has asked the bank yet; ask again")
         self.num_answered = 0
 
     def stats(self) -> BankStats:
-        """Return the bank in numbers, at most ``keep_s`` seconds old."""
+        """Return the bank in numbers, those of the last count if that is not long ago."""
         with self._counting:
-            if time.monotonic() - self._last_look > self._keep_s:
+            if time.monotonic() - self._last_look > max(self._keep_s, _REST * self._took_s):
+                began = time.monotonic()
                 try:
                     self._last = self._ask(lambda bank: bank.stats())
                 except RunError as error:
                     self._last = error  # those who wait for their turn need not wait for it again
                 self._last_look = time.monotonic()
+                self._took_s = self._last_look - began
             if isinstance(self._last, RunError):
                 raise RunError(str(self._last))
             return self._last
+
+    def newest_step(self) -> int:
+        """Return the newest step of the last count, however long ago; counts only if nobody has."""
+        last = self._last
+        stats = last if isinstance(last, BankStats) else self.stats()
+        return stats.newest_step or 0
 
     def nearest_of(self, sample_id: int, k: int) -> Neighbors:
         """Return the rows nearest to the newest row of a sample, its own left out."""

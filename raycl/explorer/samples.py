@@ -2,6 +2,7 @@
 
 import base64
 import io
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -48,6 +49,7 @@ class Samples:
         self._source = find_source(uri, columns)
         self._max_pixels = max_pixels
         self._positions: _Positions | None = None
+        self._looking = threading.Lock()
         self.show = lru_cache(_NUM_KEPT)(self._show)
 
     def _show(self, sample_id: int) -> Shown:
@@ -66,8 +68,9 @@ class Samples:
         )
 
     def _read(self, sample_id: int) -> RawRows:
-        if self._positions is None:
-            self._positions = _Positions(self._source)
+        with self._looking:  # a page asks for many pictures at once
+            if self._positions is None:
+                self._positions = _Positions(self._source)
         piece, offset = self._positions.find(sample_id)
         return next(iter(self._source.read(_one_row(self._source.pieces[piece], offset))))
 

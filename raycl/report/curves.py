@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from raycl.records import ROLLBACK
 from raycl.report.history import Event, Numbers, Series
 from raycl.report.theme import BAND, DASHES, HUES, INK, LINE, MUTED, NUM_HUES, WARNING, Drawing
 
@@ -18,6 +19,7 @@ COLUMNS = 320  # into which a long curve is cut: about one a pixel
 _FEW = 40  # points, each of which gets a mark
 _LOG_FROM = 50  # times between the least and the greatest value
 _LETTERS = string.ascii_uppercase
+_WEIGHTY = ("collapse", ROLLBACK)  # events
 NUM_STYLES = NUM_HUES * len(DASHES)
 
 
@@ -57,8 +59,11 @@ class Course:
     events: tuple[Event, ...] = ()
 
     def lettered(self) -> list[tuple[str, Event]]:
-        """Return the events that have a mark, with the letter of it."""
-        return list(zip(_LETTERS, self.events, strict=False))
+        """Return all events with the letter of their mark; where there are many, only the weightiest have one."""
+        weighty = sorted(self.events, key=lambda event: event.kind not in _WEIGHTY)[: len(_LETTERS)]
+        marked = {id(event) for event in weighty}
+        letters = iter(_LETTERS)
+        return [(next(letters) if id(event) in marked else "", event) for event in self.events]
 
 
 NO_COURSE = Course()
@@ -195,6 +200,8 @@ def _draw_course(axes: Axes, course: Course) -> None:
             axes.axvspan(start, max(start, edges[number + 1]), color=BAND, linewidth=0, zorder=0)
         axes.text(start, 1.01, f" stage {number + 1}", color=MUTED, va="bottom", **top)
     for letter, event in course.lettered():
+        if not letter:
+            continue
         color = MUTED if event.kind == "workers" else WARNING
         axes.axvline(event.step, color=color, linewidth=1.0, linestyle=(0, (3, 2)))
         axes.text(event.step, 0.98, f" {letter}", color=INK, va="top", weight="bold", **top)

@@ -4,18 +4,29 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from raycl.errors import RayclError, RunError
+from raycl.errors import RayclError
+from raycl.records import RESULT
+from raycl.storage import Place
 
 
 @contextlib.contextmanager
 def reported(output: str) -> Iterator[None]:
     """Write the page of the run within when it ends, finished or failed; not if it was refused."""
+    before = _result_of(output)
     try:
         yield
-    except RunError:
-        _report_at_the_end(output)
+    except RayclError:
+        if _result_of(output) != before:  # a run that is refused writes none
+            _report_at_the_end(output)
         raise
     _report_at_the_end(output)
+
+
+def _result_of(output: str) -> str | None:
+    with contextlib.suppress(RayclError):
+        place = Place(output) / RESULT
+        return place.read_text() if place.exists() else None
+    return None
 
 
 def _report_at_the_end(output: str) -> None:

@@ -147,6 +147,18 @@ def measures(run: Run) -> list[Figure]:
     return found
 
 
+# What people see of a step's phases, from the bottom up; what is in none of them is the rest.
+_PARTS = {
+    "encoder": ("forward", "keys"),
+    "backward": ("backward",),
+    "loss": ("loss",),
+    "messages": ("messages",),
+    "views": ("views",),
+    "wait for data": ("data_wait",),
+    "bank": ("store",),
+}
+
+
 def pace(run: Run) -> list[Figure]:
     """Return samples a second, where the time goes, and how old the rows of a queue or bank are."""
     course, history = course_of(run), run.history
@@ -173,22 +185,28 @@ def pace(run: Run) -> list[Figure]:
 
 
 def _shares(history: History, course: Course) -> Figure:
-    data = history["data_wait_fraction"].kept()
-    waits = history["negatives_wait_fraction"].kept()
-    negatives = waits.value if len(waits.value) == len(data.value) else np.zeros(len(data.value))
-    waiting = [np.clip(np.nan_to_num(each), 0, 1) for each in (data.value, negatives)]
-    step = np.clip(1 - waiting[0] - waiting[1], 0, 1)
-
-    def series(value: np.ndarray) -> Series:
-        return Series(step=data.step, samples=data.samples, value=value, is_dropped=data.is_dropped)
-
-    parts = [("the step itself", series(step)), ("waiting for data", series(waiting[0]))]
-    caption = f"waiting for data {waiting[0].mean():.1%} of the time"
-    if negatives.any():
-        parts.append(("for negatives", series(waiting[1])))
-        caption += f", for negatives {waiting[1].mean():.1%}"
-    drawing = draw_shares(parts, label="Shares of the training time over the steps", course=course)
+    whole = history["data_wait_fraction"].kept()
+    parts = []
+    for name, phases in _PARTS.items():
+        value = sum((_at_steps(history[f"{each}_fraction"].kept(), whole) for each in phases), np.zeros(1))
+        if value.any():
+            parts.append((name, np.clip(value, 0, 1)))
+    rest = np.clip(1 - sum((value for _, value in parts), np.zeros(len(whole.step))), 0, 1)
+    parts.append(("all else" if len(parts) > 2 else "the step itself", rest))
+    shares = [
+        (name, Series(step=whole.step, samples=whole.samples, value=value, is_dropped=whole.is_dropped))
+        for name, value in parts
+    ]
+    drawing = draw_shares(shares, label="Shares of the training time over the steps", course=course)
+    told = sorted(((value.mean(), name) for name, value in parts), reverse=True)
+    caption = ", ".join(f"{name} {share:.1%}" for share, name in told)
     return Figure(title="Where the time goes", drawing=drawing, caption=caption)
+
+
+def _at_steps(series: Series, whole: Series) -> np.ndarray:
+    """Return the values at the steps of another figure, 0 where there is none."""
+    found = dict(zip(series.step.tolist(), np.nan_to_num(series.value).tolist(), strict=True))
+    return np.array([found.get(step, 0.0) for step in whole.step.tolist()])
 
 
 def similarities(run: Run) -> list[Figure]:

@@ -1,5 +1,6 @@
 """The history of a run: ``metrics.jsonl`` as columns, with what happened in between."""
 
+import hashlib
 import json
 import math
 from array import array
@@ -45,8 +46,8 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """The last value that was a number, None if there is none."""
-        good = self.value[~np.isnan(self.value)]
+        """The last value that was a number and that no rollback undid, None if there is none."""
+        good = self.value[~np.isnan(self.value) & ~self.is_dropped]
         return float(good[-1]) if len(good) else None
 
     def kept(self) -> "Series":
@@ -101,7 +102,7 @@ def read_history(lines: Iterable[str]) -> History:
     for text in lines:
         try:
             reading.add(json.loads(text))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             num_unreadable += 1
     return History(series=reading.series(), events=reading.events, num_unreadable=num_unreadable)
 
@@ -137,15 +138,20 @@ class _Reading:
         is_dropped = np.zeros(len(step), np.bool_)
         for number, back_to in self._rollbacks:
             is_dropped[:number] |= step[:number] > back_to
-        found = {}
-        for name, parts in self._parts.items():
+        found: dict[str, Series] = {}
+        where: dict[bytes, tuple[Numbers, Numbers, NDArray[np.bool_]]] = {}
+        while self._parts:
+            name, parts = self._parts.popitem()
             line = np.concatenate([part[0] for part in parts])
             order = np.argsort(line, kind="stable")
             line, value = line[order], np.concatenate([part[1] for part in parts])[order]
-            found[name] = Series(
-                step=step[line], samples=samples[line], value=value, is_dropped=is_dropped[line]
-            )
-        return found
+            # Most figures have the same lines, and then share what says where these are.
+            key = hashlib.sha256(line.tobytes()).digest()
+            if key not in where:
+                where[key] = step[line], samples[line], is_dropped[line]
+            steps, seen, dropped = where[key]
+            found[name] = Series(step=steps, samples=seen, value=value, is_dropped=dropped)
+        return dict(reversed(found.items()))
 
     def _sort(self) -> None:
         for names, rows in self._waiting.items():
@@ -172,12 +178,19 @@ class _Reading:
         self._workers = workers
 
 
+def _as_number(value: Any) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
+
+
 def _as_numbers(values: Sequence[Any]) -> Numbers | None:
     """Return values with NaN for those that are no numbers; None for a column of something else, as texts."""
     try:
         found = np.array(values, np.float64)
-    except (TypeError, ValueError):
-        found = np.array([each if isinstance(each, int | float) else math.nan for each in values], np.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = np.array([_as_number(each) for each in values], np.float64)
     if not any(each is None or isinstance(each, int | float) for each in values[:_LOOKED_AT]):
         return None
     found[~np.isfinite(found)] = math.nan

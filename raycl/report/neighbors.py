@@ -65,7 +65,8 @@ def right_fraction(gallery: Gallery, portrait: Portrait) -> float | None:
     everyone = np.flatnonzero(_is_sound(portrait))
     found, _ = _search(portrait, everyone, NUM_NEIGHBORS)
     if portrait.key is not None:
-        return float((found == everyone[:, None]).any(1).mean()) if len(everyone) else None
+        key = _key_number(gallery)
+        return float((key[found] == key[everyone, None]).any(1).mean()) if len(everyone) else None
     labeled = gallery.label[everyone] >= 0
     if not labeled.any():
         return None
@@ -131,10 +132,16 @@ def _nearest(gallery: Gallery, portrait: Portrait, queries: NDArray[np.int64]) -
 
 def _is_right(gallery: Gallery, query: int, place: int, has_keys: bool) -> bool | None:
     if has_keys:
-        key = gallery.contents.get("document") or gallery.contents["caption"]
-        return query == place or key[query] == key[place]
+        key = _key_number(gallery)
+        return bool(key[query] == key[place])
     labels = gallery.label[[query, place]]
     return bool(labels[0] == labels[1]) if (labels >= 0).all() else None
+
+
+def _key_number(gallery: Gallery) -> NDArray[np.int64]:
+    """Return a number for each sample's key, the same for equal ones."""
+    keys = gallery.contents.get("document") or gallery.contents["caption"]
+    return np.unique(np.array(keys, object), return_inverse=True)[1]
 
 
 def _shown(gallery: Gallery, place: int, *, is_key: bool) -> Sample:

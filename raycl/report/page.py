@@ -86,7 +86,6 @@ def _content(run: Run) -> dict[str, Any]:
         "pace": figures.pace(run),
         "maps": [] if gallery is None else figures.maps(run),
         "events": figures.course_of(run).lettered(),
-        "num_events": len(run.history.events),
         "broken": broken_rows(run),
         "neighborhoods": found,
         "right": right,

@@ -1,6 +1,8 @@
 """A run as its output tells of it."""
 
+import io
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -8,7 +10,7 @@ from raycl.commands import read_commands
 from raycl.config import RunConfig
 from raycl.errors import DataError
 from raycl.portraits import FIRST, LATEST, Gallery, Portrait, read_gallery, read_portrait
-from raycl.records import METRICS, RESULT, read_result
+from raycl.records import METRICS, RESULT
 from raycl.report.history import History, read_history
 from raycl.settings import config_from_yaml
 from raycl.storage import Place
@@ -46,13 +48,13 @@ def read_run(uri: str, *, with_portrait: bool = True) -> Run:
     """Read a run's output, local or on S3.
 
     Raises:
-        DataError: There is no run, or none that has logged anything.
+        DataError: There is no run, none that has logged anything, or a damaged file.
         StorageError: It cannot be read.
     """
     output = Place(uri)
     if not (output / CONFIG).exists():
         raise DataError(f"{uri} holds no run: there is no {CONFIG}; give the --output of a run")
-    result = read_result(output) if (output / RESULT).exists() else {}
+    result = _read_json(output / RESULT)
     if not (output / METRICS).exists() and result.get("status") not in ("failed", "stopped", "finished"):
         raise DataError(f"{uri} has no metrics yet: its run has just begun; try again in a minute")
     text = (output / CONFIG).read_text()
@@ -63,7 +65,7 @@ def read_run(uri: str, *, with_portrait: bool = True) -> Run:
         config_text=text,
         history=read_history(_lines(output)),
         result=result,
-        data=json.loads((output / DATA).read_text()) if (output / DATA).exists() else {},
+        data=_read_json(output / DATA),
         commands=read_commands(output),
     )
     return _with_portrait(run, output) if with_portrait else run
@@ -85,6 +87,24 @@ def _with_portrait(run: Run, output: Place) -> Run:
     return replace(run, gallery=gallery, first=fitting[0], latest=fitting[1])
 
 
-def _lines(output: Place) -> list[str]:
+def _lines(output: Place) -> Iterable[str]:
     place = output / METRICS
-    return place.read_text().splitlines() if place.exists() else []
+    return io.StringIO(place.read_text()) if place.exists() else []
+
+
+def _read_json(place: Place) -> dict[str, Any]:
+    """Return what lies there, nothing where there is no file; raises ``DataError`` for one that is damaged."""
+    if not place.exists():
+        return {}
+    try:
+        found = json.loads(place.read_text())
+    except ValueError as error:
+        raise DataError(
+            f"{place.uri} is damaged: {error}; delete it, and the page is written without"
+        ) from None
+    if not isinstance(found, dict):
+        raise DataError(
+            f"{place.uri} is damaged: it holds a {type(found).__name__} and no object; delete it, and the page is "
+            "written without"
+        )
+    return found

@@ -18,7 +18,7 @@ def write_report(run: str, output: str | None = None) -> Place:
     written.
     """
     place = Place(run) / PAGE if output is None else Place(output)
-    place.write_text(page_of(read_run(run)))
+    place.write_text(_encodable(page_of(read_run(run))))
     return place
 
 
@@ -27,5 +27,10 @@ def write_comparison(runs: Sequence[str], output: str = COMPARISON) -> Place:
     found = [read_run(run, with_portrait=False) for run in runs]
     named = [replace(run, name=name) for run, name in zip(found, distinct_names(found), strict=True)]
     place = Place(output)
-    place.write_text(comparison_of(named))
+    place.write_text(_encodable(comparison_of(named)))
     return place
+
+
+def _encodable(page: str) -> str:
+    """Return the page without halves of characters, such as the name of a file that is no UTF-8 leaves in a text."""
+    return page.encode("utf-8", "replace").decode("utf-8")

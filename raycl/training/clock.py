@@ -1,42 +1,51 @@
-"""The clock of a run: training time, waiting time, and when to tell the driver."""
+"""The clock of a run: training time, what of it goes where, and when to tell the driver."""
 
+import contextlib
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from raycl.phases import PAUSED, Account, counted, phase
 from raycl.training.checkpoint import Position
 
 
 @final
 class Clock:
-    """Training time, without judgments and checkpoints, and how much of it waits for data."""
+    """Training time, without judgments and checkpoints, and how much of it each phase of the steps takes."""
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: Position, *, on_accelerator: bool = False) -> None:
         self._started = time.monotonic() - position.seconds
-        self._excluded = self._waited = 0.0
-        self._lap_samples, self._lap_seconds, self._lap_waited = position.samples, position.seconds, 0.0
+        self._excluded = 0.0
+        self._lap_samples, self._lap_seconds = position.samples, position.seconds
+        self._account = Account(on_accelerator=on_accelerator)
         self._told_at = 0.0
+
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        """Count the phases of what happens within."""
+        return counted(self._account)
 
     def seconds(self) -> float:
         """Return the seconds of training so far, those before a restart included."""
         return time.monotonic() - self._started - self._excluded
 
-    def paused(self) -> "Stopwatch":
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
         """Leave what happens within out of the training time."""
-        return Stopwatch(self, "_excluded")
-
-    def waiting(self) -> "Stopwatch":
-        """Count what happens within as waiting for data."""
-        return Stopwatch(self, "_waited")
+        since = time.monotonic()
+        try:
+            with phase(PAUSED):
+                yield
+        finally:
+            self._excluded += time.monotonic() - since
 
     def lap(self, samples: int) -> "Lap":
         """Return what happened since the last lap; ``samples`` are those of the whole run."""
         seconds = self.seconds()
         made = samples - self._lap_samples
         spent = max(seconds - self._lap_seconds, 1e-9)
-        waited = (self._waited - self._lap_waited) / spent
-        self._lap_samples, self._lap_seconds, self._lap_waited = samples, seconds, self._waited
-        return Lap(seconds=spent, samples_per_second=made / spent, wait_fraction=waited)
+        self._lap_samples, self._lap_seconds = samples, seconds
+        return Lap(seconds=spent, samples_per_second=made / spent, fractions=self._fractions())
 
     def tell(self, logbook: Any, progress: dict[str, Any]) -> None:
         """Send progress to the driver, at most three times a second."""
@@ -44,27 +53,24 @@ class Clock:
             self._told_at = time.monotonic()
             logbook.add_progress.remote(progress)
 
+    def _fractions(self) -> dict[str, float]:
+        parts = self._account.seconds()
+        parts.pop(PAUSED, None)
+        whole = max(sum(parts.values()), 1e-9)
+        return {name: seconds / whole for name, seconds in parts.items()}
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Lap:
-    """A stretch of training: how long it took, its pace, and the fraction spent waiting for data."""
+    """A stretch of training: how long it took, its pace, and the fraction that each phase took."""
 
     seconds: float
     samples_per_second: float
-    wait_fraction: float
+    fractions: Mapping[str, float]
 
-
-@final
-class Stopwatch:
-    """Add the seconds spent within to one account of a clock."""
-
-    def __init__(self, clock: Clock, account: str) -> None:
-        self._clock, self._account = clock, account
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.monotonic() - self._since
-        setattr(self._clock, self._account, getattr(self._clock, self._account) + spent)
+    def metrics(self) -> dict[str, float]:
+        """Return the pace and the fractions by the names of ``metrics.jsonl``."""
+        waited = self.fractions.get("data", 0.0)
+        fractions = {f"{name}_fraction": part for name, part in self.fractions.items() if name != "data"}
+        return {"samples_per_second": self.samples_per_second, "data_wait_fraction": waited} | fractions

@@ -16,6 +16,7 @@ from raycl.losses import NormalizingConstant
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
+from raycl.phases import phase
 from raycl.training.parallel import average_buffers, average_gradients
 from raycl.training.views import Views
 
@@ -86,7 +87,8 @@ class Learner:
             return self._embed_pairs(self.tower, views)
         if self.momentum_encoder is not None:
             # Before the queries: DDP's backward pass then follows its own forward pass.
-            key = self._encode_keys(self.momentum_encoder, views, step)
+            with phase("keys"):
+                key = self._encode_keys(self.momentum_encoder, views, step)
             return Embedded(self.encode(views.view_a), key)
         if views.view_b is None:
             return Embedded(self.encode(views.view_a), None)

@@ -91,7 +91,7 @@ class _Loop:
         self._watch = Watch(
             build.monitor(self._config), state=None if restored is None else restored.watch_state
         )
-        self._clock = Clock(position)
+        self._clock = Clock(position, on_accelerator=self._device.type == "cuda")
         self._recorder = Recorder(
             self._job, position, self._clock, num_steps=self._num_steps, is_writer=self._is_writer
         )
@@ -99,7 +99,8 @@ class _Loop:
         self._saver.begin_at(position)
         outcome = None
         try:
-            outcome = self._train(position, is_new=restored is None)
+            with self._clock.counting():
+                outcome = self._train(position, is_new=restored is None)
         finally:
             self._recorder.close(finished=isinstance(outcome, Finished))
         return outcome
@@ -233,16 +234,7 @@ class _Loop:
         batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)
         # Rows are fetched in the background. Views are not: on a CPU a second thread of torch would
         # fight the step for the same cores, on an accelerator they are drawn there.
-        return self._timed(self._views.views(prefetch(batches)))
-
-    def _timed(self, items: Iterator[Views]) -> Iterator[Views]:
-        """Count the time that the step waits for data."""
-        while True:
-            with self._clock.waiting():
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
+        return self._views.views(prefetch(batches))
 
     def _step(self, views: Views, position: Position) -> Stepped:
         try:
@@ -279,8 +271,7 @@ class _Loop:
                 {
                     "loss": stepped.loss,
                     "learning_rate": self._plan.learning_rate(position.stage_step - 1),
-                    "samples_per_second": lap.samples_per_second,
-                    "data_wait_fraction": lap.wait_fraction,
+                    **lap.metrics(),
                     **measures,
                     **self._store.metrics(step=position.step - 1, seconds=lap.seconds),
                 },

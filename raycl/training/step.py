@@ -9,6 +9,7 @@ from torch import Tensor
 from raycl.distributed import all_sum, gather_uneven, num_workers
 from raycl.errors import NonFiniteLossError
 from raycl.optimizers import set_learning_rate
+from raycl.phases import phase
 from raycl.training.contrast import Contrast
 from raycl.training.identity import identify
 from raycl.training.learner import Learner
@@ -48,22 +49,27 @@ def train_step(
     Raises ``NonFiniteLossError`` on every worker before anything is changed.
     """
     set_learning_rate(learner.optimizer, learning_rate)
-    lent = store.lend(views, step=step)
-    with autocast(precision, views.view_a.device):
+    with phase("store"):
+        lent = store.lend(views, step=step)
+    with phase("forward"), autocast(precision, views.view_a.device):
         query, key, negatives = learner.embed(views, step=step)
-    ids = identify(views.known)
-    lent = lent.identified(ids)
-    if negatives is not None and ids.negative is not None:
-        lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
-    loss = contrast(query, key, lent, ids)
-    value = float(all_sum(loss)) / num_workers()
+    with phase("loss"):
+        ids = identify(views.known)
+        lent = lent.identified(ids)
+        if negatives is not None and ids.negative is not None:
+            lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
+        loss = contrast(query, key, lent, ids)
+        value = float(all_sum(loss)) / num_workers()
     if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss became {value}")
-    learner.backward(loss)
-    learner.update()
-    learner.follow(momentum)
+    with phase("backward"):
+        learner.backward(loss)
+    with phase("update"):
+        learner.update()
+        learner.follow(momentum)
     # After the update and once: what a failed step would have written is never lent.
-    store.take(query if key is None else key, views, ids.key_name, step=step)
+    with phase("store"):
+        store.take(query if key is None else key, views, ids.key_name, step=step)
     positive = lent.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     return Stepped(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raycl.augment.images import ImageAugmentation, center_view
 from raycl.data.rows import Batch, pixels_of
+from raycl.phases import phase
 
 
 @final
@@ -161,10 +162,12 @@ class ViewMaker:
 
     def views(self, batches: Iterator[Batch]) -> Iterator[Views]:
         """Yield the views of each batch, which knows the ids of the next one."""
-        batch = next(batches, None)
+        batch = _next(batches)
         while batch is not None:
-            following = next(batches, None)
-            yield self._draw(batch, None if following is None else following.sample_id)
+            following = _next(batches)
+            with phase("views"):
+                views = self._draw(batch, None if following is None else following.sample_id)
+            yield views
             batch = following
 
     def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -182,3 +185,8 @@ class ViewMaker:
             negatives=self.drawing.negatives(batch),
             known=self.drawing.known(batch),
         )
+
+
+def _next(batches: Iterator[Batch]) -> Batch | None:
+    with phase("data"):
+        return next(batches, None)

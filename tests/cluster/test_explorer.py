@@ -155,10 +155,10 @@ def serve(name: str, port: int, *flags: object) -> Explored:
     process = start("bank", "serve", name, "--port", port, "--token", TOKEN, *flags)
     assert process.stdout is not None
     # Ray tells every driver of its cluster what it worries about.
-    line = next((line for line in process.stdout if "?token=" in line), None)
+    line = next((line for line in process.stdout if "#token=" in line), None)
     if line is None:
         pytest.fail(process.communicate()[1])
-    url, _, token = line.split()[-1].partition("?token=")
+    url, _, token = line.split()[-1].partition("#token=")
     assert token == TOKEN
     return Explored(process, url)
 
@@ -282,7 +282,7 @@ def test_a_page_without_the_token_shows_nothing_and_one_with_a_wrong_one_says_so
 ) -> None:
     for token in (None, "another-token-than-that", TOKEN[:-1]):
         assert texts.api("stats", token)[0] == 401
-    page = look(f"{texts.url}?token=wrong", allowed=(401,))
+    page = look(f"{texts.url}#token=wrong", allowed=(401,))
     expect(page.get_by_role("alert")).to_contain_text("asks for its token")
     expect(page.get_by_label("Token")).to_be_focused()
     assert not page.locator("#main").is_visible()
@@ -294,7 +294,7 @@ def test_a_page_without_the_token_shows_nothing_and_one_with_a_wrong_one_says_so
 
 
 def test_what_is_written_in_a_text_is_shown_and_not_run(texts: Explored, look: Look) -> None:
-    page = look(f"{texts.url}?token={TOKEN}")
+    page = look(f"{texts.url}#token={TOKEN}")
     page.get_by_label("Sample id", exact=True).last.fill("7")
     page.get_by_role("spinbutton").fill("19")
     page.keyboard.press("Enter")
@@ -306,7 +306,7 @@ def test_what_is_written_in_a_text_is_shown_and_not_run(texts: Explored, look: L
 def test_a_bank_that_goes_is_told_and_found_again(
     texts: Explored, texts_plan: BankPlan, kept: list[Bank], look: Look
 ) -> None:
-    page = look(f"{texts.url}?token={TOKEN}", allowed=(503,))
+    page = look(f"{texts.url}#token={TOKEN}", allowed=(503,))
     expect(page.locator("#state-text")).to_have_text("Live")
     connect_bank("texts").stop()
     expect(page.get_by_role("alert")).to_contain_text("The bank is gone", timeout=30_000)
@@ -323,7 +323,7 @@ def test_a_bank_that_goes_is_told_and_found_again(
 def test_a_person_finds_neighbors_with_pictures_and_sees_the_bank_grow(
     digits: Explored, job: Job, look: Look, tmp_path: Path
 ) -> None:
-    page = look(f"{digits.url}?token={TOKEN}")
+    page = look(f"{digits.url}#token={TOKEN}")
     expect(page.get_by_role("heading", name="digits")).to_be_visible()
     assert page.url == digits.url  # without the token
     first = (page.locator("#filled").evaluate("bar => bar.value"), number(page, "Newest step"))
@@ -350,7 +350,7 @@ def test_a_person_finds_neighbors_with_pictures_and_sees_the_bank_grow(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_the_page_is_accessible_and_fits(digits: Explored, look: Look, size: Any, scheme: str) -> None:
-    page = look(f"{digits.url}?token={TOKEN}", size=size, scheme=scheme)
+    page = look(f"{digits.url}#token={TOKEN}", size=size, scheme=scheme)
     name = {("light", 1280): "explorer.png", ("dark", 390): "explorer-phone.png"}.get((scheme, size["width"]))
     if PICTURES:
         page.wait_for_timeout(150_000 if name == "explorer.png" else 4_000)  # for lines that rise
@@ -373,7 +373,7 @@ def test_the_docs_of_the_api_are_a_page_of_its_own(digits: Explored, look: Look)
 def test_a_text_is_asked_with_and_before_a_checkpoint_the_page_says_that_there_is_none(
     digits: Explored, texts: Explored, look: Look
 ) -> None:
-    page = look(f"{texts.url}?token={TOKEN}", allowed=(503,))
+    page = look(f"{texts.url}#token={TOKEN}", allowed=(503,))
     page.get_by_role("group").get_by_text("Text").click()
     page.locator("#text").fill(ATTACK)
     page.get_by_role("button", name="Find neighbors", exact=True).click()

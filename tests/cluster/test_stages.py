@@ -91,6 +91,7 @@ def test_a_finished_run_goes_on_with_a_stage_that_is_added(alone: Path, data: Pa
         raycl.train(changed, data=str(data), output=str(output), quiet=True, resume=True)
 
 
+@pytest.mark.drill
 def test_a_stage_gets_the_workers_that_it_asks_for(alone: Path, data: Path, tmp_path: Path) -> None:
     # With BatchNorm over all workers, and over all chunks in the second stage.
     config = staged_run(**{"workers": 1, "stages.1.workers": 2, "batchnorm": "synchronized"})

@@ -226,6 +226,7 @@ def test_mined_negatives_are_no_matches_and_train(
     assert told.num_negatives > 0
 
 
+@pytest.mark.drill
 def test_a_grouped_log_is_streamed_by_a_tokenizer_made_before(click_log: Path, tmp_path: Path) -> None:
     grouped, place = tmp_path / "grouped", tmp_path / "tokenizer.json"
     num_pairs, rows = group_pairs(str(click_log), str(grouped), columns=PAIRS)

@@ -140,6 +140,7 @@ def scrape(run: str) -> Samples:
     return found
 
 
+@pytest.mark.drill
 def test_what_does_not_change_stays_visible() -> None:
     """Ray itself forgets a gauge after two exports, 10 s apart."""
     with open_logbook({"run": "lasting", "recipe": "none"}) as actor:

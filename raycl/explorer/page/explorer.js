@@ -12,7 +12,7 @@ const short = (value, digits = 1) => (value === null ? "none yet" : value.toLoca
 
 // The token leaves the address bar at once: it would stay in the history, and in a picture of the screen.
 function takeToken() {
-  const given = new URLSearchParams(location.search).get("token") ?? new URLSearchParams(location.hash.slice(1)).get("token");
+  const given = new URLSearchParams(location.hash.slice(1)).get("token"); // what follows # is sent to nobody
   if (given) {
     history.replaceState(null, "", location.pathname);
     sessionStorage.setItem(TOKEN, given);

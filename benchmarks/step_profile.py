@@ -1,0 +1,152 @@
+"""Where the time of a step goes, recipe by recipe: a table in milliseconds, and a stacked picture.
+
+    python benchmarks/step_profile.py --images cifar10/train.parquet --pairs medquad/train.parquet
+        [--recipes simclr moco_v2 ...] [--encoder resnet18] [--json FILE] [--output docs/images/step.png]
+
+Each recipe trains as ``raycl train`` does, two workers, a Ray of its own; what is shown is the mean of the
+first worker's steps after the first ones, by the phases that ``metrics.jsonl`` has. A phase holds what
+it contains itself: messages between workers, and waiting for the slower one, are a phase of their own
+wherever they happen. ``wall`` is the clock's time of a step.
+"""
+
+import argparse
+import json
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from measuring import describe_machine
+from train_step import ENCODERS
+
+import raycl
+from raycl.phases import REST
+from raycl.records import read_metrics
+from raycl.storage import Place
+
+IMAGES = ("simclr", "moco_v2", "instance_discrimination")
+RECIPES = (*IMAGES, "two_tower")
+WARMUP_STEPS = 5
+TITLES = {
+    "data": "wait for rows",
+    "views": "draw views",
+    "keys": "encode keys",
+    "forward": "forward",
+    "loss": "loss",
+    "messages": "messages",
+    "backward": "backward",
+    "update": "update",
+    "store": "queue or bank",
+    REST: "all else",
+}
+
+
+def main() -> None:
+    options = read_options()
+    found = {recipe: profile(recipe, options) for recipe in options.recipes}
+    print_table(found)
+    if options.json:
+        report = {"steps": found, "settings": vars(options), "machine": describe_machine()}
+        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    if options.output:
+        draw(found, options.output)
+
+
+def profile(recipe: str, options: argparse.Namespace) -> dict[str, float]:
+    """Train some steps; return the mean milliseconds of each phase, and of the whole step."""
+    settings: dict[str, Any] = {
+        "workers": options.workers,
+        "precision": options.precision,
+        "stages.0.epochs": None,
+        "stages.0.steps": options.steps,
+        "stages.0.batch_size": options.batch_size,
+        "evaluation.every_epochs": 0,
+        "evaluation.portrait": 0,
+        "log_every_steps": 1,
+    }
+    if recipe in IMAGES:
+        settings |= {f"encoder.{key}": value for key, value in ENCODERS[options.encoder].items()}
+    size = {"image_size": 32} if recipe in IMAGES else {}
+    config = raycl.override(raycl.recipe(recipe, **size), settings)
+    data = options.images if recipe in IMAGES else options.pairs
+    with tempfile.TemporaryDirectory() as folder:
+        raycl.train(config, data=data, output=folder, quiet=True)
+        lines = [line for line in read_metrics(Place(folder)) if "loss" in line]
+    seconds = [after["seconds"] - before["seconds"] for before, after in pairwise(lines)]
+    seconds, lines = seconds[WARMUP_STEPS:], lines[WARMUP_STEPS + 1 :]
+    spent = {
+        name: 1e3 * mean(part(line, name) * wall for line, wall in zip(lines, seconds, strict=True))
+        for name in TITLES
+    }
+    return {name: value for name, value in spent.items() if value > 0} | {"wall": 1e3 * mean(seconds)}
+
+
+def part(line: dict[str, Any], name: str) -> float:
+    """Return the share of a step that a phase took."""
+    return line.get("data_wait_fraction" if name == "data" else f"{name}_fraction", 0.0)
+
+
+def print_table(found: dict[str, dict[str, float]]) -> None:
+    print(f"| ms a step | {' | '.join(found)} |")
+    print("|---" * (len(found) + 1) + "|")
+    for name in (*TITLES, "wall"):
+        cells = [cell(parts, name) for parts in found.values()]
+        print(f"| {TITLES.get(name, 'the step')} | {' | '.join(cells)} |")
+
+
+def cell(parts: dict[str, float], name: str) -> str:
+    """Return milliseconds, and how much of the step they are."""
+    if name not in parts:
+        return "-"
+    share = "" if name == "wall" else f" ({parts[name] / parts['wall']:.1%})"
+    return f"{parts[name]:,.1f}{share}"
+
+
+def draw(found: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw a bar a recipe, each the whole of its step."""
+    figure, axes = plt.subplots(figsize=(9, 0.7 * len(found) + 1.8), layout="constrained")
+    left = dict.fromkeys(found, 0.0)
+    for number, name in enumerate(TITLES):
+        shares = [100 * parts.get(name, 0.0) / parts["wall"] for parts in found.values()]
+        if any(shares):
+            color = plt.get_cmap("tab10")(number)
+            axes.barh(list(found), shares, left=list(left.values()), label=TITLES[name], color=color)
+        left = {recipe: left[recipe] + share for recipe, share in zip(found, shares, strict=True)}
+    axes.set_yticks(
+        range(len(found)), [f"{recipe}\n{parts['wall']:,.0f} ms" for recipe, parts in found.items()]
+    )
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="percent of the step")
+    axes.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="where the time of a step goes")
+    parser.add_argument("--images", help="Parquet file with an image column")
+    parser.add_argument("--pairs", help="Parquet file with query and document")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--encoder", choices=ENCODERS, default="resnet18", help="of images")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--output", type=Path, help="draw the picture here")
+    options = parser.parse_args()
+    if set(options.recipes) & set(IMAGES) and not options.images:
+        parser.error("--images is missing; give a Parquet file with an image column")
+    if "two_tower" in options.recipes and not options.pairs:
+        parser.error(
+            "--pairs is missing; give a Parquet file with query and document, or leave two_tower out"
+        )
+    return options
+
+
+if __name__ == "__main__":
+    main()
