@@ -22,7 +22,7 @@ def figure(
     test: Annotated[str | None, typer.Option(help="Labeled images to judge on.")] = None,
     output: Annotated[str | None, typer.Option(help="Where runs and figures go; local or s3://.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each setting.")] = 3,
-    scale: Annotated[str, typer.Option(help="cpu: cut for two cores; gpu: the recipes as they are.")] = "cpu",
+    scale: Annotated[str, typer.Option(help="cpu: cut for two cores; gpu: all images, ResNet-18.")] = "cpu",
     workers: Annotated[
         int | None, typer.Option(help="Training processes, where the figure does not state them.")
     ] = None,

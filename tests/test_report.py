@@ -357,7 +357,7 @@ def test_neighbors_are_those_of_the_highest_cosine_and_never_the_query(tmp_path:
     assert run.gallery is not None
     assert run.latest is not None
     found = neighborhoods(run.gallery, run.first, run.latest)
-    assert [each.query.label for each in found] == [0, 1, 2, 3, 5, 6, 7, 9]
+    assert [each.query.label for each in found] == list("01235679")
     rows = run.latest.embedding.astype(np.float32)
     for query, each in zip((0, 1, 2, 3, 5, 6, 7, 9), found, strict=True):
         assert each.now is not None
@@ -385,6 +385,16 @@ def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path) -> None:
         own = f"document {int(each.query.text.split()[1]) // 2}"
         assert [one.is_right for one in each.now] == [one.sample.text == own for one in each.now]
         assert any(one.is_right for one in each.now)
+
+
+def test_classes_are_called_what_the_data_call_them(tmp_path: Path) -> None:
+    write_portraits(write_run(tmp_path))
+    told = json.loads((tmp_path / "data.json").read_text())
+    names = [f"a class of a long name, {number}" for number in range(10)]
+    (tmp_path / "data.json").write_text(json.dumps(told | {"classes": names}))
+    page = page_of(tmp_path)
+    assert "label a class of a long name, 3" in page.text
+    assert re.search(r"a class of a lon(?!g)", page.text)  # on the map, cut
 
 
 def test_pairs_of_one_document_count_as_found_where_they_are_ticked(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def _points(run: Run, portrait: Portrait) -> _Points:
     named = portrait.key is None and any(label >= 0 for label in labels)
     if portrait.key is None:
         rows = portrait.embedding[chosen]
-        groups = [str(label) if label >= 0 else "no label" for label in labels]
+        groups = [run.class_name(label) if label >= 0 else "no label" for label in labels]
     else:
         rows = np.concatenate([portrait.embedding[chosen], portrait.key[chosen]])
         sides = ("query", "document") if "document" in run.gallery.contents else ("image", "caption")

@@ -2,7 +2,9 @@
 
 import base64
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -19,11 +21,11 @@ _PIXELS = 96  # at most, of a side
 @final
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A picture, a text, or a picture with its caption; ``label`` is None where there is none."""
+    """A picture, a text, or a picture with its caption; ``label`` is its class by name, None where there is none."""
 
     picture: str | None = None
     text: str | None = None
-    label: int | None = None
+    label: str | None = None
 
 
 @final
@@ -46,13 +48,21 @@ class Neighborhood:
     now: list[Neighbor] | None
 
 
-def neighborhoods(gallery: Gallery, first: Portrait | None, latest: Portrait | None) -> list[Neighborhood]:
+def neighborhoods(
+    gallery: Gallery,
+    first: Portrait | None,
+    latest: Portrait | None,
+    class_name: Callable[[int], str] = str,
+) -> list[Neighborhood]:
     """Return a few queries with their neighbors: one of each of the first labels, or spread over the samples."""
     queries = _chosen(gallery, first, latest)
-    before, now = (None if each is None else _nearest(gallery, each, queries) for each in (first, latest))
+    shown = partial(_shown, gallery, class_name)
+    before, now = (
+        None if each is None else _nearest(gallery, each, queries, shown) for each in (first, latest)
+    )
     return [
         Neighborhood(
-            query=_shown(gallery, int(query), is_key=False),
+            query=shown(int(query), is_key=False),
             before=None if before is None else before[place],
             now=None if now is None else now[place],
         )
@@ -111,7 +121,9 @@ def _search(
     return found, np.take_along_axis(cosines, found, 1)
 
 
-def _nearest(gallery: Gallery, portrait: Portrait, queries: NDArray[np.int64]) -> list[list[Neighbor]]:
+def _nearest(
+    gallery: Gallery, portrait: Portrait, queries: NDArray[np.int64], shown: Callable[..., Sample]
+) -> list[list[Neighbor]]:
     found, cosines = _search(portrait, queries, NUM_NEIGHBORS)
     has_keys = portrait.key is not None
     rows = []
@@ -119,7 +131,7 @@ def _nearest(gallery: Gallery, portrait: Portrait, queries: NDArray[np.int64]) -
         rows.append(
             [
                 Neighbor(
-                    sample=_shown(gallery, int(place), is_key=has_keys),
+                    sample=shown(int(place), is_key=has_keys),
                     cosine=float(cosine),
                     is_right=_is_right(gallery, int(query), int(place), has_keys),
                 )
@@ -144,7 +156,7 @@ def _key_number(gallery: Gallery) -> NDArray[np.int64]:
     return np.unique(np.array(keys, object), return_inverse=True)[1]
 
 
-def _shown(gallery: Gallery, place: int, *, is_key: bool) -> Sample:
+def _shown(gallery: Gallery, class_name: Callable[[int], str], place: int, *, is_key: bool) -> Sample:
     """Return a sample as a query, or of pairs as a key."""
     contents = gallery.contents
     if is_key:
@@ -155,7 +167,7 @@ def _shown(gallery: Gallery, place: int, *, is_key: bool) -> Sample:
     return Sample(
         picture=_address_of(contents["image"][place]) if "image" in contents else None,
         text=None if texts is None else _cut(texts[place]),
-        label=label if label >= 0 else None,
+        label=class_name(label) if label >= 0 else None,
     )
 
 

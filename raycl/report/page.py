@@ -70,7 +70,7 @@ def comparison_of(runs: Sequence[Run]) -> str:
 
 def _content(run: Run) -> dict[str, Any]:
     gallery = run.gallery
-    found = [] if gallery is None else neighborhoods(gallery, run.first, run.latest)
+    found = [] if gallery is None else neighborhoods(gallery, run.first, run.latest, run.class_name)
     right = {
         "before": None if gallery is None or run.first is None else right_fraction(gallery, run.first),
         "now": None if gallery is None or run.latest is None else right_fraction(gallery, run.latest),

@@ -43,6 +43,11 @@ class Run:
         """``running``, ``finished``, ``failed``, ``stopped`` or ``unknown``."""
         return str(self.result.get("status", "unknown"))
 
+    def class_name(self, label: int) -> str:
+        """Return what the data call a label: its folder or text, or the number itself."""
+        classes = self.data.get("classes") or []
+        return str(classes[label]) if label < len(classes) else str(label)
+
 
 def read_run(uri: str, *, with_portrait: bool = True) -> Run:
     """Read a run's output, local or on S3.

@@ -7,6 +7,7 @@ from typing import Any, final
 from matplotlib.figure import Figure as Picture
 
 from raycl.config import RunConfig
+from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.reproduction.claims import Claim
 from raycl.reproduction.outcomes import Results
@@ -64,8 +65,14 @@ class Figure:
 
         ``workers`` are those of settings that do not state their own. Raises ``ConfigError``.
         """
+        overrides = overrides or {}
+        if "seed" in overrides:
+            raise ConfigError(
+                f"--set seed={overrides['seed']} would make all seeds of a setting one and the same run; leave it "
+                "out, --seeds says how many there are"
+            )
         size = SCALES[scale].image_size
         asked = {} if workers is None else {"workers": workers}
         stated = {**SCALES[scale].overrides, **self.shared[scale], **asked, **setting.overrides, "seed": seed}
         # Twice: a stage that the table adds is a copy of what the table says, not of what the user does.
-        return override(override(recipe(setting.recipe, image_size=size), stated), overrides or {})
+        return override(override(recipe(setting.recipe, image_size=size), stated), overrides)

@@ -1,5 +1,6 @@
 """The images of a figure: a part of the training set, written once, and what the encoders are judged on."""
 
+import hashlib
 import io
 from functools import cache
 from typing import Any, final
@@ -33,12 +34,18 @@ def training_part(data: str, num_rows: int | None, output: Place) -> str:
     source = _labeled(data)
     if num_rows is None or source.num_rows <= num_rows:
         return absolute(data)
-    place = output / f"train-{num_rows}-of-{source.num_rows}.parquet"
+    place = output / f"train-{num_rows}-of-{source.num_rows}-{_mark(source)}.parquet"
     if not place.exists():
         # Drawn, not every so-manieth: sets are often sorted or interleaved by class.
         chosen = np.sort(np.random.default_rng(0).choice(source.num_rows, num_rows, replace=False))
         place.write_bytes(_to_parquet(source, chosen))
     return place.uri
+
+
+def _mark(source: Source) -> str:
+    """Return eight letters by which sets are told apart: they follow from the address, the files and their rows."""
+    pieces = "\n".join(piece.to_json() for piece in source.pieces)
+    return hashlib.sha256(pieces.encode()).hexdigest()[:8]
 
 
 def _labeled(data: str) -> Source:
@@ -94,7 +101,8 @@ class Judge:
     def probed(self, config: RunConfig) -> tuple[Tensor, np.ndarray[Any, Any]]:
         """Return the images that the probe of BatchNorm's leak sees, uint8, and their ids."""
         rows = self._rows(self.test, config)
-        batch = rows.take(np.arange(min(PROBED, len(rows))))
+        # Drawn: in a set of class folders the first are of one class.
+        batch = rows.take(np.random.default_rng(0).permutation(len(rows))[:PROBED])
         return torch.from_numpy(pixels_of(batch).images), batch.sample_id
 
     def num_classes(self, config: RunConfig) -> int:

@@ -1,4 +1,4 @@
-"""(b) The momentum of the key encoder (He et al., 2020, section 4.1): 0 fails, slow is good."""
+"""(b) The momentum of the key encoder (He et al., 2020, section 4.1): 0 is worst, slow is good."""
 
 from matplotlib.figure import Figure as Picture
 
@@ -20,13 +20,12 @@ _SETTINGS = tuple(
 
 
 def claims(results: Results) -> list[Claim]:
-    """Judge that 0 fails and that slow is better than fast."""
+    """Judge that 0 is worst and that slow is better than fast."""
     knn = results.samples("knn_top1")
-    best = max(SLOW, key=lambda momentum: (bool(knn[momentum].values), knn[momentum].median))
     others = [label for label in knn if label != "0"]
     return [
         Claim(
-            text="Without momentum (0) MoCo fails",
+            text="Without momentum (0) MoCo is worse than with any",
             rule="the median at 0 is below each of the others by more than the spread",
             held=every(above(knn[label], knn["0"]) for label in others),
             evidence=", ".join(f"{sample:.3f} at {label}" for label, sample in knn.items() if sample.values)
@@ -34,9 +33,10 @@ def claims(results: Results) -> list[Claim]:
         ),
         Claim(
             text="A slow key encoder is better than a fast one",
-            rule="the better median of 0.99 and 0.999 is above that at 0.9 by more than the spread",
-            held=every([above(knn[best], knn["0.9"]), *(True if knn[m].is_enough else None for m in SLOW)]),
-            evidence=f"{knn[best]:.3f} at {best}, {knn['0.9']:.3f} at 0.9",
+            # Each of them: the better of two is above a third more often than one is.
+            rule=f"the medians at {' and '.join(SLOW)} are each above that at 0.9 by more than the spread",
+            held=every(above(knn[momentum], knn["0.9"]) for momentum in SLOW),
+            evidence=", ".join(f"{knn[momentum]:.3f} at {momentum}" for momentum in ("0.9", *SLOW)),
         ),
     ]
 
@@ -61,7 +61,7 @@ def draw(results: Results, picture: Picture) -> None:
 
 FIGURE = Figure(
     name="momentum",
-    title="A key encoder without momentum fails",
+    title="The momentum of the key encoder",
     source="He et al., 2020, section 4.1: 0 fails, 0.9 55.2, 0.99 57.8, 0.999 59.0",
     settings={"cpu": _SETTINGS, "gpu": _SETTINGS},
     shared={

@@ -9,11 +9,12 @@ from typing import Any, final
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Picture
 
+from raycl.config import RunConfig
 from raycl.reproduction.claims import Claim
 from raycl.reproduction.figure import Figure
 from raycl.reproduction.outcomes import Outcome, Results
 from raycl.reproduction.panels import write_caption
-from raycl.reproduction.scales import SCALES, ScaleName
+from raycl.reproduction.scales import ScaleName, describe_runs
 from raycl.storage import Place
 
 _FORMS = {"seconds": "{:,.0f}", "steps": "{:,.0f}", "collapsed": "{:g}", "rollbacks": "{:g}"}
@@ -23,11 +24,12 @@ METRICS = ("loss", "spread", "knn_top1")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """All that is told of a figure: what it is, at which scale, by which command, and what came out."""
+    """All that is told of a figure: what it is, at which scale, by which command, which runs, and what came out."""
 
     figure: Figure
     scale: ScaleName
     command: str
+    configs: Sequence[RunConfig]
     results: Results
 
     @property
@@ -86,8 +88,8 @@ class Page:
             f"## {figure.title}",
             f"{figure.source}. {figure.note}",
             f"```bash\n{self.command}\n```",
-            f"{_seeds(results)} on {_machines(results.outcomes)}; {SCALES[self.scale].text}. Median over the seeds, least "
-            "to most in brackets."
+            f"{_seeds(results)} on {_machines(results.outcomes)}; {describe_runs(self.scale, self.configs)}. Median over "
+            "the seeds, least to most in brackets."
             + (f" Raw pixels: kNN {self.results.floor:.3f}." if self.results.floor is not None else ""),
             f"![{figure.title}](images/{figure.name}.png)",
             self._table(),

@@ -84,6 +84,7 @@ def reproduce(
         figure=figure,
         scale=request.scale,
         command=_completed(request, outcomes).command(),
+        configs=[run.config for run in runs],
         results=gather(figure, request.scale, runs, outcomes),
     )
     written = page.write(output)
@@ -124,6 +125,11 @@ def _perform_missing(
     """Do what is not done yet, in place of each None; all runs on one Ray."""
     if request.data is None or request.test is None:
         raise ConfigError("give --data and --test, the images to train and to judge on, or --draw-only")
+    if absolute(request.data) == absolute(request.test):
+        raise ConfigError(
+            f"--data and --test are both {request.test}, and images that were trained on judge nothing; give --test "
+            "others"
+        )
     _check_same_images(request.data, request.test, outcomes)
     todo = [at for at, outcome in enumerate(outcomes) if outcome is None]
     if not todo:

@@ -9,13 +9,14 @@ from raycl.config import RunConfig
 from raycl.errors import CollapseError, ConfigError, NonFiniteLossError
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.records import RESULT, ROLLBACK, read_metrics, read_result
+from raycl.reproduction.claims import MIN_SEEDS
 from raycl.reproduction.figure import Figure, Setting
 from raycl.reproduction.images import Judge
 from raycl.reproduction.leakage import probe_run
 from raycl.reproduction.machine import describe_machine
 from raycl.reproduction.outcomes import Outcome, read_outcome
 from raycl.reproduction.scales import ScaleName
-from raycl.settings import config_from_yaml, differences
+from raycl.settings import config_from_yaml, config_to_yaml, differences
 from raycl.storage import Place
 from raycl.training.launch import train
 from raycl.training.resumption import CONFIG
@@ -52,8 +53,10 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """Return all runs of a figure, every setting once before the next seed; raises ``ConfigError``."""
     if num_seeds < 1:
-        raise ConfigError(f"--seeds {num_seeds} leaves no run; give 1 or more, 2 or more for a spread")
-    return [
+        raise ConfigError(
+            f"--seeds {num_seeds} leaves no run; give 1 or more, {MIN_SEEDS} or more for a verdict"
+        )
+    planned = [
         PlannedRun(
             figure=figure,
             setting=setting,
@@ -65,6 +68,20 @@ def plan_runs(
         for seed in range(num_seeds)
         for setting in figure.settings[scale]
     ]
+    _check_that_all_differ(planned)
+    return planned
+
+
+def _check_that_all_differ(planned: Sequence[PlannedRun]) -> None:
+    """Refuse two runs of the same configuration, such as a user's settings may make of two of the figure's."""
+    seen: dict[str, PlannedRun] = {}
+    for run in planned:
+        earlier = seen.setdefault(config_to_yaml(run.config), run)
+        if earlier is not run:
+            raise ConfigError(
+                f"--set makes {earlier.setting.name} and {run.setting.name} of {run.figure.name} one and the same run; "
+                "leave out what they differ in"
+            )
 
 
 def outcome_of(run: PlannedRun) -> Outcome | None:
