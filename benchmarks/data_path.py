@@ -1,0 +1,266 @@
+"""Images a second of the data path, two views each: raycl's beside DataLoaders, and what decoding alone takes.
+
+    python benchmarks/data_path.py --data cifar10/train.parquet [--size 32] [--seconds 20] [--json FILE]
+    python benchmarks/data_path.py --size 224            # JPEG photographs of 500 x 400, made here
+
+No encoder: what is drawn is thrown away. Every side is a process of its own, with both cores, and may
+use them as it does in training; the sides take turns. ``held`` is raycl with rows that were decoded
+before the first epoch, as ``data.cache=materialize`` does; ``stream`` reads and decodes them anew, in Ray
+Data tasks. ``lightly`` is a ``DataLoader`` with ``SimCLRTransform``, ``own views`` one that decodes in
+its workers and draws raycl's batched views there too, and ``decoding`` one that decodes and resizes to a square
+and does nothing else. Rates are images over the clock's time, after the first batches.
+"""
+
+import argparse
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from measuring import describe_machine
+
+WARMUP_BATCHES = 4
+NUM_PHOTOS = 2_000
+CORES = 2
+
+
+def main() -> None:
+    options = read_options()
+    if options.side is not None:
+        print(measure(SIDES[options.side](options), options))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if options.data is None:
+            options.data = str(write_photos(Path(folder) / "photos.parquet"))
+        rates: dict[str, list[float]] = {side: [] for side in options.sides}
+        for _ in range(options.repeats):
+            for side, measured in rates.items():
+                measured.append(run_side(side, options))
+                print(f"{side:10} {measured[-1]:10,.0f} images/s", flush=True)
+    medians = {side: statistics.median(measured) for side, measured in rates.items()}
+    print(f"\n{options.size} pixels, batch {options.batch_size}, {CORES} cores, medians of {options.repeats}")
+    for side, rate in medians.items():
+        others = [f"{rate / other:.2f} x {name}" for name, other in medians.items() if name != side]
+        print(f"{side:10} {rate:10,.0f} images/s  {', '.join(others)}")
+    if options.json:
+        report = {
+            "settings": vars(options),
+            "rates": rates,
+            "medians": medians,
+            "machine": describe_machine(),
+        }
+        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
+
+
+def measure(batches: Iterator[int], options: argparse.Namespace) -> float:
+    """Return images a second after the first batches, which are counted by their number of images."""
+    for _ in islice(batches, WARMUP_BATCHES):
+        pass
+    began, num_images = time.perf_counter(), 0
+    for number in batches:
+        num_images += number
+        if time.perf_counter() - began > options.seconds:
+            break
+    return num_images / (time.perf_counter() - began)
+
+
+def run_side(side: str, options: argparse.Namespace) -> float:
+    command = [sys.executable, __file__, "--side", side, "--data", options.data, "--size", str(options.size)]
+    command += ["--batch-size", str(options.batch_size), "--seconds", str(options.seconds)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]:
+    """Draw the views of a run's batches, epoch after epoch, as its only worker does."""
+    import ray
+    import torch
+
+    import raycl
+    from raycl.cluster import fetch_tables, join_cluster
+    from raycl.data.logbook import open_logbook
+    from raycl.data.order import Share, Shuffled
+    from raycl.data.prefetch import prefetch
+    from raycl.data.rows import Rows
+    from raycl.data.sources import find_source
+    from raycl.training import build
+    from raycl.training.process import prepare_process
+    from raycl.training.samples import Samples
+
+    prepare_process(CORES)
+    config = raycl.override(
+        raycl.recipe("simclr", image_size=options.size),
+        {"data.cache": "stream" if stream else "materialize", "evaluation.every_epochs": 0},
+    )
+    join_cluster(None)
+    with open_logbook() as logbook:
+        source = find_source(options.data, build.column_names(config))
+        samples = Samples(config, logbook, source, None)
+        modality = build.modality(config)
+        if stream:
+            epochs: Any = samples.stream()
+        else:
+            tables = fetch_tables(samples.all())
+            epochs = Shuffled(rows=Rows(tables, modality.formats(samples.columns)), seed=0)
+        views = build.view_maker(config, modality, torch.device("cpu"))
+        share = Share(batch_size=options.batch_size)
+        for epoch in range(1_000):
+            for drawn in views.views(prefetch(epochs.epoch_batches(share, epoch=epoch))):
+                yield len(drawn)
+    ray.shutdown()
+
+
+def loader_batches(options: argparse.Namespace, dataset: Any, collate: Any = None) -> Iterator[int]:
+    """Let a DataLoader with a worker a core give batches, epoch after epoch."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        dataset,
+        options.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=CORES,
+        persistent_workers=True,
+        collate_fn=collate,
+        worker_init_fn=one_thread,
+    )
+    while True:
+        for batch in loader:
+            yield len(batch[0])
+
+
+def one_thread(_: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def lightly_batches(options: argparse.Namespace) -> Iterator[int]:
+    from lightly.transforms import SimCLRTransform
+
+    blur = 0.0 if options.size <= 32 else 0.5
+    transform = SimCLRTransform(input_size=options.size, gaussian_blur=blur)
+
+    def views(content: bytes, _: int) -> Any:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(content)) as image:
+            return transform(image.convert("RGB"))
+
+    return loader_batches(options, Encoded(options.data, views))
+
+
+def own_batches(options: argparse.Namespace) -> Iterator[int]:
+    """Decode in the workers of a DataLoader, and draw raycl's views of a whole batch there."""
+    import numpy as np
+
+    import raycl
+    from raycl.augment import ImageAugmentation
+
+    config = raycl.recipe("simclr", image_size=options.size)
+    mean, std = config.normalization
+    augment = config.augment
+    augmentation = ImageAugmentation(
+        size=options.size,
+        crop_scale=augment.crop_scale,
+        brightness=augment.brightness,
+        contrast=augment.contrast,
+        saturation=augment.saturation,
+        hue=augment.hue,
+        blur=augment.blur,
+        mean=mean,
+        std=std,
+    )
+    decode = decoder(config)
+
+    def drawn(rows: list[tuple[Any, float, int]]) -> Any:
+        images, aspect, ids = (np.array(part) for part in zip(*rows, strict=True))
+        return [augmentation(images, ids, seed=0, epoch=0, view=view, aspect=aspect) for view in (0, 1)]
+
+    dataset = Encoded(options.data, lambda content, index: (*decode(content), index))
+    return loader_batches(options, dataset, drawn)
+
+
+def decoding_batches(options: argparse.Namespace) -> Iterator[int]:
+    import numpy as np
+
+    import raycl
+
+    decode = decoder(raycl.recipe("simclr", image_size=options.size))
+    dataset = Encoded(options.data, lambda content, _: decode(content)[0])
+    return loader_batches(options, dataset, lambda rows: [np.stack(rows)])
+
+
+def decoder(config: Any) -> Any:
+    """Return what turns an encoded image into the square that raycl keeps."""
+    from raycl.training.modality import ImageSide
+
+    return ImageSide(config).image_format().decode
+
+
+class Encoded:
+    """The images of a Parquet file, each made into something when it is asked for."""
+
+    def __init__(self, data: str, make: Any) -> None:
+        self._images = pq.read_table(data, columns=["image"])["image"]
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._make(self._images[index].as_py(), index)
+
+
+def write_photos(path: Path) -> Path:
+    """Write JPEGs of 500 x 400, parts of two photographs."""
+    import numpy as np
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    rng, files = np.random.default_rng(0), []
+    pictures = load_sample_images().images
+    for number in range(NUM_PHOTOS):
+        picture = pictures[number % 2]
+        height = int(rng.integers(200, picture.shape[0]))
+        width = height * 5 // 4
+        top, left = int(rng.integers(picture.shape[0] - height)), int(rng.integers(picture.shape[1] - width))
+        part = Image.fromarray(picture[top : top + height, left : left + width]).resize((500, 400))
+        stream = io.BytesIO()
+        part.save(stream, "JPEG", quality=90)
+        files.append(stream.getvalue())
+    pq.write_table(pa.table({"image": files}), path, row_group_size=200)
+    return path
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="images a second of the data path, two views each")
+    parser.add_argument("--data", help="Parquet file with an image column; by default photographs made here")
+    parser.add_argument("--size", type=int, default=32, help="pixels of a view's side")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a side, after the first batches")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+SIDES = {
+    "held": lambda options: raycl_batches(options, stream=False),
+    "stream": lambda options: raycl_batches(options, stream=True),
+    "lightly": lightly_batches,
+    "own views": own_batches,
+    "decoding": decoding_batches,
+}
+
+if __name__ == "__main__":
+    main()
