@@ -229,7 +229,9 @@ def main() -> None:
         ):
             soak.go_on(options.minutes, options.every)
         if run.poll() is not None:
-            raise RuntimeError(f"the run ended by itself:\n{(Path(folder) / 'log').read_text()[-3_000:]}")
+            told = options.output.with_suffix(".log")
+            told.write_text((Path(folder) / "log").read_text())
+            raise RuntimeError(f"the run ended by itself: {told} says more; killed were {soak.kills}")
         run.send_signal(signal.SIGTERM)
         status = run.wait(180)
         time.sleep(20)

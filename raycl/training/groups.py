@@ -14,7 +14,6 @@ import ray
 from ray.exceptions import RayActorError
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
-from ray.train.torch import TorchTrainer
 
 from raycl.cluster import cpus_for_a_worker, own_error
 from raycl.config import RunConfig
@@ -27,6 +26,7 @@ from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
 from raycl.training.process import ENVIRONMENT
+from raycl.training.trainer import Trainer, free_abandoned_room
 
 _ALONE_S = 45.0  # without a heartbeat: nobody is there who would save
 
@@ -77,6 +77,7 @@ class Groups:
                         )
 
     def _fit(self, job: Job) -> Outcome:
+        free_abandoned_room()
         is_streamed = job.stream is not None
         least, most = workers_with_room(self._config, job.workers, streamed=is_streamed)
         cpus = cpus_of_a_worker(self._config, least, streamed=is_streamed)
@@ -86,7 +87,7 @@ class Groups:
             checkpoint_score_attribute=SCORE,
             checkpoint_score_order="max",
         )
-        trainer = TorchTrainer(
+        trainer = Trainer(
             run_worker,
             train_loop_config={"job": job},
             scaling_config=ScalingConfig(

@@ -1,6 +1,7 @@
 """Whole runs on a real local Ray: what they write, how they resume, how they fail."""
 
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,27 @@ def test_a_streamed_run_is_resumed_as_it_began(
     config = small_run(**(STREAMED | setting))
     with pytest.raises(ConfigError, match=says):
         raycl.train(config, data=str(streamed.data), output=str(streamed.output), resume=True, quiet=True)
+
+
+def test_an_epoch_of_a_stream_leaves_no_process_behind(data: Path, tmp_path: Path) -> None:
+    from ray._private import state
+
+    alive, over = [0], threading.Event()
+
+    def count() -> None:
+        while not over.wait(0.3):
+            actors = [each for each in state.actors().values() if each["State"] == "ALIVE"]
+            alive.append(sum(each["ActorClassName"] == "SplitCoordinator" for each in actors))
+
+    watching = threading.Thread(target=count)
+    watching.start()
+    config = small_run(**STREAMED | {"stages.0.epochs": 5, "evaluation.every_epochs": 0})
+    try:
+        raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    finally:
+        over.set()
+        watching.join()
+    assert 1 <= max(alive) <= 2  # of an epoch, and for a moment of the one before
 
 
 @pytest.mark.drill

@@ -5,12 +5,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import ray
+from ray._private import state as ray_state
 from ray.exceptions import RayActorError
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 import raycl
 from raycl.data import logbook
@@ -19,7 +29,8 @@ from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.groups import Signals, workers_with_room
 from raycl.training.heartbeat import heartbeat
-from tests.cluster.strikes import wait_until
+from raycl.training.trainer import Trainer, free_abandoned_room
+from tests.cluster.strikes import kill_process, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import small_run
 from tests.images import write_digits
@@ -201,6 +212,72 @@ def test_a_wish_to_stop_outlives_the_logbook_that_was_told(tmp_path: Path) -> No
                 return False
 
         wait_until(is_to_stop_again)
+
+
+@ray.remote(num_cpus=0)
+class Controller:
+    """Takes room as Ray Train's controller does."""
+
+    def take_room(self) -> PlacementGroup:
+        group = placement_group([{"CPU": 1}])
+        ray.get(group.ready())
+        return group
+
+
+def test_room_of_a_controller_that_died_is_free_again_and_that_of_others_is_not() -> None:
+    dead, alive = Controller.remote(), Controller.remote()
+    lost, kept = ray.get([each.take_room.remote() for each in (dead, alive)])
+    own = placement_group([{"CPU": 1}])
+    assert free_abandoned_room() == 0
+    ray.kill(dead)
+    wait_until(lambda: free_abandoned_room() == 1)
+    wait_until(lambda: placement_group_table(lost)["state"] == "REMOVED")
+    assert free_abandoned_room() == 0
+    assert [placement_group_table(each)["state"] for each in (kept, own)] == ["CREATED", "CREATED"]
+    for each in (kept, own):
+        remove_placement_group(each)
+
+
+def test_ray_has_a_cleaner_that_raycl_leaves_out() -> None:
+    def names(trainer: TorchTrainer) -> set[str]:
+        return {type(each).__name__ for each in trainer._create_default_callbacks()}
+
+    settings = {"train_loop_per_worker": print, "scaling_config": ScalingConfig(num_workers=1)}
+    assert names(TorchTrainer(**settings)) - names(Trainer(**settings)) == {"PlacementGroupCleanerCallback"}
+
+
+@pytest.mark.drill
+def test_controllers_that_die_leave_neither_room_nor_actors(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "digits.parquet", 300)
+    config = small_run(
+        **{
+            "workers": 1,
+            "encoder.name": "tests.cluster.networks:slow",
+            "encoder.arguments": {"channels": 1, "marker": str(tmp_path / "hurry")},
+            "stages.0.epochs": 60,
+            "checkpoints.every_steps": 2,
+            "evaluation.every_epochs": 0,
+        }
+    )
+    output = tmp_path / "run"
+
+    def kill_three() -> None:
+        for _ in range(3):
+            wait_until(lambda: list(output.glob("checkpoints/step-*")))
+            kill_process("ray::TrainController")
+            time.sleep(12)
+        (tmp_path / "hurry").touch()
+
+    killer = threading.Thread(target=kill_three)
+    killer.start()
+    before = [each for each in placement_group_table().values() if each["state"] != "REMOVED"]
+    raycl.train(config, data=str(data), output=str(output), quiet=True)
+    killer.join()
+    assert read_result(Place(str(output)))["status"] == "finished"
+    after = [each for each in placement_group_table().values() if each["state"] != "REMOVED"]
+    assert len(after) == len(before)
+    alive = {each["ActorClassName"] for each in ray_state.actors().values() if each["State"] != "DEAD"}
+    assert not alive & {"PlacementGroupCleaner", "TrainController", "RayTrainWorker"}
 
 
 def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
