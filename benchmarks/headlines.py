@@ -1,0 +1,150 @@
+"""How a headline is read from what a benchmark wrote: raycl's number, a peer's, how far ahead, and the aim.
+
+A place in a result is a path: a word goes into a table, and ``{"name": "raycl"}`` picks the row of a list that
+has this value. Results come from other programs and other days: what is absent is told, not raised.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Place = tuple[str | dict[str, Any], ...]
+Results = Mapping[str, Any]  # what each benchmark wrote, by its name
+
+
+class AbsentError(LookupError):
+    """A result does not have what a headline needs."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A median, with the least and the most of several runs where they are known."""
+
+    median: float
+    least: float | None = None
+    most: float | None = None
+
+    def __str__(self) -> str:
+        if self.least is None or self.most is None or self.least == self.most:
+            return short(self.median)
+        return f"{short(self.median)} ({short(self.least)}-{short(self.most)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Where a headline's numbers lie, and what is hoped for; without a peer it is raycl's number alone."""
+
+    what: str
+    unit: str
+    own: Place
+    peer: str = ""
+    other: Place = ()
+    other_of: str | None = None  # the benchmark that has the peer's number, if it is another one
+    aim: float | None = None
+    is_drawn: bool = True  # in the picture, which is of programs that do the same work
+
+    def read(self, results: Results, benchmark: str) -> "Headline":
+        """Return the headline; AbsentError says what a result lacks."""
+        own = read_number(results, (benchmark, *self.own))
+        other = read_number(results, (self.other_of or benchmark, *self.other)) if self.other else None
+        return Headline(self, own, other)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What was found."""
+
+    of: Comparison
+    own: Number
+    other: Number | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster or smaller raycl is."""
+        if self.other is None:
+            return None
+        # Of what is said a second more is better; of time and memory less is.
+        is_rate = self.of.unit.endswith("/s")
+        better, worse = (self.own, self.other) if is_rate else (self.other, self.own)
+        return better.median / worse.median
+
+    @property
+    def verdict(self) -> str:
+        if self.of.aim is None or self.ratio is None:
+            return ""
+        return "met" if self.ratio >= self.of.aim else "missed"
+
+    def __str__(self) -> str:
+        text = f"{self.of.what}: {self.own} {self.of.unit}"
+        if self.ratio is not None:
+            text += f"; {self.of.peer} {self.other}; {self.ratio:.2f} times"
+        return f"{text}; aim {self.of.aim:.2f} {self.verdict}" if self.verdict else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A script with its flags, and what to read from the JSON that it writes."""
+
+    name: str
+    section: str
+    script: str
+    comparisons: Sequence[Comparison]
+    flags: str = ""
+    quick: str = ""  # flags of a quick try, which come last and so count
+
+    def words(self, *, quick: bool) -> list[str]:
+        """Return script and flags; ``{data}`` and ``{output}`` stand for folders."""
+        return [self.script, *self.flags.split(), *(self.quick.split() if quick else ())]
+
+    def headlines(self, results: Results, *, is_judged: bool) -> Iterator[Headline | AbsentError]:
+        """Yield what was found or is absent; what is not judged has no aims."""
+        for comparison in self.comparisons:
+            try:
+                headline = comparison.read(results, self.name)
+            except AbsentError as error:
+                yield AbsentError(f"{comparison.what}: {error}")
+            else:
+                yield headline if is_judged else replace(headline, of=replace(comparison, aim=None))
+
+
+def read_number(results: Results, place: Place) -> Number:
+    """Return what lies at a place: a number, a summary of several, or the list of them."""
+    value = find(results, place)
+    if isinstance(value, dict):
+        numbers = [value.get(name) for name in ("median", "min", "max")]
+    else:
+        numbers = value if isinstance(value, list) else [value]
+    for number in numbers or [None]:
+        if not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise AbsentError(f"{spell(place)} is {number}, not a number above 0")
+    if len(numbers) == 1:
+        return Number(numbers[0])
+    # The median of least, median and most is the median.
+    return Number(statistics.median(numbers), min(numbers), max(numbers))
+
+
+def find(results: Results, place: Place) -> Any:
+    """Follow a path into results."""
+    value: Any = results
+    for number, step in enumerate(place, 1):
+        try:
+            if isinstance(step, dict):
+                value = next(row for row in value if step.items() <= row.items())
+            else:
+                value = value[step]
+        except (LookupError, TypeError, AttributeError, StopIteration) as error:
+            raise AbsentError(f"there is no {spell(place[:number])}") from error
+    return value
+
+
+def spell(place: Place) -> str:
+    """Write a path for people."""
+    steps = [" ".join(map(str, step.values())) if isinstance(step, dict) else step for step in place]
+    return " / ".join(steps)
+
+
+def short(number: float) -> str:
+    """Write three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,177 @@
+"""The page of what the benchmarks found: tables, commands, machine and a picture, between two marks in the page."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from headlines import AbsentError, Benchmark, Headline, Results
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from PIL import Image
+from suite import SECTIONS
+
+BEGIN = "<!-- benchmarks/run.py writes what follows -->"
+END = "<!-- benchmarks/run.py wrote what precedes -->"
+NEW = f"# Performance\n\n{BEGIN}\n{END}\n"
+PAPER, INK, GRAY = "#fbfaf6", "#1f2933", "#6b7680"
+BLUE, ORANGE, RED = "#3b6fb6", "#d9822b", "#c0433f"
+Records = dict[str, dict[str, Any]]  # how each result came about
+
+
+def check_page(page: Path) -> str | None:
+    """Return why a page cannot be written into."""
+    text = page.read_text() if page.exists() else NEW
+    if BEGIN in text and END in text.partition(BEGIN)[2]:
+        return None
+    return f"{page} has no place for the figures; put the lines '{BEGIN}' and '{END}' there"
+
+
+def write_page(page: Path, suite: Sequence[Benchmark], results: Results, records: Records) -> None:
+    """Write between the marks of a page, and its picture into the folder ``images`` beside it."""
+    text = page.read_text() if page.exists() else NEW
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    done = [benchmark for benchmark in suite if benchmark.name in results]
+    found = {each.name: read_headlines(each, results, records) for each in done}
+    picture = page.parent / "images" / f"{page.stem}.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    parts = [introduction(suite, done, records)]
+    if draw([each for lines in found.values() for each in lines if isinstance(each, Headline)], picture):
+        parts.append(f"![Times that raycl is ahead of each peer](images/{picture.name})")
+    for title in SECTIONS:
+        if members := [benchmark for benchmark in done if benchmark.section == title]:
+            parts += section(title, members, found, records)
+    page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}")
+
+
+def read_headlines(benchmark: Benchmark, results: Results, records: Records) -> list[Headline | AbsentError]:
+    is_judged = not is_quick(benchmark, records[benchmark.name])
+    return list(benchmark.headlines(results, is_judged=is_judged))
+
+
+def is_quick(benchmark: Benchmark, record: dict[str, Any]) -> bool:
+    """Whether a result is of other flags than a measurement has."""
+    full = benchmark.words(quick=False)
+    return record.get("words", full) != full
+
+
+def introduction(suite: Sequence[Benchmark], done: Sequence[Benchmark], records: Records) -> str:
+    """Say how to read the tables, and on which machine each result was measured."""
+    circumstances: dict[str, list[str]] = {}
+    for benchmark in done:
+        circumstances.setdefault(describe(records[benchmark.name]), []).append(benchmark.name)
+    lines = [
+        "`python benchmarks/run.py --data FOLDER --write docs/performance.md` measures and writes all that",
+        "follows. Figures are medians, with least and most where a side ran several times. *Times* is how many",
+        "times faster or smaller raycl is: below 1 it is behind.",
+        "",
+        *(f"- {told}: {', '.join(names)}" for told, names in circumstances.items()),
+    ]
+    if quick := [each.name for each in done if is_quick(each, records[each.name])]:
+        lines.append(f"- tried at other sizes only, and held to no aim: {', '.join(quick)}")
+    if left := [each.name for each in suite if each not in done]:
+        lines.append(f"- not measured: {', '.join(left)}")
+    return "\n".join(lines)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """Say on what a result was measured."""
+    if not record:
+        return "machine and commit not recorded"
+    machine = record["machine"]
+    return (
+        f"{machine['cpu']} ({machine['capability']}), {machine['num_cores']} cores, "
+        f"{machine['gpu'] or 'no GPU'}, Python {machine['python']}, torch {machine['torch']}, "
+        f"commit {record['commit']}, {record['date']}"
+    )
+
+
+def section(
+    title: str,
+    members: Sequence[Benchmark],
+    found: dict[str, list[Headline | AbsentError]],
+    records: Records,
+) -> list[str]:
+    """Return heading, what is measured, the table, what is absent, and the commands."""
+    lines = [line for benchmark in members for line in found[benchmark.name]]
+    table = ["| | raycl | peer | its figure | times | aim |", "|---|---|---|---|---|---|"]
+    table += [row(line) for line in lines if isinstance(line, Headline)]
+    parts = [f"## {title}", SECTIONS[title], "\n".join(table)]
+    if absent := [f"- {line}" for line in lines if isinstance(line, AbsentError)]:
+        parts.append("Absent:\n\n" + "\n".join(absent))
+    commands = [command(benchmark, records[benchmark.name]) for benchmark in members]
+    return [*parts, "\n".join(["```bash", *commands, "```"])]
+
+
+def row(headline: Headline) -> str:
+    of, ratio = headline.of, headline.ratio
+    cells = [of.what, f"{headline.own} {of.unit}", of.peer]
+    cells += ["", ""] if ratio is None else [f"{headline.other} {of.unit}", f"**{ratio:.2f}**"]
+    cells.append(f"{of.aim:.2f}, {headline.verdict}" if headline.verdict else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def command(benchmark: Benchmark, record: dict[str, Any]) -> str:
+    """Return the command as anybody would type it, with how long it took and what else ran then."""
+    words = [
+        word.format(data="FOLDER", output=".") for word in record.get("words", benchmark.words(quick=False))
+    ]
+    text = f"python benchmarks/{' '.join(words)} --json {benchmark.name}.json"
+    if not record:
+        return text
+    load = record["machine"]["load_average"][0]
+    return f"{text}  # {record['seconds'] / 60:.1f} min, load {load:.1f} before"
+
+
+def draw(headlines: Sequence[Headline], path: Path) -> bool:
+    """Draw a bar for each peer from 1 to raycl's ratio; a mark is the aim. Return whether there was any."""
+    bars = [each for each in headlines if each.of.is_drawn and each.ratio]
+    if not bars:
+        return False
+    ratios, rows = [each.ratio or 1.0 for each in bars], range(len(bars))
+    aims = [(each.of.aim, row) for row, each in enumerate(bars) if each.verdict]
+    style = {
+        "text.color": INK,
+        "axes.edgecolor": GRAY,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "font.size": 9,
+    }
+    with plt.rc_context(style | {"axes.facecolor": PAPER, "figure.facecolor": PAPER}):
+        figure, axes = plt.subplots(figsize=(9, 0.22 * len(bars) + 1.2), layout="constrained")
+        colors = [BLUE if ratio >= 1 else ORANGE for ratio in ratios]
+        axes.barh(rows, [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colors)
+        axes.plot(*zip(*aims, strict=True), "|", color=INK, ms=11, mew=2, label="aim") if aims else None
+        for row, each in enumerate(bars):  # in a column of their own, where no mark lies over them
+            color = RED if each.verdict == "missed" else INK
+            text = f"{each.ratio:.2f}"
+            axes.text(1.02, row, text, color=color, va="center", transform=axes.get_yaxis_transform())
+        axes.axvline(1, color=INK, lw=1)
+        axes.set(xscale="log", yticks=rows, yticklabels=[f"{each.of.what} / {each.of.peer}" for each in bars])
+        axes.set_xlim(min(0.5, 0.8 * min(ratios)), max(2.0, 1.1 * max(ratios)))
+        axes.set_ylim(len(bars) - 0.4, -0.6)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+        figure.suptitle(
+            "times that raycl is faster or smaller; a mark is the aim, red what missed it", fontsize=10
+        )
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labeltop=True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        save(figure, path)
+    return True
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """Write few colors, which is all that a drawing has: the file is a third as large."""
+    stream = io.BytesIO()
+    figure.savefig(stream, dpi=110)
+    plt.close(figure)
+    # Not those of most pixels: red and orange are rare.
+    few = Image.open(stream).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)
+    few.save(path, optimize=True)

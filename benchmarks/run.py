@@ -1,0 +1,154 @@
+"""Run every benchmark beside its peers, one after the other, and write docs/performance.md.
+
+    python benchmarks/run.py --data FOLDER [--only NAME ...] [--quick] [--output benchmarks/results]
+        [--again] [--write docs/performance.md]
+
+FOLDER holds cifar10/train.parquet, cifar10/test.parquet and medquad/train.parquet. Each benchmark is a process
+of its own, within which the sides take turns; its result is OUTPUT/NAME.json. A result that is there already is
+not measured again, so that the same command goes on where another one was stopped. Those who want quiet
+numbers run nothing else meanwhile: with all of them it takes some hours.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headlines import AbsentError, Benchmark
+from measuring import describe_machine
+from performance_page import check_page, read_headlines, write_page
+from suite import SUITE
+
+FOLDER = Path(__file__).parent
+RECORD = ".record.json"  # beside each result: command, commit, machine, date and seconds
+
+
+def main() -> None:
+    """Run what is asked for; the status is 1 where one of them failed."""
+    options = read_options()
+    options.output.mkdir(parents=True, exist_ok=True)
+    failed = run_all(options.benchmarks, options)
+    results, records = read_results(options.output)
+    for benchmark in options.benchmarks:
+        if benchmark.name in results:
+            for line in read_headlines(benchmark, results, records):
+                print(f"absent: {line}" if isinstance(line, AbsentError) else line)
+    if options.write:
+        write_page(options.write, SUITE, results, records)
+        print(f"{options.write} is written")
+    if failed:
+        sys.exit(f"{len(failed)} of {len(options.benchmarks)} failed: {', '.join(failed)}")
+
+
+def run_all(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> list[str]:
+    """Run one after the other; return the names of those that failed."""
+    began, failed = time.monotonic(), []
+    for number, benchmark in enumerate(benchmarks, 1):
+        so_far = f"{(time.monotonic() - began) / 60:.0f} min so far"
+        print(f"[{number} of {len(benchmarks)}, {so_far}] {benchmark.name}", end=": ", flush=True)
+        if is_there(benchmark, options) and not options.again:
+            print("there already")
+        elif fault := run(benchmark, options):
+            print(f"{benchmark.name} failed: {fault}", file=sys.stderr, flush=True)
+            failed.append(benchmark.name)
+    return failed
+
+
+def is_there(benchmark: Benchmark, options: argparse.Namespace) -> bool:
+    """Whether there is a result of the same flags: a quick try does not stand for a measurement."""
+    result, words = options.output / f"{benchmark.name}.json", benchmark.words(quick=options.quick)
+    return result.exists() and read_record(result).get("words", words) == words
+
+
+def run(benchmark: Benchmark, options: argparse.Namespace) -> str | None:
+    """Run one and keep its result; return what went wrong."""
+    words = benchmark.words(quick=options.quick)
+    if needed := missing_files(words, options.data):
+        return f"it needs {' and '.join(needed)} in the folder of --data"
+    # Under its name there are only results that were written to their end.
+    part, whole = (options.output / f"{benchmark.name}{ending}.json" for ending in (".part", ""))
+    given = [word.format(data=options.data, output=options.output) for word in words]
+    command = [sys.executable, str(FOLDER / given[0]), *given[1:], "--json", str(part)]
+    print(" ".join(given), flush=True)
+    record: dict[str, Any] = {"words": words, "machine": describe_machine()}
+    record |= {"commit": commit(), "date": datetime.now(UTC).date().isoformat()}
+    began = time.monotonic()
+    part.unlink(missing_ok=True)
+    status = subprocess.run(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}, check=False).returncode
+    if status or not part.exists():
+        return f"status {status}" if status else "it wrote no result"
+    record["seconds"] = time.monotonic() - began
+    part.replace(whole)
+    whole.with_suffix(RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    return None
+
+
+def missing_files(words: Sequence[str], data: Path | None) -> list[str]:
+    """Return the data files that are needed and not there."""
+    files = [word.removeprefix("{data}/") for word in words if word.startswith("{data}/")]
+    return [file for file in files if data is None or not (data / file).exists()]
+
+
+def commit() -> str:
+    """Return what was measured, as git calls it."""
+    command = ["git", "describe", "--always", "--dirty= with changes", "--exclude=*"]
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+    found = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return results and the records of how they came about, by name; tell of those that cannot be read."""
+    results, records = {}, {}
+    for benchmark in SUITE:
+        path = folder / f"{benchmark.name}.json"
+        if path.exists():
+            try:
+                results[benchmark.name] = json.loads(path.read_text())
+            except ValueError as error:
+                print(f"{path} is no JSON ({error}); --again measures it anew", file=sys.stderr)
+            records[benchmark.name] = read_record(path)
+    return results, records
+
+
+def read_record(result: Path) -> dict[str, Any]:
+    """Return how a result came about; nothing of one that a script was asked for by hand."""
+    record = result.with_suffix(RECORD)
+    return json.loads(record.read_text()) if record.exists() else {}
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line; refuse what would fail hours later."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, help="folder with the data sets")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these; without it, all")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: whether all of it runs, no figures"
+    )
+    parser.add_argument("--output", type=Path, help="folder of the results [benchmarks/results]")
+    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page and its picture")
+    options = parser.parse_args()
+    by_name = {benchmark.name: benchmark for benchmark in SUITE}
+    names = options.only or list(by_name)
+    if unknown := [name for name in names if name not in by_name]:
+        parser.exit(2, f"there is no benchmark {', '.join(unknown)}; there are {', '.join(by_name)}\n")
+    options.benchmarks = [by_name[name] for name in names]
+    options.output = options.output or FOLDER / "results" / ("quick" if options.quick else "")
+    if options.write and (fault := check_page(options.write)):
+        parser.exit(2, f"{fault}\n")
+    return options
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
