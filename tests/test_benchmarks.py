@@ -142,6 +142,26 @@ RESULTS: dict[str, Any] = {
         "settings": {"workers": 2},
         "machine": {"cpu": "AMD EPYC"},
     },
+    "startup": {
+        "seconds": {
+            name: spread(9.0) for name in ("accepted", "worker up", "first forward", "first step", "end")
+        },
+        "settings": {"workers": 2},
+        "machine": {"cpu": "AMD EPYC"},
+    },
+    "growth": {
+        "points": {
+            kind: [{"size": size, "seconds": 0.5, "mb": 12.0} for size in sizes]
+            for kind, sizes in {
+                "rows": (100_000, 1_000_000),
+                "queue": (1_048_576,),
+                "bank": (1_000_000, 10_000_000),
+                "batch": (65_536,),
+            }.items()
+        },
+        "exponents": {"rows": 1.0},
+        "machine": {"cpu": "AMD EPYC"},
+    },
     "large_batch": {
         "machine": {"cpu": "AMD EPYC"},
         "step": {
