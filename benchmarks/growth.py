@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 from measuring import describe_machine, read_status
 
 DIM, BATCH, NUM_DRAWN = 128, 256, 4_096
@@ -39,6 +40,7 @@ SIZES = {
     "bank": (100_000, 1_000_000, 10_000_000),
     "batch": (256, 1_024, 4_096, 16_384, 65_536),
 }
+UNITS = {"rows": "rows read", "queue": "keys", "bank": "slots", "batch": "pairs"}
 DUE = {"rows": 1.0, "queue": 1.0, "bank": 0.0, "batch": 2.0}  # the exponents that the work itself has
 
 
@@ -221,7 +223,11 @@ def draw(found: dict[str, list[dict[str, float]]], exponents: dict[str, float], 
         axes.loglog(x, y, "o-", color="#08519c", label=f"measured: power {exponents[kind]:.2f}")
         due = y[-1] * (x / x[-1]) ** DUE[kind]
         axes.loglog(x, due, "--", color="#999999", label=f"power {DUE[kind]:g}")
-        axes.set(title=kind, xlabel=f"{kind}", ylabel="seconds")
+        axes.set(title=kind, xlabel=UNITS[kind], ylabel="seconds")
+        # A decade at least, or noise would look like growth.
+        axes.set_ylim(min(y.min(), y.max() / 10) / 2, y.max() * 2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_formatter(NullFormatter())
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

@@ -83,11 +83,16 @@ def config_to_yaml(config: RunConfig) -> str:
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Return the run with ``key.path=value`` settings replaced; values are YAML.
 
+    Another ``encoder.name`` begins without the ``encoder.arguments`` of the one before.
     Raises ``ConfigError`` for an unknown key, a wrong type or an impossible value.
     """
-    pairs = settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings)
+    pairs = dict(settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings))
     values = config.model_dump(mode="json")
-    for path, value in pairs:
+    for side in ("encoder", "text_encoder"):
+        known = getattr(config, side).name
+        if pairs.get(f"{side}.name", known) != known:
+            values[side]["arguments"] = {}  # they were those of the encoder before
+    for path, value in pairs.items():
         _set(values, path, value)
     return config_from_dict(values)
 

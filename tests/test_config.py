@@ -39,6 +39,19 @@ def test_epochs_give_way_to_steps() -> None:
     assert (changed.stages[0].epochs, changed.stages[0].steps) == (None, 7)
 
 
+def test_another_encoder_begins_without_the_arguments_of_the_one_before() -> None:
+    towers = recipe("two_tower")
+    assert towers.encoder.arguments == {"dim": 1_024, "hidden_dim": 0}
+    assert override(towers, {"encoder.name": "transformers:minilm"}).encoder.arguments == {}
+    smaller = override(towers, ["encoder.arguments.dim=64", "encoder.name=transformer"])
+    assert smaller.encoder.arguments == {"dim": 64}
+    for kept in ({"encoder.name": "bag_of_subwords"}, {"stages.0.epochs": 3}):
+        assert override(towers, kept).encoder.arguments == towers.encoder.arguments
+    both = override(recipe("image_text"), {"text_encoder.arguments.num_layers": 2})
+    assert override(both, {"encoder.name": "resnet34"}).text_encoder.arguments["num_layers"] == 2
+    assert override(both, {"text_encoder.name": "bag_of_subwords"}).text_encoder.arguments == {}
+
+
 def test_arguments_of_a_users_own_encoder_are_free() -> None:
     changed = override(recipe("simclr"), ["encoder.arguments.depth=4"])
     assert changed.encoder.arguments == {"depth": 4}

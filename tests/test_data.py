@@ -292,6 +292,26 @@ def test_prefetch_keeps_order_and_hands_errors_over() -> None:
         next(items)
 
 
+def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    first = Logbook(None, str(journal))
+    first.add_rows("a", 10, 8, {"not an image": 1}, ["a.png"])
+    first.add_left_out("a", {"labels without a query": 3})
+    first.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"])  # read again: counts once
+    first.ask_to_stop()
+    first.ask_to_stop()
+    with journal.open("a") as file:
+        file.write('["add_rows", ["b", 10, 8')
+    second = Logbook(None, str(journal))
+    assert second.rows() == first.rows()
+    assert second.rows().num_rows == 10
+    assert second.is_to_stop()
+    second.add_rows("c", 5, 5, {}, [])
+    assert Logbook(None, str(journal)).rows().num_rows == 15
+    assert journal.read_text().count("add_rows") == 4  # of them one that was cut; nothing twice
+    assert Logbook(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
+
+
 def test_logbook_counts_a_piece_once_though_it_is_read_again() -> None:
     logbook = Logbook()
     for _ in range(2):

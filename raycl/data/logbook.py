@@ -2,11 +2,14 @@
 
 import contextlib
 import hashlib
+import json
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from pathlib import Path
+from typing import Any, TextIO, final
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -56,10 +59,11 @@ class Logbook:
     """Keep the latest progress and what each piece of the data held.
 
     A piece that is read again (an epoch later, or by a task that Ray retried) counts once. With
-    ``tags``, those of a run, its rows are metrics of Prometheus.
+    ``tags``, those of a run, its rows are metrics of Prometheus. What must not be forgotten if this process
+    dies is also written to the ``journal``, a file on the driver's node.
     """
 
-    def __init__(self, tags: Mapping[str, str] | None = None) -> None:
+    def __init__(self, tags: Mapping[str, str] | None = None, journal: str | None = None) -> None:
         self._pieces: dict[str, tuple[int, int, Counter[str], list[str]]] = {}
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
@@ -67,15 +71,25 @@ class Logbook:
         self._exporter = None if tags is None else Exporter(tags, self._readings)
         self._is_to_stop = False
         self._heard_at = time.monotonic()
+        self._journal: TextIO | None = None
+        if journal is not None:
+            for name, arguments in _entries(Path(journal)):
+                getattr(self, name)(*arguments)
+            # Where the driver has a file system of its own, there is none.
+            with contextlib.suppress(OSError):
+                self._journal = Path(journal).open("a")
+                self._journal.write("\n")  # the last line may have been cut
 
     def add_rows(
         self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
     ) -> None:
         """Note the rows of one piece; ``num_train`` of them are sound and not held out."""
+        self._write("add_rows", piece, num_rows, num_train, dict(broken), examples)
         self._pieces[piece] = (num_rows, num_train, Counter(broken), examples)
 
     def add_left_out(self, piece: str, left_out: Mapping[str, int]) -> None:
         """Note how much of one piece is sound but of no use, by cause."""
+        self._write("add_left_out", piece, dict(left_out))
         self._left_out[piece] = Counter(left_out)
 
     def add_progress(self, progress: Mapping[str, Any]) -> None:
@@ -88,6 +102,7 @@ class Logbook:
 
     def add_notice(self, text: str) -> None:
         """Note something that people must see."""
+        self._write("add_notice", text)
         self._notices.append(text)
 
     def notices(self) -> list[str]:
@@ -96,6 +111,8 @@ class Logbook:
 
     def ask_to_stop(self) -> None:
         """Ask the run to save and end."""
+        if not self._is_to_stop:
+            self._write("ask_to_stop")
         self._is_to_stop = True
 
     def is_to_stop(self) -> bool:
@@ -121,12 +138,26 @@ class Logbook:
             left_out={k: v for k, v in sum(self._left_out.values(), Counter()).items() if v},
         )
 
+    def _write(self, name: str, *arguments: Any) -> None:
+        """Write a call down, whole before it is answered."""
+        if self._journal is not None:
+            self._journal.write(json.dumps([name, arguments]) + "\n")
+            self._journal.flush()
+
     def _readings(self) -> Iterator[Reading]:
         rows = self.rows()
         yield Reading("rows_read", rows.num_rows)
         for name, counts in (("rows_broken", rows.broken), ("rows_left_out", rows.left_out)):
             for cause, count in counts.items():
                 yield Reading(name, count, cause)
+
+
+def _entries(journal: Path) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the calls that were written down; the last one may have been cut, and was not answered then."""
+    for line in journal.read_text().splitlines() if journal.exists() else ():
+        with contextlib.suppress(ValueError):
+            name, arguments = json.loads(line)
+            yield name, arguments
 
 
 def rows_in(logbook: Any) -> ReadRows:
@@ -140,15 +171,16 @@ def open_logbook(tags: Mapping[str, str] | None = None, *, output: str | None = 
 
     Of an ``output`` there is one logbook in a cluster: raises ``ConfigError`` if a run that lives has it.
     """
-    logbook = _start(tags, output)
-    try:
-        yield logbook
-    finally:
-        # Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
-        ray.kill(logbook)
+    with tempfile.TemporaryDirectory(prefix="raycl-logbook-") as folder:
+        logbook = _start(tags, output, f"{folder}/journal")
+        try:
+            yield logbook
+        finally:
+            # Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
+            ray.kill(logbook)
 
 
-def _start(tags: Mapping[str, str] | None, output: str | None) -> Any:
+def _start(tags: Mapping[str, str] | None, output: str | None, journal: str) -> Any:
     # Beside the driver, so that no node takes it away while the run goes on.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
@@ -158,7 +190,7 @@ def _start(tags: Mapping[str, str] | None, output: str | None) -> Any:
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            return actor.remote(tags)
+            return actor.remote(tags, journal)
         except ValueError as error:  # the name is taken, perhaps by a driver that has just died
             if time.monotonic() > until:
                 raise ConfigError(

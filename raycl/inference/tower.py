@@ -20,13 +20,12 @@ from raycl.settings import config_from_yaml
 from raycl.storage import Place, absolute
 from raycl.tokens import BrokenTextError, Vocabulary, padded_rows, read_text
 from raycl.training import build
-from raycl.training.checkpoint import CHECKPOINTS, STATE
+from raycl.training.checkpoint import STATE
+from raycl.training.checkpoint_list import CHECKPOINTS, LISTED
 from raycl.training.modality import ImageSide
 from raycl.training.resumption import CONFIG
 from raycl.training.vocabulary import load_tokenizer
 
-# Ray Train's own list of the checkpoints that are there whole.
-LISTED = "checkpoint_manager_snapshot.json"
 _ATTEMPTS, _NAP_S = 3, 0.5
 
 

@@ -18,11 +18,11 @@ import torch
 from raycl.distributed import check_equal
 from raycl.models.saved import load_state
 from raycl.storage import Place
+from raycl.training.checkpoint_list import CHECKPOINTS
 from raycl.training.learner import Learner
 from raycl.training.stores import Store
 from raycl.training.watch import Watch
 
-CHECKPOINTS = "checkpoints"
 STATE = "state.pt"
 SCORE = "score"  # that the best checkpoints have most of
 _STEP = re.compile(r"step-([0-9]{8,})")

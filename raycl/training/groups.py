@@ -21,7 +21,8 @@ from raycl.errors import RunError, StoppedError, StorageError
 from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.records import write_result
 from raycl.storage import Place
-from raycl.training.checkpoint import CHECKPOINTS, SCORE, saved_steps
+from raycl.training.checkpoint import SCORE, saved_steps
+from raycl.training.checkpoint_list import CHECKPOINTS, mend_list
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
@@ -78,6 +79,8 @@ class Groups:
 
     def _fit(self, job: Job) -> Outcome:
         free_abandoned_room()
+        if mend_list(self._output):
+            self._tell("the list of checkpoints was cut in its writing: going on by the one before")
         is_streamed = job.stream is not None
         least, most = workers_with_room(self._config, job.workers, streamed=is_streamed)
         cpus = cpus_of_a_worker(self._config, least, streamed=is_streamed)
@@ -211,7 +214,7 @@ class Signals:
     def ask_to_stop(self) -> float:
         """Ask the workers to stop, and return since when none was heard.
 
-        Asked for again each time: a logbook that died has forgotten it, and is soon there again.
+        Asked for again each time: the logbook may have died of it, and is soon there again.
         """
         try:
             ray.get(self._logbook.ask_to_stop.remote())

@@ -12,7 +12,8 @@ from raycl.errors import NonFiniteLossError
 from raycl.models.saved import KEY, save_encoder
 from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.models.towers import Towers
-from raycl.training.checkpoint import CHECKPOINTS, Position, save_checkpoint, saved_steps
+from raycl.training.checkpoint import Position, save_checkpoint, saved_steps
+from raycl.training.checkpoint_list import CHECKPOINTS, copy_list
 from raycl.training.clock import Clock
 from raycl.training.job import Job
 from raycl.training.learner import Learner
@@ -84,6 +85,8 @@ class Saver:
             self._recorder.flush()
             self._learner.average_statistics()
             self._save_bank(position, store)
+            if self._is_writer:
+                copy_list(self._job.output)
             with (self._job.output / CHECKPOINTS).explaining("save a checkpoint in"):
                 save_checkpoint(
                     self._learner,

@@ -20,6 +20,7 @@ from raycl.portraits import FIRST, LATEST, read_gallery, read_portrait
 from raycl.records import read_metrics, read_result
 from raycl.report.writing import write_report
 from raycl.storage import Place
+from raycl.training.checkpoint_list import LISTED
 from tests.images import write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -210,6 +211,26 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
         assert portraits[1] is not None
         assert portraits[0].step == portraits[1].step
         assert np.array_equal(portraits[0].embedding, portraits[1].embedding)
+
+
+@pytest.mark.drill
+def test_a_list_of_checkpoints_cut_in_its_writing_costs_one_of_them_and_nothing_else(
+    finished: Finished, tmp_path: Path
+) -> None:
+    output, marker = tmp_path / "cut", tmp_path / "died"
+    arguments = {"channels": 1, "die_at": finished.result.steps, "marker": str(marker)}
+    config = small_run(**{"encoder.arguments": arguments, "max_failures": 0})
+    with pytest.raises(RunError):
+        raycl.train(config, data=str(finished.data), output=str(output), quiet=True)
+    listed = output / "checkpoints" / LISTED
+    last = json.loads(listed.read_text())["latest_checkpoint_result"]["metrics"]["step"]
+    assert last > 5
+    listed.write_text("")  # as a controller leaves it that is ended while it writes
+    raycl.train(config, data=str(finished.data), output=str(output), resume=True, quiet=True)
+    made_again = int(marker.read_text())
+    assert finished.result.steps - last < made_again < finished.result.steps
+    for name, value in weights_of(finished.output).items():
+        assert torch.equal(value, weights_of(output)[name]), name
 
 
 def test_a_run_is_not_resumed_on_a_set_of_another_size(finished: Finished, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs that lose a process, or are asked to stop: what they keep, and how they go on."""
 
+import contextlib
 import json
 import os
 import signal
@@ -198,20 +199,25 @@ def test_a_second_run_into_an_output_that_has_one_is_refused(
     assert not (output / "config.yaml").exists()
 
 
-def test_a_wish_to_stop_outlives_the_logbook_that_was_told(tmp_path: Path) -> None:
+def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:
     with logbook.open_logbook() as book, Signals(book, Place(str(tmp_path))) as signals:
+        ray.get(book.add_rows.remote("piece", 9, 7, {"not an image": 2}, ["one.png (not an image)"]))
+        ray.get(book.add_notice.remote("something happened"))
         signals.ask_to_stop()
-        assert ray.get(book.is_to_stop.remote())
+        before = logbook.rows_in(book)
         ray.kill(book, no_restart=False)
 
-        def is_to_stop_again() -> bool:
-            signals.ask_to_stop()
-            try:
-                return ray.get(book.is_to_stop.remote())
-            except RayActorError:
-                return False
+        def is_back() -> bool:
+            with contextlib.suppress(RayActorError):
+                return ray.get(book.notices.remote()) == ["something happened"]
+            return False
 
-        wait_until(is_to_stop_again)
+        wait_until(is_back)
+        assert logbook.rows_in(book) == before
+        assert before.num_broken == 2
+        assert ray.get(book.is_to_stop.remote())
+        ray.kill(book, no_restart=False)
+        assert signals.ask_to_stop() < 60  # whether it is back or not
 
 
 @ray.remote(num_cpus=0)

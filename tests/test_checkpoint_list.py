@@ -1,0 +1,72 @@
+"""Ray Train's list of checkpoints, when its writing was cut."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycl.storage import Place
+from raycl.training.checkpoint_list import CHECKPOINTS, LISTED, copy_list, mend_list
+
+
+def result(step: int) -> dict[str, Any]:
+    return {"version": 0, "checkpoint_dir_name": f"step-{step:08d}", "metrics": {"step": step}}
+
+
+def write_list(output: Path, *steps: int) -> dict[str, Any]:
+    """Write the list of these checkpoints as Ray does, and their folders."""
+    listed = {
+        "ray_version": "2.60.0",
+        "checkpoint_results": [result(step) for step in steps],
+        "checkpoint_report_indices": [step // 10 for step in steps],
+        "latest_checkpoint_result": result(steps[-1]),
+        "current_report_index": 7,
+    }
+    folder = output / CHECKPOINTS
+    for step in steps:
+        (folder / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+    (folder / LISTED).write_text(json.dumps(listed))
+    return listed
+
+
+def listed_in(output: Path) -> dict[str, Any]:
+    return json.loads((output / CHECKPOINTS / LISTED).read_text())
+
+
+@pytest.mark.parametrize("rest", ["", '{"ray_version": "2.60.0", "checkpoint_res', "[]"])
+def test_a_list_that_was_cut_is_the_one_before(tmp_path: Path, rest: str) -> None:
+    output = Place(str(tmp_path))
+    before = write_list(tmp_path, 10, 20)
+    copy_list(output)
+    assert not mend_list(output)
+    (tmp_path / CHECKPOINTS / LISTED).write_text(rest)
+    copy_list(output)  # what is cut is no copy
+    assert mend_list(output)
+    assert listed_in(tmp_path) == before
+    assert not mend_list(output)
+
+
+def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    write_list(tmp_path, 10, 20, 30)
+    copy_list(output)
+    for step in (10, 30):
+        (tmp_path / CHECKPOINTS / f"step-{step:08d}").rmdir()
+    (tmp_path / CHECKPOINTS / LISTED).write_text("")
+    assert mend_list(output)
+    found = listed_in(tmp_path)
+    assert found["checkpoint_results"] == [result(20)]
+    assert found["checkpoint_report_indices"] == [2]
+    assert found["latest_checkpoint_result"] == result(20)
+    assert found["current_report_index"] == 7
+
+
+def test_the_first_list_has_no_copy_and_goes(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    assert not mend_list(output)
+    copy_list(output)
+    (tmp_path / CHECKPOINTS).mkdir()
+    (tmp_path / CHECKPOINTS / LISTED).write_text("")
+    assert mend_list(output)
+    assert not (tmp_path / CHECKPOINTS / LISTED).exists()
