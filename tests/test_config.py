@@ -49,7 +49,7 @@ def test_another_encoder_begins_without_the_arguments_of_the_one_before() -> Non
         assert override(towers, kept).encoder.arguments == towers.encoder.arguments
     both = override(recipe("image_text"), {"text_encoder.arguments.num_layers": 2})
     assert override(both, {"encoder.name": "resnet34"}).text_encoder.arguments["num_layers"] == 2
-    assert override(both, {"text_encoder.name": "bag_of_subwords"}).text_encoder.arguments == {}
+    assert override(both, {"text_encoder.name": "transformer"}).text_encoder.arguments == {}
 
 
 def test_arguments_of_a_users_own_encoder_are_free() -> None:
