@@ -198,10 +198,13 @@ def train(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str
         run.wait(max(1.0, deadline - SPARE_S - time.monotonic()))
     except subprocess.TimeoutExpired:
         run.send_signal(signal.SIGTERM)  # it saves first
-        run.wait()
+        if run.wait(SPARE_S) != 128 + signal.SIGTERM:
+            sys.exit(f"{recipe} did not save when its time was over: its last checkpoint is older")
         return None
     if run.returncode:
         sys.exit(f"training {recipe} failed")
+    if time.monotonic() > deadline - SPARE_S:
+        return None  # --resume of a run that is over only judges
     judge = [*raycl("evaluate", "knn"), "--run", str(output), "--train", train_set, "--test", test_set, *gpu]
     judge += ["--set", "evaluation.k=200", "--set", "evaluation.temperature=0.1"]
     judged = subprocess.run(judge, check=True, stdout=subprocess.PIPE, text=True)
@@ -275,7 +278,13 @@ def lightly_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
     images = LightlyImages(str(options.data / "train.parquet"), is_moco=is_moco)
     loader = DataLoader(
-        images, batch, shuffle=True, drop_last=True, num_workers=os.cpu_count() or 1, persistent_workers=True
+        images,
+        batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=os.cpu_count() or 1,
+        persistent_workers=True,
+        pin_memory=device.type == "cuda",
     )
     steps, ends = 12 if options.quick else 200, []
     with Utilization() as gpu:
@@ -290,7 +299,8 @@ def lightly_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
                 optimizer.zero_grad()
                 value.backward()
                 optimizer.step()
-                synchronize(device)
+                if len(ends) in (steps // 4, steps - 1):
+                    synchronize(device)
                 ends.append(time.perf_counter())
                 if len(ends) == steps:
                     break

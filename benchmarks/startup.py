@@ -27,7 +27,7 @@ from raycl.models.images import build_image_encoder
 from raycl.storage import Place
 
 STEPS = 10
-LOOK_S = 0.01
+LOOK_S = 0.1  # a look at all processes takes 2 ms
 LONGEST_S = 180.0
 
 
@@ -82,19 +82,17 @@ def start(options: argparse.Namespace, output: Path) -> dict[str, float]:
         command += ["--set", f"{name}={value}"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     began = time.time()
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    with output.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     found = {
-        "accepted": wait(process, lambda: (output / "config.yaml").exists()) - began,
-        "worker up": wait(process, lambda: marks.exists() or has_worker()) - began,
+        "accepted": wait(process, output, lambda: (output / "config.yaml").exists()) - began,
+        "worker up": wait(process, output, lambda: marks.exists() or has_worker()) - began,
     }
-    wait(process, lambda: marks.exists() and len(times(marks)) > options.workers)
+    wait(process, output, lambda: marks.exists() and len(times(marks)) > options.workers)
     steps = times(marks)
     found |= {"first forward": steps[0] - began, "first step": steps[options.workers] - began}
-    _, errors = process.communicate(timeout=LONGEST_S)
-    if process.returncode:
-        sys.exit(errors)
+    if process.wait(timeout=LONGEST_S):
+        sys.exit(output.with_suffix(".log").read_text())
     return found | {"end": time.time() - began}
 
 
@@ -116,13 +114,13 @@ def title_of(process: Path) -> str:
         return ""
 
 
-def wait(process: subprocess.Popen[str], is_so: Callable[[], Any]) -> float:
+def wait(process: subprocess.Popen[bytes], output: Path, is_so: Callable[[], Any]) -> float:
     """Return when it was so."""
     deadline = time.time() + LONGEST_S
     while not is_so():
         if process.poll() or time.time() > deadline:
             process.kill()
-            sys.exit(f"the run did not come to its first step: {process.communicate()[1]}")
+            sys.exit(f"the run did not come to its first step: {output.with_suffix('.log').read_text()}")
         time.sleep(LOOK_S)
     return time.time()
 

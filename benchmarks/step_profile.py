@@ -5,8 +5,8 @@
 
 Each recipe trains as ``raycl train`` does, two workers, a Ray of its own; what is shown is the mean of the
 first worker's steps after the first ones, by the phases that ``metrics.jsonl`` has. A phase holds what
-it contains itself: messages between workers, and waiting for the slower one, are a phase of their own
-wherever they happen. ``wall`` is the clock's time of a step.
+it contains itself: messages between workers that share a machine's memory, and waiting for the slower one, are a
+phase of their own wherever they happen. ``wall`` is the clock's time of a step.
 """
 
 import argparse

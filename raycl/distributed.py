@@ -258,8 +258,7 @@ class _Gather(torch.autograd.Function):
         # Sum, not mean: DDP divides by the number of workers afterwards.
         if grad.is_cuda:
             own = grad.new_empty(ctx.local_batch, *grad.shape[1:])
-            with phase("messages"):
-                dist.reduce_scatter_tensor(own, grad.contiguous())
+            dist.reduce_scatter_tensor(own, grad.contiguous())
             return own
         # gloo's reduce-scatter takes three times as long as its all-reduce (1 MB, 2 workers).
         return all_sum(grad).narrow(0, rank() * ctx.local_batch, ctx.local_batch)

@@ -43,7 +43,8 @@ class Account:
 
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count what happens within to this phase."""
+        """Count what happens within to this phase; within a pause all is the pause."""
+        name = PAUSED if PAUSED in self._phases else name
         self._phases.append(name)
         self._note(name)
         try:

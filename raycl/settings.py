@@ -86,13 +86,13 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
     Another ``encoder.name`` begins without the ``encoder.arguments`` of the one before.
     Raises ``ConfigError`` for an unknown key, a wrong type or an impossible value.
     """
-    pairs = dict(settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings))
+    pairs = list(settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings))
     values = config.model_dump(mode="json")
     for side in ("encoder", "text_encoder"):
         known = getattr(config, side).name
-        if pairs.get(f"{side}.name", known) != known:
+        if dict(pairs).get(f"{side}.name", known) != known:
             values[side]["arguments"] = {}  # they were those of the encoder before
-    for path, value in pairs.items():
+    for path, value in pairs:
         _set(values, path, value)
     return config_from_dict(values)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raycl.errors import StorageError
 from raycl.storage import Place
 from raycl.training.checkpoint_list import CHECKPOINTS, LISTED, copy_list, mend_list
 
@@ -39,12 +40,12 @@ def test_a_list_that_was_cut_is_the_one_before(tmp_path: Path, rest: str) -> Non
     output = Place(str(tmp_path))
     before = write_list(tmp_path, 10, 20)
     copy_list(output)
-    assert not mend_list(output)
+    assert mend_list(output) is None
     (tmp_path / CHECKPOINTS / LISTED).write_text(rest)
     copy_list(output)  # what is cut is no copy
-    assert mend_list(output)
+    assert mend_list(output) is not None
     assert listed_in(tmp_path) == before
-    assert not mend_list(output)
+    assert mend_list(output) is None
 
 
 def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
     for step in (10, 30):
         (tmp_path / CHECKPOINTS / f"step-{step:08d}").rmdir()
     (tmp_path / CHECKPOINTS / LISTED).write_text("")
-    assert mend_list(output)
+    assert mend_list(output) is not None
     found = listed_in(tmp_path)
     assert found["checkpoint_results"] == [result(20)]
     assert found["checkpoint_report_indices"] == [2]
@@ -62,11 +63,31 @@ def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
     assert found["current_report_index"] == 7
 
 
+def test_the_newest_is_gone_on_from_and_not_the_best(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    listed = write_list(tmp_path, 30, 20, 10, 40)  # in the order of their scores
+    copy_list(output)
+    assert listed["latest_checkpoint_result"] == result(40)
+    (tmp_path / CHECKPOINTS / "step-00000040").rmdir()
+    (tmp_path / CHECKPOINTS / LISTED).write_text("")
+    assert mend_list(output) is not None
+    assert listed_in(tmp_path)["latest_checkpoint_result"] == result(30)
+
+
+def test_a_list_that_was_cut_and_has_no_copy_is_refused_where_much_would_be_lost(tmp_path: Path) -> None:
+    write_list(tmp_path, 10, 20)
+    for step in (10, 20):
+        (tmp_path / CHECKPOINTS / f"step-{step:08d}" / "state.pt").write_bytes(b"0")
+    (tmp_path / CHECKPOINTS / LISTED).write_text("{")
+    with pytest.raises(StorageError, match=f"{LISTED} was cut .* move the folder checkpoints away"):
+        mend_list(Place(str(tmp_path)))
+
+
 def test_the_first_list_has_no_copy_and_goes(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
-    assert not mend_list(output)
+    assert mend_list(output) is None
     copy_list(output)
     (tmp_path / CHECKPOINTS).mkdir()
     (tmp_path / CHECKPOINTS / LISTED).write_text("")
-    assert mend_list(output)
+    assert mend_list(output) is not None
     assert not (tmp_path / CHECKPOINTS / LISTED).exists()

@@ -30,6 +30,12 @@ def test_override_replaces_one_setting_and_leaves_the_original() -> None:
     assert config.stages[0].temperature != 0.25
 
 
+def test_settings_are_replaced_in_their_order_also_where_one_comes_twice() -> None:
+    settings = ["encoder.width=1", "encoder={name: resnet34, width: 3}", "encoder.width=2"]
+    changed = override(recipe("simclr"), settings).encoder
+    assert (changed.name, changed.width) == ("resnet34", 2.0)
+
+
 def test_a_number_with_an_exponent_is_a_number() -> None:
     assert override(recipe("simclr"), ["optimizer.weight_decay=1e-4"]).optimizer.weight_decay == 1e-4
 

@@ -306,10 +306,21 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
     assert second.rows() == first.rows()
     assert second.rows().num_rows == 10
     assert second.is_to_stop()
+    second.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"])  # as in each epoch: nothing new
+    second.add_left_out("a", {"labels without a query": 3})
     second.add_rows("c", 5, 5, {}, [])
     assert Logbook(None, str(journal)).rows().num_rows == 15
     assert journal.read_text().count("add_rows") == 4  # of them one that was cut; nothing twice
     assert Logbook(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
+
+
+def test_a_disk_that_is_full_costs_a_logbook_its_journal_and_nothing_else(tmp_path: Path) -> None:
+    logbook = Logbook(None, str(tmp_path / "journal"))
+    logbook._journal = Path("/dev/full").open("a")
+    logbook.ask_to_stop()
+    logbook.add_rows("a", 10, 8, {}, [])
+    assert logbook.is_to_stop()
+    assert logbook.rows().num_rows == 10
 
 
 def test_logbook_counts_a_piece_once_though_it_is_read_again() -> None:

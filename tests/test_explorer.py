@@ -1,6 +1,7 @@
 """The explorer's page and API, asked by HTTP without a cluster: shards of a bank are called, not sent to."""
 
 import asyncio
+import itertools
 import json
 import re
 import threading
@@ -316,7 +317,8 @@ def test_an_upload_arrives_to_the_last_byte(opened: Open) -> None:
 
 
 def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycl.explorer.live_bank._REST", 0.0)
+    now = itertools.count(0, 100)  # each look at the clock is a long one
+    monkeypatch.setattr("raycl.explorer.live_bank.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     there: list[Bank] = [bank]
 
     def connect() -> Bank:
@@ -379,6 +381,30 @@ def test_a_bank_that_takes_long_to_count_is_counted_rarely_and_not_for_a_questio
 
 
 # ---- samples
+
+
+def test_a_bank_that_was_waited_for_in_vain_is_asked_again_at_once(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, is_there = [0.0], [True]
+    monkeypatch.setattr("raycl.explorer.live_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def connect() -> Bank:
+        if not is_there[0]:
+            now[0] += 120.0
+            raise ConfigError("there is no bank 'test'")
+        return bank
+
+    live = LiveBank(connect, keep_s=1)
+    assert live.stats().newest_step == 5
+    is_there[0], live._bank = False, None
+    now[0] += 70.0
+    with pytest.raises(RunError):
+        live.stats()
+    is_there[0] = True
+    assert live.newest_step() == 0  # a question that is answered needs no count
+    now[0] += 2.0
+    assert live.stats().newest_step == 5
 
 
 def test_many_pictures_at_once_look_up_the_ids_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

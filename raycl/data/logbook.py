@@ -77,19 +77,23 @@ class Logbook:
                 getattr(self, name)(*arguments)
             # Where the driver has a file system of its own, there is none.
             with contextlib.suppress(OSError):
-                self._journal = Path(journal).open("a")
-                self._journal.write("\n")  # the last line may have been cut
+                opened = Path(journal).open("a")
+                opened.write("\n")  # the last line may have been cut
+                opened.flush()
+                self._journal = opened
 
     def add_rows(
         self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
     ) -> None:
         """Note the rows of one piece; ``num_train`` of them are sound and not held out."""
-        self._write("add_rows", piece, num_rows, num_train, dict(broken), examples)
-        self._pieces[piece] = (num_rows, num_train, Counter(broken), examples)
+        if self._pieces.get(piece) != (now := (num_rows, num_train, Counter(broken), examples)):
+            self._write("add_rows", piece, num_rows, num_train, dict(broken), examples)
+        self._pieces[piece] = now
 
     def add_left_out(self, piece: str, left_out: Mapping[str, int]) -> None:
         """Note how much of one piece is sound but of no use, by cause."""
-        self._write("add_left_out", piece, dict(left_out))
+        if self._left_out.get(piece) != Counter(left_out):
+            self._write("add_left_out", piece, dict(left_out))
         self._left_out[piece] = Counter(left_out)
 
     def add_progress(self, progress: Mapping[str, Any]) -> None:
@@ -140,9 +144,13 @@ class Logbook:
 
     def _write(self, name: str, *arguments: Any) -> None:
         """Write a call down, whole before it is answered."""
-        if self._journal is not None:
+        if self._journal is None:
+            return
+        try:
             self._journal.write(json.dumps([name, arguments]) + "\n")
             self._journal.flush()
+        except OSError:  # a full disk must not cost the run what only a death of this process would
+            self._journal = None
 
     def _readings(self) -> Iterator[Reading]:
         rows = self.rows()

@@ -14,7 +14,7 @@ from raycl.negatives.questions import Neighbors
 from raycl.negatives.store import Negatives
 
 Answer = TypeVar("Answer")
-_REST = 20.0  # times as long as a count took
+_REST, _LONGEST_REST_S = 20.0, 60.0  # times as long as a count took
 
 
 class UnknownSampleError(ConfigError):
@@ -43,23 +43,24 @@ class LiveBank:
     def stats(self) -> BankStats:
         """Return the bank in numbers, those of the last count if that is not long ago."""
         with self._counting:
-            if time.monotonic() - self._last_look > max(self._keep_s, _REST * self._took_s):
-                began = time.monotonic()
+            began = time.monotonic()
+            if began - self._last_look > max(self._keep_s, min(_REST * self._took_s, _LONGEST_REST_S)):
                 try:
                     self._last = self._ask(lambda bank: bank.stats())
+                    self._took_s = time.monotonic() - began
                 except RunError as error:
-                    self._last = error  # those who wait for their turn need not wait for it again
+                    # Those who wait for their turn need not wait for it again.
+                    self._last, self._took_s = error, 0.0
                 self._last_look = time.monotonic()
-                self._took_s = self._last_look - began
             if isinstance(self._last, RunError):
                 raise RunError(str(self._last))
             return self._last
 
     def newest_step(self) -> int:
-        """Return the newest step of the last count, however long ago; counts only if nobody has."""
-        last = self._last
-        stats = last if isinstance(last, BankStats) else self.stats()
-        return stats.newest_step or 0
+        """Return the newest step of the last count, however long ago; 0 if it found no bank."""
+        if self._last_look == -np.inf:
+            return self.stats().newest_step or 0
+        return 0 if isinstance(self._last, RunError) else self._last.newest_step or 0
 
     def nearest_of(self, sample_id: int, k: int) -> Neighbors:
         """Return the rows nearest to the newest row of a sample, its own left out."""

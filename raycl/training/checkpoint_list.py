@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from raycl.errors import StorageError
 from raycl.storage import Place
 
 CHECKPOINTS = "checkpoints"
@@ -24,20 +25,29 @@ def copy_list(output: Place) -> None:
         (output / CHECKPOINTS / _COPY).write_text(json.dumps(listed))
 
 
-def mend_list(output: Place) -> bool:
-    """Put the copy in the place of a list that was cut; whether it was.
+def mend_list(output: Place) -> str | None:
+    """Put the copy in the place of a list that was cut; say what was done, if it was.
 
-    Without a copy there was only one checkpoint, which nobody has listed: the list goes, too.
+    Without a copy there should be one checkpoint at most, which nobody has listed: then the list goes.
+
+    Raises:
+        StorageError: The list was cut, and there are checkpoints and no copy.
     """
-    place = output / CHECKPOINTS / LISTED
+    folder = output / CHECKPOINTS
+    place = folder / LISTED
     if not (output.is_local and place.exists()) or _read(place) is not None:
-        return False
-    copy = _read(output / CHECKPOINTS / _COPY)
-    if copy is None:
-        Path(place.resolve()[1]).unlink()
-    else:
-        place.write_text(json.dumps(_of_those_that_exist(copy, output / CHECKPOINTS)))
-    return True
+        return None
+    copy = _read(folder / _COPY)
+    if copy is not None:
+        place.write_text(json.dumps(_of_those_that_exist(copy, folder)))
+        return "the list of checkpoints was cut in its writing: going on by the one before"
+    if len({path.split("/")[0] for path, _ in folder.files() if "/" in path}) > 1:
+        raise StorageError(
+            f"{place} was cut in its writing, and there is no copy of it: move the folder {CHECKPOINTS} away to begin "
+            "anew with --resume, or give another --output"
+        )
+    Path(place.resolve()[1]).unlink()
+    return "the list of the first checkpoint was cut in its writing: beginning anew"
 
 
 def _read(place: Place) -> dict[str, Any] | None:
@@ -60,5 +70,7 @@ def _of_those_that_exist(listed: dict[str, Any], folder: Place) -> dict[str, Any
         if (folder / result[_NAME]).exists()
     ]
     results = [result for result, _ in kept]
-    latest = listed[_LATEST] if listed[_LATEST] in results else results[-1] if results else None
+    # Results are in the order of their scores; numbers are in that of time.
+    newest = max(kept, key=lambda pair: pair[1], default=(None, 0))[0]
+    latest = listed[_LATEST] if listed[_LATEST] in results else newest
     return listed | {_RESULTS: results, _NUMBERS: [number for _, number in kept], _LATEST: latest}

@@ -60,6 +60,9 @@ class Groups:
                 try:
                     outcome = self._fit(replace(job, workers=(least, most)))
                 except Exception as error:
+                    # Whether the run goes on or not: in a notebook others want the room.
+                    with contextlib.suppress(Exception):
+                        free_abandoned_room()
                     saved = saved_steps(self._output)
                     if own_error(error) is not None or not failures.may_go_on(saved):
                         raise
@@ -78,9 +81,8 @@ class Groups:
                         )
 
     def _fit(self, job: Job) -> Outcome:
-        free_abandoned_room()
-        if mend_list(self._output):
-            self._tell("the list of checkpoints was cut in its writing: going on by the one before")
+        if told := mend_list(self._output):
+            self._tell(told)
         is_streamed = job.stream is not None
         least, most = workers_with_room(self._config, job.workers, streamed=is_streamed)
         cpus = cpus_of_a_worker(self._config, least, streamed=is_streamed)

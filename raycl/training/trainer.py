@@ -1,5 +1,7 @@
 """Ray's trainer, and what a lost controller leaves in the cluster: the room that it had taken for its workers."""
 
+import time
+from collections.abc import Iterator
 from typing import Any, final
 
 import ray
@@ -27,20 +29,35 @@ class Trainer(TorchTrainer):
         return [each for each in found if not isinstance(each, PlacementGroupCleanerCallback)]
 
 
-def free_abandoned_room() -> int:
-    """Remove the placement groups of this driver's controllers that have died; return how many there were."""
+def free_abandoned_room(*, patience_s: float = 5.0) -> int:
+    """Remove the placement groups of this driver's controllers that have died; return how many there were.
+
+    Ray may know a moment later than the driver that a controller is dead: those that seem to live are looked
+    at again for a while.
+    """
+    until, num_freed = time.monotonic() + patience_s, 0
+    while True:
+        groups = list(_groups_of_controllers())
+        for group in groups:
+            if group.creator_actor_dead:
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
+                num_freed += 1
+        if all(group.creator_actor_dead for group in groups) or time.monotonic() > until:
+            return num_freed
+        time.sleep(0.2)
+
+
+def _groups_of_controllers() -> Iterator[Any]:
+    """Yield what Ray knows of the groups that Ray Train has made for this driver; nobody else's are touched."""
     job = ray.get_runtime_context().get_job_id()
     accessor: Any = ray_state.state._connect_and_get_accessor()
-    groups = map(_Group.FromString, accessor.get_placement_group_table())
-    abandoned = [
-        group.placement_group_id
-        for group in groups
-        if group.creator_job_id.hex() == job
-        and group.creator_actor_dead
-        and group.state != _Group.REMOVED
-        # Those of the driver itself have no actor, which counts as a dead one.
-        and set(group.creator_actor_id) - {0xFF}
-    ]
-    for each in abandoned:
-        remove_placement_group(PlacementGroup(ray.PlacementGroupID(each)))
-    return len(abandoned)
+    for group in map(_Group.FromString, accessor.get_placement_group_table()):
+        is_own = group.creator_job_id.hex() == job and not group.is_detached
+        if is_own and group.state != _Group.REMOVED and _is_controller(group.creator_actor_id):
+            yield group
+
+
+def _is_controller(actor_id: bytes) -> bool:
+    # Groups of the driver itself name an actor of nothing but ones, which nobody knows.
+    facts = ray_state.actors(actor_id.hex()) if set(actor_id) - {0xFF} else None
+    return bool(facts) and facts["ActorClassName"] == "TrainController"
