@@ -25,6 +25,7 @@ from raycl.cli import app
 from raycl.cli_bank import bank
 from raycl.config import RunConfig
 from raycl.recipes import RECIPES, recipe
+from raycl.reproduction.catalog import FIGURES
 from raycl.settings import config_from_yaml, override, parse_setting
 
 ROOT = Path(__file__).parent.parent
@@ -115,8 +116,9 @@ def door_of(command: Command) -> Any:
     module = script(command.door)
     if hasattr(module, "app"):
         return get_command(module.app)
+    own = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
     alone = typer.Typer()
-    alone.command()(getattr(module, stem))
+    alone.command()(own[0] if own else getattr(module, stem))
     return get_command(alone)
 
 
@@ -167,6 +169,8 @@ def test_command_of_a_document_is_one_that_raycl_takes(command: Command) -> None
     elif settings:
         read = READERS[parsed.path.split()[-1] if "evaluate" not in parsed.path else parsed.values["measure"]]
         read(settings)
+    if parsed.path == "reproduce":
+        assert parsed.values["name"] in {*FIGURES, "FIGURE"}
     if parsed.path == "raycl recipes" and parsed.values["name"] is not None:
         assert parsed.values["name"] in {*RECIPES, "NAME"}
 
