@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import ConfigError, DataError
@@ -169,8 +170,15 @@ def _entries(journal: Path) -> Iterator[tuple[str, list[Any]]]:
 
 
 def rows_in(logbook: Any) -> ReadRows:
-    """Ask a logbook actor what has been read so far."""
-    return ray.get(logbook.rows.remote())  # pyright: ignore[reportReturnType]
+    """Ask a logbook actor what has been read so far; one that has died is waited for, it comes back."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return ray.get(logbook.rows.remote())  # pyright: ignore[reportReturnType]
+        except (ActorDiedError, ActorUnavailableError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
 
 
 @contextlib.contextmanager

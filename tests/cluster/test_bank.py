@@ -22,7 +22,7 @@ from raycl.negatives.bank_actor import nodes_for_a_bank, start_bank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
 from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
 from raycl.negatives.bank_plan import BankPlan
-from tests.cluster.strikes import alive, extra_node
+from tests.cluster.strikes import alive, extra_node, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -296,7 +296,7 @@ def test_a_bank_of_the_same_output_is_taken_over_and_of_another_is_left_alone(tm
         client.flush()
     assert "\n" not in str(error.value)
     second.stop()
-    assert "test" not in list_banks()
+    wait_until(lambda: "test" not in list_banks(), timeout_s=10)
 
 
 @pytest.mark.parametrize(

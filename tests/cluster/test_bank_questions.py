@@ -248,6 +248,7 @@ print(json.dumps([*told, sorted({{"torch", "ray.data", "ray.train", "pandas"}} &
     assert (filled, num_neighbors, heavy) == (NUM_WRITTEN, 3, [])
 
 
+@pytest.mark.drill
 def test_a_picture_finds_the_keys_that_the_momentum_encoder_puts_near_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

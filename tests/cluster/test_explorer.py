@@ -347,8 +347,7 @@ def test_a_person_finds_neighbors_with_pictures_and_sees_the_bank_grow(
     assert last[0] > first[0] and last[1] > first[1]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
 def test_the_page_is_accessible_and_fits(digits: Explored, look: Look, size: Any, scheme: str) -> None:
     page = look(f"{digits.url}#token={TOKEN}", size=size, scheme=scheme)
     name = {("light", 1280): "explorer.png", ("dark", 390): "explorer-phone.png"}.get((scheme, size["width"]))

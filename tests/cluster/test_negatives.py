@@ -105,7 +105,9 @@ def test_a_run_takes_its_bank_with_it_and_keeps_the_snapshots_of_its_checkpoints
     assert steps == {path.name.removesuffix("-judged") for path in (output / "checkpoints").glob("step-*")}
 
 
-@pytest.mark.parametrize("held_by", ["actor", pytest.param("workers", marks=pytest.mark.drill)])
+# The kill matrix has the same in CI, with the driver killed.
+@pytest.mark.drill
+@pytest.mark.parametrize("held_by", ["actor", "workers"])
 def test_a_moco_run_killed_and_resumed_equals_the_whole_one_of_the_actor(
     held_by: str, moco: tuple[Path, RunResult], data: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +158,7 @@ def test_an_instance_run_that_loses_a_worker_equals_the_whole_one(
     assert_equal_runs(in_step[0], tmp_path / "run")
 
 
+@pytest.mark.drill
 def test_a_streamed_set_trains_by_slots_read_one_step_ahead(data: Path, tmp_path: Path) -> None:
     config = run_of("instance_discrimination", **{"data.cache": "stream", "data.shuffle_rows": 128})
     result = trained(config, data, tmp_path / "run")

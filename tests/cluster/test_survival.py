@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -207,17 +208,17 @@ def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:
         before = logbook.rows_in(book)
         ray.kill(book, no_restart=False)
 
-        def is_back() -> bool:
+        def knows(method: Any, answer: object) -> bool:
             with contextlib.suppress(RayActorError):
-                return ray.get(book.notices.remote()) == ["something happened"]
+                return ray.get(method.remote()) == answer
             return False
 
-        wait_until(is_back)
-        assert logbook.rows_in(book) == before
-        assert before.num_broken == 2
-        assert ray.get(book.is_to_stop.remote())
+        wait_until(lambda: knows(book.notices, ["something happened"]))
+        wait_until(lambda: knows(book.is_to_stop, True))
         ray.kill(book, no_restart=False)
         assert signals.ask_to_stop() < 60  # whether it is back or not
+        assert logbook.rows_in(book) == before
+        assert before.num_broken == 2
 
 
 class TrainController:

@@ -245,7 +245,13 @@ def test_a_grouped_log_is_streamed_by_a_tokenizer_made_before(click_log: Path, t
     assert encoder.tokenizer.fingerprint == made.fingerprint  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("ids", [(), ("query_id",), ("document_id",)])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        (),
+        *(pytest.param(ids, marks=pytest.mark.drill) for ids in (("query_id",), ("document_id",))),
+    ],
+)
 def test_a_log_that_is_grouped_beforehand_has_the_ids_that_it_had(
     ids: tuple[str, ...], click_log: Path, tmp_path: Path
 ) -> None:
