@@ -5,7 +5,7 @@
 A call takes at most ``--minutes`` and says what is left; the same command goes on from there, also in the middle
 of a training run. ``loss``: NT-Xent and its gradient over 32k to 512k views of 128 numbers on the device, beside
 the compiled plain loss as long as that fits. ``rate``: samples a second of training and how busy the GPU is, beside
-lightly's way in one process with a DataLoader. ``simclr`` and ``moco_v2``: ResNet-18, batch 512, 200 epochs at the
+lightly's way in one process with a DataLoader, its networks in torch's usual layout. ``simclr`` and ``moco_v2``: ResNet-18, batch 512, 200 epochs at the
 settings of lightly's benchmark (rate 0.06 times batch / 128, weight decay 5e-4, kNN with k = 200 and t = 0.1),
 which reached 0.848 and 0.847 at its best epoch on the test set; here the last epoch counts. ``--quick`` tries all
 of it in small, also on a CPU.
@@ -198,7 +198,12 @@ def train(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str
         run.wait(max(1.0, deadline - SPARE_S - time.monotonic()))
     except subprocess.TimeoutExpired:
         run.send_signal(signal.SIGTERM)  # it saves first
-        if run.wait(SPARE_S) != 128 + signal.SIGTERM:
+        try:
+            status = run.wait(SPARE_S)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            status = run.wait()
+        if status != 128 + signal.SIGTERM:
             sys.exit(f"{recipe} did not save when its time was over: its last checkpoint is older")
         return None
     if run.returncode:
@@ -266,12 +271,14 @@ def lightly_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_moco, batch = recipe == "moco_v2", 64 if options.quick else 512
     shape = {"stem": "half", "width": 0.25} if options.quick else {"stem": "small", "width": 1.0}
-    make = lambda: torch.nn.Sequential(  # noqa: E731
-        encoder := build_image_encoder("resnet10" if options.quick else "resnet18", image_size=32, **shape),
-        build_projection_head(
-            encoder(torch.zeros(2, 3, 32, 32)).shape[1], num_layers=2, hidden_dim=None, dim=128
-        ),
-    ).to(device)
+
+    def make() -> Any:
+        name = "resnet10" if options.quick else "resnet18"
+        encoder = build_image_encoder(name, image_size=32, **shape)
+        dim = encoder(torch.zeros(2, 3, 32, 32)).shape[1]
+        head = build_projection_head(dim, num_layers=2, hidden_dim=None, dim=128)
+        return torch.nn.Sequential(encoder, head).to(device)
+
     tower, follower = make(), make()
     deactivate_requires_grad(follower)
     criterion = NTXentLoss(temperature=0.2, memory_bank_size=(8_192, 128) if is_moco else 0).to(device)

@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from measuring import describe_machine
-from train_step import ENCODERS
+from train_step import ENCODERS, encoder_of, steps_alone
 
 import raycl
 from raycl.phases import REST
@@ -59,18 +59,9 @@ def main() -> None:
 
 def profile(recipe: str, options: argparse.Namespace) -> dict[str, float]:
     """Train some steps; return the mean milliseconds of each phase, and of the whole step."""
-    settings: dict[str, Any] = {
-        "workers": options.workers,
-        "precision": options.precision,
-        "stages.0.epochs": None,
-        "stages.0.steps": options.steps,
-        "stages.0.batch_size": options.batch_size,
-        "evaluation.every_epochs": 0,
-        "evaluation.portrait": 0,
-        "log_every_steps": 1,
-    }
+    settings = steps_alone(options, workers=options.workers)
     if recipe in IMAGES:
-        settings |= {f"encoder.{key}": value for key, value in ENCODERS[options.encoder].items()}
+        settings |= encoder_of(options)
     size = {"image_size": 32} if recipe in IMAGES else {}
     config = raycl.override(raycl.recipe(recipe, **size), settings)
     data = options.images if recipe in IMAGES else options.pairs

@@ -1,7 +1,7 @@
 """The benchmarks that ``run.py`` runs, in its order, with the aims of the project where there are any.
 
-``monitor.py`` and ``ask.py`` are not among them: they have no peer and write no JSON, and the second needs a
-run that goes on meanwhile.
+Not among them are ``gpu.py``, which needs a GPU, ``scale.py``, ``autoscale.py`` and ``soak.py``, which have documents of
+their own, and ``monitor.py`` and ``ask.py``, which have no peer and write no JSON.
 """
 
 from collections.abc import Callable
@@ -77,6 +77,21 @@ def loss(what: str, *peers: str, is_drawn: bool = True, **row: Any) -> list[Comp
         *compare(what, "ms", cell("cpu_ms"), "raycl", *peers, is_drawn=is_drawn),
         *compare(f"{what}, memory", "MB", cell("memory_mb"), "raycl", *peers, is_drawn=is_drawn),
     ]
+
+
+def batch_loss(kind: str, peer: str, *, dims: tuple[int, ...]) -> Benchmark:
+    """Compare a loss of a batch with a peer's at two sizes, of which the smaller one is not drawn."""
+    return Benchmark(
+        name=kind,
+        section="Losses and layers",
+        script="loss.py",
+        flags=f"--loss {kind} --sizes 1024 4096",
+        quick="--quick",
+        comparisons=[
+            *(each for dim in dims for each in loss(f"{kind}, 4,096 x {dim}", peer, size=4_096, dim=dim)),
+            *loss(f"{kind}, 1,024 x 128", peer, is_drawn=False, size=1_024, dim=128),
+        ],
+    )
 
 
 def training(recipe: str, title: str) -> list[Benchmark]:
@@ -247,29 +262,8 @@ SUITE = (
             *loss("NT-Xent, 1,024 x 128", "lightly", is_drawn=False, size=1_024, dim=128),
         ],
     ),
-    Benchmark(
-        name="bidirectional",
-        section="Losses and layers",
-        script="loss.py",
-        flags="--loss bidirectional --sizes 1024 4096",
-        quick="--quick",
-        comparisons=[
-            *loss("bidirectional, 4,096 x 128", "open_clip", size=4_096, dim=128),
-            *loss("bidirectional, 4,096 x 512", "open_clip", size=4_096, dim=512),
-            *loss("bidirectional, 1,024 x 128", "open_clip", is_drawn=False, size=1_024, dim=128),
-        ],
-    ),
-    Benchmark(
-        name="hinge",
-        section="Losses and layers",
-        script="loss.py",
-        flags="--loss hinge --sizes 1024 4096",
-        quick="--quick",
-        comparisons=[
-            *loss("hinge, 4,096 x 128", "plain", size=4_096, dim=128),
-            *loss("hinge, 1,024 x 128", "plain", is_drawn=False, size=1_024, dim=128),
-        ],
-    ),
+    batch_loss("bidirectional", "open_clip", dims=(128, 512)),
+    batch_loss("hinge", "plain", dims=(128,)),
     Benchmark(
         name="queue_loss",
         section="Losses and layers",

@@ -79,25 +79,31 @@ def run_side(side: str) -> float:
     return float(output.split()[-1])
 
 
+def steps_alone(options: argparse.Namespace, *, workers: int) -> dict[str, Any]:
+    """Return the settings of a run that only makes steps, and logs each of them."""
+    return {
+        "workers": workers,
+        "precision": options.precision,
+        "stages.0.epochs": None,
+        "stages.0.steps": options.steps,
+        "stages.0.batch_size": options.batch_size,
+        "evaluation.every_epochs": 0,
+        "evaluation.portrait": 0,
+        "log_every_steps": 1,
+    }
+
+
+def encoder_of(options: argparse.Namespace) -> dict[str, Any]:
+    return {f"encoder.{key}": value for key, value in ENCODERS[options.encoder].items()}
+
+
 def run_raycl(options: argparse.Namespace) -> float:
     import raycl
     from raycl.records import read_metrics
     from raycl.storage import Place
 
-    config = raycl.override(
-        raycl.recipe(options.recipe, image_size=32),
-        {
-            "workers": 2,
-            "precision": options.precision,
-            **{f"encoder.{key}": value for key, value in ENCODERS[options.encoder].items()},
-            "stages.0.epochs": None,
-            "stages.0.steps": options.steps,
-            "stages.0.batch_size": options.batch_size,
-            "evaluation.every_epochs": 0,
-            "evaluation.portrait": 0,
-            "log_every_steps": 1,
-        },
-    )
+    config = raycl.override(raycl.recipe(options.recipe, image_size=32), steps_alone(options, workers=2))
+    config = raycl.override(config, encoder_of(options))
     with tempfile.TemporaryDirectory() as folder:
         raycl.train(config, data=options.data, output=folder, quiet=True)
         lines = read_metrics(Place(folder))

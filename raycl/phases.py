@@ -1,5 +1,6 @@
 """Where the time of a step goes: seconds by named phase, those of a phase within another one taken off.
 
+A step consists of data, views, keys, forward, loss, backward, update and store, and of messages within them.
 Nothing is counted in a thread without an account. An accelerator is not waited for: what it is given
 carries marks, and its own clock is read when the account is asked.
 """
@@ -14,9 +15,7 @@ from typing import Any, final
 
 import torch
 
-# What a step consists of, in its order; what is in none of them is the rest.
-PHASES = ("data", "views", "keys", "forward", "loss", "messages", "backward", "update", "store")
-REST = "rest"
+REST = "rest"  # what is in no phase
 PAUSED = "paused"  # no time of training: judgments and checkpoints
 
 _MOST_MARKS = 4_096

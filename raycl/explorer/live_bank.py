@@ -14,7 +14,8 @@ from raycl.negatives.questions import Neighbors
 from raycl.negatives.store import Negatives
 
 Answer = TypeVar("Answer")
-_REST, _LONGEST_REST_S = 20.0, 60.0  # times as long as a count took
+_REST = 20.0  # times as long as a count took
+_LONGEST_REST_S = 60.0
 
 
 class UnknownSampleError(ConfigError):
@@ -25,8 +26,8 @@ class UnknownSampleError(ConfigError):
 class LiveBank:
     """Ask a bank; look for it anew after it was gone. Many threads may ask at the same time.
 
-    However many look on, the bank is counted and measured once in ``keep_s`` seconds at most, and for no more
-    than a twentieth of the time.
+    However many look on, the bank is counted and measured once in ``keep_s`` seconds at most; what takes long
+    is followed by a rest of twenty times as long, a minute at most.
     Every question raises ``RunError`` while the bank is away.
     """
 
@@ -60,7 +61,8 @@ class LiveBank:
         """Return the newest step of the last count, however long ago; 0 if it found no bank."""
         if self._last_look == -np.inf:
             return self.stats().newest_step or 0
-        return 0 if isinstance(self._last, RunError) else self._last.newest_step or 0
+        last = self._last  # another thread may be counting
+        return 0 if isinstance(last, RunError) else last.newest_step or 0
 
     def nearest_of(self, sample_id: int, k: int) -> Neighbors:
         """Return the rows nearest to the newest row of a sample, its own left out."""

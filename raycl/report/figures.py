@@ -147,6 +147,8 @@ def measures(run: Run) -> list[Figure]:
     return found
 
 
+_LEAST_SHOWN = 0.001  # of the training time
+
 # What people see of a step's phases, from the bottom up; what is in none of them is the rest.
 _PARTS = {
     "encoder": ("forward", "keys"),
@@ -189,7 +191,7 @@ def _shares(history: History, course: Course) -> Figure:
     parts = []
     for name, phases in _PARTS.items():
         value = sum((_at_steps(history[f"{each}_fraction"].kept(), whole) for each in phases), np.zeros(1))
-        if value.any():
+        if value.max() >= _LEAST_SHOWN:
             parts.append((name, np.clip(value, 0, 1)))
     rest = np.clip(1 - sum((value for _, value in parts), np.zeros(len(whole.step))), 0, 1)
     parts.append(("all else" if len(parts) > 2 else "the step itself", rest))

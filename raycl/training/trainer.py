@@ -35,15 +35,16 @@ def free_abandoned_room(*, patience_s: float = 5.0) -> int:
     Ray may know a moment later than the driver that a controller is dead: those that seem to live are looked
     at again for a while.
     """
-    until, num_freed = time.monotonic() + patience_s, 0
+    until = time.monotonic() + patience_s
+    freed: set[bytes] = set()  # one that was removed may still be told of for a moment
     while True:
         groups = list(_groups_of_controllers())
         for group in groups:
             if group.creator_actor_dead:
                 remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
-                num_freed += 1
+                freed.add(group.placement_group_id)
         if all(group.creator_actor_dead for group in groups) or time.monotonic() > until:
-            return num_freed
+            return len(freed)
         time.sleep(0.2)
 
 
