@@ -65,7 +65,7 @@ def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
 
 def test_the_newest_is_gone_on_from_and_not_the_best(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
-    listed = write_list(tmp_path, 30, 20, 10, 40)  # in the order of their scores
+    listed = write_list(tmp_path, 20, 30, 10, 40)  # in the order of their scores
     copy_list(output)
     assert listed["latest_checkpoint_result"] == result(40)
     (tmp_path / CHECKPOINTS / "step-00000040").rmdir()
