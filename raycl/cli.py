@@ -41,6 +41,9 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Pretrain on scikit-learn's handwritten digits, judge the encoder, and draw its neighbors."""
+    from raycl.joining import start_early
+
+    start_early(None, debug=debug)
     from raycl.demo.show import run_demo
 
     with typed(sys.argv):
@@ -82,8 +85,9 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Pretrain an encoder by contrast."""
+    from raycl.joining import start_early
     from raycl.setup import plan_run
-    from raycl.training.launch import train as train_run
+    from raycl.training.admission import admit
 
     flags = {
         "gpu": gpu or None,
@@ -93,8 +97,12 @@ def train(
     given = {key: value for key, value in flags.items() if value is not None}
     given |= _workers(workers) | _length(epochs, steps)
     config = plan_run(recipe, data=data, flags=given, settings=settings or [])
+    admission = admit(config, output=output, resume=resume, data=data)
+    start_early(address, debug=debug)
+    from raycl.training.launch import train_admitted
+
     with typed(sys.argv), reported(output):
-        result = train_run(config, data=data, output=output, resume=resume, address=address, debug=debug)
+        result = train_admitted(admission, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     print(
         f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "

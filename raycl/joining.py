@@ -6,7 +6,9 @@ import os
 import re
 import secrets
 import socket
+import threading
 from collections.abc import Collection, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray import exceptions
 from ray._private import ray_constants, services
+from ray._private import worker as ray_worker
 from ray._private.authentication import authentication_token_setup as tokens
 
 from raycl.errors import ConfigError, RunError
@@ -49,6 +52,25 @@ def enter(address: str, *, debug: bool = False) -> str | None:
             f"cannot join a Ray cluster at {address!r}: {_first_line(error)}; {_advice(error)}"
         ) from error
     return joined.dashboard_url or None
+
+
+def start_early(address: str | None, *, debug: bool = False) -> None:
+    """Start a Ray on this machine, if it is to be one, while a thread imports torch: each takes seconds.
+
+    Not the other way round: Ray's processes would end with the thread that started them. Raises ``RunError``.
+    """
+    if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
+        return
+    importing = threading.Thread(target=import_module, args=("torchvision",))
+    importing.start()
+    enter("local", debug=debug)
+    importing.join()
+
+
+def is_started_here() -> bool:
+    """Return whether this process has started the Ray that it is in, and Ray ends with it."""
+    node: Any = ray_worker._global_node
+    return node is not None and node.head
 
 
 def join_running(address: str | None = None, *, debug: bool = False) -> bool:

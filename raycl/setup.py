@@ -13,7 +13,7 @@ from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.settings import config_from_yaml, override, parse_setting
 from raycl.storage import Place
-from raycl.training import build
+from raycl.training.columns import column_names
 
 LARGEST = 224
 NUM_PEEKED = 16
@@ -38,7 +38,7 @@ def plan_run(name: str, *, data: str, flags: Mapping[str, Any], settings: Sequen
         return asked
     if "data.image_size" in pairs:
         return override(recipe(name, image_size=pairs["data.image_size"]), overrides)
-    size = peek_image_size(find_source(data, build.column_names(asked)))
+    size = peek_image_size(find_source(data, column_names(asked)))
     return override(recipe(name, image_size=size), overrides)
 
 

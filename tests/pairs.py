@@ -18,6 +18,7 @@ from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.tokens import Vocabulary
 from raycl.training import build
+from raycl.training.columns import column_names
 from tests.images import digit_files, encode
 from tests.texts import invented_texts
 
@@ -67,7 +68,7 @@ def vocabulary() -> Vocabulary:
 
 def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> Rows:
     """Return rows of these values by role, with the ids 0, 1, 2, ..., as they come out of Arrow."""
-    columns = build.column_names(config).found_in(list(values), where="the test")
+    columns = column_names(config).found_in(list(values), where="the test")
     formats = build.modality(config, vocabulary()).formats(columns)
     contents = {role: each.decode_all(values[role]) for role, each in formats.items()}
     numbers = pa.array(range(len(next(iter(values.values())))), pa.int64())

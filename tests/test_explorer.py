@@ -38,7 +38,7 @@ from raycl.negatives.memory_bank_shard import MemoryBankShard
 from raycl.negatives.messages import Part, Update
 from raycl.negatives.queue_shard import QueueShard
 from raycl.negatives.snapshot import write_samples
-from raycl.training import build
+from raycl.training.columns import column_names
 from tests.images import digit_files, encode, write_digits
 from tests.test_cli import run_raycl
 
@@ -492,7 +492,7 @@ def test_what_training_would_not_decode_is_no_thumbnail(tmp_path: Path, opened: 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "image_text"])
 def test_a_person_looks_at_columns_that_the_run_reads(name: str) -> None:
     config = raycl.override(raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"})
-    looked_at, read = columns_of(config), build.column_names(config)
+    looked_at, read = columns_of(config), column_names(config)
     assert looked_at.contents.items() <= read.contents.items()
     assert set(read.contents) - set(looked_at.contents) <= {"negatives"}
     assert (looked_at.label, looked_at.sample_id) == ("kind", None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from raycl.errors import ConfigError, RunError
-from raycl.joining import enter, join_running, the_only
+from raycl.joining import enter, join_running, start_early, the_only
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +49,31 @@ def test_a_ray_that_is_gone_is_told_at_once(address: str, join: Callable[[str], 
 def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray.data', 'ray.train', 'pandas'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["raycl.setup", "raycl.training.admission"])
+def test_a_run_that_is_refused_does_not_pay_for_torch_and_ray(module: str) -> None:
+    code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray', 'pandas'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "expected"),
+    [
+        (None, None, ["torchvision", "local"]),
+        ("local", "10.0.0.1:6379", ["torchvision", "local"]),
+        ("10.0.0.1:6379", None, []),
+        (None, "10.0.0.1:6379", []),
+    ],
+)
+def test_only_a_ray_of_its_own_is_started_while_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, variable: str | None, expected: list[str]
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr("raycl.joining.import_module", begun.append)
+    monkeypatch.setattr("raycl.joining.enter", lambda where, *, debug: begun.append(where))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    start_early(address)
+    assert sorted(begun, reverse=True) == expected

@@ -17,6 +17,7 @@ from raycl.models.towers import Tower, Towers
 from raycl.storage import Place
 from raycl.tokens import padded_rows, train_tokenizer
 from raycl.training import build
+from raycl.training.columns import column_names
 from raycl.training.job import Job
 from raycl.training.saver import save_towers
 from tests.pairs import TRANSFORMER, noise_images, rows_of, small_config, vocabulary
@@ -51,7 +52,7 @@ def save(config: RunConfig, output: Path) -> Towers:
         holdout=Holdout(seed=0),
         logbook=None,
         judged=False,
-        columns=build.column_names(config),
+        columns=column_names(config),
         vocabulary=vocabulary(),
     )
     save_towers(towers, job, job.modality())

@@ -18,6 +18,7 @@ from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokens import Vocabulary
 from raycl.training import build
+from raycl.training.columns import column_names
 
 NUM_PIECES = 8
 NUM_ROWS = 2_048  # of all these pieces together
@@ -79,7 +80,7 @@ class DataExam:
     def _found(self) -> tuple[Source, RunConfig]:
         """Return the source and a configuration that reads it; without one, the first kind that fits."""
         if self._config is not None:
-            return _checked(find_source(self._uri, build.column_names(self._config))), self._config
+            return _checked(find_source(self._uri, column_names(self._config))), self._config
         if self._columns is not None:
             source = find_source(self._uri, self._columns)
             return _checked(source), recipe(_READERS[_kind_of(source)])
@@ -87,7 +88,7 @@ class DataExam:
         for kind in ("image_text", "image", "text", "pairs"):
             config = recipe(_READERS[kind])
             try:
-                return _checked(find_source(self._uri, build.column_names(config))), config
+                return _checked(find_source(self._uri, column_names(config))), config
             except DataError as error:
                 # Of a set that fits no kind, what images need is told: they are what raycl expects.
                 first_error = error if first_error is None or kind == "image" else first_error

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from raycl.batchnorm import split_batchnorm, swap, synchronize
 from raycl.config import RunConfig, Stage
-from raycl.data.columns import ColumnNames
 from raycl.data.rows import Rows
 from raycl.distributed import all_sum, num_workers, rank
 from raycl.errors import ConfigError
@@ -35,16 +34,6 @@ from raycl.training.pairs import ImageTextModality, PairModality
 from raycl.training.stores import BankStore, NoStore, QueueStore, Store
 from raycl.training.texts import TextModality, TextSide
 from raycl.training.views import ViewMaker
-
-_PAIRS = ("query", "document", "negatives", "query_id", "document_id", "negative_ids")
-_ROLES = {"image": ("image",), "text": ("text",), "image_text": ("image", "caption"), "pairs": _PAIRS}
-
-
-def column_names(config: RunConfig) -> ColumnNames:
-    """Return the columns to read."""
-    named = config.data.columns.model_dump()
-    unused = {role for roles in _ROLES.values() for role in roles} - set(_ROLES[config.data.kind])
-    return ColumnNames(**named | dict.fromkeys(unused))
 
 
 def modality(config: RunConfig, vocabulary: Vocabulary | None = None) -> Modality:

@@ -94,7 +94,8 @@ class Groups:
         )
         trainer = Trainer(
             run_worker,
-            train_loop_config={"job": job},
+            # By reference: the controller would import all that the workers need.
+            train_loop_config={"job": ray.put(job)},
             scaling_config=ScalingConfig(
                 num_workers=most if least == most else (least, most),
                 use_gpu=self._config.gpu,

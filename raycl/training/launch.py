@@ -16,9 +16,9 @@ from raycl.cluster import check_resources, join_cluster, own_errors
 from raycl.commands import keep_command
 from raycl.config import RunConfig
 from raycl.data.logbook import open_logbook, rows_in
-from raycl.data.sources import Source, find_source
+from raycl.data.sources import Source
 from raycl.data.stream import Stream
-from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
+from raycl.errors import ConfigError, RayclError, StoppedError, StorageError
 from raycl.models.saved import TOKENIZER
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
@@ -28,12 +28,12 @@ from raycl.settings import config_to_yaml
 from raycl.showing import Shown, Table
 from raycl.storage import Place, absolute
 from raycl.tokens import Tokenizer, Vocabulary
-from raycl.tracking import check_trackers
 from raycl.training import build
+from raycl.training.admission import Admission, admit, check_size
 from raycl.training.checkpoint import saved_steps
 from raycl.training.groups import Groups, cpus_of_a_worker, spare_cpus
 from raycl.training.job import Job
-from raycl.training.resumption import CONFIG, DATA, check_same_data, prepare_output
+from raycl.training.resumption import CONFIG, DATA, check_same_data
 from raycl.training.samples import Samples
 from raycl.training.vocabulary import known_tokenizer
 
@@ -93,12 +93,24 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    check_trackers(config)
-    place = prepare_output(config, output, resume=resume)
-    source = None if data is None else find_source(data, build.column_names(config))
-    if source is not None:
-        _check_size(config, source.num_rows)
-    tokenizer = known_tokenizer(config, place, resumed=resume) if config.has_texts else None
+    admission = admit(config, output=output, resume=resume, data=data)
+    return train_admitted(
+        admission, dataset=dataset, encoder=encoder, address=address, quiet=quiet, debug=debug
+    )
+
+
+def train_admitted(
+    admission: Admission,
+    *,
+    dataset: ray.data.Dataset | None = None,
+    encoder: nn.Module | None = None,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> RunResult:
+    """Pretrain an encoder as ``train`` does, once output and data are looked at."""
+    config, place = admission.config, admission.output
+    tokenizer = known_tokenizer(config, place, resumed=admission.resumed) if config.has_texts else None
     _check_parts(config, encoder, tokenizer)
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
@@ -106,7 +118,7 @@ def train(
     tags = {"run": place.name, "recipe": config.recipe}
     with own_errors(), open_logbook(tags, output=place.uri) as logbook:
         launch = _Launch(config, place, encoder, logbook, tokenizer, quiet=quiet)
-        return launch.run(data, source, dataset)
+        return launch.run(admission.data, admission.source, dataset)
 
 
 def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokenizer | None) -> None:
@@ -137,7 +149,7 @@ class _Launch:
     def run(self, data: str | None, source: Source | None, dataset: ray.data.Dataset | None) -> RunResult:
         samples = Samples(self._config, self._logbook, source, dataset)
         self._tell_what_is_left_out(samples, source)
-        _check_size(self._config, samples.num_rows)
+        check_size(self._config, samples.num_rows)
         streamed = samples.must_stream()
         described = {
             "data": data and absolute(data),
@@ -158,7 +170,7 @@ class _Launch:
         rows = rows_in(self._logbook)
         rows.check(self._config.data.max_bad_fraction)
         num_train = samples.num_train_expected() if streamed else rows.num_train
-        _check_size(self._config, num_train)
+        check_size(self._config, num_train)
         job = Job(
             config=self._config,
             output=self._output,
@@ -311,12 +323,3 @@ def _bank_name(output: Place) -> str:
 def _written(least: int, most: int) -> int | str:
     """Return a number of workers as ``data.json`` holds it."""
     return most if least == most else f"{least}:{most}"
-
-
-def _check_size(config: RunConfig, num_rows: int) -> None:
-    for number, stage in enumerate(config.stages):
-        if num_rows < stage.batch_size:
-            raise DataError(
-                f"a batch of {stage.batch_size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
-                "to train on; set it lower or give more data"
-            )

@@ -41,12 +41,12 @@ from raycl.training.views import Views
 from raycl.training.watch import Watch
 
 
-def run_worker(settings: dict[str, Job]) -> Outcome | None:
+def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     """Train on this worker; return the final metrics, or the number of workers to go on with.
 
     Only what the first worker returns counts.
     """
-    job = settings["job"]
+    job: Job = ray.get(settings["job"])
     workers_here = ray.train.get_context().get_local_world_size()
     prepare_process(max(1, available_cores() // workers_here))
     # The first worker's process answers for the group: where another one dies, all are replaced.

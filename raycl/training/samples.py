@@ -17,6 +17,7 @@ from raycl.data.stream import Stream, stream_dataset, stream_source
 from raycl.errors import DataError
 from raycl.tokens import Tokenizer, Vocabulary
 from raycl.training import build
+from raycl.training.columns import column_names
 from raycl.training.vocabulary import find_vocabulary
 
 JUDGED_PART = 20  # of a large set, one row in so many is judged on
@@ -33,7 +34,7 @@ class Samples:
         self, config: RunConfig, logbook: Any, source: Source | None, dataset: ray.data.Dataset | None
     ) -> None:
         self._config, self._logbook, self._source, self._dataset = config, logbook, source, dataset
-        asked = build.column_names(config)
+        asked = column_names(config)
         self._num_clicks: int | None = None
         self.columns = source.columns if source is not None else columns_of(_given(dataset), asked)
         if config.data.kind == "pairs":

@@ -1,32 +1,72 @@
 """Ray's trainer, and what a lost controller leaves in the cluster: the room that it had taken for its workers."""
 
+import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import ray
 from ray._private import state as ray_state
 from ray.core.generated import gcs_pb2
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from raycl.joining import is_started_here
 
 _Group: Any = gcs_pb2.PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final
 class Trainer(TorchTrainer):
-    """A ``TorchTrainer`` without Ray's own cleaner of placement groups.
+    """A ``TorchTrainer`` without those of Ray's helpers that raycl has no use for.
 
-    That is a detached actor a group, and where there is no dashboard, as in the Ray that raycl starts on one
-    machine, it neither sees that its controller has died nor ever ends: each death costs the cluster what
-    the workers had, until no task that reads finds a CPU. The driver removes what is left instead, and
-    where that dies, Ray does.
+    The cleaner of placement groups is a detached actor a group, and where there is no dashboard, as in the Ray
+    that raycl starts on one machine, it neither sees that its controller has died nor ever ends: each death
+    costs the cluster what the workers had, until no task that reads finds a CPU. The driver removes what is
+    left instead, and where that dies, Ray does.
+
+    The manager of data sets would be waited for by every group, and raycl streams its own. Who watches for
+    nodes that are to be taken away has nothing to watch in a Ray that is this machine alone.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
         found = super()._create_default_callbacks()
-        return [each for each in found if not isinstance(each, PlacementGroupCleanerCallback)]
+        return [
+            _DataContextAlone(self.train_run_context, datasets={})
+            if isinstance(each, DatasetsCallback)
+            else each
+            for each in found
+            if not isinstance(each, PlacementGroupCleanerCallback)
+        ]
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        # The controller gets the environment that it reads this from by its runtime environment.
+        with _environment({ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"} if is_started_here() else {}):
+            return super()._initialize_and_run_controller(**arguments)
+
+
+@final
+class _DataContextAlone(DatasetsCallback):
+    """Bring the workers the driver's settings of Ray Data, and no data."""
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        return {}
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Add to this process's environment for a while what it does not say itself."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ |= added
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def free_abandoned_room(*, patience_s: float = 5.0) -> int:

@@ -26,7 +26,7 @@ from raycl.doctor.shared_storage import Visit, examine_storage
 from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.storage import Place
-from raycl.training.build import column_names
+from raycl.training.columns import column_names
 from raycl.training.samples import Samples
 from tests.conftest import BUCKET
 from tests.images import encode, photograph, write_digits

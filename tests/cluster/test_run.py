@@ -1,6 +1,7 @@
 """Whole runs on a real local Ray: what they write, how they resume, how they fail."""
 
 import json
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from ray._private import state as ray_state
+from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import raycl
@@ -81,6 +84,22 @@ def test_a_run_writes_what_it_promises(finished: Finished) -> None:
     assert 0 < result["final"]["knn_top1"] <= 1
     saved = raycl.config_from_yaml((finished.output / "config.yaml").read_text())
     assert saved == small_run(**TRACKED)
+
+
+def test_a_run_starts_no_helper_of_ray_that_it_has_no_use_for(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR)  # that the tests set themselves
+    before = set(ray_state.actors())
+    config = small_run(**{"stages.0.epochs": None, "stages.0.steps": 2, "evaluation.every_epochs": 0})
+    raycl.train(config, data=str(data), output=str(tmp_path), quiet=True)
+    started = {facts["ActorClassName"] for id_, facts in ray_state.actors().items() if id_ not in before}
+    assert {"TrainController", "RayTrainWorker", "Logbook"} <= started
+    assert started <= {
+        *("TrainController", "RayTrainWorker", "SynchronizationActor", "Logbook"),
+        *("_StatsActor", "_AutoscalingCoordinatorActor"),  # of Ray Data, if this is the first run
+    }
+    assert ENABLE_PREEMPTION_WATCHER_ENV_VAR not in os.environ
 
 
 def test_broken_rows_are_counted_by_cause(finished: Finished) -> None:

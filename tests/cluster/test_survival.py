@@ -252,12 +252,13 @@ def test_room_of_a_controller_that_died_is_free_again_and_that_of_others_is_not(
         remove_placement_group(each)
 
 
-def test_ray_has_a_cleaner_that_raycl_leaves_out() -> None:
+def test_ray_has_helpers_that_raycl_leaves_out() -> None:
     def names(trainer: TorchTrainer) -> set[str]:
         return {type(each).__name__ for each in trainer._create_default_callbacks()}
 
     settings = {"train_loop_per_worker": print, "scaling_config": ScalingConfig(num_workers=1)}
-    assert names(TorchTrainer(**settings)) - names(Trainer(**settings)) == {"PlacementGroupCleanerCallback"}
+    left_out = names(TorchTrainer(**settings)) - names(Trainer(**settings))
+    assert left_out == {"PlacementGroupCleanerCallback", "DatasetsCallback"}
 
 
 @pytest.mark.drill
