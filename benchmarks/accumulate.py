@@ -124,7 +124,8 @@ def step_gradcache(network: nn.Module, query: Tensor, key: Tensor, chunk_size: i
 
 
 def step_sentence_transformers(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int) -> float:
-    from sentence_transformers import SentenceTransformer, losses
+    import sentence_transformers.losses
+    from sentence_transformers import SentenceTransformer
 
     class Module(nn.Module):
         def __init__(self) -> None:
@@ -135,7 +136,7 @@ def step_sentence_transformers(network: nn.Module, query: Tensor, key: Tensor, c
             return features | {"sentence_embedding": self.network(features["input_ids"])}
 
     model = SentenceTransformer(modules=[Module()], device="cpu")
-    cached = losses.CachedMultipleNegativesRankingLoss(
+    cached = sentence_transformers.losses.CachedMultipleNegativesRankingLoss(
         model, scale=1 / TEMPERATURE, mini_batch_size=chunk_size
     )
     loss = cached([{"input_ids": query}, {"input_ids": key}], torch.empty(0))

@@ -59,9 +59,9 @@ class Timed:
         with self.timing():
             return self.store.lend(views, step=step)
 
-    def take(self, rows: torch.Tensor, views: Views, *, step: int) -> None:
+    def take(self, rows: torch.Tensor, views: Views, key_id: torch.Tensor, *, step: int) -> None:
         with self.timing():
-            self.store.take(rows, views, step=step)
+            self.store.take(rows, views, key_id, step=step)
 
     @contextmanager
     def timing(self) -> Iterator[None]:

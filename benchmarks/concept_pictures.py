@@ -317,10 +317,11 @@ def draw_views() -> Figure:
     photos = [Image.fromarray(photo).resize((240, 160)) for photo in load_sample_images().images]
     stored = np.stack([np.asarray(photo.resize((200, 200))) for photo in photos])
     augment = recipe("simclr").augment
-    plain = {
+    plain: dict[str, Any] = {
         name: getattr(augment, name) for name in augment.model_fields_set | type(augment).model_fields.keys()
     }
-    views = ImageAugmentation(size=size, **plain | {"mean": (0.0,) * 3, "std": (1.0,) * 3})
+    plain |= {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    views = ImageAugmentation(size=size, **plain)
     figure, panels = plt.subplots(2, 6, figsize=(9.4, 2.9), width_ratios=[1.5, *[1] * 5])
     ids = np.arange(2)
     for column in range(6):

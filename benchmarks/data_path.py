@@ -92,6 +92,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     from raycl.data.rows import Rows
     from raycl.data.sources import find_source
     from raycl.training import build
+    from raycl.training.columns import column_names
     from raycl.training.process import prepare_process
     from raycl.training.samples import Samples
 
@@ -102,7 +103,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     )
     join_cluster(None)
     with open_logbook() as logbook:
-        source = find_source(options.data, build.column_names(config))
+        source = find_source(options.data, column_names(config))
         samples = Samples(config, logbook, source, None)
         modality = build.modality(config)
         if stream:

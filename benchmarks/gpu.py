@@ -283,7 +283,7 @@ def lightly_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     deactivate_requires_grad(follower)
     criterion = NTXentLoss(temperature=0.2, memory_bank_size=(8_192, 128) if is_moco else 0).to(device)
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
-    images = LightlyImages(str(options.data / "train.parquet"), is_moco=is_moco)
+    images: Any = LightlyImages(str(options.data / "train.parquet"), is_moco=is_moco)
     loader = DataLoader(
         images,
         batch,

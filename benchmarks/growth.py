@@ -99,7 +99,7 @@ def rows(size: int) -> dict[str, float]:
     from raycl.data.logbook import open_logbook
     from raycl.data.order import Share
     from raycl.data.sources import find_source
-    from raycl.training import build
+    from raycl.training.columns import column_names
     from raycl.training.process import prepare_process
     from raycl.training.samples import Samples
 
@@ -111,7 +111,7 @@ def rows(size: int) -> dict[str, float]:
         data = write_images(Path(folder) / "images.parquet", size)
         join_cluster(None)
         with open_logbook() as logbook:
-            source = find_source(str(data), build.column_names(config))
+            source = find_source(str(data), column_names(config))
             stream = Samples(config, logbook, source, None).stream()
 
             def read(epoch: int) -> float:

@@ -112,6 +112,7 @@ class Benchmark:
 def read_number(results: Results, place: Place) -> Number:
     """Return what lies at a place: a number, a summary of several, or the list of them."""
     value = find(results, place)
+    numbers: list[Any]
     if isinstance(value, dict):
         numbers = [value.get(name) for name in ("median", "min", "max")]
     else:

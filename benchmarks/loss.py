@@ -54,7 +54,8 @@ def plain_hinge(query: Tensor, key: Tensor) -> Tensor:
     similarity = query @ key.T
     others = similarity.masked_fill(torch.eye(len(query), dtype=torch.bool), -math.inf)
     hardest = others.amax(1), others.amax(0)
-    return sum(F.relu(MARGIN + each - similarity.diagonal()).mean() for each in hardest) / 2
+    rows, columns = (F.relu(MARGIN + each - similarity.diagonal()).mean() for each in hardest)
+    return (rows + columns) / 2
 
 
 def plain_bidirectional(query: Tensor, key: Tensor) -> Tensor:

@@ -134,14 +134,15 @@ def draw(headlines: Sequence[Headline], path: Path) -> bool:
         return False
     ratios, rows = [each.ratio or 1.0 for each in bars], range(len(bars))
     aims = [(each.of.aim, row) for row, each in enumerate(bars) if each.verdict]
-    style = {
+    style: dict[Any, Any] = {
         "text.color": INK,
         "axes.edgecolor": GRAY,
         "xtick.color": INK,
         "ytick.color": INK,
         "font.size": 9,
     }
-    with plt.rc_context(style | {"axes.facecolor": PAPER, "figure.facecolor": PAPER}):
+    style |= {"axes.facecolor": PAPER, "figure.facecolor": PAPER}
+    with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(9, 0.22 * len(bars) + 1.2), layout="constrained")
         colors = [BLUE if ratio >= 1 else ORANGE for ratio in ratios]
         axes.barh(rows, [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colors)

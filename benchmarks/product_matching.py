@@ -69,7 +69,7 @@ def floor(train: pa.Table, test: pa.Table) -> dict[str, float]:
     """Return the average precision of TF-IDF."""
     found = {}
     for name in sorted(set(test["dataset"].to_pylist())):
-        own, other = (table.filter(pc.equal(table["dataset"], name)) for table in (test, train))
+        own, other = (table.filter(pc.field("dataset") == name) for table in (test, train))
         corpus = [
             text
             for table in (own, other)

@@ -52,15 +52,13 @@ Side = Callable[[str], Place]  # where a side's number lies
 def compare(what: str, unit: str, place: Side, own: str, *peers: str, **settings: Any) -> list[Comparison]:
     """Set one side beside others that have the same place in the result."""
     return [
-        Comparison(
-            what=what,
-            unit=unit,
-            own=place(own),
-            other=place(peer),
-            **({"peer": NAMES.get(peer, peer)} | settings),
-        )
+        Comparison(what=what, unit=unit, own=place(own), other=place(peer), **named(peer) | settings)
         for peer in peers
     ]
+
+
+def named(peer: str) -> dict[str, Any]:
+    return {"peer": NAMES.get(peer, peer)}
 
 
 def rates(side: str) -> Place:

@@ -170,7 +170,7 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
 def lightly_loader(options: argparse.Namespace) -> Any:
     from torch.utils.data import DataLoader, DistributedSampler
 
-    images = LightlyImages(options.data, is_moco=options.recipe == "moco_v2")
+    images: Any = LightlyImages(options.data, is_moco=options.recipe == "moco_v2")
     return DataLoader(
         images,
         options.batch_size // 2,

@@ -41,13 +41,16 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Pretrain on scikit-learn's handwritten digits, judge the encoder, and draw its neighbors."""
+    from raycl.demo.plan import plan_demo
+
+    plan = plan_demo(output, workers=workers, epochs=epochs)
     from raycl.joining import start_early
 
     start_early(None, debug=debug)
     from raycl.demo.show import run_demo
 
     with typed(sys.argv):
-        run_demo(output, workers=workers, epochs=epochs, debug=debug)
+        run_demo(plan, debug=debug)
 
 
 @app.command()
@@ -85,7 +88,6 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Pretrain an encoder by contrast."""
-    from raycl.joining import start_early
     from raycl.setup import plan_run
     from raycl.training.admission import admit
 
@@ -98,6 +100,9 @@ def train(
     given |= _workers(workers) | _length(epochs, steps)
     config = plan_run(recipe, data=data, flags=given, settings=settings or [])
     admission = admit(config, output=output, resume=resume, data=data)
+    # What is refused up to here is refused without waiting for Ray and torch.
+    from raycl.joining import start_early
+
     start_early(address, debug=debug)
     from raycl.training.launch import train_admitted
 

@@ -6,8 +6,8 @@ import os
 import re
 import secrets
 import socket
-import threading
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray import exceptions
 from ray._private import ray_constants, services
-from ray._private import worker as ray_worker
 from ray._private.authentication import authentication_token_setup as tokens
 
 from raycl.errors import ConfigError, RunError
 
+WATCHES = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _PATIENCE_S = 5.0
 _LOOPBACK = "127.0.0.1:"
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
@@ -40,7 +40,10 @@ def enter(address: str, *, debug: bool = False) -> str | None:
     elif _HOST_AND_PORT.fullmatch(address):
         _check_that_it_answers(address)
     try:
-        with _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext():
+        with (
+            _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext(),
+            _unwatched() if address == "local" else contextlib.nullcontext(),
+        ):
             joined = ray.init(
                 address=address,
                 log_to_driver=debug,
@@ -61,16 +64,10 @@ def start_early(address: str | None, *, debug: bool = False) -> None:
     """
     if ray.is_initialized() or (address or os.environ.get("RAY_ADDRESS") or "local") != "local":
         return
-    importing = threading.Thread(target=import_module, args=("torchvision",))
-    importing.start()
-    enter("local", debug=debug)
-    importing.join()
-
-
-def is_started_here() -> bool:
-    """Return whether this process has started the Ray that it is in, and Ray ends with it."""
-    node: Any = ray_worker._global_node
-    return node is not None and node.head
+    with ThreadPoolExecutor(1) as beside:
+        importing = beside.submit(import_module, "torchvision")
+        enter("local", debug=debug)
+        importing.result()
 
 
 def join_running(address: str | None = None, *, debug: bool = False) -> bool:
@@ -126,6 +123,20 @@ def _numeric(address: str) -> str:
 def _is_on_loopback(address: str) -> bool:
     """Whether this is a Ray to be started here, or one that was."""
     return address == "local" or (address.startswith(_LOOPBACK) and address in _running_here())
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Let the processes of Ray that are started meanwhile know that no node of theirs is taken away with notice."""
+    # Ray Train's controller has its environment from them, and would start an actor that watches the only node.
+    added = WATCHES not in os.environ
+    if added:
+        os.environ[WATCHES] = "0"
+    try:
+        yield
+    finally:
+        if added:
+            del os.environ[WATCHES]
 
 
 @contextlib.contextmanager

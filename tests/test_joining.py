@@ -1,10 +1,14 @@
 """Which Ray a question is put to: the only one here, or the one that is named."""
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
 from raycl.errors import ConfigError, RunError
 from raycl.joining import enter, join_running, start_early, the_only
@@ -51,29 +55,66 @@ def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["raycl.setup", "raycl.training.admission"])
-def test_a_run_that_is_refused_does_not_pay_for_torch_and_ray(module: str) -> None:
-    code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray', 'pandas'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
-    ("address", "variable", "expected"),
+    ("address", "variable", "starts"),
     [
-        (None, None, ["torchvision", "local"]),
-        ("local", "10.0.0.1:6379", ["torchvision", "local"]),
-        ("10.0.0.1:6379", None, []),
-        (None, "10.0.0.1:6379", []),
+        (None, None, True),
+        ("local", "10.0.0.1:6379", True),
+        ("10.0.0.1:6379", None, False),
+        (None, "10.0.0.1:6379", False),
     ],
 )
-def test_only_a_ray_of_its_own_is_started_while_torch_is_imported(
-    monkeypatch: pytest.MonkeyPatch, address: str | None, variable: str | None, expected: list[str]
+def test_only_a_ray_of_its_own_is_started_early(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, variable: str | None, starts: bool
 ) -> None:
-    begun: list[str] = []
-    monkeypatch.setattr("raycl.joining.import_module", begun.append)
-    monkeypatch.setattr("raycl.joining.enter", lambda where, *, debug: begun.append(where))
+    entered, imported = threading.Event(), []
+
+    def import_module(name: str) -> None:
+        assert entered.wait(10), "torch is not imported while Ray starts"
+        imported.append(name)
+
+    def enter(where: str, *, debug: bool) -> None:
+        # Ray's processes end with the thread that starts them.
+        assert (where, threading.current_thread()) == ("local", threading.main_thread())
+        entered.set()
+
+    monkeypatch.setattr("raycl.joining.import_module", import_module)
+    monkeypatch.setattr("raycl.joining.enter", enter)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     start_early(address)
-    assert sorted(begun, reverse=True) == expected
+    assert (imported, entered.is_set()) == (["torchvision"] if starts else [], starts)
+
+
+def test_what_cannot_be_imported_is_told_by_who_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> None:
+        raise ImportError(f"no {name} here")
+
+    monkeypatch.setattr("raycl.joining.import_module", import_module)
+    monkeypatch.setattr("raycl.joining.enter", lambda *_, **__: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ImportError, match="no torchvision here"):
+        start_early(None)
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_the_processes_of_a_ray_of_its_own_are_told_that_no_node_is_announced_as_lost(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
+    monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, raising=False)  # that the tests set themselves
+    if given is not None:
+        monkeypatch.setenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, given)
+    told = []
+
+    def init(**_: object) -> SimpleNamespace:
+        told.append(os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR))
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr("raycl.joining.ray.init", init)
+    monkeypatch.setattr("raycl.joining._check_that_it_answers", lambda _: None)
+    enter("local")
+    enter("10.0.0.1:6379")
+    assert told == [given or "0", given]
+    assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given

@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from raycl.config import RunConfig
 from raycl.data.images import ImageFormat
 from raycl.data.rows import Rows, pixels_of
-from raycl.demo.digits import ANGLES, CANVAS, write_digits
+from raycl.demo.digits import CANVAS, write_digits
 from raycl.demo.picture import Neighborhood, draw_neighbors
-from raycl.errors import ConfigError
+from raycl.demo.plan import RUN, DemoPlan
 from raycl.inference.judgment import raw_pixels
 from raycl.inference.reading import read_rows
 from raycl.judging.embed import embed
@@ -22,12 +21,8 @@ from raycl.judging.knn import knn_accuracy, nearest
 from raycl.judging.linear import linear_accuracy
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.models.specs import ImageEncoderSpec
-from raycl.recipes import recipe
 from raycl.report.ending import reported
-from raycl.settings import override
-from raycl.storage import Place
 from raycl.training.launch import train
-from raycl.training.resumption import CONFIG
 
 LABELS_PER_CLASS = 10
 NUM_QUERIES, NUM_NEIGHBORS = 8, 6
@@ -43,48 +38,20 @@ class Look:
     test: Tensor
 
 
-def demo_config(*, workers: int = 2, epochs: int = 40) -> RunConfig:
-    """Return SimCLR for the digits: a small ResNet; crops, angles and contrast, no flips."""
-    return override(
-        recipe("simclr", image_size=CANVAS),
-        {
-            "workers": workers,
-            "data.channels": 1,
-            "augment.crop_scale": [0.4, 1.0],
-            "augment.flip": 0.0,
-            "augment.rotation": ANGLES[1],
-            "encoder.name": "resnet10",
-            "encoder.stem": "half",
-            "encoder.width": 0.5,
-            "stages.0.epochs": epochs,
-            "stages.0.batch_size": 128,
-            "stages.0.temperature": 0.15,
-            "stages.0.learning_rate": 0.24,
-            "evaluation.num_test": 500,
-        },
-    )
+def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, float]]:
+    """Do as planned; return kNN and linear accuracy of each way to look.
 
-
-def run_demo(
-    output: str, *, workers: int = 2, epochs: int | None = None, debug: bool = False
-) -> dict[str, dict[str, float]]:
-    """Do it all below ``output``; return kNN and linear accuracy of each way to look.
-
-    Raises ``ConfigError`` if an earlier demo lies there, or the errors of ``raycl.train``.
+    Raises the errors of ``raycl.train``.
     """
-    console = Console()
-    place = Place(output)
-    if (place / "run" / CONFIG).exists():
-        raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
-    place.check_writable()
+    console, place = Console(), plan.place
     train_uri, test_uri = write_digits(place)
     console.print(
         f"digits of scikit-learn, placed at random on {CANVAS}x{CANVAS} pixels: {place}", soft_wrap=True
     )
     console.print("kNN on the way: held-out placements of training digits; at the end: digits never seen")
-    config = demo_config(workers=workers, **({} if epochs is None else {"epochs": epochs}))
-    with reported((place / "run").uri):
-        result = train(config, data=train_uri, output=(place / "run").uri, debug=debug)
+    run = (place / RUN).uri
+    with reported(run):
+        result = train(plan.config, data=train_uri, output=run, debug=debug)
     console.print(
         f"trained {result.steps} steps in {result.seconds:.0f} s, {result.samples_per_second:,.0f} samples/s"
     )

@@ -1,9 +1,7 @@
 """Ray's trainer, and what a lost controller leaves in the cluster: the room that it had taken for its workers."""
 
-import contextlib
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, final
 
 import ray
@@ -12,10 +10,7 @@ from ray.core.generated import gcs_pb2
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-
-from raycl.joining import is_started_here
 
 _Group: Any = gcs_pb2.PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -29,44 +24,25 @@ class Trainer(TorchTrainer):
     costs the cluster what the workers had, until no task that reads finds a CPU. The driver removes what is
     left instead, and where that dies, Ray does.
 
-    The manager of data sets would be waited for by every group, and raycl streams its own. Who watches for
-    nodes that are to be taken away has nothing to watch in a Ray that is this machine alone.
+    The manager of data sets would be waited for by every group, and raycl streams its own.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
         found = super()._create_default_callbacks()
-        return [
-            _DataContextAlone(self.train_run_context, datasets={})
-            if isinstance(each, DatasetsCallback)
-            else each
-            for each in found
-            if not isinstance(each, PlacementGroupCleanerCallback)
-        ]
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        # The controller gets the environment that it reads this from by its runtime environment.
-        with _environment({ENABLE_PREEMPTION_WATCHER_ENV_VAR: "0"} if is_started_here() else {}):
-            return super()._initialize_and_run_controller(**arguments)
+        kept = [each for each in found if not isinstance(each, PlacementGroupCleanerCallback)]
+        context = _DataContextAlone(self.train_run_context, datasets={})
+        return [context if isinstance(each, DatasetsCallback) else each for each in kept]
 
 
 @final
 class _DataContextAlone(DatasetsCallback):
-    """Bring the workers the driver's settings of Ray Data, and no data."""
+    """Bring the workers the driver's settings of Ray Data, and no data.
+
+    The controller imports this module for it, and with it nothing that is only the workers'.
+    """
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         return {}
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Add to this process's environment for a while what it does not say itself."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ |= added
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def free_abandoned_room(*, patience_s: float = 5.0) -> int:

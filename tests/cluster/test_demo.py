@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from raycl.demo.digits import NUM_PLACEMENTS, NUM_TEST, write_digits
+from raycl.demo.plan import plan_demo
 from raycl.demo.show import run_demo
 from raycl.errors import ConfigError
 from raycl.storage import Place
@@ -34,7 +35,7 @@ def test_digits_are_the_same_for_the_same_seed_and_lie_anywhere(tmp_path: Path) 
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "demo"
-    scores = run_demo(str(output), epochs=1)
+    scores = run_demo(plan_demo(str(output), epochs=1))
     assert list(scores) == ["raw pixels", "untrained encoder", "trained encoder"]
     for score in scores.values():
         assert 0.1 < score["linear"] < 1.0
@@ -50,4 +51,4 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capsys: pytest
     with Image.open(output / "neighbors.png") as picture:
         assert picture.width > picture.height > 400
     with pytest.raises(ConfigError, match="earlier demo"):
-        run_demo(str(output), epochs=1)
+        plan_demo(str(output), epochs=1)

@@ -1,7 +1,6 @@
 """Whole runs on a real local Ray: what they write, how they resume, how they fail."""
 
 import json
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import safetensors.torch
 import torch
 from ray._private import state as ray_state
-from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import raycl
@@ -86,10 +84,7 @@ def test_a_run_writes_what_it_promises(finished: Finished) -> None:
     assert saved == small_run(**TRACKED)
 
 
-def test_a_run_starts_no_helper_of_ray_that_it_has_no_use_for(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR)  # that the tests set themselves
+def test_a_run_starts_no_helper_of_ray_that_it_has_no_use_for(data: Path, tmp_path: Path) -> None:
     before = set(ray_state.actors())
     config = small_run(**{"stages.0.epochs": None, "stages.0.steps": 2, "evaluation.every_epochs": 0})
     raycl.train(config, data=str(data), output=str(tmp_path), quiet=True)
@@ -99,7 +94,6 @@ def test_a_run_starts_no_helper_of_ray_that_it_has_no_use_for(
         *("TrainController", "RayTrainWorker", "SynchronizationActor", "Logbook"),
         *("_StatsActor", "_AutoscalingCoordinatorActor"),  # of Ray Data, if this is the first run
     }
-    assert ENABLE_PREEMPTION_WATCHER_ENV_VAR not in os.environ
 
 
 def test_broken_rows_are_counted_by_cause(finished: Finished) -> None:

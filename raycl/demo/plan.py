@@ -1,0 +1,56 @@
+"""What the demo trains, and where: all that can be refused before torch is imported and Ray is there."""
+
+from dataclasses import dataclass
+from typing import final
+
+from raycl.config import RunConfig
+from raycl.demo.digits import ANGLES, CANVAS
+from raycl.errors import ConfigError
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.storage import Place
+from raycl.training.resumption import CONFIG
+
+RUN = "run"
+EPOCHS = 40
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DemoPlan:
+    """A folder that can be written, and what is trained below it."""
+
+    place: Place
+    config: RunConfig
+
+
+def plan_demo(output: str, *, workers: int = 2, epochs: int | None = None) -> DemoPlan:
+    """Look at the output; raises ``ConfigError`` if an earlier demo lies there, or ``StorageError``."""
+    config = _config(workers=workers, epochs=EPOCHS if epochs is None else epochs)
+    place = Place(output)
+    if (place / RUN / CONFIG).exists():
+        raise ConfigError(f"{output} holds an earlier demo; give another --output or remove it")
+    place.check_writable()
+    return DemoPlan(place=place, config=config)
+
+
+def _config(*, workers: int, epochs: int) -> RunConfig:
+    """Return SimCLR for the digits: a small ResNet; crops, angles and contrast, no flips."""
+    return override(
+        recipe("simclr", image_size=CANVAS),
+        {
+            "workers": workers,
+            "data.channels": 1,
+            "augment.crop_scale": [0.4, 1.0],
+            "augment.flip": 0.0,
+            "augment.rotation": ANGLES[1],
+            "encoder.name": "resnet10",
+            "encoder.stem": "half",
+            "encoder.width": 0.5,
+            "stages.0.epochs": epochs,
+            "stages.0.batch_size": 128,
+            "stages.0.temperature": 0.15,
+            "stages.0.learning_rate": 0.24,
+            "evaluation.num_test": 500,
+        },
+    )
