@@ -76,6 +76,17 @@ def ray_cluster(s3_server: str) -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Keep to one core: threads would only wait for each other over tensors so small."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _wait_for(url: str) -> None:
     for _ in range(300):
         try:

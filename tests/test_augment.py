@@ -1,6 +1,5 @@
 """The views: what they depend on, and that their distributions are torchvision's."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ from raycl.augment.crop import (
 )
 from raycl.augment.rotation import rotate
 from raycl.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PLAIN: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -64,15 +65,6 @@ def as_planes(images: np.ndarray) -> Tensor:
 def noise(num_images: int, size: int, *, channels: int = 3) -> np.ndarray:
     rng = np.random.default_rng(0)
     return rng.integers(0, 256, (num_images, size, size, channels), dtype=np.uint8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep to one core: these tensors are too small for more, and other tests may want them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Draws

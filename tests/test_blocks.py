@@ -10,9 +10,10 @@ from raycl.losses import info_nce, rectangle
 from raycl.losses.blocks import BlockWalk, add_column_gradient, subtract_positives
 from raycl.losses.rectangle import Block, Side, scaled_gradients
 from raycl.losses.tiled import LOG2_E, Softmax, longest
-from tests.test_info_nce import make_rows
-from tests.test_losses import assert_close, leaves, make_views, tolerance_at
-from tests.test_losses import one_thread as one_thread
+from tests.embeddings import make_rows, make_views
+from tests.gradients import assert_close, leaves, tolerance_at
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_WORKERS, LOCAL = 3, 11
 TEMPERATURES = (0.2, 0.01)

@@ -1,6 +1,7 @@
 """InfoNCE with keys of the batch, of other workers and of a queue, against the plain formula."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,64 +12,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses import info_nce, tiled
-from tests.test_losses import (
-    Recorder,
-    assert_close,
-    leaves,
-    make_views,
-    tolerance_at,
-    value_and_gradients,
-)
-from tests.test_losses import one_thread as one_thread
+from raycl.losses import info_nce
+from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids, of_worker, worker_spans
+from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
+from tests.plain_losses import plain_info_nce
+from tests.tiles import Recorder, count_products
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEMPERATURES = (1.0, 0.2, 0.07, 0.03, 0.01)
-
-
-def are_known(query_id: Tensor, candidate_id: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Say of each query and candidate whether their ids are those of one of the pairs, one by one."""
-    known = set(zip(*(ids.tolist() for ids in pairs), strict=True))
-    answers = [
-        (query, candidate) in known for query in query_id.tolist() for candidate in candidate_id.tolist()
-    ]
-    return torch.tensor(answers, dtype=torch.bool).view(len(query_id), len(candidate_id))
-
-
-def plain_info_nce(
-    query: Tensor,
-    key: Tensor,
-    temperature: Tensor,
-    negatives: Tensor | None = None,
-    *,
-    in_batch: bool = True,
-    offset: int = 0,
-    ids: tuple[Tensor, Tensor] | None = None,
-    negative_id: Tensor | None = None,
-    pair_ids: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Write the loss down as the papers do: own key first, all candidates beside it, cross entropy."""
-    index = torch.arange(len(query)) + offset
-    positive = (query * key[index]).sum(1, keepdim=True)
-    similarity, masked = [positive], [torch.zeros(len(query), 1, dtype=torch.bool)]
-    if in_batch:
-        similarity.append(query @ key.T)
-        own = F.one_hot(index, len(key)).bool()
-        if pair_ids is not None:
-            own |= are_known(pair_ids[0][index], pair_ids[1], pair_ids)
-        masked.append(own if ids is None else own | (ids[0][:, None] == ids[1]))
-    if negatives is not None:
-        similarity.append(query @ negatives.T)
-        same = torch.zeros(len(query), len(negatives), dtype=torch.bool)
-        if negative_id is not None and pair_ids is not None:
-            same = are_known(pair_ids[0][index], negative_id, pair_ids)
-        masked.append(same if negative_id is None or ids is None else ids[0][:, None] == negative_id)
-    logits = torch.cat(similarity, 1) / temperature
-    logits = logits.masked_fill(torch.cat(masked, 1), -torch.inf)
-    return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.int64))
-
-
-def make_rows(num_rows: int, dim: int, seed: int = 1) -> Tensor:
-    return F.normalize(torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
+WORKERS = {"batch": st.integers(1, 9), "before": st.integers(0, 4), "after": st.integers(0, 4)}
+CANDIDATES: dict[str, st.SearchStrategy[Any]] = {
+    "num_negatives": st.integers(0, 12),
+    "num_ids": st.integers(1, 12),
+    "in_batch": st.booleans(),
+    "temperature": st.sampled_from(TEMPERATURES),
+    "seed": st.integers(0, 10_000),
+}
 
 
 def compare_with_plain(
@@ -139,15 +99,9 @@ def test_candidates_with_the_same_id_are_masked_wherever_they_come_from(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    batch=st.integers(1, 9),
-    before=st.integers(0, 4),
-    after=st.integers(0, 4),
+    **WORKERS,
     dim=st.integers(1, 6),
-    num_negatives=st.integers(0, 12),
-    num_ids=st.integers(1, 12),
-    in_batch=st.booleans(),
-    temperature=st.sampled_from(TEMPERATURES),
-    seed=st.integers(0, 10_000),
+    **CANDIDATES,
 )
 def test_any_sizes_and_ids_equal_the_plain_formula(
     batch: int,
@@ -179,38 +133,39 @@ def test_any_sizes_and_ids_equal_the_plain_formula(
     )
 
 
-def make_pair_ids(
-    batch: int, num_negatives: int, num_ids: int, seed: int = 3
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return ids of queries, of keys and of negatives, which occur twice and more; they are hashes."""
-    generator = torch.Generator().manual_seed(seed)
-    query_id, key_id, negative_id = (
-        torch.randint(num_ids, (count,), generator=generator) * 2**40 - 2**42
-        for count in (batch, batch, num_negatives)
+def compare_pairs_with_plain(
+    query: Tensor,
+    key: Tensor,
+    temperature: float,
+    negatives: Tensor,
+    *,
+    own: slice | None,
+    pair_ids: tuple[Tensor, Tensor],
+    negative_id: Tensor,
+    in_batch: bool = True,
+    floor: float = 1e-15,
+) -> None:
+    """Hold value and all four gradients of one worker, with ids of pairs, against the plain formula."""
+    mine = slice(0, len(query)) if own is None else own
+    inputs = leaves(query[mine], key, torch.tensor(temperature), negatives, dtype=torch.float64)
+    where = {"in_batch": in_batch, "offset": mine.start, "negative_id": negative_id}
+    true = plain_info_nce(*inputs, pair_ids=pair_ids, **where)
+    ours = info_nce(
+        inputs[0],
+        inputs[1][mine],
+        temperature=inputs[2],
+        gathered_key=inputs[1] if in_batch and own is not None else None,
+        negatives=inputs[3],
+        **named_ids(pair_ids, own),
+        **where,
     )
-    return (query_id, key_id), negative_id
-
-
-def named_ids(pair_ids: tuple[Tensor, Tensor], own: slice | None) -> dict[str, Tensor]:
-    """Return the ids of pairs as a loss takes them: of all rows, or of own ones beside the gathered."""
-    ids = dict(zip(("query_id", "key_id"), pair_ids, strict=True))
-    if own is None:
-        return ids
-    return {name: each[own] for name, each in ids.items()} | {
-        f"gathered_{name}": each for name, each in ids.items()
-    }
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-10, floor)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    batch=st.integers(1, 9),
-    before=st.integers(0, 4),
-    after=st.integers(0, 4),
-    num_negatives=st.integers(0, 12),
-    num_ids=st.integers(1, 12),
-    in_batch=st.booleans(),
-    temperature=st.sampled_from(TEMPERATURES),
-    seed=st.integers(0, 10_000),
+    **WORKERS,
+    **CANDIDATES,
 )
 def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
     batch: int,
@@ -226,43 +181,25 @@ def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
     own, total = slice(before, before + batch), before + batch + after
     pair_ids, negative_id = make_pair_ids(total, num_negatives, num_ids, seed)
     query, key = make_views(total, 5, seed=seed)
-    inputs = leaves(
-        query[own], key, torch.tensor(temperature), make_rows(num_negatives, 5, seed), dtype=torch.float64
+    compare_pairs_with_plain(
+        query,
+        key,
+        temperature,
+        make_rows(num_negatives, 5, seed),
+        own=own,
+        pair_ids=pair_ids,
+        negative_id=negative_id,
+        in_batch=in_batch,
+        floor=1e-11,
     )
-    where = {"in_batch": in_batch, "offset": before, "negative_id": negative_id}
-    true = plain_info_nce(*inputs, pair_ids=pair_ids, **where)
-    ours = info_nce(
-        inputs[0],
-        inputs[1][own],
-        temperature=inputs[2],
-        gathered_key=inputs[1] if in_batch else None,
-        negatives=inputs[3],
-        **named_ids(pair_ids, own),
-        **where,
-    )
-    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-10, 1e-11)
 
 
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
 @pytest.mark.parametrize("own", (None, slice(300, 700)))
 def test_many_pieces_with_ids_of_pairs_equal_the_plain_formula(own: slice | None, temperature: float) -> None:
     pair_ids, negative_id = make_pair_ids(1100, 1030, 900)
-    query, key = make_views(1100, 6)
-    mine = slice(0, 1100) if own is None else own
-    inputs = leaves(query[mine], key, torch.tensor(temperature), make_rows(1030, 6), dtype=torch.float64)
-    where = {"offset": mine.start, "negative_id": negative_id}
-    true = plain_info_nce(*inputs, pair_ids=pair_ids, **where)
-    gathered = {} if own is None else {"gathered_key": inputs[1]}
-    ours = info_nce(
-        inputs[0],
-        inputs[1][mine],
-        temperature=inputs[2],
-        negatives=inputs[3],
-        **named_ids(pair_ids, own),
-        **gathered,
-        **where,
-    )
-    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-10)
+    rows = *make_views(1100, 6), temperature, make_rows(1030, 6)
+    compare_pairs_with_plain(*rows, own=own, pair_ids=pair_ids, negative_id=negative_id)
 
 
 def test_sample_ids_are_short_for_the_same_ids_of_queries_and_of_keys() -> None:
@@ -301,7 +238,7 @@ def test_a_queue_that_is_still_empty_gives_no_nan(in_batch: bool) -> None:
         alone = info_nce(inputs[0], inputs[1], temperature=inputs[2])
         assert_close(results, value_and_gradients(alone, inputs), 1e-12)
     else:
-        assert all(torch.equal(result, torch.zeros_like(result)) for result in results)
+        assert_zero(results)
 
 
 @pytest.mark.parametrize("temperature", (0.07, 0.01))
@@ -315,8 +252,7 @@ def test_a_query_whose_candidates_are_all_masked_has_no_loss(temperature: float)
         negatives=make_rows(4, 3),
         negative_id=zeros,
     )
-    for result in value_and_gradients(loss, inputs):
-        assert torch.equal(result, torch.zeros_like(result))
+    assert_zero(value_and_gradients(loss, inputs))
 
 
 @pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
@@ -342,71 +278,6 @@ def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
     assert 0 < value < 1e-2
 
 
-def test_long_rows_and_short_ones_give_the_right_value() -> None:
-    query, key = make_views(20, 4)
-    negatives = make_rows(30, 4) * torch.logspace(-3, 2, 30)[:, None]
-    exact = plain_info_nce(query.double(), key.double(), torch.tensor(0.5), negatives.double())
-    assert_close([info_nce(query, key, temperature=0.5, negatives=negatives)], [exact], 1e-5)
-
-
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-@pytest.mark.parametrize("temperature", (0.07, 0.01))
-def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(
-    temperature: float, dtype: torch.dtype
-) -> None:
-    query, key = make_views(70, 6)
-    queue = make_rows(3000, 6).to(dtype)
-    for wanted in (False, True):
-        inputs = leaves(query, key)
-        halves = queue.clone().requires_grad_(wanted)
-        exact = leaves(*inputs, queue, dtype=torch.float64)
-        plain = plain_info_nce(exact[0], exact[1], torch.tensor(temperature), exact[2], in_batch=False)
-        ours = info_nce(*inputs, temperature=temperature, negatives=halves, in_batch=False)
-        true = value_and_gradients(plain, exact)
-        assert_close(value_and_gradients(ours, inputs), true[:3], tolerance_at(temperature))
-        if wanted:
-            again = info_nce(*inputs, temperature=temperature, negatives=halves, in_batch=False)
-            (gradient,) = torch.autograd.grad(again, halves)
-            assert gradient.dtype == dtype
-            assert_close([gradient], true[3:], 2e-2)
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_half_precision_rows_lose_nothing_but_their_own_rounding(dtype: torch.dtype) -> None:
-    half = leaves(*make_views(70, 6), dtype=dtype)
-    value = info_nce(*half, temperature=0.1, negatives=make_rows(50, 6))
-    assert value.dtype == torch.float32
-    exact = leaves(*half, dtype=torch.float64)
-    plain = plain_info_nce(exact[0], exact[1], torch.tensor(0.1), make_rows(50, 6).double())
-    true = value_and_gradients(plain, exact)
-    assert_close([value], true[:1], 1e-5)
-    gradients = torch.autograd.grad(value, half)
-    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
-    assert_close(list(gradients), true[1:], 5e-3)
-
-
-def test_a_half_precision_queue_is_never_copied_as_a_whole() -> None:
-    query, key = leaves(*make_views(8, 16))
-    queue = make_rows(20_000, 16).half()
-    with Recorder() as recorder:
-        info_nce(query, key, temperature=0.1, negatives=queue, in_batch=False).backward()
-    assert 0 < recorder.largest <= 20_000 * 16 // 2  # as many floats as the queue itself has bytes / 4
-
-
-@pytest.mark.parametrize("has_onednn", (True, False))
-@pytest.mark.parametrize("temperature", (0.1, 0.01))
-def test_autocast_does_not_lower_the_precision(
-    temperature: float, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
-    inputs, queue = leaves(*make_views(70, 6)), make_rows(90, 6)
-    without = info_nce(*inputs, temperature=temperature, negatives=queue)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        within = info_nce(*inputs, temperature=temperature, negatives=queue)
-    assert within.dtype == torch.float32
-    assert_close(value_and_gradients(within, inputs), value_and_gradients(without, inputs), 1e-6)
-
-
 @pytest.mark.parametrize("with_ids", (False, True))
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
 @pytest.mark.parametrize("num_workers", (2, 4))
@@ -419,18 +290,10 @@ def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
     query, key, degrees, queue = inputs
     shared = {"temperature": degrees, "negatives": queue, "negative_id": negative_id}
     whole = info_nce(query, key, sample_id=ids, **shared)
-    local = 300 // num_workers
+    batch = {"key": key} if ids is None else {"key": key, "sample_id": ids}
     losses = [
-        info_nce(
-            query[start : start + local],
-            key[start : start + local],
-            gathered_key=key,
-            offset=start,
-            sample_id=None if ids is None else ids[start : start + local],
-            gathered_sample_id=ids,
-            **shared,
-        )
-        for start in range(0, 300, local)
+        info_nce(query[own], offset=own.start, **of_worker(batch, own), **shared)
+        for own in worker_spans(300, num_workers)
     ]
     assert_close(
         value_and_gradients(torch.stack(losses).mean(), inputs),
@@ -450,44 +313,13 @@ def test_only_a_strip_is_held_and_of_a_queue_only_a_tile(temperature: float) -> 
     assert 0 < wanted.largest <= 256 * 5 * 1024
 
 
-def count_products(monkeypatch: pytest.MonkeyPatch, loss_of: Any) -> int:
-    """Return how many matrix products loss and gradient take."""
-    calls = []
-    original = tiled.product
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(1)
-        return original(*arguments)
-
-    monkeypatch.setattr("raycl.losses.rectangle.product", counted)
-    loss_of()
-    return len(calls)
-
-
-def test_no_product_is_taken_that_no_gradient_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key = make_views(5, 4)
-    queue, degrees = make_rows(3, 4), torch.tensor(0.1)
-    inputs = (query, key, degrees, queue)
+def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
+    inputs = (*make_views(5, 4), torch.tensor(0.1), make_rows(3, 4))
     expected = {(): 2, (0,): 4, (1,): 3, (2,): 4, (3,): 3, (0, 2): 4, (0, 1): 5, (0, 1, 2, 3): 6}
     for wanted, num_products in expected.items():
-        leaf = [tensor.clone().requires_grad_(k in wanted) for k, tensor in enumerate(inputs)]
-        taken = count_products(
-            monkeypatch,
-            lambda leaf=leaf: info_nce(leaf[0], leaf[1], temperature=leaf[2], negatives=leaf[3]),
-        )
-        assert taken == num_products, wanted
-
-
-def test_gradient_is_the_same_whoever_else_wants_one() -> None:
-    inputs = [*make_views(300, 4), torch.tensor(0.1), make_rows(1100, 4)]
-    together = leaves(*inputs)
-    all_at_once = value_and_gradients(
-        info_nce(together[0], together[1], temperature=together[2], negatives=together[3]), together
-    )
-    for k in range(4):
-        mixed = [tensor.clone().requires_grad_(at == k) for at, tensor in enumerate(inputs)]
-        loss = info_nce(mixed[0], mixed[1], temperature=mixed[2], negatives=mixed[3])
-        assert_close([torch.autograd.grad(loss, mixed[k])[0]], [all_at_once[k + 1]], 1e-6)
+        query, key, degrees, queue = wanting(inputs, wanted)
+        loss = partial(info_nce, query, key, temperature=degrees, negatives=queue)
+        assert count_products(loss, "rectangle") == num_products, wanted
 
 
 def test_distinct_ids_cost_no_mask() -> None:
@@ -503,13 +335,6 @@ def test_distinct_ids_cost_no_mask() -> None:
                 negative_id=negative_id,
             )
         assert ("masked_fill_" in recorder.functions) == masked
-
-
-def test_second_derivative_is_refused_rather_than_wrong() -> None:
-    inputs = leaves(*make_views(9, 4))
-    (gradient, _) = torch.autograd.grad(info_nce(*inputs, temperature=0.1), inputs, create_graph=True)
-    with pytest.raises(RuntimeError):
-        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))
@@ -537,10 +362,6 @@ IDS = torch.arange(4)
     ("changes", "message"),
     [
         ({"temperature": 0.0}, "the temperature is not above 0: it is 0; usual values"),
-        ({"key": ROWS[:3]}, "query and key are not [local_batch, dim] of one shape: they came as [4, 4]"),
-        ({"query": ROWS[:0], "key": ROWS[:0]}, "they came as [0, 4] and [0, 4]; pass one row"),
-        ({"sample_id": torch.arange(5)}, "[5] ids came for 4 rows; pass one id per row"),
-        ({"in_batch": False}, "in_batch is False and negatives is None; pass negatives ([0, dim]"),
         (
             {"in_batch": False, "negatives": ROWS, "gathered_key": ROWS},
             "[4, 4] came with in_batch=False; leave gathered_key out",
@@ -551,21 +372,10 @@ IDS = torch.arange(4)
         ),
         ({"gathered_key": ROWS[0]}, "the gathered keys are not [rows, dim]"),
         ({"gathered_key": ROWS, "offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
-        ({"offset": -1}, "offset -1 with 4 rows came for 4 gathered rows"),
-        ({"negative_id": IDS}, "negative_id came without negatives: [4] ids of no rows; pass both"),
-        ({"gathered_sample_id": IDS}, "gathered_sample_id came without gathered_key"),
-        ({"negatives": ROWS, "negative_id": IDS}, "sample_id is None; pass both or neither"),
-        ({"negatives": ROWS, "sample_id": IDS}, "negative_id is None; pass both or neither"),
         ({"gathered_key": ROWS, "sample_id": IDS}, "gathered_sample_id is None; pass both or neither"),
         ({"sample_id": IDS, "key_id": IDS}, "two kinds of ids: sample_id came beside key_id; pass sample_id"),
-        ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] ids came for 4 rows; pass one id"),
         ({"gathered_key": ROWS, "query_id": IDS}, "gathered_query_id is None; pass both or neither"),
         ({"gathered_key_id": IDS, "key_id": IDS}, "gathered_key_id came without gathered_key"),
-        ({"negatives": ROWS, "key_id": IDS}, "negative_id is None; pass both or neither"),
-        (
-            {"negatives": ROWS, "sample_id": IDS, "negative_id": IDS[:3]},
-            "negative_id does not match its rows: [3] ids came for 4 rows",
-        ),
     ],
 )
 def test_impossible_input_is_refused_with_what_came_and_what_to_do(

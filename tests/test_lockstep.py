@@ -1,7 +1,7 @@
 """Chunks in lockstep against one forward and backward pass of the whole batch."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +20,9 @@ from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder, representation_dim
 from raycl.models.towers import Tower
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _KEPT = [None, 1, 2]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Keep threads from waiting for each other: these tensors are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _rows(num_rows: int = 24, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -1,82 +1,24 @@
-"""The losses: the fused core against the formula written plainly in float64."""
+"""NT-Xent: the fused core against the formula written plainly in float64."""
 
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl.errors import ConfigError
-from raycl.losses import info_nce, nt_xent, tiled
+from raycl.losses import nt_xent, tiled
+from tests.embeddings import make_views, worker_spans
+from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients
+from tests.plain_losses import plain_nt_xent
+from tests.tiles import Recorder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEMPERATURES = (1.0, 0.5, 0.1, 0.05, 0.01, 0.005)
 SIZES = ((1, 3), (2, 5), (3, 2), (7, 3), (256, 8), (257, 17), (515, 33))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def plain_nt_xent(
-    view_a: Tensor,
-    view_b: Tensor,
-    temperature: Tensor,
-    gathered_a: Tensor | None = None,
-    gathered_b: Tensor | None = None,
-    *,
-    offset: int = 0,
-    ids: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Write the loss down as the paper does: the whole matrix, one cross entropy."""
-    gathered_a = view_a if gathered_a is None else gathered_a
-    gathered_b = view_b if gathered_b is None else gathered_b
-    logits = torch.cat([view_a, view_b]) @ torch.cat([gathered_a, gathered_b]).T / temperature
-    index = torch.arange(len(view_a)) + offset
-    own = torch.cat([index, index + len(gathered_a)])
-    positive = torch.cat([index + len(gathered_a), index])
-    masked = torch.zeros(logits.shape, dtype=torch.bool)
-    if ids is not None:
-        masked |= ids[0].repeat(2)[:, None] == ids[1].repeat(2)
-    masked[torch.arange(len(own)), own] = True
-    masked[torch.arange(len(own)), positive] = False
-    return F.cross_entropy(logits.masked_fill(masked, -torch.inf), positive)
-
-
-def make_views(batch: int, dim: int, *, noise: float = 0.3, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    view_a = F.normalize(torch.randn(batch, dim, generator=generator), dim=1)
-    view_b = view_a + noise * torch.randn(batch, dim, generator=generator)
-    return view_a, F.normalize(view_b, dim=1)
-
-
-def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [tensor.detach().clone().to(dtype=dtype).requires_grad_() for tensor in tensors]
-
-
-def value_and_gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
-
-
-def assert_close(ours: list[Tensor], plain: list[Tensor], tolerance: float, floor: float = 1e-15) -> None:
-    """Compare each tensor as a whole: its error's norm relative to the true norm."""
-    for mine, true in zip(ours, plain, strict=True):
-        error = (mine.double() - true.double()).norm()
-        assert error <= tolerance * true.double().norm() + floor, f"{error:g} of {true.norm():g}"
-
-
-def tolerance_at(temperature: float) -> float:
-    # A float32 logit is wrong by about 1e-7 / temperature, and so is what follows from it.
-    return 1e-6 + 3e-6 / temperature
 
 
 def compare_with_plain(view_a: Tensor, view_b: Tensor, temperature: float) -> Tensor:
@@ -159,19 +101,6 @@ def test_float64_rows_are_computed_in_float64() -> None:
     assert_close([as_float], [plain_nt_xent(exact[0], exact[1], as_tensor)], 1e-14)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_half_precision_rows_lose_nothing_but_their_own_rounding(dtype: torch.dtype) -> None:
-    half = leaves(*make_views(70, 6), dtype=dtype)
-    value = nt_xent(*half, temperature=0.1)
-    assert value.dtype == torch.float32
-    exact = leaves(*half, dtype=torch.float64)
-    plain = value_and_gradients(plain_nt_xent(exact[0], exact[1], torch.tensor(0.1)), exact)
-    assert_close([value], plain[:1], 1e-5)
-    gradients = torch.autograd.grad(value, half)
-    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
-    assert_close(list(gradients), plain[1:], 5e-3)
-
-
 @pytest.mark.parametrize("has_onednn", (True, False))
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
 def test_autocast_does_not_lower_the_precision(
@@ -193,8 +122,6 @@ def worker_losses(
     views: list[Tensor], temperature: Tensor, num_workers: int, ids: Tensor | None = None
 ) -> list[Tensor]:
     """Return each worker's loss; slicing plays the part of the gather."""
-    local = len(views[0]) // num_workers
-    spans = [slice(rank * local, (rank + 1) * local) for rank in range(num_workers)]
     return [
         nt_xent(
             views[0][span],
@@ -206,7 +133,7 @@ def worker_losses(
             sample_id=None if ids is None else ids[span],
             gathered_sample_id=ids,
         )
-        for span in spans
+        for span in worker_spans(len(views[0]), num_workers)
     ]
 
 
@@ -254,26 +181,7 @@ def test_candidates_with_the_same_id_are_masked(temperature: float) -> None:
 def test_a_batch_of_one_sample_has_no_negatives_and_no_loss() -> None:
     views = leaves(*make_views(9, 4))
     loss = nt_xent(*views, temperature=0.1, sample_id=torch.zeros(9, dtype=torch.int64))
-    for result in value_and_gradients(loss, views):
-        assert torch.equal(result, torch.zeros_like(result))
-
-
-class Recorder(TorchFunctionMode):
-    """Note the largest tensor that is made, and which functions are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.functions: set[str] = set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.functions.add(getattr(func, "__name__", str(func)))
-        if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.untyped_storage().nbytes() // 4)
-        return result
+    assert_zero(value_and_gradients(loss, views))
 
 
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
@@ -321,21 +229,6 @@ def test_gradient_goes_only_where_it_is_wanted() -> None:
     assert only_a.grad is not None
     assert both[0].grad is not None
     assert torch.equal(only_a.grad, both[0].grad)
-
-
-def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice() -> None:
-    views = leaves(*make_views(9, 4))
-    loss = nt_xent(*views, temperature=0.1)
-    once = torch.autograd.grad(loss, views, retain_graph=True)
-    tripled = torch.autograd.grad(3 * loss, views)
-    assert_close(list(tripled), [3 * gradient for gradient in once], 1e-6)
-
-
-def test_second_derivative_is_refused_rather_than_wrong() -> None:
-    views = leaves(*make_views(9, 4))
-    (gradient, _) = torch.autograd.grad(nt_xent(*views, temperature=0.1), views, create_graph=True)
-    with pytest.raises(RuntimeError):
-        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))
@@ -395,26 +288,3 @@ def test_impossible_input_is_refused_with_what_came_and_what_to_do(
     arguments = {"view_a": ROWS, "view_b": ROWS, "temperature": 0.1} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         nt_xent(**arguments)
-
-
-@pytest.mark.parametrize("loss", [nt_xent, info_nce])
-def test_no_weight_is_a_number_too_small_for_full_speed(loss: Callable[..., Tensor]) -> None:
-    # At 0.01 and with pairs that nearly agree, most weights are below 2**-126: as fast as any other
-    # number only if they are 0.
-    smallest = torch.finfo(torch.float32).tiny
-    seen: list[Tensor] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = function(*args, **(kwargs or {}))
-            if "exp2" in str(function):
-                weights = kwargs["out"] if kwargs and "out" in kwargs else out
-                seen.append(((weights > 0) & (weights < smallest)).sum())
-            return out
-
-    query = F.normalize(torch.randn(300, 64, generator=torch.Generator().manual_seed(0)), dim=1)
-    key = F.normalize(query + 0.001 * torch.randn(300, 64, generator=torch.Generator().manual_seed(1)), dim=1)
-    with Watch():
-        loss(query.requires_grad_(), key, temperature=0.01)
-    assert seen
-    assert sum(seen) == 0

@@ -19,8 +19,9 @@ from raycl.measures import (
     spread,
     uniformity,
 )
-from tests.test_losses import Recorder
-from tests.test_losses import one_thread as one_thread
+from tests.tiles import Recorder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPES = ((2, 3), (3, 2), (17, 5), (40, 64), (257, 8), (600, 33))
 ALONE: tuple[Callable[[Tensor], float], ...] = (uniformity, effective_rank, spread)

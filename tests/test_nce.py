@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -14,8 +13,11 @@ from torch import Tensor
 
 from raycl.errors import ConfigError, RunError
 from raycl.losses import NormalizingConstant, nce, noise_mass, proximal_term, tiled
-from tests.test_losses import Recorder, assert_close, leaves, tolerance_at, value_and_gradients
-from tests.test_losses import one_thread as one_thread
+from tests.embeddings import make_rows
+from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients
+from tests.tiles import Recorder, count_products
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEMPERATURES = (1.0, 0.2, 0.07, 0.01)
 
@@ -40,10 +42,6 @@ def plain_nce(
         own = at_positive / (at_positive + share)
         losses.append(-own.log() - (share / (at_noise + share)).log().sum())
     return torch.stack(losses).mean()
-
-
-def make_rows(num_rows: int, dim: int, seed: int) -> Tensor:
-    return F.normalize(torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
 
 
 def make_case(batch: int, dim: int, num_noise: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,8 +134,7 @@ def test_a_query_without_noise_has_no_loss(num_noise: int) -> None:
         sample_id=torch.zeros(4, dtype=torch.int64),
         noise_id=torch.zeros(num_noise, dtype=torch.int64),
     )
-    for result in value_and_gradients(loss, inputs):
-        assert torch.equal(result, torch.zeros_like(result))
+    assert_zero(value_and_gradients(loss, inputs))
 
 
 @pytest.mark.parametrize("log_normalizer", (-300.0, 0.0, 300.0))
@@ -228,20 +225,12 @@ def test_only_a_tile_is_held() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "num_products"), ((True, 2), (False, 1)))
-def test_without_gradient_only_the_value_is_computed(
-    wanted: bool, num_products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(1)
-        return tiled.product(*arguments)
-
-    # The function nce hides the module of its name.
-    monkeypatch.setattr(sys.modules["raycl.losses.nce"], "product", counted)
+def test_without_gradient_only_the_value_is_computed(wanted: bool, num_products: int) -> None:
     query, positive, noise = make_case(5, 4, 7)
-    nce(query.requires_grad_(wanted), positive, noise, num_samples=9, temperature=0.07, log_normalizer=9.0)
-    assert len(calls) == num_products
+    query.requires_grad_(wanted)
+    arguments = {"num_samples": 9, "temperature": 0.07, "log_normalizer": 9.0}
+    taken = count_products(lambda: nce(query, positive, noise, **arguments), "nce")
+    assert taken == num_products
 
 
 def test_value_is_the_same_without_gradient_and_each_input_gets_its_own() -> None:

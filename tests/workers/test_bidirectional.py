@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raycl.distributed import gather, gather_detached, gather_uneven
 from raycl.losses import bidirectional_cross_entropy
-from tests.test_bidirectional import plain_bidirectional
+from tests.plain_losses import plain_bidirectional
 from tests.workers.processes import run_workers
 
 BATCH = 24

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raycl.distributed import gather, gather_detached, gather_uneven
 from raycl.losses import hinge
-from tests.test_hinge import WAYS, plain_hinge
+from tests.plain_losses import WAYS, plain_hinge
 from tests.workers.processes import run_workers
 from tests.workers.test_bidirectional import make_clicks, part_of
 

@@ -21,7 +21,7 @@ from raycl.losses import info_nce, nt_xent
 from raycl.ring import ring_info_nce, ring_nt_xent
 from raycl.training.contrast import Lent, gathered_info_nce, gathered_nt_xent
 from raycl.training.identity import Ids
-from tests.test_losses import assert_close
+from tests.gradients import assert_close
 from tests.workers.processes import run_workers
 
 WORKERS = (1, 2, 3, 4)

@@ -1,0 +1,166 @@
+"""The losses written plainly, with all pairs at once: what the tiled ones are held against."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# All that a hinge loss of a batch may be.
+WAYS: list[dict[str, Any]] = [
+    {"hardest": hardest, "bidirectional": both} for hardest in (False, True) for both in (False, True)
+]
+
+
+def are_known(query_id: Tensor, candidate_id: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Say of each query and candidate whether their ids are those of one of the pairs, one by one."""
+    known = set(zip(*(ids.tolist() for ids in pairs), strict=True))
+    answers = [
+        (query, candidate) in known for query in query_id.tolist() for candidate in candidate_id.tolist()
+    ]
+    return torch.tensor(answers, dtype=torch.bool).view(len(query_id), len(candidate_id))
+
+
+def are_pairs(query_id: Tensor, candidate_id: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Say of each query and candidate whether the batch has a pair of their ids, [queries, candidates]."""
+    of_query = query_id[:, None] == batch["query_id"]
+    of_candidate = candidate_id[:, None] == batch["key_id"]
+    return of_query.double() @ of_candidate.double().T > 0  # how many pairs are of both
+
+
+def plain_nt_xent(
+    view_a: Tensor,
+    view_b: Tensor,
+    temperature: Tensor,
+    gathered_a: Tensor | None = None,
+    gathered_b: Tensor | None = None,
+    *,
+    offset: int = 0,
+    ids: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write the loss down as the paper does: the whole matrix, one cross entropy."""
+    gathered_a = view_a if gathered_a is None else gathered_a
+    gathered_b = view_b if gathered_b is None else gathered_b
+    logits = torch.cat([view_a, view_b]) @ torch.cat([gathered_a, gathered_b]).T / temperature
+    index = torch.arange(len(view_a)) + offset
+    own = torch.cat([index, index + len(gathered_a)])
+    positive = torch.cat([index + len(gathered_a), index])
+    masked = torch.zeros(logits.shape, dtype=torch.bool)
+    if ids is not None:
+        masked |= ids[0].repeat(2)[:, None] == ids[1].repeat(2)
+    masked[torch.arange(len(own)), own] = True
+    masked[torch.arange(len(own)), positive] = False
+    return F.cross_entropy(logits.masked_fill(masked, -torch.inf), positive)
+
+
+def plain_info_nce(
+    query: Tensor,
+    key: Tensor,
+    temperature: Tensor,
+    negatives: Tensor | None = None,
+    *,
+    in_batch: bool = True,
+    offset: int = 0,
+    ids: tuple[Tensor, Tensor] | None = None,
+    negative_id: Tensor | None = None,
+    pair_ids: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write the loss down as the papers do: own key first, all candidates beside it, cross entropy."""
+    index = torch.arange(len(query)) + offset
+    positive = (query * key[index]).sum(1, keepdim=True)
+    similarity, masked = [positive], [torch.zeros(len(query), 1, dtype=torch.bool)]
+    if in_batch:
+        similarity.append(query @ key.T)
+        own = F.one_hot(index, len(key)).bool()
+        if pair_ids is not None:
+            own |= are_known(pair_ids[0][index], pair_ids[1], pair_ids)
+        masked.append(own if ids is None else own | (ids[0][:, None] == ids[1]))
+    if negatives is not None:
+        similarity.append(query @ negatives.T)
+        same = torch.zeros(len(query), len(negatives), dtype=torch.bool)
+        if negative_id is not None and pair_ids is not None:
+            same = are_known(pair_ids[0][index], negative_id, pair_ids)
+        masked.append(same if negative_id is None or ids is None else ids[0][:, None] == negative_id)
+    logits = torch.cat(similarity, 1) / temperature
+    logits = logits.masked_fill(torch.cat(masked, 1), -torch.inf)
+    return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.int64))
+
+
+def plain_bidirectional(
+    queries: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    negatives: Tensor,
+    *,
+    own: slice = slice(None),
+    query_id: Tensor | None = None,
+    key_id: Tensor | None = None,
+    negative_id: Tensor | None = None,
+    key_log_frequency: Tensor | None = None,
+    negative_log_frequency: Tensor | None = None,
+) -> Tensor:
+    """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
+    pair = torch.arange(len(keys))
+    ids = {
+        "query_id": pair if query_id is None else query_id,
+        "key_id": pair if key_id is None else key_id,
+    }
+    false = are_pairs(ids["query_id"], ids["key_id"], ids) & ~torch.eye(len(keys), dtype=torch.bool)
+    false_negatives = torch.zeros(len(keys), len(negatives), dtype=torch.bool)
+    if negative_id is not None:
+        false_negatives = are_pairs(ids["query_id"], negative_id, ids)
+    similarity, others = queries @ keys.T / temperature, queries @ negatives.T / temperature
+    off = 0.0 if key_log_frequency is None else key_log_frequency.double()
+    off_negatives = 0.0 if negative_log_frequency is None else negative_log_frequency.double()
+    forth = torch.cat([similarity - off, others - off_negatives], 1)
+    forth = forth.masked_fill(torch.cat([false, false_negatives], 1), -torch.inf)
+    back = similarity.T.masked_fill(false.T, -torch.inf)
+    return (F.cross_entropy(forth[own], pair[own]) + F.cross_entropy(back[own], pair[own])) / 2
+
+
+def plain_direction(
+    similarity: Tensor, positive: Tensor, allowed: Tensor, margin: float, hardest: bool
+) -> Tensor:
+    """Return the loss of each row [n]: similarity and allowed [n, num_candidates], positive [n]."""
+    excess = F.relu(margin + similarity - positive[:, None])  # its gradient at 0 is 0
+    if hardest and allowed.shape[1]:
+        # Of equal values max takes the first, and gives the gradient to it alone.
+        index = similarity.masked_fill(~allowed, -torch.inf).max(1, keepdim=True).indices
+        return (excess * allowed).gather(1, index)[:, 0]
+    return (excess * allowed).sum(1) / allowed.sum(1).clamp(min=1)
+
+
+def plain_hinge(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor | None = None,
+    *,
+    margin: float,
+    hardest: bool = False,
+    bidirectional: bool = True,
+    in_batch: bool = True,
+    own: slice = slice(None),
+    batch_id: Tensor | None = None,
+    pair_ids: tuple[Tensor, Tensor] | None = None,
+    negative_id: Tensor | None = None,
+) -> Tensor:
+    """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
+    if negatives is None:
+        negatives = queries.new_empty(0, queries.shape[1])
+    ids = torch.arange(len(keys)) if batch_id is None else batch_id
+    others = torch.full((len(negatives),), -1) if negative_id is None else negative_id
+    similarity, positive = queries @ keys.T, (queries * keys).sum(1)
+    false, false_others = ids[:, None] == ids, ids[:, None] == others
+    if pair_ids is not None:
+        false, false_others = (are_known(pair_ids[0], each, pair_ids) for each in (pair_ids[1], others))
+    different = ~false & ~torch.eye(len(keys), dtype=torch.bool)
+    rows = plain_direction(
+        torch.cat([similarity, queries @ negatives.T], 1),
+        positive,
+        torch.cat([different & in_batch, ~false_others], 1),
+        margin,
+        hardest,
+    )[own].mean()
+    if not bidirectional:
+        return rows
+    return (rows + plain_direction(similarity.T, positive, different.T, margin, hardest)[own].mean()) / 2

@@ -1,0 +1,296 @@
+"""What each of the losses promises in the same words, each against its own plain formula."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raycl.errors import ConfigError
+from raycl.losses import bidirectional_cross_entropy, hinge, info_nce, nt_xent, tiled
+from tests.embeddings import make_rows, make_views
+from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
+from tests.plain_losses import WAYS, plain_bidirectional, plain_hinge, plain_info_nce, plain_nt_xent
+from tests.tiles import Recorder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Loss = partial[Tensor]  # with its settings
+PLAIN: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    nt_xent: plain_nt_xent,
+    info_nce: plain_info_nce,
+    bidirectional_cross_entropy: plain_bidirectional,
+    hinge: plain_hinge,
+}
+
+
+def plain(loss: Loss) -> Loss:
+    """Return the same loss with the same settings, written plainly."""
+    return partial(PLAIN[loss.func], **loss.keywords)
+
+
+def hinges(margin: float) -> list[Loss]:
+    """Return the hinge loss of all negatives and that of the hardest."""
+    return [partial(hinge, margin=margin, hardest=hardest) for hardest in (False, True)]
+
+
+def name_of(value: object) -> str | None:
+    """Name a case by its loss and the loss's settings."""
+    if not isinstance(value, partial):
+        return None
+    return "-".join([value.func.__name__, *(f"{name}={each}" for name, each in value.keywords.items())])
+
+
+# Gradients
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        partial(nt_xent, temperature=0.1),
+        partial(bidirectional_cross_entropy, temperature=0.1),
+        partial(hinge, margin=0.5),
+    ],
+    ids=name_of,
+)
+def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice(loss: Loss) -> None:
+    inputs = leaves(*make_views(9, 4))
+    value = loss(*inputs)
+    once = torch.autograd.grad(value, inputs, retain_graph=True)
+    tripled = torch.autograd.grad(3 * value, inputs)
+    assert_close(list(tripled), [3 * gradient for gradient in once], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        partial(nt_xent, temperature=0.1),
+        partial(info_nce, temperature=0.1),
+        partial(bidirectional_cross_entropy, temperature=0.1),
+        partial(hinge, margin=0.5),
+    ],
+    ids=name_of,
+)
+def test_second_derivative_is_refused_rather_than_wrong(loss: Loss) -> None:
+    inputs = leaves(*make_views(9, 4))
+    (gradient, _) = torch.autograd.grad(loss(*inputs), inputs, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
+BOTH_WAYS = partial(bidirectional_cross_entropy)
+HINGES = [partial(hinge, margin=0.2, **ways) for ways in WAYS]
+
+
+def inputs_of(loss: Loss) -> dict[str, Tensor]:
+    """Return all inputs at which the loss has a gradient."""
+    query, key = make_views(300, 4, noise=1.0 if loss.func is hinge else 0.3)
+    degrees = {} if loss.func is hinge else {"temperature": torch.tensor(0.1)}
+    return {"query": query, "key": key, **degrees, "negatives": make_rows(1100, 4)}
+
+
+@pytest.mark.parametrize("loss", [partial(info_nce), BOTH_WAYS, *HINGES], ids=name_of)
+def test_gradient_is_the_same_whoever_else_wants_one(loss: Loss) -> None:
+    names, inputs = zip(*inputs_of(loss).items(), strict=True)
+    together = leaves(*inputs)
+    _, *all_at_once = value_and_gradients(loss(**dict(zip(names, together, strict=True))), together)
+    for k, expected in enumerate(all_at_once):
+        mixed = wanting(inputs, {k})
+        value = loss(**dict(zip(names, mixed, strict=True)))
+        assert_close([torch.autograd.grad(value, mixed[k])[0]], [expected], 1e-6)
+
+
+@pytest.mark.parametrize("loss", [BOTH_WAYS, *HINGES], ids=name_of)
+def test_value_is_the_same_whoever_wants_a_gradient(loss: Loss) -> None:
+    names, inputs = zip(*inputs_of(loss).items(), strict=True)
+    together = dict(zip(names, leaves(*inputs), strict=True))
+    with torch.no_grad():
+        bare = loss(**together)
+    assert not bare.requires_grad
+    assert torch.equal(bare, loss(**together))
+    for k in range(len(inputs)):
+        assert torch.equal(bare, loss(**dict(zip(names, wanting(inputs, {k}), strict=True))))
+
+
+# Precision
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    ("loss", "num_negatives"),
+    [
+        (partial(nt_xent, temperature=0.1), None),
+        (partial(info_nce, temperature=0.1), 50),
+        (partial(bidirectional_cross_entropy, temperature=0.1), 50),
+        *((loss, None) for loss in hinges(0.4)),
+    ],
+    ids=name_of,
+)
+def test_half_precision_rows_lose_nothing_but_their_own_rounding(
+    loss: Loss, num_negatives: int | None, dtype: torch.dtype
+) -> None:
+    half = leaves(*make_views(70, 6), dtype=dtype)
+    queue = {} if num_negatives is None else {"negatives": make_rows(num_negatives, 6)}
+    value = loss(*half, **queue)
+    assert value.dtype == torch.float32
+    exact = leaves(*half, dtype=torch.float64)
+    exact_queue = {name: rows.double() for name, rows in queue.items()}
+    true = value_and_gradients(plain(loss)(*exact, **exact_queue), exact)
+    assert_close([value], true[:1], 1e-5)
+    gradients = torch.autograd.grad(value, half)
+    assert [gradient.dtype for gradient in gradients] == [dtype, dtype]
+    assert_close(list(gradients), true[1:], 5e-3)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("loss", "tolerance"),
+    [
+        *(
+            (partial(info_nce, temperature=degrees, in_batch=False), tolerance_at(degrees))
+            for degrees in (0.07, 0.01)
+        ),
+        *(
+            (partial(bidirectional_cross_entropy, temperature=degrees), tolerance_at(degrees))
+            for degrees in (0.07, 0.01)
+        ),
+        *((loss, 1e-5) for loss in hinges(0.3)),
+    ],
+    ids=name_of,
+)
+def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(
+    loss: Loss, tolerance: float, dtype: torch.dtype
+) -> None:
+    query, key = make_views(70, 6)
+    queue = make_rows(3000, 6).to(dtype)
+    exact = leaves(query, key, queue, dtype=torch.float64)
+    true = value_and_gradients(plain(loss)(*exact[:2], negatives=exact[2]), exact)
+    for wanted in (False, True):
+        inputs = [*leaves(query, key), *([queue.clone().requires_grad_()] if wanted else [])]
+        value = loss(*inputs[:2], negatives=inputs[2] if wanted else queue)
+        results = value_and_gradients(value, inputs)
+        assert_close(results[:3], true[:3], tolerance)
+        if wanted:
+            assert results[3].dtype == dtype
+            assert_close(results[3:], true[3:], 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "dim"),
+    [
+        (partial(info_nce, temperature=0.1, in_batch=False), 16),
+        (partial(bidirectional_cross_entropy, temperature=0.1), 64),
+        *((partial(loss, in_batch=False), 16) for loss in hinges(0.5)),
+    ],
+    ids=name_of,
+)
+def test_a_half_precision_queue_is_never_copied_as_a_whole(loss: Loss, dim: int) -> None:
+    query, key = leaves(*make_views(8, dim))
+    queue = make_rows(20_000, dim).half()
+    with Recorder() as recorder:
+        loss(query, key, negatives=queue).backward()
+    assert 0 < recorder.largest <= 20_000 * dim // 2  # as many floats as the queue itself has bytes / 4
+
+
+@pytest.mark.parametrize("has_onednn", (True, False))
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(partial(info_nce, temperature=degrees) for degrees in (0.1, 0.01)),
+        *(partial(bidirectional_cross_entropy, temperature=degrees) for degrees in (0.1, 0.01)),
+        *hinges(0.3),
+    ],
+    ids=name_of,
+)
+def test_autocast_does_not_lower_the_precision(
+    loss: Loss, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
+    inputs, queue = leaves(*make_views(70, 6)), make_rows(90, 6)
+    without = loss(*inputs, negatives=queue)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = loss(*inputs, negatives=queue)
+    assert within.dtype == torch.float32
+    assert_close(value_and_gradients(within, inputs), value_and_gradients(without, inputs), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [partial(info_nce, temperature=0.5), partial(bidirectional_cross_entropy, temperature=0.5)],
+    ids=name_of,
+)
+def test_long_rows_and_short_ones_give_the_right_value(loss: Loss) -> None:
+    query, key = make_views(20, 4)
+    negatives = make_rows(30, 4) * torch.logspace(-3, 2, 30)[:, None]
+    exact = plain(loss)(query.double(), key.double(), negatives=negatives.double())
+    assert_close([loss(query, key, negatives=negatives)], [exact], 1e-5)
+
+
+@pytest.mark.parametrize("loss", [nt_xent, info_nce])
+def test_no_weight_is_a_number_too_small_for_full_speed(loss: Callable[..., Tensor]) -> None:
+    # At 0.01 and with pairs that nearly agree, most weights are below 2**-126: as fast as any other
+    # number only if they are 0.
+    smallest = torch.finfo(torch.float32).tiny
+    seen: list[Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            if "exp2" in str(function):
+                weights = kwargs["out"] if kwargs and "out" in kwargs else out
+                seen.append(((weights > 0) & (weights < smallest)).sum())
+            return out
+
+    query = F.normalize(torch.randn(300, 64, generator=torch.Generator().manual_seed(0)), dim=1)
+    key = F.normalize(query + 0.001 * torch.randn(300, 64, generator=torch.Generator().manual_seed(1)), dim=1)
+    with Watch():
+        loss(query.requires_grad_(), key, temperature=0.01)
+    assert seen
+    assert sum(seen) == 0
+
+
+# Refusals
+
+ROWS = torch.eye(4)
+IDS = torch.arange(4)
+OF_PAIRS = [
+    ({"key": ROWS[:3]}, "query and key are not [local_batch, dim] of one shape: they came as [4, 4]"),
+    ({"query": ROWS[:0], "key": ROWS[:0]}, "they came as [0, 4] and [0, 4]; pass one row"),
+    ({"offset": -1}, "offset -1 with 4 rows came for 4 gathered rows"),
+]
+OF_IDS = [
+    ({"sample_id": torch.arange(5)}, "[5] ids came for 4 rows; pass one id per row"),
+    ({"in_batch": False}, "in_batch is False and negatives is None; pass negatives ([0, dim]"),
+    ({"negative_id": IDS}, "negative_id came without negatives: [4] ids of no rows; pass both"),
+    ({"gathered_sample_id": IDS}, "gathered_sample_id came without gathered_key"),
+    ({"negatives": ROWS, "negative_id": IDS}, "sample_id is None; pass both or neither"),
+    ({"negatives": ROWS, "sample_id": IDS}, "negative_id is None; pass both or neither"),
+    ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] ids came for 4 rows; pass one id"),
+    ({"negatives": ROWS, "key_id": IDS}, "negative_id is None; pass both or neither"),
+    (
+        {"negatives": ROWS, "sample_id": IDS, "negative_id": IDS[:3]},
+        "negative_id does not match its rows: [3] ids came for 4 rows",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "changes", "message"),
+    [
+        *((partial(info_nce, temperature=0.1), *each) for each in [*OF_PAIRS, *OF_IDS]),
+        *((partial(hinge, margin=0.2), *each) for each in [*OF_PAIRS, *OF_IDS]),
+        *((partial(bidirectional_cross_entropy, temperature=0.1), *each) for each in OF_PAIRS),
+    ],
+    ids=name_of,
+)
+def test_impossible_input_is_refused_with_what_came_and_what_to_do(
+    loss: Loss, changes: dict[str, Any], message: str
+) -> None:
+    arguments = {"query": ROWS, "key": ROWS} | changes
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        loss(**arguments)

@@ -1,0 +1,57 @@
+"""How a loss walks its tiles: they are made tiny, their sizes noted, their products counted."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from raycl.losses import tiled
+
+
+@contextmanager
+def tiny_tiles_in(tiled_room: str, *strip_rooms: str) -> Iterator[None]:
+    """Cut even a few rows into several tiles, in these rooms of the losses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"raycl.losses.{tiled_room}.tile_size", lambda rows: 2)
+        for room in strip_rooms:
+            patch.setattr(f"raycl.losses.{room}.STRIP_ROWS", 3)
+        yield
+
+
+def count_products(call: Callable[[], object], *rooms: str) -> int:
+    """Return how many matrix products a call takes in these rooms of the losses."""
+    calls = []
+    original = tiled.product
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(1)
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for room in rooms:
+            # Not by a path: the function nce hides the module of its name.
+            patch.setattr(sys.modules[f"raycl.losses.{room}"], "product", counted)
+        call()
+    return len(calls)
+
+
+class Recorder(TorchFunctionMode):
+    """Note the largest tensor that is made, and which functions are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.functions: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.functions.add(getattr(func, "__name__", str(func)))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // 4)
+        return result
