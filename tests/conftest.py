@@ -1,7 +1,6 @@
 """One S3 server and one local Ray for the whole session; the environment is set before Ray is imported."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,15 +21,15 @@ for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
 
 import pytest
 
+from tests.ports import free_ports
+
 BUCKET = "raycl-test"
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """Serve S3 on the loopback, with one empty bucket; clients find it by the usual AWS variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     os.environ |= {
         "AWS_ENDPOINT_URL": url,

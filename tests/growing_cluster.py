@@ -25,6 +25,8 @@ from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.autoscaler._private.fake_multi_node import node_provider
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # pyright: ignore[reportAttributeAccessIssue]
 
+from tests.ports import free_ports
+
 ROOT = Path(__file__).parent.parent
 IDLE_S = 10.0
 STORE_BYTES = 150 * 2**20
@@ -147,7 +149,7 @@ def processes_of(folder: Path) -> set[int]:
 
 
 def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess.Popen[bytes], str]:
-    port, head_id = _free_port(), node_provider.FAKE_HEAD_NODE_ID
+    (port, agent), head_id = free_ports(2, host=""), node_provider.FAKE_HEAD_NODE_ID
     address = f"{get_node_ip_address()}:{port}"
     config = folder / "cluster.json"
     config.write_text(json.dumps(_cluster(address, max_nodes, boot_s)))
@@ -168,7 +170,7 @@ def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess
         "autoscaling-config": config,
         "object-store-memory": STORE_BYTES,
         "include-dashboard": "false",
-        "dashboard-agent-listen-port": _free_port(),
+        "dashboard-agent-listen-port": agent,
     }
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
     command += [f"--{name}={value}" for name, value in flags.items()]
@@ -209,12 +211,6 @@ def _cluster(address: str, max_nodes: int, boot_s: float) -> dict[str, Any]:
         **{f"{name}_commands": [] for name in lists},
         "file_mounts_sync_continuously": False,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_for_head(address: str, folder: Path) -> None:

@@ -26,27 +26,13 @@ from raycl.errors import ConfigError
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder
 from raycl.models.towers import Tower
-
-_KINDS = {
-    (12, 5): nn.BatchNorm1d,
-    (12, 5, 7): nn.BatchNorm1d,
-    (12, 5, 4, 3): nn.BatchNorm2d,
-    (12, 5, 2, 3, 2): nn.BatchNorm3d,
-}
+from tests.batchnorm_layers import KINDS, make_layer
 
 
 def _rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (rows * torch.linspace(0.5, 2, shape[1]).view(-1, *[1] * (len(shape) - 2)) + 1).to(dtype)
-
-
-def _layer(kind: type[nn.Module], **settings: Any) -> Any:
-    layer = kind(5, **settings).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.linspace(-1.0, 2.0, 5))
-    return layer
 
 
 def _net() -> nn.Sequential:
@@ -77,9 +63,9 @@ def _gradients(output: Tensor, rows: Tensor, module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 6])
-@pytest.mark.parametrize("shape", _KINDS, ids=str)
+@pytest.mark.parametrize("shape", KINDS, ids=str)
 def test_split_equals_a_forward_pass_for_each_group(shape: tuple[int, ...], num_groups: int) -> None:
-    layer = _layer(_KINDS[shape])
+    layer = make_layer(KINDS[shape])
     rows = _rows(*shape).requires_grad_()
     true = torch.cat([copy.deepcopy(layer)(chunk) for chunk in rows.chunk(num_groups)])
     expected = torch.cat(
@@ -103,7 +89,7 @@ def test_a_split_network_equals_a_loop_over_groups() -> None:
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
 def test_split_running_statistics_follow_the_mean_of_the_groups(momentum: float | None) -> None:
-    layer = split_batchnorm(_layer(nn.BatchNorm2d, momentum=momentum), 4)
+    layer = split_batchnorm(make_layer(nn.BatchNorm2d, momentum=momentum), 4)
     mean, variance = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
     for number in range(2):
         rows = _rows(12, 5, 4, 3, seed=number) * (number + 1)
@@ -118,7 +104,7 @@ def test_split_running_statistics_follow_the_mean_of_the_groups(momentum: float 
 
 
 def test_in_eval_mode_and_with_one_group_split_is_batchnorm() -> None:
-    plain, rows = _layer(nn.BatchNorm2d), _rows(7, 5, 4, 3)
+    plain, rows = make_layer(nn.BatchNorm2d), _rows(7, 5, 4, 3)
     one = split_batchnorm(copy.deepcopy(plain), 7)
     assert torch.equal(one(rows), plain(rows))
     torch.testing.assert_close(one.running_var, plain.running_var)
@@ -126,7 +112,7 @@ def test_in_eval_mode_and_with_one_group_split_is_batchnorm() -> None:
 
 
 def test_split_without_running_statistics_or_affine() -> None:
-    layer = split_batchnorm(_layer(nn.BatchNorm1d, affine=False, track_running_stats=False), 4)
+    layer = split_batchnorm(make_layer(nn.BatchNorm1d, affine=False, track_running_stats=False), 4)
     rows = _rows(8, 5)
     halves = [(half - half.mean(0)) / (half.var(0, unbiased=False) + 1e-5).sqrt() for half in rows.chunk(2)]
     torch.testing.assert_close(layer(rows), torch.cat(halves))
@@ -136,7 +122,7 @@ def test_split_without_running_statistics_or_affine() -> None:
 def test_split_keeps_channels_last_under_autocast(dtype: torch.dtype) -> None:
     rows = _rows(8, 5, 4, 3, dtype=dtype).contiguous(memory_format=torch.channels_last)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        output = split_batchnorm(_layer(nn.BatchNorm2d).float(), 4)(rows)
+        output = split_batchnorm(make_layer(nn.BatchNorm2d).float(), 4)(rows)
     assert output.is_contiguous(memory_format=torch.channels_last)
     assert output.dtype == dtype
 
@@ -187,7 +173,7 @@ def test_shuffled_alone_returns_each_rows_own_embedding(num_rows: int, step: int
 
 
 def test_shuffled_over_groups_takes_the_statistics_of_the_shuffled_groups() -> None:
-    layer, rows = split_batchnorm(_layer(nn.BatchNorm1d), 4), _rows(12, 5)
+    layer, rows = split_batchnorm(make_layer(nn.BatchNorm1d), 4), _rows(12, 5)
     order = permutation(12, seed=4, step=2)
     expected = torch.empty_like(rows)
     for part in order.chunk(3):

@@ -19,6 +19,7 @@ from raycl.errors import ConfigError
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder, representation_dim
 from raycl.models.towers import Tower
+from tests.batchnorm_layers import SETTINGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,17 +159,7 @@ def test_float32_is_exact_to_its_precision() -> None:
     assert ours < max(1e-5, 3 * whole)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"momentum": None},
-        {"momentum": 0.3, "eps": 1e-2},
-        {"momentum": 0.0},
-        {"affine": False},
-        {"track_running_stats": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_mean_what_they_mean_to_batchnorm(settings: dict[str, Any]) -> None:
     tower = _small(lambda channels: nn.BatchNorm2d(channels, **settings))
     reference = copy.deepcopy(tower)

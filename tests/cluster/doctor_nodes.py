@@ -39,6 +39,7 @@ from raycl.doctor.cluster import can_grow
 from raycl.doctor.nodes import alive_nodes
 from raycl.recipes import recipe
 from raycl.settings import override
+from tests.ports import free_ports
 
 STORE = 150 * 2**20
 HEAD_ID = "f" * 51 + "00000"
@@ -122,9 +123,7 @@ def _examine_head(folder: Path, environment: dict[str, str], *, with_autoscaler:
 
 @contextlib.contextmanager
 def _head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1, host="")
     address = f"{get_node_ip_address()}:{port}"
     flags: dict[str, Any] = {
         "port": port,

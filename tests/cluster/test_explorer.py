@@ -30,8 +30,9 @@ from raycl.negatives.bank_client import QueueClient
 from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
 from raycl.negatives.bank_plan import BankPlan
 from raycl.settings import config_to_yaml
-from tests.cluster.test_security import family, free_ports, is_loopback, listening
+from tests.cluster.test_security import family, is_loopback, listening
 from tests.images import digit_files, write_digits
+from tests.ports import free_ports
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [

@@ -3,7 +3,6 @@
 import ipaddress
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from raycl.storage import Place
 from tests.cluster.test_run import small_run
 from tests.images import write_digits
 from tests.malice import as_checkpoint
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "a1" * 32
@@ -168,16 +168,6 @@ class Head:
     address: str
     dashboard: str
     token: Path
-
-
-def free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def answers(url: str, token: str | None = None) -> int:

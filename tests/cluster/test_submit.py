@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from tests.cluster.strikes import wait_until
 from tests.growing_cluster import MARK, end_processes
 from tests.images import digit_files, write_digits
 from tests.pairs import write_captioned, write_pairs, write_texts
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.drill
 
@@ -114,16 +114,6 @@ def cluster() -> Iterator[Cluster]:
             head.terminate()
             end_processes(Path(folder))
             head.wait(30)
-
-
-def free_ports(num: int) -> list[int]:
-    probes = [socket.socket() for _ in range(num)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def write_clicks(path: Path) -> Path:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raycl.batchnorm import SynchronizedBatchNorm, synchronize
 from raycl.errors import ConfigError
+from tests.batchnorm_layers import KINDS, SETTINGS, make_layer
 from tests.workers.processes import run_workers
 
 
@@ -29,14 +30,6 @@ def _rows(*shape: int, dtype: torch.dtype = torch.float64, offset: float = 0.0) 
     generator = torch.Generator().manual_seed(len(shape))
     scale = torch.linspace(0.5, 2.0, shape[1]).view(-1, *[1] * (len(shape) - 2))
     return (torch.randn(shape, generator=generator).double() * scale + scale + offset).to(dtype)
-
-
-def _layer(kind: type[nn.Module], dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
-    layer = kind(5, **settings)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.linspace(-1.0, 2.0, 5))
-    return layer.to(dtype)
 
 
 def _run(layer: nn.Module, batches: list[Tensor], grads: list[Tensor]) -> _Outcome:
@@ -89,23 +82,15 @@ def _assert_equal(whole: _Outcome, shares: list[_Outcome], tolerance: float) -> 
         assert_close(share.buffers, whole.buffers)
 
 
-_KINDS = {
-    (12, 5): nn.BatchNorm1d,
-    (12, 5, 7): nn.BatchNorm1d,
-    (12, 5, 4, 3): nn.BatchNorm2d,
-    (12, 5, 2, 3, 2): nn.BatchNorm3d,
-}
-
-
 @pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("shape", _KINDS, ids=str)
+@pytest.mark.parametrize("shape", KINDS, ids=str)
 def test_workers_equal_batchnorm_on_the_whole_batch(
     shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, num_workers: int
 ) -> None:
     batches = [_rows(*shape, dtype=dtype), _rows(*shape, dtype=dtype).flip(0) * 2]
     sizes = [12 // num_workers] * num_workers
-    whole, shares = _reference_and_shares(_layer(_KINDS[shape], dtype), batches, sizes)
+    whole, shares = _reference_and_shares(make_layer(KINDS[shape], dtype), batches, sizes)
     _assert_equal(whole, shares, tolerance)
     assert shares[0].buffers["num_batches_tracked"] == 2
 
@@ -113,29 +98,19 @@ def test_workers_equal_batchnorm_on_the_whole_batch(
 @pytest.mark.parametrize("sizes", [[9, 3], [1, 10, 1], [12, 0]], ids=str)
 @pytest.mark.parametrize("shape", [(12, 5), (12, 5, 4, 3)], ids=str)
 def test_workers_may_hold_different_numbers_of_rows(shape: tuple[int, ...], sizes: list[int]) -> None:
-    whole, shares = _reference_and_shares(_layer(_KINDS[shape]), [_rows(*shape)], sizes)
+    whole, shares = _reference_and_shares(make_layer(KINDS[shape]), [_rows(*shape)], sizes)
     _assert_equal(whole, shares, 1e-10)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"momentum": None},
-        {"momentum": 0.3, "eps": 1e-2},
-        {"momentum": 0.0},
-        {"affine": False},
-        {"track_running_stats": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_mean_what_they_mean_to_batchnorm(settings: dict[str, Any]) -> None:
     batches = [_rows(8, 5, 3, 3) * factor for factor in (1, 2, 3)]
-    layer = _layer(nn.BatchNorm2d, **settings)
+    layer = make_layer(nn.BatchNorm2d, **settings)
     _assert_equal(*_reference_and_shares(layer, batches, [4, 4]), 1e-10)
 
 
 def test_layer_without_bias_has_the_gradient_of_its_weight() -> None:
-    layer = _layer(nn.BatchNorm2d)
+    layer = make_layer(nn.BatchNorm2d)
     layer.register_parameter("bias", None)
     _assert_equal(*_reference_and_shares(layer, [_rows(8, 5, 3, 3)], [4, 4]), 1e-10)
 
@@ -144,7 +119,7 @@ def test_layer_without_bias_has_the_gradient_of_its_weight() -> None:
 def test_a_large_mean_does_not_cost_accuracy(memory_format: torch.memory_format) -> None:
     rows = _rows(256, 5, 16, 16, dtype=torch.float32, offset=1e3)
     rows = rows.contiguous(memory_format=memory_format)
-    layer = _layer(nn.BatchNorm2d, torch.float32)
+    layer = make_layer(nn.BatchNorm2d, torch.float32)
     _, shares = _reference_and_shares(copy.deepcopy(layer), [rows], [100, 156])
     exact, _ = _reference_and_shares(layer.double(), [rows.double()], [256])
     # Float32 is 6e-5 wide at 1000, and the deviation is 0.5 and more: nothing can be closer than
@@ -165,7 +140,7 @@ def test_channels_last_stays_channels_last(
     shape: tuple[int, ...], memory_format: torch.memory_format
 ) -> None:
     rows = _rows(*shape).contiguous(memory_format=memory_format)
-    whole, shares = _reference_and_shares(_layer(_KINDS[(12, *shape[1:])]), [rows], [4, 4])
+    whole, shares = _reference_and_shares(make_layer(KINDS[(12, *shape[1:])]), [rows], [4, 4])
     _assert_equal(whole, shares, 1e-10)
     for share in shares:
         assert share.output.is_contiguous(memory_format=memory_format)
@@ -184,7 +159,7 @@ def _gradient_between_layers(
 
 @pytest.mark.parametrize("expanded", [False, True])
 def test_a_gradient_of_another_format_is_taken_in_the_format_of_the_input(expanded: bool) -> None:
-    layer, grad = _layer(nn.BatchNorm2d), _rows(8, 5, 4, 3).sin()
+    layer, grad = make_layer(nn.BatchNorm2d), _rows(8, 5, 4, 3).sin()
     grad = grad[:, :, :1, :1].expand(grad.shape) if expanded else grad
     rows = _rows(8, 5, 4, 3).contiguous(memory_format=torch.channels_last)
     shares = run_workers(_gradient_between_layers, 2, copy.deepcopy(layer), rows, grad)
@@ -226,7 +201,7 @@ def test_bfloat16_autocast_takes_float32_statistics() -> None:
 
 
 def _in_bfloat16(rank: int, num_workers: int) -> tuple[Tensor, Tensor, Tensor]:
-    layer = synchronize(_layer(nn.BatchNorm2d, torch.bfloat16))
+    layer = synchronize(make_layer(nn.BatchNorm2d, torch.bfloat16))
     outcome = _run(layer, [_rows(4, 5, 3, 3, dtype=torch.bfloat16)], [torch.ones(4, 5, 3, 3)])
     return outcome.output, outcome.grad_parameters[0], outcome.buffers["running_mean"]
 
@@ -241,7 +216,7 @@ def _evaluate(rank: int, num_workers: int, layer: nn.Module, rows: Tensor) -> Te
 
 
 def test_eval_mode_is_batchnorm_with_the_running_statistics() -> None:
-    layer = _layer(nn.BatchNorm2d, torch.float32)
+    layer = make_layer(nn.BatchNorm2d, torch.float32)
     layer(_rows(12, 5, 4, 3, dtype=torch.float32))
     rows = _rows(8, 5, 3, 3, dtype=torch.float32)
     output = torch.cat(run_workers(_evaluate, 2, layer, rows))
@@ -249,7 +224,7 @@ def test_eval_mode_is_batchnorm_with_the_running_statistics() -> None:
 
 
 def _single_values(rank: int, num_workers: int, num_rows: int) -> Tensor:
-    layer = synchronize(_layer(nn.BatchNorm1d))
+    layer = synchronize(make_layer(nn.BatchNorm1d))
     return layer(_rows(num_rows, 5)[rank : rank + 1])
 
 
@@ -325,8 +300,8 @@ def test_weights_load_both_ways() -> None:
 
 def test_alone_the_layer_is_batchnorm() -> None:
     rows, grads = [_rows(6, 5, 3, 3)], [_rows(6, 5, 3, 3).sin()]
-    plain = _run(_layer(nn.BatchNorm2d), rows, grads)
-    alone = _run(synchronize(_layer(nn.BatchNorm2d)), rows, grads)
+    plain = _run(make_layer(nn.BatchNorm2d), rows, grads)
+    alone = _run(synchronize(make_layer(nn.BatchNorm2d)), rows, grads)
     _assert_equal(plain, [alone], 0)
 
 

@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raycl.distributed import gather, gather_detached, gather_uneven
 from raycl.losses import hinge
 from tests.plain_losses import WAYS, plain_hinge
+from tests.workers.clicks import BATCH, make_clicks, mean_and_gradients, part_of
 from tests.workers.processes import run_workers
-from tests.workers.test_bidirectional import make_clicks, part_of
-
-BATCH = 24
 
 
 class TwoTowers(nn.Module):
@@ -55,9 +53,7 @@ def loss_and_gradients(rank: int, num_workers: int, ways: dict[str, Any]) -> tup
         gathered_sample_id=gather_detached(sample_id),
         **ways,
     )
-    loss.backward()
-    mean = gather_detached(loss[None]).mean()
-    return mean, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return mean_and_gradients(loss, module)
 
 
 @pytest.mark.parametrize("hardest", (False, True))
@@ -115,9 +111,7 @@ def loss_and_gradients_of_clicks(
         negative_id=torch.cat([negative_id, queue_id]),
         **ways,
     )
-    loss.backward()
-    mean = gather_detached(loss[None]).mean()
-    return mean, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return mean_and_gradients(loss, module)
 
 
 @pytest.mark.parametrize("ways", [*WAYS, {"in_batch": False}, {"in_batch": False, "hardest": True}])
