@@ -5,9 +5,9 @@
 A call takes at most ``--minutes`` and says what is left; the same command goes on from there, also in the middle
 of a training run. ``loss``: NT-Xent and its gradient over 32k to 512k views of 128 numbers on the device, beside
 the compiled plain loss as long as that fits. ``rate``: samples a second of training and how busy the GPU is, beside
-lightly's way in one process with a DataLoader, its networks in torch's usual layout. ``simclr`` and ``moco_v2``: ResNet-18, batch 512, 200 epochs at the
-settings of lightly's benchmark (rate 0.06 times batch / 128, weight decay 5e-4, kNN with k = 200 and t = 0.1),
-which reached 0.848 and 0.847 at its best epoch on the test set; here the last epoch counts. ``--quick`` tries all
+lightly's way in one process with a DataLoader, its networks in torch's usual layout. ``simclr`` and ``moco_v2``:
+ResNet-18, batch 512, 200 epochs at the settings of lightly's benchmark (rate 0.06 times batch / 128, weight decay
+5e-4, kNN with k = 200 and t = 0.1), which reached 0.848 and 0.847 at its best epoch on the test set; here the last epoch counts. ``--quick`` tries all
 of it in small, also on a CPU.
 """
 

@@ -1,7 +1,7 @@
 """The benchmarks that ``run.py`` runs, in its order, with the aims of the project where there are any.
 
-Not among them are ``gpu.py``, which needs a GPU, ``scale.py``, ``autoscale.py`` and ``soak.py``, which have documents of
-their own, and ``monitor.py`` and ``ask.py``, which have no peer and write no JSON.
+Not among them are ``gpu.py``, which needs a GPU, ``scale.py``, ``autoscale.py`` and ``soak.py``, which have
+documents of their own, and ``monitor.py`` and ``ask.py``, which have no peer and write no JSON.
 """
 
 from collections.abc import Callable
@@ -58,6 +58,7 @@ def compare(what: str, unit: str, place: Side, own: str, *peers: str, **settings
 
 
 def named(peer: str) -> dict[str, Any]:
+    """Return what a peer is called, unless the settings say otherwise."""
     return {"peer": NAMES.get(peer, peer)}
 
 

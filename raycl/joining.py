@@ -22,7 +22,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 
 from raycl.errors import ConfigError, RunError
 
-WATCHES = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+_WATCHES = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"  # Ray Train's constant would cost its import
 _PATIENCE_S = 5.0
 _LOOPBACK = "127.0.0.1:"
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
@@ -129,14 +129,14 @@ def _is_on_loopback(address: str) -> bool:
 def _unwatched() -> Iterator[None]:
     """Let the processes of Ray that are started meanwhile know that no node of theirs is taken away with notice."""
     # Ray Train's controller has its environment from them, and would start an actor that watches the only node.
-    added = WATCHES not in os.environ
+    added = _WATCHES not in os.environ
     if added:
-        os.environ[WATCHES] = "0"
+        os.environ[_WATCHES] = "0"
     try:
         yield
     finally:
         if added:
-            del os.environ[WATCHES]
+            del os.environ[_WATCHES]
 
 
 @contextlib.contextmanager

@@ -108,7 +108,10 @@ def train_admitted(
     quiet: bool = False,
     debug: bool = False,
 ) -> RunResult:
-    """Pretrain an encoder as ``train`` does, once output and data are looked at."""
+    """Pretrain an encoder as ``train`` does, once output and data are looked at.
+
+    ``dataset`` is for an admission without an address. Raises as ``train`` does.
+    """
     config, place = admission.config, admission.output
     tokenizer = known_tokenizer(config, place, resumed=admission.resumed) if config.has_texts else None
     _check_parts(config, encoder, tokenizer)
