@@ -7,7 +7,7 @@ import torch
 
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
-from raycl.inference.judgment import LabeledSet, _check_labels, _with_classes_of
+from raycl.inference.judgment import LabeledSet, _check_labels, _tell_of_one_set, _with_classes_of
 from tests.images import digit_files, write_digits
 
 
@@ -36,3 +36,11 @@ def test_names_against_numbers_are_refused(tmp_path: Path) -> None:
     numbers = find_source(str(write_digits(tmp_path / "digits.parquet", 10)))
     with pytest.raises(DataError, match="names its classes, the other numbers them"):
         _check_labels({"train": folder_of(tmp_path / "a", "ab"), "test": numbers})
+
+
+def test_a_set_that_judges_itself_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = folder_of(tmp_path / "a", "ab"), folder_of(tmp_path / "b", "ab")
+    _tell_of_one_set({"train": one, "test": other})
+    assert capsys.readouterr().err == ""
+    _tell_of_one_set({"train": one, "test": find_source(str(tmp_path / "a") + "/")})
+    assert f"train and test are both {tmp_path / 'a'}" in capsys.readouterr().err

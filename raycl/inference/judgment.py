@@ -1,5 +1,6 @@
 """Judging a run on a training and a test set: kNN and linear probe, raw pixels beside."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -75,6 +76,8 @@ def evaluate(
     role, columns = columns_for(encoder, columns)
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
     _check_labels(sources)
+    if not quiet:
+        _tell_of_one_set(sources)
     join_cluster(address, debug=debug)
 
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
@@ -120,6 +123,17 @@ def _check_labels(sources: dict[str, Source]) -> None:
     unknown = sorted(set(test or ()) - set(train or ()))
     if unknown:
         raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
+
+
+def _tell_of_one_set(sources: dict[str, Source]) -> None:
+    """Say that a set which judges itself says nothing: each of its rows has itself for a neighbor."""
+    test = sources["test"].uri
+    if sources["train"].uri == test:
+        print(
+            f"train and test are both {test}: each row knows its own label, so the figure says nothing; "
+            "judge on rows that do not decide",
+            file=sys.stderr,
+        )
 
 
 def _with_classes_of(sources: dict[str, Source], test_set: LabeledSet) -> LabeledSet:
