@@ -6,9 +6,10 @@
 No encoder: what is drawn is thrown away. Every side is a process of its own, with both cores, and may
 use them as it does in training; the sides take turns. ``held`` is raycl with rows that were decoded
 before the first epoch, as ``data.cache=materialize`` does; ``stream`` reads and decodes them anew, in Ray
-Data tasks. ``lightly`` is a ``DataLoader`` with ``SimCLRTransform``, ``own views`` one that decodes in
-its workers and draws raycl's batched views there too, and ``decoding`` one that decodes and resizes to a square
-and does nothing else. Rates are images over the clock's time, after the first batches.
+Data tasks, beside which views are drawn on one thread. ``lightly`` is a ``DataLoader`` with
+``SimCLRTransform``, ``own views`` one that decodes in its workers and draws raycl's batched views there too,
+and ``decoding`` one that decodes and resizes to a square and does nothing else. Rates are images over the
+clock's time, after the first batches.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from measuring import describe_machine
 
 WARMUP_BATCHES = 4
 NUM_PHOTOS = 2_000
+REPEATED = 6  # so that an epoch is longer than the rows that are shuffled at once
 CORES = 2
 
 
@@ -39,8 +41,8 @@ def main() -> None:
         print(measure(SIDES[options.side](options), options))
         return
     with tempfile.TemporaryDirectory() as folder:
-        if options.data is None:
-            options.data = str(write_photos(Path(folder) / "photos.parquet"))
+        given = options.data or write_photos(Path(folder) / "photos.parquet")
+        options.data = str(repeat_rows(Path(given), Path(folder) / "repeated.parquet"))
         rates: dict[str, list[float]] = {side: [] for side in options.sides}
         for _ in range(options.repeats):
             for side, measured in rates.items():
@@ -88,7 +90,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     from raycl.cluster import fetch_tables, join_cluster
     from raycl.data.logbook import open_logbook
     from raycl.data.order import Share, Shuffled
-    from raycl.data.prefetch import prefetch
+    from raycl.data.prefetch import Prefetched
     from raycl.data.rows import Rows
     from raycl.data.sources import find_source
     from raycl.training import build
@@ -96,7 +98,8 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     from raycl.training.process import prepare_process
     from raycl.training.samples import Samples
 
-    prepare_process(CORES)
+    # Beside tasks that read, a worker has a core of its own.
+    prepare_process(1 if stream else CORES)
     config = raycl.override(
         raycl.recipe("simclr", image_size=options.size),
         {"data.cache": "stream" if stream else "materialize", "evaluation.every_epochs": 0},
@@ -114,7 +117,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         views = build.view_maker(config, modality, torch.device("cpu"))
         share = Share(batch_size=options.batch_size)
         for epoch in range(1_000):
-            for drawn in views.views(prefetch(epochs.epoch_batches(share, epoch=epoch))):
+            for drawn in views.views(Prefetched(epochs.epoch_batches(share, epoch=epoch, another=True))):
                 yield len(drawn)
     ray.shutdown()
 
@@ -239,6 +242,14 @@ def write_photos(path: Path) -> Path:
         part.save(stream, "JPEG", quality=90)
         files.append(stream.getvalue())
     pq.write_table(pa.table({"image": files}), path, row_group_size=200)
+    return path
+
+
+def repeat_rows(given: Path, path: Path) -> Path:
+    """Write the images of a file several times, in row groups that are a task's work each."""
+    images = pq.read_table(given, columns=["image"])
+    rows = images.num_rows // 10 if images.num_rows < 20_000 else 2_000
+    pq.write_table(pa.concat_tables([images] * REPEATED), path, row_group_size=rows)
     return path
 
 

@@ -514,7 +514,15 @@ def test_jitter_grayscale_and_blur_have_their_probability(photos: np.ndarray) ->
 # Blur
 
 
-@pytest.mark.parametrize("method", [blur_by_products, blur_by_shifts, blur])
+def shifted(pixels: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    blurred = pixels.clone()
+    blur_by_shifts(list(blurred), sigma)
+    return blurred
+
+
+@pytest.mark.parametrize(
+    "method", [blur_by_products, shifted, lambda pixels, sigma: blur(pixels.clone(), sigma)]
+)
 @pytest.mark.parametrize(("size", "channels"), [(8, 3), (32, 1), (33, 3), (96, 3), (224, 3)])
 def test_blur_equals_torchvisions(method: Any, size: int, channels: int) -> None:
     sigma = torch.tensor([0.1, 0.5, 1.0, 2.0])
@@ -523,6 +531,16 @@ def test_blur_equals_torchvisions(method: Any, size: int, channels: int) -> None
     for image, result, width in zip(pixels, came, sigma.tolist(), strict=True):
         want = tvf.gaussian_blur(image, [kernel_size(size)] * 2, [width] * 2)
         torch.testing.assert_close(result, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_only_the_rows_that_are_named_are_blurred(size: int) -> None:
+    before = torch.rand(4, 3, size, size, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([2.0, 0.7])
+    after = blur(before.clone(), sigma, rows=torch.tensor([3, 1]))
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert torch.equal(after[[3, 1]], blur(before[[3, 1]], sigma))
+    assert not torch.equal(after[[3, 1]], before[[3, 1]])
 
 
 def test_widths_of_blur_are_drawn_evenly_from_their_range() -> None:

@@ -1,7 +1,9 @@
 """Data without Ray: decoding, sources, ids, held-out rows, the order of an epoch."""
 
 import io
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +17,7 @@ from raycl.data.ids import stable_ids
 from raycl.data.images import BrokenImageError, ImageFormat, image_sides
 from raycl.data.logbook import Logbook
 from raycl.data.order import Share, Shuffled
-from raycl.data.prefetch import prefetch
+from raycl.data.prefetch import Prefetched
 from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import ROWS_A_PIECE, Piece, find_source
 from raycl.errors import DataError
@@ -279,14 +281,84 @@ def test_an_epoch_begun_in_the_middle_goes_on_with_the_same_batches() -> None:
     assert rest == whole[4:]
 
 
-def test_prefetch_keeps_order_and_hands_errors_over() -> None:
-    assert list(prefetch(iter(range(50)))) == list(range(50))
+def test_a_large_photograph_is_squashed_as_pillow_does() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (300, 401, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(noise).resize((60, 40)).resize((401, 300)))
+    for picture in (noise, smooth):
+        for size in (100, 224, 500):
+            squashed = ImageFormat(size=size).decode(picture)[0]
+            want = Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR)
+            assert np.abs(squashed.astype(int) - np.asarray(want)).max() <= 1, size
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "by_torch"),
+    [
+        ((300, 400, 3), 224, True),
+        ((30, 40, 3), 16, False),
+        ((300, 400), 224, False),
+        ((3000, 400, 3), 16, False),
+    ],
+)
+def test_only_large_photographs_are_squashed_by_torch(
+    shape: tuple[int, ...], size: int, by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RefusedError(Exception):
+        pass
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RefusedError
+
+    monkeypatch.setattr("torch.nn.functional.interpolate", refuse)
+    squashed = ImageFormat(size=size, channels=3 if len(shape) == 3 else 1)._fit
+    picture = Image.fromarray(np.zeros(shape, np.uint8))
+    if by_torch:
+        with pytest.raises(RefusedError):
+            squashed(picture)
+    else:
+        assert squashed(picture)[0].shape[:2] == (size, size)
+
+
+def test_prefetched_items_that_are_forgotten_end_their_thread() -> None:
+    made: list[int] = []
+
+    def endless():
+        while True:
+            made.append(len(made))
+            yield made[-1]
+
+    items = Prefetched(endless(), depth=2)
+    assert next(items) == 0
+    threads = [thread for thread in threading.enumerate() if thread.name == "raycl-prefetch"]
+    del items
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(made) <= 5
+
+
+def test_prefetched_items_are_prepared_before_anybody_asks_and_end_once() -> None:
+    begun = threading.Event()
+
+    def two():
+        begun.set()
+        yield 1
+        yield 2
+
+    items = Prefetched(two())
+    assert begun.wait(10)
+    assert list(items) == [1, 2]
+    assert list(items) == []
+
+
+def test_prefetched_items_keep_their_order_and_hand_errors_over() -> None:
+    assert list(Prefetched(iter(range(50)))) == list(range(50))
 
     def failing():
         yield 1
         raise ValueError("broken")
 
-    items = prefetch(failing())
+    items = Prefetched(failing())
     assert next(items) == 1
     with pytest.raises(ValueError, match="broken"):
         next(items)

@@ -1,7 +1,10 @@
 """The floor plan: each room imports only lower floors."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -97,17 +100,16 @@ def test_the_ground_knows_neither_torch_nor_ray_and_mathematics_knows_no_ray(pat
         assert "ray" not in packages
 
 
-def test_data_tasks_do_not_pay_for_torch() -> None:
-    names = (
-        "decode",
-        "formats",
-        "images",
-        "texts",
-        "sources",
-        "holdout",
-        "logbook",
-        "rows",
-    )
-    for name in names:
-        packages = {module.split(".")[0] for module in modules_imported_by(PACKAGE / "data" / f"{name}.py")}
-        assert "torch" not in packages
+def test_data_tasks_pay_for_torch_only_where_photographs_are_resized() -> None:
+    names = "decode, formats, holdout, images, logbook, rows, sources, texts"
+    task = f"""
+        import sys
+        import numpy
+        from raycl.data import {names}
+        for size in (32, 300):
+            images.ImageFormat(size=16).decode(numpy.zeros((size, size, 3), numpy.uint8))
+            assert "torch" not in sys.modules
+        images.ImageFormat(size=224).decode(numpy.zeros((300, 400, 3), numpy.uint8))
+        assert "torch" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", dedent(task)], check=True)

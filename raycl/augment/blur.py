@@ -1,6 +1,7 @@
 """Gaussian blur of a whole batch, each image with its own width."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +14,21 @@ _MAX_DENSE_SIZE = 48
 _REACH = 5  # in sigmas; what lies beyond weighs less than a millionth
 
 
-def blur(pixels: Tensor, sigma: Tensor) -> Tensor:
-    """Blur each image by its ``sigma`` [n] in pixels; float32 [n, channels, size, size] in and out.
+def blur(pixels: Tensor, sigma: Tensor, *, rows: Tensor | None = None) -> Tensor:
+    """Blur images by their ``sigma`` [m] in pixels, in their place; float32 [n, channels, size, size].
 
-    The kernel spans a tenth of the image, an odd number of pixels and at least three (SimCLR:
-    Chen et al., 2020); borders are reflected, as in torchvision. A ``sigma`` on the host is moved.
+    ``rows`` [m] says which, by default all. The kernel spans a tenth of the image, an odd number of pixels and at
+    least three (SimCLR: Chen et al., 2020); borders are reflected, as in torchvision. A ``sigma`` on the host is
+    moved. Returns ``pixels``.
     """
+    if rows is None:
+        rows = torch.arange(len(pixels))
     if pixels.is_cuda or pixels.shape[-1] <= _MAX_DENSE_SIZE:
-        return blur_by_products(pixels, sigma)
-    return blur_by_shifts(pixels, sigma)
+        index = rows.to(pixels.device)
+        pixels[index] = blur_by_products(pixels[index], sigma)
+    else:
+        blur_by_shifts([pixels[row] for row in rows.tolist()], sigma)
+    return pixels
 
 
 def kernel_size(size: int) -> int:
@@ -42,23 +49,22 @@ def blur_by_products(pixels: Tensor, sigma: Tensor) -> Tensor:
     return torch.matmul(torch.matmul(band[:, None], pixels), band.transpose(1, 2)[:, None])
 
 
-def blur_by_shifts(pixels: Tensor, sigma: Tensor) -> Tensor:
-    """Blur as a weighted sum of shifted copies, image by image: each stays in the cache."""
-    num_taps = kernel_size(pixels.shape[-1])
-    kernels = _kernels(sigma, num_taps=num_taps)[:, num_taps // 2 :]  # symmetric: the right half
-    blurred = torch.empty_like(pixels)
-    for image, result, kernel, width in zip(pixels, blurred, kernels.tolist(), sigma.tolist(), strict=True):
+def blur_by_shifts(images: Sequence[Tensor], sigma: Tensor) -> None:
+    """Blur each image [channels, size, size] in its place, by weighted sums of shifted copies."""
+    num_taps = kernel_size(images[0].shape[-1])
+    kernels = _kernels(sigma, num_taps=num_taps)[:, num_taps // 2 :].tolist()  # symmetric: the right half
+    # One after the other: each stays in the cache.
+    for image, kernel, width in zip(images, kernels, sigma.tolist(), strict=True):
         reach = min(num_taps // 2, math.ceil(_REACH * width))
-        rows = _sum_shifts(image, kernel, reach, dim=1)
-        result.copy_(_sum_shifts(rows, kernel, reach, dim=2))
-    return blurred
+        columns = _sum_shifts(image, kernel, reach, dim=1, out=torch.empty_like(image))
+        _sum_shifts(columns, kernel, reach, dim=2, out=image)
 
 
-def _sum_shifts(image: Tensor, kernel: list[float], reach: int, *, dim: int) -> Tensor:
+def _sum_shifts(image: Tensor, kernel: list[float], reach: int, *, dim: int, out: Tensor) -> Tensor:
     size = image.shape[dim]
     borders = (0, 0, reach, reach) if dim == 1 else (reach, reach, 0, 0)
     padded = F.pad(image[None], borders, mode="reflect")[0]
-    total, pair = image * kernel[0], torch.empty_like(image)
+    total, pair = torch.mul(image, kernel[0], out=out), torch.empty_like(image)
     for shift in range(1, reach + 1):
         left, right = (
             padded.narrow(dim, reach - shift, size),

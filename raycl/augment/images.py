@@ -133,8 +133,7 @@ class ImageAugmentation:
             drawn = blurred[rows].nonzero().squeeze(1)
             if len(drawn):
                 # Weights of one sum: blurring before or after normalization is the same.
-                index = drawn.to(pixels.device)
-                pixels[index] = blur(pixels[index], sigma[rows][drawn])
+                blur(pixels, sigma[rows][drawn], rows=drawn)
             views[rows] = pixels
         return views
 
@@ -202,7 +201,7 @@ def _chunks(images: Tensor | np.ndarray, *, size: int) -> Iterator[slice]:
     """Yield runs of rows: a megabyte or two of views on a CPU, so that they stay in its cache."""
     num_images = len(images)
     on_cpu = isinstance(images, np.ndarray) or images.device.type == "cpu"
-    length = min(64, max(8, 2**17 // size**2)) if on_cpu else max(1, num_images)
+    length = min(64, max(4, 2**17 // size**2)) if on_cpu else max(1, num_images)
     for start in range(0, num_images, length):
         yield slice(start, start + length)
 

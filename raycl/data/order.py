@@ -38,8 +38,13 @@ class Shuffled:
     seed: int
     length_buckets: int = 1
 
-    def epoch_batches(self, share: Share, *, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this worker's batches of one epoch from step ``start`` on."""
+    def epoch_batches(
+        self, share: Share, *, epoch: int, start: int = 0, another: bool = False
+    ) -> Iterator[Batch]:
+        """Yield this worker's batches of one epoch from step ``start`` on.
+
+        Rows at hand need no preparation, whether or not ``another`` epoch is to follow.
+        """
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.rows))
         num_steps = len(order) // share.batch_size

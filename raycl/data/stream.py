@@ -2,22 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import pyarrow as pa
 import ray
 from numpy.typing import NDArray
-from ray.train.collective import broadcast_from_rank_zero
 
 from raycl.data.columns import ColumnNames
+from raycl.data.dealing import Dealing, OpenEpoch
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.formats import Formats
 from raycl.data.order import Share, bucketed
 from raycl.data.rows import Batch, Rows
 from raycl.data.sources import Source
-
-OpenEpoch = Callable[[int], ray.data.Dataset]
 
 
 @final
@@ -36,13 +34,19 @@ class Stream:
     seed: int
     shuffle_rows: int
     length_buckets: int = 1
-    _dealing: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    _dealing: Dealing = field(default_factory=Dealing, init=False, repr=False, compare=False)
 
-    def epoch_batches(self, share: Share, *, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this."""
+    def epoch_batches(
+        self, share: Share, *, epoch: int, start: int = 0, another: bool = False
+    ) -> Iterator[Batch]:
+        """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this.
+
+        If ``another`` one is to follow, with the same share, its rows are read while the last of this one's are used.
+        """
         window = max(self.shuffle_rows // share.num_workers, share.local_batch_size)
         seed = (self.seed, epoch, share.rank)
-        shuffled = _shuffle(self._tables(share, epoch), self.formats, window, seed)
+        tables = self._dealing.tables(self.open_epoch, share, epoch=epoch, another=another)
+        shuffled = _shuffle(tables, self.formats, window, seed)
 
         def arranged(rows: Rows, order: NDArray[np.int64], window: int) -> NDArray[np.int64]:
             if self.length_buckets == 1:
@@ -56,31 +60,6 @@ class Stream:
         for step, batch in enumerate(_rebatch(shuffled, share.local_batch_size, epoch, arranged)):
             if step >= start:
                 yield batch
-
-    def _tables(self, share: Share, epoch: int) -> Iterator[pa.Table]:
-        splits: Any = None
-        if share.rank == 0:
-            splits = self.open_epoch(epoch).streaming_split(share.num_workers, equal=True)
-        if share.num_workers > 1:
-            splits = broadcast_from_rank_zero(splits)
-        if share.rank == 0:
-            self._end_the_last_epoch(splits[0]._coord_actor)
-        yield from splits[share.rank].iter_batches(
-            batch_size=None, batch_format="pyarrow", prefetch_batches=1
-        )
-
-    def _end_the_last_epoch(self, dealing: Any) -> None:
-        """End the actor that dealt the rows of the epoch before, which every worker has left by now.
-
-        Ray would not: what is broadcast is pickled on the way, and an actor whose handle was pickled lives as
-        long as its owner. That would be a process of 120 MB more each epoch.
-        """
-        while self._dealing:
-            before = self._dealing.pop()
-            # Of an epoch that was left in its middle, tasks and what they claim of the cluster end first.
-            ray.wait([before.shutdown_executor.remote()], timeout=5)
-            ray.kill(before)
-        self._dealing.append(dealing)
 
 
 def stream_source(

@@ -12,7 +12,7 @@ import torch
 
 from raycl.data.logbook import rows_in
 from raycl.data.order import Share, Shuffled
-from raycl.data.prefetch import prefetch
+from raycl.data.prefetch import Prefetched
 from raycl.data.rows import Rows
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
@@ -223,7 +223,7 @@ class _Loop:
         self._towers.train()
         torch.manual_seed(hash((self._config.seed, rank())) % 2**63)
         batches = self._batches.epoch_batches(self._share, epoch=0)
-        for images, sample_id in map(self._views.plain, prefetch(batches)):
+        for images, sample_id in map(self._views.plain, Prefetched(batches)):
             with autocast(self._config.precision, self._device):
                 rows = self._learner.encode(images)
             self._store.fill(rows, sample_id)
@@ -231,10 +231,21 @@ class _Loop:
         self._store.save(step=0)
 
     def _epoch_views(self, position: Position) -> Iterator[Views]:
-        batches = self._batches.epoch_batches(self._share, epoch=position.epoch, start=position.epoch_step)
+        batches = self._batches.epoch_batches(
+            self._share,
+            epoch=position.epoch,
+            start=position.epoch_step,
+            another=self._has_another_epoch(position),
+        )
         # Rows are fetched in the background. Views are not: on a CPU a second thread of torch would
         # fight the step for the same cores, on an accelerator they are drawn there.
-        return self._views.views(prefetch(batches))
+        return self._views.views(Prefetched(batches))
+
+    def _has_another_epoch(self, position: Position) -> bool:
+        """Whether the stage goes on behind the epoch that the position is in."""
+        steps_left = max(0, self._plan.steps_per_epoch - position.epoch_step)
+        end = replace(position.next_epoch(), stage_step=position.stage_step + steps_left)
+        return not self._is_done(end)
 
     def _step(self, views: Views, position: Position) -> Stepped:
         try:

@@ -1,7 +1,10 @@
 """Reading by Ray Data: every kind of broken image counted by cause, streams dealt evenly."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,30 +220,95 @@ def test_a_stream_of_texts_puts_like_lengths_into_one_batch(tmp_path: Path) -> N
     assert padding[4] < padding[1] / 2
 
 
-def test_two_workers_share_a_streamed_epoch_evenly(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    box: list[list] = []
-    dealt = threading.Barrier(2)
+@pytest.fixture
+def dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads instead of Ray Train's workers: the first one leaves each thing for the other."""
+    box: list[Any] = []
+    here = threading.Barrier(2)
 
-    def broadcast(splits):  # threads instead of train workers: rank 0 leaves the splits for the other
-        if splits is not None:
-            box.append(splits)
-        dealt.wait(60)
-        return box[0]
+    def broadcast(parts: Any) -> Any:
+        if parts is not None:
+            box.append(parts)
+        here.wait(60)
+        given = box[-1]
+        here.wait(60)
+        return given
 
-    monkeypatch.setattr("raycl.data.stream.broadcast_from_rank_zero", broadcast)
-    results: dict[int, list[list[int]]] = {}
+    monkeypatch.setattr("raycl.data.dealing.broadcast_from_rank_zero", broadcast)
 
-    def work(rank: int) -> None:
-        results[rank] = ids_of(stream, Share(batch_size=20, rank=rank, num_workers=2), 0)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+def by_two_workers(work: Callable[[Share], list[list[int]]]) -> list[list[list[int]]]:
+    with ThreadPoolExecutor(2) as threads:
+        return list(
+            threads.map(
+                work, [Share(batch_size=20, rank=rank, num_workers=2) for rank in (0, 1)], timeout=120
+            )
+        )
+
+
+def test_two_workers_share_a_streamed_epoch_evenly(stream: Stream, dealt: None) -> None:
+    results = by_two_workers(lambda share: ids_of(stream, share, 0))
     assert len(results[0]) == len(results[1]) == 10
-    seen = [row_id for batches in results.values() for batch in batches for row_id in batch]
+    seen = [row_id for batches in results for batch in batches for row_id in batch]
     assert len(set(seen)) == len(seen) == 200
+
+
+def several(stream: Stream, share: Share, epochs: Sequence[int]) -> list[list[int]]:
+    """Return the batches of epochs that were said to follow one another."""
+    return [
+        batch.sample_id.tolist()
+        for epoch in epochs
+        for batch in stream.epoch_batches(share, epoch=epoch, another=epoch != epochs[-1])
+    ]
+
+
+def test_an_epoch_that_was_begun_ahead_has_the_same_batches(stream: Stream, dealt: None) -> None:
+    share = Share(batch_size=20)
+    alone = [batch for epoch in range(3) for batch in ids_of(stream, share, epoch)]
+    assert several(stream, share, range(3)) == alone
+    one_by_one = [by_two_workers(lambda share, e=epoch: ids_of(stream, share, e)) for epoch in range(3)]
+    together = by_two_workers(lambda share: several(stream, share, range(3)))
+    for rank in (0, 1):
+        assert together[rank] == [batch for epoch in one_by_one for batch in epoch[rank]]
+
+
+def test_the_next_epoch_is_read_while_this_one_is_used(stream: Stream) -> None:
+    opened: list[int] = []
+
+    def open_epoch(epoch: int) -> ray.data.Dataset:
+        opened.append(epoch)
+        return stream.open_epoch(epoch)
+
+    mine = replace(stream, open_epoch=open_epoch)
+    share = Share(batch_size=20)
+    batches = mine.epoch_batches(share, epoch=0, another=True)
+    next(batches)
+    assert opened == [0, 1]
+    until = time.monotonic() + 60
+    while not (begun := following(mine)) or begun.tables._ready.empty():
+        assert time.monotonic() < until, "nothing of the next epoch was read"
+        time.sleep(0.1)
+    assert len(list(batches)) == 9
+    # What was begun for nothing ends, and another epoch is as it would have been.
+    assert ids_of(mine, share, 4) == ids_of(stream, share, 4)
+    assert begun.tables._stopped.is_set()
+    assert following(mine) is None
+
+
+def following(stream: Stream) -> Any:
+    readings = stream._dealing._following.values()
+    return next((reading.following for reading in readings), None)
+
+
+def test_an_epoch_that_is_left_in_its_middle_takes_what_was_begun_with_it(stream: Stream) -> None:
+    batches = stream.epoch_batches(Share(batch_size=20), epoch=0, another=True)
+    next(batches)
+    reading = next(iter(stream._dealing._following.values()))
+    batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert reading.tables._stopped.is_set()
+    reading._is_read = True
+    reading._follow()
+    assert reading.following is None
 
 
 def test_the_doctor_looks_at_machine_cluster_and_data(mixed: Path) -> None:

@@ -367,25 +367,40 @@ def test_a_streamed_run_is_resumed_as_it_began(
         raycl.train(config, data=str(streamed.data), output=str(streamed.output), resume=True, quiet=True)
 
 
-def test_an_epoch_of_a_stream_leaves_no_process_behind(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "num_epochs"),
+    [({"stages.0.epochs": 5}, 5), ({"stages.0.epochs": None, "stages.0.steps": 25}, 3)],
+)
+def test_an_epoch_of_a_stream_leaves_no_process_behind(
+    length: dict[str, Any], num_epochs: int, data: Path, tmp_path: Path
+) -> None:
     from ray._private import state
 
-    alive, over = [0], threading.Event()
+    def dealing() -> set[str]:
+        return {
+            each["ActorID"]
+            for each in state.actors().values()
+            if each["ActorClassName"] == "SplitCoordinator" and each["State"] == "ALIVE"
+        }
+
+    before, seen, alive, over = dealing(), set[str](), [0], threading.Event()
 
     def count() -> None:
         while not over.wait(0.3):
-            actors = [each for each in state.actors().values() if each["State"] == "ALIVE"]
-            alive.append(sum(each["ActorClassName"] == "SplitCoordinator" for each in actors))
+            found = dealing() - before
+            seen.update(found)
+            alive.append(len(found))
 
     watching = threading.Thread(target=count)
     watching.start()
-    config = small_run(**STREAMED | {"stages.0.epochs": 5, "evaluation.every_epochs": 0})
+    config = small_run(**STREAMED | length | {"evaluation.every_epochs": 0})
     try:
         raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     finally:
         over.set()
         watching.join()
-    assert 1 <= max(alive) <= 2  # of an epoch, and for a moment of the one before
+    assert 1 <= max(alive) <= 3  # of an epoch and the next one, and for a moment of the one before
+    assert len(seen) == num_epochs  # and none for an epoch that nobody asked for
 
 
 @pytest.mark.drill
