@@ -9,7 +9,8 @@ before the first epoch, as ``data.cache=materialize`` does; ``stream`` reads and
 Data tasks, beside which views are drawn on one thread. ``lightly`` is a ``DataLoader`` with
 ``SimCLRTransform``, ``own views`` one that decodes in its workers and draws raycl's batched views there too,
 and ``decoding`` one that decodes and resizes to a square and does nothing else. Rates are images over the
-clock's time, after the first batches.
+clock's time: of the stream over whole epochs after the first one, of all others after the first batches. Its
+epochs are six times the rows of the file, of which it shuffles 4,096 at once.
 """
 
 import argparse
@@ -21,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from measuring import describe_machine
 
 WARMUP_BATCHES = 4
 NUM_PHOTOS = 2_000
-REPEATED = 6  # so that an epoch is longer than the rows that are shuffled at once
+REPEATED = 6  # so that an epoch takes seconds, and is more than what is shuffled at once
+SHUFFLED = 4_096
 CORES = 2
 
 
@@ -64,13 +65,17 @@ def main() -> None:
 
 
 def measure(batches: Iterator[int], options: argparse.Namespace) -> float:
-    """Return images a second after the first batches, which are counted by their number of images."""
-    for _ in islice(batches, WARMUP_BATCHES):
-        pass
+    """Return images a second, from batches told by their number of images and the end of an epoch told by 0."""
+    # Of a stream whole epochs count, after the first one: what is read ahead in one is missing in the next.
+    in_epochs = options.side == "stream"
+    for place, number in enumerate(batches, 1):
+        if number == 0 if in_epochs else place == WARMUP_BATCHES:
+            break
     began, num_images = time.perf_counter(), 0
     for number in batches:
         num_images += number
-        if time.perf_counter() - began > options.seconds:
+        is_end = number == 0 if in_epochs else True
+        if is_end and time.perf_counter() - began > options.seconds:
             break
     return num_images / (time.perf_counter() - began)
 
@@ -102,7 +107,11 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     prepare_process(1 if stream else CORES)
     config = raycl.override(
         raycl.recipe("simclr", image_size=options.size),
-        {"data.cache": "stream" if stream else "materialize", "evaluation.every_epochs": 0},
+        {
+            "data.cache": "stream" if stream else "materialize",
+            "data.shuffle_rows": SHUFFLED,
+            "evaluation.every_epochs": 0,
+        },
     )
     join_cluster(None)
     with open_logbook() as logbook:
@@ -117,8 +126,10 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         views = build.view_maker(config, modality, torch.device("cpu"))
         share = Share(batch_size=options.batch_size)
         for epoch in range(1_000):
-            for drawn in views.views(Prefetched(epochs.epoch_batches(share, epoch=epoch, another=True))):
+            batches = epochs.epoch_batches(share, epoch=epoch, follows=epoch > 0, another=True)
+            for drawn in views.views(Prefetched(batches)):
                 yield len(drawn)
+            yield 0
     ray.shutdown()
 
 
@@ -246,10 +257,9 @@ def write_photos(path: Path) -> Path:
 
 
 def repeat_rows(given: Path, path: Path) -> Path:
-    """Write the images of a file several times, in row groups that are a task's work each."""
+    """Write the images of a file several times."""
     images = pq.read_table(given, columns=["image"])
-    rows = images.num_rows // 10 if images.num_rows < 20_000 else 2_000
-    pq.write_table(pa.concat_tables([images] * REPEATED), path, row_group_size=rows)
+    pq.write_table(pa.concat_tables([images] * REPEATED), path, row_group_size=500)
     return path
 
 

@@ -13,7 +13,7 @@ from raycl.data.prefetch import Prefetched
 
 OpenEpoch = Callable[[int], ray.data.Dataset]
 
-_AHEAD = 4  # tables that wait, of 64 MiB at most
+_AHEAD = 2  # tables that wait, of 64 MiB at most
 
 
 @final
@@ -25,37 +25,41 @@ class Dealing:
     """
 
     def __init__(self) -> None:
-        self._following: dict[tuple[Share, int], _Reading] = {}
+        self._last: tuple[Share, int, _Reading] | None = None
         self._actors: dict[int, Any] = {}  # of the first worker, by epoch
 
-    def tables(self, open_epoch: OpenEpoch, share: Share, *, epoch: int, another: bool) -> Iterator[pa.Table]:
-        """Yield this worker's tables of an epoch; every worker calls this.
+    def tables(
+        self, open_epoch: OpenEpoch, share: Share, *, epoch: int, follows: bool, another: bool
+    ) -> Iterator[pa.Table]:
+        """Yield this worker's tables of an epoch; every worker calls this, with the same arguments but its rank.
 
-        ``another`` says that the next epoch will be asked for, with the same share, after this one.
+        ``follows`` says that the epoch before was used to its end, ``another`` that the next one will be asked for
+        after this one, with the same share.
         """
-        before = self._following.pop((share, epoch), None)
-        self._forget(share)
-        reading = None if before is None else before.following
+        reading = self._begun(share, epoch) if follows else None
+        self._last = None
         wanted = ([epoch] if reading is None else []) + ([epoch + 1] if another else [])
-        parts = self._deal(open_epoch, share, wanted) if wanted else {}
+        parts = self._deal(open_epoch, share, wanted, kept=set() if reading is None else {epoch})
         if reading is None:
             reading = _Reading(parts[epoch])
         if another:
-            reading.let_follow(parts[epoch + 1])
-            self._following[share, epoch + 1] = reading
-        try:
-            yield from reading.tables
-        except BaseException:
-            reading.close()
-            raise
+            reading.turn.let_follow(parts[epoch + 1])
+        self._last = share, epoch, reading
+        yield from reading.tables
 
-    def _forget(self, share: Share) -> None:
-        """End what was begun for an epoch that nobody asks for now: after a rollback, or in another stage."""
-        for key in [key for key in list(self._following) if key[0].rank == share.rank]:
-            self._following.pop(key).close()
+    def _begun(self, share: Share, epoch: int) -> "_Reading | None":
+        """Return the reading of an epoch if it was begun behind the one before."""
+        # Alike on all workers: an epoch that has ended has begun the next one, if there was to be one.
+        if self._last is None or self._last[:2] != (share, epoch - 1):
+            return None
+        return self._last[2].turn.following
 
-    def _deal(self, open_epoch: OpenEpoch, share: Share, epochs: list[int]) -> dict[int, Any]:
-        """Start actors that deal these epochs; return this worker's part of each."""
+    def _deal(
+        self, open_epoch: OpenEpoch, share: Share, epochs: list[int], *, kept: set[int]
+    ) -> dict[int, Any]:
+        """Start actors that deal these epochs, and end all others but ``kept``; return this worker's parts."""
+        if not epochs:
+            return {}
         parts: Any = None
         if share.rank == 0:
             parts = {
@@ -64,12 +68,12 @@ class Dealing:
         if share.num_workers > 1:
             parts = broadcast_from_rank_zero(parts)
         if share.rank == 0:
-            self._end_actors_but({epochs[-1] - 1})
+            self._end_actors_but(kept)
             self._actors |= {epoch: parts[epoch][0]._coord_actor for epoch in epochs}
         return {epoch: parts[epoch][share.rank] for epoch in epochs}
 
     def _end_actors_but(self, kept: set[int]) -> None:
-        """End the actors of the epochs before, which every worker has left by now.
+        """End the actors of epochs that every worker has left by now, or that nobody will enter.
 
         Ray would not: what is broadcast is pickled on the way, and an actor whose handle was pickled lives as
         long as its owner. That would be a process of 120 MB more each epoch.
@@ -83,36 +87,39 @@ class Dealing:
 
 @final
 class _Reading:
-    """The tables of an epoch, some of them ahead; and those of the next one once all of these are read."""
+    """The tables of an epoch, some of them ahead. When this is forgotten, its thread and what follows it end."""
 
     def __init__(self, part: Any) -> None:
+        self.turn = _Turn()
+        self.tables = Prefetched(_read(part, self.turn), depth=_AHEAD)
+
+
+@final
+class _Turn:
+    """The next epoch's turn: it begins once all of this one is read, and that it comes is known."""
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_read = self._is_closed = False
-        self._next_part: Any = None
+        self._is_read, self._part = False, None
         self.following: _Reading | None = None
-        self.tables = Prefetched(self._read(part), depth=_AHEAD)
 
     def let_follow(self, part: Any) -> None:
-        """Read this part of the next epoch after this one."""
+        """Let this part of the next epoch be read after this epoch."""
         with self._lock:
-            self._next_part = part
-            self._follow()
+            self._part = part
+            self._begin()
 
-    def close(self) -> None:
-        """End this reading, and what follows it."""
-        with self._lock:
-            self._is_closed = True
-            self.tables.close()
-            if self.following is not None:
-                self.following.close()
-
-    def _read(self, part: Any) -> Iterator[pa.Table]:
-        yield from part.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    def come(self) -> None:
+        """All of this epoch is read."""
         with self._lock:
             self._is_read = True
-            self._follow()
+            self._begin()
 
-    def _follow(self) -> None:
-        is_time = self._is_read and not self._is_closed
-        if is_time and self._next_part is not None and self.following is None:
-            self.following = _Reading(self._next_part)
+    def _begin(self) -> None:
+        if self._is_read and self._part is not None:
+            self.following, self._part = _Reading(self._part), None
+
+
+def _read(part: Any, turn: _Turn) -> Iterator[pa.Table]:
+    yield from part.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    turn.come()

@@ -67,16 +67,7 @@ class ImageFormat:
         if not isinstance(content, bytes | np.ndarray):
             raise BrokenImageError("no image bytes" if content is not None else "missing value")
         try:
-            if isinstance(content, np.ndarray):
-                return self._fit(_from_array(content))
-            with Image.open(io.BytesIO(content)) as image:
-                if image.format in _PROGRAMS:
-                    raise BrokenImageError("a program that draws, no picture")
-                if image.width * image.height > self.max_pixels:
-                    raise BrokenImageError(f"more than {self.max_pixels:,} pixels")
-                # A JPEG decodes at 1/2, 1/4 or 1/8 at once where that is still large enough.
-                image.draft(None, (self.size, self.size))
-                return self._fit(image)
+            image, aspect = self._open(content)
         except UnidentifiedImageError:
             raise BrokenImageError("not an image") from None
         except BrokenImageError:
@@ -85,6 +76,7 @@ class ImageFormat:
         except Exception as error:
             truncated = "truncated" in str(error) or isinstance(error, EOFError)
             raise BrokenImageError("truncated image" if truncated else "undecodable image") from None
+        return _squashed(image, self.size).reshape(self.size, self.size, self.channels), aspect
 
     def decode_all(self, values: Sequence[Any]) -> list[tuple[NDArray[np.uint8], float] | BrokenImageError]:
         """Return what ``decode`` makes of each value, or its error."""
@@ -116,10 +108,22 @@ class ImageFormat:
         except BrokenImageError as error:
             return error
 
-    def _fit(self, image: Image.Image) -> tuple[NDArray[np.uint8], float]:
-        aspect = image.width / image.height
-        image = _flatten(image, "L" if self.channels == 1 else "RGB")
-        return _squashed(image, self.size).reshape(self.size, self.size, self.channels), aspect
+    def _open(self, content: bytes | NDArray[Any]) -> tuple[Image.Image, float]:
+        """Return the picture, decoded and of as many channels, and its aspect."""
+        if isinstance(content, np.ndarray):
+            return self._flat(_from_array(content))
+        with Image.open(io.BytesIO(content)) as image:
+            if image.format in _PROGRAMS:
+                raise BrokenImageError("a program that draws, no picture")
+            if image.width * image.height > self.max_pixels:
+                raise BrokenImageError(f"more than {self.max_pixels:,} pixels")
+            # A JPEG decodes at 1/2, 1/4 or 1/8 at once where that is still large enough.
+            image.draft(None, (self.size, self.size))
+            image.load()
+            return self._flat(image)
+
+    def _flat(self, image: Image.Image) -> tuple[Image.Image, float]:
+        return _flatten(image, "L" if self.channels == 1 else "RGB"), image.width / image.height
 
 
 @final
@@ -166,9 +170,9 @@ def _squashed(image: Image.Image, size: int) -> NDArray[np.uint8]:
     """Return the pixels of an image at a square of ``size``: bilinear, antialiased when it shrinks."""
     if image.size == (size, size):
         return np.asarray(image)
-    num_pixels = image.width * image.height
+    is_large = image.width * image.height >= _WORTH_TORCH
     # What shrinks by much is averaged over whole pixels first, which torch does not do.
-    if image.mode != "RGB" or num_pixels < _WORTH_TORCH or num_pixels > (_MUCH * size) ** 2:
+    if image.mode != "RGB" or not is_large or max(image.size) > _MUCH * size:
         return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=3.0))
     # Its kernel rounds as Pillow's does and takes a third of the time; the import takes a second, once.
     import torch

@@ -39,11 +39,11 @@ class Shuffled:
     length_buckets: int = 1
 
     def epoch_batches(
-        self, share: Share, *, epoch: int, start: int = 0, another: bool = False
+        self, share: Share, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
     ) -> Iterator[Batch]:
         """Yield this worker's batches of one epoch from step ``start`` on.
 
-        Rows at hand need no preparation, whether or not ``another`` epoch is to follow.
+        Rows at hand need no preparation, whether this epoch ``follows`` the one before or ``another`` follows this.
         """
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.rows))

@@ -14,12 +14,13 @@ _END = object()
 class Prefetched(Iterator[Item], Generic[Item]):
     """The items in order, prepared from now on; up to ``depth`` wait ready.
 
-    An error comes where it would have. The thread ends with the items, and when this is closed or forgotten.
+    An error comes where it would have. When this is closed or forgotten, its thread ends with the item that it is at.
     """
 
     def __init__(self, items: Iterable[Item], *, depth: int = 2) -> None:
         self._ready: queue.Queue[object] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
+        self._is_over = False
         # The thread does not know of this object, which could not be forgotten otherwise.
         work = (items, self._ready, self._stopped)
         threading.Thread(target=_prepare, args=work, name="raycl-prefetch", daemon=True).start()
@@ -28,20 +29,25 @@ class Prefetched(Iterator[Item], Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        if self._stopped.is_set():
+        """Return the next item; raises what preparing it raised, and ``ValueError`` once this is closed."""
+        if self._is_over:
             raise StopIteration
         item = self._ready.get()
+        if self._stopped.is_set():
+            raise ValueError("these items were closed while they were used")
         if item is _END:
-            self.close()
+            self._is_over = True
             raise StopIteration
         if isinstance(item, _Failure):
-            self.close()
+            self._is_over = True
             raise item.error
         return item  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Let the thread end, whatever it has not prepared."""
+        """Prepare no more; who waits for an item gets an error."""
         self._stopped.set()
+        with contextlib.suppress(queue.Full):  # then nobody waits
+            self._ready.put_nowait(_END)
 
     def __del__(self) -> None:
         self.close()

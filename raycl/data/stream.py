@@ -37,15 +37,16 @@ class Stream:
     _dealing: Dealing = field(default_factory=Dealing, init=False, repr=False, compare=False)
 
     def epoch_batches(
-        self, share: Share, *, epoch: int, start: int = 0, another: bool = False
+        self, share: Share, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
     ) -> Iterator[Batch]:
         """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this.
 
-        If ``another`` one is to follow, with the same share, its rows are read while the last of this one's are used.
+        If ``another`` one is to follow, with the same share, its rows are read while the last of this one's are
+        used; it is told that it ``follows`` if this one was used to its end. All workers say the same.
         """
         window = max(self.shuffle_rows // share.num_workers, share.local_batch_size)
         seed = (self.seed, epoch, share.rank)
-        tables = self._dealing.tables(self.open_epoch, share, epoch=epoch, another=another)
+        tables = self._dealing.tables(self.open_epoch, share, epoch=epoch, follows=follows, another=another)
         shuffled = _shuffle(tables, self.formats, window, seed)
 
         def arranged(rows: Rows, order: NDArray[np.int64], window: int) -> NDArray[np.int64]:

@@ -88,6 +88,7 @@ class _Loop:
         self._enter_stage(position)
         self._learner.connect(self._device)
         self._last_views: Views | None = None
+        self._used_up: int | None = None  # the epoch that was trained on to its end, if it is the last one
         self._watch = Watch(
             build.monitor(self._config), state=None if restored is None else restored.watch_state
         )
@@ -136,7 +137,8 @@ class _Loop:
 
     def _run_epoch(self, position: Position) -> Position:
         self._towers.train()
-        for views in self._epoch_views(position):
+        views_of_epoch, self._used_up = self._epoch_views(position), None
+        for views in views_of_epoch:
             # Dropout must not depend on what ran before, or a resumed run would differ.
             torch.manual_seed(hash((self._config.seed, position.step, rank())) % 2**63)
             stepped = self._step(views, position)
@@ -155,6 +157,7 @@ class _Loop:
                 f"epoch {position.epoch} gave worker {rank()} not one batch of {self._share.local_batch_size} rows; "
                 "lower --batch-size or give more data"
             )
+        self._used_up = position.epoch
         position = position.next_epoch()
         if self._look_is_due(position):
             if self._judge is not None:
@@ -235,6 +238,7 @@ class _Loop:
             self._share,
             epoch=position.epoch,
             start=position.epoch_step,
+            follows=self._used_up == position.epoch - 1 and position.epoch_step == 0,
             another=self._has_another_epoch(position),
         )
         # Rows are fetched in the background. Views are not: on a CPU a second thread of torch would

@@ -237,17 +237,14 @@ def dealt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycl.data.dealing.broadcast_from_rank_zero", broadcast)
 
 
-def by_two_workers(work: Callable[[Share], list[list[int]]]) -> list[list[list[int]]]:
+def by_two_workers(stream: Stream, work: Callable[[Stream, Share], list[list[int]]]) -> list[list[list[int]]]:
+    shares = [Share(batch_size=20, rank=rank, num_workers=2) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as threads:
-        return list(
-            threads.map(
-                work, [Share(batch_size=20, rank=rank, num_workers=2) for rank in (0, 1)], timeout=120
-            )
-        )
+        return list(threads.map(work, [replace(stream), replace(stream)], shares, timeout=120))
 
 
 def test_two_workers_share_a_streamed_epoch_evenly(stream: Stream, dealt: None) -> None:
-    results = by_two_workers(lambda share: ids_of(stream, share, 0))
+    results = by_two_workers(stream, lambda each, share: ids_of(each, share, 0))
     assert len(results[0]) == len(results[1]) == 10
     seen = [row_id for batches in results for batch in batches for row_id in batch]
     assert len(set(seen)) == len(seen) == 200
@@ -258,7 +255,9 @@ def several(stream: Stream, share: Share, epochs: Sequence[int]) -> list[list[in
     return [
         batch.sample_id.tolist()
         for epoch in epochs
-        for batch in stream.epoch_batches(share, epoch=epoch, another=epoch != epochs[-1])
+        for batch in stream.epoch_batches(
+            share, epoch=epoch, follows=epoch != epochs[0], another=epoch != epochs[-1]
+        )
     ]
 
 
@@ -266,8 +265,10 @@ def test_an_epoch_that_was_begun_ahead_has_the_same_batches(stream: Stream, deal
     share = Share(batch_size=20)
     alone = [batch for epoch in range(3) for batch in ids_of(stream, share, epoch)]
     assert several(stream, share, range(3)) == alone
-    one_by_one = [by_two_workers(lambda share, e=epoch: ids_of(stream, share, e)) for epoch in range(3)]
-    together = by_two_workers(lambda share: several(stream, share, range(3)))
+    one_by_one = [
+        by_two_workers(stream, lambda each, share, e=epoch: ids_of(each, share, e)) for epoch in range(3)
+    ]
+    together = by_two_workers(stream, lambda each, share: several(each, share, range(3)))
     for rank in (0, 1):
         assert together[rank] == [batch for epoch in one_by_one for batch in epoch[rank]]
 
@@ -279,36 +280,51 @@ def test_the_next_epoch_is_read_while_this_one_is_used(stream: Stream) -> None:
         opened.append(epoch)
         return stream.open_epoch(epoch)
 
-    mine = replace(stream, open_epoch=open_epoch)
-    share = Share(batch_size=20)
+    mine, share = replace(stream, open_epoch=open_epoch), Share(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, another=True)
     next(batches)
     assert opened == [0, 1]
+    following = begun_behind(mine)
+    assert len(list(batches)) == 9
+    rest = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=1, follows=True)]
+    assert opened == [0, 1]
+    assert rest == ids_of(stream, share, 1)
+    assert next(following.tables, None) is None  # these were the ones that were read
+
+
+@pytest.mark.parametrize("epoch", [1, 4])
+def test_what_was_begun_for_nothing_ends(stream: Stream, epoch: int) -> None:
+    mine, share = replace(stream), Share(batch_size=20)
+    batches = mine.epoch_batches(share, epoch=0, another=True)
+    next(batches)
+    stopped = begun_behind(mine).tables._stopped
+    del batches
+    # The epoch before was left in its middle, so that not all workers may have begun the next one.
+    assert ids_of(mine, share, epoch) == ids_of(stream, share, epoch)
+    assert stopped.wait(10)
+
+
+def test_the_actor_of_an_epoch_that_is_dealt_again_ends(stream: Stream) -> None:
+    mine, share = replace(stream), Share(batch_size=20)
+    first: list[Any] = []
+    for _ in range(3):
+        next(mine.epoch_batches(share, epoch=0, another=True))
+        first.append(mine._dealing._actors[0])
+    assert len({actor._actor_id for actor in first}) == 3
+    for actor in first[:2]:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.stats.remote(), timeout=30)
+
+
+def begun_behind(stream: Stream) -> Any:
+    """Wait until the next epoch is begun; return its reading."""
     until = time.monotonic() + 60
-    while not (begun := following(mine)) or begun.tables._ready.empty():
+    last = stream._dealing._last
+    assert last is not None
+    while (following := last[2].turn.following) is None or following.tables._ready.empty():
         assert time.monotonic() < until, "nothing of the next epoch was read"
         time.sleep(0.1)
-    assert len(list(batches)) == 9
-    # What was begun for nothing ends, and another epoch is as it would have been.
-    assert ids_of(mine, share, 4) == ids_of(stream, share, 4)
-    assert begun.tables._stopped.is_set()
-    assert following(mine) is None
-
-
-def following(stream: Stream) -> Any:
-    readings = stream._dealing._following.values()
-    return next((reading.following for reading in readings), None)
-
-
-def test_an_epoch_that_is_left_in_its_middle_takes_what_was_begun_with_it(stream: Stream) -> None:
-    batches = stream.epoch_batches(Share(batch_size=20), epoch=0, another=True)
-    next(batches)
-    reading = next(iter(stream._dealing._following.values()))
-    batches.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert reading.tables._stopped.is_set()
-    reading._is_read = True
-    reading._follow()
-    assert reading.following is None
+    return following
 
 
 def test_the_doctor_looks_at_machine_cluster_and_data(mixed: Path) -> None:
