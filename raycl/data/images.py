@@ -17,7 +17,7 @@ Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large pictures, 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"})
 
 _WORTH_TORCH = 2**16  # pixels: from here on torch is imported to resize
-_MUCH = 4  # times smaller
+_MOST_SHRINKING = 4  # times that it makes a side smaller
 
 _PROGRAMS = frozenset({"EPS"})  # PostScript, which Pillow would have Ghostscript run
 
@@ -172,7 +172,7 @@ def _squashed(image: Image.Image, size: int) -> NDArray[np.uint8]:
         return np.asarray(image)
     is_large = image.width * image.height >= _WORTH_TORCH
     # What shrinks by much is averaged over whole pixels first, which torch does not do.
-    if image.mode != "RGB" or not is_large or max(image.size) > _MUCH * size:
+    if image.mode != "RGB" or not is_large or max(image.size) > _MOST_SHRINKING * size:
         return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=3.0))
     # Its kernel rounds as Pillow's does and takes a third of the time; the import takes a second, once.
     import torch
