@@ -95,13 +95,11 @@ def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
 
 def all_sum(value: Tensor) -> Tensor:
     """Return the elementwise sum over all workers, without gradient; ``value`` is left alone."""
-    if num_workers() > 1 and _memory_for(value):
-        return gather_detached(value[None]).sum(0, dtype=value.dtype)
-    total = value.detach().clone(memory_format=torch.contiguous_format)
-    if num_workers() > 1:
+    value = value.detach()
+    if memory := _memory_for(value):
         with phase("messages"):
-            dist.all_reduce(total)
-    return total
+            return memory.sum(value, out=torch.empty_like(value, memory_format=torch.contiguous_format))
+    return _add_up(value.clone(memory_format=torch.contiguous_format))
 
 
 @final
@@ -158,10 +156,11 @@ def average_(tensors: Iterable[Tensor]) -> None:
     if num_workers() == 1:
         return
     for bucket in _buckets(list(tensors), MAX_BYTES if shares_memory() else _BUCKET_BYTES):
-        mean = all_sum(torch.cat([each.reshape(-1) for each in bucket])) / num_workers()
-        parts = mean.split([each.numel() for each in bucket])
+        flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in bucket])
+        parts = _add_up(flat).div_(num_workers()).split([each.numel() for each in bucket])
         for each, part in zip(bucket, parts, strict=True):
-            each.copy_(part.view_as(each))
+            if part.data_ptr() != each.data_ptr():
+                each.copy_(part.view_as(each))
 
 
 def all_agree(flag: bool) -> bool:
@@ -230,6 +229,16 @@ def _buckets(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
         bucket.append(tensor)
     if bucket:
         yield bucket
+
+
+def _add_up(value: Tensor) -> Tensor:
+    """Replace a contiguous tensor by its sum over all workers; return it."""
+    with phase("messages"):
+        if memory := _memory_for(value):
+            return memory.sum(value, out=value)
+        if num_workers() > 1:
+            dist.all_reduce(value)
+        return value
 
 
 def _memory_for(rows: Tensor) -> SharedMemory | None:

@@ -8,7 +8,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from raycl.distributed import all_sum, average_, num_workers, shares_memory
+from raycl.distributed import average_, num_workers, shares_memory
 from raycl.shared_memory import MAX_BYTES
 
 
@@ -37,8 +37,7 @@ def average_buffers(module: nn.Module) -> None:
 
 def _average_through_memory(_: object, bucket: GradBucket) -> Future[Tensor]:
     gradients = bucket.buffer()
-    for piece in gradients.split(MAX_BYTES // gradients.element_size()):
-        torch.div(all_sum(piece), num_workers(), out=piece)
+    average_(gradients.split(MAX_BYTES // gradients.element_size()))
     done: Future[Tensor] = Future()
     done.set_result(gradients)
     return done

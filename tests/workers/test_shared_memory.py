@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raycl.batchnorm import synchronize
-from raycl.distributed import all_sum, gather, gather_detached, shared_memory
+from raycl.distributed import all_sum, average_, gather, gather_detached, shared_memory
 from raycl.errors import RayclError
 from raycl.shared_memory import MAX_BYTES, SharedMemory
 from raycl.training.parallel import average_gradients
@@ -60,6 +60,36 @@ def test_sums_are_exact_and_leave_the_value_alone() -> None:
         assert integers.dtype == torch.int64
         assert torch.equal(integers, whole.long())
         assert torch.equal(value, whole / 6 * (rank + 1))
+
+
+def _to_average(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(rank)
+    alone = torch.randn(MAX_BYTES // 4 - 1)  # no other fits beside it
+    return [
+        torch.randn(3, 4),
+        torch.randn(5),
+        alone,
+        torch.randn(MAX_BYTES // 4 - 3, 1),
+        torch.randn(6, MAX_BYTES // 16).T,  # too large for the memory, and not contiguous
+        torch.randn(4, 3, dtype=torch.float64).T,  # alone of its type, and not contiguous
+        torch.randn(()),
+    ]
+
+
+def _averages(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
+    tensors = _to_average(rank)
+    with shared_memory() if share else contextlib.nullcontext():
+        average_(tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("share", [True, False])
+def test_averages_are_the_means_of_all_workers_in_their_place(num_workers: int, share: bool) -> None:
+    means = [torch.stack(each).mean(0) for each in zip(*map(_to_average, range(num_workers)), strict=True)]
+    for averages in run_workers(_averages, num_workers, share):
+        for ours, mean in zip(averages, means, strict=True):
+            torch.testing.assert_close(ours, mean, rtol=1e-6, atol=1e-7)
 
 
 def _many_rounds(rank: int, num_workers: int) -> int:
