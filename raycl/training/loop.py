@@ -1,7 +1,6 @@
 """The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
 
@@ -12,7 +11,6 @@ import torch
 
 from raycl.data.logbook import rows_in
 from raycl.data.order import Share, Shuffled
-from raycl.data.prefetch import Prefetched
 from raycl.data.rows import Rows
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
@@ -26,6 +24,7 @@ from raycl.training.checkpoint import (
 )
 from raycl.training.clock import Clock
 from raycl.training.contrast import Contrast
+from raycl.training.epochs import Epochs
 from raycl.training.heartbeat import heartbeat
 from raycl.training.job import Job
 from raycl.training.judge import Judge, LabelJudge, PairJudge
@@ -37,7 +36,7 @@ from raycl.training.saver import Saver, save_towers
 from raycl.training.stage_plan import momentum_schedule, stage_plans
 from raycl.training.step import Stepped, train_step
 from raycl.training.stores import BankStore, Store
-from raycl.training.views import Views
+from raycl.training.views import Drawing, Views
 from raycl.training.watch import Watch
 
 
@@ -63,15 +62,13 @@ class _Loop:
         self._modality = job.modality()
         rows = Rows(ray.get(list(job.blocks)), self._modality.formats(job.columns))
         train_rows = rows.where(job.holdout.is_train)
-        self._batches = job.stream or Shuffled(
-            rows=train_rows, seed=self._config.seed, length_buckets=self._config.text.length_buckets
-        )
         self._plans = stage_plans(self._config, num_train=job.num_train)
         self._num_steps = sum(plan.num_steps for plan in self._plans)
         self._momentum = momentum_schedule(self._config, self._plans)
-        self._views = build.view_maker(self._config, self._modality, device)
-        self._judge = self._build_judge(rows)
-        self._portrayer = open_portrayer(job, rows, self._views.drawing)
+        maker = build.view_maker(self._config, self._modality, device)
+        self._epochs = Epochs(job.stream or self._shuffled(train_rows), maker)
+        self._judge = self._build_judge(rows, maker.drawing)
+        self._portrayer = open_portrayer(job, rows, maker.drawing)
         self._towers = build.towers(self._config, self._modality, job.network).to(device)
         self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._frequencies = build.frequencies(self._config, train_rows)
@@ -88,7 +85,6 @@ class _Loop:
         self._enter_stage(position)
         self._learner.connect(self._device)
         self._last_views: Views | None = None
-        self._used_up: int | None = None  # the epoch that was trained on to its end, if it is the last one
         self._watch = Watch(
             build.monitor(self._config), state=None if restored is None else restored.watch_state
         )
@@ -137,8 +133,7 @@ class _Loop:
 
     def _run_epoch(self, position: Position) -> Position:
         self._towers.train()
-        views_of_epoch, self._used_up = self._epoch_views(position), None
-        for views in views_of_epoch:
+        for views in self._epochs.views(position, self._plan, self._share):
             # Dropout must not depend on what ran before, or a resumed run would differ.
             torch.manual_seed(hash((self._config.seed, position.step, rank())) % 2**63)
             stepped = self._step(views, position)
@@ -157,7 +152,6 @@ class _Loop:
                 f"epoch {position.epoch} gave worker {rank()} not one batch of {self._share.local_batch_size} rows; "
                 "lower --batch-size or give more data"
             )
-        self._used_up = position.epoch
         position = position.next_epoch()
         if self._look_is_due(position):
             if self._judge is not None:
@@ -168,11 +162,7 @@ class _Loop:
         return position
 
     def _is_done(self, position: Position) -> bool:
-        # By epochs and not by their expected steps: a stream tells only at its end what was broken.
-        stage = self._plan.stage
-        if stage.steps is not None:
-            return position.stage_step >= stage.steps
-        return position.stage_epoch >= (stage.epochs or 0)
+        return self._plan.is_over(steps=position.stage_step, epochs=position.stage_epoch)
 
     def _enter_stage(self, position: Position) -> None:
         """Take up the batch size, the schedules and the loss of the stage that the position is in."""
@@ -225,31 +215,12 @@ class _Loop:
             return
         self._towers.train()
         torch.manual_seed(hash((self._config.seed, rank())) % 2**63)
-        batches = self._batches.epoch_batches(self._share, epoch=0)
-        for images, sample_id in map(self._views.plain, Prefetched(batches)):
+        for samples, sample_id in self._epochs.plain(self._share):
             with autocast(self._config.precision, self._device):
-                rows = self._learner.encode(images)
+                rows = self._learner.encode(samples)
             self._store.fill(rows, sample_id)
         # Nobody reads before all have written; and a shard that dies comes back with these rows.
         self._store.save(step=0)
-
-    def _epoch_views(self, position: Position) -> Iterator[Views]:
-        batches = self._batches.epoch_batches(
-            self._share,
-            epoch=position.epoch,
-            start=position.epoch_step,
-            follows=self._used_up == position.epoch - 1 and position.epoch_step == 0,
-            another=self._has_another_epoch(position),
-        )
-        # Rows are fetched in the background. Views are not: on a CPU a second thread of torch would
-        # fight the step for the same cores, on an accelerator they are drawn there.
-        return self._views.views(Prefetched(batches))
-
-    def _has_another_epoch(self, position: Position) -> bool:
-        """Whether the stage goes on behind the epoch that the position is in."""
-        steps_left = max(0, self._plan.steps_per_epoch - position.epoch_step)
-        end = replace(position.next_epoch(), stage_step=position.stage_step + steps_left)
-        return not self._is_done(end)
 
     def _step(self, views: Views, position: Position) -> Stepped:
         try:
@@ -345,7 +316,10 @@ class _Loop:
                 self._config.data.max_bad_fraction, min_rows=min(1_000, self._job.num_train)
             )
 
-    def _build_judge(self, rows: Rows) -> Judge | None:
+    def _shuffled(self, rows: Rows) -> Shuffled:
+        return Shuffled(rows=rows, seed=self._config.seed, length_buckets=self._config.text.length_buckets)
+
+    def _build_judge(self, rows: Rows, drawing: Drawing) -> Judge | None:
         if not self._job.judged:
             return None
         settings, holdout = self._config.evaluation, self._job.holdout
@@ -355,11 +329,11 @@ class _Loop:
         if min(len(bank), len(test)) < num_workers():
             return None  # too few to share out
         if self._config.has_two_towers:
-            return PairJudge(bank=bank, test=test, drawing=self._views.drawing)
+            return PairJudge(bank=bank, test=test, drawing=drawing)
         return LabelJudge(
             bank=bank,
             test=test,
-            prepare=self._views.drawing.plain,
+            prepare=drawing.plain,
             k=settings.k,
             temperature=settings.temperature,
         )

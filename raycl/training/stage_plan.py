@@ -25,6 +25,13 @@ class StagePlan:
     learning_rate: Schedule
     hinge_weight: Schedule
 
+    def is_over(self, *, steps: int, epochs: int) -> bool:
+        """Whether so many steps, or so many whole epochs, are all of it."""
+        # By epochs and not by their expected steps: a stream tells only at its end what was broken.
+        if self.stage.steps is not None:
+            return steps >= self.stage.steps
+        return epochs >= (self.stage.epochs or 0)
+
 
 def stage_plans(config: RunConfig, *, num_train: int) -> list[StagePlan]:
     """Return the plans of all stages of a run on ``num_train`` rows."""

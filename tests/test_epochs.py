@@ -1,0 +1,134 @@
+"""What an epoch is told of the ones before and behind it, and that none begins before it is asked for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import raycl
+from raycl.augment.images import ImageAugmentation
+from raycl.data.images import ImageFormat
+from raycl.data.order import Share, Shuffled
+from raycl.data.rows import Batch, Rows
+from raycl.training.checkpoint import Position
+from raycl.training.epochs import Epochs
+from raycl.training.stage_plan import StagePlan, stage_plans
+from raycl.training.views import ImageDrawing, ViewMaker
+
+NUM_ROWS, SIZE, BATCH_SIZE = 22, 8, 4  # five batches an epoch
+SHARE = Share(batch_size=BATCH_SIZE)
+
+
+@dataclass
+class Asked:
+    """Rows in order, and what was asked of them: epoch, start, whether it follows, whether another does."""
+
+    shuffled: Shuffled
+    calls: list[tuple[int, int, bool, bool]] = field(default_factory=list)
+
+    def epoch_batches(
+        self, share: Share, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
+    ) -> Iterator[Batch]:
+        self.calls.append((epoch, start, follows, another))
+        return self.shuffled.epoch_batches(share, epoch=epoch, start=start)
+
+
+@pytest.fixture
+def asked() -> Asked:
+    pixels = [bytes([row]) * (SIZE * SIZE) for row in range(NUM_ROWS)]
+    columns = {
+        "image.pixels": pa.array(pixels, pa.binary(SIZE * SIZE)),
+        "image.aspect": pa.array(np.ones(NUM_ROWS), pa.float32()),
+        "sample_id": pa.array(np.arange(NUM_ROWS), pa.int64()),
+        "label": pa.array(np.zeros(NUM_ROWS), pa.int64()),
+    }
+    rows = Rows([pa.table(columns)], {"image": ImageFormat(size=SIZE, channels=1)})
+    return Asked(Shuffled(rows=rows, seed=3))
+
+
+@pytest.fixture
+def epochs(asked: Asked) -> Epochs:
+    drawing = ImageDrawing(
+        augmentation=ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.5,)),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    return Epochs(asked, ViewMaker(drawing=drawing, num_views=2, device=torch.device("cpu")))  # type: ignore[arg-type]
+
+
+def plan_of(**length: int) -> StagePlan:
+    settings = {"stages.0.batch_size": BATCH_SIZE, "stages.0.epochs": None}
+    settings |= {f"stages.0.{name}": value for name, value in length.items()}
+    return stage_plans(raycl.override(raycl.recipe("simclr"), settings), num_train=NUM_ROWS)[0]
+
+
+def ids_of(epochs: Epochs, position: Position, plan: StagePlan) -> list[list[int]]:
+    return [views.ids.tolist() for views in epochs.views(position, plan, SHARE)]
+
+
+def after_an_epoch(position: Position, num_steps: int) -> Position:
+    for _ in range(num_steps):
+        position = position.next_step(batch_size=BATCH_SIZE)
+    return position.next_epoch()
+
+
+def test_each_epoch_follows_the_one_before_and_the_last_one_of_a_stage_has_none_behind_it(
+    epochs: Epochs, asked: Asked
+) -> None:
+    position, plan, drawn = Position(), plan_of(epochs=3), []
+    for _ in range(3):
+        drawn.append(ids_of(epochs, position, plan))
+        position = after_an_epoch(position, 5)
+    assert asked.calls == [(0, 0, False, True), (1, 0, True, True), (2, 0, True, False)]
+    assert drawn == [
+        [batch.sample_id.tolist() for batch in asked.shuffled.epoch_batches(SHARE, epoch=epoch)]
+        for epoch in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("steps", "another"), [(4, False), (5, False), (6, True)])
+def test_a_stage_of_steps_asks_for_no_epoch_that_it_would_not_reach(
+    epochs: Epochs, asked: Asked, steps: int, another: bool
+) -> None:
+    ids_of(epochs, Position(), plan_of(steps=steps))
+    assert asked.calls == [(0, 0, False, another)]
+
+
+def test_a_resumed_epoch_counts_the_steps_that_are_left_of_it(epochs: Epochs, asked: Asked) -> None:
+    resumed = Position(step=3, samples=12, epoch_step=3, stage_step=3)
+    whole = ids_of(epochs, Position(), plan_of(steps=5))
+    assert ids_of(epochs, resumed, plan_of(steps=5)) == whole[3:]
+    ids_of(epochs, resumed, plan_of(steps=6))
+    assert asked.calls[1:] == [(0, 3, False, False), (0, 3, False, True)]
+
+
+def test_nothing_follows_an_epoch_that_was_left_in_its_middle_or_that_is_another_one(
+    epochs: Epochs, asked: Asked
+) -> None:
+    plan, first = plan_of(epochs=9), Position()
+    views = epochs.views(first, plan, SHARE)
+    next(views)
+    views.close()  # as when a stage ends
+    second = after_an_epoch(first, 1)
+    ids_of(epochs, second, plan)
+    ids_of(epochs, second, plan)  # as after a rollback
+    third = after_an_epoch(second, 5)
+    ids_of(epochs, replace(third, epoch_step=2, stage_step=third.stage_step + 2), plan)
+    ids_of(epochs, after_an_epoch(third, 5), plan)
+    assert [(epoch, follows) for epoch, _, follows, _ in asked.calls] == [
+        (0, False),
+        (1, False),
+        (1, False),
+        (2, False),
+        (3, True),
+    ]
+
+
+def test_the_first_epoch_comes_as_it_is_with_its_ids(epochs: Epochs) -> None:
+    batches = list(epochs.plain(SHARE))
+    assert len(batches) == 5
+    for images, sample_id in batches:
+        assert torch.allclose(images[:, 0, 0, 0], (sample_id / 255 - 0.5) / 0.5, atol=1e-6)
