@@ -58,8 +58,8 @@ def main() -> None:
 def profile(recipe: str, options: argparse.Namespace) -> dict[str, float]:
     """Train some steps; return the mean milliseconds of each phase, and of the whole step."""
     settings = steps_alone(options, workers=options.workers)
-    # What a logged step measures is a part of the whole as it is in a user's run, not in every step.
-    settings |= {"log_every_steps": max(1, min(10, options.steps // 3))}
+    # Logged steps measure more than others: as rare as in a user's run, if there are steps enough.
+    settings |= {"log_every_steps": min(10, options.steps // 3)}
     if recipe in IMAGES:
         settings |= encoder_of(options)
     size = {"image_size": 32} if recipe in IMAGES else {}
@@ -131,6 +131,8 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if set(options.recipes) & set(IMAGES) and not options.images:
         parser.error("--images is missing; give a Parquet file with an image column")
+    if options.steps < 3:
+        parser.error("--steps is below 3; the first third of them warms up")
     if "two_tower" in options.recipes and not options.pairs:
         parser.error(
             "--pairs is missing; give a Parquet file with query and document, or leave two_tower out"

@@ -96,10 +96,7 @@ def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
 def all_sum(value: Tensor) -> Tensor:
     """Return the elementwise sum over all workers, without gradient; ``value`` is left alone."""
     value = value.detach()
-    if memory := _memory_for(value):
-        with phase("messages"):
-            return memory.sum(value, out=torch.empty_like(value, memory_format=torch.contiguous_format))
-    return _add_up(value.clone(memory_format=torch.contiguous_format))
+    return _sum_into(torch.empty_like(value, memory_format=torch.contiguous_format), value)
 
 
 @final
@@ -151,13 +148,15 @@ def average_(tensors: Iterable[Tensor]) -> None:
     """Replace each tensor by its mean over all workers, in place; a few large messages, not many small.
 
     Args:
-        tensors: The same number, shapes and types on every worker, for example gradients.
+        tensors: Floating-point ones, the same number, shapes and types on every worker, for example
+            gradients.
     """
     if num_workers() == 1:
         return
     for bucket in _buckets(list(tensors), MAX_BYTES if shares_memory() else _BUCKET_BYTES):
-        flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in bucket])
-        parts = _add_up(flat).div_(num_workers()).split([each.numel() for each in bucket])
+        flats = [each.contiguous().view(-1) for each in bucket]
+        flat = flats[0] if len(bucket) == 1 else torch.cat(flats)
+        parts = _sum_into(flat, flat).div_(num_workers()).split([each.numel() for each in bucket])
         for each, part in zip(bucket, parts, strict=True):
             if part.data_ptr() != each.data_ptr():
                 each.copy_(part.view_as(each))
@@ -231,14 +230,15 @@ def _buckets(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _add_up(value: Tensor) -> Tensor:
-    """Replace a contiguous tensor by its sum over all workers; return it."""
+def _sum_into(out: Tensor, value: Tensor) -> Tensor:
+    """Write the sum over all workers to ``out``, which is contiguous and may be the value itself; return it."""
+    if num_workers() == 1:
+        return out.copy_(value)
     with phase("messages"):
         if memory := _memory_for(value):
-            return memory.sum(value, out=value)
-        if num_workers() > 1:
-            dist.all_reduce(value)
-        return value
+            return memory.sum(value, out)
+        dist.all_reduce(out.copy_(value))
+        return out
 
 
 def _memory_for(rows: Tensor) -> SharedMemory | None:

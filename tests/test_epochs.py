@@ -1,4 +1,4 @@
-"""What an epoch is told of the ones before and behind it, and that none begins before it is asked for."""
+"""What an epoch is told of the ones before and behind it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -60,9 +60,12 @@ def epochs(asked: Asked) -> Epochs:
 
 
 def plan_of(**length: int) -> StagePlan:
-    settings = {"stages.0.batch_size": BATCH_SIZE, "stages.0.epochs": None}
-    settings |= {f"stages.0.{name}": value for name, value in length.items()}
-    return stage_plans(raycl.override(raycl.recipe("simclr"), settings), num_train=NUM_ROWS)[0]
+    return plans_of(**{f"stages.0.{name}": value for name, value in length.items()})[0]
+
+
+def plans_of(**settings: object) -> list[StagePlan]:
+    stages = {"stages.0.batch_size": BATCH_SIZE, "stages.0.epochs": None}
+    return stage_plans(raycl.override(raycl.recipe("simclr"), stages | settings), num_train=NUM_ROWS)
 
 
 def ids_of(epochs: Epochs, position: Position, plan: StagePlan) -> list[list[int]]:
@@ -125,6 +128,22 @@ def test_nothing_follows_an_epoch_that_was_left_in_its_middle_or_that_is_another
         (2, False),
         (3, True),
     ]
+
+
+def test_a_later_stage_counts_its_own_epochs_and_steps_and_begins_anew(epochs: Epochs, asked: Asked) -> None:
+    second_stage = {"stages.1.batch_size": BATCH_SIZE, "stages.1.epochs": 2, "stages.1.steps": None}
+    first, second = plans_of(**{"stages.0.steps": 10}, **second_stage)
+    position = Position()
+    for plan in (first, first, second, second):
+        if plan is second and position.stage == 0:
+            position = position.next_stage()
+        ids_of(epochs, position, plan)
+        position = after_an_epoch(position, 5)
+    others = [(epoch, another) for epoch, _, _, another in asked.calls]
+    assert others == [(0, True), (1, False), (2, True), (3, False)]
+    of_steps = second.stage.model_copy(update={"epochs": None, "steps": 6})
+    ids_of(epochs, Position(step=20, epoch=4, stage=2), replace(second, stage=of_steps))
+    assert asked.calls[-1][-1] is True
 
 
 def test_the_first_epoch_comes_as_it_is_with_its_ids(epochs: Epochs) -> None:

@@ -15,7 +15,7 @@ from raycl.training.views import ViewMaker, Views
 
 @final
 class Epochs:
-    """Draw the views of a worker's batches; the rows of an epoch that follows another are read ahead.
+    """Draw the views of a worker's batches; a stream reads the rows of the next epoch ahead.
 
     Rows are fetched in the background. Views are not: on a CPU a second thread of torch would fight the
     step for the same cores, on an accelerator they are drawn there.
@@ -27,7 +27,7 @@ class Epochs:
 
     def plain(self, share: Share) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of the first epoch without any randomness, and their ids."""
-        return map(self._maker.plain, Prefetched(self._batches.epoch_batches(share, epoch=0)))
+        yield from map(self._maker.plain, Prefetched(self._batches.epoch_batches(share, epoch=0)))
 
     def views(self, position: Position, plan: StagePlan, share: Share) -> Iterator[Views]:
         """Yield the views that are left of the epoch that the position is in."""

@@ -84,16 +84,62 @@ def test_a_run_writes_what_it_promises(finished: Finished) -> None:
     assert saved == small_run(**TRACKED)
 
 
-def test_a_run_starts_no_helper_of_ray_that_it_has_no_use_for(data: Path, tmp_path: Path) -> None:
-    before = set(ray_state.actors())
+@dataclass(frozen=True)
+class Watched:
+    """What a run started: classes of actors, and the libraries that its controller loaded."""
+
+    started: set[str]
+    controller_loaded: set[str]
+
+
+@pytest.fixture(scope="module")
+def watched(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """A run of two steps, looked at from the side."""
+    before, loaded, is_over = set(ray_state.actors()), set[str](), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.05):
+            for id_, facts in ray_state.actors().items():
+                is_controller = facts["ActorClassName"] == "TrainController" and facts["State"] == "ALIVE"
+                if is_controller and id_ not in before:
+                    loaded.update(libraries_of(facts["Pid"]))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     config = small_run(**{"stages.0.epochs": None, "stages.0.steps": 2, "evaluation.every_epochs": 0})
-    raycl.train(config, data=str(data), output=str(tmp_path), quiet=True)
+    try:
+        raycl.train(
+            config, data=str(data), output=str(tmp_path_factory.mktemp("runs") / "watched"), quiet=True
+        )
+    finally:
+        is_over.set()
+        watcher.join()
     started = {facts["ActorClassName"] for id_, facts in ray_state.actors().items() if id_ not in before}
-    assert {"TrainController", "RayTrainWorker", "Logbook"} <= started
-    assert started <= {
+    return Watched(started, loaded)
+
+
+def libraries_of(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # not begun yet, or over
+        return set()
+    return {line.split()[-1] for line in lines if ".so" in line}
+
+
+def test_a_run_starts_no_helper_of_ray_that_it_has_no_use_for(watched: Watched) -> None:
+    assert {"TrainController", "RayTrainWorker", "Logbook"} <= watched.started
+    assert watched.started <= {
         *("TrainController", "RayTrainWorker", "SynchronizationActor", "Logbook"),
         *("_StatsActor", "_AutoscalingCoordinatorActor"),  # of Ray Data, if this is the first run
     }
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="libraries are looked up in /proc")
+def test_the_controller_loads_no_libraries_of_images(watched: Watched) -> None:
+    assert any("ray/_raylet" in each for each in watched.controller_loaded)
+    # Workers begin to import when it is done: a second here is a second of the start.
+    for needless in ("torchvision", "matplotlib", "PIL"):
+        assert not [each for each in watched.controller_loaded if f"/{needless}/" in each], needless
 
 
 def test_broken_rows_are_counted_by_cause(finished: Finished) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from raycl.batchnorm import synchronize
 from raycl.distributed import all_sum, average_, gather, gather_detached, shared_memory
 from raycl.errors import RayclError
+from raycl.phases import Account, counted
 from raycl.shared_memory import MAX_BYTES, SharedMemory
 from raycl.training.parallel import average_gradients
 from tests.workers.processes import run_workers
@@ -45,21 +46,28 @@ def test_rows_through_memory_are_those_through_gloo(num_workers: int) -> None:
             assert torch.equal(ours, theirs)
 
 
-def _sums(rank: int, num_workers: int) -> list[torch.Tensor]:
-    value = torch.arange(6, dtype=torch.float64).view(2, 3).T * (rank + 1)
-    with shared_memory():
-        return [all_sum(value), all_sum(value[0, 0]), all_sum(value.long()), value]
+def _values(rank: int) -> list[torch.Tensor]:
+    value = torch.arange(6, dtype=torch.float64).view(2, 3) * (rank + 1)
+    return [value, value.T, value[0, 1], value.long(), value.to(torch.bfloat16), value > 6]
 
 
-def test_sums_are_exact_and_leave_the_value_alone() -> None:
-    whole = torch.arange(6, dtype=torch.float64).view(2, 3).T * 6
-    for rank, (total, scalar, integers, value) in enumerate(run_workers(_sums, 3)):
-        assert torch.equal(total, whole)
-        assert scalar == whole[0, 0]
-        assert scalar.ndim == 0
-        assert integers.dtype == torch.int64
-        assert torch.equal(integers, whole.long())
-        assert torch.equal(value, whole / 6 * (rank + 1))
+def _sums(rank: int, num_workers: int) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
+    values = _values(rank)
+    with shared_memory() as is_shared:
+        return is_shared, [all_sum(each) for each in values], values
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_sums_are_exact_and_leave_the_value_alone(num_workers: int) -> None:
+    parts = zip(*map(_values, range(num_workers)), strict=True)
+    wholes = [torch.stack(each).double().sum(0).to(each[0].dtype) for each in parts]
+    for rank, (is_shared, sums, values) in enumerate(run_workers(_sums, num_workers)):
+        assert is_shared
+        for ours, whole in zip(sums, wholes, strict=True):
+            assert ours.dtype == whole.dtype
+            assert torch.equal(ours, whole)
+        for value, before in zip(values, _values(rank), strict=True):
+            assert torch.equal(value, before)
 
 
 def _to_average(rank: int) -> list[torch.Tensor]:
@@ -73,12 +81,15 @@ def _to_average(rank: int) -> list[torch.Tensor]:
         torch.randn(6, MAX_BYTES // 16).T,  # too large for the memory, and not contiguous
         torch.randn(4, 3, dtype=torch.float64).T,  # alone of its type, and not contiguous
         torch.randn(()),
+        torch.randn(7, 2, dtype=torch.float64)[:, 0],  # alone of its type; with gaps
+        torch.randn(MAX_BYTES // 4 + 1, 2)[:, 0],  # too large for the memory; with gaps
     ]
 
 
 def _averages(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
     tensors = _to_average(rank)
-    with shared_memory() if share else contextlib.nullcontext():
+    with shared_memory() if share else contextlib.nullcontext(False) as is_shared:
+        assert is_shared == share
         average_(tensors)
     return tensors
 
@@ -92,8 +103,16 @@ def test_averages_are_the_means_of_all_workers_in_their_place(num_workers: int, 
             torch.testing.assert_close(ours, mean, rtol=1e-6, atol=1e-7)
 
 
+def test_one_that_is_alone_spends_no_time_in_messages() -> None:
+    account = Account()
+    with counted(account):
+        assert all_sum(torch.tensor(3.0)) == 3
+        average_([torch.ones(4)])
+    assert "messages" not in account.seconds()
+
+
 def _many_rounds(rank: int, num_workers: int) -> int:
-    """Return how many of many short messages came wrong, at changing paces."""
+    """Return how many of many messages came wrong, most of them short, at changing paces."""
     num_wrong = 0
     with shared_memory():
         for number in range(3_000):
@@ -103,6 +122,12 @@ def _many_rounds(rank: int, num_workers: int) -> int:
             rows = gather_detached(torch.full((1, size), number * 10.0 + rank))
             expected = number * 10.0 + torch.arange(num_workers).float().unsqueeze(1)
             num_wrong += not torch.equal(rows, expected.expand(-1, size))
+            if number % 10 == 0:  # as long as may be, read while it is added up
+                value = torch.full((MAX_BYTES // 4,), number + float(rank))
+                total = number * num_workers + num_workers * (num_workers - 1) / 2
+                num_wrong += not bool((all_sum(value) == total).all())
+                average_([value])
+                num_wrong += not torch.allclose(value, torch.tensor(total / num_workers))
     return num_wrong
 
 
