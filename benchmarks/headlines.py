@@ -71,6 +71,12 @@ class Headline:
         return better.median / worse.median
 
     @property
+    def times(self) -> str:
+        """The ratio for people."""
+        ratio = self.ratio or 0.0
+        return f"{ratio:.2f}" if ratio < 100 else short(ratio)
+
+    @property
     def verdict(self) -> str:
         if self.of.aim is None or self.ratio is None:
             return ""
@@ -79,7 +85,7 @@ class Headline:
     def __str__(self) -> str:
         text = f"{self.of.what}: {self.own} {self.of.unit}"
         if self.ratio is not None:
-            text += f"; {self.of.peer} {self.other}; {self.ratio:.2f} times"
+            text += f"; {self.of.peer} {self.other}; {self.times} times"
         return f"{text}; aim {self.of.aim:.2f} {self.verdict}" if self.verdict else text
 
 

@@ -108,9 +108,9 @@ def section(
 
 
 def row(headline: Headline) -> str:
-    of, ratio = headline.of, headline.ratio
+    of = headline.of
     cells = [of.what, f"{headline.own} {of.unit}", of.peer]
-    cells += ["", ""] if ratio is None else [f"{headline.other} {of.unit}", f"**{ratio:.2f}**"]
+    cells += ["", ""] if headline.other is None else [f"{headline.other} {of.unit}", f"**{headline.times}**"]
     cells.append(f"{of.aim:.2f}, {headline.verdict}" if headline.verdict else "")
     return f"| {' | '.join(cells)} |"
 
@@ -149,8 +149,7 @@ def draw(headlines: Sequence[Headline], path: Path) -> bool:
         axes.plot(*zip(*aims, strict=True), "|", color=INK, ms=11, mew=2, label="aim") if aims else None
         for row, each in enumerate(bars):  # in a column of their own, where no mark lies over them
             color = RED if each.verdict == "missed" else INK
-            text = f"{each.ratio:.2f}"
-            axes.text(1.02, row, text, color=color, va="center", transform=axes.get_yaxis_transform())
+            axes.text(1.02, row, each.times, color=color, va="center", transform=axes.get_yaxis_transform())
         axes.axvline(1, color=INK, lw=1)
         axes.set(xscale="log", yticks=rows, yticklabels=[f"{each.of.what} / {each.of.peer}" for each in bars])
         axes.set_xlim(min(0.5, 0.8 * min(ratios)), max(2.0, 1.1 * max(ratios)))
