@@ -74,7 +74,7 @@ def measure(batches: Iterator[int], options: argparse.Namespace) -> float:
     began, num_images = time.perf_counter(), 0
     for number in batches:
         num_images += number
-        is_end = number == 0 if in_epochs else True
+        is_end = number == 0 or not in_epochs
         if is_end and time.perf_counter() - began > options.seconds:
             break
     return num_images / (time.perf_counter() - began)

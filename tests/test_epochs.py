@@ -130,6 +130,17 @@ def test_nothing_follows_an_epoch_that_was_left_in_its_middle_or_that_is_another
     ]
 
 
+def test_an_epoch_that_was_left_does_not_follow_a_second_time(epochs: Epochs, asked: Asked) -> None:
+    plan, first = plan_of(epochs=9), Position()
+    ids_of(epochs, first, plan)
+    second = after_an_epoch(first, 5)
+    views = epochs.views(second, plan, SHARE)
+    next(views)
+    views.close()  # as when the run goes back to where the epoch began
+    ids_of(epochs, second, plan)
+    assert [follows for _, _, follows, _ in asked.calls] == [False, True, False]
+
+
 def test_a_later_stage_counts_its_own_epochs_and_steps_and_begins_anew(epochs: Epochs, asked: Asked) -> None:
     second_stage = {"stages.1.batch_size": BATCH_SIZE, "stages.1.epochs": 2, "stages.1.steps": None}
     first, second = plans_of(**{"stages.0.steps": 10}, **second_stage)

@@ -38,6 +38,13 @@ def test_a_prepared_process_multiplies_with_gradients_as_exactly_as_float32_can(
     assert relative_error(layer.weight.grad, 2 * exact.T @ rows.detach().double()) < 1e-6
 
 
+def test_exact_products_are_onednns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_product_error", lambda shape: 3e-7)
+    PRODUCTS.fp32_precision = "ieee"
+    assert multiply_by_onednn()
+    assert PRODUCTS.fp32_precision == "bf16"
+
+
 def test_products_that_would_be_rounded_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a processor with units for matrices of bfloat16.
     rounded = process._product_error
