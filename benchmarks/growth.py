@@ -31,6 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullFormatter
 from measuring import describe_machine, read_status
+from result_tables import DUE, growth_table
 
 DIM, BATCH, NUM_DRAWN = 128, 256, 4_096
 REPEATS = 5
@@ -41,7 +42,6 @@ SIZES = {
     "batch": (256, 1_024, 4_096, 16_384, 65_536),
 }
 UNITS = {"rows": "rows read", "queue": "keys", "bank": "slots", "batch": "pairs"}
-DUE = {"rows": 1.0, "queue": 1.0, "bank": 0.0, "batch": 2.0}  # the exponents that the work itself has
 
 
 def main() -> None:
@@ -52,10 +52,9 @@ def main() -> None:
         return
     found = {kind: [measured(kind, size) for size in sizes(kind, options)] for kind in options.only}
     exponents = {kind: exponent(points) for kind, points in found.items()}
-    for kind, value in exponents.items():
-        print(f"{kind}: seconds grow with the power {value:.2f} of it; the work itself with {DUE[kind]:g}")
+    report = {"points": found, "exponents": exponents, "machine": describe_machine()}
+    print(growth_table(report))
     if options.json:
-        report = {"points": found, "exponents": exponents, "machine": describe_machine()}
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     if options.output:
         draw(found, exponents, options.output)

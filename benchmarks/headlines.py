@@ -6,7 +6,7 @@ has this value. Results come from other programs and other days: what is absent 
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +91,7 @@ class Headline:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """A script with its flags, and what to read from the JSON that it writes."""
+    """A script with its flags, what to read from the JSON that it writes, and what else it has for the page."""
 
     name: str
     section: str
@@ -99,6 +99,8 @@ class Benchmark:
     comparisons: Sequence[Comparison]
     flags: str = ""
     quick: str = ""  # flags of a quick try, which come last and so count
+    table: Callable[[dict[str, Any]], str] | None = None  # of its result, beside the headlines
+    picture: str = ""  # what is to be seen on NAME.png in the folder of results, if it draws that
 
     def words(self, *, quick: bool) -> list[str]:
         """Return script and flags; ``{data}`` and ``{output}`` stand for folders."""

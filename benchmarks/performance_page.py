@@ -1,6 +1,7 @@
 """The page of what the benchmarks found: tables, commands, machine and a picture, between two marks in the page."""
 
 import io
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,13 @@ def check_page(page: Path) -> str | None:
     return f"{page} has no place for the figures; put the lines '{BEGIN}' and '{END}' there"
 
 
-def write_page(page: Path, suite: Sequence[Benchmark], results: Results, records: Records) -> None:
-    """Write between the marks of a page, and its picture into the folder ``images`` beside it."""
+def write_page(
+    page: Path, suite: Sequence[Benchmark], results: Results, records: Records, *, pictures: Path
+) -> None:
+    """Write between the marks of a page, and pictures into the folder ``images`` beside it.
+
+    ``pictures`` is the folder of those that benchmarks drew themselves.
+    """
     text = page.read_text() if page.exists() else NEW
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
@@ -45,6 +51,8 @@ def write_page(page: Path, suite: Sequence[Benchmark], results: Results, records
     for title in SECTIONS:
         if members := [benchmark for benchmark in done if benchmark.section == title]:
             parts += section(title, members, found, records)
+            for benchmark in members:
+                parts += own_parts(benchmark, results[benchmark.name], pictures, picture)
     page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}")
 
 
@@ -105,6 +113,22 @@ def section(
         parts.append("Absent:\n\n" + "\n".join(absent))
     commands = [command(benchmark, records[benchmark.name]) for benchmark in members]
     return [*parts, "\n".join(["```bash", *commands, "```"])]
+
+
+def own_parts(benchmark: Benchmark, result: Any, pictures: Path, beside: Path) -> list[str]:
+    """Return the table of a benchmark's own, and its picture, which is copied beside the page's."""
+    parts = []
+    if benchmark.table:
+        try:
+            parts.append(benchmark.table(result))
+        except (LookupError, TypeError, AttributeError) as error:
+            parts.append(f"Absent: the table of {benchmark.name} ({type(error).__name__}: {error})")
+    drawn = pictures / f"{benchmark.name}.png"
+    if benchmark.picture and drawn.exists():
+        copy = beside.with_name(f"{beside.stem}_{drawn.name}")
+        shutil.copyfile(drawn, copy)
+        parts.append(f"![{benchmark.picture}](images/{copy.name})")
+    return parts
 
 
 def row(headline: Headline) -> str:

@@ -40,7 +40,7 @@ def main() -> None:
             for line in read_headlines(benchmark, results, records):
                 print(f"absent: {line}" if isinstance(line, AbsentError) else line)
     if options.write:
-        write_page(options.write, SUITE, results, records)
+        write_page(options.write, SUITE, results, records, pictures=options.output)
         print(f"{options.write} is written")
     if failed:
         sys.exit(f"{len(failed)} of {len(options.benchmarks)} failed: {', '.join(failed)}")

@@ -9,6 +9,7 @@ worker has made one, and asks for the second. ``end``: the whole command with te
 """
 
 import argparse
+import compileall
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 from measuring import describe_machine, summarize
 from torch import Tensor, nn
 
+import raycl
 from raycl.demo.digits import write_digits
 from raycl.models.images import build_image_encoder
 from raycl.storage import Place
@@ -54,6 +56,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
+    # As of an installed package: where Python may not write its caches, every process would compile it anew.
+    compileall.compile_dir(Path(raycl.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         if options.data is None:
             options.data, _ = write_digits(Place(folder))

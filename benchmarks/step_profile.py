@@ -21,35 +21,23 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from measuring import describe_machine
+from result_tables import PHASES, WALL, step_table
 from train_step import ENCODERS, encoder_of, steps_alone
 
 import raycl
-from raycl.phases import REST
 from raycl.records import read_metrics
 from raycl.storage import Place
 
 IMAGES = ("simclr", "moco_v2", "instance_discrimination")
 RECIPES = (*IMAGES, "two_tower")
-TITLES = {
-    "data": "wait for rows",
-    "views": "draw views",
-    "keys": "encode keys",
-    "forward": "forward",
-    "loss": "loss",
-    "messages": "messages",
-    "backward": "backward",
-    "update": "update",
-    "store": "queue or bank",
-    REST: "all else",
-}
 
 
 def main() -> None:
     options = read_options()
     found = {recipe: profile(recipe, options) for recipe in options.recipes}
-    print_table(found)
+    report = {"steps": found, "settings": vars(options), "machine": describe_machine()}
+    print(step_table(report))
     if options.json:
-        report = {"steps": found, "settings": vars(options), "machine": describe_machine()}
         options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
     if options.output:
         draw(found, options.output)
@@ -71,9 +59,9 @@ def profile(recipe: str, options: argparse.Namespace) -> dict[str, float]:
     # The steps before the first line warm up.
     num_steps = lines[-1]["step"] - lines[0]["step"]
     laps = [(line, line["seconds"] - before["seconds"]) for before, line in pairwise(lines)]
-    spent = {name: 1e3 * sum(part(line, name) * lap for line, lap in laps) / num_steps for name in TITLES}
+    spent = {name: 1e3 * sum(part(line, name) * lap for line, lap in laps) / num_steps for name in PHASES}
     wall = 1e3 * sum(lap for _, lap in laps) / num_steps
-    return {name: value for name, value in spent.items() if value > 0} | {"wall": wall}
+    return {name: value for name, value in spent.items() if value > 0} | {WALL: wall}
 
 
 def part(line: dict[str, Any], name: str) -> float:
@@ -81,34 +69,18 @@ def part(line: dict[str, Any], name: str) -> float:
     return line.get("data_wait_fraction" if name == "data" else f"{name}_fraction", 0.0)
 
 
-def print_table(found: dict[str, dict[str, float]]) -> None:
-    print(f"| ms a step | {' | '.join(found)} |")
-    print("|---" * (len(found) + 1) + "|")
-    for name in (*TITLES, "wall"):
-        cells = [cell(parts, name) for parts in found.values()]
-        print(f"| {TITLES.get(name, 'the step')} | {' | '.join(cells)} |")
-
-
-def cell(parts: dict[str, float], name: str) -> str:
-    """Return milliseconds, and how much of the step they are."""
-    if name not in parts:
-        return "-"
-    share = "" if name == "wall" else f" ({parts[name] / parts['wall']:.1%})"
-    return f"{parts[name]:,.1f}{share}"
-
-
 def draw(found: dict[str, dict[str, float]], path: Path) -> None:
     """Draw a bar a recipe, each the whole of its step."""
     figure, axes = plt.subplots(figsize=(9, 0.7 * len(found) + 1.8), layout="constrained")
     left = dict.fromkeys(found, 0.0)
-    for number, name in enumerate(TITLES):
-        shares = [100 * parts.get(name, 0.0) / parts["wall"] for parts in found.values()]
+    for number, name in enumerate(PHASES):
+        shares = [100 * parts.get(name, 0.0) / parts[WALL] for parts in found.values()]
         if any(shares):
             color = plt.get_cmap("tab10")(number)
-            axes.barh(list(found), shares, left=list(left.values()), label=TITLES[name], color=color)
+            axes.barh(list(found), shares, left=list(left.values()), label=PHASES[name], color=color)
         left = {recipe: left[recipe] + share for recipe, share in zip(found, shares, strict=True)}
     axes.set_yticks(
-        range(len(found)), [f"{recipe}\n{parts['wall']:,.0f} ms" for recipe, parts in found.items()]
+        range(len(found)), [f"{recipe}\n{parts[WALL]:,.0f} ms" for recipe, parts in found.items()]
     )
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="percent of the step")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headlines import Benchmark, Comparison, Place
+from result_tables import bank_table, chunk_table, growth_table, step_table
 
 IMAGES, PAIRS = "{data}/cifar10/train.parquet", "{data}/medquad/train.parquet"
 # What each section of the page is about, in the page's order.
@@ -26,10 +27,12 @@ SECTIONS = {
     "graphs are kept from the first pass. The aim is 1.30 times the time at a quarter of the memory.",
     "Neighbors": "The weighted vote of 10,000 queries, CPU time of one thread.",
     "Bank": "Training steps with the negatives in an actor beside the same steps with them in process.",
-    "A step's time": "Two workers, ResNet-18 of images; waiting for rows is to take less than 3% of a step.",
+    "A step's time": "Two workers with one thread each, batch 256, float32, ResNet-18 of images, logged every tenth step; "
+    "means of twenty steps after ten. *Messages* are also the wait for the other worker. Waiting for rows is to take "
+    "less than 3% of a step.",
     "Start": "From the command to the first step of two workers, a Ray of its own included; 15 s are hoped for.",
-    "Growth": "Seconds of CPU at the largest size of each, and memory above what the process held; exponents and their "
-    "picture are `growth.json` and `growth.png`. An epoch of rows is the clock's time on both cores.",
+    "Growth": "Seconds of CPU at the largest size of each, and memory above what the process held. An epoch of rows is "
+    "the clock's time on both cores. Powers are fitted over the upper half of the sizes.",
     "Large batches": "Steps in chunks, one worker with all cores; the losses in a process of their own.",
     "Messages": "What one of four workers sends for a call, beside the formulas of [scale](scale.md).",
 }
@@ -281,6 +284,7 @@ SUITE = (
         section="Batches in chunks",
         script="accumulate.py",
         quick="--quick --networks resnet --sides whole raycl-1 raycl-4 gradcache sentence-transformers",
+        table=chunk_table,
         comparisons=[*chunks("resnet"), *chunks("transformer")],
     ),
     Benchmark(
@@ -297,6 +301,7 @@ SUITE = (
         section="Bank",
         script="bank.py",
         quick="--blocks 1 --steps 3 --repeats 5",
+        table=bank_table,
         comparisons=[
             *bank("moco_v2", "queue"),
             *bank("instance_discrimination", "memory bank"),
@@ -311,6 +316,8 @@ SUITE = (
         script="step_profile.py",
         flags=f"--images {IMAGES} --pairs {PAIRS} --output {{output}}/step_profile.png",
         quick="--batch-size 32 --steps 8",
+        table=step_table,
+        picture="shares of a step by phase",
         comparisons=[
             *wait("simclr"),
             *wait("moco_v2"),
@@ -338,6 +345,8 @@ SUITE = (
         script="growth.py",
         flags="--output {output}/growth.png",
         quick="--quick --only queue bank batch",
+        table=growth_table,
+        picture="seconds over size",
         comparisons=[
             Comparison(what=what, unit=unit, own=("points", kind, {"size": size}, key))
             for kind, size, title in (
@@ -347,6 +356,8 @@ SUITE = (
                 ("batch", 65_536, "NT-Xent of 65,536 pairs"),
             )
             for what, unit, key in ((title, "s", "seconds"), (f"{title}, memory", "MB", "mb"))
+            # A second step of a queue or a bank takes no memory above the first one's.
+            if unit == "s" or kind in ("rows", "batch")
         ],
     ),
     Benchmark(

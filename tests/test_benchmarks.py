@@ -60,8 +60,10 @@ def bank_result(method: str, step_ms: float) -> dict[str, Any]:
         "ratio": spread(1.03),
         "process_step_ms": spread(step_ms),
         "process_waited_percent": spread(0.1),
+        "process_store_percent": spread(0.3),
         "actor_step_ms": spread(1.04 * step_ms),
         "actor_waited_percent": spread(0.3),
+        "actor_store_percent": spread(1.5),
         "memory": {"held_mb": 711.0, "rows_mb": 656.0, "ratio": 1.08},
     }
 
@@ -159,7 +161,7 @@ RESULTS: dict[str, Any] = {
                 "batch": (65_536,),
             }.items()
         },
-        "exponents": {"rows": 1.0},
+        "exponents": {"rows": 1.0, "queue": 1.1, "bank": 0.1, "batch": 1.9},
         "machine": {"cpu": "AMD EPYC"},
     },
     "large_batch": {
@@ -453,7 +455,11 @@ def test_page_of_the_whole_suite_tells_what_is_absent(tmp_path: Path) -> None:
     results = {name: result for name, result in RESULTS.items() if name != "knn"}
     results["nt_xent"] = cells(raycl=(28.0, 11.3), plain=(90.1, 86.2))
     page = tmp_path / "page.md"
-    run.write_page(page, SUITE, results, {name: {} for name in results})
+    pictures = tmp_path / "results"
+    pictures.mkdir()
+    for name in ("growth", "knn"):
+        Image.new("RGB", (8, 8)).save(pictures / f"{name}.png")
+    run.write_page(page, SUITE, results, {name: {} for name in results}, pictures=pictures)
     text = page.read_text()
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
         title for title in SECTIONS if title != "Neighbors"
@@ -462,3 +468,21 @@ def test_page_of_the_whole_suite_tells_what_is_absent(tmp_path: Path) -> None:
     assert "- NT-Xent, 1,024 x 128: there is no nt_xent / cells / lightly 1024 128\n" in text
     assert "**0.74** | 0.77, missed |" in text
     assert (tmp_path / "images" / "page.png").stat().st_size < 150_000
+    # What a benchmark has of its own: its table, and the picture that it drew.
+    assert "| forward | 900.0 (31.0%) | 900.0 (31.0%) |" in text
+    assert "| wait for rows | 4.0 (0.1%) |" in text and "| encode keys | - | - | - | - |" in text
+    assert "| bank | 1,000,000 to 10,000,000 | 0.5 to 0.5 | 0.10 | 0 |" in text
+    assert "| transformer | raycl, 4 kept | 20.10 (18.09-24.12) | 1.35 | 2,108 | 0.24 | - |" in text
+    assert "| moco_v2 | in an actor | 100 (90-120) | 0.30% | 1.50% |" in text
+    assert "| read store | 530 | 8.21 |" in text
+    assert text.count("![") == 2 and "](images/page_growth.png)" in text
+    assert {path.name for path in (tmp_path / "images").iterdir()} == {"page.png", "page_growth.png"}
+
+
+def test_table_that_a_result_has_nothing_for_is_told(tmp_path: Path) -> None:
+    results = {"growth": RESULTS["growth"] | {"exponents": {}}, "step_profile": {"steps": None}}
+    page = tmp_path / "page.md"
+    run.write_page(page, SUITE, results, {name: {} for name in results}, pictures=tmp_path)
+    text = page.read_text()
+    assert "Absent: the table of growth (KeyError: 'rows')" in text
+    assert "Absent: the table of step_profile (TypeError: " in text

@@ -1,0 +1,100 @@
+"""Tables that a benchmark has of its own: all sides, phases or sizes, where headlines are a few numbers."""
+
+from typing import Any
+
+from raycl.phases import REST
+
+PHASES = {
+    "data": "wait for rows",
+    "views": "draw views",
+    "keys": "encode keys",
+    "forward": "forward",
+    "loss": "loss",
+    "messages": "messages",
+    "backward": "backward",
+    "update": "update",
+    "store": "queue or bank",
+    REST: "all else",
+}
+WALL = "wall"
+CHUNK_SIDES = {
+    "whole": "whole batch",
+    "raycl-0": "raycl, no graph kept",
+    "raycl-1": "raycl, 1 kept (the default)",
+    "raycl-4": "raycl, 4 kept",
+    "gradcache": "GradCache",
+    "sentence-transformers": "sentence-transformers' cached loss",
+    "whole-batchnorm": "whole batch, BatchNorm over it",
+    "lockstep": "raycl, BatchNorm over the whole batch",
+    "lockstep-milestones": "... `milestone_every=1`",
+    "gradcache-batchnorm": "GradCache, BatchNorm by chunk",
+}
+STORES = {"process": "in process", "actor": "in an actor"}
+DUE = {"rows": 1.0, "queue": 1.0, "bank": 0.0, "batch": 2.0}  # the exponents that the work itself has
+
+
+def step_table(result: dict[str, Any]) -> str:
+    """Return milliseconds a step by phase, a column a recipe, each with its share of the step."""
+    found = result["steps"]
+    lines = [f"| ms a step | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for name, title in (PHASES | {WALL: "the step"}).items():
+        cells = [_milliseconds(parts, name) for parts in found.values()]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def growth_table(result: dict[str, Any]) -> str:
+    """Return the power with which seconds grow, beside that of the work itself."""
+    lines = ["| work | from, to | seconds | power | of the work itself |", "|---|---|---|---|---|"]
+    for kind, points in result["points"].items():
+        least, most = points[0], points[-1]
+        cells = [kind, f"{least['size']:,} to {most['size']:,}"]
+        cells += [f"{least['seconds']:.3g} to {most['seconds']:.3g}"]
+        cells += [f"{result['exponents'][kind]:.2f}", f"{DUE[kind]:g}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def chunk_table(result: dict[str, Any]) -> str:
+    """Return time, memory and error of every side, beside the whole batch that comes before it."""
+    lines = ["| network | side | CPU s | of the whole | MB | of the whole | error of the gradient |"]
+    lines.append("|---" * 7 + "|")
+    whole: dict[str, Any] = {}
+    for line in result["lines"]:
+        if line["side"].startswith("whole"):
+            whole = line
+        seconds, of_whole = line["cpu_s"], line["cpu_s"]["median"] / whole["cpu_s"]["median"]
+        cells = [line["network"], CHUNK_SIDES[line["side"]]]
+        cells += [f"{seconds['median']:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})", f"{of_whole:.2f}"]
+        cells += [f"{line['memory_mb']:,.0f}", f"{line['memory_mb'] / whole['memory_mb']:.2f}"]
+        cells.append("-" if line["error"] is None else f"{line['error']:.1e}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def bank_table(result: dict[str, Any]) -> str:
+    """Return what a step spends on its store, and the microseconds of rows read and written."""
+    lines = [
+        "| method | store | step, ms | blocked on it | lending and taking in all |",
+        "|---|---|---|---|---|",
+    ]
+    for found in result["results"]:
+        for store, title in STORES.items():
+            step = found[f"{store}_step_ms"]
+            shares = [found[f"{store}_{what}_percent"]["median"] for what in ("waited", "store")]
+            cells = [found["method"], title, f"{step['median']:.0f} ({step['min']:.0f}-{step['max']:.0f})"]
+            lines.append(f"| {' | '.join([*cells, *(f'{share:.2f}%' for share in shares)])} |")
+    rates = next(found["rates"] for found in result["results"] if "rates" in found)
+    lines += ["", "| of the memory bank | µs | million rows/s |", "|---|---|---|"]
+    lines += [
+        f"| {what} | {rate['us']:,.0f} | {rate['rows_per_s'] / 1e6:.2f} |" for what, rate in rates.items()
+    ]
+    return "\n".join(lines)
+
+
+def _milliseconds(parts: dict[str, float], name: str) -> str:
+    """Return how long a phase took, and how much of the step that is."""
+    if name not in parts:
+        return "-"
+    share = "" if name == WALL else f" ({parts[name] / parts[WALL]:.1%})"
+    return f"{parts[name]:,.1f}{share}"
