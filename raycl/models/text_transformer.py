@@ -49,7 +49,7 @@ class TextTransformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return representations [batch, dim]; raises ``ConfigError`` for tokens of another vocabulary."""
-        rows = TokenRows.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length)
+        rows = TokenRows.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length).rounded()
         values = self.token_embedding(rows.tokens) + self.position_embedding(rows.places())
         values = self.dropout(values)  # [num_real, dim]
         for layer in self.layers:

@@ -1,5 +1,6 @@
 """Batches of tokens as encoders meet them: checked, and without the padding where it would cost time."""
 
+import copy
 from typing import Self, final
 
 import torch
@@ -23,6 +24,7 @@ class TokenRows:
         # None if there is no padding at all: then both forms are views of each other.
         index = self.real.flatten().nonzero().squeeze(1)
         self._index = None if len(index) == tokens.numel() else index
+        self._taken = self._index  # what is packed: those, and perhaps some of them twice
         self.tokens = self.packed(tokens)  # [num_real]
 
     @classmethod
@@ -48,16 +50,32 @@ class TokenRows:
             )
         return cls(tokens[:, : max(length, 1)])
 
+    def rounded(self) -> Self:
+        """Return these rows with their first token packed again and again behind the last, up to a round number.
+
+        oneDNN keeps what it made for each size of a matrix, a thousand sizes long: where every batch has
+        another number of tokens, a worker would grow by gigabytes. What becomes of the copies is never
+        spread, so their gradient is zero.
+        """
+        if self._index is None or not len(self._index):
+            return self
+        extra = _round_up(len(self._index)) - len(self._index)
+        rows = copy.copy(self)
+        rows._taken, rows.tokens = (
+            torch.cat([each, each[:1].expand(extra)]) for each in (self._index, self.tokens)
+        )
+        return rows
+
     def packed(self, values: Tensor) -> Tensor:
-        """Return the real ones of values [batch, length, ...], [num_real, ...]."""
+        """Return the real ones of values [batch, length, ...], [num_real, ...], and the copies of a rounded one."""
         flat = values.flatten(0, 1)
-        return flat if self._index is None else flat.index_select(0, self._index)
+        return flat if self._taken is None else flat.index_select(0, self._taken)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return values [num_real, ...] at their places, [batch, length, ...], with zeros elsewhere."""
+        """Return what ``packed`` gave at its places, [batch, length, ...], with zeros elsewhere."""
         if self._index is not None:
             zeros = values.new_zeros(self.batch * self.length, *values.shape[1:])
-            values = zeros.index_copy(0, self._index, values)
+            values = zeros.index_copy(0, self._index, values[: len(self._index)])
         return values.unflatten(0, (self.batch, self.length))
 
     def places(self) -> Tensor:
@@ -73,3 +91,9 @@ class TokenRows:
         """Return the mean over each row's tokens, float32 [batch, dim], of values [num_real, dim]."""
         total = self.spread(values.float()).sum(1)
         return total / self.real.sum(1, keepdim=True).clamp(min=1)
+
+
+def _round_up(number: int) -> int:
+    """Return the next number of few, at most a sixty-fourth above."""
+    step = 1 << max(0, number.bit_length() - 7)
+    return -(-number // step) * step
