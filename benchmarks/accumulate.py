@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measuring import describe_machine, read_status, summarize
+from result_tables import BATCHNORM_SIDES
 from torch import Tensor, nn
 
 from raycl.accumulation import accumulate
@@ -46,7 +47,6 @@ from raycl.training.process import prepare_process
 TEMPERATURE = 0.1
 SIDES = ("whole", "raycl-0", "raycl-1", "raycl-4", "gradcache", "sentence-transformers")
 EXACT_SIDES = {"exact": "whole", "exact-batchnorm": "whole-batchnorm"}  # in float64, for the errors
-BATCHNORM_SIDES = ("whole-batchnorm", "lockstep", "lockstep-milestones", "gradcache-batchnorm")
 
 
 class Transformer(nn.Module):

@@ -1,6 +1,6 @@
 """How cost grows with the work: rows, queue, bank, batch. Exponents are fitted, and all points drawn.
 
-    python benchmarks/growth.py [--only rows queue bank batch] [--quick] [--json FILE] [--output docs/images/growth.png]
+    python benchmarks/growth.py [--only rows queue bank batch] [--quick] [--json FILE] [--output growth.png]
 
 Each point is a process of its own; its cost is the median of its CPU seconds, with one thread, and the memory it
 took above what it held before. ``rows``: an epoch of a streamed set of 16-pixel JPEGs, read, decoded and
@@ -31,7 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullFormatter
 from measuring import describe_machine, read_status
-from result_tables import DUE, growth_table
+from result_tables import DUE, UNITS, growth_table
 
 DIM, BATCH, NUM_DRAWN = 128, 256, 4_096
 REPEATS = 5
@@ -41,7 +41,6 @@ SIZES = {
     "bank": (100_000, 1_000_000, 10_000_000),
     "batch": (256, 1_024, 4_096, 16_384, 65_536),
 }
-UNITS = {"rows": "rows read", "queue": "keys", "bank": "slots", "batch": "pairs"}
 
 
 def main() -> None:

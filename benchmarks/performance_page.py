@@ -1,4 +1,4 @@
-"""The page of what the benchmarks found: tables, commands, machine and a picture, between two marks in the page."""
+"""The page of what the benchmarks found: tables, commands, machine and pictures, between two marks in the page."""
 
 import io
 import shutil
@@ -75,7 +75,8 @@ def introduction(suite: Sequence[Benchmark], done: Sequence[Benchmark], records:
     lines = [
         "`python benchmarks/run.py --data FOLDER --write docs/performance.md` measures and writes all that",
         "follows. Figures are medians, with least and most where a side ran several times. *Times* is how many",
-        "times faster or smaller raycl is: below 1 it is behind.",
+        "times faster or smaller raycl is: below 1 it is behind. The machine is shared, and its speed varies by a",
+        "third: only ratios of one run carry over.",
         "",
         *(f"- {told}: {', '.join(names)}" for told, names in circumstances.items()),
     ]
@@ -121,13 +122,15 @@ def own_parts(benchmark: Benchmark, result: Any, pictures: Path, beside: Path) -
     if benchmark.table:
         try:
             parts.append(benchmark.table(result))
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             parts.append(f"Absent: the table of {benchmark.name} ({type(error).__name__}: {error})")
     drawn = pictures / f"{benchmark.name}.png"
     if benchmark.picture and drawn.exists():
         copy = beside.with_name(f"{beside.stem}_{drawn.name}")
         shutil.copyfile(drawn, copy)
         parts.append(f"![{benchmark.picture}](images/{copy.name})")
+    elif benchmark.picture:
+        parts.append(f"Absent: the picture of {benchmark.name} ({drawn.name} is not among the results)")
     return parts
 
 

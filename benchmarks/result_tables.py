@@ -29,8 +29,11 @@ CHUNK_SIDES = {
     "lockstep-milestones": "... `milestone_every=1`",
     "gradcache-batchnorm": "GradCache, BatchNorm by chunk",
 }
+WHOLE, WHOLE_BATCHNORM = "whole", "whole-batchnorm"
+BATCHNORM_SIDES = (WHOLE_BATCHNORM, "lockstep", "lockstep-milestones", "gradcache-batchnorm")
 STORES = {"process": "in process", "actor": "in an actor"}
 DUE = {"rows": 1.0, "queue": 1.0, "bank": 0.0, "batch": 2.0}  # the exponents that the work itself has
+UNITS = {"rows": "rows read", "queue": "keys", "bank": "slots", "batch": "pairs"}
 
 
 def step_table(result: dict[str, Any]) -> str:
@@ -48,7 +51,7 @@ def growth_table(result: dict[str, Any]) -> str:
     lines = ["| work | from, to | seconds | power | of the work itself |", "|---|---|---|---|---|"]
     for kind, points in result["points"].items():
         least, most = points[0], points[-1]
-        cells = [kind, f"{least['size']:,} to {most['size']:,}"]
+        cells = [kind, f"{least['size']:,} to {most['size']:,} {UNITS[kind]}"]
         cells += [f"{least['seconds']:.3g} to {most['seconds']:.3g}"]
         cells += [f"{result['exponents'][kind]:.2f}", f"{DUE[kind]:g}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -56,13 +59,12 @@ def growth_table(result: dict[str, Any]) -> str:
 
 
 def chunk_table(result: dict[str, Any]) -> str:
-    """Return time, memory and error of every side, beside the whole batch that comes before it."""
-    lines = ["| network | side | CPU s | of the whole | MB | of the whole | error of the gradient |"]
+    """Return time, memory and error of every side, beside the whole batch of the same network."""
+    lines = ["| network | side | CPU s | of the whole | MB | of the whole | gradient off float64 |"]
     lines.append("|---" * 7 + "|")
-    whole: dict[str, Any] = {}
+    by_side = {(line["network"], line["side"]): line for line in result["lines"]}
     for line in result["lines"]:
-        if line["side"].startswith("whole"):
-            whole = line
+        whole = by_side[line["network"], WHOLE_BATCHNORM if line["side"] in BATCHNORM_SIDES else WHOLE]
         seconds, of_whole = line["cpu_s"], line["cpu_s"]["median"] / whole["cpu_s"]["median"]
         cells = [line["network"], CHUNK_SIDES[line["side"]]]
         cells += [f"{seconds['median']:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})", f"{of_whole:.2f}"]
@@ -84,7 +86,7 @@ def bank_table(result: dict[str, Any]) -> str:
             shares = [found[f"{store}_{what}_percent"]["median"] for what in ("waited", "store")]
             cells = [found["method"], title, f"{step['median']:.0f} ({step['min']:.0f}-{step['max']:.0f})"]
             lines.append(f"| {' | '.join([*cells, *(f'{share:.2f}%' for share in shares)])} |")
-    rates = next(found["rates"] for found in result["results"] if "rates" in found)
+    rates = {found["method"]: found for found in result["results"]}["instance_discrimination"]["rates"]
     lines += ["", "| of the memory bank | µs | million rows/s |", "|---|---|---|"]
     lines += [
         f"| {what} | {rate['us']:,.0f} | {rate['rows_per_s'] / 1e6:.2f} |" for what, rate in rates.items()

@@ -133,7 +133,7 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, help="folder of the results [benchmarks/results]")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page and its picture")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page and its pictures")
     options = parser.parse_args()
     by_name = {benchmark.name: benchmark for benchmark in SUITE}
     names = options.only or list(by_name)

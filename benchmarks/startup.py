@@ -5,7 +5,8 @@
 Without ``--data`` on the demo's digits. Each run is the command itself, in a shell of its own, which starts a Ray
 of its own. ``accepted``: the run was checked and its output begun. ``worker up``: Ray is up, the rows are read, and
 a process that trains is there. ``first forward``: the encoder is asked for the first time. ``first step``: every
-worker has made one, and asks for the second. ``end``: the whole command with ten steps and its report.
+worker has made one, and asks for the second. ``end``: the whole command with ten steps and its report. raycl is
+compiled beforehand, as an installed package is.
 """
 
 import argparse

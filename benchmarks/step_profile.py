@@ -1,7 +1,7 @@
 """Where the time of a step goes, recipe by recipe: a table in milliseconds, and a stacked picture.
 
     python benchmarks/step_profile.py --images cifar10/train.parquet --pairs medquad/train.parquet
-        [--recipes simclr moco_v2 ...] [--encoder resnet18] [--json FILE] [--output docs/images/step.png]
+        [--recipes simclr moco_v2 ...] [--encoder resnet18] [--json FILE] [--output step.png]
 
 Each recipe trains as ``raycl train`` does, two workers, a Ray of its own; what is shown is the mean of the
 first worker's steps after the first ones, by the phases that ``metrics.jsonl`` has. A phase holds what

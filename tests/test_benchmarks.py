@@ -11,6 +11,7 @@ from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import accumulate  # pyright: ignore[reportMissingImports]
 import run  # pyright: ignore[reportMissingImports]
 from headlines import (  # pyright: ignore[reportMissingImports]
     AbsentError,
@@ -21,6 +22,7 @@ from headlines import (  # pyright: ignore[reportMissingImports]
     read_number,
 )
 from performance_page import BEGIN, END  # pyright: ignore[reportMissingImports]
+from result_tables import CHUNK_SIDES  # pyright: ignore[reportMissingImports]
 from suite import SECTIONS, SUITE  # pyright: ignore[reportMissingImports]
 
 BY_NAME = {benchmark.name: benchmark for benchmark in SUITE}
@@ -76,6 +78,7 @@ def bank_rates() -> dict[str, Any]:
 
 LINES = {"whole": (14.9, 8_737), "raycl-1": (22.1, 768), "raycl-4": (20.1, 2_108)}
 LINES |= {"gradcache": (21.8, 799), "sentence-transformers": (21.8, 922)}
+BATCHNORM_LINES = {"whole-batchnorm": (10.0, 4_000), "lockstep": (12.0, 1_000)}
 TRAINED = {"raycl": (1_953.0, 2_929.0), "sentence-transformers": (570.0, 3_104.0)}
 MOVED = {"gather": 1.57e6, "gather's gradient": 3.1e6, "parameters' gradient": 1.4e7}
 TIMES = {"wall_s": 68.8, "cpu_s": 130.0, "value": 9.1, "memory_mb": 168.0}
@@ -118,10 +121,10 @@ RESULTS: dict[str, Any] = {
     "accumulate": {
         "machine": {"cpu": "AMD EPYC"},
         "lines": [
-            {"network": network, "side": side, "cpu_s": spread(seconds), "wall_s": spread(seconds)}
-            | {"memory_mb": mb, "value": 4.9, "error": None}
-            for network in ("resnet", "transformer")
-            for side, (seconds, mb) in LINES.items()
+            {"network": network, "side": side, "cpu_s": spread(times * seconds), "wall_s": spread(seconds)}
+            | {"memory_mb": mb, "value": 4.9, "error": error}
+            for network, times, error in (("resnet", 2, 1.8e-3), ("transformer", 1, None))
+            for side, (seconds, mb) in (LINES | (BATCHNORM_LINES if network == "resnet" else {})).items()
         ],
     },
     "knn": [
@@ -471,7 +474,13 @@ def test_page_of_the_whole_suite_tells_what_is_absent(tmp_path: Path) -> None:
     # What a benchmark has of its own: its table, and the picture that it drew.
     assert "| forward | 900.0 (31.0%) | 900.0 (31.0%) |" in text
     assert "| wait for rows | 4.0 (0.1%) |" in text and "| encode keys | - | - | - | - |" in text
-    assert "| bank | 1,000,000 to 10,000,000 | 0.5 to 0.5 | 0.10 | 0 |" in text
+    assert "Absent: the picture of step_profile (step_profile.png is not among the results)" in text
+    assert "| bank | 1,000,000 to 10,000,000 slots | 0.5 to 0.5 | 0.10 | 0 |" in text
+    assert "| resnet | raycl, 4 kept | 40.20 (36.18-48.24) | 1.35 | 2,108 | 0.24 | 1.8e-03 |" in text
+    assert (
+        "| resnet | raycl, BatchNorm over the whole batch | 24.00 (21.60-28.80) | 1.20 | 1,000 | 0.25 |"
+        in text
+    )
     assert "| transformer | raycl, 4 kept | 20.10 (18.09-24.12) | 1.35 | 2,108 | 0.24 | - |" in text
     assert "| moco_v2 | in an actor | 100 (90-120) | 0.30% | 1.50% |" in text
     assert "| read store | 530 | 8.21 |" in text
@@ -479,10 +488,16 @@ def test_page_of_the_whole_suite_tells_what_is_absent(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "images").iterdir()} == {"page.png", "page_growth.png"}
 
 
+def test_every_side_of_a_batch_in_chunks_has_a_title() -> None:
+    assert set(CHUNK_SIDES) == {*accumulate.SIDES, *accumulate.BATCHNORM_SIDES}
+
+
 def test_table_that_a_result_has_nothing_for_is_told(tmp_path: Path) -> None:
     results = {"growth": RESULTS["growth"] | {"exponents": {}}, "step_profile": {"steps": None}}
+    results["bank"] = {"results": [bank_result("moco_v2", 96.2)]}
     page = tmp_path / "page.md"
     run.write_page(page, SUITE, results, {name: {} for name in results}, pictures=tmp_path)
     text = page.read_text()
     assert "Absent: the table of growth (KeyError: 'rows')" in text
     assert "Absent: the table of step_profile (TypeError: " in text
+    assert "Absent: the table of bank (KeyError: 'instance_discrimination')" in text

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from raycl.accumulation import accumulate
 from raycl.errors import ConfigError
 from raycl.losses import nt_xent
+from raycl.models import token_rows
 from raycl.models.bag_of_subwords import BagOfSubwords
 from raycl.models.text import build_text_encoder, text_representation_dim
 from raycl.models.text_transformer import TextTransformer
-from raycl.models.token_rows import TokenRows
 from raycl.models.towers import Tower
 
 NUM_TOKENS, MAX_LENGTH = 50, 24
 SMALL = {"dim": 32, "hidden_dim": 64}
 KINDS: dict[str, dict[str, Any]] = {
     "transformer": SMALL | {"num_layers": 3, "num_heads": 4},
+    "transformer, copies": SMALL | {"num_layers": 3, "num_heads": 4},  # with some tokens packed again
     "transformer, cls": SMALL | {"num_layers": 3, "num_heads": 4, "pooling": "cls"},
     "bag_of_subwords": SMALL,
     "bag_of_subwords, unweighted": SMALL | {"weighted": False},
@@ -49,7 +50,9 @@ def rows_of(*lengths: int, seed: int = 1) -> Tensor:
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if "copies" in request.param:  # which so few tokens would not have
+        monkeypatch.setattr(token_rows, "_round_up", lambda number: number + 5)
     return request.param
 
 
@@ -95,25 +98,31 @@ def test_layers_see_no_padding_and_attention_no_more_than_the_longest_row(
     assert attended == [11, 11, 11]
 
 
-def test_the_transformer_meets_few_sizes_however_many_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, seen, tokens = build("transformer", dropout=0.0), set(), rows_of(*[24] * 50)
+def test_the_transformer_meets_few_sizes_however_many_tokens_come() -> None:
+    encoder, tokens, seen = build("transformer").eval(), rows_of(*[24] * 50), set()
     encoder.layers[0].ask.register_forward_hook(lambda _module, rows, _output: seen.add(len(rows[0])))  # pyright: ignore
-    gradients = []
-    for rounded in (True, False):
-        if not rounded:
-            monkeypatch.setattr(TokenRows, "rounded", lambda self: self)
-        encoder.zero_grad()
-        for left_out in range(1, 300):
-            batch = tokens.clone()
-            batch.flatten()[-left_out:] = 0
-            output = encoder(batch)
-            if left_out == 290:  # 910 tokens are no round number
-                output.square().sum().backward()
-        gradients.append([each.grad.clone() for each in encoder.parameters()])
-        # At most a sixty-fourth too many: from 901 to 1,199 there are 38 such numbers.
-        assert (len(seen) < 38) == rounded
-    for own, plain in zip(*gradients, strict=True):
-        torch.testing.assert_close(own, plain, rtol=1e-5, atol=1e-7)
+    for left_out in range(1, 300):
+        tokens.flatten()[-left_out:] = 0
+        with torch.no_grad():
+            encoder(tokens)
+    assert seen == {*range(904, 1_025, 8), *range(1_040, 1_201, 16)}
+
+
+def test_a_round_number_is_at_most_a_sixty_fourth_above() -> None:
+    numbers = range(1, 20_000)
+    assert all(number <= token_rows._round_up(number) <= number + number / 64 for number in numbers)
+    assert len({token_rows._round_up(number) for number in numbers}) < 700
+
+
+def test_copies_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients, tokens = [], rows_of(5, 24, 8)
+    for num_copies in (0, 40):
+        monkeypatch.setattr(token_rows, "_round_up", lambda number, more=num_copies: number + more)
+        encoder = build("transformer", dropout=0.0)
+        encoder(tokens).square().sum().backward()
+        gradients.append([each.grad for each in encoder.parameters()])
+    for plain, with_copies in zip(*gradients, strict=True):
+        torch.testing.assert_close(with_copies, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_of_padding_only_is_finite_and_leaves_the_others_alone(kind: str) -> None:
@@ -126,8 +135,12 @@ def test_a_row_of_padding_only_is_finite_and_leaves_the_others_alone(kind: str) 
 # What they compute
 
 
+@pytest.mark.parametrize("num_copies", [0, 5])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_the_transformer_is_torchs_with_the_same_weights(pooling: str) -> None:
+def test_the_transformer_is_torchs_with_the_same_weights(
+    pooling: str, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_rows, "_round_up", lambda number: number + num_copies)
     encoder = build("transformer", pooling=pooling, dropout=0.0)
     assert isinstance(encoder, TextTransformer)
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, F.gelu, batch_first=True, norm_first=True)

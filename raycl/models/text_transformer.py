@@ -51,7 +51,7 @@ class TextTransformer(nn.Module):
         """Return representations [batch, dim]; raises ``ConfigError`` for tokens of another vocabulary."""
         rows = TokenRows.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length).rounded()
         values = self.token_embedding(rows.tokens) + self.position_embedding(rows.places())
-        values = self.dropout(values)  # [num_real, dim]
+        values = self.dropout(values)  # [num_packed, dim]
         for layer in self.layers:
             values = layer(values, rows)
         values = self.norm(values)
@@ -84,7 +84,7 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, values: Tensor, rows: TokenRows) -> Tensor:
-        """Change the values [num_real, dim] of the rows' tokens."""
+        """Change the values [num_packed, dim] of the rows' tokens."""
         values = values + self.dropout(self.mix(self._attend(self.attention_norm(values), rows)))
         return values + self.dropout(self.narrow(F.gelu(self.widen(self.norm(values)))))
 

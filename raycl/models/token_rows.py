@@ -12,7 +12,7 @@ from raycl.tokens import PADDING
 
 @final
 class TokenRows:
-    """Rows of tokens, one after the other as [num_real, ...] or one below the other as [batch, length, ...].
+    """Rows of tokens, one after the other as [num_packed, ...] or one below the other as [batch, length, ...].
 
     ``length`` is that of the longest row, however far the batch is padded.
     """
@@ -24,8 +24,8 @@ class TokenRows:
         # None if there is no padding at all: then both forms are views of each other.
         index = self.real.flatten().nonzero().squeeze(1)
         self._index = None if len(index) == tokens.numel() else index
-        self._taken = self._index  # what is packed: those, and perhaps some of them twice
-        self.tokens = self.packed(tokens)  # [num_real]
+        self._taken = self._index  # what is packed: those, and in rounded rows copies of the first
+        self.tokens = self.packed(tokens)  # [num_packed]
 
     @classmethod
     def checked(cls, tokens: Tensor, *, num_tokens: int, max_length: int) -> Self:
@@ -53,21 +53,20 @@ class TokenRows:
     def rounded(self) -> Self:
         """Return these rows with their first token packed again and again behind the last, up to a round number.
 
-        oneDNN keeps what it made for each size of a matrix, a thousand sizes long: where every batch has
+        oneDNN keeps what it made for each size of a matrix, up to a thousand sizes: where every batch has
         another number of tokens, a worker would grow by gigabytes. What becomes of the copies is never
-        spread, so their gradient is zero.
+        spread, so their gradient is zero. Only for what is spread again: a bag would count them in its last row.
         """
         if self._index is None or not len(self._index):
             return self
         extra = _round_up(len(self._index)) - len(self._index)
         rows = copy.copy(self)
-        rows._taken, rows.tokens = (
-            torch.cat([each, each[:1].expand(extra)]) for each in (self._index, self.tokens)
-        )
+        rows._taken = torch.cat([self._index, self._index[:1].expand(extra)])
+        rows.tokens = torch.cat([self.tokens, self.tokens[:1].expand(extra)])
         return rows
 
     def packed(self, values: Tensor) -> Tensor:
-        """Return the real ones of values [batch, length, ...], [num_real, ...], and the copies of a rounded one."""
+        """Return the real ones of values [batch, length, ...], [num_packed, ...]: in rounded rows copies follow them."""
         flat = values.flatten(0, 1)
         return flat if self._taken is None else flat.index_select(0, self._taken)
 
@@ -79,7 +78,7 @@ class TokenRows:
         return values.unflatten(0, (self.batch, self.length))
 
     def places(self) -> Tensor:
-        """Return the place of each token in its row, [num_real]."""
+        """Return the place of each token in its row, [num_packed]."""
         place = torch.arange(self.length, device=self.real.device)
         return self.packed(place.expand(self.batch, -1))
 
@@ -88,12 +87,12 @@ class TokenRows:
         return None if self._index is None else self.real[:, None, None]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over each row's tokens, float32 [batch, dim], of values [num_real, dim]."""
+        """Return the mean over each row's tokens, float32 [batch, dim], of values [num_packed, dim]."""
         total = self.spread(values.float()).sum(1)
         return total / self.real.sum(1, keepdim=True).clamp(min=1)
 
 
 def _round_up(number: int) -> int:
-    """Return the next number of few, at most a sixty-fourth above."""
+    """Return the next number of seven binary digits and zeros, at most a sixty-fourth above."""
     step = 1 << max(0, number.bit_length() - 7)
     return -(-number // step) * step
