@@ -165,9 +165,8 @@ STRIKES: Mapping[str, Callable[[Struck], None]] = {
     "driver": lose_driver,
     "S3 for 20 s": lose_storage,
 }
-IN_CI = {("driver", "moco_v2")}
 CELLS = [
-    pytest.param(fault, method, marks=() if (fault, method) in IN_CI else pytest.mark.drill)
+    (fault, method)
     for fault in STRIKES
     for method in METHODS
     if (fault, method) != ("bank shard", "simclr")  # it has no bank
@@ -203,6 +202,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Method], Whole]
     return of
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(("fault", "method"), CELLS)
 def test_a_run_ends_as_if_nothing_had_happened(
     fault: str, method: Method, whole: Callable[[Method], Whole], s3_server: str, tmp_path: Path

@@ -415,7 +415,10 @@ def test_a_streamed_run_is_resumed_as_it_began(
 
 @pytest.mark.parametrize(
     ("length", "num_epochs"),
-    [({"stages.0.epochs": 5}, 5), ({"stages.0.epochs": None, "stages.0.steps": 25}, 3)],
+    [
+        pytest.param({"stages.0.epochs": 5}, 5, marks=pytest.mark.drill),
+        ({"stages.0.epochs": None, "stages.0.steps": 25}, 3),
+    ],
 )
 def test_an_epoch_of_a_stream_leaves_no_process_behind(
     length: dict[str, Any], num_epochs: int, data: Path, tmp_path: Path
