@@ -16,7 +16,8 @@ SECTIONS = {
     "Whole training": "Two workers with half of the cores each, batch 256; every side has processes of its own, and "
     "they take turns. lightly is its transform and loss in plain `DistributedDataParallel` with a `DataLoader`, as "
     "it comes; sentence-transformers is its own trainer. The encoder alone is forward and backward and nothing "
-    "else, in raycl's layout and with its allocator settings: no pipeline can exceed it. `lightly in float32` beside bfloat16 is of another run.",
+    "else, in raycl's layout and with its allocator settings: no pipeline can exceed it. `lightly in "
+    "float32` beside bfloat16 is of another run.",
     "Data path": "Images a second by the clock, two views each, without an encoder. Rows that are held were decoded "
     "before the first epoch; streamed ones are read and decoded anew. `own views` is a `DataLoader` that draws "
     "raycl's batched views in its workers.",
