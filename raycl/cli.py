@@ -1,5 +1,6 @@
 """The command line: each command checks its input, calls one function and prints what it gave."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,8 +14,9 @@ import typer
 from raycl.cli_bank import bank
 from raycl.commands import typed
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
+from raycl.lease import writing
 from raycl.report.ending import reported
-from raycl.storage import Place
+from raycl.storage import Place, absolute
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -89,7 +91,7 @@ def train(
 ) -> None:
     """Pretrain an encoder by contrast."""
     from raycl.setup import plan_run
-    from raycl.training.admission import admit
+    from raycl.training.admission import admitted
 
     flags = {
         "gpu": gpu or None,
@@ -99,15 +101,15 @@ def train(
     given = {key: value for key, value in flags.items() if value is not None}
     given |= _workers(workers) | _length(epochs, steps)
     config = plan_run(recipe, data=data, flags=given, settings=settings or [])
-    admission = admit(config, output=output, resume=resume, data=data)
-    # What is refused up to here is refused without waiting for Ray and torch.
-    from raycl.joining import start_early
+    with admitted(config, output=output, resume=resume, data=data) as admission:
+        # What is refused up to here is refused without waiting for Ray and torch.
+        from raycl.joining import start_early
 
-    start_early(address, debug=debug)
-    from raycl.training.launch import train_admitted
+        start_early(address, debug=debug)
+        from raycl.training.launch import train_admitted
 
-    with typed(sys.argv), reported(output):
-        result = train_admitted(admission, address=address, debug=debug)
+        with typed(sys.argv), reported(output):
+            result = train_admitted(admission, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     print(
         f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "
@@ -135,13 +137,15 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a floor beside."""
-    result = _judge(
-        measure, settings or [], run=run, train=train, test=test, gpu=gpu, address=address, debug=debug
-    )
-    text = json.dumps({key: value for key, value in result.items() if key != "examples"})
-    print(text, flush=True)
-    if json_file is not None:
-        Place(json_file).write_text(text + "\n")
+    written = None if json_file is None else Place(absolute(json_file))
+    with contextlib.nullcontext() if written is None else writing(written, is_file=True):
+        result = _judge(
+            measure, settings or [], run=run, train=train, test=test, gpu=gpu, address=address, debug=debug
+        )
+        text = json.dumps({key: value for key, value in result.items() if key != "examples"})
+        print(text, flush=True)
+        if written is not None:
+            written.write_text(text + "\n")
     for example in result.get("examples", ()):
         _show_example(example)
 

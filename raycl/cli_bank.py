@@ -9,7 +9,8 @@ import typer
 
 from raycl.cli_explorer import serve
 from raycl.cli_joining import Address, Debug, Name, join
-from raycl.errors import ConfigError, DataError, RunError, StorageError
+from raycl.errors import ConfigError, DataError, RunError
+from raycl.lease import writing_new
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,17 +151,12 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write all rows as parquet, a file a shard: sample_id, step, embedding."""
-    from raycl.storage import Place, absolute
-
-    place = Place(absolute(output))
-    if place.exists():
-        raise StorageError(f"{output} exists already; give another --output or remove it")
-    holder = _connect(name, address, debug)
-    place.check_writable()
-    num_rows = holder.export(place.uri)
-    if as_json:
-        return _print_json({"bank": name, "rows": num_rows, "output": place.uri})
-    return print(f"{num_rows:,} rows of {name} exported to {output}")
+    with writing_new(output) as place:
+        holder = _connect(name, address, debug)
+        num_rows = holder.export(place.uri)
+        if as_json:
+            return _print_json({"bank": name, "rows": num_rows, "output": place.uri})
+        return print(f"{num_rows:,} rows of {name} exported to {output}")
 
 
 def _connect(name: str, address: str | None, debug: bool) -> "Bank":

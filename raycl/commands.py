@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,6 +28,11 @@ def keep_command(output: Place) -> None:
     command = _typed.get()
     if command is not None:
         (output / COMMAND).write_text("".join(f"{line}\n" for line in [*read_commands(output), command]))
+
+
+def this_command() -> str:
+    """Return what was typed to start this process."""
+    return _typed.get() or _as_typed(sys.argv)
 
 
 def read_commands(output: Place) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from raycl.storage import Place
@@ -18,13 +18,20 @@ class MetricsLog:
 
     Lines are kept in memory and written out every ``flush_interval_s`` seconds, whole, since an
     object store cannot append. A run that goes on at ``resume_step``, after ``num_rollbacks`` rollbacks,
-    first drops the lines after its checkpoint; what led to a rollback is kept.
+    first drops the lines after its checkpoint; what led to a rollback is kept. ``check`` is called before
+    each write, and may raise.
     """
 
     def __init__(
-        self, output: Place, *, resume_step: int = 0, num_rollbacks: int = 0, flush_interval_s: float = 5.0
+        self,
+        output: Place,
+        *,
+        resume_step: int = 0,
+        num_rollbacks: int = 0,
+        flush_interval_s: float = 5.0,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
-        self._place = output / METRICS
+        self._place, self._check = output / METRICS, check
         self._flush_interval_s = flush_interval_s
         goes_on = (resume_step or num_rollbacks) and self._place.exists()
         lines = read_metrics(output) if goes_on else []
@@ -40,6 +47,7 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Write all lines to storage; raises ``StorageError``."""
+        self._check()
         self._place.write_text("".join(f"{line}\n" for line in self._lines))
         self._flushed_at = time.monotonic()
 

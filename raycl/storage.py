@@ -104,6 +104,27 @@ class Place:
         below = [(posixpath.relpath(info.path, root), info.size) for info in found if info.is_file]
         return sorted((path, size) for path, size in below if not _is_hidden(path))
 
+    def beside(self, name: str) -> "Place":
+        """Return an address in the folder that holds this one; of no name, that folder."""
+        if self.path:
+            folder = posixpath.dirname(self.path)
+            return Place(self.root, "/".join(filter(None, (folder, name))))
+        address, options = self._split()
+        return Place(posixpath.dirname(absolute(address).rstrip("/")) + options, name)
+
+    def written_at(self) -> dict[str, float]:
+        """Return the names directly below, and when each was written by the storage's clock, in s since 1970."""
+        filesystem, root = self.resolve()
+        with self.explaining("list"):
+            found = filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True))
+        return {info.base_name: (info.mtime_ns or 0) / 1e9 for info in found}
+
+    def is_taken(self) -> bool:
+        """Whether a file is there, or a folder that holds anything but hidden files."""
+        if not self.exists():
+            return False
+        return not self.is_folder() or not all(map(_is_hidden, self.written_at()))
+
     @contextlib.contextmanager
     def open(self) -> Iterator[pa.NativeFile]:
         """Open the file to read parts of it; raises ``OSError``, also for a part that does not come whole."""
@@ -151,6 +172,12 @@ class Place:
         with self.explaining("remove"):
             if self.is_folder():
                 filesystem.delete_dir(path)
+
+    def delete(self) -> None:
+        """Delete the file, if it is there."""
+        filesystem, path = self.resolve()
+        with self.explaining("delete"), contextlib.suppress(FileNotFoundError):
+            filesystem.delete_file(path)
 
     def check_writable(self) -> None:
         """Write a small file below and remove it; raises ``StorageError`` if that fails.

@@ -13,7 +13,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors", "showing"},
     {"storage", "schedules", "shared_memory", "tokens", "prometheus", "phases"},
     {"records", "commands", "portraits"},
-    {"losses", "augment", "distributed", "measures", "replay"},
+    {"losses", "augment", "distributed", "measures", "replay", "lease"},
     {"batchnorm", "ring"},
     {"models", "optimizers", "negatives", "accumulation"},
     {"data", "judging"},
@@ -40,6 +40,7 @@ GROUND = {
     "recipes",
     "settings",
     "commands",
+    "lease",
     "portraits",
     "report",
 }

@@ -11,7 +11,7 @@ from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.settings import config_to_yaml
 from raycl.storage import Place
-from raycl.training.resumption import check_same_data, prepare_output
+from raycl.training.resumption import check_output, check_same_data
 
 TWO_STAGES = {"stages.0.epochs": 3, "stages.1.batch_size": 512}
 
@@ -40,7 +40,7 @@ def described(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_leaves_views_and_weights_alone_may_change(output: str, settings: dict[str, Any]) -> None:
-    prepare_output(run_of(**settings), output, resume=True)
+    check_output(run_of(**settings), Place(output), resume=True)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_what_leaves_views_and_weights_alone_may_change(output: str, settings: d
 )
 def test_what_gives_other_weights_may_not(output: str, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        prepare_output(run_of(**settings), output, resume=True)
+        check_output(run_of(**settings), Place(output), resume=True)
 
 
 def test_stages_may_be_added_and_not_taken_away(output: str) -> None:
     shorter = raycl.override(raycl.recipe("simclr"), {"stages.0.epochs": 3})
     with pytest.raises(ConfigError, match="the run has 2 stages, and --resume would leave it 1"):
-        prepare_output(shorter, output, resume=True)
+        check_output(shorter, Place(output), resume=True)
 
 
 @pytest.mark.parametrize(

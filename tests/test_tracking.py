@@ -27,7 +27,7 @@ from raycl.tracking import Point, Trackers, check_trackers, event_files, open_tr
 from raycl.tracking.event_files import EventFiles
 from raycl.tracking.mlflow_run import MlflowRun
 from raycl.tracking.outbox import MOST_WAITING, Outbox
-from raycl.training.resumption import prepare_output
+from raycl.training.resumption import check_output
 from tests.conftest import BUCKET
 
 
@@ -461,4 +461,4 @@ def test_addresses_that_all_nodes_understand_are_taken(address: str) -> None:
 
 def test_a_resumed_run_may_be_tracked_otherwise(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config_to_yaml(run_of(tensorboard=True, wandb="digits")))
-    prepare_output(run_of(mlflow="http://host:5000"), str(tmp_path), resume=True)
+    check_output(run_of(mlflow="http://host:5000"), Place(str(tmp_path)), resume=True)

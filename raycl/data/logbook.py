@@ -1,7 +1,6 @@
 """The logbook: a small actor that workers and data tasks write to and the driver reads."""
 
 import contextlib
-import hashlib
 import json
 import tempfile
 import time
@@ -15,12 +14,11 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycl.errors import ConfigError, DataError
+from raycl.errors import DataError
 from raycl.prometheus import Exporter, Reading
 
 NUM_EXAMPLES = 3
 
-_NAMESPACE = "raycl-runs"
 _PATIENCE_S = 30.0
 
 
@@ -182,34 +180,16 @@ def rows_in(logbook: Any) -> ReadRows:
 
 
 @contextlib.contextmanager
-def open_logbook(tags: Mapping[str, str] | None = None, *, output: str | None = None) -> Iterator[Any]:
-    """Start the actor, which takes no CPU, and end it afterwards; ``tags`` are those of its metrics.
-
-    Of an ``output`` there is one logbook in a cluster: raises ``ConfigError`` if a run that lives has it.
-    """
+def open_logbook(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """Start the actor, which takes no CPU, and end it afterwards; ``tags`` are those of its metrics."""
+    # Beside the driver, so that no node takes it away while the run goes on.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    actor: Any = ray.remote(**options)(Logbook)
     with tempfile.TemporaryDirectory(prefix="raycl-logbook-") as folder:
-        logbook = _start(tags, output, f"{folder}/journal")
+        logbook = actor.remote(tags, f"{folder}/journal")
         try:
             yield logbook
         finally:
             # Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
             ray.kill(logbook)
-
-
-def _start(tags: Mapping[str, str] | None, output: str | None, journal: str) -> Any:
-    # Beside the driver, so that no node takes it away while the run goes on.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
-    if output is not None:
-        options |= {"name": hashlib.sha256(output.encode()).hexdigest(), "namespace": _NAMESPACE}
-    actor: Any = ray.remote(**options)(Logbook)
-    until = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            return actor.remote(tags, journal)
-        except ValueError as error:  # the name is taken, perhaps by a driver that has just died
-            if time.monotonic() > until:
-                raise ConfigError(
-                    f"another run on this cluster writes to {output}; wait for it to end, or choose another --output"
-                ) from error
-            time.sleep(1.0)

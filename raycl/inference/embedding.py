@@ -17,13 +17,14 @@ from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.rows import Batch, Rows, pixels_of, tokens_of
 from raycl.data.sources import find_source
 from raycl.data.texts import TextFormat
-from raycl.errors import ConfigError, StorageError
+from raycl.errors import ConfigError
 from raycl.judging.embed import embed
+from raycl.lease import writing_new
 from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.models.trust import trusted_packages
 from raycl.progress import ProgressLine, rows_read
-from raycl.storage import Place, absolute
+from raycl.storage import absolute
 
 BATCH_SIZE = 256
 SideName = Literal["query", "key"]
@@ -144,24 +145,17 @@ def embed_to_parquet(
     rows counted by cause. Raises ``StorageError`` for an output that exists, and ``DataError`` if
     too many rows are broken; nothing is left at the output then.
     """
-    place = Place(absolute(output))
-    if place.exists():
-        raise StorageError(f"{output} exists already; give another --output or remove it")
-    encoder = load_encoder(run, side=side, network=network)
-    role, columns = columns_for(encoder, columns)
-    source = find_source(data, columns)
-    place.check_writable()
-    join_cluster(address, debug=debug)
-    filesystem, path = place.resolve()
-    with open_logbook() as logbook:
-        decoded = decode_source(source, Decoder(formats=formats_of(encoder, role), logbook=logbook))
-        try:
+    with writing_new(output) as place:
+        encoder = load_encoder(run, side=side, network=network)
+        role, columns = columns_for(encoder, columns)
+        source = find_source(data, columns)
+        join_cluster(address, debug=debug)
+        filesystem, path = place.resolve()
+        with open_logbook() as logbook:
+            decoded = decode_source(source, Decoder(formats=formats_of(encoder, role), logbook=logbook))
             with own_errors(), ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
                 embedded = embed_dataset(decoded, run, role=role, side=side, gpu=gpu, network=network)
                 embedded.write_parquet(path, filesystem=filesystem)
             rows = rows_in(logbook)
             rows.check(max_bad_fraction)
-        except Exception:
-            place.remove()
-            raise
-    return rows
+        return rows

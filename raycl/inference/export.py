@@ -6,6 +6,7 @@ from typing import Literal
 from raycl.errors import ConfigError, StorageError
 from raycl.inference.sentence_folder import sentence_folder
 from raycl.inference.torchvision_weights import ARCHITECTURE, WEIGHTS, torchvision_files
+from raycl.lease import writing_new
 from raycl.models.saved import KEY, SPEC, ImageEncoder, load_encoder
 from raycl.models.trust import OWN
 from raycl.storage import Place, absolute
@@ -29,23 +30,21 @@ def export_encoder(run: str, output: str, *, side: SideName = "query", to: Packa
         raise ConfigError(
             f"cannot export the side {side!r} to {to!r}; there are query and key, sentence_transformers and torchvision"
         )
-    place = Place(absolute(output))
-    if place.exists():
-        raise StorageError(f"{output} exists already; give another --output or remove it")
-    _refuse_own_network(run, side)
-    encoder = load_encoder(run, side=side)
-    is_image = isinstance(encoder, ImageEncoder)
-    fitting = "torchvision" if is_image else "sentence_transformers"
-    if to not in (fitting, None):
-        raise ConfigError(
-            f"the encoder of {run} takes {'images' if is_image else 'texts'}, which {to} does not; use {fitting}"
-        )
-    files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
-    for name, content in files.items():
-        (place / name).write_bytes(content)
-    if is_image:
-        return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
-    return f"sentence_transformers.SentenceTransformer({output!r})"
+    with writing_new(output) as place:
+        _refuse_own_network(run, side)
+        encoder = load_encoder(run, side=side)
+        is_image = isinstance(encoder, ImageEncoder)
+        fitting = "torchvision" if is_image else "sentence_transformers"
+        if to not in (fitting, None):
+            raise ConfigError(
+                f"the encoder of {run} takes {'images' if is_image else 'texts'}, which {to} does not; use {fitting}"
+            )
+        files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+        if is_image:
+            return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
+        return f"sentence_transformers.SentenceTransformer({output!r})"
 
 
 def _refuse_own_network(run: str, side: SideName) -> None:

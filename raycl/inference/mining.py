@@ -16,12 +16,12 @@ from torch.nn.functional import normalize
 
 from raycl.cluster import own_errors
 from raycl.data.columns import ColumnNames
-from raycl.errors import ConfigError, DataError, StorageError
+from raycl.errors import ConfigError, DataError
 from raycl.inference.distinct import DistinctTexts
 from raycl.inference.values import Values, embed_values, read_pairs
 from raycl.judging.search import search
+from raycl.lease import writing_new
 from raycl.models.saved import ImageEncoder, load_encoder
-from raycl.storage import Place, absolute
 
 QUERIES_A_TASK = 4_096
 SPARE = 50  # looked at as well, since the nearest may be too near
@@ -72,23 +72,22 @@ def mine_negatives(
         )
     if isinstance(load_encoder(run), ImageEncoder):
         raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
-    place = Place(absolute(output))
-    if place.exists():
-        raise StorageError(f"{output} exists already; give another --output or remove it")
-    place.check_writable()
-    values = read_pairs(data, columns or ColumnNames())
-    pairs = _Pairs(values)
-    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-    query = embed_values(pairs.query.texts, run, side="query", title="embedding the queries", **options)
-    document = embed_values(pairs.document.texts, run, side="key", title="embedding the documents", **options)
-    with own_errors():
-        found = _search_in_tasks(
-            normalize(query), normalize(document), pairs.matching(), k=num_negatives + SPARE
+    with writing_new(output, is_file=True) as place:
+        values = read_pairs(data, columns or ColumnNames())
+        pairs = _Pairs(values)
+        options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+        query = embed_values(pairs.query.texts, run, side="query", title="embedding the queries", **options)
+        document = embed_values(
+            pairs.document.texts, run, side="key", title="embedding the documents", **options
         )
-    table, mined = pairs.with_mined(found, _similarity(pairs, query, document), num_negatives, below)
-    filesystem, path = place.resolve()
-    pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
-    return replace(mined, num_broken=values.num_broken)
+        with own_errors():
+            found = _search_in_tasks(
+                normalize(query), normalize(document), pairs.matching(), k=num_negatives + SPARE
+            )
+        table, mined = pairs.with_mined(found, _similarity(pairs, query, document), num_negatives, below)
+        filesystem, path = place.resolve()
+        pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
+        return replace(mined, num_broken=values.num_broken)
 
 
 @final

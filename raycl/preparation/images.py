@@ -8,7 +8,7 @@ import ray
 
 from raycl.cluster import join_cluster, own_errors
 from raycl.data.sources import NO_LABEL, Piece, Source, find_source
-from raycl.preparation.output import new_folder
+from raycl.lease import writing_new
 
 
 def pack_images(
@@ -19,17 +19,16 @@ def pack_images(
     Columns: ``image``, ``label`` (int, where there are class folders), ``sample_id``, ``path``. Broken
     images are packed too; training counts them. Raises ``StorageError`` for an output that exists.
     """
-    place = new_folder(output)
-    source = find_source(data)
-    place.check_writable()
-    join_cluster(address, debug=debug)
-    filesystem, path = place.resolve()
-    with own_errors():
-        # Small row groups, so that a task reads only its own rows.
-        _pack(source).write_parquet(
-            path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
-        )
-    return source
+    with writing_new(output) as place:
+        source = find_source(data)
+        join_cluster(address, debug=debug)
+        filesystem, path = place.resolve()
+        with own_errors():
+            # Small row groups, so that a task reads only its own rows.
+            _pack(source).write_parquet(
+                path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
+            )
+        return source
 
 
 def _pack(source: Source) -> ray.data.Dataset:

@@ -6,7 +6,7 @@ from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.pairs import check_labels, group_source, grouped_columns
 from raycl.data.sources import find_source
 from raycl.errors import DataError
-from raycl.preparation.output import new_folder
+from raycl.lease import writing_new
 
 
 def group_pairs(
@@ -24,27 +24,26 @@ def group_pairs(
     Raises ``DataError`` if there are no labels, or lists of negatives beside them, if too many rows are
     broken, or if no query has a positive.
     """
-    place = new_folder(output)
-    source = find_source(data, columns)
-    if source.columns.label is None:
-        raise DataError(f"{data} has no column of labels; name it with --set data.columns.label=NAME")
-    check_labels(source.columns)
-    place.check_writable()
-    join_cluster(address, debug=debug)
-    filesystem, path = place.resolve()
-    with open_logbook() as logbook:
-        with own_errors():
-            grouped = group_source(source, logbook).drop_columns(_absent(source.columns)).materialize()
-        rows = rows_in(logbook)
-        rows.check(max_bad_fraction)
-        num_pairs = grouped.count()
-        if not num_pairs:
-            raise DataError(
-                "no query has a document of label 1; a run learns from pairs that belong together"
-            )
-        with own_errors():
-            grouped.write_parquet(path, filesystem=filesystem, row_group_size=1_024)
-    return num_pairs, rows
+    with writing_new(output) as place:
+        source = find_source(data, columns)
+        if source.columns.label is None:
+            raise DataError(f"{data} has no column of labels; name it with --set data.columns.label=NAME")
+        check_labels(source.columns)
+        join_cluster(address, debug=debug)
+        filesystem, path = place.resolve()
+        with open_logbook() as logbook:
+            with own_errors():
+                grouped = group_source(source, logbook).drop_columns(_absent(source.columns)).materialize()
+            rows = rows_in(logbook)
+            rows.check(max_bad_fraction)
+            num_pairs = grouped.count()
+            if not num_pairs:
+                raise DataError(
+                    "no query has a document of label 1; a run learns from pairs that belong together"
+                )
+            with own_errors():
+                grouped.write_parquet(path, filesystem=filesystem, row_group_size=1_024)
+        return num_pairs, rows
 
 
 def _absent(columns: ColumnNames) -> list[str]:

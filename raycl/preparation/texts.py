@@ -11,10 +11,9 @@ from raycl.data.columns import ColumnNames
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.sources import find_source, plain_values
 from raycl.errors import DataError
-from raycl.preparation.output import new_folder
+from raycl.lease import writing_new
 from raycl.recipes import recipe
 from raycl.settings import override
-from raycl.storage import Place, absolute
 from raycl.tokens import BrokenTextError, Tokenizer, read_text
 from raycl.training.vocabulary import count_tokens
 
@@ -38,12 +37,11 @@ def make_tokenizer(
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "num_texts": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
     source = find_source(data, columns)
-    place = new_folder(output)
-    place.check_writable()
-    join_cluster(address, debug=debug)
-    tokenizer = count_tokens(settings, None, columns, source, None).tokenizer
-    place.write_text(tokenizer.to_json())
-    return tokenizer
+    with writing_new(output, is_file=True) as place:
+        join_cluster(address, debug=debug)
+        tokenizer = count_tokens(settings, None, columns, source, None).tokenizer
+        place.write_text(tokenizer.to_json())
+        return tokenizer
 
 
 @final
@@ -64,32 +62,31 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
     are alone in theirs, are left out. The texts pass through this process. Raises ``DataError`` for a
     column that is missing, or if nothing is left.
     """
-    place = new_folder(output)
-    found: dict[int, dict[str, None]] = {}
-    num_broken = 0
-    columns = ColumnNames(image=None, text=text, sample_id=group)
-    source = find_source(data, columns)
-    for file in {piece.place.uri: piece.place for piece in source.pieces}.values():
-        with file.explaining("read"), file.open() as source_file:
-            table = pq.read_table(source_file, columns=[group, text])
-        for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
-            if is_missing(name):
-                continue
-            try:
-                found.setdefault(stable_id(name), {})[read_text(value)] = None
-            except BrokenTextError:
-                num_broken += 1
-    rows = [list(texts) for texts in found.values() if len(texts) > 1]
-    if not rows:
-        raise DataError(
-            f"no two texts of {data} share a value of {group!r}; name the right column by --group"
+    with writing_new(output, is_file=True) as place:
+        found: dict[int, dict[str, None]] = {}
+        num_broken = 0
+        columns = ColumnNames(image=None, text=text, sample_id=group)
+        source = find_source(data, columns)
+        for file in {piece.place.uri: piece.place for piece in source.pieces}.values():
+            with file.explaining("read"), file.open() as source_file:
+                table = pq.read_table(source_file, columns=[group, text])
+            for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
+                if is_missing(name):
+                    continue
+                try:
+                    found.setdefault(stable_id(name), {})[read_text(value)] = None
+                except BrokenTextError:
+                    num_broken += 1
+        rows = [list(texts) for texts in found.values() if len(texts) > 1]
+        if not rows:
+            raise DataError(
+                f"no two texts of {data} share a value of {group!r}; name the right column by --group"
+            )
+        filesystem, path = place.resolve()
+        pq.write_table(pa.table({"text": rows}), path, filesystem=filesystem, row_group_size=1_024)
+        return Gathered(
+            num_rows=len(rows),
+            num_texts=sum(map(len, rows)),
+            num_alone=len(found) - len(rows),
+            num_broken=num_broken,
         )
-    filesystem, path = Place(absolute(output)).resolve()
-    place.check_writable()
-    pq.write_table(pa.table({"text": rows}), path, filesystem=filesystem, row_group_size=1_024)
-    return Gathered(
-        num_rows=len(rows),
-        num_texts=sum(map(len, rows)),
-        num_alone=len(found) - len(rows),
-        num_broken=num_broken,
-    )

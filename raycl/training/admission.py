@@ -1,37 +1,47 @@
 """What a run can be refused for in a moment, before torch is imported and Ray is there."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 from raycl.config import RunConfig
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
-from raycl.storage import Place
+from raycl.lease import Lease, writing
+from raycl.storage import Place, absolute
 from raycl.tracking import check_trackers
 from raycl.training.columns import column_names
-from raycl.training.resumption import prepare_output
+from raycl.training.resumption import check_output
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """A run whose output can be written, and whose data are there; without an address they are a Ray Dataset."""
+    """A run that alone writes to its output, and whose data are there; without an address they are a Ray Dataset."""
 
     config: RunConfig
     output: Place
+    lease: Lease
     resumed: bool
     data: str | None
     source: Source | None
 
 
-def admit(config: RunConfig, *, output: str, resume: bool, data: str | None) -> Admission:
-    """Look at the output and at the data; raises ``ConfigError``, ``DataError`` or ``StorageError``."""
+@contextlib.contextmanager
+def admitted(config: RunConfig, *, output: str, resume: bool, data: str | None) -> Iterator[Admission]:
+    """Look at the output and at the data, and be the only writer of the output within.
+
+    Raises ``ConfigError``, ``DataError`` or ``StorageError``.
+    """
     check_trackers(config)
-    place = prepare_output(config, output, resume=resume)
-    source = None if data is None else find_source(data, column_names(config))
-    if source is not None:
-        check_size(config, source.num_rows)
-    return Admission(config=config, output=place, resumed=resume, data=data, source=source)
+    place = Place(absolute(output))
+    with writing(place) as lease:
+        check_output(config, place, resume=resume)
+        source = None if data is None else find_source(data, column_names(config))
+        if source is not None:
+            check_size(config, source.num_rows)
+        yield Admission(config=config, output=place, lease=lease, resumed=resume, data=data, source=source)
 
 
 def check_size(config: RunConfig, num_rows: int) -> None:

@@ -10,6 +10,7 @@ from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
 from raycl.data.holdout import Holdout
 from raycl.data.stream import Stream
+from raycl.lease import Lease
 from raycl.negatives.bank_handle import Bank
 from raycl.storage import Place
 from raycl.tokens import Vocabulary
@@ -43,6 +44,12 @@ class Job:
     bank: Bank | None = None
     sample_id: ray.ObjectRef | None = None
     num_samples: int | None = None
+    lease: Lease | None = None
+
+    def check_lease(self) -> None:
+        """Raise ``RunError`` if another process has taken over the output."""
+        if self.lease is not None:
+            self.lease.check()
 
     def modality(self) -> Modality:
         """Return what the samples are."""

@@ -18,7 +18,7 @@ from raycl.config import RunConfig
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source
 from raycl.data.stream import Stream
-from raycl.errors import ConfigError, RayclError, StoppedError, StorageError
+from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
 from raycl.models.saved import TOKENIZER
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
@@ -29,7 +29,7 @@ from raycl.showing import Shown, Table
 from raycl.storage import Place, absolute
 from raycl.tokens import Tokenizer, Vocabulary
 from raycl.training import build
-from raycl.training.admission import Admission, admit, check_size
+from raycl.training.admission import Admission, admitted, check_size
 from raycl.training.checkpoint import saved_steps
 from raycl.training.groups import Groups, cpus_of_a_worker, spare_cpus
 from raycl.training.job import Job
@@ -93,10 +93,10 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    admission = admit(config, output=output, resume=resume, data=data)
-    return train_admitted(
-        admission, dataset=dataset, encoder=encoder, address=address, quiet=quiet, debug=debug
-    )
+    with admitted(config, output=output, resume=resume, data=data) as admission:
+        return train_admitted(
+            admission, dataset=dataset, encoder=encoder, address=address, quiet=quiet, debug=debug
+        )
 
 
 def train_admitted(
@@ -119,9 +119,9 @@ def train_admitted(
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
     tags = {"run": place.name, "recipe": config.recipe}
-    with own_errors(), open_logbook(tags, output=place.uri) as logbook:
-        launch = _Launch(config, place, encoder, logbook, tokenizer, quiet=quiet)
-        return launch.run(admission.data, admission.source, dataset)
+    with own_errors(), open_logbook(tags) as logbook:
+        launch = _Launch(admission, encoder, logbook, tokenizer, quiet=quiet)
+        return launch.run(dataset)
 
 
 def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokenizer | None) -> None:
@@ -137,19 +137,20 @@ def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokeni
 class _Launch:
     def __init__(
         self,
-        config: RunConfig,
-        output: Place,
+        admission: Admission,
         network: nn.Module | None,
         logbook: Any,
         tokenizer: Tokenizer | None,
         *,
         quiet: bool,
     ) -> None:
-        self._config, self._output, self._network = config, output, network
+        self._admission, self._network = admission, network
+        self._config, self._output = admission.config, admission.output
         self._tokenizer = tokenizer
         self._logbook, self._quiet = logbook, quiet
 
-    def run(self, data: str | None, source: Source | None, dataset: ray.data.Dataset | None) -> RunResult:
+    def run(self, dataset: ray.data.Dataset | None) -> RunResult:
+        data, source, lease = self._admission.data, self._admission.source, self._admission.lease
         samples = Samples(self._config, self._logbook, source, dataset)
         self._tell_what_is_left_out(samples, source)
         check_size(self._config, samples.num_rows)
@@ -186,12 +187,14 @@ class _Launch:
             network=self._network,
             columns=samples.columns,
             vocabulary=vocabulary,
+            lease=lease,
         )
         if self._config.negatives.store == "memory_bank":
             sample_id = samples.sample_ids(None if streamed else decoded)
             job = replace(job, sample_id=ray.put(sample_id), num_samples=len(sample_id))
         with self._bank(job) as bank:
             # Only now: a run that is refused leaves no output that another one would have to resume.
+            lease.check()
             (self._output / CONFIG).write_text(config_to_yaml(self._config))
             (self._output / DATA).write_text(json.dumps(described) + "\n")
             keep_command(self._output)
@@ -205,7 +208,8 @@ class _Launch:
             except RayclError as error:
                 status = "stopped" if isinstance(error, StoppedError) else "failed"
                 # What went wrong first is told, not that this cannot be written either.
-                with contextlib.suppress(StorageError):
+                with contextlib.suppress(StorageError, RunError):
+                    lease.check()
                     write_result(self._output, {"status": status, "error": str(error)})
                 raise
 
@@ -308,6 +312,7 @@ class _Launch:
             broken_rows=dict(rows.broken),
             left_out=dict(rows.left_out),
         )
+        self._admission.lease.check()
         write_result(
             self._output, {"status": "finished", **{k: v for k, v in vars(result).items() if k != "output"}}
         )

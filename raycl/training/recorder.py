@@ -27,7 +27,12 @@ class Recorder:
     ) -> None:
         self._logbook, self._clock, self._num_steps = job.logbook, clock, num_steps
         self._log = (
-            MetricsLog(job.output, resume_step=position.step, num_rollbacks=position.rollbacks)
+            MetricsLog(
+                job.output,
+                resume_step=position.step,
+                num_rollbacks=position.rollbacks,
+                check=job.check_lease,
+            )
             if is_writer
             else None
         )

@@ -7,7 +7,7 @@ from typing import Any
 from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.settings import config_from_yaml, differences
-from raycl.storage import Place, absolute
+from raycl.storage import Place
 
 CONFIG = "config.yaml"
 DATA = "data.json"
@@ -19,18 +19,16 @@ MAY_CHANGE = re.compile(
 )
 
 
-def prepare_output(config: RunConfig, output: str, *, resume: bool) -> Place:
-    """Return the output's place; an earlier run there is continued only on request, and unchanged."""
-    place = Place(absolute(output))
-    saved = place / CONFIG
+def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
+    """Look whether the output can be written; an earlier run there is continued only on request, and unchanged."""
+    saved = output / CONFIG
     if saved.exists():
         if not resume:
             raise ConfigError(
                 f"{output} holds an earlier run; give another --output, or --resume to continue it"
             )
         _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri), config)
-    place.check_writable()
-    return place
+    output.check_writable()
 
 
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:

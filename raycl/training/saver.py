@@ -82,6 +82,7 @@ class Saver:
                     f"the weights are no numbers after step {position.step}; the last checkpoint "
                     f"(step {self.step}) is kept: lower stages.{position.stage}.learning_rate"
                 )
+            self._job.check_lease()
             self._recorder.flush()
             self._learner.average_statistics()
             self._save_bank(position, store)

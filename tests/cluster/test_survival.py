@@ -24,7 +24,7 @@ from ray.util.placement_group import (
 
 import raycl
 from raycl.data import logbook
-from raycl.errors import ConfigError, RunError
+from raycl.errors import RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.groups import Signals, workers_with_room
@@ -182,20 +182,6 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
     assert process.returncode == 128 + signal.SIGTERM
     assert "which is saved" in read_result(Place(str(output)))["error"], errors
     assert list((output / "checkpoints").glob("step-*"))
-
-
-def test_a_second_run_into_an_output_that_has_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logbook, "_PATIENCE_S", 1.0)
-    data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
-    config = small_run(workers=1)
-    with (
-        logbook.open_logbook(output=Place(str(output)).uri),
-        pytest.raises(ConfigError, match="another run on this cluster writes to"),
-    ):
-        raycl.train(config, data=str(data), output=str(output), quiet=True)
-    assert not (output / "config.yaml").exists()
 
 
 def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:

@@ -1,0 +1,259 @@
+"""One writer an output: refused while it lives, succeeded when it is dead, never two at once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import raycl
+from raycl import lease
+from raycl.errors import ConfigError, RunError, StorageError
+from raycl.lease import Lease, Writer, writing, writing_new
+from raycl.records import MetricsLog
+from raycl.storage import Place
+from raycl.training.admission import admitted
+from tests.conftest import BUCKET
+
+
+@pytest.fixture(params=["local", "s3"])
+def output(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "local":
+        return Place(str(tmp_path / "run"))
+    request.getfixturevalue("s3_server")
+    return Place(f"s3://{BUCKET}/{tmp_path.name}/run")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait seconds for another machine instead of a minute."""
+    for name, seconds in (("RENEW_S", 0.3), ("DEAD_S", 2.5), ("WATCH_S", 2.0)):
+        monkeypatch.setattr(lease, name, seconds)
+
+
+@contextmanager
+def another_writer(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-m", "tests.lease_writer", *arguments])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def claim_of(output: Place, **changes: object) -> Lease:
+    """Put the claim of a process like this one, but for these changes; no thread renews it."""
+    claim = Lease(output, ".writer-", ".writer-other", replace(Writer.here(), **changes))
+    (output / claim.name).write_text(json.dumps(asdict(claim.writer)))
+    return claim
+
+
+def claims_in(output: Place) -> list[str]:
+    return [name for name in output.written_at() if ".writer-" in name]
+
+
+def test_a_living_writer_is_named_and_keeps_its_output(output: Place) -> None:
+    with writing(output) as own:
+        with (
+            pytest.raises(
+                ConfigError,
+                match=rf"^process {os.getpid()} on \S+ \(.*pytest.*\) has been writing to .*run "
+                "since 20.* UTC; stop it and repeat the command to take over, or give another --output$",
+            ),
+            writing(output),
+        ):
+            raise AssertionError("two at once")
+        own.check()
+        assert len(claims_in(output)) == 1
+    assert not claims_in(output)
+
+
+def test_what_is_refused_or_fails_at_once_leaves_no_folder(tmp_path: Path) -> None:
+    for context in (writing(Place(str(tmp_path / "run"))), writing_new(str(tmp_path / "run"))):
+        with pytest.raises(Refused), context:
+            raise Refused
+    assert not list(tmp_path.iterdir())
+
+
+class Refused(raycl.RayclError):
+    pass
+
+
+def test_the_claim_of_a_process_that_was_killed_is_taken_over_at_once(output: Place, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    with another_writer(output.uri, str(tmp_path / "referee"), str(journal), "here") as process:
+        while not journal.exists():
+            time.sleep(0.01)
+        while not claims_in(output):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        left = claims_in(output)
+        if left:
+            with pytest.raises(ConfigError, match=f"process {process.pid} "), writing(output):
+                pass
+    began = time.monotonic()
+    with writing(output):
+        assert time.monotonic() - began < 5
+        assert len(claims_in(output)) == 1
+
+
+def test_another_process_of_the_same_number_is_another(output: Place) -> None:
+    claim_of(output, started="1")
+    with writing(output):
+        assert len(claims_in(output)) == 1
+
+
+def test_a_silent_writer_on_another_machine_is_taken_over_after_its_time(
+    output: Place, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = claim_of(output, machine="another", host="node-7")
+    began = time.monotonic()
+    with writing(output) as own:
+        assert time.monotonic() - began >= lease.WATCH_S
+        assert "waiting up to" in (err := capsys.readouterr().err)
+        assert "on node-7" in err
+        own.renew()
+        with pytest.raises(RunError, match=rf"lost its lease .*now process {os.getpid()}"):
+            lost.check()
+        with pytest.raises(RunError, match="lost its lease"):
+            lost.renew()
+        assert claims_in(output) == [own.name], "renewed after it was lost"
+
+
+def test_a_writer_on_another_machine_that_renews_is_refused(output: Place, quick: None) -> None:
+    far = claim_of(output, machine="another", host="node-7")
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.3):
+            far.renew()
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        with pytest.raises(ConfigError, match="on node-7"), writing(output):
+            raise AssertionError("two at once")
+        far.check()
+    finally:
+        ended.set()
+        renewing.join()
+
+
+def test_a_writer_renews_its_claim(output: Place, quick: None) -> None:
+    with writing(output):
+        before = output.written_at()
+        time.sleep(2.0)
+        assert output.written_at() != before
+
+
+def test_a_new_output_is_one_in_which_nothing_is(output: Place) -> None:
+    with writing_new(output.uri) as place:
+        (place / "rows.parquet").write_bytes(b"rows")
+    with pytest.raises(StorageError, match="exists already; give another --output"), writing_new(output.uri):
+        raise AssertionError("written over")
+    assert (output / "rows.parquet").read_bytes() == b"rows"
+
+
+def test_of_a_new_output_that_fails_nothing_is_left(output: Place) -> None:
+    with pytest.raises(Refused), writing_new(output.uri) as place:
+        (place / "half.parquet").write_bytes(b"half")
+        raise Refused
+    assert not output.is_taken()
+    with writing_new(output.uri):
+        pass
+
+
+def test_what_another_took_over_is_not_removed(output: Place) -> None:
+    with pytest.raises(Refused), writing_new(output.uri) as place:
+        for name in claims_in(output):
+            (place / name).delete()
+        (place / "theirs.parquet").write_bytes(b"rows")
+        raise Refused
+    assert (output / "theirs.parquet").exists()
+
+
+def test_files_of_one_folder_have_writers_of_their_own(output: Place) -> None:
+    with writing(output / "a.json", is_file=True), writing(output / "b.json", is_file=True):
+        with (
+            pytest.raises(ConfigError, match="has been writing to"),
+            writing(output / "a.json", is_file=True),
+        ):
+            raise AssertionError("two at once")
+        assert sorted(name.split(".writer-")[0] for name in claims_in(output)) == [".a.json", ".b.json"]
+
+
+def test_a_run_is_admitted_alone(tmp_path: Path) -> None:
+    config = raycl.recipe("simclr")
+    with admitted(config, output=str(tmp_path / "run"), resume=False, data=None) as admission:
+        admission.lease.check()
+        for resume in (False, True):
+            with (
+                pytest.raises(ConfigError, match="has been writing to"),
+                admitted(config, output=str(tmp_path / "run"), resume=resume, data=None),
+            ):
+                raise AssertionError("two at once")
+
+
+def test_a_process_that_lost_its_lease_writes_no_metrics(tmp_path: Path) -> None:
+    output = Place(str(tmp_path))
+    with writing(output) as own:
+        log = MetricsLog(output, check=own.check)
+        log.write({"step": 1})
+        log.flush()
+        (output / own.name).delete()
+        log.write({"step": 2})
+        with pytest.raises(RunError, match="lost its lease"):
+            log.flush()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def wait_for_more(journal: Path) -> None:
+    """Wait for the next write: no death may lock an output for good."""
+    size, until = journal.stat().st_size if journal.exists() else 0, time.monotonic() + 60
+    while not journal.exists() or journal.stat().st_size == size:
+        assert time.monotonic() < until, "no process writes"
+        time.sleep(0.02)
+
+
+def strike(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
+    """Let two processes write by turns, kill either at random moments, and look whether ever two wrote at once."""
+    referee, journal = folder / "referee", folder / "journal"
+    arguments = [sys.executable, "-m", "tests.lease_writer", output.uri, str(referee), str(journal), where]
+    writers = [subprocess.Popen(arguments, stderr=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        for _ in range(num_kills):
+            wait_for_more(journal)
+            time.sleep(random.uniform(0.0, 0.5))
+            number = random.randrange(2)
+            assert all(writer.poll() is None for writer in writers), journal.read_text()
+            writers[number].kill()
+            writers[number].wait()
+            writers[number] = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+    lines = journal.read_text().splitlines()
+    assert set(lines) == {"alone"}
+
+
+def test_never_two_write_at_once_whoever_is_killed(tmp_path: Path) -> None:
+    output = Place(str(tmp_path / "run"))
+    strike(output, tmp_path, where="here", num_kills=4)
+    with writing(output):
+        assert len(claims_in(output)) == 1
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_never_two_write_at_once_in_two_hundred_kills(output: Place, tmp_path: Path, where: str) -> None:
+    strike(output, tmp_path, where=where, num_kills=200)
