@@ -1,0 +1,49 @@
+"""The install: the commands of the pages need only the packages that a page says to install."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable
+
+from tests.test_docs import PAGES, ROOT, blocks, name_of, split_at
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DOORS = ("ray", "raycl")
+
+
+def commands_of(page: str) -> set[tuple[str, ...]]:
+    """Return what the shell blocks of a page run of Ray and of raycl, and what the README's tables name."""
+    text = [block.text for block in blocks() if block.page == page and block.language in ("bash", "sh")]
+    lines = [line for each in text for line in each.replace("\\\n", " ").splitlines()]
+    if page == "README.md":
+        lines += re.findall(r"`([^`\n]+)`", (ROOT / page).read_text())
+    parts = [
+        part for line in lines for part in split_at(shlex.split(line, comments=True), {"&&", "|", "&", ">"})
+    ]
+    return {tuple(part[part.index(door) :]) for part in parts for door in DOORS if door in part}
+
+
+def needed_by(command: tuple[str, ...]) -> set[str]:
+    """Return the extras of Ray that a command needs; those of its own commands come with its dashboard."""
+    if command[0] == "ray":
+        return {"default"}
+    return {"data", "train"} | ({"serve"} if command[1:3] == ("bank", "serve") else set())
+
+
+def extras_of(package: str, texts: Iterable[str]) -> set[str]:
+    """Return the extras of a package that the texts ask for."""
+    found = [each for text in texts for each in re.findall(rf"\b{package}\[([\w,]+)\]", text)]
+    return {extra for each in found for extra in each.split(",")}
+
+
+def test_the_commands_of_a_page_need_only_what_it_installs() -> None:
+    seen = set()
+    for page in map(name_of, PAGES):
+        told = extras_of("raycl", [(ROOT / page).read_text()])
+        requirements = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][each] for each in told)]
+        installed = extras_of("ray", [each for part in requirements for each in part])
+        for command in commands_of(page):
+            seen.add(command[:2])
+            lacking = needed_by(command) - installed
+            assert not lacking, f"{page}: {' '.join(command)} needs ray[{','.join(lacking)}]"
+    assert {("ray", "job"), ("ray", "start"), ("raycl", "train"), ("raycl", "bank")} <= seen
