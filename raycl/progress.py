@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, final
@@ -18,6 +19,7 @@ Notices = Callable[[], list[str]]
 
 POLL_S = 0.5
 LINE_EVERY_S = 15.0
+PACE_OVER_S = 10.0
 
 
 @final
@@ -118,6 +120,26 @@ class ProgressLine:
         return notices
 
 
+@final
+class Pace:
+    """Samples a second over about the last ten seconds, or over the last step if it took longer."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()  # (time, samples), only where samples changed
+
+    def at(self, samples: int, now: float) -> float | None:
+        """Return the pace after so many samples of the run; None before the second step."""
+        if self._seen and samples < self._seen[-1][1]:
+            self._seen.clear()  # the run was resumed from a checkpoint
+        if not self._seen or samples > self._seen[-1][1]:
+            self._seen.append((now, samples))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= PACE_OVER_S:
+            self._seen.popleft()
+        (began, before), (last, _) = self._seen[0], self._seen[-1]
+        # A run that stands still slows down here, instead of keeping its last pace.
+        return (samples - before) / max(last - began, now - last) if last > began else None
+
+
 def rows_read(logbook: Any, total: int) -> Reading:
     """Look at how many rows have been read."""
 
@@ -129,11 +151,14 @@ def rows_read(logbook: Any, total: int) -> Reading:
 
 
 def steps_made(logbook: Any) -> Reading:
-    """Look at how far training is."""
+    """Look at how far training is, and at which pace."""
+    pace = Pace()
 
     def look() -> tuple[int, int, str] | None:
         seen = _ask(logbook.progress)
-        return (seen["step"], seen["num_steps"], _describe(seen)) if seen and "step" in seen else None
+        if not seen or "step" not in seen:
+            return None
+        return seen["step"], seen["num_steps"], _describe(seen, pace.at(seen["samples"], time.monotonic()))
 
     return look
 
@@ -143,13 +168,13 @@ def notices_of(logbook: Any) -> Notices:
     return lambda: _ask(logbook.notices) or []
 
 
-def _describe(seen: dict[str, Any]) -> str:
+def _describe(seen: dict[str, Any], pace: float | None) -> str:
     parts = [f"steps  epoch {seen['epoch']}  loss {seen['loss']:.4f}"]
     for metric, name in {"knn_top1": "kNN", "recall_at_10": "recall@10"}.items():
         if metric in seen:
             parts.append(f"{name} {seen[metric]:.3f}")
-    if "samples_per_second" in seen:
-        parts.append(f"{seen['samples_per_second']:,.0f} samples/s")
+    if pace is not None:
+        parts.append(f"{pace:,.0f} samples/s")
     return "  ".join(parts)
 
 

@@ -247,11 +247,10 @@ class _Loop:
 
     def _record(self, position: Position, stepped: Stepped) -> str | None:
         """Write down what the step came to, if it is one to be logged; return why the run has collapsed."""
-        shown, collapse = {"loss": stepped.loss}, None
+        collapse = None
         if position.step % self._config.log_every_steps == 0 or position.step == self._num_steps:
             measures, collapse = self._watch.look(stepped, step=position.step)
             lap = self._clock.lap(position.samples)
-            shown["samples_per_second"] = lap.samples_per_second
             self._recorder.write(
                 position,
                 {
@@ -264,7 +263,7 @@ class _Loop:
             )
             if self._is_writer:
                 self._check_broken_rows()
-        self._recorder.show(position, shown)
+        self._recorder.show(position, {"loss": stepped.loss})
         return collapse
 
     def _answer(self, collapse: str, position: Position) -> Position:

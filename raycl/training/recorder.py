@@ -70,7 +70,12 @@ class Recorder:
         """Let the progress line say where the run is; unless ``now``, a few times a second at most."""
         if self._log is None:
             return
-        where = {"step": position.step, "num_steps": self._num_steps, "epoch": position.epoch}
+        where = {
+            "step": position.step,
+            "num_steps": self._num_steps,
+            "samples": position.samples,
+            "epoch": position.epoch,
+        }
         if now:
             self._logbook.add_progress.remote(dict(metrics))
         else:

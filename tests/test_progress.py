@@ -1,0 +1,56 @@
+"""The progress line: the pace that it shows."""
+
+from typing import Any
+
+import pytest
+
+from raycl import progress
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return how to look at a run that has made so many samples after so many seconds."""
+    now: dict[str, Any] = {}
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now["seconds"])
+    monkeypatch.setattr(progress, "_ask", lambda _: now["progress"])
+
+    class Book:
+        progress = None
+
+    look = progress.steps_made(Book)
+
+    def at(seconds: float, samples: int) -> str:
+        now["seconds"] = seconds
+        now["progress"] = {"step": 1, "num_steps": 9, "samples": samples, "epoch": 0, "loss": 1.0}
+        seen = look()
+        assert seen is not None
+        return seen[2].partition("loss 1.0000")[2].strip()
+
+    return at
+
+
+def test_the_pace_is_that_of_the_last_seconds(at: Any) -> None:
+    assert at(0, 64) == ""
+    for second in range(1, 61):
+        shown = at(second, 64 + 100 * second)
+    assert shown == "100 samples/s"
+    for second in range(1, 13):
+        shown = at(60 + second, 6_064 + 10 * second)
+    assert shown == "10 samples/s"
+
+
+def test_the_pace_of_long_steps_is_that_of_the_last_one(at: Any) -> None:
+    at(0, 0)
+    for second in range(60, 120):
+        assert at(second, 600) == "10 samples/s"
+    for second in range(120, 180):
+        assert at(second, 1_200) == "10 samples/s"
+
+
+def test_the_pace_sinks_while_a_run_stands_still_and_begins_anew_after_a_resume(at: Any) -> None:
+    for second in range(11):
+        shown = at(second, 100 * second)
+    assert shown == "100 samples/s"
+    assert at(110, 1_000) == "1 samples/s"
+    assert at(120, 500) == ""
+    assert at(121, 550) == "50 samples/s"
