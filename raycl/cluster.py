@@ -63,6 +63,17 @@ def cpus_for_a_worker(*, workers: int, spare_cpus: float) -> float:
     return 1.0 if have >= workers + spare_cpus else max(0.1, int(10 * (have - spare_cpus) / workers) / 10)
 
 
+def crowding(workers: int) -> str | None:
+    """Return one line about workers that get less than a CPU each, None where there are enough."""
+    cpus = ray.cluster_resources().get("CPU", 0.0)
+    if workers <= cpus:
+        return None
+    return (
+        f"{workers} workers share {cpus:g} CPU{'' if cpus == 1 else 's'}, which makes each of them slower; "
+        f"lower --workers to {max(1, int(cpus))}, or join a larger cluster by --address"
+    )
+
+
 def object_store_bytes() -> float:
     """Return the object store of the smallest node, in bytes."""
     return min(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])

@@ -12,7 +12,7 @@ import ray
 import torch
 from torch import nn
 
-from raycl.cluster import check_resources, join_cluster, own_errors
+from raycl.cluster import check_resources, crowding, join_cluster, own_errors
 from raycl.commands import keep_command
 from raycl.config import RunConfig
 from raycl.data.logbook import open_logbook, rows_in
@@ -289,6 +289,8 @@ class _Launch:
                 gpu=config.gpu,
                 spare_cpus=spare_cpus(streamed),
             )
+            if line := crowding(workers):
+                self._tell(line)
 
     def _warn_of_leakage(self, leakage: float) -> None:
         """Say what the probe found where the cure is not one for the negatives of a queue."""
