@@ -6,6 +6,8 @@ import os
 import re
 import secrets
 import socket
+import sys
+import traceback
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -19,6 +21,7 @@ import ray
 from ray import exceptions
 from ray._private import ray_constants, services
 from ray._private.authentication import authentication_token_setup as tokens
+from ray._private.node import Node
 
 from raycl.errors import ConfigError, RunError
 
@@ -26,6 +29,7 @@ _WATCHES = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"  # Ray Train's constant would c
 _PATIENCE_S = 5.0
 _LOOPBACK = "127.0.0.1:"
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
+_TOO_SLOW = "timed out during startup"  # Ray raises a plain Exception with this text after 30 s
 
 
 def enter(address: str, *, debug: bool = False) -> str | None:
@@ -44,17 +48,42 @@ def enter(address: str, *, debug: bool = False) -> str | None:
             _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext(),
             _unwatched() if address == "local" else contextlib.nullcontext(),
         ):
-            joined = ray.init(
-                address=address,
-                log_to_driver=debug,
-                logging_level=logging.INFO if debug else logging.ERROR,
-                include_dashboard=False if address == "local" else None,
-            )
+            joined = _start_or_join(address, debug=debug)
     except (ConnectionError, RuntimeError, ValueError, exceptions.AuthenticationError) as error:
         raise RunError(
             f"cannot join a Ray cluster at {address!r}: {_first_line(error)}; {_advice(error)}"
         ) from error
     return joined.dashboard_url or None
+
+
+def _start_or_join(address: str, *, debug: bool, retries: int = 1) -> Any:
+    """Call ``ray.init``; a start that took Ray too long is retried."""
+    try:
+        return ray.init(
+            address=address,
+            log_to_driver=debug,
+            logging_level=logging.INFO if debug else logging.ERROR,
+            include_dashboard=False if address == "local" else None,
+        )
+    except Exception as error:
+        if _TOO_SLOW not in str(error):
+            raise
+        _end_half_started(error)
+        if retries == 0:
+            raise RunError(
+                "Ray did not start in time, twice: this machine is too busy; end other processes on it, "
+                "or join a running Ray by --address HOST:PORT"
+            ) from error
+    print("raycl: Ray did not start in time on this busy machine; retrying once", file=sys.stderr, flush=True)
+    return _start_or_join(address, debug=debug, retries=retries - 1)
+
+
+def _end_half_started(error: BaseException) -> None:
+    """End the processes of a Ray that failed to start: Ray forgets them, and they would keep the machine busy."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(started := frame.f_locals.get("self"), Node):
+            started.kill_all_processes(check_alive=False, allow_graceful=False)
+    ray.shutdown()
 
 
 def start_early(address: str | None, *, debug: bool = False) -> None:

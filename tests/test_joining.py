@@ -1,5 +1,6 @@
 """Which Ray a question is put to: the only one here, or the one that is named."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -8,10 +9,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from ray._private.node import Node
 from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
 from raycl.errors import ConfigError, RunError
-from raycl.joining import enter, join_running, start_early, the_only
+from raycl.joining import _TOO_SLOW, enter, join_running, start_early, the_only
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +120,59 @@ def test_the_processes_of_a_ray_of_its_own_are_told_that_no_node_is_announced_as
     enter("10.0.0.1:6379")
     assert told == [given or "0", given]
     assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given
+
+
+class SlowNode(Node):
+    """Times out at its start as Ray 2.60 does, before Ray keeps it anywhere."""
+
+    ended = 0
+
+    def __init__(self) -> None:
+        raise Exception(
+            "The current node timed out during startup. This could happen because some of the raylet failed to "
+            "startup or the GCS has become overloaded."
+        )
+
+    def kill_all_processes(
+        self, check_alive: bool = True, allow_graceful: bool = False, wait: bool = False
+    ) -> None:
+        SlowNode.ended += 1
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_start_of_ray_that_takes_too_long_is_retried_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failures: int
+) -> None:
+    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
+    shut: list[int] = []
+    monkeypatch.setattr("raycl.joining.ray.shutdown", lambda: shut.append(SlowNode.ended))
+    monkeypatch.setattr(SlowNode, "ended", 0)
+
+    def init(**_: object) -> object:
+        return SlowNode() if len(shut) < failures else SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr("raycl.joining.ray.init", init)
+    if failures == 1:
+        assert enter("local") is None
+    else:
+        with pytest.raises(RunError, match="twice: this machine is too busy.*--address HOST:PORT"):
+            enter("local")
+    assert shut == [1, 2][:failures]
+    assert capsys.readouterr().err.count("retrying once") == 1
+
+
+def test_a_start_of_ray_that_fails_otherwise_is_not_retried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(**_: object) -> object:
+        raise Exception("no such file")
+
+    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
+    monkeypatch.setattr("raycl.joining.ray.init", init)
+    with pytest.raises(Exception, match="no such file"):
+        enter("local")
+    assert capsys.readouterr().err == ""
+
+
+def test_ray_still_says_so_when_its_start_takes_too_long() -> None:
+    assert _TOO_SLOW in inspect.getsource(Node)
