@@ -1,10 +1,12 @@
 """What a run writes down for others: ``metrics.jsonl`` and ``result.json``."""
 
+import errno
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+from raycl.errors import StorageError
 from raycl.storage import Place
 
 METRICS = "metrics.jsonl"
@@ -70,13 +72,26 @@ def _until(lines: Sequence[Mapping[str, Any]], step: int, num_rollbacks: int) ->
 
 
 def write_result(output: Place, result: Mapping[str, Any]) -> None:
-    """Write ``result.json`` below ``output``."""
-    (output / RESULT).write_text(json.dumps(_jsonable(result), indent=2) + "\n")
+    """Write ``result.json`` below ``output``; on a full disk over the old one, into the room that it has."""
+    place, text = output / RESULT, json.dumps(_jsonable(result), indent=2) + "\n"
+    try:
+        place.write_text(text)
+    except StorageError as error:
+        if not (place.is_local and place.exists() and _is_full(error.__cause__)):
+            raise
+        with place.explaining("write"), open(place.resolve()[1], "r+b") as file:
+            file.write(text.encode())
+            file.truncate()
 
 
 def read_result(output: Place) -> dict[str, Any]:
     """Return ``result.json`` below ``output``."""
     return json.loads((output / RESULT).read_text())
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a disk, or a user's share of it, has no room left."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _jsonable(values: Mapping[str, Any]) -> dict[str, Any]:

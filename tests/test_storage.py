@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,27 @@ def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot read .*nothing") as caught:
         (Place(str(tmp_path)) / "nothing").read_bytes()
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let what would be a new file below be ``/dev/full``, where every write ends with ENOSPC."""
+    monkeypatch.setattr("raycl.storage.uuid.uuid4", lambda: SimpleNamespace(hex="new"))
+    (tmp_path / ".result.json.new").symlink_to("/dev/full")
+    return tmp_path
+
+
+def test_a_run_that_ends_on_a_full_disk_has_its_status_written_over_the_old_one(full_disk: Path) -> None:
+    (full_disk / "result.json").write_text(json.dumps({"status": "running", "padding": "x" * 200}))
+    failed = {"status": "failed", "error": "no space left"}
+    write_result(Place(str(full_disk)), failed)
+    assert read_result(Place(str(full_disk))) == failed
+
+
+def test_a_result_that_has_no_room_is_refused_where_there_is_no_old_one(full_disk: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write .*No space left"):
+        write_result(Place(str(full_disk)), {"status": "running"})
+    assert not (full_disk / "result.json").exists()
 
 
 def test_an_unwritable_output_is_found_at_once(tmp_path: Path) -> None:
