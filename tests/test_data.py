@@ -401,7 +401,7 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
     second = Logbook(None, str(journal))
     assert second.rows() == first.rows()
     assert second.rows().num_rows == 10
-    assert second.is_to_stop()
+    assert second.hear()
     second.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"])  # as in each epoch: nothing new
     second.add_left_out("a", {"labels without a query": 3})
     second.add_rows("c", 5, 5, {}, [])
@@ -415,7 +415,7 @@ def test_a_disk_that_is_full_costs_a_logbook_its_journal_and_nothing_else(tmp_pa
     logbook._journal = Path("/dev/full").open("a")
     logbook.ask_to_stop()
     logbook.add_rows("a", 10, 8, {}, [])
-    assert logbook.is_to_stop()
+    assert logbook.hear()
     assert logbook.rows().num_rows == 10
 
 

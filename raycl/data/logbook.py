@@ -118,13 +118,10 @@ class Logbook:
             self._write("ask_to_stop")
         self._is_to_stop = True
 
-    def is_to_stop(self) -> bool:
-        """Whether somebody asked for it."""
-        return self._is_to_stop
-
-    def hear(self) -> None:
-        """Note that a worker is there."""
+    def hear(self) -> bool:
+        """Note that a worker is there, and answer whether the run is to save and end."""
         self._heard_at = time.monotonic()
+        return self._is_to_stop
 
     def seconds_alone(self) -> float:
         """Return since when no worker was heard."""

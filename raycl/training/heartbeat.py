@@ -1,30 +1,38 @@
-"""The heartbeat of a group of workers: how the driver knows that somebody is there who would save."""
+"""The heartbeat of a group of workers: the driver hears that they live, and they hear that they are to stop."""
 
 import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-EVERY_S = 5.0
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+EVERY_S = 1.0
+_PATIENCE_S = 10.0
 
 
 @contextlib.contextmanager
-def heartbeat(logbook: Any, *, every_s: float = EVERY_S) -> Iterator[None]:
-    """Tell the logbook every ``every_s`` seconds that this process lives, whatever it is doing.
+def heartbeat(logbook: Any, *, every_s: float = EVERY_S) -> Iterator[threading.Event]:
+    """Tell the logbook every ``every_s`` seconds that this process lives; yield an event that a wish to stop sets.
 
     From a thread of its own: a step, a judgment or a checkpoint may take longer than anybody waits.
     """
-    ended = threading.Event()
+    ended, asked_to_stop = threading.Event(), threading.Event()
 
     def beat() -> None:
-        while not ended.wait(every_s):
-            logbook.hear.remote()
+        while True:
+            # A logbook that died comes back, and is asked again.
+            with contextlib.suppress(RayActorError, GetTimeoutError):
+                if ray.get(logbook.hear.remote(), timeout=_PATIENCE_S):
+                    asked_to_stop.set()
+            if ended.wait(every_s):
+                return
 
-    logbook.hear.remote()
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()
     try:
-        yield
+        yield asked_to_stop
     finally:
         ended.set()
         thread.join()

@@ -1,6 +1,7 @@
 """The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
 
 import contextlib
+import threading
 from dataclasses import replace
 from typing import Any, final
 
@@ -49,16 +50,17 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     workers_here = ray.train.get_context().get_local_world_size()
     prepare_process(max(1, available_cores() // workers_here))
     # The first worker's process answers for the group: where another one dies, all are replaced.
-    living = heartbeat(job.logbook) if rank() == 0 else contextlib.nullcontext()
-    with shared_memory(), living:
-        return _Loop(job, ray.train.torch.get_device()).run()
+    living = heartbeat(job.logbook) if rank() == 0 else contextlib.nullcontext(threading.Event())
+    with shared_memory(), living as asked_to_stop:
+        return _Loop(job, ray.train.torch.get_device(), asked_to_stop).run()
 
 
 @final
 class _Loop:
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: Job, device: torch.device, asked_to_stop: threading.Event) -> None:
         self._job, self._config, self._device = job, job.config.settled(num_workers()), device
         self._is_writer = rank() == 0
+        self._asked_to_stop, self._is_to_stop = asked_to_stop, False
         self._modality = job.modality()
         rows = Rows(ray.get(list(job.blocks)), self._modality.formats(job.columns))
         train_rows = rows.where(job.holdout.is_train)
@@ -107,7 +109,8 @@ class _Loop:
         if is_new:
             self._begin(position)
         while self._asked_for(position) == self._job.workers:
-            if self._saver.is_to_stop:
+            if self._is_to_stop:
+                self._save(position)
                 return Stopped(position.step)
             if not self._is_done(position):
                 position = self._run_epoch(position)
@@ -139,14 +142,15 @@ class _Loop:
             stepped = self._step(views, position)
             position = position.next_step(batch_size=self._share.batch_size)
             position = replace(position, seconds=self._clock.seconds())
+            self._is_to_stop = stepped.is_to_stop
             if collapse := self._record(position, stepped):
                 return self._answer(collapse, position)
             if position.stage_step == self._plan.stage.steps:
                 return position
+            if self._is_to_stop:
+                return position
             if self._saver.is_due(position, self._device):
                 self._save(position)
-            if self._saver.is_to_stop:
-                return position
         if position.epoch_step == 0:
             raise DataError(
                 f"epoch {position.epoch} gave worker {rank()} not one batch of {self._share.local_batch_size} rows; "
@@ -234,6 +238,7 @@ class _Loop:
                 learning_rate=self._plan.learning_rate(position.stage_step),
                 momentum=self._momentum(position.step),
                 precision=self._config.precision,
+                is_to_stop=self._asked_to_stop.is_set(),
             )
         except NonFiniteLossError as error:
             ids = gather_detached(views.sample_id).tolist()

@@ -5,9 +5,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
-import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
-
 from raycl.distributed import num_workers
 from raycl.errors import StorageError
 from raycl.records import ROLLBACK, MetricsLog
@@ -41,8 +38,6 @@ class Recorder:
         )
         self._gauges = Gauges(job, position) if is_writer else None
         self._position = position
-        self._question: ray.ObjectRef | None = None
-        self._stop_asked = False
 
     def write(self, position: Position, metrics: Mapping[str, Any]) -> None:
         """Add a line of metrics, measured at this position."""
@@ -89,19 +84,6 @@ class Recorder:
         self.flush()
         if self._log is not None:
             self._logbook.add_notice.remote(f"step {position.step}: {text}")
-
-    def is_to_stop(self) -> bool:
-        """Whether somebody has asked for it, as far as the answer is here; None waits for it."""
-        if self._log is None or self._stop_asked:
-            return self._stop_asked
-        if self._question is None:
-            self._question = self._logbook.is_to_stop.remote()
-        elif ray.wait([self._question], timeout=0)[0]:
-            question, self._question = self._question, None
-            # A logbook that died comes back, and is asked again.
-            with contextlib.suppress(ActorDiedError, ActorUnavailableError):
-                self._stop_asked = ray.get(question)
-        return self._stop_asked
 
     def flush(self) -> None:
         """Write out what has gathered; raises ``StorageError``."""

@@ -31,7 +31,6 @@ class Saver:
         self._job, self._learner, self._watch = job, learner, watch
         self._clock, self._recorder = clock, recorder
         self._is_writer = rank() == 0
-        self.is_to_stop = False
         self._leaving: frozenset[int] = frozenset()  # ranks whose nodes will be taken away
 
     def begin_at(self, position: Position) -> None:
@@ -39,7 +38,7 @@ class Saver:
         self.step, self._saved_at = position.step, time.monotonic()
 
     def is_due(self, position: Position, device: torch.device) -> bool:
-        """Whether to save after this step: by number, by time, or because the run is to stop or move.
+        """Whether to save after this step: by number, by time, or because the run is to move.
 
         A node that is about to be taken away is saved from once, when its notice comes.
         """
@@ -47,11 +46,10 @@ class Saver:
         by_number = every is not None and position.step % every == 0
         if position.step % self._job.config.log_every_steps:
             return by_number
-        # Clocks differ between workers, and news reach them at different times: the first one decides.
+        # Clocks differ between workers: the first one decides.
         late = time.monotonic() - self._saved_at > self._job.config.checkpoints.every_s
-        news = torch.tensor([late, self._recorder.is_to_stop()], device=device) * self._is_writer
-        is_late, self.is_to_stop = map(bool, all_sum(news.long()).tolist())
-        return by_number or is_late or self.is_to_stop or self._is_newly_preempted()
+        is_late = bool(all_sum(torch.tensor(late and self._is_writer, device=device).long()))
+        return by_number or is_late or self._is_newly_preempted()
 
     def _is_newly_preempted(self) -> bool:
         info = ray.train.get_preemption_info()

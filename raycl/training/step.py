@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from raycl.distributed import all_sum, gather_uneven, num_workers
@@ -24,11 +25,13 @@ class Stepped:
     """What a step leaves: the loss of the global batch, and this worker's embeddings [local_batch, dim].
 
     ``key`` is what each query was compared with: an embedding, or its slot. ``trivial_loss`` is what
-    the loss would be if all embeddings were one point, where that is known.
+    the loss would be if all embeddings were one point, where that is known. ``is_to_stop`` is true on all
+    workers once one of them was asked to stop.
     """
 
     loss: float
     trivial_loss: float | None
+    is_to_stop: bool
     query: Tensor
     key: Tensor
 
@@ -43,8 +46,9 @@ def train_step(
     learning_rate: float,
     momentum: float,
     precision: str,
+    is_to_stop: bool = False,
 ) -> Stepped:
-    """Make one step, the ``step``-th from 0.
+    """Make one step, the ``step``-th from 0; ``is_to_stop`` says whether this worker was asked to stop.
 
     Raises ``NonFiniteLossError`` on every worker before anything is changed.
     """
@@ -59,7 +63,9 @@ def train_step(
         if negatives is not None and ids.negative is not None:
             lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
         loss = contrast(query, key, lent, ids)
-        value = float(all_sum(loss)) / num_workers()
+        # One message for both: a worker alone must not stop, and a further message would cost each step time.
+        total, num_asked = all_sum(torch.stack([loss, torch.full_like(loss, is_to_stop)])).tolist()
+        value = total / num_workers()
     if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss became {value}")
     with phase("backward"):
@@ -74,6 +80,7 @@ def train_step(
     assert positive is not None, "every query has a key or a slot"
     return Stepped(
         loss=value,
+        is_to_stop=num_asked > 0,
         trivial_loss=contrast.trivial_loss(batch_size=len(query) * num_workers(), lent=lent),
         query=query.detach(),
         key=positive.detach(),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,8 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
             "encoder.name": "tests.cluster.networks:slow",
             "encoder.arguments": {"channels": 1, "marker": str(marker)},
             "stages.0.epochs": 20,
-            "checkpoints.every_steps": 1_000,
+            "checkpoints.every_steps": 20,
+            "log_every_steps": 40,
             "evaluation.every_epochs": 0,
         }
     )
@@ -77,9 +79,10 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
     stopped = read_result(Place(str(output)))
     assert stopped["status"] == "stopped"
     assert stopped["error"] in errors
-    reached = losses_of(output)[-1][0]
-    assert f"stopped after step {reached}, which is saved; go on with --resume" in stopped["error"]
-    assert 0 < reached < 80
+    [reached] = map(
+        int, re.findall(r"stopped after step (\d+), which is saved; go on with --resume", stopped["error"])
+    )
+    assert 20 <= reached < 40  # which is not the next logged step
     assert (output / "checkpoints" / f"step-{reached:08d}").exists()
 
     marker.touch()
@@ -166,7 +169,7 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
         }
     )
     (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
-    # Two views a step make 16 seconds of silence; a heartbeat comes every five.
+    # Two views a step make 16 seconds of silence; a heartbeat comes every second.
     impatient = "import raycl.training.groups as groups, raycl.cli; groups._ALONE_S = 11.0; raycl.cli.main()"
     flags = ["train", str(tmp_path / "run.yaml"), "--data", str(data), "--output", str(output)]
     process = subprocess.Popen(
@@ -195,7 +198,7 @@ def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:
             wait_until(lambda deaths=deaths: restarts_of(book) == deaths)
             assert logbook.rows_in(book) == before
             assert ray.get(book.notices.remote()) == ["something happened"]
-            assert ray.get(book.is_to_stop.remote())
+            assert ray.get(book.hear.remote())
         assert before.num_broken == 2
         ray.kill(book, no_restart=False)
         assert signals.ask_to_stop() < 60  # whether it is there or not
@@ -294,11 +297,14 @@ def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
     assert asked(streamed=True, cpus_per_worker=1.0, autoscaling=True) == (1, 8)
 
 
-def test_a_logbook_hears_a_worker_that_says_nothing_else() -> None:
+def test_a_logbook_hears_a_worker_that_says_nothing_else_and_answers_when_it_is_to_stop() -> None:
     with logbook.open_logbook() as book:
-        with heartbeat(book, every_s=0.2):
+        with heartbeat(book, every_s=0.2) as asked_to_stop:
             time.sleep(2.0)
             assert ray.get(book.seconds_alone.remote()) < 1.5
+            assert not asked_to_stop.is_set()
+            ray.get(book.ask_to_stop.remote())
+            assert asked_to_stop.wait(1.5)
         time.sleep(2.0)
         assert ray.get(book.seconds_alone.remote()) > 1.5
 

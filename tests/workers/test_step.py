@@ -159,7 +159,10 @@ def losses_weights_and_rows_after_steps(
         ids = torch.arange(BATCH)[rows] + (step % 2) * BATCH
         views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy())
         settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
-        losses.append(train_step(learner, store, contrast, views, step=step, **settings).loss)
+        asked = step == 3 and rank == num_workers - 1
+        stepped = train_step(learner, store, contrast, views, step=step, is_to_stop=asked, **settings)
+        assert stepped.is_to_stop == (step == 3)  # on all workers, whoever was asked
+        losses.append(stepped.loss)
     weights = [parameter.detach() for parameter in tower.parameters()]
     if learner.momentum_encoder is not None:
         weights += [parameter.detach() for parameter in learner.momentum_encoder.parameters()]
