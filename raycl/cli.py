@@ -138,13 +138,14 @@ def evaluate(
 ) -> None:
     """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a floor beside."""
     written = None if json_file is None else Place(absolute(json_file))
-    with contextlib.nullcontext() if written is None else writing(written, is_file=True):
+    with contextlib.nullcontext() if written is None else writing(written, is_file=True) as lease:
         result = _judge(
             measure, settings or [], run=run, train=train, test=test, gpu=gpu, address=address, debug=debug
         )
         text = json.dumps({key: value for key, value in result.items() if key != "examples"})
         print(text, flush=True)
-        if written is not None:
+        if written is not None and lease is not None:
+            lease.check()
             written.write_text(text + "\n")
     for example in result.get("examples", ()):
         _show_example(example)

@@ -32,7 +32,7 @@ def keep_command(output: Place) -> None:
 
 def this_command() -> str:
     """Return what was typed to start this process."""
-    return _typed.get() or _as_typed(sys.argv)
+    return _as_typed(sys.argv or ["python"])
 
 
 def read_commands(output: Place) -> list[str]:

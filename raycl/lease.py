@@ -1,23 +1,23 @@
 """One writer for each output: a lease in the output itself, on any storage and without locks.
 
-A process puts a claim, a small file, and then lists all claims. It withdraws if it finds another living
-one. Each process puts before it lists, so of two that start together at least one finds the other. A
-claim is dead when its process has ended on this machine, or when it was not renewed for a minute by the
-clock of the storage. The successor removes dead claims. A process that was only suspended finds its claim
-missing when it wakes up, since it checks the claim before each write.
+A process puts a claim, a small file, and then lists all claims. Each process puts before it lists, so of
+two that start together at least one finds the other. A process withdraws if it finds another that writes
+already, or one that has only claimed and whose claim comes first by name; for other claims it waits until
+they are withdrawn. A claim is dead when its process has ended on this machine, or when it was not
+renewed for a minute by the clock of the storage. The successor removes dead claims. A process that was only
+suspended finds its claim missing when it wakes up, since it checks the claim before it writes.
 """
 
 import contextlib
 import json
 import os
-import random
 import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self, final
@@ -30,7 +30,6 @@ RENEW_S = 15.0
 DEAD_S = 60.0  # since the last renewal, by the clock of the storage
 WATCH_S = 2 * RENEW_S  # at least: a living writer renews late after an outage of the storage
 _CLAIM = ".writer-"
-_TRIES = 4  # two processes that start together may both withdraw; a writer is still there at the last try
 
 
 @final
@@ -44,6 +43,7 @@ class Writer:
     machine: str | None  # the boot and container that share process ids; unknown outside Linux
     command: str
     since: str
+    is_writing: bool = False  # or it waits for others
 
     @classmethod
     def here(cls) -> Self:
@@ -60,11 +60,18 @@ class Writer:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} ({self.command})"
 
-    def is_gone(self) -> bool | None:
-        """Whether the process has ended; None if it runs on another machine."""
-        if self.machine is None or self.machine != _machine():
+    def is_alive(self) -> bool | None:
+        """Whether the process lives; None if that cannot be seen from here."""
+        if self.started is None or (self.host, self.machine) != (socket.gethostname(), _machine()):
             return None
-        return self.started is None or _started(self.pid) != self.started
+        with contextlib.suppress(PermissionError):  # a process of another user may be hidden in /proc
+            return _started(self.pid) == self.started
+        return None
+
+
+_UNREADABLE = Writer(
+    host="an unknown machine", pid=0, started=None, machine=None, command="unknown", since="?"
+)
 
 
 @final
@@ -72,7 +79,8 @@ class Writer:
 class Lease:
     """The right of one process to write to an output; its workers hold copies."""
 
-    folder: Place
+    output: Place
+    folder: Place  # holds the claims
     prefix: str
     name: str
     writer: Writer
@@ -86,67 +94,89 @@ class Lease:
         if not self._claim.exists():
             others = ", ".join(str(self._writer(name)) for name in self._claims()) or "no process"
             raise RunError(
-                f"this process lost its lease on {self.folder} after it was silent for a minute (the writer is now "
-                f"{others}); it writes nothing more; repeat the command with --resume once no process writes there"
+                f"this process lost its lease on {self.output}: its claim was removed, as after a minute without "
+                f"renewal, and the writer is now {others}; repeat the command once no other process writes there"
             )
 
     def renew(self) -> None:
         """Show other processes that this one lives; raises as ``check`` does."""
+        began = time.monotonic()
         self.check()
-        self._put()
+        self._put(is_writing=True)
+        # Meanwhile a successor may have removed the claim, which this put back.
+        if time.monotonic() - began > RENEW_S and len(self._claims()) > 1:
+            self._claim.delete()
+            self.check()
 
     @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Put the claim, renew it within, and withdraw it."""
+    def taken(self) -> Iterator[None]:
+        """Become the writer, renew the claim within, and withdraw it; raises as ``writing`` does."""
         is_new = self.folder.is_local and not self.folder.exists()
-        self._put()
         ended = threading.Event()
         renewing = threading.Thread(target=self._renew_until, args=(ended,), name="lease", daemon=True)
-        renewing.start()
         try:
+            self._put(is_writing=False)
+            self._take()
+            renewing.start()
             yield
         finally:
             ended.set()
-            renewing.join()  # or it might put the claim back
+            if renewing.ident is not None:
+                renewing.join(RENEW_S)
+            if not renewing.is_alive():  # or it might put the claim back: then the claim is left to its time
+                with contextlib.suppress(StorageError):
+                    self._claim.delete()
+            if is_new:  # a refused run leaves no folder behind
+                with contextlib.suppress(OSError):
+                    Path(self.folder.resolve()[1]).rmdir()
+
+    def _take(self) -> None:
+        others = [name for name in self._claims() if name != self.name]
+        for name in others:
+            if (rival := self._await(name)) is not None:
+                raise ConfigError(
+                    f"{rival} has been writing to {self.output} since {rival.since}; stop it and repeat the "
+                    "command to take over, or give another --output"
+                )
+        for name in others:
             with contextlib.suppress(StorageError):
-                self._claim.delete()
-                if is_new:  # a refused run leaves no folder behind
-                    with contextlib.suppress(OSError):
-                        Path(self.folder.resolve()[1]).rmdir()
-
-    def _put(self) -> None:
-        self._claim.write_text(json.dumps(asdict(self.writer)))
-
-    def rival(self) -> Writer | None:
-        """Return a living writer, or None after the claims of dead ones are removed."""
-        claims = self._claims()
-        others = [name for name in claims if name != self.name]
-        for name in others:
-            writer = self._writer(name)
-            if writer is None:
-                continue
-            gone = writer.is_gone()
-            if gone is None:
-                gone = not self._is_renewed(name, claims[name], now=claims.get(self.name, 0.0))
-            if not gone:
-                return writer
-        for name in others:
-            (self.folder / name).delete()
+                (self.folder / name).delete()
         self.check()
-        return None
+        self._put(is_writing=True)
 
-    def _is_renewed(self, name: str, seen: float, *, now: float) -> bool:
-        """Watch a claim until it is renewed, or is dead."""
-        wait_s = max(WATCH_S, DEAD_S - (now - seen))
-        line = f"waiting up to {wait_s:.0f} s: {self._writer(name)} may be writing to {self.folder}"
-        print(line, file=sys.stderr, flush=True)
-        until = time.monotonic() + wait_s
-        while time.monotonic() < until:
-            time.sleep(min(1.0, RENEW_S / 4))
-            at = self._claims().get(name)
-            if at != seen:
-                return at is not None
-        return False
+    def _await(self, name: str) -> Writer | None:
+        """Wait until a claim is withdrawn or dead, and return None, or its process lives and comes first."""
+        seen, seen_at, put_at = -1.0, 0.0, time.monotonic()
+        is_renewed = is_announced = False
+        while True:
+            claims = self._claims()
+            writer = self._writer(name) if name in claims else None
+            if writer is None or (lives := writer.is_alive()) is False:
+                return None
+            if claims[name] != seen:
+                is_renewed = seen >= 0
+                seen, seen_at = claims[name], time.monotonic()
+            age_s = claims.get(self.name, 0.0) - seen
+            if age_s > DEAD_S and time.monotonic() - seen_at > WATCH_S:
+                return None
+            lives = is_renewed or (lives and age_s < DEAD_S)
+            if lives and (writer.is_writing or name < self.name):
+                return writer
+            if not (lives or is_announced):
+                is_announced = True
+                print(f"waiting: {writer} may be writing to {self.output}", file=sys.stderr, flush=True)
+            time.sleep(min(0.5, RENEW_S / 4))
+            if time.monotonic() - put_at > RENEW_S:
+                put_at = time.monotonic()
+                self.check()
+                self._put(is_writing=False)
+
+    def _put(self, *, is_writing: bool) -> None:
+        claim = json.dumps(asdict(replace(self.writer, is_writing=is_writing)))
+        try:
+            self._claim.write_text(claim)
+        except StorageError:  # a process that withdraws may remove the folder in this moment
+            self._claim.write_text(claim)
 
     def _claims(self) -> dict[str, float]:
         written = self.folder.written_at()
@@ -156,12 +186,12 @@ class Lease:
         """Return the writer behind a claim; None if it has just been withdrawn."""
         try:
             return Writer(**json.loads((self.folder / name).read_text()))
-        except StorageError:
-            return None
+        except (StorageError, ValueError, TypeError):
+            return _UNREADABLE if (self.folder / name).exists() else None
 
     def _renew_until(self, ended: threading.Event) -> None:
         while not ended.wait(RENEW_S):
-            with contextlib.suppress(StorageError, RunError):  # the next write reports it
+            with contextlib.suppress(Exception):  # the next write reports it
                 self.renew()
 
 
@@ -174,20 +204,9 @@ def writing(output: Place, *, is_file: bool = False) -> Iterator[Lease]:
         StorageError: Nothing can be written there.
     """
     folder, prefix = (output.beside(""), f".{output.name}{_CLAIM}") if is_file else (output, _CLAIM)
-    rival = None
-    for _ in range(_TRIES):
-        lease = Lease(folder, prefix, f"{prefix}{uuid.uuid4().hex}", Writer.here())
-        with lease.claimed():
-            rival = lease.rival()
-            if rival is None:
-                yield lease
-                return
-        time.sleep(random.uniform(0.05, 0.3))
-    if rival is not None:
-        raise ConfigError(
-            f"{rival} has been writing to {output} since {rival.since}; stop it and repeat the command to take "
-            "over, or give another --output"
-        )
+    lease = Lease(output, folder, prefix, f"{prefix}{uuid.uuid4().hex}", Writer.here())
+    with lease.taken():
+        yield lease
 
 
 @contextlib.contextmanager
@@ -198,17 +217,27 @@ def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
     took over.
     """
     place = Place(absolute(output))
+    _check_absent(place, is_file=is_file)
     with writing(place, is_file=is_file) as lease:
-        if place.is_taken():
-            raise StorageError(f"{output} exists already; give another --output or remove it")
+        _check_absent(place, is_file=is_file)
         try:
             yield place
         except Exception:
-            with contextlib.suppress(RunError):
+            with contextlib.suppress(RunError, StorageError):  # the cause comes first
                 lease.check()
                 place.remove()
             raise
         lease.check()
+
+
+def _check_absent(place: Place, *, is_file: bool) -> None:
+    """Refuse an output that exists; a folder may be empty."""
+    if place.exists() and (
+        is_file
+        or not place.is_folder()
+        or not all(name.lstrip(".").startswith(_CLAIM[1:]) for name in place.written_at())
+    ):
+        raise StorageError(f"{place} exists already; give another --output or remove it")
 
 
 def _machine() -> str | None:
@@ -220,15 +249,18 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started, in ticks since the boot; None if it has ended."""
+    """Return the start time of a process in ticks since the boot, None if it has ended.
+
+    Raises ``PermissionError`` if the process is hidden.
+    """
     with contextlib.suppress(OSError):
         fields = _fields(f"/proc/{pid}/stat")
+        tasks = [_fields(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")]
         # A killed process may still write while its first thread is a zombie.
-        if any(
-            _fields(f"/proc/{pid}/task/{task}/stat")[0] not in "ZX"
-            for task in os.listdir(f"/proc/{pid}/task")
-        ):
-            return fields[19]
+        return None if set(tasks) <= {"Z", "X"} else fields[19]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        raise PermissionError(f"process {pid} is hidden")
     return None
 
 

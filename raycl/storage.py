@@ -110,7 +110,10 @@ class Place:
             folder = posixpath.dirname(self.path)
             return Place(self.root, "/".join(filter(None, (folder, name))))
         address, options = self._split()
-        return Place(posixpath.dirname(absolute(address).rstrip("/")) + options, name)
+        folder = posixpath.dirname(absolute(address).rstrip("/"))
+        if folder.endswith(":"):
+            raise StorageError(f"{self} is a bucket and no file; give s3://bucket/path")
+        return Place(folder + options, name)
 
     def written_at(self) -> dict[str, float]:
         """Return the names directly below, and when each was written by the storage's clock, in s since 1970."""
@@ -118,12 +121,6 @@ class Place:
         with self.explaining("list"):
             found = filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True))
         return {info.base_name: (info.mtime_ns or 0) / 1e9 for info in found}
-
-    def is_taken(self) -> bool:
-        """Whether a file is there, or a folder that holds anything but hidden files."""
-        if not self.exists():
-            return False
-        return not self.is_folder() or not all(map(_is_hidden, self.written_at()))
 
     @contextlib.contextmanager
     def open(self) -> Iterator[pa.NativeFile]:

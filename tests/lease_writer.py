@@ -13,7 +13,7 @@ from raycl.errors import ConfigError
 from raycl.storage import Place
 
 
-def main(output: str, referee: str, journal: str, *, elsewhere: bool) -> None:
+def main(output: str, referee: str, journal: str, *, elsewhere: bool, hold_s: float = 0.0) -> None:
     if elsewhere:  # as if each process had a machine of its own: none sees that another has ended
         machine = uuid.uuid4().hex
         lease._machine = lambda: machine
@@ -31,7 +31,7 @@ def main(output: str, referee: str, journal: str, *, elsewhere: bool) -> None:
                 _note(journal, "two at once")
                 sys.exit(3)
             _note(journal, "alone")
-            time.sleep(random.uniform(0.0, 0.3))
+            time.sleep(hold_s or random.uniform(0.0, 0.3))
             own.check()
             fcntl.flock(file, fcntl.LOCK_UN)
         time.sleep(random.uniform(0.0, 0.1))
@@ -43,4 +43,4 @@ def _note(journal: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], elsewhere=sys.argv[4] == "elsewhere")
+    main(*sys.argv[1:4], elsewhere=sys.argv[4] == "elsewhere", hold_s=float(sys.argv[5]))

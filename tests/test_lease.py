@@ -50,11 +50,24 @@ def another_writer(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def claim_of(output: Place, **changes: object) -> Lease:
+def claim_of(output: Place, name: str = "other", **changes: object) -> Lease:
     """Put the claim of a process like this one, but for these changes; no thread renews it."""
-    claim = Lease(output, ".writer-", ".writer-other", replace(Writer.here(), **changes))
+    claim = Lease(output, output, ".writer-", f".writer-{name}", replace(Writer.here(), **changes))
     (output / claim.name).write_text(json.dumps(asdict(claim.writer)))
     return claim
+
+
+@contextmanager
+def renewed(claim: Lease) -> Iterator[None]:
+    """Renew a claim within, as its process would on its machine."""
+    ended = threading.Event()
+    thread = threading.Thread(target=claim._renew_until, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def claims_in(output: Place) -> list[str]:
@@ -89,21 +102,38 @@ class Refused(raycl.RayclError):
 
 
 def test_the_claim_of_a_process_that_was_killed_is_taken_over_at_once(output: Place, tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    with another_writer(output.uri, str(tmp_path / "referee"), str(journal), "here") as process:
-        while not journal.exists():
-            time.sleep(0.01)
-        while not claims_in(output):
-            time.sleep(0.001)
-        process.send_signal(signal.SIGSTOP)
-        left = claims_in(output)
-        if left:
-            with pytest.raises(ConfigError, match=f"process {process.pid} "), writing(output):
-                pass
+    with another_writer(
+        output.uri, str(tmp_path / "referee"), str(tmp_path / "journal"), "here", "1"
+    ) as process:
+        while not is_held(output):
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.02)
+            process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ConfigError, match=f"process {process.pid} "), writing(output):
+            raise AssertionError("two at once")
     began = time.monotonic()
     with writing(output):
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 10
         assert len(claims_in(output)) == 1
+
+
+def is_held(output: Place) -> bool:
+    return any('"is_writing": true' in (output / name).read_text() for name in claims_in(output))
+
+
+def test_a_process_that_was_suspended_loses_its_output(output: Place, quick: None, tmp_path: Path) -> None:
+    with another_writer(
+        output.uri, str(tmp_path / "referee"), str(tmp_path / "journal"), "here", "1"
+    ) as process:
+        while not is_held(output):
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.02)
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(lease.DEAD_S + 1.0)  # S3 counts whole seconds
+        with writing(output) as own:
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(20) == 1  # at the check after its work
+            own.check()
 
 
 def test_another_process_of_the_same_number_is_another(output: Place) -> None:
@@ -119,7 +149,7 @@ def test_a_silent_writer_on_another_machine_is_taken_over_after_its_time(
     began = time.monotonic()
     with writing(output) as own:
         assert time.monotonic() - began >= lease.WATCH_S
-        assert "waiting up to" in (err := capsys.readouterr().err)
+        assert "waiting:" in (err := capsys.readouterr().err)
         assert "on node-7" in err
         own.renew()
         with pytest.raises(RunError, match=rf"lost its lease .*now process {os.getpid()}"):
@@ -129,23 +159,51 @@ def test_a_silent_writer_on_another_machine_is_taken_over_after_its_time(
         assert claims_in(output) == [own.name], "renewed after it was lost"
 
 
-def test_a_writer_on_another_machine_that_renews_is_refused(output: Place, quick: None) -> None:
-    far = claim_of(output, machine="another", host="node-7")
-    ended = threading.Event()
+def test_a_writer_on_another_machine_that_renews_is_refused(
+    output: Place, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = claim_of(output, machine="another", host="node-7", is_writing=True)
+    with renewed(far), pytest.raises(ConfigError, match="on node-7"), writing(output):
+        raise AssertionError("two at once")
+    far.check()
+    assert capsys.readouterr().err.count("waiting") == 1
 
-    def renew() -> None:
-        while not ended.wait(0.3):
-            far.renew()
 
-    renewing = threading.Thread(target=renew)
-    renewing.start()
-    try:
-        with pytest.raises(ConfigError, match="on node-7"), writing(output):
-            raise AssertionError("two at once")
-        far.check()
-    finally:
-        ended.set()
-        renewing.join()
+def test_of_two_that_start_together_one_writes(output: Place, quick: None) -> None:
+    before, after = claim_of(output, "!"), claim_of(output, "~")  # by name
+    with renewed(before), pytest.raises(ConfigError), writing(output):
+        raise AssertionError("two at once")
+    (output / before.name).delete()
+    threading.Timer(1.0, (output / after.name).delete).start()
+    with writing(output):
+        assert len(claims_in(output)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b'{"version": 2}'])
+def test_a_claim_that_cannot_be_read_is_given_its_time(tmp_path: Path, quick: None, content: bytes) -> None:
+    (tmp_path / ".writer-broken").write_bytes(content)
+    began = time.monotonic()
+    with writing(Place(str(tmp_path))):
+        assert time.monotonic() - began > lease.WATCH_S
+        assert len(claims_in(Place(str(tmp_path)))) == 1
+
+
+def test_a_renewal_that_comes_late_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Place(str(tmp_path))
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    late, write = claim_of(output, machine="another"), Lease._put
+
+    def put(own: Lease, *, is_writing: bool) -> None:
+        if own.name == late.name:
+            (output / own.name).delete()  # as a successor does
+            claim_of(output, "successor")
+            time.sleep(0.2)
+        write(own, is_writing=is_writing)
+
+    monkeypatch.setattr(Lease, "_put", put)
+    with pytest.raises(RunError, match="lost its lease"):
+        late.renew()
+    assert claims_in(output) == [".writer-successor"]
 
 
 def test_a_writer_renews_its_claim(output: Place, quick: None) -> None:
@@ -163,11 +221,36 @@ def test_a_new_output_is_one_in_which_nothing_is(output: Place) -> None:
     assert (output / "rows.parquet").read_bytes() == b"rows"
 
 
+def test_hidden_files_of_the_user_are_no_new_output(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    with pytest.raises(StorageError, match="exists already"), writing_new(str(tmp_path)):
+        raise AssertionError("written over")
+    assert (tmp_path / ".git").exists()
+
+
+def test_the_cause_of_a_failure_comes_before_the_failure_to_clean_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(place: Place) -> None:
+        raise StorageError("cannot remove")
+
+    monkeypatch.setattr(Place, "remove", fail)
+    with pytest.raises(Refused), writing_new(str(tmp_path / "rows")):
+        raise Refused
+
+
+def test_a_file_in_a_bucket_has_a_name() -> None:
+    with (
+        pytest.raises(StorageError, match="is a bucket and no file"),
+        writing(Place("s3://bucket"), is_file=True),
+    ):
+        raise AssertionError("written")
+
+
 def test_of_a_new_output_that_fails_nothing_is_left(output: Place) -> None:
     with pytest.raises(Refused), writing_new(output.uri) as place:
         (place / "half.parquet").write_bytes(b"half")
         raise Refused
-    assert not output.is_taken()
     with writing_new(output.uri):
         pass
 
@@ -227,7 +310,16 @@ def wait_for_more(journal: Path) -> None:
 def strike(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
     """Let two processes write by turns, kill either at random moments, and look whether ever two wrote at once."""
     referee, journal = folder / "referee", folder / "journal"
-    arguments = [sys.executable, "-m", "tests.lease_writer", output.uri, str(referee), str(journal), where]
+    arguments = [
+        sys.executable,
+        "-m",
+        "tests.lease_writer",
+        output.uri,
+        str(referee),
+        str(journal),
+        where,
+        "0",
+    ]
     writers = [subprocess.Popen(arguments, stderr=subprocess.DEVNULL) for _ in range(2)]
     try:
         for _ in range(num_kills):

@@ -81,6 +81,7 @@ class Groups:
                         )
 
     def _fit(self, job: Job) -> Outcome:
+        job.check_lease()
         if told := mend_list(self._output):
             self._tell(told)
         is_streamed = job.stream is not None
