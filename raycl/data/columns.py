@@ -69,10 +69,15 @@ class ColumnNames:
                     f"{what}, column {name!r} of {where} holds {types[name]}; "
                     f"name another with --set data.columns.{role}=NAME"
                 )
-        if self.label is not None and not _is_label(types[self.label]):
+        if self.label is not None:
+            self.check_label_type(types[self.label], where=where)
+
+    def check_label_type(self, kind: pa.DataType, *, where: str) -> None:
+        """Raise ``DataError`` unless labels are integers, booleans or text."""
+        if not _is_label(kind):
             raise DataError(
                 f"labels must be integers or text, column {self.label!r} of {where} holds "
-                f"{types[self.label]}; name another with --set data.columns.label=NAME"
+                f"{kind}; name another with --set data.columns.label=NAME"
             )
 
 

@@ -14,9 +14,10 @@ from raycl.data.columns import ColumnNames
 from raycl.data.formats import Formats, store_all
 from raycl.data.holdout import Holdout
 from raycl.data.ids import content_id, stable_ids
+from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.data.logbook import NUM_EXAMPLES
-from raycl.data.sources import NO_LABEL, Piece, RawRows, Source, plain_values
-from raycl.errors import BrokenValueError, DataError
+from raycl.data.sources import Piece, RawRows, Source, plain_values
+from raycl.errors import BrokenValueError
 
 BLOCK_BYTES = 64 * 2**20
 Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
@@ -137,16 +138,22 @@ def decode_source(
     return table.map_batches(read, batch_size=1, batch_format="pyarrow", zero_copy_batch=True)
 
 
-def decode_dataset(dataset: ray.data.Dataset, columns: ColumnNames, decoder: Decoder) -> ray.data.Dataset:
+def decode_dataset(
+    dataset: ray.data.Dataset,
+    columns: ColumnNames,
+    decoder: Decoder,
+    *,
+    classes: tuple[str, ...] | None = None,
+) -> ray.data.Dataset:
     """Return the decoded rows of a user's own Ray Dataset.
 
-    Without an id column a row's id is the hash of its contents, so equal rows share one.
-    Raises ``DataError`` if a column is missing.
+    Without an id column a row's id is the hash of its contents, so equal rows share one. ``classes`` are
+    the names of labels that are text. Raises ``DataError`` if a column is missing.
     """
     found = columns_of(dataset, columns)
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
-        rows = _raw_rows(batch, found)
+        rows = _raw_rows(batch, found, classes)
         yield from decoder.tables(f"ids {content_id(rows.sample_id.tobytes())}", iter([rows]))
 
     return dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow")
@@ -160,15 +167,34 @@ def values_in(batch: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
     return {role: plain_values(batch[name]) for role, name in columns.contents.items()}
 
 
-def _raw_rows(batch: pa.Table, columns: ColumnNames) -> RawRows:
+def _raw_rows(batch: pa.Table, columns: ColumnNames, classes: tuple[str, ...] | None = None) -> RawRows:
     values = values_in(batch, columns)
     label, sample_id = columns.label, columns.sample_id
     ids = stable_ids(batch[sample_id].to_pylist()) if sample_id else _content_ids(values)
-    labels = batch[label].to_numpy() if label else np.full(len(ids), NO_LABEL, np.int64)
-    if labels.dtype.kind not in "iub":
-        raise DataError(f"labels must be integers, column {label!r} holds {labels.dtype}; map them first")
+    labels = label_numbers(batch[label], classes) if label else np.full(len(ids), NO_LABEL, np.int64)
     where = [f"row with id {row_id}" for row_id in ids]
-    return RawRows(values=values, sample_id=ids, label=labels.astype(np.int64), where=where)
+    return RawRows(values=values, sample_id=ids, label=labels, where=where)
+
+
+def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ...] | None:
+    """Return the sorted class names where a dataset's labels are text; reads that one column.
+
+    Raises ``DataError`` for labels that are neither text nor integers.
+    """
+    label = columns.label
+    schema = dataset.schema()
+    if label is None or schema is None or are_numbers(schema.types[schema.names.index(label)]):
+        return None
+
+    def distinct(batch: pa.Table) -> pa.Table:
+        return pa.table({label: batch[label].unique()})
+
+    found = dataset.select_columns([label]).map_batches(distinct, batch_size=None, batch_format="pyarrow")
+    batches: Any = found.iter_batches(batch_size=None, batch_format="pyarrow")
+    parts = [batch[label] for batch in batches]
+    for part in parts:
+        columns.check_label_type(part.type, where="the dataset")
+    return None if all(are_numbers(part.type) for part in parts) else class_names(parts)
 
 
 def columns_of(dataset: ray.data.Dataset, columns: ColumnNames) -> ColumnNames:

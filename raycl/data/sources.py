@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.ids import stable_ids
 from raycl.data.images import EXTENSIONS, BrokenImageError
+from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.errors import DataError, StorageError
 from raycl.storage import Place, absolute, check_plain, is_out_of_reach
 
 ROWS_A_PIECE = 2_048
-NO_LABEL = -1
 
 
 @final
@@ -145,11 +145,7 @@ class Source:
     def _labels(self, table: pa.Table) -> NDArray[np.int64]:
         if self.columns.label is None:
             return np.full(table.num_rows, NO_LABEL, np.int64)
-        column = table[self.columns.label]
-        if self.classes is not None:
-            index = {name: place for place, name in enumerate(self.classes)}
-            return np.array([index.get(str(name), NO_LABEL) for name in column.to_pylist()], np.int64)
-        return column.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
+        return label_numbers(table[self.columns.label], self.classes)
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
@@ -305,19 +301,14 @@ def plain_values(column: pa.ChunkedArray) -> list[Any]:
 
 def _named_classes(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
     """Return the sorted class names where labels are text; reads that one column."""
-    if (
-        label is None
-        or pa.types.is_integer(schema.field(label).type)
-        or pa.types.is_boolean(schema.field(label).type)
-    ):
+    if label is None or are_numbers(schema.field(label).type):
         return None
-    names: set[str] = set()
-    for place in places:
-        with _open_parquet(place) as parquet:
-            names |= {
-                str(name) for name in parquet.read([label])[label].unique().to_pylist() if name is not None
-            }
-    return tuple(sorted(names))
+    return class_names(_column(place, label) for place in places)
+
+
+def _column(place: Place, name: str) -> pa.ChunkedArray:
+    with _open_parquet(place) as file:
+        return file.read([name])[name]
 
 
 def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:

@@ -77,15 +77,20 @@ def stream_source(
 
 
 def stream_dataset(
-    dataset: ray.data.Dataset, columns: ColumnNames, decoder: Decoder, *, seed: int
+    dataset: ray.data.Dataset,
+    columns: ColumnNames,
+    decoder: Decoder,
+    *,
+    seed: int,
+    classes: tuple[str, ...] | None = None,
 ) -> OpenEpoch:
-    """Return how to open an epoch of a user's own Ray Dataset."""
+    """Return how to open an epoch of a user's own Ray Dataset; ``classes`` are those of ``decode_dataset``."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
         shuffled = dataset.randomize_block_order(seed=hash((seed, epoch)) % 2**31)
         # A dataset keeps the settings of the process that made it.
         shuffled.context.execution_options.preserve_order = True
-        return decode_dataset(shuffled, columns, decoder)
+        return decode_dataset(shuffled, columns, decoder, classes=classes)
 
     return open_epoch
 

@@ -8,8 +8,9 @@ import ray
 
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
+from raycl.data.labels import NO_LABEL
 from raycl.data.pairs import check_labels
-from raycl.data.sources import NO_LABEL, Source, find_source
+from raycl.data.sources import Source, find_source
 from raycl.doctor.finding import Finding, size
 from raycl.doctor.nodes import why
 from raycl.doctor.reading import Look, look_at

@@ -13,7 +13,8 @@ from PIL import Image
 
 from raycl.data.columns import ColumnNames
 from raycl.data.images import BrokenImageError, ImageFormat, image_sides
-from raycl.data.sources import NO_LABEL, Piece, RawRows, Source, find_source
+from raycl.data.labels import NO_LABEL
+from raycl.data.sources import Piece, RawRows, Source, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.tokens import BrokenTextError, read_text
 

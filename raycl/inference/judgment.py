@@ -15,9 +15,10 @@ from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.holdout import Holdout
 from raycl.data.images import ImageFormat
+from raycl.data.labels import NO_LABEL
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.rows import Rows, pixels_of
-from raycl.data.sources import NO_LABEL, Source, find_source
+from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
 from raycl.inference.embedding import columns_for, embed_dataset, formats_of
 from raycl.inference.reading import read_rows

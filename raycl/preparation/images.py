@@ -7,7 +7,8 @@ import pyarrow as pa
 import ray
 
 from raycl.cluster import join_cluster, own_errors
-from raycl.data.sources import NO_LABEL, Piece, Source, find_source
+from raycl.data.labels import NO_LABEL
+from raycl.data.sources import Piece, Source, find_source
 from raycl.lease import writing_new
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from raycl.config import RunConfig
 from raycl.data.images import ImageFormat
+from raycl.data.labels import NO_LABEL
 from raycl.data.rows import Rows, pixels_of
-from raycl.data.sources import NO_LABEL, Source, find_source
+from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
 from raycl.inference.judgment import raw_pixels
 from raycl.inference.reading import read_rows

@@ -159,7 +159,7 @@ class _Launch:
             "data": data and absolute(data),
             "num_rows": samples.num_rows,
             "streamed": streamed,
-            "classes": None if source is None else source.classes,
+            "classes": samples.classes,
             "workers": [_written(*self._config.worker_range(stage)) for stage in self._config.stages],
         }
         check_same_data(self._output, described)

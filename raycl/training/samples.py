@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from raycl.cluster import fetch_tables, object_store_bytes
 from raycl.config import RunConfig
-from raycl.data.decode import Decoder, Keep, columns_of, decode_dataset, decode_source
+from raycl.data.decode import Decoder, Keep, classes_of, columns_of, decode_dataset, decode_source
 from raycl.data.holdout import Holdout, hold_out
 from raycl.data.logbook import rows_in
 from raycl.data.pairs import check_labels, group_dataset, group_source, grouped_columns
@@ -41,6 +41,9 @@ class Samples:
             check_labels(self.columns)
             if self.columns.label is not None:
                 self._group()
+        self.classes = (
+            source.classes if source is not None else classes_of(_given(self._dataset), self.columns)
+        )
         self.num_rows = self._source.num_rows if self._source is not None else _given(self._dataset).count()
         self.holdout = self._hold_out()
         self._vocabulary: Vocabulary | None = None
@@ -125,7 +128,7 @@ class Samples:
                 ),
             )
             if self._source is not None
-            else stream_dataset(_given(self._dataset), self.columns, decoder, seed=seed)
+            else stream_dataset(_given(self._dataset), self.columns, decoder, seed=seed, classes=self.classes)
         )
         return Stream(
             open_epoch=opened,
@@ -138,7 +141,7 @@ class Samples:
     def _decode(self, decoder: Decoder, pieces: tuple[Piece, ...] | None = None) -> ray.data.Dataset:
         if self._source is not None:
             return decode_source(self._source, decoder, pieces)
-        return decode_dataset(_given(self._dataset), self.columns, decoder)
+        return decode_dataset(_given(self._dataset), self.columns, decoder, classes=self.classes)
 
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(

@@ -32,7 +32,7 @@ from raycl.inference.reading import read_rows
 from raycl.preparation.images import pack_images
 from raycl.tokens import Vocabulary
 from raycl.training.samples import Samples
-from tests.images import encode, photograph, write_digits
+from tests.images import digit_files, encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -147,6 +147,24 @@ def test_a_dataset_without_ids_names_equal_images_alike(logbook: Any) -> None:
     assert len(set(ids)) == 2
     with pytest.raises(DataError, match="no column 'image'; it has picture"):
         decode_dataset(dataset, ColumnNames(), Decoder(formats=FORMATS, logbook=logbook))
+
+
+def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, logbook: Any) -> None:
+    images, digits = digit_files(40)
+    names = [f"digit {digit}" if digit else None for digit in digits]
+    plain = pa.table({"image": pa.array(images, pa.binary()), "label": names, "sample_id": range(40)})
+    pq.write_table(plain, tmp_path / "plain.parquet")
+    config = raycl.override(raycl.recipe("simclr", image_size=16), {"evaluation.every_epochs": 0})
+    source = find_source(str(tmp_path / "plain.parquet"))
+    kinds = [
+        Samples(config, logbook, source, None),
+        Samples(config, logbook, None, ray.data.from_arrow(plain).repartition(2)),
+    ]
+    assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
+    files, dataset = (sorted(samples.all().take_all(), key=lambda row: row["sample_id"]) for samples in kinds)
+    assert files == dataset
+    with pytest.raises(DataError, match="labels must be integers or text, column 'label' of the dataset"):
+        Samples(config, logbook, None, ray.data.from_items([{"image": b"", "label": 0.5}]))
 
 
 def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> None:

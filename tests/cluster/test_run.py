@@ -472,7 +472,7 @@ def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 255, (128, 12, 12, 3), np.uint8)
     dataset = ray.data.from_items(
-        [{"image": image, "label": index % 2} for index, image in enumerate(pixels)]
+        [{"image": image, "label": ("even", "odd")[index % 2]} for index, image in enumerate(pixels)]
     )
     config = small_run(
         **{

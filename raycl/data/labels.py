@@ -1,0 +1,28 @@
+"""Labels: integers stay as they are, class names are numbered in sorted order."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+NO_LABEL = -1
+
+
+def are_numbers(kind: pa.DataType) -> bool:
+    """Whether a column of labels needs no class names."""
+    return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+
+
+def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:
+    """Return the sorted class names of all columns; a label's number is its place among them."""
+    names = {str(name) for column in columns for name in column.unique().to_pylist() if name is not None}
+    return tuple(sorted(names))
+
+
+def label_numbers(column: pa.ChunkedArray, classes: tuple[str, ...] | None) -> NDArray[np.int64]:
+    """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers."""
+    if classes is None:
+        return column.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
+    index = {name: place for place, name in enumerate(classes)}
+    return np.array([index.get(str(name), NO_LABEL) for name in column.to_pylist()], np.int64)
