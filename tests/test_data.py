@@ -177,6 +177,37 @@ def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:
     assert labels.tolist() == [1, 0, 1]
 
 
+def test_hugging_face_images_read_like_plain_bytes_or_from_their_files(tmp_path: Path) -> None:
+    images = [encoded(colors(20 + index)) for index in range(5)]
+    (tmp_path / "1.png").write_bytes(images[1])
+    structs = [
+        {"bytes": images[0], "path": "0.png"},
+        {"bytes": None, "path": str(tmp_path / "1.png")},
+        {"bytes": images[2], "path": None},
+        None,
+        {"bytes": None, "path": None},
+        {"bytes": None, "path": "0.png"},
+        {"bytes": None, "path": str(tmp_path / "gone.png")},
+        {"bytes": None, "path": "/dev/zero"},
+        {"bytes": None, "path": f"{tmp_path}/../{tmp_path.name}/1.png"},
+        {"bytes": None, "path": "s3://bucket?endpoint_override=other/1.png"},
+    ]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    pq.write_table(pa.table({"image": pa.array(structs, kind)}), tmp_path / "hugging_face.parquet")
+    source = find_source(str(tmp_path / "hugging_face.parquet"))
+    [rows] = source.read(source.pieces[0])
+    decoded = ImageFormat(size=8).decode_all(rows.values["image"])
+    plain = ImageFormat(size=8).decode_all(images[:3])
+    for (pixels, aspect), (expected, expected_aspect) in zip(decoded[:3], plain, strict=True):
+        assert np.array_equal(pixels, expected)
+        assert aspect == expected_aspect
+    elsewhere = "no image bytes, and a path that is not absolute"
+    assert [str(each) for each in decoded[3:]] == [
+        *("missing value", "missing value", elsewhere),
+        *("file not found", "file not found", elsewhere, elsewhere),
+    ]
+
+
 @pytest.mark.parametrize("role", ["image", "label", "sample_id"])
 def test_a_missing_column_names_those_that_exist(tmp_path: Path, role: str) -> None:
     write_parquet(tmp_path / "a.parquet", 3, 2, weight=[1, 2, 3])
@@ -194,7 +225,7 @@ def test_unsigned_ids_wrap_text_is_hashed_and_a_row_without_id_is_refused() -> N
 
 def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", 3, 10, size=[2**45] * 3)
-    with pytest.raises(DataError, match=r"encoded bytes, column 'size' of .* holds int64; name another"):
+    with pytest.raises(DataError, match=r"encoded bytes.* column 'size' of .* holds int64; name another"):
         find_source(str(tmp_path / "a.parquet"), ColumnNames(image="size"))
 
 

@@ -527,7 +527,12 @@ LISTS = [pa.list_(pa.string()), pa.large_list(pa.binary()), pa.list_(pa.string()
 ID_LISTS = [pa.list_(pa.int64()), pa.large_list(pa.string()), pa.list_(pa.uint8(), 3), pa.null()]
 NEITHER = [pa.float32(), pa.bool_(), pa.struct([("a", pa.string())]), pa.timestamp("s")]
 ROLES: list[tuple[str, str, list[pa.DataType], list[pa.DataType]]] = [
-    ("image", "images must be encoded bytes", [*BYTES, pa.null()], [pa.string(), *INTEGERS, *LISTS]),
+    (
+        "image",
+        "images must be encoded bytes, or structs of bytes and path",
+        [*BYTES, pa.null(), pa.struct([("bytes", pa.binary()), ("path", pa.string())])],
+        [pa.string(), *INTEGERS, *LISTS],
+    ),
     (
         "text",
         "texts must be strings, or lists of strings that say the same",

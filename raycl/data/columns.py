@@ -6,6 +6,7 @@ from typing import final
 
 import pyarrow as pa
 
+from raycl.data.image_files import is_image_struct
 from raycl.errors import DataError
 
 _OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read where they are there
@@ -98,6 +99,10 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # of an empty file
 
 
+def _is_image(kind: pa.DataType) -> bool:
+    return _is_bytes(kind) or is_image_struct(kind)
+
+
 def _is_one_text(kind: pa.DataType) -> bool:
     return is_text(kind) or _is_bytes(kind)  # UTF-8, which Arrow did not check
 
@@ -125,7 +130,7 @@ def _is_label(kind: pa.DataType) -> bool:
 
 # What the values of a role must be, and how that is said.
 _KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
-    "image": (_is_bytes, "images must be encoded bytes"),
+    "image": (_is_image, "images must be encoded bytes, or structs of bytes and path"),
     "text": (_is_one_text_or_more, "texts must be strings, or lists of strings that say the same"),
     "caption": (_is_one_text_or_more, "captions must be strings, or lists of strings"),
     "query": (_is_one_text, "queries must be strings"),

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from raycl.data.columns import ColumnNames, is_list, is_text
 from raycl.data.ids import stable_ids
-from raycl.data.images import EXTENSIONS, BrokenImageError
+from raycl.data.image_files import is_image_struct, read_image, struct_images
+from raycl.data.images import EXTENSIONS
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
-from raycl.errors import DataError, StorageError
+from raycl.errors import DataError
 from raycl.storage import Place, absolute, check_plain, is_out_of_reach
 
 ROWS_A_PIECE = 2_048
@@ -117,7 +118,7 @@ class Source:
         for start in range(0, len(piece.paths), 256):
             paths = piece.paths[start : start + 256]
             with ThreadPoolExecutor(8) as pool:
-                images = list(pool.map(lambda path: _read_file(root / path), paths))
+                images = list(pool.map(lambda path: read_image(root / path), paths))
             ids = np.arange(start, start + len(paths), dtype=np.int64) + piece.first_id
             labels = np.array(piece.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
@@ -173,20 +174,6 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
             f"{', '.join(columns.contents.values())}"
         )
     return _folder_source(uri, [path for path, _ in files])
-
-
-def _read_file(place: Place) -> bytes | BrokenImageError:
-    """Return the file, or why this one cannot be had; raises ``StorageError`` if the storage is to blame.
-
-    S3 denies a role what it denies, not one file: that is no broken row, but the end of the reading.
-    """
-    try:
-        return place.read_bytes()
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError | PermissionError):
-            gone = isinstance(error.__cause__, FileNotFoundError)
-            return BrokenImageError("file not found" if gone else "no permission to read the file")
-        raise
 
 
 def _folder_source(uri: str, files: list[str]) -> Source:
@@ -290,8 +277,10 @@ def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> Col
 
 
 def plain_values(column: pa.ChunkedArray) -> list[Any]:
-    """Return the values, texts as bytes: a single one that is no UTF-8 would otherwise spoil the column."""
+    """Return the values: images of structs as bytes, texts as bytes too, since one may not be UTF-8."""
     kind = column.type
+    if is_image_struct(kind):
+        return struct_images(column)
     if pa.types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
     if is_list(kind) and is_text(kind.value_type):

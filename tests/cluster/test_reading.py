@@ -153,13 +153,12 @@ def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, logbook: Any
     images, digits = digit_files(40)
     names = [f"digit {digit}" if digit else None for digit in digits]
     plain = pa.table({"image": pa.array(images, pa.binary()), "label": names, "sample_id": range(40)})
+    structs = [{"bytes": image, "path": f"{index}.png"} for index, image in enumerate(images)]
     pq.write_table(plain, tmp_path / "plain.parquet")
+    hugging_face = ray.data.from_arrow(plain.set_column(0, "image", pa.array(structs))).repartition(2)
     config = raycl.override(raycl.recipe("simclr", image_size=16), {"evaluation.every_epochs": 0})
     source = find_source(str(tmp_path / "plain.parquet"))
-    kinds = [
-        Samples(config, logbook, source, None),
-        Samples(config, logbook, None, ray.data.from_arrow(plain).repartition(2)),
-    ]
+    kinds = [Samples(config, logbook, source, None), Samples(config, logbook, None, hugging_face)]
     assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
     files, dataset = (sorted(samples.all().take_all(), key=lambda row: row["sample_id"]) for samples in kinds)
     assert files == dataset

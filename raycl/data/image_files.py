@@ -1,0 +1,53 @@
+"""Image files: read from a folder, or named by an image column of Hugging Face's ``datasets``."""
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+
+from raycl.data.images import BrokenImageError
+from raycl.errors import StorageError
+from raycl.storage import Place
+
+# An address in a set must not choose another endpoint ("?") or bring a key ("@").
+_ABSOLUTE = re.compile(r"(s3://[^/?@]+|)/(.+)")
+
+
+def is_image_struct(kind: pa.DataType) -> bool:
+    """Whether a column holds images as Hugging Face's ``datasets`` write them: ``{bytes, path}``."""
+    return isinstance(kind, pa.StructType) and {"bytes", "path"} <= {field.name for field in kind}
+
+
+def read_image(place: Place) -> bytes | BrokenImageError:
+    """Return the file, or the error of this one file; raises ``StorageError`` if the storage is to blame.
+
+    S3 denies access per role, not per file: a denial ends the reading instead of breaking a row.
+    """
+    try:
+        return place.read_bytes()
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError | PermissionError):
+            gone = isinstance(error.__cause__, FileNotFoundError)
+            return BrokenImageError("file not found" if gone else "no permission to read the file")
+        raise
+
+
+def struct_images(column: pa.ChunkedArray) -> list[bytes | BrokenImageError | None]:
+    """Return the bytes of an image column of structs; an image without bytes is read from its path."""
+    fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(_bytes_or_file, fields["bytes"].to_pylist(), fields["path"].to_pylist()))
+
+
+def _bytes_or_file(image: bytes | None, path: str | None) -> bytes | BrokenImageError | None:
+    if image is not None or path is None:
+        return image
+    absolute = _ABSOLUTE.fullmatch(path)
+    if absolute is None or ".." in path.split("/"):
+        return BrokenImageError("no image bytes, and a path that is not absolute")
+    root, name = absolute.groups()
+    # Reading a device or a pipe would never end.
+    if not root and not os.path.isfile(path):
+        return BrokenImageError("file not found")
+    return read_image(Place(root or "/") / name)
