@@ -120,6 +120,8 @@ def train(
         print(f"broken rows left out: {causes}")
     for cause, count in result.left_out.items():
         print(f"left out: {count:,} {cause}")
+    if result.flat_images:
+        print(f"flat images trained on: {result.flat_images:,} (all pixels of one value)")
 
 
 @app.command()

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from raycl.data.columns import ColumnNames
+from raycl.data.decode import are_flat
 from raycl.data.holdout import hold_out
 from raycl.data.ids import stable_ids
 from raycl.data.images import BrokenImageError, ImageFormat, image_sides
@@ -85,6 +86,28 @@ def test_an_array_decodes_like_the_image() -> None:
 def test_broken_content_has_a_cause(content: object, cause: str) -> None:
     with pytest.raises(BrokenImageError, match=cause):
         ImageFormat(size=8).decode(content)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_pixels_that_are_not_finite_are_broken(value: float) -> None:
+    pixels = np.zeros((8, 8), np.float32)
+    pixels[3, 4] = value
+    for content in (pixels, np.stack([pixels] * 3, axis=-1), encoded(Image.fromarray(pixels), "TIFF")):
+        with pytest.raises(BrokenImageError, match="not finite"):
+            ImageFormat(size=8).decode(content)
+
+
+def test_images_whose_pixels_have_one_value_are_flat() -> None:
+    formats = {"image": ImageFormat(size=8), "other": ImageFormat(size=8, channels=1)}
+    black, red, dot = (np.zeros((8, 8, 3), np.uint8) for _ in range(3))
+    red[..., 0] = 200
+    dot[5, 2, 1] = 1
+    contents = {
+        "image": formats["image"].decode_all([black, red, dot, dot]),
+        "other": formats["other"].decode_all([encoded(colors())] * 3 + [red]),
+    }
+    assert are_flat(formats, contents).tolist() == [True, True, False, True]
+    assert are_flat(formats, {"image": [], "other": []}).tolist() == []
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
@@ -424,7 +447,7 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
     first = Logbook(None, str(journal))
     first.add_rows("a", 10, 8, {"not an image": 1}, ["a.png"])
     first.add_left_out("a", {"labels without a query": 3})
-    first.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"])  # read again: counts once
+    first.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # read again: counts once
     first.ask_to_stop()
     first.ask_to_stop()
     with journal.open("a") as file:
@@ -432,8 +455,9 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
     second = Logbook(None, str(journal))
     assert second.rows() == first.rows()
     assert second.rows().num_rows == 10
+    assert second.rows().num_flat == 3
     assert second.hear()
-    second.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"])  # as in each epoch: nothing new
+    second.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # as in each epoch: nothing new
     second.add_left_out("a", {"labels without a query": 3})
     second.add_rows("c", 5, 5, {}, [])
     assert Logbook(None, str(journal)).rows().num_rows == 15

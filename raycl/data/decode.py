@@ -14,6 +14,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.formats import Formats, store_all
 from raycl.data.holdout import Holdout
 from raycl.data.ids import content_id, stable_ids
+from raycl.data.images import ImageFormat, is_flat
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.data.logbook import NUM_EXAMPLES
 from raycl.data.sources import Piece, RawRows, Source, plain_values
@@ -44,12 +45,13 @@ class Decoder:
         """Yield the sound rows of one piece, in order, in blocks of at most 64 MiB."""
         broken: Counter[str] = Counter()
         examples: list[str] = []
-        num_rows = num_train = 0
+        num_rows = num_train = num_flat = 0
         block: list[pa.Table] = []
         for rows in batches:
             if self.counts_rows:
                 num_rows += int(_accepted(self.count or self.keep, rows.sample_id).sum())
-            table = self._decode(rows, broken, examples)
+            table, flat = self._decode(rows, broken, examples)
+            num_flat += flat
             num_train += self._count_train(table)
             block.append(table)
             if sum(part.nbytes for part in block) >= BLOCK_BYTES:
@@ -58,11 +60,14 @@ class Decoder:
         # The rows to judge on are read by themselves where a set is streamed.
         name = f"{piece}, to judge on" if self.count else piece
         # Waited for, so that whoever has the rows also finds the count of those that are missing.
-        ray.get(self.logbook.add_rows.remote(name, num_rows, num_train, broken, examples[:NUM_EXAMPLES]))
+        ray.get(
+            self.logbook.add_rows.remote(name, num_rows, num_train, broken, examples[:NUM_EXAMPLES], num_flat)
+        )
         nothing = {role: [] for role in self.formats}
         yield pa.concat_tables(block or [self._table(nothing, [], [])]).combine_chunks()
 
-    def _decode(self, rows: RawRows, broken: Counter[str], examples: list[str]) -> pa.Table:
+    def _decode(self, rows: RawRows, broken: Counter[str], examples: list[str]) -> tuple[pa.Table, int]:
+        """Return the sound rows, and how many of those counted have a flat image."""
         wanted = _accepted(self.keep, rows.sample_id)
         counted = _accepted(self.count, rows.sample_id)
         wanted = np.flatnonzero(wanted).tolist()
@@ -80,7 +85,8 @@ class Decoder:
                 examples.append(f"{rows.where[index]} ({error})")
         chosen = np.array(wanted, np.int64)[sound]
         contents = {role: [values[place] for place in sound] for role, values in decoded.items()}
-        return self._table(contents, rows.sample_id[chosen], rows.label[chosen])
+        flat = are_flat(self.formats, contents) & counted[chosen]
+        return self._table(contents, rows.sample_id[chosen], rows.label[chosen]), int(flat.sum())
 
     def _table(self, contents: Mapping[str, Sequence[Any]], ids: Any, labels: Any) -> pa.Table:
         numbers = {"sample_id": pa.array(ids, pa.int64()), "label": pa.array(labels, pa.int64())}
@@ -104,6 +110,15 @@ def row_error(decoded: Mapping[str, Sequence[Any]], place: int) -> BrokenValueEr
     ):
         return BrokenValueError("negatives and negative_ids differ in number")
     return None
+
+
+def are_flat(formats: Formats, contents: Mapping[str, Sequence[Any]]) -> NDArray[np.bool_]:
+    """Whether each sound row has an image without variation; ``contents`` are decoded values by role."""
+    flat = np.zeros(max((len(values) for values in contents.values()), default=0), np.bool_)
+    for role, each in formats.items():
+        if isinstance(each, ImageFormat):
+            flat |= np.array([is_flat(pixels) for pixels, _ in contents[role]], np.bool_)
+    return flat
 
 
 def _accepted(keep: Keep | None, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:

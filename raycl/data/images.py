@@ -111,7 +111,7 @@ class ImageFormat:
     def _open(self, content: bytes | NDArray[Any]) -> tuple[Image.Image, float]:
         """Return the picture, decoded and of as many channels, and its aspect."""
         if isinstance(content, np.ndarray):
-            return self._flat(_from_array(content))
+            return self._flattened(_from_array(content))
         with Image.open(io.BytesIO(content)) as image:
             if image.format in _PROGRAMS:
                 raise BrokenImageError("a program that draws, no picture")
@@ -120,9 +120,9 @@ class ImageFormat:
             # A JPEG decodes at 1/2, 1/4 or 1/8 at once where that is still large enough.
             image.draft(None, (self.size, self.size))
             image.load()
-            return self._flat(image)
+            return self._flattened(image)
 
-    def _flat(self, image: Image.Image) -> tuple[Image.Image, float]:
+    def _flattened(self, image: Image.Image) -> tuple[Image.Image, float]:
         return _flatten(image, "L" if self.channels == 1 else "RGB"), image.width / image.height
 
 
@@ -146,6 +146,11 @@ class StoredImages:
     def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return 0 for each: images are no texts."""
         return np.zeros(len(part), np.int64)
+
+
+def is_flat(pixels: NDArray[np.uint8]) -> bool:
+    """Whether all pixels [height, width, channels] have one value."""
+    return bool((pixels == pixels[0, 0]).all())
 
 
 def _pixels(column: pa.Array, num_bytes: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -187,6 +192,8 @@ def _flatten(image: Image.Image, mode: str) -> Image.Image:
     """Convert to gray or RGB; what is transparent becomes white, 16 bits become 8."""
     if image.mode == mode:
         return image
+    if image.mode == "F":
+        _check_finite(np.asarray(image))
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in {"RGBA", "LA", "PA", "La", "RGBa"} or "transparency" in image.info:
@@ -196,7 +203,14 @@ def _flatten(image: Image.Image, mode: str) -> Image.Image:
     return image.convert(mode)
 
 
+def _check_finite(pixels: NDArray[Any]) -> None:
+    if not np.isfinite(pixels).all():
+        raise BrokenImageError("not finite")
+
+
 def _from_array(pixels: NDArray[Any]) -> Image.Image:
+    if pixels.dtype.kind == "f":
+        _check_finite(pixels)
     if pixels.dtype != np.uint8 or pixels.ndim not in {2, 3}:
         raise BrokenImageError("an array that is not uint8 [height, width, channels]")
     if pixels.ndim == 3 and pixels.shape[2] not in {1, 3, 4}:

@@ -25,13 +25,17 @@ _PATIENCE_S = 30.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class ReadRows:
-    """What has been read so far; ``broken`` counts rows by cause, ``left_out`` what is sound but of no use."""
+    """What has been read so far; ``broken`` counts rows by cause, ``left_out`` what is sound but of no use.
+
+    ``num_flat`` rows are used though all pixels of their image have one value.
+    """
 
     num_rows: int = 0
     num_train: int = 0
     broken: Mapping[str, int] = field(default_factory=dict)
     examples: Sequence[str] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
+    num_flat: int = 0
 
     @property
     def num_broken(self) -> int:
@@ -63,7 +67,7 @@ class Logbook:
     """
 
     def __init__(self, tags: Mapping[str, str] | None = None, journal: str | None = None) -> None:
-        self._pieces: dict[str, tuple[int, int, Counter[str], list[str]]] = {}
+        self._pieces: dict[str, tuple[int, int, Counter[str], list[str], int]] = {}
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
         self._left_out: dict[str, Counter[str]] = {}
@@ -82,11 +86,18 @@ class Logbook:
                 self._journal = opened
 
     def add_rows(
-        self, piece: str, num_rows: int, num_train: int, broken: Mapping[str, int], examples: list[str]
+        self,
+        piece: str,
+        num_rows: int,
+        num_train: int,
+        broken: Mapping[str, int],
+        examples: list[str],
+        num_flat: int = 0,
     ) -> None:
         """Note the rows of one piece; ``num_train`` of them are sound and not held out."""
-        if self._pieces.get(piece) != (now := (num_rows, num_train, Counter(broken), examples)):
-            self._write("add_rows", piece, num_rows, num_train, dict(broken), examples)
+        now = (num_rows, num_train, Counter(broken), examples, num_flat)
+        if self._pieces.get(piece) != now:
+            self._write("add_rows", piece, num_rows, num_train, dict(broken), examples, num_flat)
         self._pieces[piece] = now
 
     def add_left_out(self, piece: str, left_out: Mapping[str, int]) -> None:
@@ -135,6 +146,7 @@ class Logbook:
             num_train=sum(piece[1] for piece in pieces),
             broken=dict(sum((piece[2] for piece in pieces), Counter())),
             examples=[example for piece in pieces for example in piece[3]][:NUM_EXAMPLES],
+            num_flat=sum(piece[4] for piece in pieces),
             left_out={k: v for k, v in sum(self._left_out.values(), Counter()).items() if v},
         )
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from raycl.data.decode import row_error
+from raycl.data.decode import are_flat, row_error
 from raycl.data.formats import Formats, store_all
 from raycl.data.images import BrokenImageError, image_sides
 from raycl.data.logbook import NUM_EXAMPLES
@@ -48,7 +48,8 @@ class Look:
     """What some rows are; ``decoded_bytes`` is what the sound ones take in the object store.
 
     ``characters`` and ``listed`` (texts of a list) are by role, ``labels`` by number, ``clicks`` by
-    whether they are clicks, ``widths`` and ``heights`` those of images in pixels.
+    whether they are clicks, ``widths`` and ``heights`` those of images in pixels; all pixels of
+    ``num_flat`` images have one value.
     """
 
     num_rows: int = 0
@@ -61,6 +62,7 @@ class Look:
     characters: dict[str, Extent] = field(default_factory=dict)
     listed: dict[str, Extent] = field(default_factory=dict)
     decoded_bytes: int = 0
+    num_flat: int = 0
 
     @property
     def num_sound(self) -> int:
@@ -80,6 +82,7 @@ class Look:
             for role, extent in others.items():
                 mine.setdefault(role, Extent()).join(extent)
         self.decoded_bytes += other.decoded_bytes
+        self.num_flat += other.num_flat
 
 
 def look_at(source: Source, piece: str, formats: Formats, num_rows: int, *, clicks: bool) -> Look:
@@ -109,6 +112,7 @@ def _add(look: Look, rows: RawRows, formats: Formats, num_rows: int, clicks: Sou
         if len(look.examples) < NUM_EXAMPLES:
             look.examples.append(f"{rows.where[place]} ({error})")
     kept = {role: [each[place] for place in sound] for role, each in decoded.items()}
+    look.num_flat += int(are_flat(formats, kept).sum())
     look.decoded_bytes += sum(column.nbytes for column in store_all(formats, kept).values())
     _measure(look, {role: [each[place] for place in sound] for role, each in values.items()})
 

@@ -177,6 +177,8 @@ def _extents(look: Look) -> Iterator[str]:
     if look.widths.count:
         least, most = (f"{w}x{h}" for w, h in zip(*_sides(look), strict=True))
         yield f"images of {least} to {most} pixels"
+    if look.num_flat:
+        yield f"{look.num_flat:,} flat (all pixels of one value)"
     for role in sorted(look.characters):
         extent, listed = look.characters[role], look.listed[role]
         several = f" in {listed.mean:.1f} a row" if listed.most > 1 or not listed.least else ""

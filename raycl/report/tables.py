@@ -47,6 +47,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Epochs": _count(result.get("epochs", history["epoch"].last)),
         "Training time": duration(result.get("seconds", history["seconds"].last)),
         "Samples": _count(history["samples"].last),
+        "Flat images": _count(result.get("flat_images") or None),
         "Last line": _time(history["time"].last),
     }
     return [(name, value) for name, value in found.items() if value != NONE]

@@ -45,7 +45,8 @@ NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.
 class RunResult(Shown):
     """What came of a run: where it lies, how long it took, its last metrics, and what it left out.
 
-    ``broken_rows`` counts by cause rows that cannot be used, ``left_out`` what is sound but of no use.
+    ``broken_rows`` counts by cause rows that cannot be used, ``left_out`` what is sound but of no use;
+    ``flat_images`` were used though all their pixels have one value.
     """
 
     output: str
@@ -56,6 +57,7 @@ class RunResult(Shown):
     final: dict[str, Any]
     broken_rows: dict[str, int]
     left_out: dict[str, int]
+    flat_images: int = 0
 
     def shown(self) -> Table:
         """Show how long it took, the last metrics, and what was left out."""
@@ -69,6 +71,7 @@ class RunResult(Shown):
                 **self.final,
                 "broken rows": self.broken_rows,
                 "left out": self.left_out,
+                "flat images": self.flat_images,
             },
         )
 
@@ -313,6 +316,7 @@ class _Launch:
             final=final,
             broken_rows=dict(rows.broken),
             left_out=dict(rows.left_out),
+            flat_images=rows.num_flat,
         )
         self._admission.lease.check()
         write_result(

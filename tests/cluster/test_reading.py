@@ -51,6 +51,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cmyk.jpg": encode(photo.convert("CMYK"), "JPEG"),
         "alpha.png": encode(photo.convert("RGBA").resize((64, 40))),
         "palette.png": encode(photo.convert("P")),
+        "white.png": encode(Image.new("L", (20, 20), 255)),
     }
     bad = {
         "text.jpg": b"this is a text file",
@@ -77,15 +78,16 @@ def read(uri: Path) -> tuple[Rows, ReadRows]:
 
 def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path) -> None:
     rows, seen = read(mixed)
-    assert len(rows) == 5
-    assert seen.num_rows == 9
+    assert len(rows) == 6
+    assert seen.num_rows == 10
+    assert seen.num_flat == 1
     assert dict(seen.broken) == {
         "not an image": 2,
         "truncated image": 1,
         "more than 64,000,000 pixels": 1,
     }
-    assert pixels_of(rows.take(np.arange(5))).aspect.max() == pytest.approx(640 / 427, rel=0.1)
-    with pytest.raises(DataError, match="4 of 9 rows are broken"):
+    assert pixels_of(rows.take(np.arange(6))).aspect.max() == pytest.approx(640 / 427, rel=0.1)
+    with pytest.raises(DataError, match="4 of 10 rows are broken"):
         seen.check(0.01)
 
 
@@ -132,7 +134,10 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
 
 def test_ids_follow_sorted_names_whatever_is_broken(mixed: Path) -> None:
     names = sorted(path.name for path in mixed.iterdir() if path.suffix != ".txt")
-    sound = [names.index(name) for name in ("alpha.png", "cmyk.jpg", "color.jpg", "gray.png", "palette.png")]
+    sound = [
+        names.index(name)
+        for name in ("alpha.png", "cmyk.jpg", "color.jpg", "gray.png", "palette.png", "white.png")
+    ]
     assert sorted(read(mixed)[0].sample_id.tolist()) == sorted(sound)
 
 
@@ -347,9 +352,10 @@ def begun_behind(stream: Stream) -> Any:
 def test_the_doctor_looks_at_machine_cluster_and_data(mixed: Path) -> None:
     findings = {finding.name: finding for finding in examine(data=str(mixed))}
     assert findings["cluster"].good
-    assert "9 rows without labels" in findings["data"].seen
+    assert "10 rows without labels" in findings["data"].seen
     assert "1 .txt" in findings["other files"].seen
     assert not findings["sample"].good
     assert "4 broken" in findings["sample"].seen
+    assert "1 flat" in findings["sample"].seen
     missing = {finding.name: finding for finding in examine(data=str(mixed / "none"))}
     assert not missing["data"].good

@@ -471,6 +471,7 @@ def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
 
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 255, (128, 12, 12, 3), np.uint8)
+    pixels[7] = 0
     dataset = ray.data.from_items(
         [{"image": image, "label": ("even", "odd")[index % 2]} for index, image in enumerate(pixels)]
     )
@@ -486,6 +487,7 @@ def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
     output = str(tmp_path / "run")
     result = raycl.train(config, dataset=dataset, encoder=Small(), output=output, quiet=True)
     assert result.steps == 1
+    assert result.flat_images == 1
     with pytest.raises(StorageError, match="network of your own; pass it as network="):
         raycl.load_encoder(output)
     loaded = raycl.load_encoder(output, network=Small())
