@@ -101,7 +101,7 @@ def train(
     given = {key: value for key, value in flags.items() if value is not None}
     given |= _workers(workers) | _length(epochs, steps)
     config = plan_run(recipe, data=data, flags=given, settings=settings or [])
-    with admitted(config, output=output, resume=resume, data=data) as admission:
+    with admitted(config, output=output, resume=resume, data=data, address=address) as admission:
         # What is refused up to here is refused without waiting for Ray and torch.
         from raycl.joining import start_early
 
@@ -165,11 +165,15 @@ def embed(
     debug: Debug = False,
 ) -> None:
     """Embed a set of images or texts to parquet."""
-    from raycl.inference.embedding import embed_to_parquet
+    from raycl.inference.admission import admit
     from raycl.setup import embedding_settings
 
-    options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address, "debug": debug}
-    rows = embed_to_parquet(run, data, output, **options, **embedding_settings(settings or []))
+    options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address}
+    chosen = embedding_settings(settings or [])
+    admit(run, data=[data], output=output, **options)
+    from raycl.inference.embedding import embed_to_parquet
+
+    rows = embed_to_parquet(run, data, output, debug=debug, **options, **chosen)
     print(f"{rows.num_rows - rows.num_broken:,} rows embedded to {output}")
     if rows.num_broken:
         print(f"left out {rows.num_broken:,}: {rows.describe_broken()}")
@@ -190,10 +194,13 @@ def mine(
     debug: Debug = False,
 ) -> None:
     """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
-    from raycl.inference.mining import mine_negatives
+    from raycl.inference.admission import admit
     from raycl.setup import column_settings
 
     columns = column_settings(settings or [])
+    admit(run, data=[data], output=output, gpu=gpu, address=address)
+    from raycl.inference.mining import mine_negatives
+
     mined = mine_negatives(
         run, data, output, num_negatives=num, below=below, columns=columns, gpu=gpu, address=address, debug=debug
     )  # fmt: skip
@@ -214,9 +221,13 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a run's encoder for other packages."""
+    from raycl.inference.admission import admit
+
+    options: dict[str, Any] = {"side": side}
+    admit(run, output=output, **options)
     from raycl.inference.export import export_encoder
 
-    print(f"load it with {export_encoder(run, output, side=side, to=to)}")  # pyright: ignore[reportArgumentType]
+    print(f"load it with {export_encoder(run, output, to=to, **options)}")  # pyright: ignore[reportArgumentType]
 
 
 @app.command()
@@ -325,25 +336,35 @@ def _complain(text: str) -> None:
     print(f"raycl: {' '.join(text.split())[:1_000]}", file=sys.stderr)
 
 
-def _judge(measure: str, settings: list[str], *, train: str | None, **options: Any) -> dict[str, Any]:
+def _judge(measure: str, settings: list[str], **options: Any) -> dict[str, Any]:
     """Call what a measure names."""
     from raycl import setup
+    from raycl.inference.admission import admit
 
-    if measure in ("knn", "linear"):
-        from raycl.inference.judgment import evaluate as judge
-
-        if train is None:
-            raise ConfigError(f"evaluate {measure} needs --train, the labeled set that decides")
-        return judge(measure, train=train, **options, **setup.judgment_settings(settings))
+    readers = {
+        "knn": setup.judgment_settings,
+        "linear": setup.judgment_settings,
+        "retrieval": setup.retrieval_settings,
+        "sts": setup.sts_settings,
+    }
+    if measure not in readers:
+        raise ConfigError(f"unknown measure {measure!r}; there are knn, linear, retrieval and sts")
+    if measure in ("knn", "linear") and options["train"] is None:
+        raise ConfigError(f"evaluate {measure} needs --train, the labeled set that decides")
+    options |= readers[measure](settings)
+    data = [options.get(name) for name in ("test", "train", "queries", "documents")]
+    admit(options["run"], data=data, gpu=options["gpu"], address=options["address"])
     if measure == "retrieval":
         from raycl.inference.retrieval import evaluate_retrieval
 
-        return evaluate_retrieval(train=train, **options, **setup.retrieval_settings(settings))
+        return evaluate_retrieval(**options)
     if measure == "sts":
         from raycl.inference.sentences import evaluate_sts
 
-        return evaluate_sts(train=train, **options, **setup.sts_settings(settings))
-    raise ConfigError(f"unknown measure {measure!r}; there are knn, linear, retrieval and sts")
+        return evaluate_sts(**options)
+    from raycl.inference.judgment import evaluate as judge
+
+    return judge(measure, **options)  # pyright: ignore[reportArgumentType]
 
 
 def _show_example(example: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import ray
 from ray.data import DataContext
 
 from raycl.errors import ConfigError, RayclError, RunError
+from raycl.gpus import check_gpus
 from raycl.joining import enter
 
 
@@ -43,11 +44,8 @@ def check_resources(*, workers: int, cpus_per_worker: float, gpu: bool, spare_cp
     ``spare_cpus`` must be left for tasks that read while training goes on. Raises ``ConfigError``.
     """
     have = ray.cluster_resources()
-    if gpu and have.get("GPU", 0) < workers:
-        raise ConfigError(
-            f"{workers} workers ask for a GPU each, the cluster has {have.get('GPU', 0):g}; "
-            "lower --workers, leave out --gpu, or set autoscaling=true if the cluster will grow"
-        )
+    if gpu:
+        check_gpus(workers, have.get("GPU", 0))
     need = workers * cpus_per_worker + spare_cpus
     if need > have.get("CPU", 0):
         raise ConfigError(

@@ -217,9 +217,10 @@ def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
     took over.
     """
     place = Place(absolute(output))
-    _check_absent(place, is_file=is_file)
+    check_absent(output)
     with writing(place, is_file=is_file) as lease:
-        _check_absent(place, is_file=is_file)
+        if place.exists() and (is_file or not _is_empty(place)):
+            raise _existing(place)
         try:
             yield place
         except Exception:
@@ -230,14 +231,26 @@ def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
         lease.check()
 
 
-def _check_absent(place: Place, *, is_file: bool) -> None:
-    """Refuse an output that exists; a folder may be empty."""
-    if place.exists() and (
-        is_file
-        or not place.is_folder()
-        or not all(name.lstrip(".").startswith(_CLAIM[1:]) for name in place.written_at())
+def check_absent(output: str) -> None:
+    """Raise ``StorageError`` if the output exists, unless it is an empty folder, or one that has a writer."""
+    place = Place(absolute(output))
+    if place.exists() and not (
+        place.is_folder() and (_is_empty(place) or any(map(_is_claim, place.written_at())))
     ):
-        raise StorageError(f"{place} exists already; give another --output or remove it")
+        raise _existing(place)
+
+
+def _existing(place: Place) -> StorageError:
+    return StorageError(f"{place} exists already; give another --output or remove it")
+
+
+def _is_empty(folder: Place) -> bool:
+    return all(map(_is_claim, folder.written_at()))
+
+
+def _is_claim(name: str) -> bool:
+    """Whether a file is a claim on the folder, or a part of one."""
+    return name.lstrip(".").startswith(_CLAIM[1:])
 
 
 def _machine() -> str | None:

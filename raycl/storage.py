@@ -22,6 +22,7 @@ from typing import Any, TypeVar, final
 import pyarrow as pa
 from pyarrow import fs
 
+from raycl.address import check_address
 from raycl.errors import ConfigError, DataError, StorageError
 
 # A request to S3 that the network or the server fails is tried so often: again at once, then after 50 ms,
@@ -33,7 +34,6 @@ REQUEST_TIMEOUT_S = 30.0  # without a byte: pyarrow's own 3 s are too few for a 
 Found = TypeVar("Found")
 _MARKS = (0xA5, 0x5A)  # bytes that few files end with, and no file with both
 _PICKLED = "ray.data.arrow_pickled_object"
-_SECRET = re.compile(r"://[^/@]*:[^/@]*@")
 _DENIED = re.compile(r"AWS Error ACCESS_DENIED|HTTP status 403")
 _PASSING = re.compile(
     r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)|"
@@ -84,7 +84,7 @@ class Place:
         return posixpath.basename(self.path or self._split()[0].rstrip("/"))
 
     def resolve(self) -> tuple[fs.FileSystem, str]:
-        """Return the filesystem and the path in it; raises ``StorageError`` on an unknown scheme."""
+        """Return the filesystem and the path in it; raises as :func:`~raycl.address.check_address` does."""
         filesystem, path = _open_filesystem(self.root)
         return filesystem, f"{path.rstrip('/')}/{self.path}" if self.path else path
 
@@ -345,11 +345,7 @@ def waits_s() -> list[float]:
 def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
     if "://" not in root:
         return fs.LocalFileSystem(), absolute(root)
-    if _SECRET.search(root):
-        raise ConfigError(
-            f"the address {_SECRET.sub('://***@', root)!r} holds a secret, which would be written to files and "
-            "logs; give it without, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
+    check_address(root)
     try:
         # Of a bucket this asks where it lies, and pyarrow gives that up after seconds.
         filesystem, path = patiently(lambda: fs.FileSystem.from_uri(root))
@@ -357,10 +353,8 @@ def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
         raise StorageError(
             f"cannot use the address {root!r}: {_first_line(error)}; give a local path or s3://bucket/path"
         ) from error
-    if isinstance(filesystem, fs.S3FileSystem):
-        _, (options,) = filesystem.__reduce__()
-        return _patient(options), path
-    return filesystem, path
+    _, (options,) = filesystem.__reduce__()
+    return _patient(options), path
 
 
 def patiently(call: Callable[[], Found]) -> Found:

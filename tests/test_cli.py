@@ -1,7 +1,6 @@
 """The command line: exit statuses, one line for what is wrong, YAML out and in."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from raycl.cli import _show_example, _workers, main
 from raycl.data.columns import ColumnNames
 from raycl.recipes import recipe
-from raycl.settings import config_from_yaml, config_to_yaml, override
+from raycl.settings import config_from_yaml, override
 from raycl.setup import (
     embedding_settings,
     judgment_settings,
@@ -135,38 +134,6 @@ def test_data_that_cannot_be_used_are_one_line_and_status_2(raycl, tmp_path: Pat
 def _written(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "simclr", "--data", "missing", "--output", "run"],
-        ["train", "simclr", "--data", "digits", "--output", "run", "--batch-size", "128"],
-        ["train", "simclr", "--data", "digits", "--output", "earlier", "--batch-size", "32"],
-        ["demo", "--output", "earlier_demo"],
-        ["demo", "--output", "demo", "--epochs", "0"],
-    ],
-    ids=lambda arguments: arguments[-1],
-)
-def test_what_needs_neither_torch_nor_ray_is_refused_without_them(
-    digits: Path, tmp_path: Path, arguments: list[str]
-) -> None:
-    for folder in ("earlier", "earlier_demo/run"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "config.yaml").write_text(config_to_yaml(recipe("simclr")))
-    places = {"digits": str(digits)}
-    code = """if True:
-        import sys
-        from raycl.cli import main
-        try:
-            main()
-        except SystemExit as ending:
-            sys.exit(ending.code + 10 * bool({"torch", "ray"} & set(sys.modules)))
-    """
-    command = [sys.executable, "-c", code, *(places.get(each, each) for each in arguments)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_an_unknown_recipe_and_a_missing_file_are_status_2(raycl, digits: Path) -> None:

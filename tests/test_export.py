@@ -319,8 +319,12 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
         {"to": "torchvision"},
         "takes texts, which torchvision does not; use sentence_transformers",
     ),
-    "an unknown package": (write_texts_run, {"to": "onnx"}, "'onnx'; there are query and key"),
-    "an unknown side": (write_texts_run, {"side": "left"}, "the side 'left'"),
+    "an unknown package": (
+        write_texts_run,
+        {"to": "onnx"},
+        "cannot export to 'onnx'; there are sentence_transformers",
+    ),
+    "an unknown side": (write_texts_run, {"side": "left"}, "there is no side 'left'"),
     "a module": (write_own, {}, "a network of your own, which no other package knows"),
     "a function": (
         lambda run: write_texts_run(run, f"{__name__}:of_ones"),

@@ -11,6 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors", "showing"},
+    {"address", "gpus"},
     {"storage", "schedules", "shared_memory", "tokens", "prometheus", "phases"},
     {"records", "commands", "portraits"},
     {"losses", "augment", "distributed", "measures", "replay", "lease"},
@@ -31,6 +32,8 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 GROUND = {
     "errors",
+    "address",
+    "gpus",
     "showing",
     "storage",
     "schedules",

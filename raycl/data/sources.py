@@ -156,12 +156,8 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
     the place cannot be reached.
     """
     uri = absolute(uri)
-    place = Place(uri)
+    place = existing(uri)
     columns = columns or ColumnNames()
-    if not place.exists():
-        raise DataError(
-            f"there is nothing at {uri}; give a parquet file, a folder of them or a folder of images"
-        )
     if not place.is_folder():
         return _parquet_source(uri, [""], columns)
     files = place.files()
@@ -174,6 +170,17 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
             f"{', '.join(columns.contents.values())}"
         )
     return _folder_source(uri, [path for path, _ in files])
+
+
+def existing(uri: str) -> Place:
+    """Return the place of a set; raises ``DataError`` if there is nothing."""
+    uri = absolute(uri)
+    place = Place(uri)
+    if not place.exists():
+        raise DataError(
+            f"there is nothing at {uri}; give a parquet file, a folder of them or a folder of images"
+        )
+    return place
 
 
 def _folder_source(uri: str, files: list[str]) -> Source:

@@ -1,7 +1,7 @@
 """Embedding by Ray Data: decoding tasks feed a pool of actors that hold the encoder."""
 
 from dataclasses import replace
-from typing import Literal, final
+from typing import final
 
 import pyarrow as pa
 import ray
@@ -17,9 +17,11 @@ from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.rows import Batch, Rows, pixels_of, tokens_of
 from raycl.data.sources import find_source
 from raycl.data.texts import TextFormat
-from raycl.errors import ConfigError
+from raycl.gpus import check_gpu
+from raycl.inference.admission import admit
 from raycl.judging.embed import embed
 from raycl.lease import writing_new
+from raycl.models.names import SideName
 from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.models.trust import trusted_packages
@@ -27,7 +29,6 @@ from raycl.progress import ProgressLine, rows_read
 from raycl.storage import absolute
 
 BATCH_SIZE = 256
-SideName = Literal["query", "key"]
 
 
 @final
@@ -107,8 +108,8 @@ def embed_dataset(
     Raises ``ConfigError`` if a GPU is asked for and the cluster has none.
     """
     resources = ray.cluster_resources()
-    if gpu and resources.get("GPU", 0) < 1:
-        raise ConfigError("--gpu asks for a GPU, the cluster has none; leave it out or join one that has")
+    if gpu:
+        check_gpu(resources.get("GPU", 0))
     largest = resources["GPU"] if gpu else resources.get("CPU", 1) - 1
     return decoded.map_batches(
         Embedder,
@@ -145,6 +146,7 @@ def embed_to_parquet(
     rows counted by cause. Raises ``StorageError`` for an output that exists, and ``DataError`` if
     too many rows are broken; nothing is left at the output then.
     """
+    admit(run, side=side, data=[data], output=output, gpu=gpu, address=address)
     with writing_new(output) as place:
         encoder = load_encoder(run, side=side, network=network)
         role, columns = columns_for(encoder, columns)

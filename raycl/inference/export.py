@@ -4,15 +4,16 @@ import json
 from typing import Literal
 
 from raycl.errors import ConfigError, StorageError
+from raycl.inference.admission import admit
 from raycl.inference.sentence_folder import sentence_folder
 from raycl.inference.torchvision_weights import ARCHITECTURE, WEIGHTS, torchvision_files
 from raycl.lease import writing_new
-from raycl.models.saved import KEY, SPEC, ImageEncoder, load_encoder
+from raycl.models.names import KEY, SPEC, SideName
+from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.models.trust import OWN
 from raycl.storage import Place, absolute
 
 Package = Literal["sentence_transformers", "torchvision"]
-SideName = Literal["query", "key"]
 
 
 def export_encoder(run: str, output: str, *, side: SideName = "query", to: Package | None = None) -> str:
@@ -26,10 +27,9 @@ def export_encoder(run: str, output: str, *, side: SideName = "query", to: Packa
     Raises ``StorageError`` for an output that exists, and ``ConfigError`` for an encoder that the
     package has no place for, a network of the user's own among them; nothing is written then.
     """
-    if side not in ("query", "key") or to not in ("sentence_transformers", "torchvision", None):
-        raise ConfigError(
-            f"cannot export the side {side!r} to {to!r}; there are query and key, sentence_transformers and torchvision"
-        )
+    if to not in ("sentence_transformers", "torchvision", None):
+        raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers and torchvision")
+    admit(run, side=side, output=output)
     with writing_new(output) as place:
         _refuse_own_network(run, side)
         encoder = load_encoder(run, side=side)

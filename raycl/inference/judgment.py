@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from raycl.data.labels import NO_LABEL
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import Source, find_source
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
+from raycl.inference.admission import admit
 from raycl.inference.embedding import columns_for, embed_dataset, formats_of
 from raycl.inference.reading import read_rows
 from raycl.judging.knn import knn_accuracy
@@ -71,8 +72,11 @@ def evaluate(
     Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``floor`` (the same measure on
     raw pixels, at most 32 a side with the mean image subtracted; of large sets an even part).
     Raises ``DataError`` if a set has no labels or their classes differ, ``StorageError`` if there
-    is no encoder.
+    is no encoder, ``ConfigError`` for another measure.
     """
+    if measure not in get_args(Measure):
+        raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
+    admit(run, data=[train, test], gpu=gpu, address=address)
     encoder = load_encoder(run, network=network)
     role, columns = columns_for(encoder, columns)
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 from raycl.cluster import own_errors
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
+from raycl.inference.admission import admit
 from raycl.inference.distinct import DistinctTexts
 from raycl.inference.values import Values, embed_values, read_pairs
 from raycl.judging.search import search
@@ -70,6 +71,7 @@ def mine_negatives(
             f"cannot mine {num_negatives} negatives below {below:g} of the positive; give 1 or more, and a "
             "fraction up to 1"
         )
+    admit(run, data=[data], output=output, gpu=gpu, address=address)
     if isinstance(load_encoder(run), ImageEncoder):
         raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
     with writing_new(output, is_file=True) as place:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from raycl.errors import ConfigError
-from raycl.models.images import RESNETS
+from raycl.models.names import RESNETS
 from raycl.models.saved import ImageEncoder
 
 WEIGHTS = "weights.pth"

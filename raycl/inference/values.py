@@ -19,7 +19,8 @@ from raycl.data.ids import IdFormat
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import find_source
 from raycl.errors import DataError
-from raycl.inference.embedding import SideName, embed_dataset, formats_of
+from raycl.inference.embedding import embed_dataset, formats_of
+from raycl.models.names import SideName
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.progress import ProgressLine, rows_read
 from raycl.tokens import BrokenTextError, read_text

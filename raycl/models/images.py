@@ -10,25 +10,12 @@ from torchvision.models import VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from raycl.errors import ConfigError
+from raycl.models.names import RESNETS, VITS, check_encoder_name
 
 Stem = Literal["auto", "small", "half", "standard"]
 SMALL = 64  # pixels: up to here "auto" takes the small stem
 
-RESNETS: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
-    "resnet10": (BasicBlock, [1, 1, 1, 1]),
-    "resnet18": (BasicBlock, [2, 2, 2, 2]),
-    "resnet34": (BasicBlock, [3, 4, 6, 3]),
-    "resnet50": (Bottleneck, [3, 4, 6, 3]),
-    "resnet101": (Bottleneck, [3, 4, 23, 3]),
-    "resnet152": (Bottleneck, [3, 8, 36, 3]),
-}
-# Layers, heads, hidden width: DeiT's tiny and small, ViT's base and large.
-VITS: dict[str, tuple[int, int, int]] = {
-    "vit_tiny": (12, 3, 192),
-    "vit_small": (12, 6, 384),
-    "vit_base": (12, 12, 768),
-    "vit_large": (24, 16, 1024),
-}
+_BLOCKS: dict[str, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
 
 def build_image_encoder(
@@ -47,6 +34,7 @@ def build_image_encoder(
     stride 2 (a quarter of the work); a ViT takes patches of 4 or 8 instead of 16 pixels.
     ``width`` multiplies the channels. Raises ``ConfigError`` for an unknown name.
     """
+    check_encoder_name(name, is_text=False)
     if ":" in name:
         return _users_own(name, arguments or {})
     if arguments:
@@ -55,14 +43,10 @@ def build_image_encoder(
         )
     if stem == "auto":
         stem = "small" if image_size <= SMALL else "standard"
-    if name in RESNETS:
-        return _ScaledResNet(*RESNETS[name], width=width, channels=channels, stem=stem)
     if name in VITS:
         return _build_vit(name, image_size, channels, {"small": 4, "half": 8}.get(stem, 16), width)
-    raise ConfigError(
-        f"unknown encoder.name {name!r}; there are {', '.join([*RESNETS, *VITS])}, "
-        "or package.module:function for your own"
-    )
+    block, layers = RESNETS[name]
+    return _ScaledResNet(_BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ embeddings are the result, as with two towers. A second tower is saved in the fo
 import io
 import json
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, final
+from typing import Any, final
 
 import safetensors
 import safetensors.torch
@@ -20,16 +20,11 @@ from raycl.augment.images import center_view
 from raycl.batchnorm import swap
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
+from raycl.models.names import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, SideName, check_side
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.models.trust import OWN, check_trusted
 from raycl.storage import Place
 from raycl.tokens import BrokenTextError, Tokenizer, padded_rows, read_text
-
-WEIGHTS = "encoder.safetensors"
-HEAD_WEIGHTS = "projection_head.safetensors"
-SPEC = "encoder.json"
-TOKENIZER = "tokenizer.json"
-KEY = "key"
 
 
 @final
@@ -112,7 +107,7 @@ def save_encoder(
 def load_encoder(
     uri: str,
     *,
-    side: Literal["query", "key"] = "query",
+    side: SideName = "query",
     network: nn.Module | None = None,
     trusted: Collection[str] | None = None,
 ) -> ImageEncoder | TextEncoder:
@@ -125,8 +120,7 @@ def load_encoder(
     file: it must be of one of the ``trusted`` packages, without them those in RAYCL_TRUSTED. Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one,
     and ``ConfigError`` for another side or a package that is not trusted.
     """
-    if side not in ("query", "key"):
-        raise ConfigError(f"there is no side {side!r} of an encoder; give query or key")
+    check_side(side)
     output = Place(str(uri))
     if side == "key" and (output / KEY / SPEC).exists():
         output = output / KEY

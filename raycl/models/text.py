@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from raycl.errors import ConfigError
 from raycl.models.bag_of_subwords import BagOfSubwords
 from raycl.models.hugging_face import HuggingFaceEncoder
+from raycl.models.names import HUGGING_FACE, TEXT_ENCODERS, check_encoder_name
 from raycl.models.text_transformer import TextTransformer
 
-TEXT_ENCODERS: dict[str, Callable[..., nn.Module]] = {
-    "transformer": TextTransformer,
-    "bag_of_subwords": BagOfSubwords,
-}
-HUGGING_FACE = "transformers:"
+_ENCODERS: dict[str, Callable[..., nn.Module]] = dict(
+    zip(TEXT_ENCODERS, (TextTransformer, BagOfSubwords), strict=True)
+)
 
 
 def build_text_encoder(
@@ -34,18 +33,14 @@ def build_text_encoder(
         raise ConfigError(
             f"an encoder cannot be built for {sizes}; give the tokenizer's num_tokens and 1 or more"
         )
+    check_encoder_name(name, is_text=True)
     if name.startswith(HUGGING_FACE):
         build: Callable[..., Any] = HuggingFaceEncoder
         sizes["path"] = name.removeprefix(HUGGING_FACE)
     elif ":" in name:
         build = _users_own(name)
-    elif name in TEXT_ENCODERS:
-        build = TEXT_ENCODERS[name]
     else:
-        raise ConfigError(
-            f"unknown encoder.name {name!r}; there are {', '.join(TEXT_ENCODERS)}, {HUGGING_FACE}PATH, "
-            "or package.module:function for your own"
-        )
+        build = _ENCODERS[name]
     try:
         encoder = build(**{**sizes, **(arguments or {})})
     except ConfigError:

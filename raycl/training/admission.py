@@ -8,7 +8,9 @@ from typing import final
 from raycl.config import RunConfig
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
+from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing
+from raycl.models.names import check_encoder_name
 from raycl.storage import Place, absolute
 from raycl.tracking import check_trackers
 from raycl.training.columns import column_names
@@ -29,11 +31,23 @@ class Admission:
 
 
 @contextlib.contextmanager
-def admitted(config: RunConfig, *, output: str, resume: bool, data: str | None) -> Iterator[Admission]:
-    """Look at the output and at the data, and be the only writer of the output within.
+def admitted(
+    config: RunConfig,
+    *,
+    output: str,
+    resume: bool,
+    data: str | None,
+    own_encoder: bool = False,
+    address: str | None = None,
+) -> Iterator[Admission]:
+    """Look at names, GPUs, output and data, and be the only writer of the output within.
 
-    Raises ``ConfigError``, ``DataError`` or ``StorageError``.
+    ``own_encoder`` says that a module takes the place of the encoder that the configuration names. Raises
+    ``ConfigError``, ``DataError`` or ``StorageError``.
     """
+    _check_encoder_names(config, own_encoder=own_encoder)
+    if config.gpu and not config.autoscaling and are_missing(address):
+        check_gpus(max(config.worker_range(stage)[0] for stage in config.stages), 0)
     check_trackers(config)
     place = Place(absolute(output))
     with writing(place) as lease:
@@ -42,6 +56,14 @@ def admitted(config: RunConfig, *, output: str, resume: bool, data: str | None) 
         if source is not None:
             check_size(config, source.num_rows)
         yield Admission(config=config, output=place, lease=lease, resumed=resume, data=data, source=source)
+
+
+def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
+    kind = config.data.kind
+    if not own_encoder:
+        check_encoder_name(config.encoder.name, is_text=kind in ("text", "pairs"))
+    if kind == "image_text":
+        check_encoder_name(config.text_encoder.name, is_text=True, key="text_encoder.name")
 
 
 def check_size(config: RunConfig, num_rows: int) -> None:

@@ -19,7 +19,7 @@ from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
-from raycl.models.saved import TOKENIZER
+from raycl.models.names import TOKENIZER
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, rows_read
@@ -96,7 +96,14 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    with admitted(config, output=output, resume=resume, data=data) as admission:
+    with admitted(
+        config,
+        output=output,
+        resume=resume,
+        data=data,
+        own_encoder=encoder is not None,
+        address=address,
+    ) as admission:
         return train_admitted(
             admission, dataset=dataset, encoder=encoder, address=address, quiet=quiet, debug=debug
         )

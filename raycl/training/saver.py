@@ -9,7 +9,8 @@ import torch
 
 from raycl.distributed import all_sum, rank
 from raycl.errors import NonFiniteLossError
-from raycl.models.saved import KEY, save_encoder
+from raycl.models.names import KEY
+from raycl.models.saved import save_encoder
 from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.models.towers import Towers
 from raycl.training.checkpoint import Position, save_checkpoint, saved_steps

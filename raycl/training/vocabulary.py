@@ -13,8 +13,7 @@ from raycl.config import RunConfig, TextConfig
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.models.saved import TOKENIZER
-from raycl.models.text import HUGGING_FACE
+from raycl.models.names import HUGGING_FACE, TOKENIZER
 from raycl.storage import Place
 from raycl.tokens import BrokenTextError, Tokenizer, Vocabulary, read_text
 

@@ -1,0 +1,38 @@
+"""The checks of commands about a trained run that need neither torch nor Ray."""
+
+from collections.abc import Iterable
+
+from raycl.data.sources import existing
+from raycl.errors import StorageError
+from raycl.gpus import are_missing, check_gpu
+from raycl.lease import check_absent
+from raycl.models.names import SPEC, SideName, check_side
+from raycl.storage import Place, absolute
+
+
+def admit(
+    run: str,
+    *,
+    side: SideName = "query",
+    data: Iterable[str | None] = (),
+    output: str | None = None,
+    gpu: bool = False,
+    address: str | None = None,
+) -> None:
+    """Look for the encoder of ``run``, for the sets in ``data`` and for an earlier ``output``.
+
+    Raises:
+        ConfigError: There is no such side, or no GPU on the machine where Ray would be started.
+        StorageError: ``run`` has no encoder, or ``output`` exists.
+        DataError: A set does not exist.
+    """
+    check_side(side)
+    if gpu and are_missing(address):
+        check_gpu(0)
+    place = Place(absolute(run))
+    if not (place / SPEC).exists():
+        raise StorageError(f"there is no encoder at {run} (no {SPEC}); give the --output of a finished run")
+    for uri in filter(None, data):
+        existing(uri)
+    if output is not None:
+        check_absent(output)

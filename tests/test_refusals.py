@@ -1,0 +1,135 @@
+"""Wrong input is refused before torch and Ray are imported, and before a library asks the network."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycl.errors import ConfigError, RayclError
+from raycl.gpus import are_missing
+from raycl.inference.judgment import evaluate
+from raycl.recipes import recipe
+from raycl.settings import config_to_yaml
+from raycl.training.launch import train
+from tests.images import write_digits
+
+TRAIN = "train simclr --output new --batch-size 32"
+DIGITS = f"{TRAIN} --data digits.parquet"
+JUDGE = "evaluate knn --run images --train digits.parquet --test digits.parquet"
+EMBED = "embed --run images --data digits.parquet --output new"
+REFUSED = {
+    f"{TRAIN} --data gs://bucket/x": "cannot use the address 'gs://bucket/x': raycl cannot read gs://",
+    f"{TRAIN} --data s3://": "cannot use the address 's3://': it names no bucket; give a local path or s3://",
+    f"{TRAIN} --data s3:///digits": "it names no bucket",
+    f"{TRAIN} --data missing": "there is nothing at",
+    f"{DIGITS} --output hdfs://here/x": "raycl cannot read hdfs://",
+    f"{DIGITS} --output s3:///x": "it names no bucket",
+    f"{DIGITS} --output earlier": "holds an earlier run",
+    f"{DIGITS} --batch-size 128": "larger than the 100 rows",
+    f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
+    f"{DIGITS} --gpu --workers 2": "2 workers ask for a GPU each, the cluster has 0",
+    "train image_text --data captions --output new --set text_encoder.name=bert "
+    "--set data.image_size=16": "unknown text_encoder.name 'bert'; there are transformer",
+    "train simcse --data captions --output new --set encoder.name=resnet18": "unknown encoder.name 'resnet18'",
+    "demo --output earlier_demo": "holds an earlier demo",
+    "demo --output demo --epochs 0": "stages.0.epochs",
+    JUDGE.replace("knn", "magic"): "unknown measure 'magic'; there are knn, linear, retrieval and sts",
+    "evaluate knn --run images --test digits.parquet": "needs --train",
+    f"{JUDGE} --run nowhere": "there is no encoder at nowhere",
+    f"{JUDGE} --run file:///run": "raycl cannot read file://",
+    f"{JUDGE} --train missing": "there is nothing at",
+    f"{JUDGE} --test missing": "there is nothing at",
+    f"{JUDGE} --set nonsense=1": "unknown key nonsense",
+    f"{JUDGE} --json gs://bucket/x": "raycl cannot read gs://",
+    f"{JUDGE} --gpu": "--gpu asks for a GPU",
+    "evaluate retrieval --run images --test digits.parquet --set queries=missing": "there is nothing at",
+    "evaluate sts --run images --test missing": "there is nothing at",
+    f"{EMBED} --run nowhere": "there is no encoder at nowhere",
+    f"{EMBED} --data missing": "there is nothing at",
+    f"{EMBED} --output images": "images exists already; give another --output",
+    f"{EMBED} --side left": "there is no side 'left'",
+    f"{EMBED} --gpu": "--gpu asks for a GPU",
+    "mine --run images --data digits.parquet --output images": "exists already",
+    "mine --run images --data missing --output new": "there is nothing at",
+    "export --run nowhere --output new": "there is no encoder at nowhere",
+    "export --run images --output images": "exists already",
+    "export --run images --output new --side left": "there is no side 'left'",
+}
+COMMANDS = """if True:
+    import contextlib, io, json, sys, time
+    from raycl.cli import main
+    for line in sys.stdin.read().splitlines():
+        began, sys.argv = time.monotonic(), ["raycl", *line.split()]
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                main()
+            except SystemExit as ending:
+                status = ending.code
+        loaded = sorted({"torch", "ray"} & set(sys.modules))
+        print(json.dumps([status, said.getvalue(), loaded, time.monotonic() - began]))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Return status, message, libraries imported, and seconds of each command: all in one process."""
+    folder = tmp_path_factory.mktemp("refusals")
+    write_digits(folder / "digits.parquet", 100)
+    for name, content in (
+        ("earlier/config.yaml", config_to_yaml(recipe("simclr"))),
+        ("earlier_demo/run/config.yaml", config_to_yaml(recipe("simclr"))),
+        ("images/encoder.json", "{}"),
+    ):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(content)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | hidden
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        input="\n".join(REFUSED),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not (folder / "new").exists()
+    return dict(zip(REFUSED, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_wrong_input_is_one_line_without_torch_or_ray(command: str, refusals: dict[str, list[Any]]) -> None:
+    status, message, libraries, seconds = refusals[command]
+    assert (status, message.count("\n"), libraries) == (2, 1, []), message
+    assert REFUSED[command] in message
+    assert seconds < 20  # a library that asks the network takes minutes
+
+
+def test_python_functions_refuse_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = str(write_digits(tmp_path / "digits.parquet", 40))
+    with pytest.raises(ConfigError, match="unknown measure 'foo'"):
+        evaluate("foo", run="nowhere", train=digits, test=digits)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("raycl.training.launch.train_admitted", lambda *_, **__: "admitted")
+    config = recipe("simclr", image_size=16)
+    config = config.model_copy(update={"encoder": config.encoder.model_copy(update={"name": "mine"})})
+    output = str(tmp_path / "run")
+    with pytest.raises(RayclError, match="unknown encoder.name 'mine'"):
+        train(config, data=digits, output=output)
+    # A module takes the place of the name.
+    monkeypatch.setattr("raycl.training.admission.check_size", lambda *_: None)
+    assert train(config, data=digits, output=output, encoder=object()) == "admitted"  # pyright: ignore[reportArgumentType]
+
+
+def test_only_a_ray_that_starts_here_is_known_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert are_missing(None)
+    assert are_missing("local")
+    assert not are_missing("10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert not are_missing(None)
