@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycl import losses
+    from raycl.api import evaluate, run_doctor, train, write_report
     from raycl.banks import connect_bank, list_banks
     from raycl.config import RunConfig, Stage
+    from raycl.data.columns import ColumnNames
     from raycl.errors import RayclError
     from raycl.inference.embedding import embed_to_parquet as embed
     from raycl.inference.export import export_encoder
-    from raycl.inference.judgment import evaluate
+    from raycl.inference.mining import mine_negatives as mine
     from raycl.models.saved import load_encoder
     from raycl.recipes import recipe
     from raycl.settings import config_from_yaml, config_to_yaml, override
-    from raycl.training.launch import RunResult, train
+    from raycl.training.launch import RunResult
 
 _HOME = {
+    "ColumnNames": "raycl.data.columns:ColumnNames",
     "RayclError": "raycl.errors:RayclError",
     "RunConfig": "raycl.config:RunConfig",
     "RunResult": "raycl.training.launch:RunResult",
@@ -29,17 +32,21 @@ _HOME = {
     "config_to_yaml": "raycl.settings:config_to_yaml",
     "connect_bank": "raycl.banks:connect_bank",
     "embed": "raycl.inference.embedding:embed_to_parquet",
-    "evaluate": "raycl.inference.judgment:evaluate",
+    "evaluate": "raycl.api:evaluate",
     "export_encoder": "raycl.inference.export:export_encoder",
     "list_banks": "raycl.banks:list_banks",
     "load_encoder": "raycl.models.saved:load_encoder",
+    "mine": "raycl.inference.mining:mine_negatives",
     "override": "raycl.settings:override",
     "recipe": "raycl.recipes:recipe",
-    "train": "raycl.training.launch:train",
+    "run_doctor": "raycl.api:run_doctor",
+    "train": "raycl.api:train",
+    "write_report": "raycl.api:write_report",
 }
 _MODULES = ("losses",)
 
 __all__ = [
+    "ColumnNames",
     "RayclError",
     "RunConfig",
     "RunResult",
@@ -53,9 +60,12 @@ __all__ = [
     "list_banks",
     "load_encoder",
     "losses",
+    "mine",
     "override",
     "recipe",
+    "run_doctor",
     "train",
+    "write_report",
 ]
 
 

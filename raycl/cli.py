@@ -90,17 +90,13 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Pretrain an encoder by contrast."""
-    from raycl.setup import plan_run
+    from raycl.setup import plan_run, run_flags
     from raycl.training.admission import admitted
 
-    flags = {
-        "gpu": gpu or None,
-        "seed": seed,
-        "stages.0.batch_size": batch_size,
-    }
-    given = {key: value for key, value in flags.items() if value is not None}
-    given |= _workers(workers) | _length(epochs, steps)
-    config = plan_run(recipe, data=data, flags=given, settings=settings or [])
+    flags = run_flags(
+        workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
+    )
+    config = plan_run(recipe, data=data, flags=flags, settings=settings or [])
     with admitted(config, output=output, resume=resume, data=data, address=address) as admission:
         # What is refused up to here is refused without waiting for Ray and torch.
         from raycl.joining import start_early
@@ -139,11 +135,14 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a floor beside."""
+    from raycl.api import evaluate as judge
+    from raycl.setup import measure_settings
+
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "debug": debug}
+    options |= measure_settings(measure, settings or [])
     written = None if json_file is None else Place(absolute(json_file))
     with contextlib.nullcontext() if written is None else writing(written, is_file=True) as lease:
-        result = _judge(
-            measure, settings or [], run=run, train=train, test=test, gpu=gpu, address=address, debug=debug
-        )
+        result = judge(measure, run=run, train=train, test=test, **options)  # pyright: ignore[reportArgumentType]
         text = json.dumps({key: value for key, value in result.items() if key != "examples"})
         print(text, flush=True)
         if written is not None and lease is not None:
@@ -243,9 +242,9 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write a page about a run: curves, similarities, neighbors, a map; or compare several."""
-    from raycl.cli_report import report as write
+    from raycl.api import write_report
 
-    write(runs or [], run=run, output=output)
+    print(write_report([*(runs or []), *([] if run is None else [run])], output))
 
 
 @app.command()
@@ -267,12 +266,11 @@ def doctor(
 ) -> None:
     """Check the cluster, the storage, the data and the recipe: a line each, and what to do."""
     from raycl.cli_doctor import report
+    from raycl.setup import run_flags
 
-    flags = {"gpu": gpu or None, "stages.0.batch_size": batch_size}
-    given = {key: value for key, value in flags.items() if value is not None}
     all_good = report(
         recipe,
-        given | _workers(workers),
+        run_flags(workers=workers, gpu=gpu or None, batch_size=batch_size),
         settings=settings or [],
         data=data,
         output=output,
@@ -336,37 +334,6 @@ def _complain(text: str) -> None:
     print(f"raycl: {' '.join(text.split())[:1_000]}", file=sys.stderr)
 
 
-def _judge(measure: str, settings: list[str], **options: Any) -> dict[str, Any]:
-    """Call what a measure names."""
-    from raycl import setup
-    from raycl.inference.admission import admit
-
-    readers = {
-        "knn": setup.judgment_settings,
-        "linear": setup.judgment_settings,
-        "retrieval": setup.retrieval_settings,
-        "sts": setup.sts_settings,
-    }
-    if measure not in readers:
-        raise ConfigError(f"unknown measure {measure!r}; there are knn, linear, retrieval and sts")
-    if measure in ("knn", "linear") and options["train"] is None:
-        raise ConfigError(f"evaluate {measure} needs --train, the labeled set that decides")
-    options |= readers[measure](settings)
-    data = [options.get(name) for name in ("test", "train", "queries", "documents")]
-    admit(options["run"], data=data, gpu=options["gpu"], address=options["address"])
-    if measure == "retrieval":
-        from raycl.inference.retrieval import evaluate_retrieval
-
-        return evaluate_retrieval(**options)
-    if measure == "sts":
-        from raycl.inference.sentences import evaluate_sts
-
-        return evaluate_sts(**options)
-    from raycl.inference.judgment import evaluate as judge
-
-    return judge(measure, **options)  # pyright: ignore[reportArgumentType]
-
-
 def _show_example(example: dict[str, Any]) -> None:
     """Print a query and the documents nearest to it, on stderr, as a table."""
     from rich.console import Console
@@ -380,25 +347,3 @@ def _show_example(example: dict[str, Any]) -> None:
         table.add_row(f"{found['similarity']:.3f}", mark, " ".join(found["document"].split())[:120])
     # Texts of the user's own: no brackets or colons of theirs are rich's to read.
     Console(stderr=True, markup=False, emoji=False).print(table)
-
-
-def _workers(text: str | None) -> dict[str, int | None]:
-    """Read N or MIN:MAX."""
-    if text is None:
-        return {}
-    parts = text.split(":")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(
-            f"--workers takes a number of processes above 0, or MIN:MAX, came {text!r}; for example --workers 2"
-        )
-    least, most = int(parts[0]), int(parts[-1])
-    return {"workers": most, "min_workers": least if least != most else None}
-
-
-def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
-    """Return the stage's length; the one given takes the other's place."""
-    if epochs is not None and steps is not None:
-        raise ConfigError(f"--epochs {epochs} and --steps {steps} exclude each other; give one")
-    if epochs is None and steps is None:
-        return {}
-    return {"stages.0.epochs": epochs, "stages.0.steps": steps}

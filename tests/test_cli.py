@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raycl.cli import _show_example, _workers, main
+from raycl.cli import _show_example, main
 from raycl.data.columns import ColumnNames
 from raycl.recipes import recipe
 from raycl.settings import config_from_yaml, override
@@ -15,6 +15,7 @@ from raycl.setup import (
     judgment_settings,
     plan_run,
     retrieval_settings,
+    run_flags,
     sts_settings,
 )
 from tests.images import encode, photograph, write_digits
@@ -64,7 +65,7 @@ def test_workers_are_a_number_or_a_range(digits: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps(elastic.model_dump(mode="json")))
     ranges = {}
     for flag in (None, "3", "1:4", "2:2"):
-        config = plan_run(str(file), data=str(digits), flags=_workers(flag), settings=[])
+        config = plan_run(str(file), data=str(digits), flags=run_flags(workers=flag), settings=[])
         ranges[flag] = config.worker_range(config.stages[0])
     assert ranges == {None: (2, 4), "3": (3, 3), "1:4": (1, 4), "2:2": (2, 2)}
 
@@ -222,7 +223,7 @@ def test_the_result_is_there_before_the_examples_are_shown(
 ) -> None:
     # A run takes minutes; what matters here is that no table costs its result.
     found = {"measure": "retrieval", "map": 0.5, "examples": [{"no": "query"}]}
-    monkeypatch.setattr("raycl.cli._judge", lambda *_, **__: found)
+    monkeypatch.setattr("raycl.api.evaluate", lambda *_, **__: found)
     file = tmp_path / "found.json"
     _, out, _ = raycl("evaluate", "retrieval", "--run", "run", "--test", "test", "--json", file)
     assert json.loads(out) == json.loads(file.read_text()) == {"measure": "retrieval", "map": 0.5}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from raycl.cli_doctor import plan
+from raycl.api import plan_examined as plan
 from raycl.config import RunConfig
 from raycl.doctor.files import delete, parent_of, read, remove_folders, write
 from raycl.doctor.finding import Finding, size

@@ -20,9 +20,10 @@ from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.export import export_encoder
 from raycl.models.heads import build_projection_head
 from raycl.models.saved import KEY, OWN, load_encoder, save_encoder
-from raycl.models.specs import HeadSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.storage import Place
 from raycl.tokens import Tokenizer, train_tokenizer
+from tests.encoders import worn, write_images_run
 from tests.test_cli import run_raycl
 from tests.test_floors import FILES, modules_imported_by
 from tests.texts import invented_texts
@@ -74,18 +75,6 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "own, as written": lambda: train_tokenizer(CORPUS, vocabulary_size=600, lowercase=False),
     "foreign": foreign_tokenizer,
 }
-
-
-def worn(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Move weights and running statistics away from where they start."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-        for value in module.buffers():
-            if value.is_floating_point():
-                value += 0.2 * torch.rand(value.shape, generator=generator)
-    return module
 
 
 def write_texts_run(
@@ -234,22 +223,6 @@ def test_a_model_of_transformers_needs_its_first_folder_no_more(
 
 
 # Images
-
-
-def write_images_run(output: Path | str, name: str, *, head: HeadSpec | None = None, **values: Any) -> str:
-    """Write what a run leaves of an encoder of images; return where."""
-    channels = values.get("channels", 3)
-    spec = ImageEncoderSpec(
-        **{"image_size": 32, "stored_size": 32, "channels": 3, "representation_dim": 512} | values,
-        name=name, mean=(0.5,) * channels, std=(0.25,) * channels, projection_head=head,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    encoder = worn(spec.build())
-    if spec.norm != "batch":
-        encoder = swap(encoder, spec.norm)
-    projection = head and worn(build_projection_head(spec.representation_dim, **head.model_dump()))
-    save_encoder(encoder, spec, Place(str(output)), projection_head=projection)
-    return str(output)
 
 
 def test_torchvisions_network_of_that_name_gives_the_vectors_of_raycl(tmp_path: Path) -> None:

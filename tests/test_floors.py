@@ -14,10 +14,10 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"address", "gpus"},
     {"storage", "schedules", "shared_memory", "tokens", "prometheus", "phases"},
     {"records", "commands", "portraits"},
-    {"losses", "augment", "distributed", "measures", "replay", "lease"},
+    {"losses", "augment", "data", "distributed", "measures", "replay", "lease"},
     {"batchnorm", "ring"},
     {"models", "optimizers", "negatives", "accumulation"},
-    {"data", "judging"},
+    {"judging"},
     {"config"},
     {"recipes", "settings", "tracking"},
     {"joining"},
@@ -25,8 +25,8 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"training"},
     {"inference", "bank_tables", "preparation", "report"},
     {"setup", "doctor", "demo", "explorer", "reproduction"},
-    {"cli_explorer"},
-    {"cli_bank", "cli_doctor", "cli_report"},
+    {"api", "cli_explorer"},
+    {"cli_bank", "cli_doctor"},
     {"cli"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -1,5 +1,7 @@
 """The public names: few, sorted, and all of them there."""
 
+import importlib
+import inspect
 import subprocess
 import sys
 
@@ -27,7 +29,8 @@ def test_importing_raycl_loads_neither_torch_nor_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_train_stays_a_function_after_its_room_is_imported() -> None:
-    import raycl.training.launch
-
-    assert raycl.train is raycl.training.launch.train
+@pytest.mark.parametrize("room", ["raycl.training", "raycl.inference", "raycl.report", "raycl.doctor"])
+def test_public_names_stay_functions_after_rooms_are_imported(room: str) -> None:
+    importlib.import_module(room)
+    verbs = (raycl.train, raycl.evaluate, raycl.embed, raycl.mine, raycl.write_report, raycl.run_doctor)
+    assert all(inspect.isfunction(verb) for verb in verbs)

@@ -60,11 +60,11 @@ class ImageFormat:
     def decode(self, content: Any) -> tuple[NDArray[np.uint8], float]:
         """Return pixels [size, size, channels] and the aspect; raises ``BrokenImageError``.
 
-        ``content`` is an encoded image, an array, or the error that came in the image's place.
+        ``content`` is an encoded image, an array, an image of Pillow, or the error that came in its place.
         """
         if isinstance(content, BrokenImageError):
             raise content
-        if not isinstance(content, bytes | np.ndarray):
+        if not isinstance(content, bytes | np.ndarray | Image.Image):
             raise BrokenImageError("no image bytes" if content is not None else "missing value")
         try:
             image, aspect = self._open(content)
@@ -108,10 +108,12 @@ class ImageFormat:
         except BrokenImageError as error:
             return error
 
-    def _open(self, content: bytes | NDArray[Any]) -> tuple[Image.Image, float]:
+    def _open(self, content: bytes | NDArray[Any] | Image.Image) -> tuple[Image.Image, float]:
         """Return the picture, decoded and of as many channels, and its aspect."""
         if isinstance(content, np.ndarray):
             return self._flattened(_from_array(content))
+        if isinstance(content, Image.Image):
+            return self._flattened(content)
         with Image.open(io.BytesIO(content)) as image:
             if image.format in _PROGRAMS:
                 raise BrokenImageError("a program that draws, no picture")

@@ -12,7 +12,6 @@ from raycl.cluster import join_cluster, own_errors
 from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_source
 from raycl.data.formats import Formats
-from raycl.data.images import ImageFormat
 from raycl.data.logbook import ReadRows, open_logbook, rows_in
 from raycl.data.rows import Batch, Rows, pixels_of, tokens_of
 from raycl.data.sources import find_source
@@ -23,7 +22,6 @@ from raycl.judging.embed import embed
 from raycl.lease import writing_new
 from raycl.models.names import SideName
 from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder
-from raycl.models.specs import ImageEncoderSpec
 from raycl.models.trust import trusted_packages
 from raycl.progress import ProgressLine, rows_read
 from raycl.storage import absolute
@@ -65,15 +63,10 @@ class Embedder:
         )
 
 
-def image_format(spec: ImageEncoderSpec) -> ImageFormat:
-    """Return how images are decoded for an encoder."""
-    return ImageFormat(size=spec.stored_size, channels=spec.channels, max_pixels=spec.max_pixels)
-
-
 def formats_of(encoder: ImageEncoder | TextEncoder, role: str) -> Formats:
     """Return how the values of a role are decoded for an encoder."""
     if isinstance(encoder, ImageEncoder):
-        return {role: image_format(encoder.spec)}
+        return {role: encoder.spec.image_format()}
     length = encoder.spec.cut_at or encoder.spec.max_length
     return {role: TextFormat(tokenizer=encoder.tokenizer, max_length=length)}
 

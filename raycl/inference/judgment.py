@@ -20,7 +20,6 @@ from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError
-from raycl.inference.admission import admit
 from raycl.inference.embedding import columns_for, embed_dataset, formats_of
 from raycl.inference.reading import read_rows
 from raycl.judging.knn import knn_accuracy
@@ -76,7 +75,6 @@ def evaluate(
     """
     if measure not in get_args(Measure):
         raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
-    admit(run, data=[train, test], gpu=gpu, address=address)
     encoder = load_encoder(run, network=network)
     role, columns = columns_for(encoder, columns)
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}

@@ -8,7 +8,6 @@ from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
-from raycl.inference.admission import admit
 from raycl.inference.task import Task, image_task, judged_task, pair_task
 from raycl.inference.values import embed_values
 from raycl.judging.retrieval import average_precision, retrieval_scores
@@ -61,7 +60,6 @@ def evaluate_retrieval(
         )
     if queries is not None and train is not None:
         raise ConfigError("judgments are about the sets of queries and documents alone; leave out --train")
-    admit(run, data=[test, train, queries, documents], gpu=gpu, address=address)
     if isinstance(load_encoder(run), ImageEncoder):
         if isinstance(load_encoder(run, side="key"), ImageEncoder):
             raise ConfigError(

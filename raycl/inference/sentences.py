@@ -11,7 +11,6 @@ from torch.nn.functional import normalize
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import plain_values
 from raycl.errors import ConfigError, DataError
-from raycl.inference.admission import admit
 from raycl.inference.values import embed_values, read_values
 from raycl.judging.similarity import sts_scores
 from raycl.judging.text_floor import tfidf_similarity
@@ -42,7 +41,6 @@ def evaluate_sts(
     without it by the sentences themselves. Raises ``DataError`` if a column is missing, or a sentence or a
     score cannot be used.
     """
-    admit(run, data=[test, train], gpu=gpu, address=address)
     if isinstance(load_encoder(run), ImageEncoder):
         raise ConfigError(f"the run at {run} has an encoder of images; sts judges encoders of texts")
     table = _read(test)

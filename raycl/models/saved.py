@@ -6,18 +6,22 @@ embeddings are the result, as with two towers. A second tower is saved in the fo
 
 import io
 import json
+import os
 from collections.abc import Collection, Sequence
 from typing import Any, final
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 from raycl.augment.images import center_view
 from raycl.batchnorm import swap
+from raycl.data.images import BrokenImageError, ImageFormat
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
 from raycl.models.names import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, SideName, check_side
@@ -41,15 +45,37 @@ class ImageEncoder(nn.Module):
         return self.network(images)
 
     def prepare(self, images: Tensor | NDArray[Any] | Sequence[Any]) -> Tensor:
-        """Resize and normalize uint8 images [batch, height, width, channels]."""
+        """Resize and normalize uint8 images [batch, height, width, channels], or a list as ``encode`` takes it."""
         device = next(self.network.parameters()).device
-        pixels = torch.as_tensor(images).to(device)
+        is_batch = isinstance(images, Tensor | np.ndarray)
+        pixels = torch.as_tensor(images if is_batch else self._decode(images, 0)).to(device)
         return center_view(pixels, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
 
     @torch.inference_mode()
-    def encode(self, images: Tensor | NDArray[Any] | Sequence[Any]) -> Tensor:
-        """Encode uint8 images [batch, height, width, channels] to float32 representations."""
-        return self.network(self.prepare(images)).float()
+    def encode(self, images: Tensor | NDArray[Any] | Sequence[Any], *, batch_size: int = 256) -> Tensor:
+        """Encode images to float32 representations [num_images, representation_dim].
+
+        ``images`` are uint8 [num_images, height, width, channels], or a list that may mix paths (local or
+        ``s3://``), encoded bytes, images of Pillow, and uint8 arrays [height, width, channels] or [height, width].
+        Those of a list are decoded as ``raycl embed`` decodes them, ``batch_size`` at a time. Raises ``DataError``
+        for one that cannot be used.
+        """
+        if isinstance(images, Tensor | np.ndarray):
+            return self.network(self.prepare(images)).float()
+        if isinstance(images, str | bytes | os.PathLike | Image.Image):
+            raise DataError(
+                f"encode takes a list of images, came {type(images).__name__}; put it into a list"
+            )
+        parts = [
+            self.network(self.prepare(self._decode(images[start : start + batch_size], start))).float()
+            for start in range(0, len(images), batch_size)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, self.spec.representation_dim)
+
+    def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
+        """Return the pixels of images of any kind; ``first`` is the position of the first one."""
+        like = self.spec.image_format()
+        return np.stack([_pixels(image, like, first + place) for place, image in enumerate(images)])
 
 
 @final
@@ -168,6 +194,20 @@ def load_state(content: bytes, where: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise StorageError(f"{where} holds no state but {type(state).__name__}; give one that raycl wrote")
     return state
+
+
+def _pixels(image: Any, like: ImageFormat, position: int) -> NDArray[np.uint8]:
+    path = os.fspath(image) if isinstance(image, str | os.PathLike) else None
+    named = f"image {position}" if path is None else f"image {position} ({path})"
+    if not isinstance(image, str | os.PathLike | bytes | np.ndarray | Image.Image):
+        raise DataError(
+            f"{named} is of type {type(image).__name__}; give a path, encoded bytes, an image of Pillow or a "
+            "uint8 array"
+        )
+    try:
+        return like.decode(image if path is None else Place(str(path)).read_bytes())[0]
+    except (BrokenImageError, StorageError) as error:
+        raise DataError(f"{named} cannot be used: {error}; leave it out or mend it") from None
 
 
 def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:

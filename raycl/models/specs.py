@@ -5,6 +5,7 @@ from typing import Any, Literal, Protocol, final
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from raycl.data.images import ImageFormat
 from raycl.models.images import Stem, build_image_encoder
 from raycl.models.text import build_text_encoder
 
@@ -87,6 +88,10 @@ class ImageEncoderSpec(BaseModel):
             width=self.width,
             arguments=self.arguments,
         )
+
+    def image_format(self) -> ImageFormat:
+        """Return how its images are decoded."""
+        return ImageFormat(size=self.stored_size, channels=self.channels, max_pixels=self.max_pixels)
 
 
 @final

@@ -88,14 +88,7 @@ def train(
     quiet: bool = False,
     debug: bool = False,
 ) -> RunResult:
-    """Pretrain an encoder on the samples at ``data`` or in a Ray Dataset, and write it to ``output``.
-
-    ``encoder`` may be a module of your own that maps images [batch, channels, size, size], or tokens
-    [batch, length], to [batch, dim]. Raises ``ConfigError``, ``DataError`` or ``StorageError`` before anything starts,
-    ``RunError`` if the run fails later.
-    """
-    if (data is None) == (dataset is None):
-        raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
+    """Pretrain an encoder as ``raycl.train`` does; one of ``data`` and ``dataset`` is given."""
     with admitted(
         config,
         output=output,
@@ -118,9 +111,9 @@ def train_admitted(
     quiet: bool = False,
     debug: bool = False,
 ) -> RunResult:
-    """Pretrain an encoder as ``train`` does, once output and data are looked at.
+    """Pretrain an encoder as ``raycl.train`` does, once output and data are looked at.
 
-    ``dataset`` is for an admission without an address. Raises as ``train`` does.
+    ``dataset`` is for an admission without an address. Raises as ``raycl.train`` does.
     """
     config, place = admission.config, admission.output
     tokenizer = known_tokenizer(config, place, resumed=admission.resumed) if config.has_texts else None

@@ -26,7 +26,6 @@ from raycl.data.rows import Rows, pixels_of, tokens_of
 from raycl.data.sources import find_source
 from raycl.data.stream import Stream, stream_source
 from raycl.data.texts import TextFormat
-from raycl.doctor import examine
 from raycl.errors import DataError, StorageError
 from raycl.inference.reading import read_rows
 from raycl.preparation.images import pack_images
@@ -350,12 +349,12 @@ def begun_behind(stream: Stream) -> Any:
 
 
 def test_the_doctor_looks_at_machine_cluster_and_data(mixed: Path) -> None:
-    findings = {finding.name: finding for finding in examine(data=str(mixed))}
+    findings = {finding.name: finding for finding in raycl.run_doctor(data=mixed)}
     assert findings["cluster"].good
     assert "10 rows without labels" in findings["data"].seen
     assert "1 .txt" in findings["other files"].seen
     assert not findings["sample"].good
     assert "4 broken" in findings["sample"].seen
     assert "1 flat" in findings["sample"].seen
-    missing = {finding.name: finding for finding in examine(data=str(mixed / "none"))}
+    missing = {finding.name: finding for finding in raycl.run_doctor(data=mixed / "none")}
     assert not missing["data"].good

@@ -68,13 +68,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One uninterrupted run that many tests look at."""
+    """One uninterrupted run that many tests look at, begun by a recipe's name and flags."""
     output = tmp_path_factory.mktemp("runs") / "whole"
-    config = small_run(**TRACKED)
-    return Finished(data, output, raycl.train(config, data=str(data), output=str(output), quiet=True))
+    settings = {**SMALL, **TRACKED}
+    flags = {name: settings.pop(f"stages.0.{name}") for name in ("epochs", "batch_size")}
+    flags["workers"] = settings.pop("workers")
+    result = raycl.train("simclr", data=data, output=output, settings=settings, quiet=True, **flags)
+    return Finished(data, output, result)
 
 
 def test_a_run_writes_what_it_promises(finished: Finished) -> None:
+    assert raycl.config_from_yaml((finished.output / "config.yaml").read_text()) == small_run(**TRACKED)
     result = read_result(Place(str(finished.output)))
     assert result["status"] == "finished"
     assert result["steps"] == finished.result.steps
@@ -475,19 +479,15 @@ def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
     dataset = ray.data.from_items(
         [{"image": image, "label": ("even", "odd")[index % 2]} for index, image in enumerate(pixels)]
     )
-    config = small_run(
-        **{
-            "data.channels": 3,
-            "encoder.name": "resnet10",
-            "encoder.arguments": {},
-            "stages.0.epochs": 1,
-            "workers": 1,
-        }
-    )
+    changed = {"data.channels": 3, "encoder.name": "resnet10", "encoder.arguments": {}}
+    settings = {**SMALL, **changed, "stages.0.epochs": 1, "workers": 1}
     output = str(tmp_path / "run")
-    result = raycl.train(config, dataset=dataset, encoder=Small(), output=output, quiet=True)
+    result = raycl.train(
+        "simclr", dataset=dataset, encoder=Small(), output=output, settings=settings, quiet=True
+    )
     assert result.steps == 1
     assert result.flat_images == 1
+    assert raycl.config_from_yaml((tmp_path / "run" / "config.yaml").read_text()).data.image_size == 12
     with pytest.raises(StorageError, match="network of your own; pass it as network="):
         raycl.load_encoder(output)
     loaded = raycl.load_encoder(output, network=Small())

@@ -19,9 +19,6 @@ from raycl.data.columns import ColumnNames
 from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.pairs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.mining import mine_negatives
-from raycl.inference.retrieval import evaluate_retrieval
-from raycl.inference.sentences import evaluate_sts
 from raycl.inference.tower import load_tower
 from raycl.portraits import LATEST, read_gallery, read_portrait
 from raycl.preparation.pairs import group_pairs
@@ -183,7 +180,7 @@ def test_retrieval_is_judged_beside_words_and_shows_examples(
 ) -> None:
     path = tmp_path / "test.parquet"
     pq.write_table(pa.Table.from_pylist(clicks()[:200]), path)
-    found = evaluate_retrieval(run=str(click_run[0]), test=str(path), examples=2, quiet=True)
+    found = raycl.evaluate("retrieval", run=str(click_run[0]), test=str(path), examples=2, quiet=True)
     assert found["floor"]["bm25"]["recall_at_10"] > 0.9  # a query is made of its document's words
     assert 0 < found["ndcg_at_10"] <= 1
     assert 0 < found["average_precision"] <= 1
@@ -200,7 +197,7 @@ def test_a_train_set_adds_documents_and_its_matches_do_not_count(
     # The same queries, each with another document that matches it: none of them may push its own away.
     others = [{**row, "document": f"{row['query']} {row['query']}"} for row in rows[:40]]
     pq.write_table(pa.Table.from_pylist([*others, *rows[40:]]).drop(["label"]), train)
-    known = evaluate_retrieval(run=str(click_run[0]), test=str(test), train=str(train), quiet=True)
+    known = raycl.evaluate("retrieval", run=str(click_run[0]), test=str(test), train=str(train), quiet=True)
     assert known["floor"]["bm25"]["recall_at_1"] > 0.9
     assert known["num_train"] == NUM_QUERIES
     assert "average_precision" not in known
@@ -212,7 +209,7 @@ def test_mined_negatives_are_no_matches_and_train(
     rows = [row for row in clicks() if row["query_id"] not in ("broken", "graded")]
     data, mined = tmp_path / "pairs.parquet", tmp_path / "mined.parquet"
     pq.write_table(pa.Table.from_pylist(rows), data)
-    told = mine_negatives(str(click_run[0]), str(data), str(mined), num_negatives=3, below=1.0, quiet=True)
+    told = raycl.mine(str(click_run[0]), str(data), str(mined), num_negatives=3, below=1.0, quiet=True)
     table = pq.read_table(mined)
     assert told.num_pairs == len(table) == NUM_QUERIES
     explicit = {row["query"]: [] for row in rows}
@@ -272,7 +269,7 @@ def test_sentences_are_streamed_and_judged_by_peoples_scores(tmp_path: Path) -> 
     config = run_of("simcse", **{"encoder.name": "bag_of_subwords", "data.cache": "stream"})
     result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     assert result.broken_rows == {"empty text": 1, "missing value": 1}
-    found = evaluate_sts(run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
+    found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
     assert found["spearman"]["sts"] == found["mean"] > 0.05  # by chance 0 +- 0.05
     assert found["floor"]["tfidf"]["mean"] > 0.5
 
@@ -300,8 +297,8 @@ def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
     assert 0 < result.final["recall_at_10"] <= 1
     image, text = (raycl.load_encoder(str(output), side=side) for side in ("query", "key"))
     assert image.spec.representation_dim == text.spec.representation_dim == 16
-    found = evaluate_retrieval(
-        run=str(output), test=str(data), columns=ColumnNames(caption="captions"), quiet=True
+    found = raycl.evaluate(
+        "retrieval", run=str(output), test=str(data), columns=ColumnNames(caption="captions"), quiet=True
     )
     assert 0 < found["query_to_document_recall_at_10"] <= 1
     assert 0 < found["document_to_query_recall_at_10"] <= 1

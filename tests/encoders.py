@@ -1,0 +1,41 @@
+"""Saved encoders of images for the tests, without a run."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raycl.batchnorm import swap
+from raycl.models.heads import build_projection_head
+from raycl.models.saved import save_encoder
+from raycl.models.specs import HeadSpec, ImageEncoderSpec
+from raycl.storage import Place
+
+
+def worn(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Move weights and running statistics away from where they start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        for value in module.buffers():
+            if value.is_floating_point():
+                value += 0.2 * torch.rand(value.shape, generator=generator)
+    return module
+
+
+def write_images_run(output: Path | str, name: str, *, head: HeadSpec | None = None, **values: Any) -> str:
+    """Write what a run leaves of an encoder of images; return where."""
+    channels = values.get("channels", 3)
+    spec = ImageEncoderSpec(
+        **{"image_size": 32, "stored_size": 32, "channels": 3, "representation_dim": 512} | values,
+        name=name, mean=(0.5,) * channels, std=(0.25,) * channels, projection_head=head,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    encoder = worn(spec.build())
+    if spec.norm != "batch":
+        encoder = swap(encoder, spec.norm)
+    projection = head and worn(build_projection_head(spec.representation_dim, **head.model_dump()))
+    save_encoder(encoder, spec, Place(str(output)), projection_head=projection)
+    return str(output)

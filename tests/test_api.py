@@ -1,0 +1,168 @@
+"""The functions that do what the commands do: options, refusals, and encoders that take images of any kind."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+
+import raycl
+from raycl.data.formats import store_all
+from raycl.errors import ConfigError, DataError
+from raycl.inference.embedding import Embedder
+from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.setup import measure_settings, plan_run, run_flags
+from tests.encoders import write_images_run
+from tests.images import digit_files, encode, photograph, write_digits
+
+MEASURES = ("knn", "linear", "retrieval", "sts")
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Path:
+    return write_digits(tmp_path / "digits.parquet", 100)
+
+
+def test_a_recipe_a_file_and_a_configuration_take_the_same_flags(digits: Path, tmp_path: Path) -> None:
+    flags = run_flags(workers="1:2", gpu=False, steps=3, batch_size=32, seed=5)
+    config = recipe("simclr", image_size=16)
+    (tmp_path / "mine.yaml").write_text(raycl.config_to_yaml(config))
+    for settings in ({"precision": "bfloat16"}, ["precision=bfloat16"]):
+        named, read, stated = (
+            plan_run(each, data=str(digits), flags=flags, settings=settings)
+            for each in ("simclr", str(tmp_path / "mine.yaml"), config)
+        )
+        assert named == read == stated
+        assert (stated.worker_range(stated.stages[0]), stated.precision) == ((1, 2), "bfloat16")
+        assert (stated.stages[0].steps, stated.stages[0].batch_size, stated.seed) == (3, 32, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"epochs": 1, "steps": 1}, "exclude each other"),
+        ({"workers": "two"}, "or MIN:MAX, came 'two'"),
+        ({"settings": {"no.such": 1}}, "unknown key no.such"),
+        ({"settings": ["no.such=1"]}, "unknown key no.such"),
+        ({"batch_size": 128}, "a batch of 128 rows"),
+        ({"dataset": object()}, "exactly one of data .* and dataset"),
+    ],
+)
+def test_training_by_name_is_refused_in_one_line(
+    options: dict[str, Any], says: str, digits: Path, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=says):
+        raycl.train("simclr", data=digits, output=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_of_one_stage_are_refused_for_several(tmp_path: Path) -> None:
+    stage = {"epochs": 1, "batch_size": 32}
+    staged = override(recipe("simclr", image_size=16), {"stages": [stage, stage]})
+    with pytest.raises(ConfigError, match="the configuration has 2 stages"):
+        raycl.train(staged, data="none", output=tmp_path / "run", epochs=3)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_the_options_of_a_measure_are_those_of_its_command(measure: Any) -> None:
+    with pytest.raises(ConfigError, match="unknown key") as of_command:
+        measure_settings(measure, ["no.such=1"])
+    with pytest.raises(ConfigError, match=f"evaluate {measure} has no option 'magic'") as of_function:
+        raycl.evaluate(measure, run="run", test="test", train="train", magic=1)
+    allowed = re.findall(r"[\w.]+", str(of_command.value).partition("allowed: ")[2])
+    names = {"columns" if "columns." in path else path.rpartition(".")[2] for path in allowed}
+    known = set(str(of_function.value).partition("there are ")[2].split(", "))
+    assert known - {"network"} == names
+
+
+def test_an_unknown_measure_and_a_missing_set_are_refused_before_anything_is_read() -> None:
+    with pytest.raises(
+        ConfigError, match="unknown measure 'magic'; there are knn, linear, retrieval and sts"
+    ):
+        raycl.evaluate("magic", run="run", test="test")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="evaluate knn needs --train"):
+        raycl.evaluate("knn", run="run", test="test")
+
+
+def test_reports_of_no_run_or_one_twice_are_refused() -> None:
+    with pytest.raises(ConfigError, match="report needs a run"):
+        raycl.write_report([])
+    with pytest.raises(ConfigError, match="a is named twice"):
+        raycl.write_report(["a", Path("a")])
+
+
+def test_the_doctor_refuses_flags_without_a_recipe() -> None:
+    with pytest.raises(ConfigError, match="name one, for example raycl doctor simclr"):
+        raycl.run_doctor(workers=2)
+    with pytest.raises(ConfigError, match="unknown key k"):
+        raycl.run_doctor(settings={"k": 1})
+
+
+# Images of any kind
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_images_run(
+        tmp_path_factory.mktemp("runs") / "run", "resnet10", width=0.125, representation_dim=64
+    )
+
+
+def embedded(run: str, files: list[bytes]) -> torch.Tensor:
+    """Return what the actors of ``raycl embed`` make of these files."""
+    formats = {"image": load_encoder(run).spec.image_format()}  # pyright: ignore[reportAttributeAccessIssue]
+    columns = store_all(formats, {"image": formats["image"].decode_all(files)})
+    numbers = pa.array(range(len(files)), pa.int64())
+    table = pa.table({**columns, "sample_id": numbers, "label": numbers})
+    found = Embedder(run, "query", "image", False, None, ())(table)["representation"].to_pylist()
+    return torch.tensor(found)
+
+
+def test_a_list_of_images_of_any_kind_gives_what_embed_gives(run: str, tmp_path: Path) -> None:
+    files = [*digit_files(3)[0], encode(photograph()), encode(photograph()[:60, :90], "JPEG")]
+    for number, content in enumerate(files):
+        (tmp_path / f"{number}.img").write_bytes(content)
+    pixels = [np.asarray(Image.open(io.BytesIO(content))) for content in files]
+    assert {image.ndim for image in pixels} == {2, 3}
+    encoder = load_encoder(run)
+    assert isinstance(encoder, ImageEncoder)
+    mixed = [
+        *(str(tmp_path / "0.img"), files[1], pixels[2]),
+        *(Image.open(tmp_path / "3.img"), tmp_path / "4.img"),
+    ]
+    expected = embedded(run, files)
+    for images, batch_size in ((mixed, 256), (files, 2), (pixels, 256)):
+        torch.testing.assert_close(encoder.encode(images, batch_size=batch_size), expected, rtol=0, atol=1e-5)
+    assert encoder.encode([]).shape == (0, encoder.spec.representation_dim)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("none.jpg", "image 1 .none.jpg. cannot be used: cannot read .*none.jpg"),
+        (b"no image", "image 1 cannot be used: not an image"),
+        (np.zeros((4, 4), np.float32), "image 1 cannot be used: an array that is not uint8"),
+        (np.zeros((4, 4, 2), np.uint8), "image 1 cannot be used: an array with neither 1, 3 nor 4 channels"),
+        (None, "image 1 is of type NoneType; give a path"),
+        ([1, 2], "image 1 is of type list; give a path"),
+    ],
+    ids=["no file", "no image", "floats", "channels", "nothing", "a list"],
+)
+def test_a_bad_image_is_named_by_its_position(run: str, bad: Any, says: str) -> None:
+    good, encoder = digit_files(1)[0][0], load_encoder(run)
+    for size in (1, 256):
+        with pytest.raises(DataError, match=says) as caught:
+            encoder.encode([good, bad], batch_size=size)
+        assert "\n" not in str(caught.value)
+
+
+def test_one_image_is_no_list_of_images(run: str) -> None:
+    with pytest.raises(DataError, match="encode takes a list of images, came str; put it into a list"):
+        load_encoder(run).encode("a.jpg")
