@@ -6,7 +6,7 @@ from typing import Literal
 from raycl.errors import ConfigError, StorageError
 from raycl.inference.admission import admit
 from raycl.inference.sentence_folder import sentence_folder
-from raycl.inference.torchvision_weights import ARCHITECTURE, WEIGHTS, torchvision_files
+from raycl.inference.torchvision_weights import ARCHITECTURE, MODEL, WEIGHTS, torchvision_files
 from raycl.lease import writing_new
 from raycl.models.names import KEY, SPEC, SideName
 from raycl.models.saved import ImageEncoder, load_encoder
@@ -21,8 +21,8 @@ def export_encoder(run: str, output: str, *, side: SideName = "query", to: Packa
 
     ``sentence_transformers`` takes encoders of texts: ``SentenceTransformer(output).encode`` gives the
     vectors of ``load_encoder(run).encode``, not brought to unit length. ``torchvision`` takes those of
-    images whose network it has as well; ``weights.pth`` holds its weights. Without ``to`` the kind of
-    the encoder decides. With two towers ``side`` says whose; its projection head is a part of it.
+    images: ``weights.pth`` holds its weights, ``architecture.json`` the name of its network, or ``model.py``
+    builds it where torchvision has no name for it. Without ``to`` the kind of the encoder decides. With two towers ``side`` says whose; its projection head is a part of it.
 
     Raises ``StorageError`` for an output that exists, and ``ConfigError`` for an encoder that the
     package has no place for, a network of the user's own among them; nothing is written then.
@@ -42,6 +42,8 @@ def export_encoder(run: str, output: str, *, side: SideName = "query", to: Packa
         files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
         for name, content in files.items():
             (place / name).write_bytes(content)
+        if MODEL in files:
+            return f"runpy.run_path({str(place / MODEL)!r})['build']()"
         if is_image:
             return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
         return f"sentence_transformers.SentenceTransformer({output!r})"

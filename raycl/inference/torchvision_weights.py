@@ -8,38 +8,77 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
+from torchvision.models.resnet import ResNet
 
 from raycl.errors import ConfigError
 from raycl.models.names import RESNETS
 from raycl.models.saved import ImageEncoder
+from raycl.models.specs import ImageEncoderSpec
 
 WEIGHTS = "weights.pth"
 ARCHITECTURE = "architecture.json"
+MODEL = "model.py"
+
+_MODEL = '''"""An encoder that raycl trained, built of torchvision's parts: ``build()`` returns it with its weights."""
+
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import nn
+from torchvision.models import resnet
+
+IMAGE_SIZE, MEAN, STD = {spec.image_size}, {spec.mean}, {spec.std}
+{definition}
+
+def build() -> nn.Module:
+    """Return the encoder: images float32 [batch, {spec.channels}, IMAGE_SIZE, IMAGE_SIZE] to [batch, {spec.representation_dim}].
+
+    Pixels are divided by 255, then normalized by MEAN and STD.
+    """
+    network = {construction}
+{replaced}
+    network.load_state_dict(torch.load(Path(__file__).with_name("{weights}"), weights_only=True))
+    return network.eval()
+'''
+_RESNET = '''
+
+class Encoder(resnet.ResNet):
+    """torchvision's ResNet with channels of these widths."""
+
+    widths = {widths}
+
+    def _make_layer(self, block, planes, *args, **kwargs):
+        if planes == 64:
+            self.inplanes = {stem}
+        return super()._make_layer(block, self.widths[planes], *args, **kwargs)
+'''
 
 
 def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
-    """Return the weights in torchvision's names, and which of its networks takes them.
+    """Return the weights in torchvision's names, and the network that takes them.
 
     A projection head of one layer is the last layer there. Without one there is no last layer, and
-    the representation is what would go into it. ``architecture.json`` names the network with its
-    arguments, and how its images are prepared. Raises ``ConfigError`` if torchvision has none.
+    the representation is what would go into it. ``architecture.json`` names a network of torchvision with its
+    arguments, and how its images are prepared. Where torchvision builds none like it, for another stem,
+    width or number of channels, ``model.py`` has a function ``build`` that does and loads the weights.
+    Raises ``ConfigError`` for a network that is neither a ResNet nor a ViT, another norm, or a deeper head.
     """
     spec, network, layers = encoder.spec, encoder.network, list[nn.Module]()
     if spec.projection_head is not None:
         network, head = network.children()
         layers = list(head.children())
+    _check(spec, network)
     last = "heads.head" if isinstance(network, VisionTransformer) else "fc"
     weights = dict(network.state_dict())
     weights |= {f"{last}.{name}": value for layer in layers for name, value in layer.state_dict().items()}
     arguments = _arguments(network) | ({"num_classes": spec.representation_dim} if layers else {})
     name = "VisionTransformer" if isinstance(network, VisionTransformer) else spec.name
-    # One layer at most: of more, the names and shapes above would be those of the last one alone.
-    if len(layers) > 1 or not _takes(name, arguments, weights, last):
-        raise ConfigError(
-            f"torchvision has no network like this {spec.name} (stem {spec.stem!r}, width {spec.width:g}, "
-            f"{spec.channels} channels, norm {spec.norm!r}, {len(layers)} layers of a head); "
-            "load it with raycl.load_encoder"
-        )
+    file = io.BytesIO()
+    torch.save({name: value.detach().cpu() for name, value in weights.items()}, file)
+    files = {WEIGHTS: file.getvalue()}
+    if not _takes(name, arguments, weights, last):
+        return files | {MODEL: _source(spec, network, layers, arguments).encode()}
     architecture = {
         "network": f"torchvision.models.{name}",
         "arguments": arguments,
@@ -48,9 +87,52 @@ def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
         "mean": spec.mean,
         "std": spec.std,
     }
-    file = io.BytesIO()
-    torch.save({name: value.detach().cpu() for name, value in weights.items()}, file)
-    return {WEIGHTS: file.getvalue(), ARCHITECTURE: (json.dumps(architecture, indent=2) + "\n").encode()}
+    return files | {ARCHITECTURE: (json.dumps(architecture, indent=2) + "\n").encode()}
+
+
+def _check(spec: ImageEncoderSpec, network: nn.Module) -> None:
+    """Refuse an encoder that cannot be built of torchvision's parts alone."""
+    num_layers = spec.projection_head.num_layers if spec.projection_head else 0
+    cause = None
+    if spec.name not in RESNETS and not isinstance(network, VisionTransformer):
+        cause = f"the network {spec.name} is your own"
+    elif spec.norm != "batch":
+        cause = f"{spec.norm} normalization takes the place of {spec.name}'s own"
+    # Of more layers, the names and shapes would be those of the last one alone.
+    elif num_layers > 1:
+        cause = f"the projection head has {num_layers} layers, and a network of torchvision one at most"
+    if cause is not None:
+        raise ConfigError(f"cannot export to torchvision: {cause}; load it with raycl.load_encoder instead")
+
+
+def _source(
+    spec: ImageEncoderSpec, network: nn.Module, layers: list[nn.Module], arguments: dict[str, Any]
+) -> str:
+    """Return the program that builds the network of torchvision's parts."""
+    if isinstance(network, VisionTransformer):
+        first = "torchvision.models.VisionTransformer"
+        parts: dict[str, Any] = {"conv_proj": network.conv_proj} | (
+            {} if layers else {"heads": nn.Identity()}
+        )
+        values = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        definition, construction = "", f"{first}({values})"
+    else:
+        assert isinstance(network, ResNet)
+        block, depths = RESNETS[spec.name]
+        widths = {64 * 2**n: _width(getattr(network, f"layer{n + 1}")) for n in range(4)}
+        definition = _RESNET.format(widths=widths, stem=network.conv1.out_channels)
+        construction = f"Encoder(resnet.{block.__name__}, {depths})"
+        parts = {"conv1": network.conv1, "bn1": network.bn1, "maxpool": network.maxpool}
+        parts["fc"] = layers[0] if layers else nn.Identity()
+    replaced = "\n".join(f"    network.{name} = nn.{part}" for name, part in parts.items())
+    return _MODEL.format(
+        spec=spec, weights=WEIGHTS, definition=definition, construction=construction, replaced=replaced
+    )
+
+
+def _width(layer: Any) -> int:
+    """Return the channels of the first convolution of a layer, which its blocks are built by."""
+    return layer[0].conv1.out_channels
 
 
 def _arguments(network: nn.Module) -> dict[str, Any]:
