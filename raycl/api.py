@@ -25,7 +25,7 @@ IMAGE_SIZE = 224  # that of a recipe whose images nobody could look at
 
 
 def train(
-    recipe: str | RunConfig,
+    recipe: Address | RunConfig,
     *,
     output: Address,
     data: Address | None = None,
@@ -57,7 +57,7 @@ def train(
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
     uri = None if data is None else str(data)
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
-    config = plan_run(recipe, data=uri or dataset, flags=flags, settings=settings)
+    config = plan_run(_named(recipe), data=uri or dataset, flags=flags, settings=settings)
     from raycl.training.launch import train as launch
 
     return launch(
@@ -114,6 +114,10 @@ def evaluate(
     return judge(**places, **common, **options)
 
 
+def _named(recipe: Address | RunConfig) -> str | RunConfig:
+    return recipe if isinstance(recipe, RunConfig) else str(recipe)
+
+
 def _judge_of(measure: Measure) -> Any:
     if measure == "retrieval":
         from raycl.inference.retrieval import evaluate_retrieval
@@ -148,7 +152,7 @@ def write_report(runs: Address | Sequence[Address], output: Address | None = Non
 
 
 def run_doctor(
-    recipe: str | RunConfig | None = None,
+    recipe: Address | RunConfig | None = None,
     *,
     data: Address | None = None,
     output: Address | None = None,
@@ -175,7 +179,7 @@ def run_doctor(
 
 
 def doctor_request(
-    recipe: str | RunConfig | None,
+    recipe: Address | RunConfig | None,
     flags: Mapping[str, Any],
     *,
     settings: Settings,
@@ -196,7 +200,7 @@ def doctor_request(
         data=uri,
         columns=column_settings(settings) if recipe is None else None,
         output=None if output is None else str(output),
-        recipe=None if recipe is None else plan_examined(recipe, flags, uri, settings),
+        recipe=None if recipe is None else plan_examined(_named(recipe), flags, uri, settings),
         address=address,
         debug=debug,
     )

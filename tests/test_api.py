@@ -13,7 +13,7 @@ from PIL import Image
 
 import raycl
 from raycl.data.formats import store_all
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.embedding import Embedder
 from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.recipes import recipe
@@ -53,13 +53,15 @@ def test_a_recipe_a_file_and_a_configuration_take_the_same_flags(digits: Path, t
         ({"settings": ["no.such=1"]}, "unknown key no.such"),
         ({"batch_size": 128}, "a batch of 128 rows"),
         ({"dataset": object()}, "exactly one of data .* and dataset"),
+        ({"recipe": Path("none.yaml")}, "cannot read .*none.yaml"),
     ],
 )
 def test_training_by_name_is_refused_in_one_line(
     options: dict[str, Any], says: str, digits: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises((ConfigError, DataError), match=says):
-        raycl.train("simclr", data=digits, output=tmp_path / "run", **options)
+    asked: dict[str, Any] = {"recipe": "simclr", "data": digits, "output": tmp_path / "run", **options}
+    with pytest.raises(RayclError, match=says):
+        raycl.train(**asked)
     assert not (tmp_path / "run").exists()
 
 
