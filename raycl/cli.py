@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -301,18 +301,20 @@ def _run(door: typer.Typer) -> NoReturn:
     # An encoder of the user's own may lie in the folder where they stand; last, so that nothing there
     # takes the place of a library.
     sys.path.append(os.getcwd())
+    came: list[int] = [signal.SIGINT]
     try:
-        status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
-        if status == INTERRUPTED:  # typer makes this of a KeyboardInterrupt
-            raise KeyboardInterrupt
+        with _interruptible(came):
+            status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+            if status == INTERRUPTED:  # typer makes this of a KeyboardInterrupt
+                raise KeyboardInterrupt
     except RayclError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
         status = _status_of(error)
         _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED
-        _complain("interrupted; a run of `raycl train` goes on with --resume")
+        status, name = 128 + came[-1], signal.Signals(came[-1]).name
+        _complain(f"interrupted by {name}; resume a run of `raycl train` with --resume")
     except Exception as error:
         # A wrong flag: typer has no public name for these errors, which know their own text.
         text = getattr(error, "format_message", None)
@@ -321,6 +323,25 @@ def _run(door: typer.Typer) -> NoReturn:
         status = 1 if text is None else 2
         _complain(f"{text() if text else repr(error)} (see {'--help' if text else '--debug'})")
     raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def _interruptible(came: list[int]) -> Iterator[None]:
+    """Let SIGTERM interrupt the block as Ctrl-C does; after it the exit status stands, whatever comes."""
+
+    def interrupt(signum: int, _: object) -> None:
+        came.append(signum)
+        raise KeyboardInterrupt
+
+    # A shell lets what it starts in the background ignore Ctrl-C, and so it stays.
+    heard = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) is not signal.SIG_IGN]
+    try:
+        for each in heard:
+            signal.signal(each, interrupt)
+        yield
+    finally:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
 
 
 def _status_of(error: RayclError) -> int:

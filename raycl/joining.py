@@ -5,8 +5,10 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray import exceptions
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, utils
 from ray._private.authentication import authentication_token_setup as tokens
 from ray._private.node import Node
 
@@ -47,6 +49,7 @@ def enter(address: str, *, debug: bool = False) -> str | None:
         with (
             _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext(),
             _unwatched() if address == "local" else contextlib.nullcontext(),
+            _keeping_sigterm(),
         ):
             joined = _start_or_join(address, debug=debug)
     except (ConnectionError, RuntimeError, ValueError, exceptions.AuthenticationError) as error:
@@ -178,6 +181,21 @@ def _on_the_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Keep the handler that this process has for SIGTERM: Ray puts one in its place that exits silently."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+        signal.signal(signal.SIGTERM, handler)  # Ray's core has put its own beneath Python's
 
 
 def _keep_token_private() -> None:

@@ -73,11 +73,12 @@ def test_flags_of_one_stage_are_refused_for_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_the_options_of_a_measure_are_those_of_its_command(measure: Any) -> None:
+def test_the_options_of_a_measure_are_those_of_its_command(measure: Any, tmp_path: Path) -> None:
+    (tmp_path / "encoder.json").write_text("{}")
     with pytest.raises(ConfigError, match="unknown key") as of_command:
         measure_settings(measure, ["no.such=1"])
     with pytest.raises(ConfigError, match=f"evaluate {measure} has no option 'magic'") as of_function:
-        raycl.evaluate(measure, run="run", test="test", train="train", magic=1)
+        raycl.evaluate(measure, run=tmp_path, test=tmp_path, train=tmp_path, magic=1)
     allowed = re.findall(r"[\w.]+", str(of_command.value).partition("allowed: ")[2])
     names = {"columns" if "columns." in path else path.rpartition(".")[2] for path in allowed}
     known = set(str(of_function.value).partition("there are ")[2].split(", "))

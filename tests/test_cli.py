@@ -1,6 +1,8 @@
 """The command line: exit statuses, one line for what is wrong, YAML out and in."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,8 +28,13 @@ def run_raycl(
 ) -> tuple[int, str, str]:
     """Return exit status, stdout and stderr of ``raycl ARGUMENTS``."""
     monkeypatch.setattr(sys, "argv", ["raycl", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        main()
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    finally:
+        for each, handler in handlers.items():  # a command that ends ignores them
+            signal.signal(each, handler)
     output = capsys.readouterr()
     code = exit_.value.code
     return (code if isinstance(code, int) else 0), output.out, output.err
@@ -46,7 +53,30 @@ def test_an_interrupted_command_says_so_in_one_line(raycl, monkeypatch: pytest.M
     monkeypatch.setattr("raycl.setup.plan_run", interrupt)
     status, _, err = raycl("train", "simclr", "--data", "data", "--output", "output")
     assert status == 130
-    assert err == "raycl: interrupted; a run of `raycl train` goes on with --resume\n"
+    assert err == "raycl: interrupted by SIGINT; resume a run of `raycl train` with --resume\n"
+
+
+def test_sigterm_interrupts_a_command_and_a_second_one_leaves_its_status_as_it_is() -> None:
+    code = """if True:
+        import atexit, time
+        from raycl.cli import run_job
+
+        def wait(seconds: float) -> None:
+            print("waiting", flush=True)
+            time.sleep(seconds)
+
+        atexit.register(wait, 0.5)
+        run_job(wait)
+    """
+    command = [sys.executable, "-c", code, "60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in ("the command", "the end of the process"):
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors == "raycl: interrupted by SIGTERM; resume a run of `raycl train` with --resume\n"
 
 
 def test_recipes_are_listed_and_printed_as_yaml_that_reads_back(raycl) -> None:

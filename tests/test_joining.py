@@ -2,13 +2,16 @@
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray._private import utils
 from ray._private.node import Node
 from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
@@ -120,6 +123,36 @@ def test_the_processes_of_a_ray_of_its_own_are_told_that_no_node_is_announced_as
     enter("10.0.0.1:6379")
     assert told == [given or "0", given]
     assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("own", [signal.SIG_DFL, signal.default_int_handler])
+@pytest.mark.usefixtures("as_before")
+def test_ray_takes_sigterm_only_from_a_process_that_has_no_handler_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, own: Any
+) -> None:
+    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
+    seen: list[Any] = []
+
+    def of_ray(*_: object) -> None:
+        sys.exit(15)
+
+    def init(**_: object) -> object:
+        utils.set_sigterm_handler(of_ray)
+        seen.append(signal.getsignal(signal.SIGTERM))
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr("raycl.joining.ray.init", init)
+    signal.signal(signal.SIGTERM, own)
+    enter("local")
+    seen.append(signal.getsignal(signal.SIGTERM))
+    assert seen == [own if callable(own) else of_ray] * 2
 
 
 class SlowNode(Node):

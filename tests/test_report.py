@@ -521,6 +521,18 @@ def test_a_run_that_ends_by_any_error_gets_its_page_and_one_that_is_refused_none
     assert not page.exists()
 
 
+def test_a_signal_while_the_page_is_drawn_does_not_change_how_a_finished_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raycl.report.writing.write_report", interrupted)
+    with reported(str(tmp_path)):
+        write_run(tmp_path)
+    assert "no report was written: KeyboardInterrupt" in capsys.readouterr().err
+
+
 @given(
     arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9))
 )

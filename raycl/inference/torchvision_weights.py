@@ -11,6 +11,7 @@ from torchvision.models import VisionTransformer
 from torchvision.models.resnet import ResNet
 
 from raycl.errors import ConfigError
+from raycl.models.images import BLOCKS
 from raycl.models.names import RESNETS
 from raycl.models.saved import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
@@ -118,10 +119,10 @@ def _source(
         definition, construction = "", f"{first}({values})"
     else:
         assert isinstance(network, ResNet)
-        block, depths = RESNETS[spec.name]
+        kind, depths = RESNETS[spec.name]
         widths = {64 * 2**n: _width(getattr(network, f"layer{n + 1}")) for n in range(4)}
         definition = _RESNET.format(widths=widths, stem=network.conv1.out_channels)
-        construction = f"Encoder(resnet.{block.__name__}, {depths})"
+        construction = f"Encoder(resnet.{BLOCKS[kind].__name__}, {depths})"
         parts = {"conv1": network.conv1, "bn1": network.bn1, "maxpool": network.maxpool}
         parts["fc"] = layers[0] if layers else nn.Identity()
     replaced = "\n".join(f"    network.{name} = nn.{part}" for name, part in parts.items())

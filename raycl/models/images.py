@@ -15,7 +15,7 @@ from raycl.models.names import RESNETS, VITS, check_encoder_name
 Stem = Literal["auto", "small", "half", "standard"]
 SMALL = 64  # pixels: up to here "auto" takes the small stem
 
-_BLOCKS: dict[str, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
+BLOCKS: dict[str, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
 
 def build_image_encoder(
@@ -46,7 +46,7 @@ def build_image_encoder(
     if name in VITS:
         return _build_vit(name, image_size, channels, {"small": 4, "half": 8}.get(stem, 16), width)
     block, layers = RESNETS[name]
-    return _ScaledResNet(_BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
+    return _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
 
 
 @torch.no_grad()

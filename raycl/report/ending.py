@@ -35,7 +35,7 @@ def _report_at_the_end(output: str) -> None:
         from raycl.report.writing import write_report  # drawing takes a second to import: not before a run
 
         place = str(write_report(output))
-    except Exception as error:  # whatever it is: a drawing must not cost a run its exit status
+    except (Exception, KeyboardInterrupt) as error:  # a drawing must not cost a run its exit status
         text = str(error) if isinstance(error, RayclError) else repr(error)
         print(f"raycl: no report was written: {' '.join(text.split())[:500]}", file=sys.stderr)
     else:

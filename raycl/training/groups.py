@@ -37,10 +37,17 @@ class Groups:
     """Train with one group of workers after the other, each from the checkpoint of the one before."""
 
     def __init__(
-        self, config: RunConfig, output: Place, logbook: Any, tell: Callable[[str], None], *, quiet: bool
+        self,
+        config: RunConfig,
+        output: Place,
+        logbook: Any,
+        signals: "Signals",
+        tell: Callable[[str], None],
+        *,
+        quiet: bool,
     ) -> None:
         self._config, self._output, self._logbook = config, output, logbook
-        self._tell, self._quiet = tell, quiet
+        self._signals, self._tell, self._quiet = signals, tell, quiet
 
     def train(self, job: Job) -> dict[str, Any]:
         """Train to the end; return the last metrics.
@@ -52,10 +59,7 @@ class Groups:
         least, most = self._config.worker_range(self._config.stages[0])
         failures = _Failures(self._config.max_failures)
         notices = notices_of(self._logbook)
-        with (
-            Signals(self._logbook, self._output) as signals,
-            ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet),
-        ):
+        with ProgressLine("training", steps_made(self._logbook), notices=notices, quiet=self._quiet):
             while True:
                 try:
                     outcome = self._fit(replace(job, workers=(least, most)))
@@ -77,7 +81,7 @@ class Groups:
                     case Stopped(step):
                         raise StoppedError(
                             f"the run was stopped after step {step}, which is saved; go on with --resume",
-                            signals.last,
+                            self._signals.last,
                         )
 
     def _fit(self, job: Job) -> Outcome:
@@ -166,7 +170,8 @@ def spare_cpus(streamed: bool) -> float:
 class Signals:
     """Let the first SIGTERM or Ctrl-C ask the workers to save and end; a second one ends this process.
 
-    So does the first after a while in which no worker was there: a group may wait for its nodes.
+    So does the first after a while in which no worker was there: a group may wait for its nodes. This holds from
+    ``begin`` on, while there are workers to ask. From ``end`` on signals are ignored: the result is written.
     """
 
     def __init__(self, logbook: Any, output: Place) -> None:
@@ -179,14 +184,24 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self  # signals are handled nowhere else
-        for each in (signal.SIGTERM, signal.SIGINT):
-            # A shell lets what it starts in the background ignore Ctrl-C, and so it stays.
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                self._before[each] = signal.signal(each, self._ask)
+        handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        # A shell lets what it starts in the background ignore Ctrl-C, and so it stays.
+        self._before = {each: handler for each, handler in handlers.items() if handler is not signal.SIG_IGN}
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
         self._handle_no_more()
+
+    def begin(self) -> None:
+        """Handle signals from here on: workers are about to train."""
+        for each in self._before:
+            signal.signal(each, self._ask)
+
+    def end(self) -> None:
+        """Ignore signals from here on, and ask no longer."""
+        for each in self._before:
+            signal.signal(each, signal.SIG_IGN)
         self._ended.set()
         if self._asking is not None:
             self._asking.join()  # a question after Ray has ended would start another one

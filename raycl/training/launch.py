@@ -31,7 +31,7 @@ from raycl.tokens import Tokenizer, Vocabulary
 from raycl.training import build
 from raycl.training.admission import Admission, admitted, check_size
 from raycl.training.checkpoint import saved_steps
-from raycl.training.groups import Groups, cpus_of_a_worker, spare_cpus
+from raycl.training.groups import Groups, Signals, cpus_of_a_worker, spare_cpus
 from raycl.training.job import Job
 from raycl.training.resumption import CONFIG, DATA, check_same_data
 from raycl.training.samples import Samples
@@ -122,8 +122,8 @@ def train_admitted(
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
     tags = {"run": place.name, "recipe": config.recipe}
-    with own_errors(), open_logbook(tags) as logbook:
-        launch = _Launch(admission, encoder, logbook, tokenizer, quiet=quiet)
+    with own_errors(), open_logbook(tags) as logbook, Signals(logbook, place) as signals:
+        launch = _Launch(admission, encoder, logbook, signals, tokenizer, quiet=quiet)
         return launch.run(dataset)
 
 
@@ -143,6 +143,7 @@ class _Launch:
         admission: Admission,
         network: nn.Module | None,
         logbook: Any,
+        signals: Signals,
         tokenizer: Tokenizer | None,
         *,
         quiet: bool,
@@ -150,7 +151,7 @@ class _Launch:
         self._admission, self._network = admission, network
         self._config, self._output = admission.config, admission.output
         self._tokenizer = tokenizer
-        self._logbook, self._quiet = logbook, quiet
+        self._logbook, self._signals, self._quiet = logbook, signals, quiet
 
     def run(self, dataset: ray.data.Dataset | None) -> RunResult:
         data, source, lease = self._admission.data, self._admission.source, self._admission.lease
@@ -203,18 +204,23 @@ class _Launch:
             keep_command(self._output)
             if vocabulary is not None:
                 (self._output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
+            self._signals.begin()
             write_result(self._output, {"status": "running"})
             try:
                 with own_errors():
-                    groups = Groups(self._config, self._output, self._logbook, self._tell, quiet=self._quiet)
-                    return self._conclude(groups.train(replace(job, bank=bank)))
-            except RayclError as error:
-                status = "stopped" if isinstance(error, StoppedError) else "failed"
+                    final = self._groups().train(replace(job, bank=bank))
+                    self._signals.end()
+                    return self._conclude(final)
+            except (RayclError, KeyboardInterrupt) as error:
+                self._signals.end()
                 # What went wrong first is told, not that this cannot be written either.
                 with contextlib.suppress(StorageError, RunError):
                     lease.check()
-                    write_result(self._output, {"status": status, "error": str(error)})
+                    write_result(self._output, _result_of(error))
                 raise
+
+    def _groups(self) -> Groups:
+        return Groups(self._config, self._output, self._logbook, self._signals, self._tell, quiet=self._quiet)
 
     def _learn_vocabulary(self, samples: Samples) -> Vocabulary | None:
         """Count the tokens of the texts, and refuse what would not fit them."""
@@ -323,6 +329,14 @@ class _Launch:
             self._output, {"status": "finished", **{k: v for k, v in vars(result).items() if k != "output"}}
         )
         return result
+
+
+def _result_of(error: RayclError | KeyboardInterrupt) -> dict[str, str]:
+    """Return the result of a run that ended by an error, or by a signal that did not wait for a checkpoint."""
+    if isinstance(error, KeyboardInterrupt):
+        text = "the run was interrupted before it had saved; resume it from the last checkpoint with --resume"
+        return {"status": "stopped", "error": text}
+    return {"status": "stopped" if isinstance(error, StoppedError) else "failed", "error": str(error)}
 
 
 def _blocks(decoded: ray.data.Dataset | None) -> list[Any]:

@@ -63,19 +63,26 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
     )
     file, output = tmp_path / "run.yaml", tmp_path / "run"
     file.write_text(json.dumps(config.model_dump(mode="json")))
-    process = subprocess.Popen(
-        [sys.executable, "jobs/train.py", str(file), "--data", str(data), "--output", str(output)],
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_until(lambda: (output / "metrics.jsonl").exists() or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in errors
+
+    def ended_at(name: str, *flags: str) -> tuple[int, str]:
+        """Send SIGTERM once this file is there; return the exit status and stderr."""
+        arguments = [str(file), "--data", str(data), "--output", str(output), *flags]
+        process = subprocess.Popen(
+            [sys.executable, "jobs/train.py", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        wait_until(lambda: (output / name).exists() or process.poll() is not None)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=120)
+        assert "Traceback" not in errors
+        return process.returncode, errors
+
+    status, errors = ended_at("metrics.jsonl")
+    assert status == 128 + signal.SIGTERM
     stopped = read_result(Place(str(output)))
     assert stopped["status"] == "stopped"
     assert stopped["error"] in errors
@@ -86,7 +93,8 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
     assert (output / "checkpoints" / f"step-{reached:08d}").exists()
 
     marker.touch()
-    raycl.train(config, data=str(data), output=str(output), resume=True, quiet=True)
+    # After the last step there is nothing to stop.
+    assert ended_at("encoder.safetensors", "--resume")[0] == 0
     assert read_result(Place(str(output)))["status"] == "finished"
     whole = tmp_path / "whole"
     raycl.train(config, data=str(data), output=str(whole), quiet=True)
@@ -131,9 +139,7 @@ def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: 
     assert read_result(Place(str(tmp_path / "once")))["status"] == "stopped"
     assert list((tmp_path / "once" / "checkpoints").glob("step-*"))
     status, errors = interrupted(tmp_path / "twice", 2)
-    assert (status, "interrupted; a run of `raycl train` goes on with --resume" in errors) == (130, True), (
-        errors
-    )
+    assert (status, "interrupted by SIGINT; resume a run" in errors) == (130, True), errors
 
 
 @pytest.mark.drill

@@ -1,0 +1,44 @@
+"""Signals of a run, without its workers: when they are asked to stop, and when signals are ignored."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raycl.storage import Place
+from raycl.training.groups import Signals
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Have a handler for SIGTERM, as a command has."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def send_sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_workers_are_asked_to_stop_only_between_the_beginning_and_the_end_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    monkeypatch.setattr(Signals, "ask_to_stop", lambda _: float(asked.set() or 0))
+    with Signals(None, Place(str(tmp_path))) as signals:
+        with pytest.raises(KeyboardInterrupt):  # nobody is there who would save
+            send_sigterm()
+        signals.begin()
+        send_sigterm()
+        assert asked.wait(10)
+        assert signals.last == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):  # a second one ends the process
+            send_sigterm()
+        signals.end()
+        send_sigterm()  # while the result is written
+    with pytest.raises(KeyboardInterrupt):
+        send_sigterm()
