@@ -3,6 +3,7 @@
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,27 @@ def test_a_recipe_a_file_and_a_configuration_take_the_same_flags(digits: Path, t
         assert named == read == stated
         assert (stated.worker_range(stated.stages[0]), stated.precision) == ((1, 2), "bfloat16")
         assert (stated.stages[0].steps, stated.stages[0].batch_size, stated.seed) == (3, 32, 5)
+
+
+class Arrays:
+    """As much of a Ray Dataset as a look at its first images takes."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+
+    def schema(self) -> SimpleNamespace:
+        return SimpleNamespace(names=[self._column])
+
+    def take(self, number: int) -> list[dict[str, np.ndarray]]:
+        return [{self._column: np.zeros((12, 14, 3), np.uint8)}] * number
+
+
+def test_a_recipe_takes_its_size_from_the_images_of_a_dataset() -> None:
+    arrays: Any = Arrays("image")
+    assert plan_run("simclr", data=arrays, flags={}, settings={}).data.image_size == 12
+    unnamed: Any = Arrays("img")
+    with pytest.raises(DataError, match="the dataset has no column 'image'; it has img"):
+        plan_run("simclr", data=unnamed, flags={}, settings={})
 
 
 @pytest.mark.parametrize(
