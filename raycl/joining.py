@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -21,13 +21,14 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray import exceptions
-from ray._private import ray_constants, services, utils
+from ray._private import ray_constants, services, utils, worker
 from ray._private.authentication import authentication_token_setup as tokens
 from ray._private.node import Node
 
 from raycl.errors import ConfigError, RunError
 
 _WATCHES = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"  # Ray Train's constant would cost its import
+_CORE_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _PATIENCE_S = 5.0
 _LOOPBACK = "127.0.0.1:"
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
@@ -45,10 +46,13 @@ def enter(address: str, *, debug: bool = False) -> str | None:
         _keep_token_private()
     elif _HOST_AND_PORT.fullmatch(address):
         _check_that_it_answers(address)
+    # Ray Train's controller inherits it, and would start an actor that watches the only node.
+    defaults = {_WATCHES: "0"} if address == "local" else {}
     try:
         with (
             _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext(),
-            _unwatched() if address == "local" else contextlib.nullcontext(),
+            _environment(defaults),
+            contextlib.nullcontext() if debug else _quiet_core(),
             _keeping_sigterm(),
         ):
             joined = _start_or_join(address, debug=debug)
@@ -158,17 +162,45 @@ def _is_on_loopback(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """Let the processes of Ray that are started meanwhile know that no node of theirs is taken away with notice."""
-    # Ray Train's controller has its environment from them, and would start an actor that watches the only node.
-    added = _WATCHES not in os.environ
-    if added:
-        os.environ[_WATCHES] = "0"
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set those of these variables that are not set; processes of Ray that start within inherit them."""
+    added = defaults.keys() - os.environ.keys()
+    os.environ.update({name: defaults[name] for name in added})
     try:
         yield
     finally:
-        if added:
-            del os.environ[_WATCHES]
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _quiet_core() -> Iterator[None]:
+    """Keep what Ray's core logs of this process off stderr, such as a note on each pool of actors."""
+    connect: Any = worker.connect
+
+    def quietly(*arguments: Any, **options: Any) -> Any:
+        # Only here: the level would hold for the logs of the cluster's own processes as well.
+        with _environment({_CORE_LEVEL: "fatal"}), _without_stderr():
+            return connect(*arguments, **options)
+
+    worker.connect = quietly
+    try:
+        yield
+    finally:
+        worker.connect = connect
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discard what is written to stderr: the core says there which level it was given."""
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @contextlib.contextmanager

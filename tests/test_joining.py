@@ -15,6 +15,7 @@ from ray._private import utils
 from ray._private.node import Node
 from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
+from raycl import joining
 from raycl.errors import ConfigError, RunError
 from raycl.joining import _TOO_SLOW, enter, join_running, start_early, the_only
 
@@ -209,3 +210,40 @@ def test_a_start_of_ray_that_fails_otherwise_is_not_retried(
 
 def test_ray_still_says_so_when_its_start_takes_too_long() -> None:
     assert _TOO_SLOW in inspect.getsource(Node)
+
+
+@pytest.mark.parametrize(
+    ("debug", "given", "level"), [(False, None, "fatal"), (False, "info", "info"), (True, None, None)]
+)
+def test_rays_core_is_quiet_in_this_process_alone_unless_asked_for_more(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    debug: bool,
+    given: str | None,
+    level: str | None,
+) -> None:
+    monkeypatch.delenv("RAY_BACKEND_LOG_LEVEL", raising=False)
+    if given is not None:
+        monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", given)
+    levels = []
+
+    def connect() -> None:
+        levels.append(os.environ.get("RAY_BACKEND_LOG_LEVEL"))
+        os.write(2, b"logging.cc:303: Set ray log level\n")
+
+    def init(**_: object) -> SimpleNamespace:
+        levels.append(os.environ.get("RAY_BACKEND_LOG_LEVEL"))
+        joining.worker.connect()
+        os.write(2, b"what others write\n")
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr("raycl.joining.worker.connect", connect)
+    monkeypatch.setattr("raycl.joining.ray.init", init)
+    monkeypatch.setattr("raycl.joining._check_that_it_answers", lambda _: None)
+    enter("10.0.0.1:6379", debug=debug)
+    assert levels == [given, level]
+    assert os.environ.get("RAY_BACKEND_LOG_LEVEL") == given
+    assert joining.worker.connect is connect
+    told = capfd.readouterr().err.splitlines()
+    assert ("logging.cc:303: Set ray log level" in told) is debug
+    assert told[-1] == "what others write"

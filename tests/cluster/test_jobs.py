@@ -30,6 +30,11 @@ def run_job(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+def is_rays(line: str) -> bool:
+    """Whether Ray wrote this line: its core, or a process of the cluster."""
+    return ".cc:" in line or "(pid=" in line
+
+
 @pytest.mark.drill
 def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
     train, test = (
@@ -74,6 +79,8 @@ def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
     embedded = run_job("embed", "--run", run, "--data", test, "--output", tmp_path / "rows")
     assert embedded.returncode == 0, embedded.stderr
     assert pq.read_table(tmp_path / "rows").num_rows == 60
+    told = [line for job in (trained, judged, embedded) for line in job.stderr.splitlines()]
+    assert not list(filter(is_rays, told))
 
 
 def test_a_job_that_fails_says_why_in_one_line_and_in_its_exit_status(tmp_path: Path) -> None:
