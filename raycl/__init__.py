@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from raycl.data.columns import ColumnNames
     from raycl.errors import RayclError
     from raycl.inference.embedding import embed_to_parquet as embed
+    from raycl.inference.encoder import load_encoder
     from raycl.inference.export import export_encoder
     from raycl.inference.mining import mine_negatives as mine
-    from raycl.models.saved import load_encoder
     from raycl.recipes import recipe
     from raycl.settings import config_from_yaml, config_to_yaml, override
     from raycl.training.launch import RunResult
@@ -35,7 +35,7 @@ _HOME = {
     "evaluate": "raycl.api:evaluate",
     "export_encoder": "raycl.inference.export:export_encoder",
     "list_banks": "raycl.banks:list_banks",
-    "load_encoder": "raycl.models.saved:load_encoder",
+    "load_encoder": "raycl.inference.encoder:load_encoder",
     "mine": "raycl.inference.mining:mine_negatives",
     "override": "raycl.settings:override",
     "recipe": "raycl.recipes:recipe",

@@ -9,54 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycl.config import RunConfig
-from raycl.data.holdout import Holdout
 from raycl.errors import DataError, StorageError
 from raycl.models.saved import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder, load_encoder
-from raycl.models.towers import Tower, Towers
-from raycl.storage import Place
+from raycl.models.towers import Tower
 from raycl.tokens import padded_rows, train_tokenizer
 from raycl.training import build
-from raycl.training.columns import column_names
-from raycl.training.job import Job
-from raycl.training.saver import save_towers
 from tests.pairs import TRANSFORMER, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
+from tests.towers import save
 
 TEXTS = [*invented_texts(7, seed=5), "one", "a word in other WORDS"]
 HEAD = {"projection_head.num_layers": 2, "projection_head.dim": 12, "projection_head.batchnorm": True}
 SEPARATE = {"separate_towers": True}
 BY_TRANSFORMER: dict[str, Any] = {"encoder.name": "transformer", "encoder.arguments": TRANSFORMER}
-
-
-def trained(config: RunConfig, *, seed: int = 0) -> Towers:
-    """Return towers whose weights and running statistics are like no new one's, in evaluation mode."""
-    towers = build.towers(config, build.modality(config, vocabulary()))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for value in [*towers.parameters(), *towers.buffers()]:
-            if value.is_floating_point():
-                value += 0.3 * torch.rand(value.shape, generator=generator)
-    return towers.eval()
-
-
-def save(config: RunConfig, output: Path) -> Towers:
-    """Save towers as a run does, and return them."""
-    towers = trained(config)
-    job = Job(
-        config=config,
-        output=Place(str(output)),
-        blocks=(),
-        stream=None,
-        num_train=1,
-        holdout=Holdout(seed=0),
-        logbook=None,
-        judged=False,
-        columns=column_names(config),
-        vocabulary=vocabulary(),
-    )
-    save_towers(towers, job, job.modality())
-    return towers
 
 
 def load_texts(output: Path, side: Any = "query") -> TextEncoder:

@@ -8,6 +8,7 @@ from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
 from raycl.models.names import SPEC, SideName, check_side
 from raycl.storage import Place, absolute
+from raycl.training.checkpoint_list import CHECKPOINTS, LISTED
 
 
 def admit(
@@ -23,15 +24,17 @@ def admit(
 
     Raises:
         ConfigError: There is no such side, or no GPU on the machine where Ray would be started.
-        StorageError: ``run`` has no encoder, or ``output`` exists.
+        StorageError: ``run`` has neither an encoder nor a checkpoint, or ``output`` exists.
         DataError: A set does not exist.
     """
     check_side(side)
     if gpu and are_missing(address):
         check_gpu(0)
     place = Place(absolute(run))
-    if not (place / SPEC).exists():
-        raise StorageError(f"there is no encoder at {run} (no {SPEC}); give the --output of a finished run")
+    if not ((place / SPEC).exists() or (place / CHECKPOINTS / LISTED).exists()):
+        raise StorageError(
+            f"there is no encoder at {run} (no {SPEC}, no checkpoint); give the --output of a run"
+        )
     for uri in filter(None, data):
         existing(uri)
     if output is not None:

@@ -18,13 +18,13 @@ from raycl.data.sources import find_source
 from raycl.data.texts import TextFormat
 from raycl.gpus import check_gpu
 from raycl.inference.admission import admit
+from raycl.inference.encoder import read_encoders
 from raycl.judging.embed import embed
 from raycl.lease import writing_new
 from raycl.models.names import SideName
-from raycl.models.saved import ImageEncoder, TextEncoder, load_encoder
+from raycl.models.saved import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.trust import trusted_packages
 from raycl.progress import ProgressLine, rows_read
-from raycl.storage import absolute
 
 BATCH_SIZE = 256
 
@@ -35,14 +35,14 @@ class Embedder:
 
     def __init__(
         self,
-        run: str,
-        side: SideName,
+        held: list[ray.ObjectRef],
         role: str,
         use_gpu: bool,
         network: nn.Module | None,
         trusted: tuple[str, ...],
     ) -> None:
-        encoder = load_encoder(run, side=side, network=network, trusted=trusted)
+        saved: SavedEncoder = ray.get(held[0])
+        encoder = saved.build(network, trusted=trusted)
         self._encoder = encoder.to("cuda" if use_gpu else "cpu")
         self._role = role
         self._formats = formats_of(self._encoder, role)
@@ -89,14 +89,13 @@ def prepared(encoder: ImageEncoder | TextEncoder, batch: Batch, role: str) -> to
 
 def embed_dataset(
     decoded: ray.data.Dataset,
-    run: str,
+    saved: SavedEncoder,
     *,
     role: str = "image",
-    side: SideName = "query",
     gpu: bool = False,
     network: nn.Module | None = None,
 ) -> ray.data.Dataset:
-    """Return decoded rows with their representations by the encoder of ``run``, lazily.
+    """Return decoded rows with their representations by an encoder, lazily.
 
     Raises ``ConfigError`` if a GPU is asked for and the cluster has none.
     """
@@ -107,7 +106,7 @@ def embed_dataset(
     return decoded.map_batches(
         Embedder,
         # Other nodes do not have the environment of this one.
-        fn_constructor_args=(absolute(run), side, role, gpu, network, trusted_packages()),
+        fn_constructor_args=([ray.put(saved)], role, gpu, network, trusted_packages()),
         batch_size=None,
         batch_format="pyarrow",
         # Half a core: on one core there is room for the task that decodes, and Ray does not put
@@ -141,7 +140,8 @@ def embed_to_parquet(
     """
     admit(run, side=side, data=[data], output=output, gpu=gpu, address=address)
     with writing_new(output) as place:
-        encoder = load_encoder(run, side=side, network=network)
+        (saved,) = read_encoders(run, [side], network=network)
+        encoder = saved.build(network)
         role, columns = columns_for(encoder, columns)
         source = find_source(data, columns)
         join_cluster(address, debug=debug)
@@ -149,7 +149,7 @@ def embed_to_parquet(
         with open_logbook() as logbook:
             decoded = decode_source(source, Decoder(formats=formats_of(encoder, role), logbook=logbook))
             with own_errors(), ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet):
-                embedded = embed_dataset(decoded, run, role=role, side=side, gpu=gpu, network=network)
+                embedded = embed_dataset(decoded, saved, role=role, gpu=gpu, network=network)
                 embedded.write_parquet(path, filesystem=filesystem)
             rows = rows_in(logbook)
             rows.check(max_bad_fraction)

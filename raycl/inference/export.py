@@ -1,17 +1,16 @@
 """Leaving raycl: an encoder written so that other packages load it."""
 
-import json
 from typing import Literal
 
-from raycl.errors import ConfigError, StorageError
+from raycl.errors import ConfigError
 from raycl.inference.admission import admit
+from raycl.inference.encoder import read_encoders
 from raycl.inference.sentence_folder import sentence_folder
 from raycl.inference.torchvision_weights import ARCHITECTURE, MODEL, WEIGHTS, torchvision_files
 from raycl.lease import writing_new
-from raycl.models.names import KEY, SPEC, SideName
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.names import SideName
+from raycl.models.saved import ImageEncoder
 from raycl.models.trust import OWN
-from raycl.storage import Place, absolute
 
 Package = Literal["sentence_transformers", "torchvision"]
 
@@ -30,36 +29,25 @@ def export_encoder(run: str, output: str, *, side: SideName = "query", to: Packa
     if to not in ("sentence_transformers", "torchvision", None):
         raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers and torchvision")
     admit(run, side=side, output=output)
-    with writing_new(output) as place:
-        _refuse_own_network(run, side)
-        encoder = load_encoder(run, side=side)
-        is_image = isinstance(encoder, ImageEncoder)
-        fitting = "torchvision" if is_image else "sentence_transformers"
-        if to not in (fitting, None):
-            raise ConfigError(
-                f"the encoder of {run} takes {'images' if is_image else 'texts'}, which {to} does not; use {fitting}"
-            )
-        files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
-        for name, content in files.items():
-            (place / name).write_bytes(content)
-        if MODEL in files:
-            return f"runpy.run_path({str(place / MODEL)!r})['build']()"
-        if is_image:
-            return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
-        return f"sentence_transformers.SentenceTransformer({output!r})"
-
-
-def _refuse_own_network(run: str, side: SideName) -> None:
-    """Refuse it before loading asks for the network, which would not help here."""
-    folder = Place(absolute(run))
-    if side == "key" and (folder / KEY / SPEC).exists():
-        folder = folder / KEY
-    try:
-        name = json.loads((folder / SPEC).read_text())["name"]
-    except (StorageError, ValueError, TypeError, KeyError, RecursionError):
-        return  # loading says what is wrong with it
-    if name == OWN:
+    (saved,) = read_encoders(run, [side])
+    if saved.spec.name == OWN:
         raise ConfigError(
             f"the run at {run} trained a network of your own, which no other package knows; "
             "load it with raycl.load_encoder"
         )
+    encoder = saved.build()
+    is_image = isinstance(encoder, ImageEncoder)
+    fitting = "torchvision" if is_image else "sentence_transformers"
+    if to not in (fitting, None):
+        raise ConfigError(
+            f"the encoder of {run} takes {'images' if is_image else 'texts'}, which {to} does not; use {fitting}"
+        )
+    files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
+    with writing_new(output) as place:
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+    if MODEL in files:
+        return f"runpy.run_path({str(place / MODEL)!r})['build']()"
+    if is_image:
+        return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
+    return f"sentence_transformers.SentenceTransformer({output!r})"

@@ -21,10 +21,11 @@ from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.inference.embedding import columns_for, embed_dataset, formats_of
+from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import read_rows
 from raycl.judging.knn import knn_accuracy
 from raycl.judging.linear import linear_accuracy
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.saved import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.progress import ProgressLine, rows_read
 from raycl.showing import Scores
@@ -75,7 +76,8 @@ def evaluate(
     """
     if measure not in get_args(Measure):
         raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
-    encoder = load_encoder(run, network=network)
+    (saved,) = read_encoders(run, ["query"], network=network)
+    encoder = saved.build(network)
     role, columns = columns_for(encoder, columns)
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
     _check_labels(sources)
@@ -95,7 +97,7 @@ def evaluate(
             look = rows_read(logbook, sources[name].num_rows)
             with own_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
                 decoded = decode_source(sources[name], decoder)
-                tables = fetch_tables(embed_dataset(decoded, run, role=role, gpu=gpu, network=network))
+                tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu, network=network))
             rows_in(logbook).check(max_bad_fraction)
         return _representations(tables, encoder.spec.representation_dim)
 

@@ -19,10 +19,10 @@ from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
 from raycl.inference.admission import admit
 from raycl.inference.distinct import DistinctTexts
+from raycl.inference.encoder import read_encoders
 from raycl.inference.values import Values, embed_values, read_pairs
 from raycl.judging.search import search
 from raycl.lease import writing_new
-from raycl.models.saved import ImageEncoder, load_encoder
 
 QUERIES_A_TASK = 4_096
 SPARE = 50  # looked at as well, since the nearest may be too near
@@ -72,15 +72,16 @@ def mine_negatives(
             "fraction up to 1"
         )
     admit(run, data=[data], output=output, gpu=gpu, address=address)
-    if isinstance(load_encoder(run), ImageEncoder):
+    of_queries, of_documents = read_encoders(run, ["query", "key"])
+    if of_queries.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
     with writing_new(output, is_file=True) as place:
         values = read_pairs(data, columns or ColumnNames())
         pairs = _Pairs(values)
         options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-        query = embed_values(pairs.query.texts, run, side="query", title="embedding the queries", **options)
+        query = embed_values(pairs.query.texts, of_queries, title="embedding the queries", **options)
         document = embed_values(
-            pairs.document.texts, run, side="key", title="embedding the documents", **options
+            pairs.document.texts, of_documents, title="embedding the documents", **options
         )
         with own_errors():
             found = _search_in_tasks(

@@ -8,12 +8,13 @@ from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
+from raycl.inference.encoder import read_encoders
 from raycl.inference.task import Task, image_task, judged_task, pair_task
 from raycl.inference.values import embed_values
 from raycl.judging.retrieval import average_precision, retrieval_scores
 from raycl.judging.search import search
 from raycl.judging.text_floor import bm25_search, tfidf_search, tfidf_similarity
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.saved import SavedEncoder
 from raycl.showing import Scores
 
 DEPTH = 100  # of rankings: MRR and MAP look no deeper
@@ -60,8 +61,9 @@ def evaluate_retrieval(
         )
     if queries is not None and train is not None:
         raise ConfigError("judgments are about the sets of queries and documents alone; leave out --train")
-    if isinstance(load_encoder(run), ImageEncoder):
-        if isinstance(load_encoder(run, side="key"), ImageEncoder):
+    encoders = read_encoders(run, ["query", "key"])
+    if encoders[0].takes_images:
+        if encoders[1].takes_images:
             raise ConfigError(
                 f"the run at {run} has an encoder of images and none of captions; judge it by knn or linear"
             )
@@ -69,17 +71,17 @@ def evaluate_retrieval(
             raise ConfigError(
                 "images and captions are judged among those of --test alone; leave the other sets out"
             )
-        return Scores({"measure": "retrieval", **_judge_images(image_task(test, names), run, options)})
+        return Scores({"measure": "retrieval", **_judge_images(image_task(test, names), encoders, options)})
     if queries is not None and documents is not None:
         task = judged_task(test, queries, documents, names)
     else:
         task = pair_task(test, train, names)
-    scores = _judge_texts(task, run, options, floor=floor, examples=examples)
+    scores = _judge_texts(task, encoders, options, floor=floor, examples=examples)
     return Scores({"measure": "retrieval", **scores})
 
 
-def _judge_images(task: Task, run: str, options: dict[str, Any]) -> dict[str, Any]:
-    image, caption = _embed(task, run, options)
+def _judge_images(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) -> dict[str, Any]:
+    image, caption = _embed(task, encoders, options)
     directions = {
         "query_to_document": _scores(task, image, caption, any_is_enough=True),
         "document_to_query": _scores(task.turned(), caption[task.asking()], image, any_is_enough=True),
@@ -91,9 +93,9 @@ def _judge_images(task: Task, run: str, options: dict[str, Any]) -> dict[str, An
 
 
 def _judge_texts(
-    task: Task, run: str, options: dict[str, Any], *, floor: bool, examples: int
+    task: Task, encoders: list[SavedEncoder], options: dict[str, Any], *, floor: bool, examples: int
 ) -> dict[str, Any]:
-    query, document = _embed(task, run, options)
+    query, document = _embed(task, encoders, options)
     result: dict[str, Any] = dict(_scores(task, query, document))
     if task.labeled is not None:
         similarity = (normalize(query)[task.labeled[:, 0]] * normalize(document)[task.labeled[:, 1]]).sum(1)
@@ -106,9 +108,9 @@ def _judge_texts(
     return result
 
 
-def _embed(task: Task, run: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    query = embed_values(task.queries, run, side="query", title="embedding the queries", **options)
-    document = embed_values(task.documents, run, side="key", title="embedding the documents", **options)
+def _embed(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    query = embed_values(task.queries, encoders[0], title="embedding the queries", **options)
+    document = embed_values(task.documents, encoders[1], title="embedding the documents", **options)
     return query, document
 
 

@@ -11,10 +11,10 @@ from torch.nn.functional import normalize
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import plain_values
 from raycl.errors import ConfigError, DataError
+from raycl.inference.encoder import read_encoders
 from raycl.inference.values import embed_values, read_values
 from raycl.judging.similarity import sts_scores
 from raycl.judging.text_floor import tfidf_similarity
-from raycl.models.saved import ImageEncoder, load_encoder
 from raycl.showing import Scores
 from raycl.storage import Place, absolute, check_plain
 from raycl.tokens import BrokenTextError, read_text
@@ -41,7 +41,8 @@ def evaluate_sts(
     without it by the sentences themselves. Raises ``DataError`` if a column is missing, or a sentence or a
     score cannot be used.
     """
-    if isinstance(load_encoder(run), ImageEncoder):
+    (saved,) = read_encoders(run, ["query"])
+    if saved.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; sts judges encoders of texts")
     table = _read(test)
     left, right = (_texts(table, name, test) for name in COLUMNS[:2])
@@ -52,7 +53,7 @@ def evaluate_sts(
         rows_of_corpus = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
         corpus = [each for row in rows_of_corpus for each in (row if isinstance(row, list) else [row])]
     options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-    rows = normalize(embed_values([*left, *right], run, side="query", **options))
+    rows = normalize(embed_values([*left, *right], saved, **options))
     similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
     result = Scores({"measure": "sts", **sts_scores(similarity, score, names)})
     result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})

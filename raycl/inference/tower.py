@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,7 +22,7 @@ from raycl.storage import Place, absolute
 from raycl.tokens import BrokenTextError, Vocabulary, padded_rows, read_text
 from raycl.training import build
 from raycl.training.checkpoint import STATE
-from raycl.training.checkpoint_list import CHECKPOINTS, LISTED
+from raycl.training.checkpoint_list import CHECKPOINTS, LISTED, copied_list
 from raycl.training.modality import ImageSide
 from raycl.training.resumption import CONFIG
 from raycl.training.vocabulary import load_tokenizer
@@ -84,12 +85,9 @@ def load_tower(run: str) -> SavedTower:
         ConfigError: The run's network cannot be built by its name, or its package is not trusted.
     """
     output = Place(absolute(run))
-    config = config_from_yaml((output / CONFIG).read_text(), name=(output / CONFIG).uri)
-    is_text = config.data.kind in ("text", "pairs")
-    check_trusted(config.encoder.name, str(output / CONFIG), is_text=is_text)
-    if config.data.kind == "image_text":
-        check_trusted(config.text_encoder.name, str(output / CONFIG), is_text=True)
-    checkpoint, state = _last_state(output)
+    config = read_config(output)
+    check_config_trusted(config, output)
+    checkpoint, state = last_state(output)
     vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
     towers = build.towers(config, build.modality(config, vocabulary))
     try:
@@ -102,6 +100,22 @@ def load_tower(run: str) -> SavedTower:
         ) from error
 
 
+def read_config(output: Place) -> RunConfig:
+    """Return the configuration of the run at ``output``; raises ``StorageError`` or ``ConfigError``."""
+    return config_from_yaml((output / CONFIG).read_text(), name=(output / CONFIG).uri)
+
+
+def check_config_trusted(
+    config: RunConfig, output: Place, trusted: Collection[str] | None = None, *, own_encoder: bool = False
+) -> None:
+    """Refuse code that the configuration names: ``ConfigError``; ``own_encoder`` takes the place of its encoder."""
+    where, kind = str(output / CONFIG), config.data.kind
+    if not own_encoder:
+        check_trusted(config.encoder.name, where, trusted, is_text=kind in ("text", "pairs"))
+    if kind == "image_text":
+        check_trusted(config.text_encoder.name, where, trusted, is_text=True)
+
+
 def _fill(tower: Towers, state: dict[str, Any]) -> Towers:
     if "momentum_encoder" not in state:
         tower.load_state_dict(state["tower"])
@@ -111,7 +125,7 @@ def _fill(tower: Towers, state: dict[str, Any]) -> Towers:
     return follower.tower  # type: ignore[return-value]
 
 
-def _last_state(output: Place) -> tuple[str, dict[str, Any]]:
+def last_state(output: Place) -> tuple[str, dict[str, Any]]:
     """Return the name of the last whole checkpoint and the learner's state in it."""
     name = last_checkpoint(output)
     while True:
@@ -127,8 +141,8 @@ def _last_state(output: Place) -> tuple[str, dict[str, Any]]:
 
 def last_checkpoint(output: Place) -> str:
     """Return the name of the last checkpoint that is there whole; raises ``StorageError`` if none is."""
-    listed = output / CHECKPOINTS / LISTED
-    latest = _read_list(listed).get("latest_checkpoint_result") if listed.exists() else None
+    folder = output / CHECKPOINTS
+    latest = _read_list(folder).get("latest_checkpoint_result") if (folder / LISTED).exists() else None
     if latest is None:
         raise StorageError(
             f"the run at {output} has no checkpoint yet to encode an image by; ask again after its first, or ask by --id"
@@ -136,10 +150,14 @@ def last_checkpoint(output: Place) -> str:
     return latest["checkpoint_dir_name"]
 
 
-def _read_list(listed: Place) -> dict[str, Any]:
+def _read_list(folder: Place) -> dict[str, Any]:
+    listed = folder / LISTED
     for _ in range(_ATTEMPTS):
         try:
             return json.loads(listed.read_text())
         except json.JSONDecodeError:
             time.sleep(_NAP_S)  # Ray writes the file in its place: it may be half there
+    copy = copied_list(folder)
+    if copy is not None:
+        return copy
     raise StorageError(f"cannot read {listed}: it is no list of checkpoints; ask again, or ask by --id")

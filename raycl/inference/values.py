@@ -20,8 +20,7 @@ from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import find_source
 from raycl.errors import DataError
 from raycl.inference.embedding import embed_dataset, formats_of
-from raycl.models.names import SideName
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.saved import ImageEncoder, SavedEncoder
 from raycl.progress import ProgressLine, rows_read
 from raycl.tokens import BrokenTextError, read_text
 
@@ -106,20 +105,19 @@ def read_pairs(uri: str, names: ColumnNames) -> Values:
 
 def embed_values(
     values: Sequence[Any],
-    run: str,
+    saved: SavedEncoder,
     *,
-    side: SideName,
     title: str = "embedding",
     gpu: bool = False,
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
 ) -> Tensor:
-    """Return the representations [num_values, dim] of texts or encoded images by the encoder of ``run``.
+    """Return the representations [num_values, dim] of texts or encoded images by an encoder.
 
     Raises ``DataError`` for a value that cannot be used.
     """
-    encoder = load_encoder(run, side=side)
+    encoder = saved.build()
     role = "image" if isinstance(encoder, ImageEncoder) else "text"
     join_cluster(address, debug=debug)
     kind = pa.binary() if role == "image" else pa.string()
@@ -138,7 +136,7 @@ def embed_values(
         decoder = Decoder(formats=formats_of(encoder, role), logbook=logbook)
         with own_errors(), ProgressLine(title, rows_read(logbook, len(values)), quiet=quiet):
             decoded = decode_dataset(ray.data.from_arrow(tables), columns, decoder)
-            found = fetch_tables(embed_dataset(decoded, run, role=role, side=side, gpu=gpu))
+            found = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu))
         rows_in(logbook).check(0.0)
     width = encoder.spec.representation_dim
     order = np.argsort(np.concatenate([table["sample_id"].to_numpy() for table in found]))

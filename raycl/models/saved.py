@@ -8,6 +8,7 @@ import io
 import json
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -130,6 +131,53 @@ def save_encoder(
     (output / SPEC).write_text(spec.model_dump_json(indent=2) + "\n")
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedEncoder:
+    """An encoder as plain values: its spec, its weights and those of a projection head, and a tokenizer of texts.
+
+    ``uri`` is the address of the run, and ``named_in`` that of the file that names the network.
+    """
+
+    uri: str
+    named_in: str
+    spec: ImageEncoderSpec | TextEncoderSpec
+    weights: dict[str, Tensor]
+    head_weights: dict[str, Tensor]
+    tokenizer: Tokenizer | None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether it is one of images; otherwise of texts."""
+        return isinstance(self.spec, ImageEncoderSpec)
+
+    def build(
+        self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None
+    ) -> ImageEncoder | TextEncoder:
+        """Build it in evaluation mode; ``network``, ``trusted`` and what is raised are as in ``load_encoder``."""
+        spec = self.spec
+        if network is None:
+            if spec.name == OWN:
+                raise StorageError(
+                    f"the run at {self.uri} trained a network of your own; pass it as network="
+                )
+            check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
+            network = spec.build()
+        if spec.norm != "batch":
+            network = swap(network, spec.norm)
+        _fill(network, self.weights, self.uri)
+        if spec.projection_head is not None:
+            head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
+            head = swap(head, spec.norm) if spec.norm != "batch" else head
+            _fill(head, self.head_weights, self.uri)
+            network = nn.Sequential(network, head)
+            spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
+        if isinstance(spec, TextEncoderSpec):
+            assert self.tokenizer is not None, "an encoder of texts has a tokenizer"
+            return TextEncoder(network, spec, self.tokenizer).eval()
+        return ImageEncoder(network, spec).eval()
+
+
 def load_encoder(
     uri: str,
     *,
@@ -137,21 +185,24 @@ def load_encoder(
     network: nn.Module | None = None,
     trusted: Collection[str] | None = None,
 ) -> ImageEncoder | TextEncoder:
-    """Load the encoder of the run at ``uri``, in evaluation mode.
+    """Load the encoder that a finished run saved, as ``raycl.load_encoder`` does."""
+    return read_encoder(uri, side=side).build(network, trusted=trusted)
 
-    With two towers ``side`` says which: that of queries (or images), or that of keys (documents or
-    captions), which may be the same; their projection heads are a part of them. ``network`` is needed
-    only for an encoder that was passed to ``raycl.train`` as a module and so cannot be built from its
-    name. A name such as ``package.module:function`` is code to import and call, with arguments from the same
-    file: it must be of one of the ``trusted`` packages, without them those in RAYCL_TRUSTED. Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one,
-    and ``ConfigError`` for another side or a package that is not trusted.
+
+def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
+    """Read the files of the encoder at ``uri``.
+
+    Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one, and
+    ``ConfigError`` for another side.
     """
     check_side(side)
     output = Place(str(uri))
     if side == "key" and (output / KEY / SPEC).exists():
         output = output / KEY
     if not (output / SPEC).exists():
-        raise StorageError(f"there is no encoder at {uri} (no {SPEC}); give the --output of a finished run")
+        raise StorageError(
+            f"there is no encoder at {uri} (no {SPEC}, no checkpoint); give the --output of a run"
+        )
     try:
         spec = _read_spec((output / SPEC).read_text())
         weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
@@ -160,23 +211,14 @@ def load_encoder(
         raise StorageError(
             f"the encoder at {uri} is damaged: {' '.join(str(error).split())[:200]}; save it again"
         ) from error
-    if network is None:
-        if spec.name == OWN:
-            raise StorageError(f"the run at {uri} trained a network of your own; pass it as network=")
-        check_trusted(spec.name, str(output / SPEC), trusted, is_text=isinstance(spec, TextEncoderSpec))
-        network = spec.build()
-    if spec.norm != "batch":
-        network = swap(network, spec.norm)
-    _fill(network, weights, uri)
-    if spec.projection_head is not None:
-        head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
-        head = swap(head, spec.norm) if spec.norm != "batch" else head
-        _fill(head, of_head, uri)
-        network = nn.Sequential(network, head)
-        spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
-    if isinstance(spec, TextEncoderSpec):
-        return TextEncoder(network, spec, _load_tokenizer(output, spec)).eval()
-    return ImageEncoder(network, spec).eval()
+    return SavedEncoder(
+        uri=uri,
+        named_in=str(output / SPEC),
+        spec=spec,
+        weights=weights,
+        head_weights=of_head,
+        tokenizer=_load_tokenizer(output, spec) if isinstance(spec, TextEncoderSpec) else None,
+    )
 
 
 def load_state(content: bytes, where: str) -> dict[str, Any]:

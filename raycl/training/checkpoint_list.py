@@ -37,9 +37,9 @@ def mend_list(output: Place) -> str | None:
     place = folder / LISTED
     if not (output.is_local and place.exists()) or _read(place) is not None:
         return None
-    copy = _read(folder / _COPY)
+    copy = copied_list(folder)
     if copy is not None:
-        place.write_text(json.dumps(_of_those_that_exist(copy, folder)))
+        place.write_text(json.dumps(copy))
         return "the list of checkpoints was cut in its writing: going on by the one before"
     if len({path.split("/")[0] for path, _ in folder.files() if "/" in path}) > 1:
         raise StorageError(
@@ -48,6 +48,12 @@ def mend_list(output: Place) -> str | None:
         )
     Path(place.resolve()[1]).unlink()
     return "the list of the first checkpoint was cut in its writing: beginning anew"
+
+
+def copied_list(folder: Place) -> dict[str, Any] | None:
+    """Return the copy of the list of checkpoints in ``folder``, of those that still exist; None without one."""
+    copy = _read(folder / _COPY)
+    return None if copy is None else _of_those_that_exist(copy, folder)
 
 
 def _read(place: Place) -> dict[str, Any] | None:

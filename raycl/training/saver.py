@@ -1,17 +1,19 @@
 """The saver of a run: when a checkpoint is due, and how good it is."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import ray.train
 import torch
+from torch import nn
 
+from raycl.config import RunConfig
 from raycl.distributed import all_sum, rank
 from raycl.errors import NonFiniteLossError
 from raycl.models.names import KEY
 from raycl.models.saved import save_encoder
-from raycl.models.specs import HeadSpec, TextEncoderSpec
+from raycl.models.specs import EncoderSpec, HeadSpec, TextEncoderSpec
 from raycl.models.towers import Towers
 from raycl.training.checkpoint import Position, save_checkpoint, saved_steps
 from raycl.training.checkpoint_list import CHECKPOINTS, copy_list
@@ -118,23 +120,33 @@ class Saver:
             self._job.bank.prune([position.step, *saved_steps(self._job.output)])
 
 
+def encoder_specs(
+    config: RunConfig, modality: Modality, encoders: Sequence[nn.Module], *, own: bool
+) -> list[EncoderSpec]:
+    """Return the spec of each tower's encoder; ``own`` if it cannot be built by name."""
+    head = None
+    if config.has_two_towers and config.projection_head.num_layers:
+        head = HeadSpec(**config.projection_head.model_dump())
+    specs = [
+        side.spec(encoder, own=own).model_copy(update={"projection_head": head})
+        for side, encoder in zip(modality.sides, encoders, strict=True)
+    ]
+    if config.separate_towers and isinstance(specs[0], TextEncoderSpec):
+        # The tower of queries never saw texts as long as documents.
+        specs[0] = specs[0].model_copy(update={"cut_at": config.text.max_length})
+    return specs
+
+
 def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
     """Write the encoder, and of two towers also their projection heads and the encoder of keys."""
-    head = None
-    if job.config.has_two_towers and job.config.projection_head.num_layers:
-        head = HeadSpec(**job.config.projection_head.model_dump())
-    for tower, side, folder in zip(
-        towers.towers, modality.sides, (job.output, job.output / KEY), strict=False
-    ):
-        spec = side.spec(tower.encoder, own=job.network is not None)
-        if job.config.separate_towers and folder is job.output and isinstance(spec, TextEncoderSpec):
-            # The tower of queries never saw texts as long as documents.
-            spec = spec.model_copy(update={"cut_at": job.config.text.max_length})
+    encoders = [tower.encoder for tower in towers.towers]
+    specs = encoder_specs(job.config, modality, encoders, own=job.network is not None)
+    for tower, spec, folder in zip(towers.towers, specs, (job.output, job.output / KEY), strict=False):
         save_encoder(
             tower.encoder,
-            spec.model_copy(update={"projection_head": head}),
+            spec,
             folder,
-            projection_head=None if head is None else tower.projection_head,
+            projection_head=None if spec.projection_head is None else tower.projection_head,
             tokenizer=job.vocabulary.tokenizer
             if job.vocabulary and isinstance(spec, TextEncoderSpec)
             else None,

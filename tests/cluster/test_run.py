@@ -23,6 +23,7 @@ from raycl.report.writing import write_report
 from raycl.storage import Place
 from raycl.training.checkpoint_list import LISTED
 from tests.images import write_digits
+from tests.towers import without_encoder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -199,6 +200,17 @@ def test_the_encoder_loads_and_encodes(finished: Finished) -> None:
     representation = encoder.encode(np.zeros((3, 16, 16, 1), np.uint8))
     assert representation.shape == (3, 16)
     assert not encoder.training
+
+
+def test_before_its_end_a_run_has_the_encoder_of_its_last_checkpoint(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = without_encoder(finished.output, tmp_path / "run")
+    images = np.random.default_rng(0).integers(256, size=(3, 16, 16, 1), dtype=np.uint8)
+    saved, restored = (raycl.load_encoder(str(each)).encode(images) for each in (finished.output, run))
+    assert torch.equal(saved, restored)
+    says = f"{run} has not finished: using its checkpoint after step {finished.result.steps}\n"
+    assert capsys.readouterr().err == says
 
 
 def test_latest_and_best_checkpoint_are_kept(finished: Finished) -> None:

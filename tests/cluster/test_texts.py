@@ -30,6 +30,7 @@ from raycl.training.samples import Samples
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
 from tests.texts import invented_texts
+from tests.towers import without_encoder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -297,8 +298,11 @@ def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
     assert 0 < result.final["recall_at_10"] <= 1
     image, text = (raycl.load_encoder(str(output), side=side) for side in ("query", "key"))
     assert image.spec.representation_dim == text.spec.representation_dim == 16
+    unfinished = without_encoder(output, tmp_path / "unfinished")
+    restored = raycl.load_encoder(str(unfinished), side="key")
+    assert torch.equal(restored.encode(["a text"]), text.encode(["a text"]))
     found = raycl.evaluate(
-        "retrieval", run=str(output), test=str(data), columns=ColumnNames(caption="captions"), quiet=True
+        "retrieval", run=str(unfinished), test=str(data), columns=ColumnNames(caption="captions"), quiet=True
     )
     assert 0 < found["query_to_document_recall_at_10"] <= 1
     assert 0 < found["document_to_query_recall_at_10"] <= 1

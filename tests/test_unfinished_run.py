@@ -1,0 +1,131 @@
+"""A run that has not finished has the encoder of its last checkpoint: the one it would have saved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import raycl
+from raycl.config import RunConfig
+from raycl.errors import ConfigError, RayclError, StorageError
+from raycl.inference.admission import admit
+from raycl.inference.encoder import read_encoders
+from raycl.models.momentum import MomentumEncoder
+from raycl.models.saved import ImageEncoder
+from raycl.models.towers import Towers
+from raycl.recipes import recipe
+from raycl.settings import config_to_yaml, override
+from raycl.training import build
+from tests import pairs
+from tests.pairs import vocabulary
+from tests.towers import save, trained
+
+HEAD = {"projection_head.num_layers": 2, "projection_head.dim": 12, "projection_head.batchnorm": True}
+
+
+def of_images(name: str, **settings: Any) -> RunConfig:
+    small = {"encoder.name": "resnet10", "encoder.width": 0.125, "data.channels": 1, "projection_head.dim": 8}
+    return override(recipe(name, image_size=16), small | settings)
+
+
+def write_run(folder: Path, config: RunConfig, towers: Towers, *steps: int) -> str:
+    """Write what a run has before its end, with a checkpoint after each of these steps."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(config_to_yaml(config))
+    if config.has_texts:
+        (folder / "tokenizer.json").write_text(vocabulary().tokenizer.to_json())
+    learner: dict[str, Any] = {"tower": towers.state_dict()}
+    if config.key == "momentum_encoder":
+        # The follower is another one, and no result.
+        learner["momentum_encoder"] = MomentumEncoder(trained(config, seed=7)).state_dict()
+    for step in steps:
+        checkpoint = folder / "checkpoints" / f"step-{step:08d}-judged"
+        checkpoint.mkdir(parents=True)
+        torch.save({"learner": learner if step == steps[-1] else {}}, checkpoint / "state.pt")
+        latest = {
+            "checkpoint_results": [],
+            "latest_checkpoint_result": {"checkpoint_dir_name": checkpoint.name},
+        }
+        (folder / "checkpoints" / "checkpoint_manager_snapshot.json").write_text(json.dumps(latest))
+    return str(folder)
+
+
+def representations(run: str, side: Any) -> Tensor:
+    encoder = raycl.load_encoder(run, side=side)
+    if isinstance(encoder, ImageEncoder):
+        images = torch.randint(
+            256, (3, 16, 16, encoder.spec.channels), generator=torch.Generator().manual_seed(1)
+        )
+        return encoder.encode(images.byte())
+    return encoder.encode(["a text", "and another one"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        of_images("simclr"),
+        of_images("simclr", batchnorm="group"),
+        of_images("moco_v2"),
+        pairs.small_config("simcse"),
+        pairs.small_config(settings=HEAD),
+        pairs.small_config(settings={"separate_towers": True, **HEAD}),
+        pairs.small_config("image_text"),
+    ],
+    ids=["simclr", "group norm", "moco", "simcse", "one tower", "two towers", "image_text"],
+)
+def test_the_last_checkpoint_gives_the_encoder_that_the_run_would_save(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = tmp_path / "finished"
+    unfinished = write_run(tmp_path / "unfinished", config, save(config, finished), 5, 12)
+    admit(unfinished)
+    for side in ("query", "key"):
+        (saved,), (restored,) = (read_encoders(run, [side]) for run in (str(finished), unfinished))
+        assert saved.spec == restored.spec
+        assert torch.equal(representations(str(finished), side), representations(unfinished, side))
+    lines = capsys.readouterr().err.splitlines()
+    assert set(lines) == {f"{unfinished} has not finished: using its checkpoint after step 12"}
+
+
+def test_a_list_of_checkpoints_that_was_cut_gives_way_to_its_copy(tmp_path: Path) -> None:
+    config = of_images("simclr")
+    run = write_run(tmp_path / "run", config, trained(config), 5)
+    listed = tmp_path / "run" / "checkpoints" / "checkpoint_manager_snapshot.json"
+    result = {"checkpoint_dir_name": "step-00000005-judged"}
+    copy = {"checkpoint_results": [result], "latest_checkpoint_result": result}
+    (listed.parent / "checkpoint_list.json").write_text(json.dumps(copy))
+    listed.write_text('{"latest')
+    assert isinstance(raycl.load_encoder(run), ImageEncoder)
+
+
+def test_a_module_of_the_users_own_is_passed_again(tmp_path: Path) -> None:
+    config = of_images("simclr")
+    linear, other = nn.Linear(256, 24), nn.Linear(256, 24)
+    towers = build.towers(config, build.modality(config), nn.Sequential(nn.Flatten(), linear))
+    run = write_run(tmp_path / "run", config, towers, 5)
+    with pytest.raises(StorageError, match="do not fit the network.*pass the same one"):
+        raycl.load_encoder(run)
+    encoder = raycl.load_encoder(run, network=nn.Sequential(nn.Flatten(), other))
+    assert torch.equal(other.weight, linear.weight)
+    assert encoder.spec.representation_dim == 24
+
+
+def test_neither_code_nor_a_side_of_somebody_elses_is_taken(tmp_path: Path) -> None:
+    config = of_images("simclr", **{"encoder.name": "tests.cluster.networks:small", "encoder.width": 1.0})
+    plain = of_images("simclr")
+    run = write_run(tmp_path / "run", config, trained(plain), 5)
+    with pytest.raises(ConfigError, match="asks to import 'tests.cluster.networks'"):
+        raycl.load_encoder(run, trusted=[])
+    with pytest.raises(ConfigError, match="there is no side 'left'"):
+        raycl.load_encoder(run, side="left")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_run_without_a_checkpoint_has_no_encoder(tmp_path: Path) -> None:
+    config = of_images("simclr")
+    run = write_run(tmp_path / "run", config, trained(config))
+    for look in (raycl.load_encoder, admit):
+        with pytest.raises(RayclError, match=r"there is no encoder at .* \(no encoder.json, no checkpoint\)"):
+            look(run)

@@ -1,0 +1,52 @@
+"""Towers with weights like no new ones, saved as a run saves them."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from raycl.config import RunConfig
+from raycl.data.holdout import Holdout
+from raycl.models.towers import Towers
+from raycl.storage import Place
+from raycl.training import build
+from raycl.training.columns import column_names
+from raycl.training.job import Job
+from raycl.training.saver import save_towers
+from tests.pairs import vocabulary
+
+
+def trained(config: RunConfig, *, seed: int = 0) -> Towers:
+    """Return towers whose weights and running statistics are like no new one's, in evaluation mode."""
+    towers = build.towers(config, build.modality(config, vocabulary()))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in [*towers.parameters(), *towers.buffers()]:
+            if value.is_floating_point():
+                value += 0.3 * torch.rand(value.shape, generator=generator)
+    return towers.eval()
+
+
+def save(config: RunConfig, output: Path) -> Towers:
+    """Save towers as a run does, and return them."""
+    towers = trained(config)
+    job = Job(
+        config=config,
+        output=Place(str(output)),
+        blocks=(),
+        stream=None,
+        num_train=1,
+        holdout=Holdout(seed=0),
+        logbook=None,
+        judged=False,
+        columns=column_names(config),
+        vocabulary=vocabulary(),
+    )
+    save_towers(towers, job, job.modality())
+    return towers
+
+
+def without_encoder(run: Path, copy: Path) -> Path:
+    """Copy a finished run as it was before its encoder was saved."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("encoder.*", "projection_head.*"))
+    return copy
