@@ -24,6 +24,9 @@ BLOCK_BYTES = 64 * 2**20
 Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 
+_ROWS_A_PIECE = 1_024  # of a dataset
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -167,11 +170,13 @@ def decode_dataset(
     """
     found = columns_of(dataset, columns)
 
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        rows = _raw_rows(batch, found, classes)
-        yield from decoder.tables(f"ids {content_id(rows.sample_id.tobytes())}", iter([rows]))
+    def read(block: pa.Table) -> Iterator[pa.Table]:
+        for start in range(0, block.num_rows, _ROWS_A_PIECE):
+            rows = _raw_rows(block.slice(start, _ROWS_A_PIECE), found, classes)
+            yield from decoder.tables(f"ids {content_id(rows.sample_id.tobytes())}", iter([rows]))
 
-    return dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow")
+    # By blocks: each epoch shuffles them, and rows joined across blocks would be counted as new pieces.
+    return dataset.map_batches(read, batch_size=None, batch_format="pyarrow")
 
 
 def values_in(batch: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
@@ -192,23 +197,32 @@ def _raw_rows(batch: pa.Table, columns: ColumnNames, classes: tuple[str, ...] | 
 
 
 def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ...] | None:
-    """Return the sorted class names where a dataset's labels are text; reads that one column.
+    """Return the sorted class names where a dataset's labels are text; runs the dataset for that one column.
 
     Raises ``DataError`` for labels that are neither text nor integers.
     """
     label = columns.label
     schema = dataset.schema()
-    if label is None or schema is None or are_numbers(schema.types[schema.names.index(label)]):
+    if label is None or schema is None:
         return None
+    kind = schema.types[schema.names.index(label)]
+    if isinstance(kind, pa.DataType):  # Ray has another answer for some columns of pandas
+        columns.check_label_type(kind, where="the dataset")
+        if are_numbers(kind):
+            return None
 
     def distinct(batch: pa.Table) -> pa.Table:
-        return pa.table({label: batch[label].unique()})
+        column = batch[label]
+        # Arrow cannot compare pickled objects, whose type is refused below.
+        is_plain = not isinstance(column.type, pa.BaseExtensionType)
+        return pa.table({label: column.unique() if is_plain else column.slice(0, 1)})
 
     found = dataset.select_columns([label]).map_batches(distinct, batch_size=None, batch_format="pyarrow")
     batches: Any = found.iter_batches(batch_size=None, batch_format="pyarrow")
     parts = [batch[label] for batch in batches]
     for part in parts:
         columns.check_label_type(part.type, where="the dataset")
+    parts = [part for part in parts if not pa.types.is_null(part.type)]
     return None if all(are_numbers(part.type) for part in parts) else class_names(parts)
 
 

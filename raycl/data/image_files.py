@@ -11,12 +11,17 @@ from raycl.errors import StorageError
 from raycl.storage import Place
 
 # An address in a set must not choose another endpoint ("?") or bring a key ("@").
-_ABSOLUTE = re.compile(r"(s3://[^/?@]+|)/(.+)")
+_ABSOLUTE = re.compile(r"(s3://[A-Za-z0-9._-]+|)/(.+)", re.DOTALL)
+_BYTES = (pa.null(), pa.binary(), pa.large_binary())
+_PATHS = (pa.null(), pa.string(), pa.large_string())
 
 
 def is_image_struct(kind: pa.DataType) -> bool:
     """Whether a column holds images as Hugging Face's ``datasets`` write them: ``{bytes, path}``."""
-    return isinstance(kind, pa.StructType) and {"bytes", "path"} <= {field.name for field in kind}
+    if not isinstance(kind, pa.StructType):
+        return False
+    types = {field.name: field.type for field in kind}
+    return types.get("bytes") in _BYTES and types.get("path") in _PATHS
 
 
 def read_image(place: Place) -> bytes | BrokenImageError:
@@ -36,18 +41,20 @@ def read_image(place: Place) -> bytes | BrokenImageError:
 def struct_images(column: pa.ChunkedArray) -> list[bytes | BrokenImageError | None]:
     """Return the bytes of an image column of structs; an image without bytes is read from its path."""
     fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
+    names = fields["path"].cast(pa.binary()).to_pylist()  # text that is no UTF-8 must not end the reading
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(_bytes_or_file, fields["bytes"].to_pylist(), fields["path"].to_pylist()))
+        return list(pool.map(_bytes_or_file, fields["bytes"].to_pylist(), names))
 
 
-def _bytes_or_file(image: bytes | None, path: str | None) -> bytes | BrokenImageError | None:
-    if image is not None or path is None:
+def _bytes_or_file(image: bytes | None, name: bytes | None) -> bytes | BrokenImageError | None:
+    if image is not None or name is None:
         return image
+    path = name.decode(errors="replace")
     absolute = _ABSOLUTE.fullmatch(path)
     if absolute is None or ".." in path.split("/"):
         return BrokenImageError("no image bytes, and a path that is not absolute")
-    root, name = absolute.groups()
+    root, below = absolute.groups()
     # Reading a device or a pipe would never end.
     if not root and not os.path.isfile(path):
         return BrokenImageError("file not found")
-    return read_image(Place(root or "/") / name)
+    return read_image(Place(root or "/") / below)

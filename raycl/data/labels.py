@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from raycl.errors import DataError
+
 NO_LABEL = -1
 
 
@@ -21,8 +23,20 @@ def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:
 
 
 def label_numbers(column: pa.ChunkedArray, classes: tuple[str, ...] | None) -> NDArray[np.int64]:
-    """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers."""
+    """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers.
+
+    Raises ``DataError`` for labels that are no integers of 64 bits where ``classes`` is None.
+    """
     if classes is None:
-        return column.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
-    index = {name: place for place, name in enumerate(classes)}
-    return np.array([index.get(str(name), NO_LABEL) for name in column.to_pylist()], np.int64)
+        try:
+            if not (are_numbers(column.type) or pa.types.is_null(column.type)):
+                raise pa.ArrowInvalid
+            return column.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
+        except pa.ArrowInvalid:
+            raise DataError(
+                f"labels are integers in one part of the set, and {column.type} or beyond 64 bits in another; "
+                "give integers or text in all parts"
+            ) from None
+    index: dict[str | None, int] = {name: place for place, name in enumerate(classes)}
+    names = (None if name is None else str(name) for name in column.to_pylist())
+    return np.array([index.get(name, NO_LABEL) for name in names], np.int64)
