@@ -117,7 +117,7 @@ def train(
     for cause, count in result.left_out.items():
         print(f"left out: {count:,} {cause}")
     if result.flat_images:
-        print(f"flat images trained on: {result.flat_images:,} (all pixels of one value)")
+        print(f"flat images: {result.flat_images:,} (all pixels of one value)")
 
 
 @app.command()
@@ -193,9 +193,10 @@ def mine(
     debug: Debug = False,
 ) -> None:
     """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
-    from raycl.inference.admission import admit
+    from raycl.inference.admission import admit, check_mining
     from raycl.setup import column_settings
 
+    check_mining(num, below)
     columns = column_settings(settings or [])
     admit(run, data=[data], output=output, gpu=gpu, address=address)
     from raycl.inference.mining import mine_negatives
@@ -220,8 +221,9 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a run's encoder for other packages."""
-    from raycl.inference.admission import admit
+    from raycl.inference.admission import admit, check_package
 
+    check_package(to)
     options: dict[str, Any] = {"side": side}
     admit(run, output=output, **options)
     from raycl.inference.export import export_encoder
@@ -341,7 +343,9 @@ def _interruptible(came: list[int]) -> Iterator[None]:
         yield
     finally:
         for each in heard:
-            signal.signal(each, signal.SIG_IGN)
+            signal.signal(
+                each, lambda *_: None
+            )  # unlike SIG_IGN, processes that start later do not inherit it
 
 
 def _status_of(error: RayclError) -> int:

@@ -19,16 +19,18 @@ from raycl.gpus import check_gpus
 from raycl.joining import enter
 
 
-def join_cluster(address: str | None = None, *, debug: bool = False) -> str | None:
+def join_cluster(address: str | None = None, *, debug: bool = False, quiet_core: bool = False) -> str | None:
     """Join the cluster at ``address``, the one this job runs in, or start one on this machine.
 
-    Returns host and port of the dashboard of a cluster just joined, if it has one.
+    ``quiet_core`` is that of ``enter``. Returns host and port of the dashboard of a cluster just joined, if it has one.
 
     Raises ``RunError`` if there is no cluster at the address.
     """
     dashboard = None
     if not ray.is_initialized():
-        dashboard = enter(address or os.environ.get("RAY_ADDRESS") or "local", debug=debug)
+        dashboard = enter(
+            address or os.environ.get("RAY_ADDRESS") or "local", debug=debug, quiet_core=quiet_core
+        )
     context = DataContext.get_current()
     context.enable_progress_bars = debug
     context.execution_options.preserve_order = True
@@ -62,7 +64,7 @@ def cpus_for_a_worker(*, workers: int, spare_cpus: float) -> float:
 
 
 def crowding(workers: int) -> str | None:
-    """Return one line about workers that get less than a CPU each, None where there are enough."""
+    """Return one line where there are more workers than CPUs, None otherwise."""
     cpus = ray.cluster_resources().get("CPU", 0.0)
     if workers <= cpus:
         return None

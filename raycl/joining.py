@@ -35,11 +35,12 @@ _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
 _TOO_SLOW = "timed out during startup"  # Ray raises a plain Exception with this text after 30 s
 
 
-def enter(address: str, *, debug: bool = False) -> str | None:
+def enter(address: str, *, debug: bool = False, quiet_core: bool = False) -> str | None:
     """Join the cluster at ``address``, or start one on this machine if it is ``local``.
 
-    One that is started listens on the loopback alone, and asks for this user's token. Returns host and port
-    of the cluster's dashboard, if it has one. Raises ``RunError``.
+    One that is started listens on the loopback alone, and asks for this user's token. ``quiet_core`` keeps the
+    log of Ray's core off stderr, which would say why Ray ended a process: for short commands. Returns host and
+    port of the cluster's dashboard, if it has one. Raises ``RunError``.
     """
     address = _numeric(address)
     if address == "local":
@@ -52,7 +53,7 @@ def enter(address: str, *, debug: bool = False) -> str | None:
         with (
             _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext(),
             _environment(defaults),
-            contextlib.nullcontext() if debug else _quiet_core(),
+            _quiet_core() if quiet_core and not debug else contextlib.nullcontext(),
             _keeping_sigterm(),
         ):
             joined = _start_or_join(address, debug=debug)
@@ -193,7 +194,11 @@ def _quiet_core() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
     """Discard what is written to stderr: the core says there which level it was given."""
-    kept = os.dup(2)
+    try:
+        kept = os.dup(2)
+    except OSError:  # a process without stderr
+        yield
+        return
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)
     try:

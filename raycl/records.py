@@ -11,6 +11,7 @@ from raycl.storage import Place
 
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+_BLOCK = 4_096  # bytes that a file has for itself, even on a full disk
 ROLLBACK = "rollback"  # the ``event`` of a line from which the run goes on at an earlier step
 
 
@@ -79,8 +80,12 @@ def write_result(output: Place, result: Mapping[str, Any]) -> None:
     except StorageError as error:
         if not (place.is_local and place.exists() and _is_full(error.__cause__)):
             raise
+        content = text.encode()
+        if len(content) > _BLOCK:
+            short = {"status": result["status"], "error": str(result.get("error", ""))[:500]}
+            content = f"{json.dumps(short)}\n".encode()
         with place.explaining("write"), open(place.resolve()[1], "r+b") as file:
-            file.write(text.encode())
+            file.write(content)
             file.truncate()
 
 

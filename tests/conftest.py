@@ -1,6 +1,7 @@
 """One S3 server and one local Ray for the whole session; the environment is set before Ray is imported."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,15 @@ def ray_cluster(s3_server: str) -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Put back the handlers that a command, run in this process, leaves behind."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
 
 
 @pytest.fixture(scope="module")

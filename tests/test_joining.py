@@ -240,7 +240,7 @@ def test_rays_core_is_quiet_in_this_process_alone_unless_asked_for_more(
     monkeypatch.setattr("raycl.joining.worker.connect", connect)
     monkeypatch.setattr("raycl.joining.ray.init", init)
     monkeypatch.setattr("raycl.joining._check_that_it_answers", lambda _: None)
-    enter("10.0.0.1:6379", debug=debug)
+    enter("10.0.0.1:6379", debug=debug, quiet_core=True)
     assert levels == [given, level]
     assert os.environ.get("RAY_BACKEND_LOG_LEVEL") == given
     assert joining.worker.connect is connect

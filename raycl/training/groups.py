@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Self, final
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 
@@ -29,6 +29,7 @@ from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
 from raycl.training.process import ENVIRONMENT
 from raycl.training.trainer import Trainer, free_abandoned_room
 
+_ANSWER_S = 10.0
 _ALONE_S = 45.0  # without a heartbeat: nobody is there who would save
 
 
@@ -172,10 +173,11 @@ class Signals:
 
     So does the first after a while in which no worker was there: a group may wait for its nodes. This holds from
     ``begin`` on, while there are workers to ask. From ``end`` on signals are ignored: the result is written.
+    ``check`` is called before this writes a result, and may raise ``RunError``.
     """
 
-    def __init__(self, logbook: Any, output: Place) -> None:
-        self._logbook, self._output = logbook, output
+    def __init__(self, logbook: Any, output: Place, check: Callable[[], object] = lambda: None) -> None:
+        self._logbook, self._output, self._check = logbook, output, check
         self.last: int = signal.SIGTERM  # that came
         self._before: dict[int, Any] = {}
         self._ended = threading.Event()
@@ -204,7 +206,8 @@ class Signals:
             signal.signal(each, signal.SIG_IGN)
         self._ended.set()
         if self._asking is not None:
-            self._asking.join()  # a question after Ray has ended would start another one
+            # A question after Ray has ended would start another Ray; one that hangs must not hold the end.
+            self._asking.join(2 * _ANSWER_S + 5.0)
 
     def _handle_no_more(self) -> None:
         for each, handler in self._before.items():
@@ -225,7 +228,8 @@ class Signals:
             if self._ended.wait(2.0):
                 return
         error = "the run was stopped while no worker was there to save; go on from the last checkpoint with --resume"
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(StorageError, RunError):
+            self._check()
             write_result(self._output, {"status": "stopped", "error": error})
         print(f"raycl: {error}", file=sys.stderr, flush=True)
         os._exit(128 + self.last)  # the group would go on waiting for its nodes
@@ -236,9 +240,9 @@ class Signals:
         Asked for again each time: the logbook may have died of it, and is soon there again.
         """
         try:
-            ray.get(self._logbook.ask_to_stop.remote())
-            return float(ray.get(self._logbook.seconds_alone.remote()))
-        except RayActorError:
+            ray.get(self._logbook.ask_to_stop.remote(), timeout=_ANSWER_S)
+            return float(ray.get(self._logbook.seconds_alone.remote(), timeout=_ANSWER_S))
+        except (RayActorError, GetTimeoutError):
             return 0.0
 
 

@@ -19,7 +19,7 @@ from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
-from raycl.models.names import TOKENIZER
+from raycl.models.names import SPEC, TOKENIZER
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, rows_read
@@ -122,7 +122,11 @@ def train_admitted(
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
     tags = {"run": place.name, "recipe": config.recipe}
-    with own_errors(), open_logbook(tags) as logbook, Signals(logbook, place) as signals:
+    with (
+        own_errors(),
+        open_logbook(tags) as logbook,
+        Signals(logbook, place, admission.lease.check) as signals,
+    ):
         launch = _Launch(admission, encoder, logbook, signals, tokenizer, quiet=quiet)
         return launch.run(dataset)
 
@@ -199,6 +203,7 @@ class _Launch:
         with self._bank(job) as bank:
             # Only now: a run that is refused leaves no output that another one would have to resume.
             lease.check()
+            (self._output / SPEC).delete()  # until the end, the encoder is that of the last checkpoint
             (self._output / CONFIG).write_text(config_to_yaml(self._config))
             (self._output / DATA).write_text(json.dumps(described) + "\n")
             keep_command(self._output)
@@ -211,7 +216,7 @@ class _Launch:
                     final = self._groups().train(replace(job, bank=bank))
                     self._signals.end()
                     return self._conclude(final)
-            except (RayclError, KeyboardInterrupt) as error:
+            except (RayclError, KeyboardInterrupt, SystemExit) as error:
                 self._signals.end()
                 # What went wrong first is told, not that this cannot be written either.
                 with contextlib.suppress(StorageError, RunError):
@@ -331,9 +336,9 @@ class _Launch:
         return result
 
 
-def _result_of(error: RayclError | KeyboardInterrupt) -> dict[str, str]:
+def _result_of(error: RayclError | KeyboardInterrupt | SystemExit) -> dict[str, str]:
     """Return the result of a run that ended by an error, or by a signal that did not wait for a checkpoint."""
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | SystemExit):
         text = "the run was interrupted before it had saved; resume it from the last checkpoint with --resume"
         return {"status": "stopped", "error": text}
     return {"status": "stopped" if isinstance(error, StoppedError) else "failed", "error": str(error)}

@@ -141,7 +141,9 @@ def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
     """Write the encoder, and of two towers also their projection heads and the encoder of keys."""
     encoders = [tower.encoder for tower in towers.towers]
     specs = encoder_specs(job.config, modality, encoders, own=job.network is not None)
-    for tower, spec, folder in zip(towers.towers, specs, (job.output, job.output / KEY), strict=False):
+    saved = list(zip(towers.towers, specs, (job.output, job.output / KEY), strict=False))
+    # The spec of the first one comes last: from then on the run has saved its encoder.
+    for tower, spec, folder in reversed(saved):
         save_encoder(
             tower.encoder,
             spec,

@@ -31,7 +31,7 @@ class Stepped:
 
     loss: float
     trivial_loss: float | None
-    is_to_stop: bool
+    is_to_stop: bool = False
     query: Tensor
     key: Tensor
 
