@@ -223,7 +223,7 @@ def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
             raise _existing(place)
         try:
             yield place
-        except Exception:
+        except (Exception, KeyboardInterrupt, SystemExit):
             with contextlib.suppress(RunError, StorageError):  # the cause comes first
                 lease.check()
                 place.remove()
@@ -268,13 +268,20 @@ def _started(pid: int) -> str | None:
     """
     with contextlib.suppress(OSError):
         fields = _fields(f"/proc/{pid}/stat")
-        tasks = [_fields(f"/proc/{pid}/task/{task}/stat")[0] for task in os.listdir(f"/proc/{pid}/task")]
         # A killed process may still write while its first thread is a zombie.
-        return None if set(tasks) <= {"Z", "X"} else fields[19]
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return fields[19] if any(_state(task) not in ("Z", "X") for task in tasks) else None
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 0)
         raise PermissionError(f"process {pid} is hidden")
     return None
+
+
+def _state(task: Path) -> str:
+    """Return the state of a thread, X if it has ended."""
+    with contextlib.suppress(OSError):
+        return _fields(f"{task}/stat")[0]
+    return "X"
 
 
 def _fields(stat: str) -> list[str]:

@@ -247,10 +247,11 @@ def test_a_file_in_a_bucket_has_a_name() -> None:
         raise AssertionError("written")
 
 
-def test_of_a_new_output_that_fails_nothing_is_left(output: Place) -> None:
-    with pytest.raises(Refused), writing_new(output.uri) as place:
+@pytest.mark.parametrize("error", [Refused, KeyboardInterrupt])
+def test_of_a_new_output_that_fails_nothing_is_left(output: Place, error: type[BaseException]) -> None:
+    with pytest.raises(error), writing_new(output.uri) as place:
         (place / "half.parquet").write_bytes(b"half")
-        raise Refused
+        raise error
     with writing_new(output.uri):
         pass
 
