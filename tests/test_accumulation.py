@@ -77,11 +77,13 @@ def _assert_same(ours: Tensor, expected: Tensor, tolerance: float = 1e-5) -> Non
 
 
 def _simclr(embed: Embed, tower: nn.Module) -> Tensor:
-    return nt_xent(*embed(tower, torch.cat([images(), images(seed=1)])).chunk(2), temperature=0.2)
+    rows = torch.cat([images(), images(seed=1)]).to(next(tower.parameters()))
+    return nt_xent(*embed(tower, rows).chunk(2), temperature=0.2)
 
 
 def _moco_with_hinge(embed: Embed, tower: nn.Module) -> Tensor:
-    query, queue = embed(tower, images()), F.normalize(torch.linspace(-1, 1, 240).sin().view(30, 8), dim=1)
+    query = embed(tower, images().to(next(tower.parameters())))
+    queue = F.normalize(torch.linspace(-1, 1, 240).sin().view(30, 8), dim=1).to(query)
     key = F.normalize(query.detach() + 0.3, dim=1)
     entropy = info_nce(query, key, temperature=0.1, in_batch=False, negatives=queue)
     return entropy + hinge(query, key, margin=0.3, hardest=True)
@@ -101,15 +103,16 @@ def _whole(tower: nn.Module, *rows: Tensor) -> Tensor:
 def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
     loss: Callable[[Embed, nn.Module], Tensor], norm: str, chunk_size: int, kept_chunks: int
 ) -> None:
-    whole, chunked = resnet(norm), resnet(norm)
+    # In float32 the rounding of another order may flip a ReLU, which changes the gradient by a thousandth.
+    dtype = torch.float64 if norm == "batch" else torch.float32
+    whole, chunked = resnet(norm).to(dtype), resnet(norm).to(dtype)
     expected = loss(_whole, whole)
     expected.backward()
     value = loss(_in_chunks(chunk_size, kept_chunks), chunked)
     value.backward()
-    # torch's own BatchNorm sums a whole batch in float32, and in another order with more threads.
-    tolerance = 1e-5 if norm == "batch" else 1e-6
+    tolerance = 1e-9 if norm == "batch" else 1e-6
     assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=tolerance)
-    _assert_same(gradient_of(chunked), gradient_of(whole))
+    _assert_same(gradient_of(chunked), gradient_of(whole), 10 * tolerance)
     for (name, ours), theirs in zip(chunked.named_buffers(), whole.buffers(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), name
 
