@@ -74,7 +74,7 @@ def _workers(number: int | str | None) -> dict[str, int | None]:
     if number is None:
         return {}
     parts = str(number).split(":")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(
             f"--workers takes a number of processes above 0, or MIN:MAX, came {number!r}; "
             "for example --workers 2"
@@ -131,6 +131,7 @@ def _first_images(data: "str | ray.data.Dataset | None", columns: ColumnNames) -
 
 def settings_of(settings: Settings) -> dict[str, Any]:
     """Return settings by their path; raises ``ConfigError`` for a text that is none."""
+    settings = [settings] if isinstance(settings, str) else settings
     return dict(settings if isinstance(settings, Mapping) else map(parse_setting, settings))
 
 

@@ -304,9 +304,10 @@ class _WholeParts(io.RawIOBase):
         return self._file.readinto(content)
 
 
-def absolute(uri: str) -> str:
+def absolute(uri: str | os.PathLike[str]) -> str:
     """Make a local path absolute: Ray's processes run in folders of their own."""
-    return uri if "://" in uri else str(Path(uri).expanduser().absolute())
+    text = os.fspath(uri)
+    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 def is_out_of_reach(error: OSError) -> bool:

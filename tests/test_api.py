@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ import raycl
 from raycl.data.formats import store_all
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.embedding import Embedder
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.saved import ImageEncoder, load_encoder, read_encoder
 from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.setup import measure_settings, plan_run, run_flags
@@ -146,8 +147,9 @@ def embedded(run: str, files: list[bytes]) -> torch.Tensor:
     columns = store_all(formats, {"image": formats["image"].decode_all(files)})
     numbers = pa.array(range(len(files)), pa.int64())
     table = pa.table({**columns, "sample_id": numbers, "label": numbers})
-    found = Embedder(run, "query", "image", False, None, ())(table)["representation"].to_pylist()
-    return torch.tensor(found)
+    with patch("raycl.inference.embedding.ray.get", lambda held: held):  # an actor without Ray
+        embedder = Embedder([read_encoder(run)], "image", False, None, ())  # pyright: ignore[reportArgumentType]
+    return torch.tensor(embedder(table)["representation"].to_pylist())
 
 
 def test_a_list_of_images_of_any_kind_gives_what_embed_gives(run: str, tmp_path: Path) -> None:

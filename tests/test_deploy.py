@@ -254,12 +254,10 @@ def test_a_stopped_job_has_time_for_its_checkpoint() -> None:
 
 
 def test_every_node_installs_the_ray_that_raycl_asks_for() -> None:
-    installed = [re.search(r"\bray\[([\w,]+)\](\S*?)[\"' ]", each) for each in LAUNCHED["setup_commands"]]
-    ((extras, version),) = [each.groups() for each in installed if each]
-    assert "default" in extras.split(",")  # without it, neither dashboard nor jobs
-    assert version.startswith("==")
-    assert RAY.specifier.contains(version.removeprefix("=="))
-    assert re.search(r"uv sync .*--frozen", "\n".join(LAUNCHED["setup_commands"]))
+    commands = "\n".join(LAUNCHED["setup_commands"])
+    assert re.search(r"uv sync .*--frozen", commands)
+    assert "default" in RAY.extras  # without it, neither dashboard nor jobs
+    assert not re.search(r"\bray(\[|=)", commands)  # another version would take its place
 
 
 def test_no_command_of_the_launchers_own_runs_on_a_node() -> None:

@@ -445,7 +445,7 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
 def test_site_has_the_changelog_and_the_docstrings(site: Path) -> None:
     assert "Keep a Changelog" in (site / "changelog.html").read_text()
     for page, name in {
-        "api/index.html": "raycl.training.launch.train",
+        "api/index.html": "raycl.api.train",
         "api/config.html": "raycl.config.RunConfig",
         "api/bank.html": "raycl.negatives.bank_handle.Bank.nearest",
         "api/losses.html": "raycl.losses.nt_xent",

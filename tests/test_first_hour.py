@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from raycl.demo.digits import write_digits
+from raycl.errors import StorageError
+from raycl.inference.tower import last_checkpoint
 from raycl.records import read_result
 from raycl.storage import Place
 from tests.test_docs import _BLOCK, DOCS, Block, Command, commands_in, parse
@@ -146,13 +148,20 @@ def perform(hour: Hour, title: str, line: str) -> None:
         hour.wait_for("bank: moco", hour.beside)
     elif line.startswith("raycl bank nearest moco --image"):
         assert hour.beside is not None
-        while not any((hour.folder / "runs" / "moco" / "checkpoints").glob("*/state.pt")):
+        while not has_checkpoint(Place(str(hour.folder / "runs" / "moco"))):
             assert hour.beside.poll() is None, "the run ended before its first checkpoint"
             time.sleep(1)
         hour.run(line)
         assert hour.beside.wait(1_800) == 0
     else:
         hour.run(line)
+
+
+def has_checkpoint(output: Place) -> bool:
+    try:
+        return bool(last_checkpoint(output))
+    except StorageError:
+        return False
 
 
 def interrupt(hour: Hour, command: str) -> None:

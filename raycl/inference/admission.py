@@ -3,12 +3,27 @@
 from collections.abc import Iterable
 
 from raycl.data.sources import existing
-from raycl.errors import StorageError
+from raycl.errors import ConfigError, StorageError
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
 from raycl.models.names import SPEC, SideName, check_side
 from raycl.storage import Place, absolute
 from raycl.training.checkpoint_list import CHECKPOINTS, LISTED
+
+
+def check_package(to: str | None) -> None:
+    """Raise ``ConfigError`` for a package that encoders are not exported to."""
+    if to not in ("sentence_transformers", "torchvision", None):
+        raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers and torchvision")
+
+
+def check_mining(num_negatives: int, below: float) -> None:
+    """Raise ``ConfigError`` for a number or a fraction by which no negatives are mined."""
+    if num_negatives < 1 or not 0 < below <= 1:
+        raise ConfigError(
+            f"cannot mine {num_negatives} negatives below {below:g} of the positive; give 1 or more, and a "
+            "fraction up to 1"
+        )
 
 
 def admit(

@@ -144,7 +144,7 @@ def embed_to_parquet(
         encoder = saved.build(network)
         role, columns = columns_for(encoder, columns)
         source = find_source(data, columns)
-        join_cluster(address, debug=debug)
+        join_cluster(address, debug=debug, quiet_core=True)
         filesystem, path = place.resolve()
         with open_logbook() as logbook:
             decoded = decode_source(source, Decoder(formats=formats_of(encoder, role), logbook=logbook))

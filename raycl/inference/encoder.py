@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from raycl.models.names import SPEC, check_side
@@ -64,7 +65,8 @@ def read_encoders(
     print(f"{uri} has not finished: using its checkpoint after step {step}", file=sys.stderr)
     vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
     modality = build.modality(config, vocabulary)
-    encoders = [side.encoder() if network is None else network for side in modality.sides]
+    with torch.random.fork_rng():  # a network that is built is seeded
+        encoders = [side.encoder() if network is None else network for side in modality.sides]
     specs = encoder_specs(config, modality, encoders, own=network is not None)
     towers = ("query.", "key.") if config.has_two_towers else ("",)
     by_side = {"query": (specs[0], towers[0]), "key": (specs[-1], towers[len(specs) - 1])}

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from raycl.errors import ConfigError
-from raycl.inference.admission import admit
+from raycl.inference.admission import admit, check_package
 from raycl.inference.encoder import read_encoders
 from raycl.inference.sentence_folder import sentence_folder
 from raycl.inference.torchvision_weights import ARCHITECTURE, MODEL, WEIGHTS, torchvision_files
@@ -21,13 +21,13 @@ def export_encoder(run: str, output: str, *, side: SideName = "query", to: Packa
     ``sentence_transformers`` takes encoders of texts: ``SentenceTransformer(output).encode`` gives the
     vectors of ``load_encoder(run).encode``, not brought to unit length. ``torchvision`` takes those of
     images: ``weights.pth`` holds its weights, ``architecture.json`` the name of its network, or ``model.py``
-    builds it where torchvision has no name for it. Without ``to`` the kind of the encoder decides. With two towers ``side`` says whose; its projection head is a part of it.
+    builds it where torchvision has no name for it. Both packages load local folders alone. Without ``to`` the
+    kind of the encoder decides. With two towers ``side`` says whose; its projection head is a part of it.
 
     Raises ``StorageError`` for an output that exists, and ``ConfigError`` for an encoder that the
     package has no place for, a network of the user's own among them; nothing is written then.
     """
-    if to not in ("sentence_transformers", "torchvision", None):
-        raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers and torchvision")
+    check_package(to)
     admit(run, side=side, output=output)
     (saved,) = read_encoders(run, [side])
     if saved.spec.name == OWN:
@@ -46,8 +46,10 @@ def export_encoder(run: str, output: str, *, side: SideName = "query", to: Packa
     with writing_new(output) as place:
         for name, content in files.items():
             (place / name).write_bytes(content)
+    if not place.is_local:
+        return f"a local copy of {place}: both packages load local folders alone"
     if MODEL in files:
         return f"runpy.run_path({str(place / MODEL)!r})['build']()"
     if is_image:
         return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
-    return f"sentence_transformers.SentenceTransformer({output!r})"
+    return f"sentence_transformers.SentenceTransformer({str(output)!r})"

@@ -83,7 +83,7 @@ def evaluate(
     _check_labels(sources)
     if not quiet:
         _tell_of_one_set(sources)
-    join_cluster(address, debug=debug)
+    join_cluster(address, debug=debug, quiet_core=True)
 
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
         sets = (train_set.values, train_set.label, test_set.values, test_set.label)

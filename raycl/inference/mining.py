@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from raycl.cluster import own_errors
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
-from raycl.inference.admission import admit
+from raycl.inference.admission import admit, check_mining
 from raycl.inference.distinct import DistinctTexts
 from raycl.inference.encoder import read_encoders
 from raycl.inference.values import Values, embed_values, read_pairs
@@ -66,11 +66,7 @@ def mine_negatives(
         StorageError: There is something at ``output``.
         DataError: A column is missing, or no pair matches.
     """
-    if num_negatives < 1 or not 0 < below <= 1:
-        raise ConfigError(
-            f"cannot mine {num_negatives} negatives below {below:g} of the positive; give 1 or more, and a "
-            "fraction up to 1"
-        )
+    check_mining(num_negatives, below)
     admit(run, data=[data], output=output, gpu=gpu, address=address)
     of_queries, of_documents = read_encoders(run, ["query", "key"])
     if of_queries.takes_images:

@@ -144,9 +144,7 @@ def last_checkpoint(output: Place) -> str:
     folder = output / CHECKPOINTS
     latest = _read_list(folder).get("latest_checkpoint_result") if (folder / LISTED).exists() else None
     if latest is None:
-        raise StorageError(
-            f"the run at {output} has no checkpoint yet to encode an image by; ask again after its first, or ask by --id"
-        )
+        raise StorageError(f"the run at {output} has no checkpoint yet; repeat the command after its first")
     return latest["checkpoint_dir_name"]
 
 
@@ -160,4 +158,4 @@ def _read_list(folder: Place) -> dict[str, Any]:
     copy = copied_list(folder)
     if copy is not None:
         return copy
-    raise StorageError(f"cannot read {listed}: it is no list of checkpoints; ask again, or ask by --id")
+    raise StorageError(f"cannot read {listed}: it is no list of checkpoints; repeat the command")

@@ -119,7 +119,7 @@ def embed_values(
     """
     encoder = saved.build()
     role = "image" if isinstance(encoder, ImageEncoder) else "text"
-    join_cluster(address, debug=debug)
+    join_cluster(address, debug=debug, quiet_core=True)
     kind = pa.binary() if role == "image" else pa.string()
     numbers = np.arange(len(values))
     tables = [

@@ -76,6 +76,8 @@ class ImageEncoder(nn.Module):
     def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
         """Return the pixels of images of any kind; ``first`` is the position of the first one."""
         like = self.spec.image_format()
+        if not images:
+            return np.empty((0, like.size, like.size, like.channels), np.uint8)
         return np.stack([_pixels(image, like, first + place) for place, image in enumerate(images)])
 
 
