@@ -114,7 +114,7 @@ def test_a_run_without_a_checkpoint_says_so(run: Path, listed: str | None) -> No
     file.unlink()
     if listed:
         file.write_text(listed)
-    with pytest.raises(StorageError, match="no checkpoint yet.*--id"):
+    with pytest.raises(StorageError, match="no checkpoint yet; repeat the command"):
         load_tower(str(run))
 
 
