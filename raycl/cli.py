@@ -342,10 +342,9 @@ def _interruptible(came: list[int]) -> Iterator[None]:
             signal.signal(each, interrupt)
         yield
     finally:
+        # Not SIG_IGN, which processes that start later would inherit.
         for each in heard:
-            signal.signal(
-                each, lambda *_: None
-            )  # unlike SIG_IGN, processes that start later do not inherit it
+            signal.signal(each, lambda *_: None)
 
 
 def _status_of(error: RayclError) -> int:

@@ -22,8 +22,6 @@ from raycl.errors import BrokenValueError
 
 BLOCK_BYTES = 64 * 2**20
 Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
-
-
 _ROWS_A_PIECE = 1_024  # of a dataset
 
 
