@@ -47,9 +47,8 @@ class ImageEncoder(nn.Module):
 
     def prepare(self, images: Tensor | NDArray[Any] | Sequence[Any]) -> Tensor:
         """Resize and normalize uint8 images [batch, height, width, channels], or a list as ``encode`` takes it."""
-        device = next(self.network.parameters()).device
         is_batch = isinstance(images, Tensor | np.ndarray)
-        pixels = torch.as_tensor(images if is_batch else self._decode(images, 0)).to(device)
+        pixels = torch.as_tensor(images if is_batch else self._decode(images, 0)).to(_device_of(self))
         return center_view(pixels, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
 
     @torch.inference_mode()
@@ -71,7 +70,7 @@ class ImageEncoder(nn.Module):
             self.network(self.prepare(self._decode(images[start : start + batch_size], start))).float()
             for start in range(0, len(images), batch_size)
         ]
-        return torch.cat(parts) if parts else torch.empty(0, self.spec.representation_dim)
+        return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
 
     def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
         """Return the pixels of images of any kind; ``first`` is the position of the first one."""
@@ -103,8 +102,7 @@ class TextEncoder(nn.Module):
             )
         except BrokenTextError as error:
             raise DataError(f"a text cannot be used: {error}; leave it out") from None
-        device = next(self.network.parameters()).device
-        return torch.from_numpy(padded_rows(rows)).to(device)
+        return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
@@ -113,7 +111,11 @@ class TextEncoder(nn.Module):
             self.network(self.prepare(texts[start : start + batch_size])).float()
             for start in range(0, len(texts), batch_size)
         ]
-        return torch.cat([torch.empty(0, self.spec.representation_dim), *parts])
+        return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
+
+
+def _device_of(encoder: nn.Module) -> torch.device:
+    return next(encoder.parameters()).device
 
 
 def save_encoder(

@@ -52,7 +52,7 @@ def modality(config: RunConfig, vocabulary: Vocabulary | None = None) -> Modalit
 def view_maker(config: RunConfig, samples: Modality, device: torch.device) -> ViewMaker:
     """Return what draws the views: two, unless the key is a slot of a memory bank."""
     return ViewMaker(
-        drawing=samples.drawing(device),
+        drawing=samples.drawing(),
         num_views=1 if config.key == "slot" else 2,
         device=device,
     )
@@ -92,7 +92,10 @@ def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> Lea
     normalizer = None
     if num_samples is not None:  # whichever the loss: a stage of NCE may be added to a finished run
         normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
-    temperature = LearnedTemperature(config.stages[0].temperature) if config.learn_temperature else None
+    temperature = None
+    if config.learn_temperature:
+        device = next(whole.parameters()).device
+        temperature = LearnedTemperature(config.stages[0].temperature).to(device)
     return Learner(
         whole,
         optimizer(config, nn.ModuleList(filter(None, (whole, temperature)))),
