@@ -12,7 +12,9 @@ from raycl.batchnorm.layers import AnyBatchNorm
 from raycl.batchnorm.synchronized import (
     _add_scaled,
     _affine,
+    _check_count,
     _gradient_sums,
+    _like,
     _local_moments,
     _merge,
     _Moments,
@@ -47,10 +49,7 @@ def merge_moments(chunks: Sequence[Tensor], values: Sequence[Tensor], *, over_wo
 
 def _checked(merged: Tensor, value: Tensor) -> Moments:
     channels = value.shape[1]
-    # With two values in this chunk there are two in all: do not wait for the count without need.
-    if value.numel() < 2 * channels and merged[0, -1].item() < 2:
-        shape = list(value.shape)
-        raise ValueError(f"Expected more than 1 value per channel when training, got input {shape}")
+    _check_count(value, merged[0, -1])
     return Moments(*merged.to(_statistics_type(value)).squeeze(0).split([channels, channels, 1]))
 
 
@@ -100,8 +99,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, mean, variance = ctx.saved_tensors
-        if grad.stride() != x.stride():
-            grad = torch.empty_like(x).copy_(grad)  # one memory format, that of the input
+        grad = _like(grad, x)
         sums = _gradient_sums(grad, x, mean, variance, ctx.eps)
         if ctx.note is not None:
             ctx.note(grad, sums)

@@ -5,6 +5,7 @@ the separate statistics that shuffling needs ("bn-splits" in MoCo's demo on CIFA
 groups of rows whatever the number of workers, or of chunks in which a worker embeds its rows.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -71,21 +72,32 @@ class SplitBatchNorm(AnyBatchNorm):
                 "make the local batch, and a chunk of it, a multiple of the group"
             )
         rate = self._count_batch()
-        moments = self._empty_moments(len(input) // self.group_size)
-        groups = zip(input.split(self.group_size), moments, strict=True)
-        output = torch.cat(
-            [
-                F.batch_norm(rows, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-                for rows, (mean, variance) in groups
-            ]
-        )
-        if isinstance(moments, Tensor):
-            mean, unbiased_variance = moments.mean(0)
+        groups = input.split(self.group_size)
+        moments = None
+        if self.running_mean is not None:
+            moments = self.running_mean.new_zeros(2, len(groups), self.num_features)
+        output = (self._at_once if input.is_cuda else self._one_by_one)(groups, moments)
+        if moments is not None:
+            mean, unbiased_variance = moments.mean(1)
             self._track(mean, unbiased_variance, rate)
         return output
 
-    def _empty_moments(self, num_groups: int) -> Tensor | list[tuple[None, None]]:
-        """Return what each group writes its moments into, [num_groups, 2, channels]."""
-        if self.running_mean is None:
-            return [(None, None)] * num_groups
-        return self.running_mean.new_zeros(num_groups, 2, self.num_features)
+    def _one_by_one(self, groups: Sequence[Tensor], moments: Tensor | None) -> Tensor:
+        """Normalize each group, and write its mean and variance into ``moments`` [2, num_groups, channels]."""
+        each = [(None, None)] * len(groups) if moments is None else moments.unbind(1)
+        return torch.cat(
+            [
+                F.batch_norm(rows, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+                for rows, (mean, variance) in zip(groups, each, strict=True)
+            ]
+        )
+
+    def _at_once(self, groups: Sequence[Tensor], moments: Tensor | None) -> Tensor:
+        """Normalize the groups as channels of their own: few launches on a GPU, but twice the time on a CPU."""
+        mean, variance = (None, None) if moments is None else moments.flatten(1)
+        weight, bias = (
+            None if each is None else each.repeat(len(groups)) for each in (self.weight, self.bias)
+        )
+        side_by_side = torch.cat(list(groups), dim=1)
+        output = F.batch_norm(side_by_side, mean, variance, weight, bias, True, 1.0, self.eps)
+        return torch.cat(output.chunk(len(groups), dim=1))

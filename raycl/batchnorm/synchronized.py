@@ -5,17 +5,16 @@ from them which rows sat together: a leak that contrastive losses reward. Here t
 those of the global batch, so that the result does not depend on the number of workers. That cures
 methods whose negatives are all of the same batch, but not a queue: see ``shuffled.py``.
 
-torch's ``SyncBatchNorm`` refuses CPU modules; on CUDA its kernels are the ones used here.
+torch's ``SyncBatchNorm`` refuses CPU modules, and on CUDA makes the host wait three times a layer.
+Its kernels are the ones used here on CUDA, without the waits.
 """
 
 import math
 from typing import Any, NamedTuple, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules._functions import SyncBatchNorm as _DeviceBatchNorm
 
 from raycl.batchnorm.layers import PLAIN, AnyBatchNorm, refuse_other_kinds
 from raycl.distributed import all_sum, gather_detached, num_workers
@@ -83,9 +82,7 @@ class SynchronizedBatchNorm(AnyBatchNorm):
 
     def _forward_on_device(self, input: Tensor, rate: float) -> Tensor:
         buffers = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2
-        return _DeviceBatchNorm.apply(  # pyright: ignore[reportReturnType]
-            input, self.weight, self.bias, *buffers, self.eps, rate, dist.group.WORLD, num_workers()
-        )
+        return _NormalizeOnDevice.apply(input, self.weight, self.bias, *buffers, self.eps, rate)  # pyright: ignore[reportReturnType]
 
 
 SYNCHRONIZED = (SynchronizedBatchNorm, nn.SyncBatchNorm)
@@ -104,11 +101,16 @@ def _global_moments(x: Tensor) -> _Moments:
     channels = x.shape[1]
     merged = _merge(gather_detached(_local_moments(x))).to(_statistics_type(x))
     moments = _Moments(*merged.squeeze(0).split([channels, channels, 1]))
+    _check_count(x, moments.num_values)
+    return moments
+
+
+def _check_count(x: Tensor, num_values: Tensor) -> None:
+    """Refuse a global batch with a single value per channel; its parts have ``num_values``."""
     # With two values here there are two in all: do not wait for the count without need.
-    if x.numel() < 2 * channels and moments.num_values.item() < 2:
+    if x.numel() < 2 * x.shape[1] and num_values.sum().item() < 2:
         shape = list(x.shape)
         raise ValueError(f"Expected more than 1 value per channel when training, got input {shape}")
-    return moments
 
 
 def _local_moments(x: Tensor) -> Tensor:
@@ -116,12 +118,14 @@ def _local_moments(x: Tensor) -> Tensor:
     channels = x.shape[1]
     if x.numel() == 0:
         return x.new_zeros(1, 2 * channels + 1, dtype=torch.float64)
-    pieces = x.split(max(1, _PIECE_VALUES // x[0, 0].numel()))
+    # CUDA's kernel adds up by Welford's method and in parallel: it takes everything in one go.
+    pieces = [x] if x.is_cuda else x.split(max(1, _PIECE_VALUES // x[0, 0].numel()))
     # The kernel computes in the type of the running statistics, which it also moves: by nothing.
     unused = torch.zeros(2, channels, dtype=_statistics_type(x), device=x.device)
     moments = [torch.batch_norm_update_stats(piece, unused[0], unused[1], 0.0) for piece in pieces]
     means, variances = (torch.stack(each) for each in zip(*moments, strict=True))
-    num_values = means.new_tensor([[piece.numel() // channels] for piece in pieces])
+    num_values = means.new_full((len(pieces), 1), pieces[0].numel() // channels)
+    num_values[-1] = pieces[-1].numel() // channels
     # Vectors of this length cost nothing in float64, and merging then adds no error.
     return _merge(torch.cat([means, variances, num_values], dim=1).double())
 
@@ -168,8 +172,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, scale, mean, variance, num_values = ctx.saved_tensors
-        if grad.stride() != x.stride():
-            grad = torch.empty_like(x).copy_(grad)  # one memory format, that of the input
+        grad = _like(grad, x)
         local = _gradient_sums(grad, x, mean, variance, ctx.eps)
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -186,6 +189,84 @@ class _Normalize(torch.autograd.Function):
             each.to(dtype) if dtype else None for each, dtype in zip(local, ctx.parameter_types, strict=True)
         )
         return grad_x, grad_weight, grad_bias, None, None
+
+
+class _NormalizeOnDevice(torch.autograd.Function):
+    """The same by the kernels of torch's ``SyncBatchNorm``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_variance: Tensor | None,
+        eps: float,
+        rate: float,
+    ) -> Tensor:
+        x, channels = _dense(x), x.shape[1]
+        gathered = gather_detached(_device_moments(x, eps))
+        means, invstds, counts = gathered.split([channels, channels, 1], dim=1)
+        counts = counts.flatten()
+        _check_count(x, counts)
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(
+            x, means, invstds, running_mean, running_variance, rate, eps, counts
+        )
+        ctx.save_for_backward(x, weight, mean, invstd, counts)
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, mean, invstd, counts = ctx.saved_tensors
+        grad = _like(grad, x)
+        if x.numel():
+            level, slope, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+                grad, x, mean, invstd, weight, ctx.needs_input_grad[0], *ctx.needs_input_grad[1:3]
+            )
+        else:
+            level, slope, grad_weight, grad_bias = (torch.zeros_like(mean) for _ in range(4))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            level, slope = all_sum(torch.stack([level, slope]))
+            grad_x = torch.batch_norm_backward_elemt(
+                grad, x, mean, invstd, weight, level, slope, counts.to(torch.int32)
+            )
+        of_parameters = (
+            each if wanted else None
+            for each, wanted in zip((grad_weight, grad_bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        return grad_x, *of_parameters, None, None, None, None
+
+
+def _device_moments(x: Tensor, eps: float) -> Tensor:
+    """Return mean, 1 / sqrt(variance + eps) and number of values side by side, [1, 2 * channels + 1]."""
+    channels = x.shape[1]
+    if x.numel():
+        mean, invstd = torch.batch_norm_stats(x, eps)
+        count = float(x.numel() // channels)
+    else:
+        # The kernel that merges divides by the count: no rows count next to nothing, instead of a mask, for whose
+        # size the host would wait.
+        mean, invstd = (
+            torch.full((channels,), value, dtype=_statistics_type(x), device=x.device)
+            for value in (0.0, eps**-0.5)
+        )
+        count = 1e-30
+    return torch.cat([mean, invstd, mean.new_full((1,), count)])[None]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x without gaps, in channels_last if it is, else contiguous."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(x.dim())
+    return x if last is not None and x.is_contiguous(memory_format=last) else x.contiguous()
+
+
+def _like(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient in the memory format of its input."""
+    return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
 
 
 def _add_scaled(out: Tensor, x: Tensor, factor: Tensor) -> None:
@@ -211,6 +292,10 @@ def _gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps:
     """Return the sums of grad * normalized x and of grad, [2, channels]."""
     if x.numel() == 0:
         return mean.new_zeros(2, len(mean))
+    if x.is_cuda:
+        invstd = (variance + eps).rsqrt()
+        level, slope, _, _ = torch.batch_norm_backward_reduce(grad, x, mean, invstd, None, True, False, False)
+        return torch.stack([slope * invstd, level])
     _, slope, level = _native_backward(
         grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
     )
