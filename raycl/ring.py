@@ -62,7 +62,7 @@ def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperatu
     batch, end = len(view_a), len(rows)
     sides = (Side(slice(0, batch), positive=batch, own=0), Side(slice(batch, end), positive=0, own=batch))
     evaluate = partial(_evaluate_views, sides=sides, sample_id=sample_id)
-    return fused(evaluate, rows, checked_temperature(temperature).to(rows))
+    return fused(evaluate, rows, checked_temperature(temperature, rows))
 
 
 def ring_info_nce(
@@ -111,7 +111,7 @@ def ring_info_nce(
     others = others.to(rows) if others.requires_grad else others
     sides = (Side(slice(0, len(rows)), positive=0, own=None),)
     evaluate = partial(_evaluate, sides=sides, sample_id=sample_id, negative_ids=negative_ids)
-    return fused(evaluate, rows, key.to(rows), others, checked_temperature(temperature).to(rows))
+    return fused(evaluate, rows, key.to(rows), others, checked_temperature(temperature, rows))
 
 
 def _evaluate_views(

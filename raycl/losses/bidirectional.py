@@ -109,7 +109,7 @@ def bidirectional_cross_entropy(
     )
     # A queue in half precision that wants no gradient is taken up piece by piece.
     others = others.to(rows) if others.requires_grad else others
-    return fused(evaluate, rows, keys.to(rows), others, checked_temperature(temperature).to(rows))
+    return fused(evaluate, rows, keys.to(rows), others, checked_temperature(temperature, rows))
 
 
 def _checked_batch(

@@ -6,23 +6,27 @@ from torch import Tensor
 from raycl.errors import ConfigError
 
 
-def checked_temperature(temperature: float | Tensor) -> Tensor:
-    """Return the temperature as a 0-d tensor above 0; a float becomes float64."""
-    if isinstance(temperature, Tensor):
-        degrees = temperature
-    else:
-        degrees = torch.tensor(temperature, dtype=torch.float64)
+def checked_temperature(temperature: float | Tensor, rows: Tensor) -> Tensor:
+    """Return the temperature as a 0-d tensor above 0, of the type and on the device of the rows."""
+    if not isinstance(temperature, Tensor):
+        _check_positive(temperature)
+        return rows.new_full((), temperature)  # a copy of the number would make the host wait
+    degrees = temperature
     if degrees.ndim != 0:
         raise ConfigError(
             f"the temperature is not one number: its shape is {list(degrees.shape)}; "
             "pass a float or a 0-d tensor"
         )
-    if degrees.item() <= 0:
+    _check_positive(degrees.item())
+    return degrees.to(rows)
+
+
+def _check_positive(temperature: float) -> None:
+    if temperature <= 0:
         raise ConfigError(
-            f"the temperature is not above 0: it is {degrees.item():g}; "
+            f"the temperature is not above 0: it is {temperature:g}; "
             "usual values lie between 0.01 and 1 (learn its logarithm, which cannot cross 0)"
         )
-    return degrees
 
 
 def check_pair(name: str, left: Tensor, right: Tensor) -> None:

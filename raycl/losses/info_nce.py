@@ -90,7 +90,7 @@ def info_nce(
     )
     # A queue in half precision that wants no gradient is taken up piece by piece.
     others = others.to(rows) if others.requires_grad else others
-    return fused(evaluate, rows, columns.to(rows), others, checked_temperature(temperature).to(rows))
+    return fused(evaluate, rows, columns.to(rows), others, checked_temperature(temperature, rows))
 
 
 def _checked_columns(

@@ -34,10 +34,11 @@ class KnownPairs:
         holds_positives: whether row i and column i are a pair, which needs no mask. strips: the rows
         that will be asked for together; by default all of them, 256 at a time.
         """
-        left, right = _distinct(*pairs)
+        left, right, is_new = _sorted(*pairs)
         ordered, self._by_id = column_ids.sort()
-        # Columns of an id stand together there, and pairs of a row's id among the distinct ones.
-        self._first_column, self._num_columns = _find(ordered, right)
+        # Columns of an id stand together there, and pairs of a row's id among the sorted ones.
+        self._first_column, num_columns = _find(ordered, right)
+        self._num_columns = num_columns * is_new
         self._first_pair, self._num_pairs = _find(left, row_ids)
         before = _before(self._num_columns)
         self.num_known = before[self._first_pair + self._num_pairs] - before[self._first_pair]
@@ -81,12 +82,14 @@ class KnownColumns:
         num_rows = count_known((pairs[1], pairs[0]), column_ids, row_ids)
         if positives is not None:
             num_rows[positives] -= 1
-        self._columns, self._pieces = num_rows.nonzero()[:, 0], pieces
-        self._known = KnownPairs(pairs, row_ids, column_ids[self._columns], strips=strips)
-        starts = torch.tensor([piece.start for piece in pieces], dtype=torch.int64, device=row_ids.device)
+        is_known, self._pieces = num_rows > 0, pieces
         # Asked once, as the sums of the strips are.
-        bounds = [*torch.searchsorted(self._columns, starts).tolist(), len(self._columns)]
+        counts = torch.stack([is_known[piece].sum() for piece in pieces]).tolist() if pieces else []
+        bounds = list(itertools.accumulate(counts, initial=0))
         self._parts = [slice(*bound) for bound in itertools.pairwise(bounds)]
+        if bounds[-1]:
+            self._columns = is_known.argsort(descending=True, stable=True)[: bounds[-1]]
+            self._known = KnownPairs(pairs, row_ids, column_ids[self._columns], strips=strips)
         self._strip: tuple[slice, Tensor | None] = slice(0), None
 
     def mask(self, tile: Tensor, strip: slice, piece: int) -> None:
@@ -109,14 +112,14 @@ def count_known(pairs: tuple[Tensor, Tensor], row_ids: Tensor, column_ids: Tenso
     return KnownPairs(pairs, row_ids, column_ids, strips=()).num_known
 
 
-def _distinct(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each pair once, in order of the left."""
+def _sorted(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pairs in order of the left, and which of them is no copy of the one before."""
     order = right.argsort()
     order = order[left[order].argsort(stable=True)]
     left, right = left[order], right[order]
     is_new = torch.ones_like(left, dtype=torch.bool)
     is_new[1:] = (left[1:] != left[:-1]) | (right[1:] != right[:-1])
-    return left[is_new], right[is_new]
+    return left, right, is_new
 
 
 def _find(ordered: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def nce(
     log_share = torch.as_tensor(log_normalizer, dtype=torch.float64).detach() - math.log(num_samples)
     threshold = tiles.num_left().to(rows).log() + log_share.to(rows)
     evaluate = partial(_evaluate, positive=positive.to(rows), tiles=tiles, threshold=threshold)
-    return fused(evaluate, rows, checked_temperature(temperature).to(rows))
+    return fused(evaluate, rows, checked_temperature(temperature, rows))
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def noise_mass(
     """
     tiles = _NoiseTiles(query, noise, sample_id, noise_id)
     rows = working_precision(query)
-    scaled = rows / checked_temperature(temperature).to(rows)
+    scaled = rows / checked_temperature(temperature, rows)
     no_threshold = scaled.new_zeros(len(scaled))
     none = scaled.new_tensor(-math.inf, dtype=torch.float64)
     with torch.autocast(rows.device.type, enabled=False):

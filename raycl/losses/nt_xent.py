@@ -69,7 +69,7 @@ def nt_xent(
     check_pair("the two views", view_a, view_b)
     check_sample_id(sample_id, view_a)
     rows = working_precision(torch.cat([view_a, view_b]))
-    degrees = checked_temperature(temperature).to(rows)
+    degrees = checked_temperature(temperature, rows)
     if gathered_a is None and gathered_b is None:
         ids = None if sample_id is None or not has_duplicates(sample_id) else sample_id.repeat(2)
         return fused(partial(_evaluate_square, ids=ids), rows, degrees)
