@@ -54,7 +54,6 @@ def epochs(asked: Asked) -> Epochs:
     drawing = ImageDrawing(
         augmentation=ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.5,)),
         seed=0,
-        device=torch.device("cpu"),
     )
     return Epochs(asked, ViewMaker(drawing=drawing, num_views=2, device=torch.device("cpu")))  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors", "showing"},
     {"address", "gpus"},
-    {"storage", "schedules", "shared_memory", "tokens", "prometheus", "phases"},
+    {"storage", "schedules", "shared_memory", "tokens", "prometheus", "phases", "transfer"},
     {"records", "commands", "portraits"},
     {"losses", "augment", "data", "distributed", "measures", "replay", "lease"},
     {"batchnorm", "ring"},

@@ -36,7 +36,7 @@ TEXTS = invented_texts(60, seed=3)
 
 
 def drawing_of(config: RunConfig) -> Drawing:
-    return build.modality(config, vocabulary()).drawing(CPU)
+    return build.modality(config, vocabulary()).drawing()
 
 
 def towers_of(config: RunConfig) -> Any:
@@ -108,7 +108,7 @@ def lists_of_texts(num_rows: int, num_texts: int) -> list[list[str]]:
 def numbers_shown(config: RunConfig, rows: Rows, *, epoch: int, view: int) -> list[int]:
     """Return which text of its list each row shows."""
     batch = whole(rows, epoch=epoch)
-    texts, tokens = texts_of(batch, "text"), drawing_of(config).view(batch, view)
+    texts, tokens = texts_of(batch, "text"), drawing_of(config).view(batch, view).on(CPU)
     shown = []
     for row, each in enumerate(tokens):
         members = [texts.picked(np.full(len(texts), number)) for number in range(texts.counts[row])]
@@ -145,14 +145,16 @@ def test_a_view_is_a_function_of_seed_epoch_and_sample_whatever_the_batch(
     rows, drawing = rows_of(config, {"text": lists_of_texts(20, 4)}), drawing_of(config)
     order = np.random.default_rng(0).permutation(20)
     for view in (0, 1):
-        tokens = drawing.view(whole(rows, epoch=3), view)
-        again = drawing.view(rows.take(order, epoch=3), view)
+        tokens = drawing.view(whole(rows, epoch=3), view).on(CPU)
+        again = drawing.view(rows.take(order, epoch=3), view).on(CPU)
         assert all(a.equal(b) for a, b in zip(tokens[torch.from_numpy(order)], again, strict=True))
-        alone = drawing.view(rows.take(order[:1], epoch=3), view)[0]
+        alone = drawing.view(rows.take(order[:1], epoch=3), view).on(CPU)[0]
         assert alone.equal(tokens[order[0]][: len(alone)])
-        other_epoch = drawing.view(whole(rows, epoch=4), view)
-        other_seed = drawing_of(small_config("simcse", {**augmentation, "seed": 1})).view(
-            whole(rows, epoch=3), view
+        other_epoch = drawing.view(whole(rows, epoch=4), view).on(CPU)
+        other_seed = (
+            drawing_of(small_config("simcse", {**augmentation, "seed": 1}))
+            .view(whole(rows, epoch=3), view)
+            .on(CPU)
         )
         for other in (other_epoch, other_seed):
             assert not torch.equal(*(F.pad(each, (0, 20 - each.shape[1])) for each in (tokens, other)))
@@ -162,15 +164,15 @@ def test_rows_of_one_text_and_of_several_go_together() -> None:
     config = small_config("simcse")
     rows = rows_of(config, {"text": [TEXTS[0], TEXTS[1:3], [TEXTS[3]], TEXTS[4:9]]})
     drawing, batch = drawing_of(config), whole(rows)
-    first, second = (drawing.view(batch, view) for view in (0, 1))
+    first, second = (drawing.view(batch, view).on(CPU) for view in (0, 1))
     same = [
         bool(padded_to(a.numpy(), 10).equal(padded_to(b.numpy(), 10)))
         for a, b in zip(first, second, strict=True)
     ]
     assert same == [True, False, True, False]
-    assert drawing.plain(batch).equal(drawing.plain_key(batch))
+    assert drawing.plain(batch).on(CPU).equal(drawing.plain_key(batch).on(CPU))
     expected = vocabulary().tokenizer.encode([TEXTS[0], TEXTS[1], TEXTS[3], TEXTS[4]], 10)
-    for row, tokens in zip(drawing.plain(batch), expected, strict=True):
+    for row, tokens in zip(drawing.plain(batch).on(CPU), expected, strict=True):
         assert row.equal(padded_to(tokens.astype(np.int64), len(row)))
     assert drawing.negatives(batch) is None
 
@@ -191,7 +193,7 @@ def test_the_views_of_simcse_are_told_apart_by_dropout_alone() -> None:
     config = small_config("simcse", {"encoder.arguments": TRANSFORMER | {"dropout": 0.1}})
     rows = rows_of(config, {"text": TEXTS[:20]})
     drawing = drawing_of(config)
-    assert drawing.view(whole(rows), 0).equal(drawing.view(whole(rows), 1))
+    assert drawing.view(whole(rows), 0).on(CPU).equal(drawing.view(whole(rows), 1).on(CPU))
     query, key = embedded(config, rows, training=False)
     assert torch.allclose(query, key, atol=1e-6)
     query, key = embedded(config, rows, training=True)
@@ -204,7 +206,7 @@ def test_the_views_of_esimcse_repeat_tokens() -> None:
     config = small_config("esimcse", {"text.max_length": 60})
     texts = [text for text in TEXTS if len(text) < 60]
     rows = rows_of(config, {"text": texts})
-    views = [drawing_of(config).view(whole(rows), view).tolist() for view in (0, 1)]
+    views = [drawing_of(config).view(whole(rows), view).on(CPU).tolist() for view in (0, 1)]
     repeated = []
     for row, tokens in enumerate(map(np.ndarray.tolist, vocabulary().tokenizer.encode(texts, 60))):
         for shown in ([token for token in view[row] if token] for view in views):
@@ -267,10 +269,10 @@ def test_queries_are_view_0_and_documents_view_1_as_they_are() -> None:
     values = clicks(6, num_negatives=[2, 0, 3])
     drawing, batch = drawing_of(config), whole(rows_of(config, values))
     for tokens, role, length in (
-        (drawing.view(batch, 0), "query", 10),
-        (drawing.plain(batch), "query", 10),
-        (drawing.view(batch, 1), "document", 14),
-        (drawing.plain_key(batch), "document", 14),
+        (drawing.view(batch, 0).on(CPU), "query", 10),
+        (drawing.plain(batch).on(CPU), "query", 10),
+        (drawing.view(batch, 1).on(CPU), "document", 14),
+        (drawing.plain_key(batch).on(CPU), "document", 14),
         (drawing.negatives(batch), "negatives", 14),
     ):
         texts = values[role] if role != "negatives" else [text for row in values[role] for text in row]
@@ -518,13 +520,13 @@ def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> 
     known_by = {}
     for epoch in range(20):
         batch = whole(rows, epoch=epoch)
-        known, tokens = drawing.known(batch), drawing.view(batch, 1)
+        known, tokens = drawing.known(batch), drawing.view(batch, 1).on(CPU)
         assert known.query[:, 0].tolist() == [0, 1, 2, 3]
         assert known.negative is None
         for row, name in zip(tokens, known.key[:, 0].tolist(), strict=True):
             assert known_by.setdefault(name, row[row > 0].tolist()) == row[row > 0].tolist()
-        assert drawing.view(batch, 0).shape == (4, 1, 8, 8)
-        assert drawing.plain_key(batch)[0].equal(drawing.plain_key(batch)[1])
+        assert drawing.view(batch, 0).on(CPU).shape == (4, 1, 8, 8)
+        assert drawing.plain_key(batch).on(CPU)[0].equal(drawing.plain_key(batch).on(CPU)[1])
     assert len(known_by) == 4  # all three captions of the first two images, and that of the others
 
 
@@ -697,7 +699,7 @@ def test_the_judge_counts_keys_among_the_nearest_as_one_would_by_hand() -> None:
     judge = PairJudge(
         bank=rows_of(config, {"query": ["unheard"] * len(bank), "document": bank}),
         test=rows_of(config, {"query": list(queries), "document": list(documents)}),
-        drawing=PairDrawing(CPU),
+        drawing=PairDrawing(),
     )
     tower = Tower(Angles(queries | documents | copied | after | near), nn.Sequential())
     measures = judge.measure(TwoTowers(tower, tower), CPU)
@@ -717,7 +719,7 @@ def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None
     values = clicks(60, num_negatives=[0], seed=seed)
     rows = rows_of(config, {role: values[role] for role in ("query", "document")})
     test, bank = rows.where(lambda ids: ids < 25), rows.where(lambda ids: ids >= 25)
-    found = PairJudge(bank=bank, test=test, drawing=PairDrawing(CPU)).measure(towers, CPU)
+    found = PairJudge(bank=bank, test=test, drawing=PairDrawing()).measure(towers, CPU)
     assert towers.training
 
     towers.eval()
@@ -756,7 +758,7 @@ def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
     drawing, batch = drawing_of(config), whole(rows)
     image, caption = (
         Tower(Numbers(dict(zip(map(bytes_of, inputs), numbers, strict=True))), nn.Sequential())
-        for inputs in (drawing.plain(batch), drawing.plain_key(batch))
+        for inputs in (drawing.plain(batch).on(CPU), drawing.plain_key(batch).on(CPU))
     )
     test, bank = rows.where(lambda ids: ids < 20), rows.where(lambda ids: ids >= 20)
     judge = PairJudge(bank=bank, test=test, drawing=drawing)

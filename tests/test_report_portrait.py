@@ -73,7 +73,7 @@ def portrayer(folder: Path, **changed: Any) -> Portrayer:
     return Portrayer(
         rows=rows,
         positions=np.random.default_rng(0).permutation(NUM_ROWS),
-        drawing=ImageDrawing(augmentation=augmentation, seed=0, device=CPU),
+        drawing=ImageDrawing(augmentation=augmentation, seed=0),
         output=Place(str(folder)),
         vocabulary=None,
         held_out=True,
@@ -114,7 +114,7 @@ def test_rows_are_the_unit_representations_of_the_samples_named(tmp_path: Path) 
     assert gallery is not None
     by_id = {int(number): place for place, number in enumerate(digits().sample_id)}
     batch = digits().take(np.array([by_id[int(number)] for number in gallery.sample_id]))
-    images = portrayer(tmp_path).drawing.plain(batch)
+    images = portrayer(tmp_path).drawing.plain(batch).on(CPU)
     with torch.no_grad():
         expected = F.normalize(built.eval().encoder(images), dim=1)
     assert np.allclose(portrait.embedding, expected.numpy(), atol=2e-3)

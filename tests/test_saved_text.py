@@ -90,7 +90,7 @@ def test_of_images_and_captions_the_key_side_reads_texts(tmp_path: Path) -> None
     assert torch.allclose(captions.encode(TEXTS), projected(saved.towers[1], rows), atol=1e-6)
     images = load_encoder(str(tmp_path))
     batch = rows_of(config, {"image": noise_images(3), "caption": TEXTS[:3]}).take(np.arange(3))
-    plain = build.modality(config, vocabulary()).drawing(torch.device("cpu")).plain(batch)
+    plain = build.modality(config, vocabulary()).drawing().plain(batch).on(torch.device("cpu"))
     assert torch.allclose(images(plain), projected(saved.towers[0], plain), atol=1e-6)
     assert not (tmp_path / TOKENIZER).exists()
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from raycl.transfer import constant
+
 GRAY = (0.299, 0.587, 0.114)  # luma of ITU-R BT.601, as in torchvision
 
 
@@ -64,8 +66,8 @@ def recolor(
     """
     num_images, channels = pixels.shape[:2]
     device = pixels.device
-    gray = torch.tensor(GRAY if channels == 3 else (1.0,), device=device)
-    shift, scale = torch.tensor(mean, device=device), 1 / torch.tensor(std, device=device)
+    gray = constant(GRAY if channels == 3 else (1.0,), device)
+    shift, scale = constant(tuple(mean), device), 1 / constant(tuple(std), device)
     level = gray_share * (pixels.mean((2, 3)) @ gray) / 255  # of the cropped image, as torchvision
     bias = (level[:, None] - shift) * scale
     # Normalization rides on the matrix; the clamp then has its own bounds for every channel.

@@ -59,8 +59,8 @@ def _offset(room: Tensor, draw: Tensor, found: Tensor) -> Tensor:
 def resample(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int) -> Tensor:
     """Cut out each box, resize it to ``size`` x ``size`` and mirror it where ``flip`` says so.
 
-    Takes uint8 [n, height, width, channels], int64 boxes [n, 4] and bool [n] (both on the host or
-    on the device of the images); returns float32 [n, channels, size, size] between 0 and 255.
+    Takes uint8 [n, height, width, channels], boxes [n, 4] of whole numbers and bool [n], all on one
+    device; returns float32 [n, channels, size, size] between 0 and 255.
     Bilinear, with the filter widened when the image shrinks, as torchvision's ``antialias=True``.
     """
     _, height, width, _ = images.shape
@@ -72,7 +72,7 @@ def resample(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int) -> Tenso
 def resample_by_products(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int) -> Tensor:
     """Resample as rows @ image @ columns: few operations, whatever the number of images."""
     num_images, height, width, channels = images.shape
-    top, left, box_height, box_width = boxes.to(images.device).to(torch.float32).unbind(1)
+    top, left, box_height, box_width = boxes.to(torch.float32).unbind(1)
     upright = torch.zeros_like(flip)
     rows = _interpolation(top, box_height, upright, size=size, length=height, device=images.device)
     columns = _interpolation(left, box_width, flip, size=size, length=width, device=images.device)
@@ -93,7 +93,7 @@ def _interpolation(
 ) -> Tensor:
     """Weights [n, size, length] that resize pixels start .. start + extent of a line to ``size``."""
     position = torch.arange(size, device=device, dtype=torch.float32) + 0.5
-    position = torch.where(mirror.to(device)[:, None], size - position, position)
+    position = torch.where(mirror[:, None], size - position, position)
     scale = (extent / size)[:, None]
     sharpness = 1 / scale.clamp(min=1)  # the triangle is one pixel wide, wider when shrinking
     pixel = torch.arange(length, device=device) + 0.5 - start[:, None]
@@ -108,7 +108,7 @@ def resample_by_slices(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int
     """Resample image by image with torch's uint8 kernel, which rounds to whole gray levels."""
     num_images, _, _, channels = images.shape
     views = torch.empty(num_images, channels, size, size)
-    for view, image, box, mirror in zip(views, images, boxes.tolist(), flip.tolist(), strict=True):
+    for view, image, box, mirror in zip(views, images, boxes.long().tolist(), flip.tolist(), strict=True):
         top, left, height, width = box
         part = image[top : top + height, left : left + width].permute(2, 0, 1)[None]
         part = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0]

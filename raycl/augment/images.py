@@ -23,6 +23,7 @@ from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample
 from raycl.augment.rotation import rotate
 from raycl.augment.views import uniforms
 from raycl.errors import ConfigError
+from raycl.transfer import constant
 
 # One column of uniforms each; the columns of the crop box follow, and after them that of the rotation.
 # Append only: a new order would give every recorded run other views.
@@ -98,42 +99,58 @@ class ImageAugmentation:
         Raises ``ConfigError`` for arrays of a wrong type or shape.
         """
         check_images(images, channels=self.channels)
-        num_images, height, width, _ = images.shape
-        # Drawn on the host, so that an image gets the same box and colors on every device.
+        check_length("sample_id", len(sample_id), len(images))
+        drawn = self.draw(
+            sample_id, shape=images.shape[1:3], seed=seed, epoch=epoch, view=view, aspect=aspect
+        )
+        return self.apply(images, drawn.to(images.device) if isinstance(images, Tensor) else drawn)
+
+    def draw(
+        self,
+        sample_id: Tensor | np.ndarray,
+        *,
+        shape: Sequence[int],
+        seed: int,
+        epoch: int | Tensor | np.ndarray,
+        view: int,
+        aspect: Tensor | np.ndarray | None = None,
+    ) -> Tensor:
+        """Draw what makes a view of each image, for :meth:`apply`; float32 [n, 8 + channels**2] on the host.
+
+        ``shape`` are height and width of the stored images. An image is drawn the same on every device.
+        """
         draws = uniforms(sample_id, seed=seed, epoch=epoch, view=view, num=_ROTATION + 1)
-        check_length("sample_id", len(draws), num_images)
+        height, width = shape
         boxes = draw_boxes(
             draws[:, len(_DRAWS) : _ROTATION],
             height=height,
             width=width,
-            aspect=_aspect(aspect, num_images=num_images, default=width / height),
+            aspect=_aspect(aspect, num_images=len(draws), default=width / height),
             scale=self.crop_scale,
             ratio=self.crop_ratio,
         )
         named: dict[str, Tensor] = dict(zip(_DRAWS, draws.unbind(1), strict=False))
-        flip = named["flip"] < self.flip
         matrix, gray_share = self._colors(named)
         low, high = self.blur_sigma
-        sigma = low + (high - low) * named["sigma"]
-        blurred = named["blur"] < self.blur
+        sigma = torch.where(named["blur"] < self.blur, low + (high - low) * named["sigma"], 0.0)
         degrees = (2 * draws[:, _ROTATION] - 1) * self.rotation
+        others = torch.stack([named["flip"] < self.flip, degrees, sigma, gray_share], dim=1)
+        return torch.cat([boxes, others, matrix.flatten(1)], dim=1)
 
+    def apply(self, images: Tensor | np.ndarray, drawn: Tensor) -> Tensor:
+        """Return the views that were drawn, of images on the same device; shapes as a call has them."""
         views = _empty_views(images, size=self.size)
         for rows in _chunks(images, size=self.size):
-            pixels = resample(_pixels(images[rows]), boxes[rows], flip[rows], size=self.size)
+            box, others, matrix = drawn[rows].split([4, 4, self.channels**2], dim=1)
+            flip, degrees, sigma, gray_share = others.unbind(1)
+            pixels = resample(_pixels(images[rows]), box, flip > 0, size=self.size)
             if self.rotation:
-                pixels = rotate(pixels, degrees[rows])
-            pixels = recolor(
-                pixels,
-                matrix[rows].to(pixels.device),
-                gray_share[rows].to(pixels.device),
-                mean=self.mean,
-                std=self.std,
-            )
-            drawn = blurred[rows].nonzero().squeeze(1)
-            if len(drawn):
+                pixels = rotate(pixels, degrees)
+            matrix = matrix.unflatten(1, (self.channels, self.channels))
+            pixels = recolor(pixels, matrix, gray_share, mean=self.mean, std=self.std)
+            if self.blur:
                 # Weights of one sum: blurring before or after normalization is the same.
-                blur(pixels, sigma[rows][drawn], rows=drawn)
+                pixels = blur(pixels, sigma)
             views[rows] = pixels
         return views
 
@@ -186,11 +203,11 @@ def center_view(
     check_normalization(mean, std, channels=channels)
     check_images(images, channels=channels)
     num_images, height, width, _ = images.shape
-    boxes = torch.tensor([0, 0, height, width]).expand(num_images, 4)
-    upright = torch.zeros(num_images, dtype=torch.bool)
     views = _empty_views(images, size=size)
-    shift = torch.tensor(mean, device=views.device)[:, None, None]
-    scale = torch.tensor(std, device=views.device)[:, None, None]
+    device = views.device
+    boxes = constant((0, 0, height, width), device).expand(num_images, 4)
+    upright = torch.zeros(num_images, dtype=torch.bool, device=device)
+    shift, scale = (constant(tuple(each), device)[:, None, None] for each in (mean, std))
     for rows in _chunks(images, size=size):
         pixels = resample(_pixels(images[rows]), boxes[rows], upright[rows], size=size)
         views[rows] = (pixels / 255 - shift) / scale

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from raycl.distributed import gather, gather_detached, num_workers, rank
+from raycl.transfer import upload
 
 _PURPOSE = 0x5AFF1E  # keeps these draws apart from the orders of epochs, which hash (seed, epoch)
 
@@ -48,10 +49,11 @@ def encode_shuffled(encode: Callable[[Tensor], Tensor], rows: Tensor, *, seed: i
     """
     local_batch = len(rows)
     own = slice(rank() * local_batch, (rank() + 1) * local_batch)
-    order = permutation(num_workers() * local_batch, seed=seed, step=step).to(rows.device)
-    share = gather_detached(rows).index_select(0, order[own])
+    order = permutation(num_workers() * local_batch, seed=seed, step=step)
+    drawn, back = upload([order[own], order.argsort()[own]], rows.device)
+    share = gather_detached(rows).index_select(0, drawn)
     embeddings = gather(encode(share))
-    return embeddings.index_select(0, order.argsort()[own])
+    return embeddings.index_select(0, back)
 
 
 def permutation(num_rows: int, *, seed: int, step: int) -> Tensor:

@@ -40,6 +40,6 @@ def probe_run(
 ) -> Leakage:
     """Measure the leak on images uint8 [num, height, width, channels], ``group_size`` rows normalized together."""
     config, tower, follower = load_pair(run)
-    draw = ImageSide(config).drawing(torch.device("cpu")).augmentation
+    draw = ImageSide(config).drawing().augmentation
     view_a, view_b = (draw(images, ids, seed=0, epoch=0, view=view) for view in (0, 1))
     return leakage(tower, follower, view_a, view_b, group_size=group_size, num_groupings=num_groupings)

@@ -14,7 +14,7 @@ from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.judging.embed import embed
 from raycl.judging.knn import knn_predict, nearest
 from raycl.models.towers import Tower, Towers, TwoTowers
-from raycl.training.views import Drawing
+from raycl.training.views import Draft, Drawing
 
 BATCH_SIZE = 256
 
@@ -37,7 +37,7 @@ class LabelJudge:
 
     bank: Rows
     test: Rows
-    prepare: Callable[[Batch], Tensor]
+    prepare: Callable[[Batch], Draft]
     k: int = 200
     temperature: float = 0.07
 
@@ -54,7 +54,7 @@ class LabelJudge:
 
     def _encode(self, encoder: nn.Module, rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
         share = _own_share(len(rows))
-        inputs = (self.prepare(rows.take(part)) for part in _batches(share))
+        inputs = (self.prepare(rows.take(part)).on(device) for part in _batches(share))
         representation = embed(encoder, inputs)
         return representation.to(device), torch.from_numpy(rows.label[share]).to(device)
 
@@ -72,10 +72,10 @@ class PairJudge:
         """Return the fraction of queries whose own key, or an equal one, is among the nearest 1 and 10."""
         assert isinstance(towers, TwoTowers), "pairs have two towers"
         test = _own_share(len(self.test))
-        query = self._embed(towers.query, self.test, test, 0)
+        query = self._embed(towers.query, self.test, test, 0, device)
         wanted = self._key_ids(self.test, test).to(device)
         parts = [(self.test, test), (self.bank, _own_share(len(self.bank)))]
-        key = torch.cat([self._embed(towers.of_keys, rows, share, 1) for rows, share in parts])
+        key = torch.cat([self._embed(towers.of_keys, rows, share, 1, device) for rows, share in parts])
         key_id = torch.cat([self._key_ids(rows, share) for rows, share in parts])
         keys, ids = gather_detached(key.to(device)), gather_detached(key_id.to(device))
         # The same document many times would fill the first places.
@@ -89,9 +89,11 @@ class PairJudge:
         at_1, at_10, num_judged = all_sum(counts).tolist()
         return {"recall_at_10": at_10 / num_judged, "recall_at_1": at_1 / num_judged}
 
-    def _embed(self, tower: Tower, rows: Rows, share: NDArray[np.int64], number: int) -> Tensor:
+    def _embed(
+        self, tower: Tower, rows: Rows, share: NDArray[np.int64], number: int, device: torch.device
+    ) -> Tensor:
         draw = self.drawing.plain if number == 0 else self.drawing.plain_key
-        return embed(tower, (draw(rows.take(part)) for part in _batches(share)))
+        return embed(tower, (draw(rows.take(part)).on(device) for part in _batches(share)))
 
     def _key_ids(self, rows: Rows, share: NDArray[np.int64]) -> Tensor:
         parts = [self.drawing.plain_key_id(rows.take(part)) for part in _batches(share)]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import ray
-import torch
 from torch import nn
 
 from raycl.cluster import check_resources, crowding, join_cluster, own_errors
@@ -135,7 +134,7 @@ def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokeni
     """Find an impossible view or encoder here, not on the workers."""
     vocabulary = Vocabulary.stand_in() if tokenizer is None else Vocabulary(tokenizer)
     modality = build.modality(config, vocabulary)
-    modality.drawing(torch.device("cpu"))
+    modality.drawing()
     if network is None:
         build.towers(config, modality)
 

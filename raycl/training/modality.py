@@ -45,7 +45,7 @@ class Modality(Protocol):
         """Return what these columns hold, by role."""
         ...
 
-    def drawing(self, device: torch.device) -> Drawing:
+    def drawing(self) -> Drawing:
         """Return what turns rows into views; raises ``ConfigError`` for impossible ones."""
         ...
 
@@ -100,7 +100,7 @@ class ImageSide:
         data = self.config.data
         return ImageFormat(size=data.decoded_size, channels=data.channels, max_pixels=data.max_pixels)
 
-    def drawing(self, device: torch.device) -> ImageDrawing:
+    def drawing(self) -> ImageDrawing:
         """Return random crops and colors, or whole images."""
         config = self.config
         mean, std = config.normalization
@@ -111,7 +111,7 @@ class ImageSide:
             std=std,
             **config.augment.model_dump(exclude={"mean", "std"}),
         )
-        return ImageDrawing(augmentation=augmentation, seed=config.seed, device=device)
+        return ImageDrawing(augmentation=augmentation, seed=config.seed)
 
 
 @final
@@ -130,6 +130,6 @@ class ImageModality:
         """Return that of the role ``image``."""
         return {"image": self.side.image_format()}
 
-    def drawing(self, device: torch.device) -> Drawing:
+    def drawing(self) -> Drawing:
         """Return random crops and colors, or whole images."""
-        return self.side.drawing(device)
+        return self.side.drawing()

@@ -16,7 +16,7 @@ from raycl.data.rows import Batch, ids_of, texts_of, tokens_of
 from raycl.data.texts import TextsFormat
 from raycl.training.modality import ImageSide, Side
 from raycl.training.texts import TextDrawing, TextSide
-from raycl.training.views import ImageDrawing, Known
+from raycl.training.views import Draft, ImageDrawing, Known, as_is
 
 
 @final
@@ -52,9 +52,9 @@ class PairModality:
         }
         return {role: known[role] for role in columns.contents}
 
-    def drawing(self, device: torch.device) -> "PairDrawing":
+    def drawing(self) -> "PairDrawing":
         """Return queries and documents as they are."""
-        return PairDrawing(device, explicit=self._config.negatives.explicit)
+        return PairDrawing(explicit=self._config.negatives.explicit)
 
 
 @final
@@ -62,18 +62,17 @@ class PairModality:
 class PairDrawing:
     """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end."""
 
-    device: torch.device
     explicit: bool = True
 
-    def view(self, batch: Batch, number: int) -> Tensor:
+    def view(self, batch: Batch, number: int) -> Draft:
         """Return the queries or the documents."""
-        return self._moved(tokens_of(batch, "document" if number else "query").padded())
+        return as_is(torch.from_numpy(tokens_of(batch, "document" if number else "query").padded()))
 
-    def plain(self, batch: Batch) -> Tensor:
+    def plain(self, batch: Batch) -> Draft:
         """Return the queries."""
         return self.view(batch, 0)
 
-    def plain_key(self, batch: Batch) -> Tensor:
+    def plain_key(self, batch: Batch) -> Draft:
         """Return the documents."""
         return self.view(batch, 1)
 
@@ -86,7 +85,7 @@ class PairDrawing:
         if not self._has_negatives(batch):
             return None
         tokens = texts_of(batch, "negatives").tokens
-        return self._moved(tokens.padded()) if len(tokens) else None
+        return torch.from_numpy(tokens.padded()) if len(tokens) else None
 
     def known(self, batch: Batch) -> Known:
         """Return texts, and ids if there are any: [.., 1] or [.., 2]."""
@@ -112,10 +111,7 @@ class PairDrawing:
         return self._stacked([text_id] if values is None else [text_id, values])
 
     def _stacked(self, names: list[NDArray[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.stack(names, axis=1)).to(self.device)
-
-    def _moved(self, tokens: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(tokens).to(self.device, non_blocking=True)
+        return torch.from_numpy(np.stack(names, axis=1))
 
 
 @final
@@ -135,9 +131,9 @@ class ImageTextModality:
         """Return those of the roles ``image`` and ``caption``."""
         return {"image": self.image.image_format(), "caption": self.text.texts_format()}
 
-    def drawing(self, device: torch.device) -> "ImageTextDrawing":
+    def drawing(self) -> "ImageTextDrawing":
         """Return a random view of the image, and one of its captions."""
-        return ImageTextDrawing(self.image.drawing(device), self.text.drawing("caption", device))
+        return ImageTextDrawing(self.image.drawing(), self.text.drawing("caption"))
 
 
 @final
@@ -148,15 +144,15 @@ class ImageTextDrawing:
     image: ImageDrawing
     caption: TextDrawing
 
-    def view(self, batch: Batch, number: int) -> Tensor:
+    def view(self, batch: Batch, number: int) -> Draft:
         """Return images, or tokens [batch, length]."""
         return self.caption.view(batch, 1) if number else self.image.view(batch, 0)
 
-    def plain(self, batch: Batch) -> Tensor:
+    def plain(self, batch: Batch) -> Draft:
         """Return whole images."""
         return self.image.plain(batch)
 
-    def plain_key(self, batch: Batch) -> Tensor:
+    def plain_key(self, batch: Batch) -> Draft:
         """Return the first caption of each."""
         return self.caption.plain(batch)
 
@@ -171,5 +167,4 @@ class ImageTextDrawing:
     def known(self, batch: Batch) -> Known:
         """Return the images' ids, and texts as those of captions: two images may have the same one."""
         text_id = torch.from_numpy(self.caption.shown(batch, 1).text_id)
-        query = self.image.known(batch).query
-        return Known(query=query, key=text_id[:, None].to(query.device))
+        return Known(query=self.image.known(batch).query, key=text_id[:, None])

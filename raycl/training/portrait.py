@@ -39,7 +39,7 @@ from raycl.storage import Place
 from raycl.tokens import Vocabulary
 from raycl.tokens.reading import Reader
 from raycl.training.job import Job
-from raycl.training.views import Drawing
+from raycl.training.views import Draft, Drawing
 
 BATCH_SIZE = 256
 NUM_COMPARED = 400  # samples whose views are compared, each with all others
@@ -69,7 +69,7 @@ class Portrayer:
             embedding, key = self._both(towers, number, device)
             compared, key_id = (embedding, key), self._key_ids(number, device)
         else:
-            inputs = self._inputs(self.drawing.plain, number)
+            inputs = self._inputs(self.drawing.plain, number, device)
             embedding, key = self._gathered(embed(towers.encoder, inputs), number, device), None
             few = min(NUM_COMPARED, number)
             compared, key_id = self._two_views(towers, few, device), self._key_ids(few, device)
@@ -87,8 +87,8 @@ class Portrayer:
 
     def _both(self, towers: TwoTowers, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the embeddings of queries and of their keys."""
-        query = embed(towers.query, self._inputs(self.drawing.plain, number))
-        key = embed(towers.of_keys, self._inputs(self.drawing.plain_key, number))
+        query = embed(towers.query, self._inputs(self.drawing.plain, number, device))
+        key = embed(towers.of_keys, self._inputs(self.drawing.plain_key, number, device))
         return self._gathered(query, number, device), self._gathered(key, number, device)
 
     def _two_views(self, tower: Tower, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -96,27 +96,33 @@ class Portrayer:
         torch.manual_seed(hash((self.seed, rank())) % 2**63)  # dropout alone may tell views apart
         with torch.no_grad(), _but_for_dropout(tower):
             first, second = (
-                torch.cat([tower(inputs) for inputs in self._inputs(partial(self._view, which), number)])
+                torch.cat(
+                    [tower(inputs) for inputs in self._inputs(partial(self._view, which), number, device)]
+                )
                 for which in (0, 1)
             )
         return self._gathered(first, number, device), self._gathered(second, number, device)
 
-    def _view(self, which: int, batch: Batch) -> Tensor:
+    def _view(self, which: int, batch: Batch) -> Draft:
         return self.drawing.view(batch, which)
 
-    def _inputs(self, draw: Callable[[Batch], Tensor], number: int) -> Iterator[Tensor]:
-        """Draw this worker's share of the first rows: as many on each, so the last may begin again at the first."""
+    def _inputs(self, draw: Callable[[Batch], Draft], number: int, device: torch.device) -> Iterator[Tensor]:
+        """Draw this worker's share of the first rows."""
+        return (draw(batch).on(device) for batch in self._share(number))
+
+    def _share(self, number: int) -> Iterator[Batch]:
+        """Yield this worker's share of the first rows: as many on each, so the last may begin again at the first."""
         share = np.arange(-(-number // num_workers())) * num_workers() + rank()
         for start in range(0, len(share), BATCH_SIZE):
             chosen = share[start : start + BATCH_SIZE] % number
-            yield draw(self.rows.take(self.positions[chosen]))
+            yield self.rows.take(self.positions[chosen])
 
     def _gathered(self, rows: Tensor, number: int, device: torch.device) -> Tensor:
         """Return the unit rows [number, dim] of all shares on the CPU, in the order of the samples."""
         return self._in_order(F.normalize(rows.float(), dim=1).to(device), number)
 
     def _key_ids(self, number: int, device: torch.device) -> Tensor:
-        own = torch.cat(list(self._inputs(self.drawing.plain_key_id, number)))
+        own = torch.cat(list(map(self.drawing.plain_key_id, self._share(number))))
         return self._in_order(own.to(device), number)
 
     def _in_order(self, own: Tensor, number: int) -> Tensor:

@@ -20,7 +20,7 @@ from raycl.models.text import build_text_encoder, text_representation_dim
 from raycl.models.trust import OWN
 from raycl.tokens import Vocabulary
 from raycl.training.modality import Side
-from raycl.training.views import Known
+from raycl.training.views import Draft, Known, as_is
 
 _CHOICE = 6 << 40  # a sequence of draws of its own, after those of the augmentations
 
@@ -73,9 +73,9 @@ class TextSide:
         """Return how texts, or lists of texts that say the same, are cut and stored."""
         return TextsFormat(tokenizer=self.vocabulary.tokenizer, max_length=self.config.text.max_length)
 
-    def drawing(self, role: str, device: torch.device) -> "TextDrawing":
+    def drawing(self, role: str) -> "TextDrawing":
         """Return texts of a role with changed words, or whole."""
-        return TextDrawing(role=role, config=self.config, vocabulary=self.vocabulary, device=device)
+        return TextDrawing(role=role, config=self.config, vocabulary=self.vocabulary)
 
 
 @final
@@ -94,17 +94,17 @@ class TextModality:
         """Return that of the role ``text``."""
         return {"text": self.side.texts_format()}
 
-    def drawing(self, device: torch.device) -> "TextDrawing":
+    def drawing(self) -> "TextDrawing":
         """Return texts with changed words, or whole."""
-        return self.side.drawing("text", device)
+        return self.side.drawing("text")
 
 
 @final
 class TextDrawing:
     """One text of each row, with words changed at random or as it is: then dropout alone tells views apart."""
 
-    def __init__(self, *, role: str, config: RunConfig, vocabulary: Vocabulary, device: torch.device) -> None:
-        self._role, self._seed, self._device = role, config.seed, device
+    def __init__(self, *, role: str, config: RunConfig, vocabulary: Vocabulary) -> None:
+        self._role, self._seed = role, config.seed
         changes = config.text_augment.model_dump()
         self._augmentation = TextAugmentation(
             max_length=config.text.max_length,
@@ -116,23 +116,26 @@ class TextDrawing:
         # The slots of a memory bank go by the samples' own ids.
         self._known_by_text = config.key != "slot"
 
-    def view(self, batch: Batch, number: int) -> Tensor:
+    def view(self, batch: Batch, number: int) -> Draft:
         """Return tokens [batch, length], padded with 0 at the end."""
-        tokens = self._on_device(self.shown(batch, number))
-        if not self._changes:
-            return tokens
-        return self._augmentation(tokens, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number)
+        tokens = torch.from_numpy(self.shown(batch, number).padded())
+        if self._changes:
+            # On the host: each change asks how long texts have become, for which it would wait for a device.
+            tokens = self._augmentation(
+                tokens, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number
+            )
+        return as_is(tokens)
 
     def shown(self, batch: Batch, number: int) -> Tokens:
         """Return the texts that a view shows, before any word is changed."""
         texts = texts_of(batch, self._role)
         return texts.picked(self._choice(batch, texts.counts, number))
 
-    def plain(self, batch: Batch) -> Tensor:
+    def plain(self, batch: Batch) -> Draft:
         """Return the tokens [batch, length] of the first text of each row."""
-        return self._on_device(self._first(batch))
+        return as_is(torch.from_numpy(self._first(batch).padded()))
 
-    def plain_key(self, batch: Batch) -> Tensor:
+    def plain_key(self, batch: Batch) -> Draft:
         """Return the same."""
         return self.plain(batch)
 
@@ -147,10 +150,10 @@ class TextDrawing:
     def known(self, batch: Batch) -> Known:
         """Return what the rows are known by: the texts that they show, a key's own one first."""
         if not self._known_by_text:
-            names = torch.from_numpy(batch.sample_id).to(self._device)[:, None]
+            names = torch.from_numpy(batch.sample_id)[:, None]
             return Known(query=names, key=names)
         shown = [torch.from_numpy(self.shown(batch, number).text_id) for number in (0, 1)]
-        query = torch.stack(shown, dim=1).to(self._device)
+        query = torch.stack(shown, dim=1)
         return Known(query=query, key=query.flip(1), crosswise=True)
 
     def _first(self, batch: Batch) -> Tokens:
@@ -165,6 +168,3 @@ class TextDrawing:
         begin = (first * counts).astype(np.int64)
         stride = 1 + (step * np.maximum(counts - 1, 1)).astype(np.int64)
         return (begin + number * stride) % counts
-
-    def _on_device(self, tokens: Tokens) -> Tensor:
-        return torch.from_numpy(tokens.padded()).to(self._device, non_blocking=True)

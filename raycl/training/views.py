@@ -1,8 +1,9 @@
 """The views of a batch: drawn from its rows, with the ids of the batch that comes next."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from raycl.augment.images import ImageAugmentation, center_view
 from raycl.data.rows import Batch, pixels_of
 from raycl.phases import phase
+from raycl.transfer import upload
 
 
 @final
@@ -77,18 +79,36 @@ def stacked(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([first, second])
 
 
-class Drawing(Protocol):
-    """How the rows of a batch become what encoders take."""
+@final
+@dataclass(frozen=True)
+class Draft:
+    """A view as it is drawn on the host: tensors, and what makes the view of them on a device."""
 
-    def view(self, batch: Batch, number: int) -> Tensor:
-        """Return a random view of every row, a function of seed, epoch, sample and ``number``."""
+    tensors: tuple[Tensor, ...]
+    make: Callable[..., Tensor]
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the view [batch, ...] on a device."""
+        return self.make(*upload(self.tensors, device))
+
+
+def as_is(tensor: Tensor) -> Draft:
+    """Return the draft of a view that is ready on the host."""
+    return Draft((tensor,), lambda moved: moved)
+
+
+class Drawing(Protocol):
+    """How the rows of a batch become what encoders take; all on the host, but for what a draft makes."""
+
+    def view(self, batch: Batch, number: int) -> Draft:
+        """Draw a random view of every row, a function of seed, epoch, sample and ``number``."""
         ...
 
-    def plain(self, batch: Batch) -> Tensor:
+    def plain(self, batch: Batch) -> Draft:
         """Return every row without any randomness, as the periodic judge sees it."""
         ...
 
-    def plain_key(self, batch: Batch) -> Tensor:
+    def plain_key(self, batch: Batch) -> Draft:
         """Return the key of every row without any randomness: of pairs their other half."""
         ...
 
@@ -101,7 +121,7 @@ class Drawing(Protocol):
         ...
 
     def known(self, batch: Batch) -> Known:
-        """Return what the samples are known by, on the device."""
+        """Return what the samples are known by."""
         ...
 
 
@@ -112,25 +132,27 @@ class ImageDrawing:
 
     augmentation: ImageAugmentation
     seed: int
-    device: torch.device
 
-    def view(self, batch: Batch, number: int) -> Tensor:
-        """Return [batch, channels, size, size]."""
-        return self.augmentation(
-            self._images(batch),
+    def view(self, batch: Batch, number: int) -> Draft:
+        """Draw [batch, channels, size, size]."""
+        pixels = pixels_of(batch)
+        drawn = self.augmentation.draw(
             batch.sample_id,
+            shape=pixels.images.shape[1:3],
             seed=self.seed,
             epoch=batch.epoch,
             view=number,
-            aspect=pixels_of(batch).aspect,
+            aspect=pixels.aspect,
         )
+        return Draft((torch.from_numpy(pixels.images), drawn), self.augmentation.apply)
 
-    def plain(self, batch: Batch) -> Tensor:
+    def plain(self, batch: Batch) -> Draft:
         """Return [batch, channels, size, size]."""
         settings = self.augmentation
-        return center_view(self._images(batch), size=settings.size, mean=settings.mean, std=settings.std)
+        make = partial(center_view, size=settings.size, mean=settings.mean, std=settings.std)
+        return Draft((torch.from_numpy(pixels_of(batch).images),), make)
 
-    def plain_key(self, batch: Batch) -> Tensor:
+    def plain_key(self, batch: Batch) -> Draft:
         """Return the same."""
         return self.plain(batch)
 
@@ -144,11 +166,8 @@ class ImageDrawing:
 
     def known(self, batch: Batch) -> Known:
         """Return their ids."""
-        names = torch.from_numpy(batch.sample_id).to(self.device)[:, None]
+        names = torch.from_numpy(batch.sample_id)[:, None]
         return Known(query=names, key=names)
-
-    def _images(self, batch: Batch) -> Tensor:
-        return torch.from_numpy(pixels_of(batch).images).to(self.device, non_blocking=True)
 
 
 @final
@@ -161,30 +180,64 @@ class ViewMaker:
     device: torch.device
 
     def views(self, batches: Iterator[Batch]) -> Iterator[Views]:
-        """Yield the views of each batch, which knows the ids of the next one."""
+        """Yield the views of each batch, which knows the ids of the next one.
+
+        The next one is drawn, and on its way to an accelerator, while the step of this one runs.
+        """
         batch = _next(batches)
-        while batch is not None:
-            following = _next(batches)
+        sent = None if batch is None else self._send(batch)
+        while sent is not None:
+            batch = _next(batches)
             with phase("views"):
-                views = self._draw(batch, None if following is None else following.sample_id)
+                views = self._make(sent, None if batch is None else batch.sample_id)
+                sent = None if batch is None else self._send(batch)
             yield views
-            batch = following
 
     def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the rows [local_batch, ...] without any randomness, and their ids."""
-        return self.drawing.plain(batch), torch.from_numpy(batch.sample_id).to(self.device)
+        draft = self.drawing.plain(batch)
+        *moved, sample_id = upload([*draft.tensors, torch.from_numpy(batch.sample_id)], self.device)
+        return draft.make(*moved), sample_id
 
-    def _draw(self, batch: Batch, next_ids: NDArray[np.int64] | None) -> Views:
-        drawn = [self.drawing.view(batch, number) for number in range(self.num_views)]
+    def _send(self, batch: Batch) -> "_Sent":
+        drafts = [self.drawing.view(batch, number) for number in range(self.num_views)]
+        known, negatives = self.drawing.known(batch), self.drawing.negatives(batch)
+        of_rows = [torch.from_numpy(batch.sample_id), known.query, known.key, known.negative, negatives]
+        of_views = [each for draft in drafts for each in draft.tensors]
+        with torch.cuda.stream(self._side_stream):
+            moved = upload([*of_rows, *of_views], self.device)
+        return _Sent(batch, drafts, known.crosswise, moved)
+
+    def _make(self, sent: "_Sent", next_ids: NDArray[np.int64] | None) -> Views:
+        sample_id, query, key, negative, negatives, *of_views = sent.moved
+        if self._side_stream is not None:
+            step = torch.cuda.current_stream(self.device)
+            step.wait_stream(self._side_stream)
+            sample_id.record_stream(step)  # and with it all that share its storage
+        tensors = iter(of_views)
+        made = [draft.make(*(next(tensors) for _ in draft.tensors)) for draft in sent.drafts]
         return Views(
-            view_a=drawn[0],
-            view_b=drawn[1] if self.num_views == 2 else None,
-            sample_id=torch.from_numpy(batch.sample_id).to(self.device),
-            ids=batch.sample_id,
+            view_a=made[0],
+            view_b=made[1] if self.num_views == 2 else None,
+            sample_id=sample_id,
+            ids=sent.batch.sample_id,
             next_ids=next_ids,
-            negatives=self.drawing.negatives(batch),
-            known=self.drawing.known(batch),
+            negatives=negatives,
+            known=Known(query=query, key=key, negative=negative, crosswise=sent.crosswise),
         )
+
+    @cached_property
+    def _side_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+
+class _Sent(NamedTuple):
+    """A batch on its way to the device."""
+
+    batch: Batch
+    drafts: list[Draft]
+    crosswise: bool
+    moved: list[Any]  # the tensors of its rows, then those of its drafts
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:
