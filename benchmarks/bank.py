@@ -61,7 +61,8 @@ class Timed:
 
     def take(self, rows: torch.Tensor, views: Views, key_id: torch.Tensor, *, step: int) -> None:
         with self.timing():
-            self.store.take(rows, views, key_id, step=step)
+            self.store.fetch(rows, views, key_id)
+            self.store.take(step=step)
 
     @contextmanager
     def timing(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ it, in the same order.
 
 import contextlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -167,6 +167,14 @@ def all_agree(flag: bool) -> bool:
     return all(_gather_integers(int(flag)))
 
 
+def mean_over_workers(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value over all workers, in float64."""
+    if num_workers() == 1:
+        return list(map(float, values))
+    total = all_sum(torch.tensor(values, dtype=torch.float64, device=_device_of_messages()))
+    return (total / num_workers()).tolist()
+
+
 def check_equal(value: int, name: str) -> None:
     """Raise on every worker unless ``value`` is the same on all of them.
 
@@ -250,9 +258,12 @@ def _connected() -> bool:
 
 
 def _gather_integers(value: int) -> list[int]:
+    return gather_detached(torch.tensor([value], device=_device_of_messages())).tolist()
+
+
+def _device_of_messages() -> str:
     # nccl moves nothing but device memory, gloo serves the host.
-    on_device = _connected() and dist.get_backend() == "nccl"
-    return gather_detached(torch.tensor([value], device="cuda" if on_device else "cpu")).tolist()
+    return "cuda" if _connected() and dist.get_backend() == "nccl" else "cpu"
 
 
 class _Gather(torch.autograd.Function):

@@ -239,6 +239,7 @@ class _Loop:
                 momentum=self._momentum(position.step),
                 precision=self._config.precision,
                 is_to_stop=self._asked_to_stop.is_set(),
+                is_watched=self._is_logged(position.step + 1),
             )
         except NonFiniteLossError as error:
             ids = gather_detached(views.sample_id).tolist()
@@ -250,10 +251,13 @@ class _Loop:
                 f"look at these samples, or lower stages.{position.stage}.learning_rate"
             ) from None
 
+    def _is_logged(self, step: int) -> bool:
+        return step % self._config.log_every_steps == 0 or step == self._num_steps
+
     def _record(self, position: Position, stepped: Stepped) -> str | None:
         """Write down what the step came to, if it is one to be logged; return why the run has collapsed."""
         collapse = None
-        if position.step % self._config.log_every_steps == 0 or position.step == self._num_steps:
+        if self._is_logged(position.step):
             measures, collapse = self._watch.look(stepped, step=position.step)
             lap = self._clock.lap(position.samples)
             self._recorder.write(

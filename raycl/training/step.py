@@ -7,8 +7,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from raycl.distributed import all_sum, gather_uneven, num_workers
+from raycl.distributed import all_sum, gather_detached, gather_uneven, num_workers
 from raycl.errors import NonFiniteLossError
+from raycl.measures import MAX_ROWS
 from raycl.optimizers import set_learning_rate
 from raycl.phases import phase
 from raycl.training.contrast import Contrast
@@ -17,23 +18,23 @@ from raycl.training.learner import Learner
 from raycl.training.process import autocast
 from raycl.training.stores import Store
 from raycl.training.views import Views
+from raycl.transfer import Download
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """What a step leaves: the loss of the global batch, and this worker's embeddings [local_batch, dim].
+    """What a step leaves: the loss of the global batch, and a few embeddings if the step was to be watched.
 
-    ``key`` is what each query was compared with: an embedding, or its slot. ``trivial_loss`` is what
-    the loss would be if all embeddings were one point, where that is known. ``is_to_stop`` is true on all
-    workers once one of them was asked to stop.
+    ``watched`` are queries of all workers and what each was compared with, an embedding or its slot, both
+    [n, dim]. ``trivial_loss`` is what the loss would be if all embeddings were one point, where that is
+    known. ``is_to_stop`` is true on all workers once one of them was asked to stop.
     """
 
     loss: float
     trivial_loss: float | None
     is_to_stop: bool = False
-    query: Tensor
-    key: Tensor
+    watched: Download | None = None
 
 
 def train_step(
@@ -47,6 +48,7 @@ def train_step(
     momentum: float,
     precision: str,
     is_to_stop: bool = False,
+    is_watched: bool = False,
 ) -> Stepped:
     """Make one step, the ``step``-th from 0; ``is_to_stop`` says whether this worker was asked to stop.
 
@@ -63,6 +65,12 @@ def train_step(
         if negatives is not None and ids.negative is not None:
             lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
         loss = contrast(query, key, lent, ids)
+    with phase("store"):
+        store.fetch(query if key is None else key, views, ids.key_name)
+    positive = lent.key if key is None else key
+    assert positive is not None, "every query has a key or a slot"
+    watched = _few(query, positive) if is_watched else None
+    with phase("loss"):
         # One message for both: a worker alone must not stop, and a further message would cost each step time.
         total, num_asked = all_sum(torch.stack([loss, torch.full_like(loss, is_to_stop)])).tolist()
         value = total / num_workers()
@@ -75,13 +83,16 @@ def train_step(
         learner.follow(momentum)
     # After the update and once: what a failed step would have written is never lent.
     with phase("store"):
-        store.take(query if key is None else key, views, ids.key_name, step=step)
-    positive = lent.key if key is None else key
-    assert positive is not None, "every query has a key or a slot"
+        store.take(step=step)
     return Stepped(
         loss=value,
         is_to_stop=num_asked > 0,
         trivial_loss=contrast.trivial_loss(batch_size=len(query) * num_workers(), lent=lent),
-        query=query.detach(),
-        key=positive.detach(),
+        watched=watched,
     )
+
+
+def _few(query: Tensor, positive: Tensor) -> Download:
+    """Begin to fetch as many rows as a look needs, of all workers: of one's own alone, some figures would be chance."""
+    few = -(-MAX_ROWS // num_workers())
+    return Download(gather_detached(query[:few]), gather_detached(positive[:few]))

@@ -1,4 +1,7 @@
-"""The step's side of a store of negatives: rows lent before the loss, keys taken after the update."""
+"""The step's side of a store of negatives: rows lent before the loss, keys taken after the update.
+
+The copies of the keys begin before the loss is read, which the host waits for anyway: so it never waits for them.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, final
@@ -13,6 +16,7 @@ from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
 from raycl.training.contrast import Lent
 from raycl.training.views import Views
+from raycl.transfer import Download, upload
 
 
 class Store(Protocol):
@@ -22,8 +26,12 @@ class Store(Protocol):
         """Return what the queries of this batch are compared with."""
         ...
 
-    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
-        """Keep the embeddings [local_batch, dim] of this batch, known by these ids; collective."""
+    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Begin to fetch the embeddings [local_batch, dim] of this batch, known by these ids; collective."""
+        ...
+
+    def take(self, *, step: int) -> None:
+        """Keep what was fetched last."""
         ...
 
     def save(self, *, step: int) -> None:
@@ -55,7 +63,10 @@ class NoStore:
         """Lend nothing."""
         return Lent()
 
-    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
+    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Fetch nothing."""
+
+    def take(self, *, step: int) -> None:
         """Take nothing."""
 
     def save(self, *, step: int) -> None:
@@ -88,12 +99,17 @@ class QueueStore:
         held = self._queue.negatives()
         return Lent(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
 
-    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
-        """Push the keys of all workers, in the order of ranks."""
-        keys, ids = gather_detached(rows.detach()), gather_detached(key_id)
+    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Begin to fetch the keys of all workers, in the order of ranks."""
+        self._keys = gather_detached(rows), gather_detached(key_id)
+        self._fetched = Download(*self._keys)
+
+    def take(self, *, step: int) -> None:
+        """Push the keys."""
         if self._on_device is not None:
-            self._on_device.write(keys, ids, first=self._queue.sequence)
-        self._queue.push(keys.cpu().numpy(), ids.cpu().numpy(), step)
+            self._on_device.write(*self._keys, first=self._queue.sequence)
+        keys, ids = self._fetched.arrived()
+        self._queue.push(keys.numpy(), ids.numpy(), step)
 
     def save(self, *, step: int) -> None:
         """Let the actor write its snapshot, with the keys of all workers."""
@@ -135,7 +151,7 @@ class BankStore:
         if isinstance(self._bank, MemoryBankClient) and views.next_ids is not None:
             self._bank.prefetch(self._slots(views.next_ids, step + 1))
         self._lent_step = lent.step
-        rows, ids = _tensor(lent.rows, self._device), _tensor(lent.sample_id, self._device)
+        rows, ids = upload([_tensor(lent.rows), _tensor(lent.sample_id)], self._device)
         own = len(views)
         return Lent(key=rows[:own], negatives=rows[own:], negative_id=ids[own:])
 
@@ -145,13 +161,17 @@ class BankStore:
             rows, sample_id = gather_detached(rows), gather_detached(sample_id)
         self._bank.fill(sample_id.cpu().numpy(), rows.cpu().numpy())
 
-    def take(self, rows: Tensor, views: Views, key_id: Tensor, *, step: int) -> None:
-        """Move the batch's slots towards its new embeddings."""
+    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Begin to fetch the batch's embeddings, and those of other workers if each holds a bank."""
         if isinstance(self._bank, MemoryBankClient):
-            self._bank.update(views.ids, rows.detach().cpu().numpy(), step)
-            return
-        embeddings, ids = gather_detached(rows.detach()), gather_detached(views.sample_id)
-        self._bank.update(ids.cpu().numpy(), embeddings.cpu().numpy(), step)
+            self._fetched = Download(torch.from_numpy(views.ids), rows)
+        else:
+            self._fetched = Download(gather_detached(views.sample_id), gather_detached(rows))
+
+    def take(self, *, step: int) -> None:
+        """Move the slots towards their new embeddings."""
+        ids, embeddings = self._fetched.arrived()
+        self._bank.update(ids.numpy(), embeddings.numpy(), step)
 
     def save(self, *, step: int) -> None:
         """Let the actors write their snapshots, with the updates of all workers."""
@@ -205,15 +225,16 @@ class _DeviceCopy:
 
     def __init__(self, queue: KeyQueue | QueueClient, capacity: int, device: torch.device) -> None:
         held = queue.negatives()
-        self._rows = _tensor(held.rows, device).new_empty(capacity, held.rows.shape[1])
+        self._rows = torch.empty(capacity, held.rows.shape[1], dtype=_tensor(held.rows).dtype, device=device)
         self._ids = torch.empty(capacity, dtype=torch.int64, device=device)
         self.fill(queue)
 
     def fill(self, queue: KeyQueue | QueueClient) -> None:
         """Copy the whole queue."""
         held = queue.negatives()
-        self._rows[: len(held)] = _tensor(held.rows, self._rows.device)
-        self._ids[: len(held)] = _tensor(held.sample_id, self._ids.device)
+        self._rows[: len(held)], self._ids[: len(held)] = upload(
+            [_tensor(held.rows), _tensor(held.sample_id)], self._rows.device
+        )
 
     def lend(self, num_rows: int) -> Lent:
         """Lend the rows there are."""
@@ -228,9 +249,9 @@ class _DeviceCopy:
         self._ids.index_copy_(0, slots, ids[kept])
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+def _tensor(array: np.ndarray) -> Tensor:
     # What came from an actor may be read-only, and torch has no such tensors.
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _ages(steps: NDArray[np.int64], step: int) -> dict[str, float]:

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, final
 
-import torch
-
-from raycl.distributed import all_sum, gather_detached, num_workers
-from raycl.measures import MAX_ROWS, measure
+from raycl.distributed import mean_over_workers
+from raycl.measures import measure
 from raycl.training.monitor import CollapseMonitor
 from raycl.training.step import Stepped
 
@@ -28,12 +26,10 @@ class Watch:
 
     def look(self, stepped: Stepped, *, step: int) -> tuple[dict[str, float], str | None]:
         """Return the measures, and what is wrong the first time that the run counts as collapsed; collective."""
-        # Of each worker's few rows alone, some figures would be chance.
-        few = -(-MAX_ROWS // num_workers())
-        own = measure(gather_detached(stepped.query[:few]), gather_detached(stepped.key[:few])).known()
+        assert stepped.watched is not None, "the step was to be watched"
+        own = measure(*stepped.watched.arrived()).known()
         # Rounded otherwise on another machine, one worker might find a collapse that others do not.
-        total = all_sum(torch.tensor(list(own.values()), dtype=torch.float64, device=stepped.query.device))
-        measures = dict(zip(own, (total / num_workers()).tolist(), strict=True))
+        measures = dict(zip(own, mean_over_workers(list(own.values())), strict=True))
         why = self._monitor.look(
             step=step, measures=measures, loss=stepped.loss, trivial_loss=stepped.trivial_loss
         )

@@ -9,7 +9,7 @@ from raycl.batchnorm import synchronize
 from raycl.distributed import average_
 from raycl.measures import measure
 from raycl.training.monitor import CollapseMonitor, Limits
-from raycl.training.step import Stepped
+from raycl.training.step import Stepped, _few
 from raycl.training.watch import Watch
 from tests.workers.processes import run_workers
 
@@ -25,8 +25,8 @@ def embeddings() -> tuple[Tensor, Tensor]:
 def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
     query, key = (each[rank * LOCAL :][:LOCAL] for each in embeddings())
     watch = Watch(CollapseMonitor(Limits(grace=3)))
-    measures, _ = watch.look(Stepped(loss=1.0, trivial_loss=9.0, query=query, key=key), step=1)
-    point = Stepped(loss=1.0, trivial_loss=1.0, query=torch.ones(LOCAL, 8), key=torch.ones(LOCAL, 8))
+    measures, _ = watch.look(Stepped(loss=1.0, trivial_loss=9.0, watched=_few(query, key)), step=1)
+    point = Stepped(loss=1.0, trivial_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))
     told = [watch.look(point, step=step)[1] for step in (2, 3, 4)]
     return measures, told[-1]
 
