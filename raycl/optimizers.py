@@ -85,9 +85,7 @@ class LARS(Optimizer):
 
 def _adapted(parameters: list[Tensor], gradients: list[Tensor], trust_coefficient: float) -> list[Tensor]:
     """Scale each gradient by trust_coefficient * |weight| / |gradient|, where both are not zero."""
-    scaled = []
-    norms = zip(torch._foreach_norm(parameters), torch._foreach_norm(gradients), strict=True)
-    for gradient, (weight_norm, gradient_norm) in zip(gradients, norms, strict=True):
-        ratio = trust_coefficient * weight_norm / gradient_norm
-        scaled.append(gradient * torch.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0))
-    return scaled
+    of_weights, of_gradients = (torch.stack(torch._foreach_norm(each)) for each in (parameters, gradients))
+    are_given = (of_weights > 0) & (of_gradients > 0)
+    ratios = torch.where(are_given, trust_coefficient * of_weights / of_gradients, 1.0)
+    return list(torch._foreach_mul(gradients, list(ratios.unbind())))
