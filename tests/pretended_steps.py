@@ -1,0 +1,303 @@
+"""Steps of every recipe on a pretended GPU: what a worker does between a batch and the next, without Ray."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from raycl.config import RunConfig
+from raycl.data.ids import Ids
+from raycl.data.images import Pixels
+from raycl.data.rows import Batch
+from raycl.data.texts import TokenLists, Tokens
+from raycl.recipes import recipe
+from raycl.settings import override
+from raycl.tokens import Vocabulary
+from raycl.training import build
+from raycl.training.step import Stepped, train_step
+from tests.pretend_gpu import CPU, CUDA, Trace, is_on_device, pretend_gpu
+from tests.pretend_nccl import pretend_nccl
+
+PARTS = ("views", "step")
+STEPS = 3
+ROWS = 32  # of a worker's batch
+NUM_SAMPLES = 6 * ROWS
+SMALL = {"encoder.name": "resnet10", "encoder.stem": "half", "encoder.width": 0.125}
+TEXTS = {"encoder.arguments": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32}
+QUEUE = {"batchnorm_groups": 4, "negatives.capacity": 2 * ROWS}
+CHUNKS = {"stages.0.chunk_size": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe and what differs from it."""
+
+    recipe: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    explicit: bool = False  # pairs come with negatives, and queries and documents with ids of their own
+
+
+CASES = {
+    "simclr": Case("simclr", SMALL),
+    "simclr bfloat16": Case("simclr", SMALL | {"precision": "bfloat16"}),
+    "simclr lars": Case("simclr", SMALL | {"optimizer.name": "lars"}),
+    "simclr learned temperature": Case("simclr", SMALL | {"learn_temperature": True}),
+    "simclr blur": Case("simclr", SMALL | {"augment.blur": 0.5}),
+    "simclr chunks": Case("simclr", SMALL | CHUNKS),
+    "simclr chunks, group norm": Case("simclr", SMALL | CHUNKS | {"batchnorm": "group"}),
+    "simclr chunks, bfloat16": Case("simclr", SMALL | CHUNKS | {"precision": "bfloat16"}),
+    "simclr hinge": Case("simclr", SMALL | {"stages.0.loss": "hinge", "stages.0.hardest_negative": True}),
+    "simclr shuffled": Case("simclr", SMALL | {"batchnorm": "shuffled", "batchnorm_groups": 4}),
+    "moco_v1": Case("moco_v1", SMALL | QUEUE),
+    "moco_v2": Case("moco_v2", SMALL | QUEUE),
+    "moco_v2 chunks": Case("moco_v2", SMALL | QUEUE | CHUNKS),
+    "moco_v2 in batch": Case(
+        "moco_v2", SMALL | QUEUE | {"batchnorm": "synchronized", "negatives.in_batch": True}
+    ),
+    "instance_discrimination": Case("instance_discrimination", SMALL | {"negatives.num_negatives": 20}),
+    "simcse": Case("simcse"),
+    "simcse chunks": Case("simcse", CHUNKS),
+    "esimcse": Case("esimcse", {"negatives.capacity": 2 * ROWS}),
+    "two_tower": Case("two_tower", TEXTS),
+    "two_tower chunks": Case("two_tower", TEXTS | CHUNKS),
+    "two_tower learned temperature": Case("two_tower", TEXTS | {"learn_temperature": True}),
+    "two_tower negatives, ids": Case("two_tower", TEXTS, explicit=True),
+    "image_text": Case(
+        "image_text",
+        SMALL | {"text_encoder.arguments": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32},
+    ),
+}
+
+
+def configuration(case: Case, workers: int = 1) -> RunConfig:
+    """Return a case's configuration for so many workers."""
+    settings = {
+        "workers": workers,
+        "gpu": True,
+        "precision": "float32",
+        "stages.0.batch_size": ROWS * workers,
+        "bank.held_by": "workers",
+    }
+    return override(recipe(case.recipe, image_size=32), settings | case.settings)
+
+
+class Worker:
+    """What a worker of Ray Train has: learner, views and store."""
+
+    def __init__(self, case: Case, workers: int = 1, device: torch.device = CUDA) -> None:
+        self.case, self.config, self.device = case, configuration(case, workers), device
+        self.vocabulary = Vocabulary.stand_in() if self.config.has_texts else None
+        self.modality = build.modality(self.config, self.vocabulary)
+        towers = build.towers(self.config, self.modality).to(device)
+        if self.config.data.kind in ("image", "image_text"):
+            towers.to(memory_format=torch.channels_last)
+        self.learner = build.learner(self.config, towers, num_samples=NUM_SAMPLES)
+        self.learner.enter(build.manner(self.config, self.stage))
+        self.maker = build.view_maker(self.config, self.modality, device)
+        self.store = build.store(self.config, None, np.arange(NUM_SAMPLES), device)
+
+    @property
+    def stage(self) -> Any:
+        return self.config.stages[0]
+
+    def batches(self, number: int) -> Iterator[Batch]:
+        return (batch(self.config, step, explicit=self.case.explicit) for step in range(number))
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return all that is learned."""
+        modules = [self.learner.tower, self.learner.temperature]
+        return [each.detach() for module in modules if module is not None for each in module.parameters()]
+
+    def step(self, views: Any, step: int, *, is_watched: bool = False) -> Stepped:
+        contrast = build.contrast(
+            self.config,
+            self.stage,
+            self.learner,
+            hinge_weight=self.stage.hinge_weight,
+            num_samples=NUM_SAMPLES,
+        )
+        return train_step(
+            self.learner,
+            self.store,
+            contrast,
+            views,
+            step=step,
+            learning_rate=0.01,
+            momentum=0.9,
+            precision=self.config.precision,
+            is_watched=is_watched,
+        )
+
+
+def batch(config: RunConfig, step: int, *, explicit: bool = False, rows: int = ROWS) -> Batch:
+    """Return random rows of the configuration's kind."""
+    rng = np.random.default_rng(step)
+    contents: dict[str, Any] = {}
+    kind, size = config.data.kind, config.data.decoded_size
+    if kind in ("image", "image_text"):
+        images = rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8)
+        contents["image"] = Pixels(images, np.ones(rows, np.float32))
+    if kind in ("text", "image_text"):
+        texts = TokenLists(_texts(rng, rows), np.ones(rows, np.int64))
+        contents["text" if kind == "text" else "caption"] = texts
+    if kind == "pairs":
+        contents |= {"query": _texts(rng, rows), "document": _texts(rng, rows)}
+    if explicit:
+        contents["negatives"] = TokenLists(_texts(rng, 2 * rows), np.full(rows, 2))
+        contents["document_id"] = Ids(np.arange(rows), np.ones(rows, np.int64))
+        contents["query_id"] = Ids(np.arange(rows) // 2, np.ones(rows, np.int64))
+    ids = np.arange(rows, dtype=np.int64) + (step % 3) * rows
+    return Batch(contents=contents, sample_id=ids, label=np.arange(rows) % 4, epoch=0)
+
+
+def _texts(rng: np.random.Generator, number: int) -> Tokens:
+    lengths = rng.integers(2, 9, number)
+    return Tokens(
+        rng.integers(5, 60, lengths.sum()).astype(np.int32), lengths, rng.integers(0, 2**40, number)
+    )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Traces of the views of a batch and of the step with them, of the last of several; what all steps came to."""
+
+    views: Trace
+    step: Trace
+    losses: list[float]
+    weights: list[torch.Tensor]
+
+
+@contextlib.contextmanager
+def pretended(workers: int = 1) -> Iterator[Trace]:
+    """Pretend a GPU and as many workers."""
+    with pretend_gpu() as trace, pretend_nccl(workers, id_distance=NUM_SAMPLES // 2):
+        yield trace
+
+
+def count(case: Case, workers: int) -> Counted:
+    """Make some steps on the pretended GPU and return what the last one did."""
+    with pretended(workers) as trace:
+        worker = Worker(case, workers)
+        found, losses = {}, []
+        views_of = worker.maker.views(worker.batches(STEPS))
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            trace.clear()
+            views = next(views_of)
+            found["views"] = _copied(trace)
+            trace.clear()
+            losses.append(worker.step(views, step).loss)
+            found["step"] = _copied(trace)
+        weights = worker.weights()
+        assert all(map(is_on_device, weights)), "a weight is not on the device"
+    return Counted(**found, losses=losses, weights=weights)
+
+
+def on_host(case: Case) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
+    """Make the same steps on the CPU; return the losses, and the weights before and after."""
+    worker = Worker(case, device=CPU)
+    losses, before = [], [each.clone() for each in worker.weights()]
+    for step, views in enumerate(worker.maker.views(worker.batches(STEPS))):
+        torch.manual_seed(step)
+        losses.append(worker.step(views, step).loss)
+    return losses, before, worker.weights()
+
+
+def _copied(trace: Trace) -> Trace:
+    copy = Trace()
+    copy.waits, copy.launches, copy.pageable = trace.waits, trace.launches, trace.pageable
+    return copy
+
+
+Counts = dict[str, list[int]]  # of "views" and "step": waits, copies out of pageable memory, launches
+
+
+def count_all() -> dict[str, Counts | str]:
+    """Return the counts of each case with 1 and 2 workers, or the error that it ended in."""
+    found: dict[str, Counts | str] = {}
+    for name, case in CASES.items():
+        for workers in (1, 2):
+            try:
+                counted = count(case, workers)
+            except Exception as error:
+                found[f"{name}|{workers}"] = f"{type(error).__name__}: {error}"
+            else:
+                found[f"{name}|{workers}"] = {part: list(getattr(counted, part).counts) for part in PARTS}
+    return found
+
+
+def count_at(revision: str) -> dict[str, Counts | str]:
+    """Return what these tests count of raycl as it was at a revision."""
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "archive", revision, "raycl"], cwd=root, check=True, stdout=subprocess.PIPE
+        ).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
+            packed.extractall(folder, filter="data")
+        (Path(folder) / "tests").symlink_to(root / "tests")
+        command = [sys.executable, "-m", "tests.pretended_steps", "--json"]
+        done = subprocess.run(
+            command, cwd=folder, check=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": folder}
+        )
+    return json.loads(done.stdout)
+
+
+def table(now: dict[str, Counts | str], before: dict[str, Counts | str] | None) -> str:
+    """Return the counts in Markdown: now, or before and now."""
+    lines = [
+        "| recipe | workers | waits: views | waits: step | launches: views | launches: step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, counts in now.items():
+        cells = [
+            cell(counts, part, place)
+            if before is None
+            else f"{cell(before[name], part, place)} → {cell(counts, part, place)}"
+            for place in (0, 2)
+            for part in PARTS
+        ]
+        lines.append(f"| {' | '.join([*name.split('|'), *cells])} |")
+    return "\n".join(lines)
+
+
+def cell(counts: Counts | str, part: str, place: int) -> str:
+    return "fails" if isinstance(counts, str) else str(counts[part][place])
+
+
+def main() -> None:
+    """Print the counts of all cases in Markdown, or each line that waits in some of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", help="a revision of git to compare with")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("names", nargs="*", help="cases whose waits are to be listed by line")
+    options = parser.parse_args()
+    if options.json:
+        lines = (f"{json.dumps(name)}: {json.dumps(counts)}" for name, counts in count_all().items())
+        print("{\n" + ",\n".join(lines) + "\n}")
+    elif not options.names:
+        print(table(count_all(), None if options.before is None else count_at(options.before)))
+    for name in options.names:
+        for workers in (1, 2):
+            counted = count(CASES[name], workers)
+            for part in PARTS:
+                trace = getattr(counted, part)
+                print(f"{name}, {workers} workers, {part}: {trace.counts}")
+                for (line, why), number in sorted(trace.waits.items()):
+                    print(f"    {number:3} x {why:16} {line}")
+
+
+if __name__ == "__main__":
+    main()

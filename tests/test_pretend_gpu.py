@@ -1,0 +1,209 @@
+"""Everything that would run on a GPU, on a pretended one: nothing mixes devices, few waits, the values of the CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from raycl.data.rows import Batch
+from raycl.judging.embed import ROWS_AHEAD, embed
+from raycl.models.saved import ImageEncoder, TextEncoder
+from raycl.storage import Place
+from raycl.tokens import Vocabulary
+from raycl.training import build, contrast
+from raycl.training.judge import LabelJudge, PairJudge
+from raycl.training.portrait import Portrayer
+from raycl.training.watch import Watch
+from tests.pretend_gpu import CPU, CUDA, is_on_device
+from tests.pretended_steps import CASES, PARTS, Worker, batch, count, on_host, pretended
+
+# Written by `python -m tests.pretended_steps --json`, with this torch; another one may launch other kernels.
+COUNTS = json.loads((Path(__file__).parent / "pretended_counts.json").read_text())
+COUNTED_WITH = "2.15"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_and_launches_no_more_than_it_did(name: str, workers: int) -> None:
+    found = count(CASES[name], workers)
+    for part in PARTS:
+        waits, pageable, launches = getattr(found, part).counts
+        most = COUNTS[f"{name}|{workers}"][part]
+        assert waits <= most[0], (part, getattr(found, part).waits)
+        assert pageable <= most[1], (part, getattr(found, part).pageable)
+        if torch.__version__.startswith(COUNTED_WITH):
+            assert launches <= most[2], (part, getattr(found, part).launches)
+    if workers == 1:
+        losses, before, after = on_host(CASES[name])
+        error = 5e-3 if "bfloat16" not in name else 0.2
+        assert found.losses == pytest.approx(losses, rel=1e-4 if "bfloat16" not in name else 1e-2)
+        # Of the change, not of single weights: AdamW moves one whose gradient is a rounding error as far as any.
+        expected = torch.cat([(b - a).flatten() for a, b in zip(before, after, strict=True)])
+        came = torch.cat([(b - a).flatten() for a, b in zip(before, found.weights, strict=True)])
+        assert (came - expected).norm() < error * expected.norm()
+
+
+@pytest.mark.parametrize(("name", "most"), [("simclr", (4, 8)), ("moco_v2", (4, 8))])
+def test_the_ceilings_are_those_that_were_promised(name: str, most: tuple[int, int]) -> None:
+    for workers in (1, 2):
+        assert COUNTS[f"{name}|{workers}"]["step"][0] <= most[workers - 1]
+    assert all(counts["views"][0] <= 2 for counts in COUNTS.values())
+
+
+class Rows:
+    """Rows of a set, as the judges take them."""
+
+    def __init__(self, worker: Worker, number: int) -> None:
+        self._config, self._number = worker.config, number
+        self.label = np.arange(number) % 3
+
+    def __len__(self) -> int:
+        return self._number
+
+    def take(self, positions: Any, epoch: int = 0) -> Batch:
+        return batch(self._config, 0, rows=len(positions))
+
+
+def judge(worker: Worker) -> Any:
+    bank, test = Rows(worker, 64), Rows(worker, 32)
+    drawing: Any = worker.maker.drawing
+    if worker.config.has_two_towers:
+        return PairJudge(bank=bank, test=test, drawing=drawing)  # type: ignore[arg-type]
+    return LabelJudge(bank=bank, test=test, prepare=drawing.plain, k=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["simclr", "simcse", "two_tower", "image_text"])
+def test_a_judge_measures(name: str, workers: int) -> None:
+    with pretended(workers):
+        worker = Worker(CASES[name], workers)
+        found = judge(worker).measure(worker.learner.tower, CUDA)
+    if workers == 1:
+        on_cpu = Worker(CASES[name], device=CPU)
+        expected = judge(on_cpu).measure(on_cpu.learner.tower, CPU)
+        assert found == pytest.approx(expected)
+
+
+def test_representations_come_to_the_host_few_thousand_rows_at_a_time() -> None:
+    with pretended() as trace:
+        network = torch.nn.Linear(4, 2).to(CUDA)
+        inputs = [torch.rand(256, 4, device=CUDA) for _ in range(2 * ROWS_AHEAD // 256 + 1)]
+        trace.clear()
+        rows = embed(network, inputs)
+        assert trace.waits.total() == 3
+        assert not is_on_device(rows)
+        exact = embed(network, inputs[:1])
+        rounded = embed(network, inputs[:1], precision="bfloat16")
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().max() < 0.02
+    assert exact.equal(rows[:256])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_watched_step_waits_no_more_but_for_the_mean_over_workers(workers: int) -> None:
+    with pretended(workers) as trace:
+        worker = Worker(CASES["simclr"], workers)
+        watch = Watch(build.monitor(worker.config))
+        for step, views in enumerate(worker.maker.views(worker.batches(2))):
+            trace.clear()
+            stepped = worker.step(views, step, is_watched=True)
+        assert trace.waits.total() == COUNTS[f"simclr|{workers}"]["step"][0]
+        trace.clear()
+        watch.look(stepped, step=1)
+        assert trace.waits.total() == 2 * (workers - 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_leakage_probe_answers(workers: int) -> None:
+    case = CASES["moco_v2"]
+    with pretended(workers):
+        worker = Worker(case, workers)
+        views = next(worker.maker.views(worker.batches(1)))
+        found = worker.learner.leakage(views, seed=0)
+    assert found.keys() == {"leakage"}
+
+
+@pytest.mark.parametrize("name", ["simclr", "moco_v2 in batch"])
+def test_a_ring_of_workers_takes_the_place_of_a_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = count(CASES[name], 2)
+    monkeypatch.setattr(contrast, "MAX_GATHERED_BYTES", 0)
+    passed_on = count(CASES[name], 2)
+    assert passed_on.losses == pytest.approx(gathered.losses, rel=1e-4)
+    assert passed_on.step.launches != gathered.step.launches
+
+
+@pytest.mark.parametrize("name", ["simclr lars", "moco_v2", "instance_discrimination", "image_text"])
+def test_a_checkpoint_of_a_cpu_goes_on_on_a_gpu(name: str) -> None:
+    case = CASES[name]
+    before = Worker(case, device=CPU)
+    batches = list(before.maker.views(before.batches(2)))
+    torch.manual_seed(0)
+    before.step(batches[0], 0)
+    kept, stored = before.learner.state_dict(), before.store.state_dict()
+    with pretended():
+        worker = Worker(case)
+        worker.learner.load_state_dict(kept)
+        worker.store.load_state_dict(stored)
+        views = list(worker.maker.views(worker.batches(2)))[1]
+        torch.manual_seed(1)
+        loss = worker.step(views, 1).loss
+        states = worker.learner.optimizer.state.values()
+        tensors = [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
+        assert all(is_on_device(each) for each in tensors if each.ndim)
+    torch.manual_seed(1)
+    assert loss == pytest.approx(before.step(batches[1], 1).loss, rel=1e-4)
+
+
+def test_saved_encoders_answer_where_they_lie() -> None:
+    with pretended():
+        worker = Worker(CASES["simclr"])
+        spec: Any = worker.modality.sides[0].spec(worker.learner.tower.towers[0].encoder, own=False)
+        images = ImageEncoder(worker.learner.tower.towers[0].encoder, spec).eval()
+        pixels = np.zeros((20, 24, 3), np.uint8)
+        for given in (np.stack([pixels] * 3), [pixels] * 3, []):
+            rows = images.encode(given)
+            assert is_on_device(rows)
+            assert rows.shape == (len(given), spec.representation_dim)
+        worker = Worker(CASES["simcse"])
+        spec = worker.modality.sides[0].spec(worker.learner.tower.towers[0].encoder, own=False)
+        vocabulary = Vocabulary.stand_in()
+        texts = TextEncoder(worker.learner.tower.towers[0].encoder, spec, vocabulary.tokenizer).eval()
+        for told in (["a b", "c"], []):
+            rows = texts.encode(told)
+            assert is_on_device(rows)
+            assert rows.shape == (len(told), spec.representation_dim)
+
+
+def test_the_slots_of_a_bank_begin_at_embeddings() -> None:
+    with pretended():
+        worker = Worker(CASES["instance_discrimination"])
+        samples, ids = worker.maker.plain(batch(worker.config, 0))
+        with torch.no_grad():
+            rows = worker.learner.encode(samples)
+        store: Any = worker.store
+        store.fill(rows, ids)
+        lent = store.lend(next(worker.maker.views(worker.batches(1))), step=0)
+        torch.testing.assert_close(F.normalize(lent.key, dim=1), F.normalize(rows, dim=1))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["simclr", "simcse", "two_tower"])
+def test_a_portrait_is_made(name: str, workers: int, tmp_path: Path) -> None:
+    with pretended(workers):
+        worker = Worker(CASES[name], workers)
+        rows: Any = Rows(worker, 64)
+        portrayer = Portrayer(
+            rows=rows,
+            positions=np.arange(20),
+            drawing=worker.maker.drawing,
+            output=Place(str(tmp_path)),
+            vocabulary=None,
+            held_out=True,
+            seed=0,
+        )
+        portrayer.portray(worker.learner.tower, CUDA, step=5)
+    assert (tmp_path / "portrait" / "latest.parquet").exists()
