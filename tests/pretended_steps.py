@@ -191,7 +191,8 @@ def count(case: Case, workers: int) -> Counted:
     with pretended(workers) as trace:
         worker = Worker(case, workers)
         found, losses = {}, []
-        views_of = worker.maker.views(worker.batches(STEPS))
+        # One more than is used: with the views of a batch the next one is sent.
+        views_of = worker.maker.views(worker.batches(STEPS + 1))
         for step in range(STEPS):
             torch.manual_seed(step)
             trace.clear()

@@ -1,0 +1,182 @@
+"""Faults that only a GPU would show, planted one at a time: the pretended one shows each of them."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raycl import transfer
+from raycl.augment import color
+from raycl.batchnorm import lockstep_statistics, shuffled, synchronized
+from raycl.models.temperature import LearnedTemperature
+from raycl.training import contrast, step, stores
+from raycl.training.identity import identify
+from raycl.transfer import Download
+from tests import pretend_gpu
+from tests.pretended_steps import CASES, count
+from tests.test_pretend_gpu import COUNTED_WITH, COUNTS
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def replacing(place: Any, name: str, value: Any) -> Plant:
+    return lambda monkeypatch: monkeypatch.setattr(place, name, value)
+
+
+def sums_of_the_cpu(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    found = torch.ops.aten.native_batch_norm_backward.default(
+        grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack(found[1:])
+
+
+def take_at_once(self: Any, *, step: int) -> None:
+    keys, ids = Download(*self._keys)._arriving
+    self._queue.push(keys.numpy(), ids.numpy(), step)
+
+
+def take_by_waiting(self: Any, *, step: int) -> None:
+    self._on_device.write(*self._keys, first=self._queue.sequence)
+    keys, ids = (each.cpu() for each in self._keys)
+    self._queue.push(keys.numpy(), ids.numpy(), step)
+
+
+def one_pinned_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, empty = {}, torch.empty
+
+    def again(*size: int, pin_memory: bool = False, **settings: Any) -> Tensor:
+        if not pin_memory:
+            return empty(*size, **settings)
+        if size not in made:
+            made[size] = empty(*size, pin_memory=True, **settings)
+        return made[size]
+
+    monkeypatch.setattr(torch, "empty", again)
+
+
+def no_pinned_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **settings: empty(*size, **settings))
+
+
+def lend_host_ids(self: Any, num_rows: int) -> Any:
+    return contrast.Lent(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows].cpu())
+
+
+def gather_strided(rows: Tensor) -> Tensor:
+    stacked = rows.new_empty(2 * len(rows), *rows.shape[1:])
+    torch.distributed.all_gather_into_tensor(stacked, rows)
+    return stacked
+
+
+def gather_from_host(rows: Tensor) -> Tensor:
+    return gather_strided(rows.cpu()).to(rows.device)
+
+
+def identify_and_read(known: Any) -> Any:
+    assert known.query.max().item() < 2**62
+    return identify(known)
+
+
+def identify_and_launch(known: Any) -> Any:
+    assert (known.query + 1).shape == known.query.shape
+    return identify(known)
+
+
+def identify_by_products(known: Any) -> Any:
+    assert (known.query @ known.query.T).ndim == 2
+    return identify(known)
+
+
+def elemt_by_wide_counts(*given: Tensor) -> Tensor:
+    return torch.ops.aten.batch_norm_backward_elemt(*given[:-1], given[-1].long())
+
+
+def mask_from_host(tile: Tensor, rows: slice, columns: slice, diagonals: Any) -> None:
+    tile.masked_fill_(torch.eye(*tile.shape, dtype=torch.bool), float("-inf"))
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def batch_norm_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (synchronized, lockstep_statistics):
+        monkeypatch.setattr(place, "_gradient_sums", sums_of_the_cpu)
+
+
+FAULTS: dict[str, tuple[str, int, Plant, str]] = {
+    "a temperature stays on the host": (
+        "simclr learned temperature", 2, replacing(LearnedTemperature, "to", lambda self, _: self), "NCCL sends no",
+    ),
+    "BatchNorm goes back by the kernel of the CPU": ("simclr chunks", 1, batch_norm_of_the_cpu, "saved mean"),
+    "the step does not wait for the copy of its batch": (
+        "simclr", 1, replacing(pretend_gpu.Stream, "wait_stream", nothing), "may still write",
+    ),
+    "the memory of a batch may be given to another stream": (
+        "simclr", 1, replacing(pretend_gpu, "_record_stream", nothing), "record_stream",
+    ),
+    "keys are read before they have arrived": (
+        "moco_v2", 1, replacing(stores.QueueStore, "take", take_at_once), "has not arrived",
+    ),
+    "keys are waited for after the update": (
+        "moco_v2", 1, replacing(stores.QueueStore, "take", take_by_waiting), "waits",
+    ),
+    "a pinned buffer is filled anew while it is copied": (
+        "simclr", 1, one_pinned_buffer,
+        "is still copied",
+    ),
+    "a batch goes up from pageable memory": (
+        "simclr", 1, no_pinned_buffer, "pageable copies",
+    ),
+    "constants are copied for each view": (
+        "simclr", 1, replacing(color, "constant", transfer.constant.__wrapped__), "waits",
+    ),
+    "ids of a queue lie on the host": (
+        "moco_v2", 1, replacing(stores._DeviceCopy, "lend", lend_host_ids), "device",
+    ),
+    "rows are gathered from the host": (
+        "simclr", 2, replacing(contrast, "gather_detached", gather_from_host), "NCCL sends no",
+    ),
+    "rows with gaps are gathered": (
+        "moco_v2", 2, replacing(shuffled, "gather_detached", gather_strided), "contiguous",
+    ),
+    "a number is read": ("simclr", 1, replacing(step, "identify", identify_and_read), "waits"),
+    "something is launched": ("simclr", 1, replacing(step, "identify", identify_and_launch), "launches"),
+    "integers are multiplied": ("simclr", 1, replacing(step, "identify", identify_by_products), "multiplies no"),
+    "counts have another type": (
+        "simclr", 2, replacing(torch, "batch_norm_backward_elemt", elemt_by_wide_counts), "int32",
+    ),
+    "a mask is made on the host": (
+        "simclr", 1, replacing(sys.modules["raycl.losses.nt_xent"], "mask_diagonals", mask_from_host),
+        "two devices",
+    ),
+}  # fmt: skip
+
+
+def what_shows(name: str, workers: int) -> str:
+    """Return the error that a case ends in, or which of its ceilings it breaks."""
+    try:
+        found = count(CASES[name], workers)
+    except pretend_gpu.DeviceError as error:
+        return str(error)
+    most = COUNTS[f"{name}|{workers}"]
+    kinds = ("waits", "pageable copies", "launches")
+    return " ".join(
+        kind
+        for part in most
+        for kind, came, limit in zip(kinds, getattr(found, part).counts, most[part], strict=True)
+        if came > limit
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, workers, plant, expected = FAULTS[fault]
+    if expected == "launches" and not torch.__version__.startswith(COUNTED_WITH):
+        pytest.skip(f"launches are compared with torch {COUNTED_WITH} alone")
+    plant(monkeypatch)
+    assert expected in what_shows(name, workers)
