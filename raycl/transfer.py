@@ -14,7 +14,7 @@ _ALIGNMENT = 16  # bytes; as much as any type needs
 def upload(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
     """Copy host tensors to a device by one copy, in the current stream; on the CPU they stay where they are.
 
-    What comes twice is copied once; None stays None. The results share one storage.
+    A tensor that comes twice is copied once; None stays None. The results share one storage.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -39,7 +39,7 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @final
 class Download:
-    """Tensors on their way to the host, in the current stream; those of the host are there already."""
+    """Copies of tensors to the host, in the current stream; host tensors need none."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._arriving = [each.detach().to("cpu", non_blocking=True) for each in tensors]

@@ -1,8 +1,8 @@
 """A pretended GPU: host memory that counts as a CUDA device's, on machines and builds that have none.
 
 Inside ``pretend_gpu()`` a tensor that is made on or moved to "cuda" has real values and real gradients, but its
-storage is marked as device memory. ``tensor.device`` says "cuda:0", an operation on tensors of both devices raises as
-CUDA does, and so does what CUDA has no kernel for. The trace counts launches, waits of the host for the device, and
+storage is marked as device memory. ``tensor.device`` says "cuda:0". An operation on tensors of both devices raises as
+CUDA does, and so does an operation without a kernel for CUDA. The trace counts launches, waits of the host for the device, and
 copies out of pageable memory, each by the line of raycl that asked for it. Streams and events are followed: a tensor
 that another stream writes must be waited for, and one that another stream reads must be recorded there.
 
@@ -32,7 +32,7 @@ _PACKAGE = str(Path(raycl.__file__).parent) + "/"
 
 
 class DeviceError(RuntimeError):
-    """What a GPU refuses, or gets wrong without a word."""
+    """An operation that a GPU refuses, or that would give it wrong values silently."""
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ class Event:
 
 @dataclass(eq=False)
 class Memory:
-    """What is known of a storage: where it lies, and which operation touched it last."""
+    """The state of a storage: its device, and the last operation on it."""
 
     on_device: bool = False
     pinned: bool = False
@@ -110,7 +110,7 @@ class Memory:
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """Return what is known of a tensor's storage, host memory by default."""
+    """Return the state of a tensor's storage, host memory by default."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -127,7 +127,7 @@ def is_on_device(tensor: Tensor) -> bool:
 
 
 class Trace:
-    """What the host and the device did, by the innermost line of raycl."""
+    """Waits, launches and copies, by the innermost line of raycl."""
 
     def __init__(self) -> None:
         self.main = self.stream = Stream(trace=self)
@@ -171,7 +171,7 @@ class Trace:
             memory.written = (stream, stream.launched)
 
     def check_host(self, tensors: list[Tensor], *, writes: bool) -> None:
-        """Refuse to read what has not arrived, and to change what is still being copied."""
+        """Refuse to read memory before its copy has arrived, and to change memory during a copy."""
         for each in tensors:
             memory = memory_of(each)
             for what, last in (("has not arrived", memory.written), ("is still copied", memory.copied)):
@@ -382,7 +382,7 @@ _TO_HOST_DATA = (_T.numpy, _T.__array__, _T.tolist)
 
 
 class _Functions(TorchFunctionMode):
-    """What Python asks of tensors: where they lie, how they move, and on which device new ones are made."""
+    """Calls from Python: the device of a tensor, moves, and new tensors."""
 
     def __init__(self, now: Trace) -> None:
         super().__init__()

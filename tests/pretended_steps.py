@@ -1,4 +1,4 @@
-"""Steps of every recipe on a pretended GPU: what a worker does between a batch and the next, without Ray."""
+"""Steps of every recipe on a pretended GPU: a worker's loop without Ray."""
 
 import argparse
 import contextlib
@@ -42,7 +42,7 @@ CHUNKS = {"stages.0.chunk_size": 16}
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe and what differs from it."""
+    """A recipe and the settings that differ from it."""
 
     recipe: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def configuration(case: Case, workers: int = 1) -> RunConfig:
 
 
 class Worker:
-    """What a worker of Ray Train has: learner, views and store."""
+    """Learner, views and store, as a worker of Ray Train has them."""
 
     def __init__(self, case: Case, workers: int = 1, device: torch.device = CUDA) -> None:
         self.case, self.config, self.device = case, configuration(case, workers), device

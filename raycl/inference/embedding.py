@@ -25,6 +25,7 @@ from raycl.models.names import SideName
 from raycl.models.saved import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.trust import trusted_packages
 from raycl.progress import ProgressLine, rows_read
+from raycl.transfer import upload
 
 BATCH_SIZE = 256
 
@@ -44,6 +45,9 @@ class Embedder:
         saved: SavedEncoder = ray.get(held[0])
         encoder = saved.build(network, trusted=trusted)
         self._encoder = encoder.to("cuda" if use_gpu else "cpu")
+        # Twice as fast, and exact to three digits, as training in it is.
+        is_fast = use_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        self._precision = "bfloat16" if is_fast else "float32"
         self._role = role
         self._formats = formats_of(self._encoder, role)
 
@@ -52,7 +56,9 @@ class Embedder:
         rows = Rows([table], self._formats)
         width = self._encoder.spec.representation_dim
         inputs = (prepared(self._encoder, batch, self._role) for batch in rows.batches(BATCH_SIZE))
-        representation = embed(self._encoder, inputs) if len(rows) else torch.empty(0, width)
+        representation = torch.empty(0, width)
+        if len(rows):
+            representation = embed(self._encoder, inputs, precision=self._precision)
         flat = pa.array(representation.numpy().reshape(-1), pa.float32())
         return pa.table(
             {
@@ -81,10 +87,10 @@ def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None
 
 def prepared(encoder: ImageEncoder | TextEncoder, batch: Batch, role: str) -> torch.Tensor:
     """Return what the encoder takes of a batch."""
-    if isinstance(encoder, ImageEncoder):
-        return encoder.prepare(pixels_of(batch).images)
-    device = next(encoder.parameters()).device
-    return torch.from_numpy(tokens_of(batch, role).padded()).to(device)
+    is_image = isinstance(encoder, ImageEncoder)
+    values = pixels_of(batch).images if is_image else tokens_of(batch, role).padded()
+    (moved,) = upload([torch.from_numpy(values)], next(encoder.parameters()).device)
+    return encoder.prepare(moved) if is_image else moved
 
 
 def embed_dataset(

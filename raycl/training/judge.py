@@ -32,7 +32,8 @@ class Judge(Protocol):
 class LabelJudge:
     """Held-out labeled rows (``test``) and trained-on rows that vote over them (``bank``).
 
-    ``prepare`` turns rows into what the encoder takes, without any randomness.
+    ``prepare`` turns rows into what the encoder takes, without any randomness. The encoder computes in
+    ``precision``; neighbors are found in float32.
     """
 
     bank: Rows
@@ -40,6 +41,7 @@ class LabelJudge:
     prepare: Callable[[Batch], Draft]
     k: int = 200
     temperature: float = 0.07
+    precision: str = "float32"
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
         """Return the kNN top-1 accuracy; every worker encodes and judges its own share."""
@@ -55,7 +57,7 @@ class LabelJudge:
     def _encode(self, encoder: nn.Module, rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
         share = _own_share(len(rows))
         inputs = (self.prepare(rows.take(part)).on(device) for part in _batches(share))
-        representation = embed(encoder, inputs)
+        representation = embed(encoder, inputs, precision=self.precision)
         return representation.to(device), torch.from_numpy(rows.label[share]).to(device)
 
 
@@ -67,6 +69,7 @@ class PairJudge:
     bank: Rows
     test: Rows
     drawing: Drawing
+    precision: str = "float32"
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
         """Return the fraction of queries whose own key, or an equal one, is among the nearest 1 and 10."""
@@ -93,7 +96,8 @@ class PairJudge:
         self, tower: Tower, rows: Rows, share: NDArray[np.int64], number: int, device: torch.device
     ) -> Tensor:
         draw = self.drawing.plain if number == 0 else self.drawing.plain_key
-        return embed(tower, (draw(rows.take(part)).on(device) for part in _batches(share)))
+        inputs = (draw(rows.take(part)).on(device) for part in _batches(share))
+        return embed(tower, inputs, precision=self.precision)
 
     def _key_ids(self, rows: Rows, share: NDArray[np.int64]) -> Tensor:
         parts = [self.drawing.plain_key_id(rows.take(part)) for part in _batches(share)]

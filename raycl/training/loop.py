@@ -337,13 +337,14 @@ class _Loop:
         if min(len(bank), len(test)) < num_workers():
             return None  # too few to share out
         if self._config.has_two_towers:
-            return PairJudge(bank=bank, test=test, drawing=drawing)
+            return PairJudge(bank=bank, test=test, drawing=drawing, precision=self._config.precision)
         return LabelJudge(
             bank=bank,
             test=test,
             prepare=drawing.plain,
             k=settings.k,
             temperature=settings.temperature,
+            precision=self._config.precision,
         )
 
     def _look_is_due(self, position: Position) -> bool:

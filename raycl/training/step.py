@@ -24,11 +24,11 @@ from raycl.transfer import Download
 @final
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """What a step leaves: the loss of the global batch, and a few embeddings if the step was to be watched.
+    """The result of a step: the loss of the global batch, and a few embeddings if the step is watched.
 
-    ``watched`` are queries of all workers and what each was compared with, an embedding or its slot, both
-    [n, dim]. ``trivial_loss`` is what the loss would be if all embeddings were one point, where that is
-    known. ``is_to_stop`` is true on all workers once one of them was asked to stop.
+    ``watched`` are queries of all workers and their positives, each an embedding or a slot, both [n, dim].
+    ``trivial_loss`` is what the loss would be if all embeddings were one point, where that is known.
+    ``is_to_stop`` is true on all workers once one of them was asked to stop.
     """
 
     loss: float

@@ -31,7 +31,7 @@ class Store(Protocol):
         ...
 
     def take(self, *, step: int) -> None:
-        """Keep what was fetched last."""
+        """Keep the fetched embeddings."""
         ...
 
     def save(self, *, step: int) -> None:

@@ -82,7 +82,7 @@ def stacked(first: Tensor, second: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Draft:
-    """A view as it is drawn on the host: tensors, and what makes the view of them on a device."""
+    """A view that is drawn on the host: tensors, and the function that makes the view on a device."""
 
     tensors: tuple[Tensor, ...]
     make: Callable[..., Tensor]
