@@ -9,6 +9,8 @@ from typing import Any
 
 # Ray reads this when it is imported. It paces the end of a run and its checkpoints.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+# After a lost worker the others cannot leave its process group: Ray waits for them in vain, 30 s by default.
+os.environ.setdefault("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "5")
 
 import pyarrow as pa
 import ray

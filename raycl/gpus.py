@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from raycl.errors import ConfigError
@@ -16,6 +17,34 @@ def check_gpus(workers: int, have: float) -> None:
         raise ConfigError(
             f"{workers} workers ask for a GPU each, the cluster has {have:g}; "
             "lower --workers, leave out --gpu, or set autoscaling=true if the cluster will grow"
+        )
+
+
+# Types of Ray whose cards have no units for bfloat16.
+_WITHOUT_BFLOAT16 = ("K80", "P4", "P100", "T4", "V100")
+
+
+def accelerators(resources: Iterable[str]) -> list[str]:
+    """Return the types of GPUs among the names of a cluster's resources."""
+    prefix = "accelerator_type:"
+    return sorted(name.removeprefix(prefix) for name in resources if name.startswith(prefix))
+
+
+def check_accelerator(wanted: str | None, have: Sequence[str]) -> None:
+    """Refuse a type of GPU that no node has: ``ConfigError``."""
+    if wanted is not None and wanted not in have:
+        raise ConfigError(
+            f"no node of the cluster has the accelerator {wanted!r}, it has {', '.join(have) or 'none'}; "
+            "set accelerator to one of these, leave it out, or set autoscaling=true if the cluster will grow"
+        )
+
+
+def check_bfloat16(types: Collection[str]) -> None:
+    """Refuse bfloat16 on GPUs of which none has it: ``ConfigError``."""
+    if types and all(each in _WITHOUT_BFLOAT16 for each in types):
+        raise ConfigError(
+            f"precision=bfloat16 needs GPUs that have it, came {', '.join(types)}; set precision=float32, or ask for "
+            "newer ones by accelerator"
         )
 
 

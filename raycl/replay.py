@@ -1,7 +1,9 @@
 """What makes a second forward pass equal to the first: random state, autocast, running statistics."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -12,8 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raycl.errors import ReplayError
 
 # Of an embedding's greatest value. The same kernels on the same rows give the same numbers, on a
-# GPU but for the order of a few sums; what is drawn anew differs by far more.
-_TOLERANCE = 1e-3
+# GPU but for the order of a few sums; what is drawn anew differs by far more. In bfloat16 a GPU may
+# choose other kernels with a graph than without, and each layer rounds by up to half an epsilon.
+_TOLERANCE, _EPSILONS = 1e-3, 4
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 4, 64  # about; what draws anew changes nearly all of them
 
 
@@ -79,20 +82,58 @@ class RunningStatistics:
             buffer.copy_(total / self._num_rows if total.is_floating_point() else total // self._num_rows)
 
 
-def check_same(now: Tensor, before: Tensor, describe: Callable[[], str]) -> None:
-    """Raise ``ReplayError`` if numbers are not what they were; ``describe`` says whose they are."""
-    tolerance = _TOLERANCE * float(before.nan_to_num().abs().amax())
-    if not torch.allclose(now.detach(), before, rtol=0.0, atol=tolerance, equal_nan=True):
-        difference = float((now.detach() - before).abs().amax())
-        raise ReplayError(
-            f"{describe()} came out otherwise when it was embedded again, by up to {difference:.2g}: the "
-            "gradient would be wrong; draw from torch's own random state and keep no state between calls, or train "
-            "without chunk_size"
+@final
+class Replays:
+    """Numbers of a second forward pass beside those of the first, compared together: a device is read once."""
+
+    def __init__(self) -> None:
+        self._pairs: list[_Pair] = []
+
+    def add(self, now: Tensor, before: Tensor, describe: Callable[[], str]) -> None:
+        """Add a pair of one shape. An autocast in force says how exact it is; ``describe`` says whose it is."""
+        device = now.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else now.dtype
+        tolerance = max(_TOLERANCE, _EPSILONS * torch.finfo(dtype).eps)
+        self._pairs.append(_Pair(now.detach(), before, tolerance, describe))
+
+    def check(self) -> None:
+        """Raise ``ReplayError`` unless both tensors of each pair hold the same numbers."""
+        if not self._pairs:
+            return
+        pairs, self._pairs = self._pairs, []
+        before = [pair.before for pair in pairs]
+        differences = torch._foreach_norm(torch._foreach_sub([pair.now for pair in pairs], before), math.inf)
+        allowed = torch._foreach_mul(
+            torch._foreach_norm(before, math.inf), [pair.tolerance for pair in pairs]
         )
+        if not bool((torch.stack(differences) <= torch.stack(allowed)).all()):
+            # The norm of what holds a NaN is NaN.
+            for pair in pairs:
+                pair.check()
+
+
+@final
+@dataclass(frozen=True)
+class _Pair:
+    now: Tensor
+    before: Tensor
+    tolerance: float
+    describe: Callable[[], str]
+
+    def check(self) -> None:
+        """Raise ``ReplayError`` unless the numbers are the same, or were no numbers before either."""
+        atol = self.tolerance * float(self.before.nan_to_num(posinf=0.0, neginf=0.0).abs().amax())
+        if not torch.allclose(self.now, self.before, rtol=0.0, atol=atol, equal_nan=True):
+            difference = float((self.now - self.before).abs().amax())
+            raise ReplayError(
+                f"{self.describe()} came out otherwise when it was embedded again, by up to {difference:.2g}: the "
+                "gradient would be wrong; draw from torch's own random state and keep no state between calls, or "
+                "train without chunk_size"
+            )
 
 
 def sample(value: Tensor) -> Tensor:
-    """Return a few of the numbers of rows [n, ...], for :func:`check_same` where all would take too much memory."""
+    """Return a few of the numbers of rows [n, ...], for :class:`Replays` where all would take too much memory."""
     rows = value.detach()[:: max(1, len(value) // _SAMPLED_ROWS)]
     columns = rows.reshape(len(rows), -1)
     return columns[:, :: max(1, columns.shape[1] // _SAMPLED_COLUMNS)].clone()

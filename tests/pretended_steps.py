@@ -47,6 +47,7 @@ class Case:
     recipe: str
     settings: dict[str, Any] = field(default_factory=dict)
     explicit: bool = False  # pairs come with negatives, and queries and documents with ids of their own
+    image_size: int = 32
 
 
 CASES = {
@@ -90,7 +91,7 @@ def configuration(case: Case, workers: int = 1) -> RunConfig:
         "stages.0.batch_size": ROWS * workers,
         "bank.held_by": "workers",
     }
-    return override(recipe(case.recipe, image_size=32), settings | case.settings)
+    return override(recipe(case.recipe, image_size=case.image_size), settings | case.settings)
 
 
 class Worker:
@@ -113,7 +114,8 @@ class Worker:
         return self.config.stages[0]
 
     def batches(self, number: int) -> Iterator[Batch]:
-        return (batch(self.config, step, explicit=self.case.explicit) for step in range(number))
+        rows = self.stage.batch_size // self.config.workers
+        return (batch(self.config, step, explicit=self.case.explicit, rows=rows) for step in range(number))
 
     def weights(self) -> list[torch.Tensor]:
         """Return all that is learned."""
@@ -136,7 +138,7 @@ class Worker:
             step=step,
             learning_rate=0.01,
             momentum=0.9,
-            precision=self.config.precision,
+            precision=self.config.tower_precision,
             is_watched=is_watched,
         )
 
@@ -208,7 +210,12 @@ def count(case: Case, workers: int) -> Counted:
 
 def on_host(case: Case) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
     """Make the same steps on the CPU; return the losses, and the weights before and after."""
-    worker = Worker(case, device=CPU)
+    return steps_on(CPU, case)
+
+
+def steps_on(device: torch.device, case: Case) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
+    """Make the same steps on a device that is there; return the losses, and the weights before and after."""
+    worker = Worker(case, device=device)
     losses, before = [], [each.clone() for each in worker.weights()]
     for step, views in enumerate(worker.maker.views(worker.batches(STEPS))):
         torch.manual_seed(step)

@@ -1,5 +1,6 @@
 """The gradient of a batch in chunks is the gradient of the whole batch."""
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from raycl.losses import hinge, info_nce, nt_xent
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder
 from raycl.models.towers import Tower
-from raycl.replay import check_same
+from raycl.replay import Replays
 
 Embed = Callable[..., Tensor]
 BATCH = 24
@@ -302,9 +303,36 @@ def test_so_it_is_between_the_layers_of_whole_batch_normalization(milestone_ever
 
 
 def test_a_replay_that_answers_nan_is_found_and_numbers_that_were_nan_may_be_it_again() -> None:
-    with pytest.raises(ReplayError):
-        check_same(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), lambda: "a chunk")
-    check_same(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), lambda: "a chunk")
+    replays = Replays()
+    numbers = torch.tensor([1.0, torch.nan, torch.inf])
+    replays.add(numbers.clone(), numbers, lambda: "the first")
+    replays.check()
+    replays.add(numbers.clone(), numbers, lambda: "the first")
+    replays.add(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), lambda: "the second")
+    with pytest.raises(ReplayError, match="^the second came"):
+        replays.check()
+
+
+@pytest.mark.parametrize(
+    ("precision", "error", "is_found"),
+    [
+        (torch.float32, 5e-4, False),
+        (torch.float32, 2e-3, True),
+        (torch.bfloat16, 2e-2, False),
+        (torch.bfloat16, 5e-2, True),
+    ],
+)
+def test_a_replay_may_differ_by_the_rounding_of_its_precision(
+    precision: torch.dtype, error: float, is_found: bool
+) -> None:
+    before = torch.rand(8, 4, generator=torch.Generator().manual_seed(0))
+    before[0, 0] = 1.0
+    found = pytest.raises(ReplayError, match="a chunk") if is_found else contextlib.nullcontext()
+    with torch.autocast("cpu", precision, enabled=precision != torch.float32), found:
+        replays = Replays()
+        replays.add(before.clone(), before, lambda: "the same")
+        replays.add(before + error, before, lambda: "a chunk")
+        replays.check()
 
 
 def test_a_frozen_tower_has_no_graph() -> None:

@@ -300,3 +300,14 @@ def test_commands_that_refuse_no_rows_take_no_fraction_of_them(raycl, command: l
     status, out, err = raycl(*command, "--set", "data.max_bad_fraction=0.1")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "unknown key data.max_bad_fraction (allowed: data.columns." in err
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "raycl", "recipes"], check=True, capture_output=True, text=True
+    )
+    assert "moco_v2" in done.stdout
+    wrong = subprocess.run([sys.executable, "-m", "raycl", "trian"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "raycl" in wrong.stderr
+    assert "__main__" not in wrong.stderr

@@ -341,3 +341,24 @@ def test_a_stage_of_nce_may_be_added_to_a_run_that_had_none() -> None:
         for config in (first, longer)
     ]
     assert states[0].keys() == states[1].keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [
+        ({}, "float32"),
+        ({"gpu": True}, "bfloat16"),
+        ({"gpu": True, "precision": "float32"}, "float32"),
+        ({"precision": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_a_gpu_computes_in_bfloat16_unless_asked_otherwise(
+    settings: dict[str, object], precision: str
+) -> None:
+    assert override(recipe("simclr"), settings).tower_precision == precision
+
+
+def test_an_accelerator_is_asked_for_with_gpu() -> None:
+    assert override(recipe("simclr"), {"gpu": True, "accelerator": "H100"}).accelerator == "H100"
+    with pytest.raises(ConfigError, match="accelerator is 'H100', and the workers have no GPU; set gpu=true"):
+        override(recipe("simclr"), {"accelerator": "H100"})

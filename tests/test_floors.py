@@ -28,6 +28,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"api", "cli_explorer"},
     {"cli_bank", "cli_doctor"},
     {"cli"},
+    {"__main__"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 GROUND = {

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from raycl.errors import ConfigError
+from raycl.recipes import recipe
+from raycl.settings import override
 from raycl.training import process
-from raycl.training.process import multiply_by_onednn, prepare_process
+from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
 
 PRODUCTS = torch.backends.mkldnn.matmul
 
@@ -76,3 +79,52 @@ def test_only_a_processor_on_which_mkl_is_slow_is_taken_from_it(
     monkeypatch.setattr(process, "multiply_by_onednn", lambda: asked.append(True))
     prepare_process(1)
     assert asked == [True] * is_amd
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.allow_tf32
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    yield monkeypatch
+    cudnn.benchmark, cudnn.allow_tf32 = before
+
+
+def test_a_gpu_looks_for_its_fastest_kernels_and_rounds_convolutions_unless_float32_was_asked_for(
+    card: pytest.MonkeyPatch,
+) -> None:
+    card.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
+    for precision, is_rounded in (("auto", True), ("bfloat16", True), ("float32", False)):
+        config = override(recipe("simclr"), {"gpu": True, "precision": precision})
+        assert prepare_device(config, CUDA) == config
+        assert torch.backends.cudnn.benchmark
+        assert torch.backends.cudnn.allow_tf32 == is_rounded
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.usefixtures("card")
+def test_a_gpu_without_bfloat16_computes_in_float32_or_is_refused() -> None:
+    asked = override(recipe("simclr"), {"gpu": True})
+    assert prepare_device(asked, CUDA).tower_precision == "float32"
+    assert prepare_device(override(asked, {"precision": "float32"}), CUDA).tower_precision == "float32"
+    with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that have it, came Tesla T4; set"):
+        prepare_device(override(asked, {"precision": "bfloat16"}), CUDA)
+
+
+def test_a_cpu_is_left_as_it_is(card: pytest.MonkeyPatch) -> None:
+    card.setattr(torch.backends.cudnn, "benchmark", False)
+    config = override(recipe("simclr"), {"precision": "bfloat16"})
+    assert prepare_device(config, torch.device("cpu")) == config
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_the_allocator_of_a_gpu_is_a_users_own_if_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert "PYTORCH_ALLOC_CONF" not in environment(gpu=False)
+    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"

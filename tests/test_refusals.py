@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raycl.errors import ConfigError, RayclError
-from raycl.gpus import are_missing
+from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
 from raycl.inference.judgment import evaluate
 from raycl.recipes import recipe
 from raycl.settings import config_to_yaml
@@ -136,3 +136,31 @@ def test_only_a_ray_that_starts_here_is_known_to_have_no_gpu(monkeypatch: pytest
     assert not are_missing("10.0.0.1:6379")
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert not are_missing(None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "have", "says"),
+    [
+        ("H100", ["A100", "T4"], "no node of the cluster has the accelerator 'H100', it has A100, T4; set"),
+        ("h100", [], "it has none; set accelerator to one of these, leave it out, or set autoscaling=true"),
+    ],
+)
+def test_an_accelerator_that_no_node_has_is_refused(wanted: str, have: list[str], says: str) -> None:
+    check_accelerator(None, have)
+    check_accelerator(wanted, [*have, wanted])
+    with pytest.raises(ConfigError, match=says):
+        check_accelerator(wanted, have)
+
+
+def test_accelerators_are_known_by_the_resources_of_the_cluster() -> None:
+    assert accelerators(["CPU", "GPU", "accelerator_type:T4", "accelerator_type:A100", "node:1"]) == [
+        "A100",
+        "T4",
+    ]
+
+
+def test_bfloat16_is_refused_where_no_gpu_has_it() -> None:
+    for types in ([], ["H100"], ["T4", "A100"]):
+        check_bfloat16(types)
+    with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that have it, came T4, V100; set"):
+        check_bfloat16(["T4", "V100"])

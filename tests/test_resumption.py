@@ -56,6 +56,12 @@ def test_what_gives_other_weights_may_not(output: str, settings: dict[str, Any],
         check_output(run_of(**settings), Place(output), resume=True)
 
 
+def test_a_precision_by_another_name_is_the_same(output: str) -> None:
+    check_output(run_of(precision="float32"), Place(output), resume=True)  # as old versions wrote it
+    with pytest.raises(ConfigError, match="would change precision from 'auto' to 'bfloat16'"):
+        check_output(run_of(precision="bfloat16"), Place(output), resume=True)
+
+
 def test_stages_may_be_added_and_not_taken_away(output: str) -> None:
     shorter = raycl.override(raycl.recipe("simclr"), {"stages.0.epochs": 3})
     with pytest.raises(ConfigError, match="the run has 2 stages, and --resume would leave it 1"):

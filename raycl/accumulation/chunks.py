@@ -2,18 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from raycl.replay import (
-    RandomState,
-    RunningStatistics,
-    autocast_as_now,
-    check_same,
-    first_unsteady_layer,
-)
+from raycl.replay import RandomState, Replays, RunningStatistics, autocast_as_now, first_unsteady_layer
 
 Rows = tuple[Tensor, ...]
 
@@ -30,6 +25,7 @@ class Chunks:
         self._tower, self._chunk_size, self._kept_chunks = tower, chunk_size, kept_chunks
         self._replayed: list[_Chunk] = []
         self._kept: list[Tensor] = []
+        self._replays = Replays()
 
     def embed(self, *rows: Tensor, with_gradient: bool) -> Tensor:
         """Return the embeddings [num_rows, dim], without graph."""
@@ -60,6 +56,7 @@ class Chunks:
             torch.autograd.backward(self._embed_again(chunk), its_gradient)
             statistics.put_back()
         self._replayed = []
+        self._replays.check()
 
     def _embed_plainly(
         self, chunks: Sequence[Rows], statistics: RunningStatistics, *, with_gradient: bool
@@ -83,7 +80,7 @@ class Chunks:
     def _embed_again(self, chunk: "_Chunk") -> Tensor:
         with torch.enable_grad(), self._autocast(), chunk.random_state.again():
             embedding = self._tower(*chunk.rows)
-        check_same(embedding, chunk.embedding, lambda: self._describe(chunk))
+            self._replays.add(embedding, chunk.embedding, partial(self._describe, chunk))
         return embedding
 
     def _describe(self, chunk: "_Chunk") -> str:

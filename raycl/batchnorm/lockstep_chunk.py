@@ -11,7 +11,7 @@ from torch.fx import Node
 from raycl.batchnorm.lockstep_run import Values, run_segment
 from raycl.batchnorm.lockstep_statistics import Moments, gradient_at_input, normalize
 from raycl.batchnorm.segments import Network, Segment
-from raycl.replay import check_same, sample
+from raycl.replay import Replays, sample
 
 
 @final
@@ -60,18 +60,18 @@ class Chunk:
         self._gradients[node] = gradient if asked is None else asked + gradient
 
     @torch.enable_grad()
-    def go_back(self, segment: Segment, learned: set[Node]) -> dict[Node, Tensor]:
+    def go_back(self, segment: Segment, learned: set[Node], replays: Replays) -> dict[Node, Tensor]:
         """Run a segment once more with a graph, and backward.
 
         Parameters receive their gradients, the values that the segment read are asked for theirs.
-        Returns the sums of its BatchNorms, [2, channels] by call. Raises ``ReplayError`` if the
-        segment gives other values than the first time.
+        ``replays`` receives some of its values beside those of the first time. Returns the sums of
+        its BatchNorms, [2, channels] by call.
         """
         self._restore_random_state(segment)
         inputs = {node: _leaf(self.values[node], node in learned) for node in segment.inputs}
         outputs = self._run(segment, inputs, learned)
         for node in self._samples.keys() & outputs.keys():
-            check_same(sample(outputs[node]), self._samples.pop(node), partial(_describe, segment))
+            replays.add(sample(outputs[node]), self._samples.pop(node), partial(_describe, segment))
         gradients = {node: self._take_gradient(node, value) for node, value in outputs.items()}
         heads = [node for node, gradient in gradients.items() if gradient is not None]
         if heads:

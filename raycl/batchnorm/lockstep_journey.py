@@ -14,6 +14,7 @@ from raycl.batchnorm.lockstep_statistics import local_moments, merge_moments, su
 from raycl.batchnorm.segments import Network, Segment
 from raycl.batchnorm.synchronized import SYNCHRONIZED
 from raycl.errors import ConfigError
+from raycl.replay import Replays
 
 
 @final
@@ -33,6 +34,7 @@ class Journey:
         self._chunk_size = chunk_size
         self._milestones = milestones
         self._statistics = Statistics()
+        self._replays = Replays()
         self._chunks = [Chunk(network, part, self._statistics) for part in rows.split(chunk_size)]
         self._over_workers = any(isinstance(each, SYNCHRONIZED) for each in network.trace.layers.values())
         self._shape = torch.Size()
@@ -68,13 +70,17 @@ class Journey:
             )
 
     def backward(self, gradient: Tensor) -> None:
-        """Add to the parameters' gradients, whatever the random state and the autocast around it."""
+        """Add to the parameters' gradients, whatever the random state and the autocast around it.
+
+        Raises ``ReplayError`` if the network gave other values than in the forward pass.
+        """
         for chunk, part in zip(self._chunks, gradient.detach().split(self._chunk_size), strict=True):
             chunk.ask(self._network.trace.result, part)
         learned = self._network.learned()
         with _random_state_put_back(self._device), self._autocast_of_forward():
             for start, end in reversed(list(pairwise([*self._milestones, len(self._network.segments)]))):
                 self._go_back_to_milestone(self._network.segments[start:end], learned)
+        self._replays.check()
 
     def _advance(self, segment: Segment, kept: set[Node]) -> None:
         moments: list[Tensor] = []
@@ -109,7 +115,7 @@ class Journey:
         }
         for chunk in self._chunks:
             if learned.intersection(segment.nodes):
-                for call, each in chunk.go_back(segment, learned).items():
+                for call, each in chunk.go_back(segment, learned, self._replays).items():
                     sums[call] += each
             chunk.forget([n for n in chunk.values if not self._network.is_read_before(n, segment)])
         totals = list(sums.values())

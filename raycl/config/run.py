@@ -49,7 +49,8 @@ class RunConfig(Section):
     at that of the first stage and stays above 0.01, as in CLIP. ``workers`` are those of every stage that
     asks for no other number; with ``min_workers`` they may be fewer, as many as the cluster has room
     for at the time. ``autoscaling`` says that the cluster grows when more is asked for than it has now;
-    otherwise a run that does not fit is refused. A run goes on without what it lost, a process or a
+    otherwise a run that does not fit is refused. ``accelerator`` asks for GPUs of one of Ray's types, such as H100.
+    ``precision`` is that of the towers: ``auto`` means bfloat16 with ``gpu`` and float32 without. A run goes on without what it lost, a process or a
     node, from its last checkpoint, up to ``max_failures`` times in a row without a new one between.
     """
 
@@ -60,7 +61,8 @@ class RunConfig(Section):
     gpu: bool = False
     autoscaling: bool = False
     cpus_per_worker: Positive | None = None
-    precision: Literal["float32", "bfloat16"] = "float32"
+    accelerator: str | None = None
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     data: DataConfig = DataConfig()
     text: TextConfig = TextConfig()
     augment: AugmentConfig = AugmentConfig()
@@ -84,6 +86,13 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     log_every_steps: Count = 10
     max_failures: Annotated[int, Field(ge=0)] = 3
+
+    @property
+    def tower_precision(self) -> Literal["float32", "bfloat16"]:
+        """The precision in which the towers compute."""
+        if self.precision == "auto":
+            return "bfloat16" if self.gpu else "float32"
+        return self.precision
 
     @property
     def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -134,6 +143,14 @@ class RunConfig(Section):
     def rows_per_group(self, stage: Stage) -> int:
         """Return how many rows shuffled BatchNorm normalizes together."""
         return stage.batch_size // max(self.batchnorm_groups, self.workers_of(stage))
+
+    @model_validator(mode="after")
+    def _asks_for_accelerators_with_gpu(self) -> Self:
+        if self.accelerator is not None and not self.gpu:
+            raise ValueError(
+                f"accelerator is {self.accelerator!r}, and the workers have no GPU; set gpu=true, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_batches_that_divide(self) -> Self:

@@ -99,7 +99,7 @@ def _measure_side(
         batch = rows(num_rows)
 
         def step() -> None:
-            with autocast(config.precision, torch.device("cpu")):
+            with autocast(config.tower_precision, torch.device("cpu")):
                 embeddings = (
                     tower(batch)
                     if chunk_size is None

@@ -26,7 +26,7 @@ from raycl.training.checkpoint_list import CHECKPOINTS, mend_list
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
-from raycl.training.process import ENVIRONMENT
+from raycl.training.process import environment
 from raycl.training.trainer import Trainer, free_abandoned_room
 
 _ANSWER_S = 10.0
@@ -105,6 +105,7 @@ class Groups:
             scaling_config=ScalingConfig(
                 num_workers=most if least == most else (least, most),
                 use_gpu=self._config.gpu,
+                accelerator_type=self._config.accelerator,
                 resources_per_worker={"CPU": cpus} | ({"GPU": 1} if self._config.gpu else {}),
             ),
             run_config=TrainRunConfig(
@@ -114,7 +115,7 @@ class Groups:
                 checkpoint_config=keep,
                 # Lost groups are replaced here; nodes that are taken away with notice, by Ray.
                 failure_config=FailureConfig(max_failures=0, max_preemption_failures=-1),
-                worker_runtime_env={"env_vars": ENVIRONMENT},
+                worker_runtime_env={"env_vars": environment(gpu=self._config.gpu)},
             ),
         )
         outcome: Any = _aside(trainer.fit).return_value

@@ -18,6 +18,7 @@ from raycl.data.logbook import open_logbook, rows_in
 from raycl.data.sources import Source
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
+from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.models.names import SPEC, TOKENIZER
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_handle import Bank
@@ -120,6 +121,8 @@ def train_admitted(
     dashboard = join_cluster(address, debug=debug)
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
+    if config.gpu and not quiet:
+        print(f"GPUs compute in {config.tower_precision} (precision={config.precision})", file=sys.stderr)
     tags = {"run": place.name, "recipe": config.recipe}
     with (
         own_errors(),
@@ -294,6 +297,12 @@ class _Launch:
     def _check_cluster(self, streamed: bool) -> None:
         """Refuse what the cluster could not place, if it does not grow."""
         config = self._config
+        if config.gpu:
+            have = accelerators(ray.cluster_resources())
+            if not config.autoscaling:
+                check_accelerator(config.accelerator, have)
+            if config.precision == "bfloat16":
+                check_bfloat16(have if config.accelerator is None else [config.accelerator])
         if not config.autoscaling:
             workers = max(config.worker_range(stage)[0] for stage in config.stages)
             check_resources(

@@ -31,7 +31,7 @@ from raycl.training.job import Job
 from raycl.training.judge import Judge, LabelJudge, PairJudge
 from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
 from raycl.training.portrait import open_portrayer
-from raycl.training.process import autocast, available_cores, prepare_process
+from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
 from raycl.training.recorder import Recorder
 from raycl.training.saver import Saver, save_towers
 from raycl.training.stage_plan import momentum_schedule, stage_plans
@@ -58,8 +58,11 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
 @final
 class _Loop:
     def __init__(self, job: Job, device: torch.device, asked_to_stop: threading.Event) -> None:
-        self._job, self._config, self._device = job, job.config.settled(num_workers()), device
+        asked = job.config.settled(num_workers())
+        self._job, self._config, self._device = job, prepare_device(asked, device), device
         self._is_writer = rank() == 0
+        if self._is_writer and self._config.tower_precision != asked.tower_precision:
+            job.logbook.add_notice.remote("a GPU here has no bfloat16: the run computes in float32")
         self._asked_to_stop, self._is_to_stop = asked_to_stop, False
         self._modality = job.modality()
         rows = Rows(ray.get(list(job.blocks)), self._modality.formats(job.columns))
@@ -220,7 +223,7 @@ class _Loop:
         self._towers.train()
         torch.manual_seed(hash((self._config.seed, rank())) % 2**63)
         for samples, sample_id in self._epochs.plain(self._share):
-            with autocast(self._config.precision, self._device):
+            with autocast(self._config.tower_precision, self._device):
                 rows = self._learner.encode(samples)
             self._store.fill(rows, sample_id)
         # Nobody reads before all have written; and a shard that dies comes back with these rows.
@@ -237,7 +240,7 @@ class _Loop:
                 step=position.step,
                 learning_rate=self._plan.learning_rate(position.stage_step),
                 momentum=self._momentum(position.step),
-                precision=self._config.precision,
+                precision=self._config.tower_precision,
                 is_to_stop=self._asked_to_stop.is_set(),
                 is_watched=self._is_logged(position.step + 1),
             )
@@ -337,14 +340,14 @@ class _Loop:
         if min(len(bank), len(test)) < num_workers():
             return None  # too few to share out
         if self._config.has_two_towers:
-            return PairJudge(bank=bank, test=test, drawing=drawing, precision=self._config.precision)
+            return PairJudge(bank=bank, test=test, drawing=drawing, precision=self._config.tower_precision)
         return LabelJudge(
             bank=bank,
             test=test,
             prepare=drawing.plain,
             k=settings.k,
             temperature=settings.temperature,
-            precision=self._config.precision,
+            precision=self._config.tower_precision,
         )
 
     def _look_is_due(self, position: Position) -> bool:

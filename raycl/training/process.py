@@ -9,15 +9,27 @@ from pathlib import Path
 
 import torch
 
+from raycl.config import RunConfig
+from raycl.distributed import all_agree
+from raycl.errors import ConfigError
+
 # glibc's mallopt parameters (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
-# What a worker's process must be started with. Ray runs the loop in a thread, to which glibc would
-# give an arena of its own, and such an arena cannot keep a block above 64 MB.
-ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
-
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _TRIED = ((64, 64), (512, 256), (8, 64, 32))  # matrices, and several at once
 _EXACT = 1e-5  # relative; float32 gives 3e-7, bfloat16 3e-3
+
+
+def environment(*, gpu: bool) -> dict[str, str]:
+    """Return the environment that a worker's process must be started with."""
+    # Ray runs the loop in a thread, to which glibc would give an arena of its own, and such an arena cannot keep a
+    # block above 64 MB.
+    needed = {"MALLOC_ARENA_MAX": "1"}
+    if gpu:
+        # Batches of texts differ in shape, and would leave the memory of a GPU in pieces.
+        needed[_ALLOCATOR] = os.environ.get(_ALLOCATOR, "expandable_segments:True")
+    return needed
 
 
 def available_cores() -> int:
@@ -50,6 +62,28 @@ def prepare_process(num_threads: int) -> None:
             mallopt(_MMAP_THRESHOLD, 2**25)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_TOP_PAD, 64 * 2**20)
+
+
+def prepare_device(config: RunConfig, device: torch.device) -> RunConfig:
+    """Set up a worker's GPU; return the configuration, in float32 if ``auto`` met a GPU without bfloat16.
+
+    Raises ``ConfigError`` if such a one was to compute in bfloat16. Collective.
+    """
+    if device.type != "cuda":
+        return config
+    # Images have one shape all along: the fastest kernels are looked for once.
+    torch.backends.cudnn.benchmark = True
+    # TF32 for convolutions alone: the products of losses and neighbors stay exact.
+    torch.backends.cudnn.allow_tf32 = config.precision != "float32"
+    has_bfloat16 = all_agree(torch.cuda.is_bf16_supported(including_emulation=False))
+    if has_bfloat16 or config.tower_precision == "float32":
+        return config
+    if config.precision == "bfloat16":
+        raise ConfigError(
+            f"precision=bfloat16 needs GPUs that have it, came {torch.cuda.get_device_name(device)}; "
+            "set precision=float32, or ask for newer ones by accelerator"
+        )
+    return config.model_copy(update={"precision": "float32"})
 
 
 def multiply_by_onednn() -> bool:

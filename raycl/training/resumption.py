@@ -14,7 +14,7 @@ DATA = "data.json"
 # What a resumed run may set anew: where and how long it runs, what it writes down and watches for.
 # How long is what its last stage says, and stages that are added to it.
 MAY_CHANGE = re.compile(
-    r"workers|min_workers|gpu|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks|milestone_every)|"
+    r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks|milestone_every)|"
     r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
 )
 
@@ -42,6 +42,8 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     longer = re.compile(rf"stages\.{last}\.(epochs|steps)")
     added = tuple(f"stages.{index}." for index in range(last + 1, len(config.stages)))
     for key, (before, now) in differences(saved, config).items():
+        if key == "precision" and saved.tower_precision == config.tower_precision:
+            continue
         if not (MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added)):
             raise ConfigError(
                 f"--resume would change {key} from {before!r} to {now!r}; "

@@ -8,9 +8,13 @@ import ray
 from ray._private import state as ray_state
 from ray.core.generated import gcs_pb2
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal import constants
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+# The controller reads it, and Ray brings it only what it has on this list.
+constants.ENV_VARS_TO_PROPAGATE.add("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S")
 
 _Group: Any = gcs_pb2.PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
 
