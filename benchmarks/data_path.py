@@ -1,9 +1,9 @@
 """Images a second of the data path, two views each: raycl's beside DataLoaders, and what decoding alone takes.
 
-    python benchmarks/data_path.py --data cifar10/train.parquet [--size 32] [--seconds 20] [--json FILE]
+    python benchmarks/data_path.py --data cifar10/train.parquet [--size 32] [--seconds 20] [--cores 2] [--json FILE]
     python benchmarks/data_path.py --size 224            # JPEG photographs of 500 x 400, made here
 
-No encoder: what is drawn is thrown away. Every side is a process of its own, with both cores, and may
+No encoder: what is drawn is thrown away. Every side is a process of its own, with all these cores, and may
 use them as it does in training; the sides take turns. ``held`` is raycl with rows that were decoded
 before the first epoch, as ``data.cache=materialize`` does; ``stream`` reads and decodes them anew, in Ray
 Data tasks, beside which views are drawn on one thread. ``lightly`` is a ``DataLoader`` with
@@ -33,7 +33,6 @@ WARMUP_BATCHES = 4
 NUM_PHOTOS = 2_000
 REPEATED = 6  # so that an epoch takes seconds, and is more than what is shuffled at once
 SHUFFLED = 4_096
-CORES = 2
 
 
 def main() -> None:
@@ -50,7 +49,9 @@ def main() -> None:
                 measured.append(run_side(side, options))
                 print(f"{side:10} {measured[-1]:10,.0f} images/s", flush=True)
     medians = {side: statistics.median(measured) for side, measured in rates.items()}
-    print(f"\n{options.size} pixels, batch {options.batch_size}, {CORES} cores, medians of {options.repeats}")
+    print(
+        f"\n{options.size} pixels, batch {options.batch_size}, {options.cores} cores, medians of {options.repeats}"
+    )
     for side, rate in medians.items():
         others = [f"{rate / other:.2f} x {name}" for name, other in medians.items() if name != side]
         print(f"{side:10} {rate:10,.0f} images/s  {', '.join(others)}")
@@ -83,6 +84,7 @@ def measure(batches: Iterator[int], options: argparse.Namespace) -> float:
 def run_side(side: str, options: argparse.Namespace) -> float:
     command = [sys.executable, __file__, "--side", side, "--data", options.data, "--size", str(options.size)]
     command += ["--batch-size", str(options.batch_size), "--seconds", str(options.seconds)]
+    command += ["--cores", str(options.cores)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -104,7 +106,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     from raycl.training.samples import Samples
 
     # Beside tasks that read, a worker has a core of its own.
-    prepare_process(1 if stream else CORES)
+    prepare_process(1 if stream else options.cores)
     config = raycl.override(
         raycl.recipe("simclr", image_size=options.size),
         {
@@ -142,7 +144,7 @@ def loader_batches(options: argparse.Namespace, dataset: Any, collate: Any = Non
         options.batch_size,
         shuffle=True,
         drop_last=True,
-        num_workers=CORES,
+        num_workers=options.cores,
         persistent_workers=True,
         collate_fn=collate,
         worker_init_fn=one_thread,
@@ -269,6 +271,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=32, help="pixels of a view's side")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a side, after the first batches")
+    parser.add_argument("--cores", type=int, default=2, help="that a side uses")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--json", type=Path, help="write the results here")

@@ -1,14 +1,23 @@
-"""What a GPU does: CIFAR-10 to lightly's published accuracy, samples a second, and losses of very large batches.
+"""What a GPU does: tests, profiles, losses of very large batches, rates, and CIFAR-10 beside lightly on the same file.
 
-    python benchmarks/gpu.py --data cifar10 --output gpu [--minutes 9] [--parts loss rate simclr moco_v2] [--quick]
+    python benchmarks/gpu.py --data cifar10 --output gpu [--minutes 9] [--parts tests profile ...] [--before FOLDER] [--quick]
 
-A call takes at most ``--minutes`` and says what is left; the same command goes on from there, also in the middle
-of a training run. ``loss``: NT-Xent and its gradient over 32k to 512k views of 128 numbers on the device, beside
-the compiled plain loss as long as that fits. ``rate``: samples a second of training and how busy the GPU is, beside
-lightly's way in one process with a DataLoader, its networks in torch's usual layout. ``simclr`` and ``moco_v2``:
-ResNet-18, batch 512, 200 epochs at the settings of lightly's benchmark (rate 0.06 times batch / 128, weight decay
-5e-4, kNN with k = 200 and t = 0.1), which reached 0.848 and 0.847 at its best epoch on the test set; here the last epoch counts. ``--quick`` tries all
-of it in small, also on a CPU.
+A call takes at most ``--minutes`` and says what is left; the same command continues there, also in the middle of a
+training run. Each part is useful alone; this is their order:
+
+- ``tests``: the tests that are marked ``gpu``.
+- ``profile``: time, kernels and waits of a step of ResNet-18 and ResNet-50, and the table of ``torch.profiler``.
+- ``loss``: NT-Xent and the loss of CLIP with their gradients, of 32k to 512k rows of 128 numbers, beside the compiled
+  plain loss as long as that fits and Inf-CLIP's kernels if they are installed; and the size of a strip of logits.
+- ``utilization``: ResNet-50 in bfloat16 with and without ``torch.compile``, as a share of a large matrix product's rate.
+- ``data``: images a second of reading, decoding and drawing views, with all cores.
+- ``rate``: samples a second of training, beside lightly's way with a DataLoader, and beside an older raycl with
+  ``--before FOLDER``, which contains its package: ``git archive REVISION raycl | tar x -C FOLDER``.
+- ``simclr``, ``moco_v2``: ResNet-18, batch 512, 200 epochs at the settings of lightly's benchmark (rate 0.06 times
+  batch / 128, weight decay 5e-4, kNN with k = 200 and t = 0.1), which published 0.848 and 0.847 at its best epoch on
+  the test set; here the last epoch counts. ``lightly_simclr``, ``lightly_moco_v2``: lightly itself on the same file.
+
+``profile``, ``loss``, ``utilization`` and lightly need no Ray. ``--quick`` tries all of it in small, also on a CPU.
 """
 
 import argparse
@@ -17,17 +26,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import describe_machine, summarize
+from gpu_lightly import lightly_rate, train_lightly
+from gpu_measures import PROFILED, STRIPS, loss, profile, raycl_rate, settings_of, strips, utilization
+from measuring import describe_machine
 
+ROOT = Path(__file__).parent.parent
 PUBLISHED = {"simclr": 0.848, "moco_v2": 0.847}
-LARGEST_PLAIN = 65_536  # views; their matrix of float32 takes 16 GiB, and autograd keeps two
+LARGEST_PLAIN = 65_536  # rows; their matrix of float32 takes 16 GiB, and autograd keeps two
 SPARE_S = 45.0  # for a checkpoint, and the end of a run
+
+Measure = Callable[[float], dict[str, Any] | None]
 
 
 def main() -> None:
@@ -51,149 +65,135 @@ def main() -> None:
                 print(f"{name}: begun; call again")
 
 
-Measure = Callable[[float], dict[str, Any] | None]
-
-
 def tasks(part: str, options: argparse.Namespace) -> dict[str, Measure]:
     """Return what a part consists of, by the names of its results."""
-    if part == "loss":
-        sizes = (256, 512) if options.quick else (32_768, 65_536, 131_072, 262_144, 524_288)
-        cells = [
-            (side, size)
-            for size in sizes
-            for side in ("raycl", "plain")
-            if side == "raycl" or size <= LARGEST_PLAIN
-        ]
-        return {f"loss-{side}-{size}": apart(options, "loss", side, str(size)) for side, size in cells}
-    if part == "rate":
-        sides = [(side, recipe) for recipe in PUBLISHED for side in ("raycl", "lightly")]
-        return {f"rate-{side}-{recipe}": apart(options, f"{side}_rate", recipe) for side, recipe in sides}
-    return {part: lambda deadline: train(part, options, deadline)}
+    return TASKS[part](options)
 
 
-def apart(options: argparse.Namespace, *one: str) -> Measure:
-    """Measure in a process of its own, whose memory is its own."""
+def loss_tasks(options: argparse.Namespace) -> dict[str, Measure]:
+    sizes = (256, 512) if options.quick else (32_768, 65_536, 131_072, 262_144, 524_288)
+    cells = [
+        (name, side, size)
+        for size in sizes
+        for name, sides in (("nt_xent", ("raycl", "plain")), ("clip", ("raycl", "plain", "inf_clip")))
+        for side in sides
+        if side != "plain" or size <= LARGEST_PLAIN
+    ]
+    found = {
+        f"loss-{name}-{side}-{size}": apart(options, "loss", name, side, str(size))
+        for name, side, size in cells
+    }
+    return found | {f"strips-{size}": apart(options, "strips", str(size)) for size in STRIPS}
+
+
+def rate_tasks(options: argparse.Namespace) -> dict[str, Measure]:
+    sides = ["raycl", *(["before"] if options.before else []), "lightly"]
+    return {
+        f"rate-{side}-{recipe}": apart(
+            options,
+            "lightly_rate" if side == "lightly" else "raycl_rate",
+            recipe,
+            before=side == "before",
+        )
+        for recipe in PUBLISHED
+        for side in sides
+    }
+
+
+def data_tasks(options: argparse.Namespace) -> dict[str, Measure]:
+    sides = ("held", "stream", "lightly", "own views", "decoding")
+    return {
+        f"data-{side.replace(' ', '_')}": lambda deadline, side=side: data(side, options, deadline)
+        for side in sides
+    }
+
+
+def apart(options: argparse.Namespace, *one: str, before: bool = False) -> Measure:
+    """Measure in a process of its own, whose memory is its own; with the older package if ``before``."""
 
     def measure(deadline: float) -> dict[str, Any] | None:
         command = [sys.executable, __file__, "--one", *one, "--data", str(options.data)]
         command += ["--output", str(options.output), *(["--quick"] if options.quick else [])]
-        left = max(1.0, deadline - time.monotonic())
-        try:
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=left)
-        except subprocess.TimeoutExpired:
-            return None
-        return json.loads(done.stdout.splitlines()[-1])
+        package = [str(options.before)] if before else [str(ROOT)]
+        output = run_until(deadline, command, package)
+        return None if output is None else json.loads(output.splitlines()[-1])
 
     return measure
 
 
-def loss(options: argparse.Namespace, side: str, num_views: str) -> dict[str, Any]:
-    """Time NT-Xent forward and backward, and the memory of the device above its embeddings."""
-    import torch
-    import torch.nn.functional as F
-
-    from raycl.losses import nt_xent
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    view_a, view_b = F.normalize(torch.randn(2, int(num_views) // 2, 128, device=device), dim=2)
-    view_a.requires_grad_()
-    view_b.requires_grad_()
-    function = nt_xent if side == "raycl" else torch.compile(plain_nt_xent, disable=options.quick)
-
-    def step() -> float:
-        view_a.grad = view_b.grad = None
-        began = time.perf_counter()
-        value = function(view_a, view_b, temperature=0.2)
-        value.backward()
-        synchronize(device)
-        return time.perf_counter() - began
-
-    step()
-    held = reset_peak(device)
-    seconds = [step() for _ in range(3)]
-    return {"seconds": summarize(seconds), "memory_mb": peak(device) - held}
+def run_until(deadline: float, command: list[str], packages: list[str]) -> str | None:
+    """Return a command's output, or None if its time was over before; packages are found in these folders first."""
+    paths = [*packages, *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        return subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=max(1.0, deadline - time.monotonic()),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return None
 
 
-def plain_nt_xent(view_a: Any, view_b: Any, *, temperature: float) -> Any:
-    """Hold the whole matrix, as the formula is written."""
-    import torch
-    import torch.nn.functional as F
-
-    views, batch = torch.cat([view_a, view_b]), len(view_a)
-    logits = (views @ views.T / temperature).fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits, torch.arange(2 * batch, device=views.device).roll(batch))
-
-
-def synchronize(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def reset_peak(device: Any) -> float:
-    """Forget the peak of memory so far; return what is held, in MB."""
-    import torch
-
-    if device.type != "cuda":
-        return 0.0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated() / 2**20
-
-
-def peak(device: Any) -> float:
-    import torch
-
-    return torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
-
-
-def settings_of(recipe: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what differs from the recipe: lightly's settings, bfloat16, one GPU."""
-    batch = 64 if options.quick else 512
-    settings: dict[str, Any] = {
-        "gpu": not options.quick,
-        "precision": "bfloat16",
-        "stages.0.batch_size": batch,
-        "stages.0.learning_rate": 0.06 * batch / 128,
-        "stages.0.learning_rate_scaling": "none",
-        "optimizer.weight_decay": 5e-4,
-        "evaluation.portrait": 0,
-        "checkpoints.every_s": 60,
-    }
-    if recipe == "moco_v2":
-        settings |= {
-            "negatives.capacity": 8_192,
-            "stages.0.temperature": 0.1,
-            "momentum_encoder.momentum": 0.99,
-        }
+def test(options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+    """Run the tests that are marked ``gpu``; return how many passed, and which failed."""
+    report = options.output / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x" if options.quick else "-q"]
+    command += ["tests/test_on_device.py", "tests/test_training_stores.py", f"--junitxml={report.absolute()}"]
     if options.quick:
-        settings |= {"encoder.name": "resnet10", "encoder.stem": "half", "encoder.width": 0.25}
-    return settings
+        os.environ["RAYCL_GPU_TESTS_ON"] = "cpu"
+    try:
+        subprocess.run(command, cwd=ROOT, timeout=max(1.0, deadline - time.monotonic()), check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    suite = next(ET.parse(report).getroot().iter("testsuite"))
+    cases = list(suite.iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(bad) - len(skipped),
+        "skipped": len(skipped),
+        "failed": [str(case.get("name")) for case in bad],
+        "seconds": float(suite.get("time", 0)),
+    }
+
+
+def data(side: str, options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+    """Take the rate of one side of ``data_path.py``."""
+    result = options.output / "data_path.json"
+    seconds, size = (1, 32) if options.quick else (8, 224)
+    command = [sys.executable, str(Path(__file__).parent / "data_path.py"), "--sides", side, "--repeats", "1"]
+    command += [
+        "--size",
+        str(size),
+        "--seconds",
+        str(seconds),
+        "--cores",
+        str(os.cpu_count()),
+        "--json",
+        str(result),
+    ]
+    if options.quick:
+        command += ["--data", str(options.data / "train.parquet")]
+    if run_until(deadline, command, [str(ROOT)]) is None:
+        return None
+    return {"images_per_second": json.loads(result.read_text())["medians"][side]}
 
 
 def train(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
-    """Train until the run is over or the time; then judge. None if the run must go on in another call."""
+    """Train until the run is over or the time; then judge. None if the run must continue in another call."""
     output = options.output / "runs" / recipe
     train_set, test_set = (str(options.data / f"{name}.parquet") for name in ("train", "test"))
-    epochs = ["--steps", "4"] if options.quick else ["--epochs", "200"]
-    flags = [f"--set={name}={value}" for name, value in settings_of(recipe, options).items() if name != "gpu"]
-    gpu = [] if options.quick else ["--gpu"]
+    settings = settings_of(recipe, options.quick) | {"log_every_steps": 50, "evaluation.every_epochs": 0}
+    command = [*raycl("train", recipe), "--data", train_set, "--output", str(output)]
+    command += ["--steps", "40"] if options.quick else ["--epochs", "200"]
+    command += [f"--set={name}={value}" for name, value in settings.items() if name != "gpu"]
+    gpu = ["--gpu"] if settings["gpu"] else []
     resume = ["--resume"] if (output / "config.yaml").exists() else []
     began = time.monotonic()
-    run = subprocess.Popen(
-        [
-            *raycl("train", recipe),
-            "--data",
-            train_set,
-            "--output",
-            str(output),
-            *epochs,
-            *flags,
-            *gpu,
-            *resume,
-        ]
-    )
+    run = subprocess.Popen([*command, *gpu, *resume])
     try:
         run.wait(max(1.0, deadline - SPARE_S - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -224,129 +224,7 @@ def train(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str
 
 
 def raycl(*words: str) -> list[str]:
-    return [str(Path(sys.executable).parent / "raycl"), *words]
-
-
-def raycl_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
-    """Train some steps; return samples a second, where their time went, and how busy the GPU was."""
-    import tempfile
-
-    import raycl
-    from raycl.records import read_metrics
-    from raycl.storage import Place
-
-    steps = 12 if options.quick else 400
-    settings = settings_of(recipe, options)
-    settings |= {
-        "stages.0.epochs": None,
-        "stages.0.steps": steps,
-        "evaluation.every_epochs": 0,
-        "log_every_steps": 1,
-    }
-    config = raycl.override(raycl.recipe(recipe, image_size=32), settings)
-    with tempfile.TemporaryDirectory() as folder, Utilization() as gpu:
-        raycl.train(config, data=str(options.data / "train.parquet"), output=folder, quiet=True)
-        lines = [line for line in read_metrics(Place(folder)) if "loss" in line][steps // 4 :]
-    seconds = lines[-1]["seconds"] - lines[0]["seconds"]
-    fractions = {name: line_mean(lines, name) for name in lines[-1] if name.endswith("_fraction")}
-    rate = (len(lines) - 1) * config.stages[0].batch_size / seconds
-    return {"samples_per_second": rate, "fractions": fractions, "gpu_percent": gpu.busy()}
-
-
-def line_mean(lines: list[dict[str, Any]], name: str) -> float:
-    return sum(line.get(name, 0.0) for line in lines) / len(lines)
-
-
-def lightly_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
-    """Train as lightly's benchmark does, with a worker of the DataLoader a core; return samples a second."""
-    import torch
-    from lightly.loss import NTXentLoss
-    from lightly.models.utils import deactivate_requires_grad, update_momentum
-    from torch.utils.data import DataLoader
-    from train_step import LightlyImages
-
-    from raycl.models.heads import build_projection_head
-    from raycl.models.images import build_image_encoder
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    is_moco, batch = recipe == "moco_v2", 64 if options.quick else 512
-    shape = {"stem": "half", "width": 0.25} if options.quick else {"stem": "small", "width": 1.0}
-
-    def make() -> Any:
-        name = "resnet10" if options.quick else "resnet18"
-        encoder = build_image_encoder(name, image_size=32, **shape)
-        dim = encoder(torch.zeros(2, 3, 32, 32)).shape[1]
-        head = build_projection_head(dim, num_layers=2, hidden_dim=None, dim=128)
-        return torch.nn.Sequential(encoder, head).to(device)
-
-    tower, follower = make(), make()
-    deactivate_requires_grad(follower)
-    criterion = NTXentLoss(temperature=0.2, memory_bank_size=(8_192, 128) if is_moco else 0).to(device)
-    optimizer = torch.optim.SGD(tower.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
-    images: Any = LightlyImages(str(options.data / "train.parquet"), is_moco=is_moco)
-    loader = DataLoader(
-        images,
-        batch,
-        shuffle=True,
-        drop_last=True,
-        num_workers=os.cpu_count() or 1,
-        persistent_workers=True,
-        pin_memory=device.type == "cuda",
-    )
-    steps, ends = 12 if options.quick else 200, []
-    with Utilization() as gpu:
-        while len(ends) < steps:
-            for views in loader:
-                view_a, view_b = (view.to(device, non_blocking=True) for view in views[:2])
-                with torch.autocast(device.type, torch.bfloat16):
-                    if is_moco:
-                        update_momentum(tower, follower, m=0.99)
-                    pair = tower(view_a), follower(view_b).detach() if is_moco else tower(view_b)
-                    value = criterion(pair[0].float(), pair[1].float())
-                optimizer.zero_grad()
-                value.backward()
-                optimizer.step()
-                if len(ends) in (steps // 4, steps - 1):
-                    synchronize(device)
-                ends.append(time.perf_counter())
-                if len(ends) == steps:
-                    break
-    since = steps // 4
-    return {
-        "samples_per_second": (steps - 1 - since) * batch / (ends[-1] - ends[since]),
-        "gpu_percent": gpu.busy(),
-    }
-
-
-class Utilization:
-    """How busy the GPU is, asked of nvidia-smi twice a second; nothing where there is none."""
-
-    def __init__(self) -> None:
-        self._seen: list[float] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def __enter__(self) -> "Utilization":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def busy(self) -> float | None:
-        """Return the mean percent of the last half, when everything ran."""
-        half = self._seen[len(self._seen) // 2 :]
-        return sum(half) / len(half) if half else None
-
-    def _look(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-        while not self._over.wait(0.5):
-            try:
-                told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-                self._seen.append(float(told.splitlines()[0]))
-            except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
-                return
+    return [sys.executable, "-m", "raycl", *words]
 
 
 def read_options() -> argparse.Namespace:
@@ -354,14 +232,42 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder of results and runs")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--before", type=Path, help="folder with an older package, for rate")
     parser.add_argument("--quick", action="store_true", help="small sizes, also without a GPU")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-PARTS = ("loss", "rate", "simclr", "moco_v2")
-ONES = {"loss": loss, "raycl_rate": raycl_rate, "lightly_rate": lightly_rate}
+TASKS: dict[str, Callable[[argparse.Namespace], dict[str, Measure]]] = {
+    "tests": lambda options: {"tests": lambda deadline: test(options, deadline)},
+    "profile": lambda options: {f"profile-{name}": apart(options, "profile", name) for name in PROFILED},
+    "loss": loss_tasks,
+    "utilization": lambda options: {
+        f"utilization-{side}": apart(options, "utilization", side)
+        for side in ("encoder", "encoder_compiled", "step", "step_compiled")
+    },
+    "data": data_tasks,
+    "rate": rate_tasks,
+    **{
+        recipe: lambda options, recipe=recipe: {recipe: lambda deadline: train(recipe, options, deadline)}
+        for recipe in PUBLISHED
+    },
+    **{
+        f"lightly_{recipe}": lambda options, recipe=recipe: {
+            f"lightly_{recipe}": lambda deadline: train_lightly(recipe, options, deadline - SPARE_S)
+        }
+        for recipe in PUBLISHED
+    },
+}
+ONES = {
+    "loss": loss,
+    "strips": strips,
+    "profile": profile,
+    "utilization": utilization,
+    "raycl_rate": raycl_rate,
+    "lightly_rate": lightly_rate,
+}
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
 """The losses written plainly, with all pairs at once: what the tiled ones are held against."""
 
+import math
 from typing import Any
 
 import torch
@@ -164,3 +165,25 @@ def plain_hinge(
     if not bidirectional:
         return rows
     return (rows + plain_direction(similarity.T, positive, different.T, margin, hardest)[own].mean()) / 2
+
+
+def plain_nce(
+    query: Tensor,
+    positive: Tensor,
+    noise: Tensor,
+    temperature: Tensor,
+    num_samples: int,
+    log_normalizer: float,
+    masked: Tensor | None = None,
+) -> Tensor:
+    """Write the loss down as the paper does: P, then h, then logarithms; row by row."""
+    normalizer = math.exp(log_normalizer)
+    losses = []
+    for i, row in enumerate(query):
+        kept = noise if masked is None else noise[~masked[i]]
+        share = len(kept) / num_samples
+        at_positive = (row @ positive[i] / temperature).exp() / normalizer
+        at_noise = (kept @ row / temperature).exp() / normalizer
+        own = at_positive / (at_positive + share)
+        losses.append(-own.log() - (share / (at_noise + share)).log().sum())
+    return torch.stack(losses).mean()

@@ -138,8 +138,8 @@ class Worker:
             step=step,
             learning_rate=0.01,
             momentum=0.9,
-            precision=self.config.tower_precision,
-            is_watched=is_watched,
+            precision=self.config.precision,  # named by each case
+            **({"is_watched": True} if is_watched else {}),  # older revisions have no such argument
         )
 
 

@@ -15,33 +15,12 @@ from raycl.errors import ConfigError, RunError
 from raycl.losses import NormalizingConstant, nce, noise_mass, proximal_term, tiled
 from tests.embeddings import make_rows
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients
+from tests.plain_losses import plain_nce
 from tests.tiles import Recorder, count_products
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEMPERATURES = (1.0, 0.2, 0.07, 0.01)
-
-
-def plain_nce(
-    query: Tensor,
-    positive: Tensor,
-    noise: Tensor,
-    temperature: Tensor,
-    num_samples: int,
-    log_normalizer: float,
-    masked: Tensor | None = None,
-) -> Tensor:
-    """Write the loss down as the paper does: P, then h, then logarithms; row by row."""
-    normalizer = math.exp(log_normalizer)
-    losses = []
-    for i, row in enumerate(query):
-        kept = noise if masked is None else noise[~masked[i]]
-        share = len(kept) / num_samples
-        at_positive = (row @ positive[i] / temperature).exp() / normalizer
-        at_noise = (kept @ row / temperature).exp() / normalizer
-        own = at_positive / (at_positive + share)
-        losses.append(-own.log() - (share / (at_noise + share)).log().sum())
-    return torch.stack(losses).mean()
 
 
 def make_case(batch: int, dim: int, num_noise: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
