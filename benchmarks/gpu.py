@@ -211,7 +211,7 @@ def train(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str
     if time.monotonic() > deadline - SPARE_S:
         return None  # --resume of a run that is over only judges
     judge = [*raycl("evaluate", "knn"), "--run", str(output), "--train", train_set, "--test", test_set, *gpu]
-    judge += ["--set", "evaluation.k=200", "--set", "evaluation.temperature=0.1"]
+    judge += ["--set", "k=200", "--set", "temperature=0.1"]
     judged = subprocess.run(judge, check=True, stdout=subprocess.PIPE, text=True)
     result = json.loads((output / "result.json").read_text())
     return {

@@ -8,7 +8,7 @@ line, such as ``pip freeze`` writes. Ray's wheel comes without its Java librarie
 Needs uv and a package registry. ``packed/1``, ``packed/2``, ... have at most ``--mib`` each. There:
 
     python -m pip install --no-index --no-deps --target site packed/*/*.whl
-    PYTHONPATH=site python benchmarks/gpu.py --data cifar10 --output gpu
+    PYTHONPATH=$PWD:$PWD/site python benchmarks/gpu.py --data cifar10 --output gpu
 """
 
 import argparse

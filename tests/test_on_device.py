@@ -152,11 +152,14 @@ def test_rows_of_bfloat16_lose_no_more_than_their_own_rounding() -> None:
 # Towers
 
 
+# In float32 one ReLU whose input is nearly 0 may open on one side only, which moves the gradient by 1%.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 5e-2)])
 @pytest.mark.parametrize("milestone_every", (1, None))
 @pytest.mark.parametrize("is_synchronized", (False, True))
 def test_chunks_with_batchnorm_have_the_gradient_of_the_whole_batch(
-    is_synchronized: bool, milestone_every: int | None
+    is_synchronized: bool, milestone_every: int | None, dtype: torch.dtype, tolerance: float
 ) -> None:
+    torch.manual_seed(0)
     tower = nn.Sequential(
         build_image_encoder("resnet10", image_size=32, stem="half", width=0.25), nn.Flatten()
     )
@@ -170,10 +173,10 @@ def test_chunks_with_batchnorm_have_the_gradient_of_the_whole_batch(
 
     exact = copy.deepcopy(tower).double()
     true = gradient(exact, exact(images.double()))
-    ours = (synchronize(tower) if is_synchronized else tower).to(DEVICE)
-    rows = images.to(DEVICE)
+    ours = (synchronize(tower) if is_synchronized else tower).to(DEVICE, dtype)
+    rows = images.to(DEVICE, dtype)
     came = gradient(ours, accumulate(ours, rows, chunk_size=7, milestone_every=milestone_every))
-    assert (came - true).norm() < 1e-3 * true.norm()
+    assert (came - true).norm() < tolerance * true.norm()
 
 
 @pytest.mark.parametrize("name", ["simclr", "simclr blur", "simcse", "esimcse", "two_tower", "image_text"])
