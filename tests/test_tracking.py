@@ -364,6 +364,8 @@ def records_in(path: Path) -> Iterator[Any]:
             at += 32_768 - at % 32_768
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
+        if at + 7 + size > len(content):
+            return  # W&B is still writing
         record += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -382,7 +384,15 @@ def test_wandb_has_metrics_over_steps_and_a_resumed_run_goes_on_with_its_run(
     tracked(config, output, [1, 2, 3], finished=False)
     time.sleep(1.1)  # W&B names its folder by the second
     tracked(config, output, [3, 4], finished=True, resume_step=2)
-    parts = [list(records_in(path)) for path in sorted(output.glob("wandb/offline-run-*/*.wandb"))]
+
+    def read_parts() -> list[list[Any]]:
+        return [list(records_in(path)) for path in sorted(output.glob("wandb/offline-run-*/*.wandb"))]
+
+    def kinds() -> list[str]:
+        return [record.WhichOneof("record_type") for part in read_parts() for record in part]
+
+    wait_for(lambda: kinds().count("history") == 5)  # W&B's process writes after `finish` as well
+    parts = read_parts()
     runs = [record.run for part in parts for record in part if record.WhichOneof("record_type") == "run"]
     assert {(run.entity, run.project, run.display_name) for run in runs} == {("team", "digits", "first")}
     assert len(parts) == 2
