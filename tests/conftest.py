@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray writes a token into the home folder
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
@@ -25,6 +26,18 @@ import pytest
 from tests.ports import free_ports
 
 BUCKET = "raycl-test"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``pytest -n``, run all tests that need Ray in one process, and the others wherever there is room."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneCluster(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "cluster" if nodeid.startswith("tests/cluster/") else nodeid
+
+    return OneCluster(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -74,12 +74,15 @@ def claims_in(output: Place) -> list[str]:
     return [name for name in output.written_at() if ".writer-" in name]
 
 
-def test_a_living_writer_is_named_and_keeps_its_output(output: Place) -> None:
+def test_a_living_writer_is_named_and_keeps_its_output(
+    output: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/raycl", "train", "simclr"])
     with writing(output) as own:
         with (
             pytest.raises(
                 ConfigError,
-                match=rf"^process {os.getpid()} on \S+ \(.*pytest.*\) has been writing to .*run "
+                match=rf"^process {os.getpid()} on \S+ \(raycl train simclr\) has been writing to .*run "
                 "since 20.* UTC; stop it and repeat the command to take over, or give another --output$",
             ),
             writing(output),
