@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from raycl.recipes import recipe
 from raycl.settings import override
 from raycl.tokens import Vocabulary
 from raycl.training import build
+from raycl.training.frequencies import Frequencies
 from raycl.training.step import Stepped, train_step
 from tests.pretend_gpu import CPU, CUDA, Trace, is_on_device, pretend_gpu
 from tests.pretend_nccl import pretend_nccl
@@ -48,6 +50,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     explicit: bool = False  # pairs come with negatives, and queries and documents with ids of their own
     image_size: int = 32
+    num_texts: int = 2**40  # that texts are drawn from
 
 
 CASES = {
@@ -108,6 +111,7 @@ class Worker:
         self.learner.enter(build.manner(self.config, self.stage))
         self.maker = build.view_maker(self.config, self.modality, device)
         self.store = build.store(self.config, None, np.arange(NUM_SAMPLES), device)
+        self.frequencies: Frequencies | None = None
 
     @property
     def stage(self) -> Any:
@@ -115,7 +119,10 @@ class Worker:
 
     def batches(self, number: int) -> Iterator[Batch]:
         rows = self.stage.batch_size // self.config.workers
-        return (batch(self.config, step, explicit=self.case.explicit, rows=rows) for step in range(number))
+        draw = partial(
+            batch, self.config, explicit=self.case.explicit, rows=rows, num_texts=self.case.num_texts
+        )
+        return (draw(step) for step in range(number))
 
     def weights(self) -> list[torch.Tensor]:
         """Return all that is learned."""
@@ -129,6 +136,7 @@ class Worker:
             self.learner,
             hinge_weight=self.stage.hinge_weight,
             num_samples=NUM_SAMPLES,
+            frequencies=self.frequencies,
         )
         return train_step(
             self.learner,
@@ -143,31 +151,33 @@ class Worker:
         )
 
 
-def batch(config: RunConfig, step: int, *, explicit: bool = False, rows: int = ROWS) -> Batch:
+def batch(
+    config: RunConfig, step: int, *, explicit: bool = False, rows: int = ROWS, num_texts: int = 2**40
+) -> Batch:
     """Return random rows of the configuration's kind."""
     rng = np.random.default_rng(step)
+    texts = partial(_texts, rng, num_texts)
     contents: dict[str, Any] = {}
     kind, size = config.data.kind, config.data.decoded_size
     if kind in ("image", "image_text"):
         images = rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8)
         contents["image"] = Pixels(images, np.ones(rows, np.float32))
     if kind in ("text", "image_text"):
-        texts = TokenLists(_texts(rng, rows), np.ones(rows, np.int64))
-        contents["text" if kind == "text" else "caption"] = texts
+        contents["text" if kind == "text" else "caption"] = TokenLists(texts(rows), np.ones(rows, np.int64))
     if kind == "pairs":
-        contents |= {"query": _texts(rng, rows), "document": _texts(rng, rows)}
+        contents |= {"query": texts(rows), "document": texts(rows)}
     if explicit:
-        contents["negatives"] = TokenLists(_texts(rng, 2 * rows), np.full(rows, 2))
+        contents["negatives"] = TokenLists(texts(2 * rows), np.full(rows, 2))
         contents["document_id"] = Ids(np.arange(rows), np.ones(rows, np.int64))
         contents["query_id"] = Ids(np.arange(rows) // 2, np.ones(rows, np.int64))
     ids = np.arange(rows, dtype=np.int64) + (step % 3) * rows
     return Batch(contents=contents, sample_id=ids, label=np.arange(rows) % 4, epoch=0)
 
 
-def _texts(rng: np.random.Generator, number: int) -> Tokens:
+def _texts(rng: np.random.Generator, num_texts: int, number: int) -> Tokens:
     lengths = rng.integers(2, 9, number)
     return Tokens(
-        rng.integers(5, 60, lengths.sum()).astype(np.int32), lengths, rng.integers(0, 2**40, number)
+        rng.integers(5, 60, lengths.sum()).astype(np.int32), lengths, rng.integers(0, num_texts, number)
     )
 
 

@@ -88,7 +88,7 @@ class TokenRows:
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over each row's tokens, float32 [batch, dim], of values [num_packed, dim]."""
-        total = self.spread(values.float()).sum(1)
+        total = self.spread(values.to(torch.promote_types(values.dtype, torch.float32))).sum(1)
         return total / self.real.sum(1, keepdim=True).clamp(min=1)
 
 

@@ -2,6 +2,7 @@
 
 from typing import final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,8 +22,9 @@ class Tower(nn.Module):
         return (self,)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return embeddings [batch, dim]: float32 rows of unit length, whatever the autocast."""
-        return F.normalize(self.projection_head(self.encoder(rows)).float(), dim=1)
+        """Return embeddings [batch, dim] of unit length, at least in float32, also under autocast."""
+        projected = self.projection_head(self.encoder(rows))
+        return F.normalize(projected.to(torch.promote_types(projected.dtype, torch.float32)), dim=1)
 
 
 @final

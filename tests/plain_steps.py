@@ -1,0 +1,296 @@
+"""Steps of every recipe in plain torch: one worker, float64, the whole batch and all pairs at once.
+
+Nothing here is raycl's but what draws at random (the slots of noise, the order of shuffled rows) and
+the encoder's own layers: so a wire that is crossed in raycl is not crossed here as well.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raycl.batchnorm.shuffled import permutation
+from raycl.config import RunConfig
+from raycl.negatives.memory_bank import draw_slots
+from raycl.training.views import Views
+from tests.plain_losses import plain_bidirectional, plain_hinge, plain_info_nce, plain_nce, plain_nt_xent
+
+
+@final
+class PlainBatchNorm(nn.Module):
+    """Batch normalization by its formula, over groups of rows that follow each other; 0 is the whole batch."""
+
+    def __init__(self, layer: _BatchNorm, group_size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.eps, self.group_size = layer.eps, group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(0, (-1, self.group_size or len(x)))
+        over = [1, *range(3, groups.ndim)]
+        centered = groups - groups.mean(over, keepdim=True)
+        normal = centered / (centered.square().mean(over, keepdim=True) + self.eps).sqrt()
+        shape = (1, -1) + (1,) * (x.ndim - 2)
+        return normal.flatten(0, 1) * self.weight.view(shape) + self.bias.view(shape)
+
+
+@final
+class PlainLars(torch.optim.Optimizer):
+    """LARS by its formula (You et al., 2017), for matrices; vectors get plain momentum."""
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float) -> None:
+        super().__init__(groups, {"lr": 0.0})
+        self.momentum = momentum
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                change = weight.grad + group["weight_decay"] * weight
+                if weight.ndim > 1:
+                    change = change * 1e-3 * weight.norm() / change.norm()
+                velocity = self.state[weight].get("velocity", torch.zeros_like(weight))
+                velocity = self.momentum * velocity + change
+                self.state[weight]["velocity"] = velocity
+                weight -= group["lr"] * velocity
+
+
+def plain_network(network: nn.Module, group_size: int) -> nn.Module:
+    """Copy a network with its BatchNorms as formulas."""
+    network = copy.deepcopy(network).double()
+    for parent in list(network.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _BatchNorm):
+                setattr(parent, name, PlainBatchNorm(child, group_size))
+    return network
+
+
+def plain_optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Weight decay is for matrices and filters; biases, normalization and the temperature have none."""
+    settings = config.optimizer
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if settings.name == "lars":
+        return PlainLars(groups, settings.momentum)
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, betas=settings.betas)
+    return torch.optim.SGD(groups, momentum=settings.momentum)
+
+
+def plain_ids(rows: list[list[int]], *, shared: bool) -> list[int]:
+    """Number the things: rows with a common id, in one column or where ``shared`` in any, are one."""
+    numbers = list(range(len(rows)))
+    for i, row in enumerate(rows):
+        for j, other in enumerate(rows[:i]):
+            pairs = [(a, b) for a in row for b in other] if shared else zip(row, other, strict=True)
+            if any(a == b for a, b in pairs):
+                numbers = [numbers[j] if each == numbers[i] else each for each in numbers]
+    return numbers
+
+
+@final
+class PlainRun:
+    """A run of one worker: its networks, its store of negatives, its optimizer."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tower: nn.Module,
+        *,
+        slots: Tensor | None = None,
+        count: Mapping[int, int] | None = None,
+    ) -> None:
+        """Begin at the weights of ``tower`` and first ``slots``; ``count`` is how often each key occurs."""
+        self.config, self.stage = config, config.stages[0]
+        groups = config.batchnorm_groups if config.batchnorm == "shuffled" else 1
+        self.tower: Any = plain_network(tower, 0 if groups == 1 else self.stage.batch_size // groups)
+        self.momentum_tower: Any = copy.deepcopy(self.tower)
+        learned = torch.tensor(
+            math.log(self.stage.temperature),
+            dtype=torch.float32 if config.learn_temperature else torch.float64,
+        )
+        self.log_temperature = nn.Parameter(learned.double())
+        self.optimizer = plain_optimizer(config, [*self.tower.parameters(), self.log_temperature])
+        dtype = getattr(torch, config.bank.dtype)
+        self.queue, self.queue_names = torch.empty(0, config.projection_head.dim, dtype=dtype), list[int]()
+        self.slots = None if slots is None else slots.double()
+        self.count = {} if count is None else count
+        self.normalizer: float | None = None
+
+    def step(self, views: Views, step: int, *, learning_rate: float, momentum: float) -> float:
+        """Make a step and return its loss."""
+        query, key, negatives = self.embed(views, step)
+        loss = self.loss(query, key, negatives, views, step)
+        self.optimizer.zero_grad()
+        loss.backward()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        with torch.no_grad():
+            self.log_temperature.clamp_(min=math.log(0.01))
+            for follows, leads in zip(self.momentum_tower.parameters(), self.tower.parameters(), strict=True):
+                follows.copy_(momentum * follows + (1 - momentum) * leads)
+        self.store(query.detach() if key is None else key.detach(), views)
+        return loss.item()
+
+    def embed(self, views: Views, step: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return queries, keys (None where they are slots) and explicit negatives."""
+        a, b, config = views.view_a, views.view_b, self.config
+        nothing = torch.empty(0, config.projection_head.dim, dtype=torch.float64)
+        if b is None:
+            return self.encode(self.tower, a), None, nothing
+        if config.has_two_towers:
+            query = self.encode(self.tower.query, a)
+            keys = self.encode(self.tower.of_keys, views.keys())
+            return query, keys[: len(a)], keys[len(a) :]
+        if config.key == "momentum_encoder":
+            with torch.no_grad():
+                key = self.encode_shuffled(self.momentum_tower, b, step)
+            return self.encode(self.tower, a), key, nothing
+        rows = torch.stack([a, b], 1).flatten(0, 1)  # by sample: a0, b0, a1, b1, ...
+        if config.batchnorm == "shuffled":
+            pairs = self.encode_shuffled(self.tower, rows, step).unflatten(0, (-1, 2))
+            return pairs[:, 0], pairs[:, 1], nothing
+        query, key = self.encode(self.tower, torch.cat([a, b])).chunk(2)
+        return query, key, nothing
+
+    def encode_shuffled(self, tower: nn.Module, rows: Tensor, step: int) -> Tensor:
+        """Encode rows in the random order of shuffled BatchNorm, if it is used."""
+        if self.config.batchnorm != "shuffled":
+            return self.encode(tower, rows)
+        order = permutation(len(rows), seed=self.config.seed, step=step)
+        return self.encode(tower, rows[order])[order.argsort()]
+
+    def encode(self, tower: nn.Module, rows: Tensor) -> Tensor:
+        """Encode rows; in chunks where rows do not depend on each other, for dropout is drawn by the chunk."""
+        has_batchnorm = any(isinstance(each, PlainBatchNorm) for each in tower.modules())
+        size = len(rows) if has_batchnorm else self.stage.chunk_size or len(rows)
+        parts = [tower.projection_head(tower.encoder(part)) for part in rows.split(size)]
+        return F.normalize(torch.cat(parts), dim=1)
+
+    def loss(self, query: Tensor, key: Tensor | None, negatives: Tensor, views: Views, step: int) -> Tensor:
+        """Return the loss of the stage: a cross-entropy and a hinge in their shares, and the proximal term."""
+        stage, own = self.stage, None
+        if self.slots is None:
+            query_id, key_id, other_id = self.number(views)
+            others = torch.cat([negatives, self.queue.double()])
+        else:
+            own, query_id, key_id = self.slots[views.sample_id], views.sample_id, views.sample_id
+            drawn = self.config.negatives.num_negatives
+            other_id = torch.from_numpy(draw_slots(len(self.slots), drawn, seed=self.config.seed, step=step))
+            others = self.slots[other_id]
+        positive = own if key is None else key
+        in_batch = self.config.negatives.in_batch and key is not None
+        share = 1.0 if stage.loss == "hinge" else stage.hinge_weight
+        loss = torch.zeros((), dtype=torch.float64)
+        if share:
+            loss = loss + share * plain_hinge(
+                query,
+                positive,
+                others,
+                margin=stage.margin,
+                hardest=stage.hardest_negative,
+                bidirectional=in_batch and self.config.key == "tower",
+                in_batch=in_batch,
+                pair_ids=(query_id, key_id),
+                negative_id=other_id,
+            )
+        if share < 1:
+            entropy = self.entropy(query, positive, others, (query_id, key_id, other_id), views)
+            loss = loss + (1 - share) * entropy
+        if own is not None:
+            loss = loss + stage.proximal_weight * (query - own).square().sum(1).mean()
+        return loss
+
+    def entropy(
+        self,
+        query: Tensor,
+        positive: Tensor,
+        others: Tensor,
+        ids: tuple[Tensor, Tensor, Tensor],
+        views: Views,
+    ) -> Tensor:
+        """Return the cross-entropy of the stage."""
+        query_id, key_id, other_id = ids
+        temperature = self.log_temperature.exp()
+        temperature = temperature if self.config.learn_temperature else temperature.detach()
+        if self.stage.loss == "nt_xent":
+            return plain_nt_xent(query, positive, temperature, ids=(query_id, query_id))
+        if self.stage.loss == "nce":
+            masked = query_id[:, None] == other_id
+            logits = (query @ others.T / temperature).detach()[~masked]
+            estimate = len(self.slots) * logits.exp().mean().item()
+            held = self.config.negatives.normalizer_momentum
+            if self.normalizer is None:
+                self.normalizer = estimate
+            elif held is not None:
+                self.normalizer = held * self.normalizer + (1 - held) * estimate
+            log_normalizer = math.log(self.normalizer)
+            return plain_nce(query, positive, others, temperature, len(self.slots), log_normalizer, masked)
+        if self.stage.loss == "info_nce":
+            pairs = (query_id, key_id) if self.config.has_two_towers else None
+            return plain_info_nce(
+                query,
+                positive,
+                temperature,
+                others,
+                in_batch=self.config.negatives.in_batch and self.slots is None,
+                ids=None if pairs else (query_id, query_id),
+                negative_id=other_id,
+                pair_ids=pairs,
+            )
+        frequency: list[Tensor | None] = [None, None]
+        if self.stage.discount_frequent:
+            texts = [views.known.key[:, 0].tolist(), self.names_of_others(views)]
+            frequency = [torch.tensor([self.count[text] for text in each]).log() for each in texts]
+        return plain_bidirectional(
+            query,
+            positive,
+            temperature,
+            others,
+            query_id=query_id,
+            key_id=key_id,
+            negative_id=other_id,
+            key_log_frequency=frequency[0],
+            negative_log_frequency=frequency[1],
+        )
+
+    def number(self, views: Views) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids of queries, of keys, and of the negatives that are not of the batch: explicit, queued."""
+        known = views.known
+        rows = known.key.tolist() + ([] if known.negative is None else known.negative.tolist())
+        numbers = plain_ids(rows, shared=known.crosswise)
+        names = [row if known.crosswise else row[:1] for row in rows]
+        queued = [
+            next((n for n, own in zip(numbers, names, strict=True) if name in own), -1)
+            for name in self.queue_names
+        ]
+        query = plain_ids(known.query.tolist(), shared=known.crosswise)
+        key, other = numbers[: len(query)], numbers[len(query) :] + queued
+        return torch.tensor(query), torch.tensor(key), torch.tensor(other, dtype=torch.int64)
+
+    def names_of_others(self, views: Views) -> list[int]:
+        """Return the names of the negatives that are not of the batch."""
+        negative = views.known.negative
+        return ([] if negative is None else negative[:, 0].tolist()) + self.queue_names
+
+    def store(self, embeddings: Tensor, views: Views) -> None:
+        """Keep the newest keys of the queue, or move the slots of the batch."""
+        negatives = self.config.negatives
+        if negatives.store == "queue":
+            # Not torch's cast, which rounds twice: to float32, then to float16.
+            rows = torch.from_numpy(embeddings.numpy().astype(self.config.bank.dtype))
+            self.queue = torch.cat([self.queue, rows])[-negatives.capacity :]
+            self.queue_names = (self.queue_names + views.known.key[:, 0].tolist())[-negatives.capacity :]
+        if self.slots is not None:
+            ids, kept = views.sample_id, negatives.slot_momentum
+            self.slots[ids] = F.normalize(kept * self.slots[ids] + (1 - kept) * embeddings, dim=1)

@@ -1,0 +1,123 @@
+"""Five steps of every recipe beside plain torch, in float64: losses and weights."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raycl.training.frequencies import Frequencies
+from raycl.training.views import Views
+from tests.plain_steps import PlainRun
+from tests.pretend_gpu import CPU
+from tests.pretended_steps import CASES, CHUNKS, QUEUE, ROWS, SMALL, TEXTS, Case, Worker
+
+STEPS = 5
+# Samples come again after three steps, and a few texts again and again.
+MOCO = SMALL | QUEUE | {"negatives.capacity": 4 * ROWS}
+BANK = SMALL | {"negatives.num_negatives": 60, "stages.0.proximal_weight": 0.5}
+FEW = {"num_texts": 3 * ROWS}
+HINGE = {"stages.0.loss": "hinge"}
+MIXED = {"stages.0.hinge_weight": 0.3}
+RECIPES = {
+    **{
+        name: replace(case, **FEW)
+        for name, case in CASES.items()
+        if case.settings.get("precision") != "bfloat16"
+    },
+    "simclr info_nce": Case("simclr", SMALL | {"stages.0.loss": "info_nce"}),
+    "simclr hinge of all": Case("simclr", SMALL | HINGE),
+    "simclr mixed": Case("simclr", SMALL | MIXED),
+    "simclr local": Case("simclr", SMALL | {"batchnorm": "as_is"}),
+    "simclr layer norm": Case("simclr", SMALL | {"batchnorm": "layer"}),
+    "simclr shuffled, chunks": Case(
+        "simclr", SMALL | CHUNKS | {"batchnorm": "shuffled", "batchnorm_groups": 4}
+    ),
+    "moco_v1": Case("moco_v1", MOCO),
+    "moco_v2": Case("moco_v2", MOCO),
+    "moco_v2 hinge": Case("moco_v2", MOCO | HINGE),
+    "moco_v2 mixed, in batch": Case(
+        "moco_v2", MOCO | MIXED | {"batchnorm": "synchronized", "negatives.in_batch": True}
+    ),
+    "instance_discrimination": Case("instance_discrimination", BANK),
+    "instance_discrimination, first estimate": Case(
+        "instance_discrimination", BANK | {"negatives.normalizer_momentum": None}
+    ),
+    "instance_discrimination info_nce": Case(
+        "instance_discrimination", BANK | MIXED | {"stages.0.loss": "info_nce"}
+    ),
+    "instance_discrimination hinge": Case("instance_discrimination", BANK | HINGE),
+    "simcse queue": Case("simcse", {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW),
+    "simcse mixed": Case("simcse", MIXED, **FEW),
+    "esimcse": Case("esimcse", {"negatives.capacity": 3 * ROWS, "text_augment.repetition": 0.0}, **FEW),
+    "two_tower discount": Case(
+        "two_tower", TEXTS | {"stages.0.discount_frequent": True}, explicit=True, **FEW
+    ),
+    "two_tower separate": Case("two_tower", TEXTS | {"separate_towers": True}, explicit=True, **FEW),
+    "two_tower hinge": Case("two_tower", TEXTS | HINGE, explicit=True, **FEW),
+    "two_tower mixed": Case("two_tower", TEXTS | MIXED, explicit=True, **FEW),
+    "two_tower info_nce": Case("two_tower", TEXTS | {"stages.0.loss": "info_nce"}, explicit=True, **FEW),
+    "two_tower queue": Case(
+        "two_tower", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_five_steps_are_those_of_plain_torch(name: str) -> None:
+    worker = Worker(RECIPES[name], device=CPU)
+    for module in (worker.learner.tower, worker.learner.momentum_encoder, worker.learner.temperature):
+        if module is not None:
+            module.double()
+    batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
+    count = made_up_counts(batches) if worker.stage.discount_frequent else {}
+    worker.frequencies = Frequencies(
+        np.array(sorted(count)), np.log([count[each] for each in sorted(count)]).astype(np.float32)
+    )
+    state = worker.store.state_dict()
+    is_bank = worker.config.key == "slot"
+    plain = PlainRun(
+        worker.config, worker.learner.tower, slots=state["rows"] if is_bank else None, count=count
+    )
+    # A bank computes in float32, counts are in it as well.
+    tolerance = 3e-6 if is_bank or count else 1e-10
+    before = [each.clone() for each in weights_of(plain)]
+    for step, views in enumerate(batches):
+        torch.manual_seed(step)  # of dropout
+        plain_loss = plain.step(views, step, learning_rate=0.01, momentum=0.9)
+        torch.manual_seed(step)
+        assert worker.step(views, step).loss == pytest.approx(plain_loss, rel=tolerance)
+    tolerance = max(tolerance, 1e-8)  # AdamW divides by the gradient's size, which may be next to nothing
+    assert_moved_alike(worker.weights(), weights_of(plain), before, tolerance)
+    if worker.learner.momentum_encoder is not None:
+        follower = [each.detach() for each in worker.learner.momentum_encoder.parameters()]
+        expected = [each.detach() for each in plain.momentum_tower.parameters()]
+        assert_moved_alike(follower, expected, before, tolerance)
+
+
+def in_float64(views: Views) -> Views:
+    def cast(rows: Tensor | None) -> Tensor | None:
+        return rows.double() if rows is not None and rows.is_floating_point() else rows
+
+    return replace(views, **{name: cast(getattr(views, name)) for name in ("view_a", "view_b", "negatives")})
+
+
+def made_up_counts(batches: list[Views]) -> dict[int, int]:
+    known = [names for views in batches for names in (views.known.key, views.known.negative)]
+    texts = {text for names in known if names is not None for text in names[:, 0].tolist()}
+    return {text: 1 + text % 7 for text in texts}
+
+
+def weights_of(plain: PlainRun) -> list[Tensor]:
+    learned = [plain.log_temperature] if plain.config.learn_temperature else []
+    return [each.detach() for each in [*plain.tower.parameters(), *learned]]
+
+
+def assert_moved_alike(
+    found: list[Tensor], expected: list[Tensor], before: list[Tensor], tolerance: float
+) -> None:
+    moved = max(float((now - then).abs().max()) for now, then in zip(expected, before, strict=False))
+    apart = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    assert moved > 1e-4, "nothing was learned"
+    assert apart <= tolerance * moved
