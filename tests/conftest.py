@@ -28,6 +28,14 @@ from tests.ports import free_ports
 BUCKET = "raycl-test"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``pytest -n``, let no process compute on the cores of another one."""
+    if hasattr(config, "workerinput"):
+        import torch
+
+        torch.set_num_threads(1)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``pytest -n``, run all tests that need Ray in one process, and the others wherever there is room."""
