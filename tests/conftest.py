@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait leave their core to other processes
 os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray writes a token into the home folder
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"

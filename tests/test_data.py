@@ -189,7 +189,8 @@ def test_an_id_column_is_taken_and_text_is_hashed(tmp_path: Path) -> None:
     assert next(by_number.read(by_number.pieces[0])).sample_id.tolist() == [7, 5, 6]
     by_name = find_source(file, ColumnNames(sample_id="name"))
     ids = next(by_name.read(by_name.pieces[0])).sample_id.tolist()
-    assert ids[0] == ids[2] != ids[1]
+    # On every machine and in every process: those of a set that was embedded last year still fit.
+    assert ids == [5717441744405258058, 6892360672924705551, 5717441744405258058]
 
 
 def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import typer
@@ -20,7 +20,7 @@ import yaml
 from typer.main import get_command
 
 import raycl
-from raycl import errors, setup
+from raycl import api, errors, setup
 from raycl.cli import app
 from raycl.cli_bank import bank
 from raycl.config import RunConfig
@@ -153,6 +153,19 @@ def test_the_documents_show_what_there_is_to_run() -> None:
     told = {f"raycl {name}" for name in door.commands}
     assert told - {"raycl bank"} <= shown, f"no page shows {told - shown}"
     assert len(ALL_COMMANDS) > 100
+
+
+def test_the_readme_has_a_row_for_each_command() -> None:
+    rows = re.findall(r"^\| `raycl (.+?)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    words = [row.replace("\\|", "|").split() for row in rows]
+    door: Any = get_command(app)
+    assert {name for name, *_ in words} == set(door.commands)
+    parts = {
+        name: {part for other, *more in words if other == name for part in more[0].split("|")}
+        for name in ("bank", "evaluate")
+    }
+    assert parts["bank"] == set(door.commands["bank"].commands)
+    assert parts["evaluate"] == set(get_args(api.Measure))
 
 
 @pytest.mark.parametrize(

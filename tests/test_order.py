@@ -92,3 +92,24 @@ def test_lists_of_texts_count_by_their_longest() -> None:
     rows = rows_of(config, {"text": [texts[:2], texts[2], [*texts[3:9]]]})
     lengths = texts_of(rows.take(np.arange(3)), "text").tokens.lengths
     assert rows.num_tokens().tolist() == [max(lengths[:2]), lengths[2], max(lengths[3:])]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 6])
+def test_any_number_of_workers_makes_the_same_batches(rows: Rows, num_workers: int) -> None:
+    shares = [Share(batch_size=BATCH_SIZE, rank=rank, num_workers=num_workers) for rank in range(num_workers)]
+    shuffled = Shuffled(rows=rows, seed=0)
+    whole = [
+        each.sample_id.tolist() for each in shuffled.epoch_batches(Share(batch_size=BATCH_SIZE), epoch=3)
+    ]
+    parts = zip(*(shuffled.epoch_batches(share, epoch=3) for share in shares), strict=True)
+    assert [np.concatenate([part.sample_id for part in each]).tolist() for each in parts] == whole
+    assert len(whole) > 1
+
+
+def test_every_epoch_has_another_order_and_one_that_is_resumed_goes_on_in_it(rows: Rows) -> None:
+    shuffled, share = Shuffled(rows=rows, seed=0), Share(batch_size=BATCH_SIZE)
+    first, second = (
+        [each.sample_id.tolist() for each in shuffled.epoch_batches(share, epoch=epoch)] for epoch in (0, 1)
+    )
+    assert first != second
+    assert [each.sample_id.tolist() for each in shuffled.epoch_batches(share, epoch=1, start=1)] == second[1:]

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from matplotlib.axes import Axes
 
 from raycl.commands import keep_command, read_commands, typed
 from raycl.errors import ConfigError, DataError, RunError, StoppedError
@@ -30,6 +31,7 @@ from raycl.portraits import (
     write_portrait,
 )
 from raycl.records import ROLLBACK
+from raycl.report import curves
 from raycl.report.curves import envelope
 from raycl.report.embeddings import place_on_map, told
 from raycl.report.ending import reported
@@ -111,6 +113,47 @@ def test_a_finished_run_has_every_drawing(tmp_path: Path) -> None:
     levels = [int(name[1]) for name in headings(page)]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+COLUMNS = {
+    "Loss": ["loss"],
+    "Learning rate": ["learning_rate"],
+    "Gap of positives and other pairs": ["positive_negative_gap"],
+    "Effective rank": ["effective_rank"],
+    "Spread": ["spread"],
+    "Alignment": ["alignment"],
+    "Uniformity": ["uniformity"],
+    "Throughput": ["samples_per_second"],
+    "Age of the rows": ["negatives_age_mean", "negatives_age_max"],
+    "BatchNorm leakage": ["leakage"],
+    "Recall of held-out pairs": ["recall_at_10", "recall_at_1"],
+}
+
+
+def test_each_drawing_shows_the_column_of_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, list[list[float]]] = {}
+    plot, draw = Axes.plot, curves.draw_curves
+
+    def noted(axes: Axes, x: Any, y: Any, *more: Any, **style: Any) -> Any:
+        next(reversed(drawn.values())).append([float(value) for value in y])
+        return plot(axes, x, y, *more, **style)
+
+    def named(*parts: Any, label: str, **more: Any) -> Any:
+        drawn[label] = []
+        return draw(*parts, label=label, **more)
+
+    monkeypatch.setattr(Axes, "plot", noted)
+    monkeypatch.setattr("raycl.report.figures.draw_curves", named)
+    rng = np.random.default_rng(0)
+    values = {name: rng.uniform(size=9).round(3).tolist() for names in COLUMNS.values() for name in names}
+    lines = [
+        line_of(10 * (at + 1), **{name: column[at] for name, column in values.items()}) for at in range(9)
+    ]
+    write_run(tmp_path / "run", lines)
+    write_report(str(tmp_path / "run"))
+    for title, names in COLUMNS.items():
+        (shown,) = [figures for label, figures in drawn.items() if label.startswith(title)]
+        assert shown == [values[name] for name in names], title
 
 
 def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:

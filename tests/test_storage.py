@@ -1,6 +1,10 @@
 """Places and records on a local disk; S3 has a file of its own."""
 
+import contextlib
 import json
+import resource
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +36,28 @@ def test_a_file_is_replaced_whole_and_leaves_nothing_behind(tmp_path: Path) -> N
     place.write_text("new")
     assert place.read_text() == "new"
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.json"]
+
+
+def test_a_write_that_fails_in_its_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    place = Place(str(tmp_path)) / "x.json"
+    place.write_text("old")
+    with largest_file(1_024), pytest.raises(StorageError, match="cannot write .*too large"):
+        place.write_bytes(bytes(10_000))
+    assert place.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let every write behind these bytes of a file fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycl.negatives import KeyQueue
-from raycl.training.stores import _DeviceCopy
+from raycl.negatives import KeyQueue, MemoryBank
+from raycl.training.stores import BankStore, QueueStore, _DeviceCopy
+from raycl.training.views import Views
 
 CAPACITY, DIM = 7, 3
 
@@ -29,6 +30,27 @@ def test_a_copy_on_a_device_is_the_queue_whatever_the_batches(sizes: list[int], 
     filled = _DeviceCopy(queue, CAPACITY, torch.device("cpu")).lend(len(queue)).negatives
     assert filled is not None
     assert np.array_equal(filled.numpy(), queue.negatives().rows)
+
+
+def test_the_ages_of_a_queue_are_those_at_the_next_step() -> None:
+    queue = KeyQueue(CAPACITY, DIM)
+    store = QueueStore(queue, capacity=CAPACITY, device=torch.device("cpu"))
+    for step in (0, 3):
+        queue.push(np.ones((2, DIM), np.float32), np.arange(2), step)
+    ages = {"negatives_age_mean": 2.5, "negatives_age_max": 4.0}
+    assert store.metrics(step=3, seconds=1.0) == ages | {"negatives_wait_fraction": 0.0}
+
+
+def test_the_ages_of_a_bank_are_those_of_the_rows_read_that_were_ever_written() -> None:
+    bank = MemoryBank(np.arange(6), DIM, seed=0)
+    store = BankStore(bank, num_negatives=6, device=torch.device("cpu"))
+    for step, sample in ((1, 4), (2, 5)):
+        bank.update(np.array([sample]), np.ones((1, DIM), np.float32), step)
+    ids = np.array([4])
+    store.lend(Views(view_a=torch.zeros(1), view_b=None, sample_id=torch.from_numpy(ids), ids=ids), step=5)
+    # Sample 4 is read twice: as the batch's own slot and as one of the six that are drawn.
+    ages = {"negatives_age_mean": pytest.approx(11 / 3), "negatives_age_max": 4.0}
+    assert store.metrics(step=5, seconds=1.0) == ages | {"negatives_wait_fraction": 0.0}
 
 
 @pytest.mark.gpu

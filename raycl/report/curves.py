@@ -178,6 +178,9 @@ def _draw(axes: Axes, curve: Curve, axis: Axis) -> None:
 def _draw_limit(axes: Axes, axis: Axis) -> None:
     if axis.healthy_from is None:
         return
+    # A limit outside the axes would take the room of the drawing for its name.
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, axis.healthy_from), max(high, 1.08 * axis.healthy_from))
     axes.axhline(axis.healthy_from, color=WARNING, linewidth=1.2, linestyle=(0, (4, 2)))
     axes.annotate(
         "healthy above",

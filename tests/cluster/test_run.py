@@ -1,5 +1,6 @@
 """Whole runs on a real local Ray: what they write, how they resume, how they fail."""
 
+import itertools
 import json
 import threading
 from dataclasses import dataclass
@@ -189,10 +190,24 @@ def test_a_run_leaves_portraits_of_held_out_samples_and_a_report_of_them(finishe
 
 def test_an_epoch_has_as_many_steps_as_whole_batches(finished: Finished) -> None:
     lines = [line for line in read_metrics(Place(str(finished.output))) if "loss" in line]
-    num_steps = [sum(line["epoch"] == epoch for line in lines) for epoch in (0, 1)]
-    assert num_steps[0] == num_steps[1]
-    held_out = NUM_IMAGES - NUM_BROKEN - num_steps[0] * BATCH_SIZE
-    assert 20 < held_out < 64 + 64  # about a tenth of the rows, and less than a batch
+    ids = np.arange(NUM_IMAGES - NUM_BROKEN)  # broken rows are the last ones
+    is_train = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0).is_train(ids)
+    num_steps = int(is_train.sum()) // BATCH_SIZE
+    assert num_steps < len(ids) // BATCH_SIZE  # or a run that trains on all rows would look the same
+    assert [sum(line["epoch"] == epoch for line in lines) for epoch in (0, 1)] == [num_steps, num_steps]
+
+
+def test_the_pace_is_that_of_all_workers(finished: Finished) -> None:
+    lines = [line for line in read_metrics(Place(str(finished.output))) if "loss" in line]
+    samples = sum(
+        line["samples_per_second"] * (line["seconds"] - before["seconds"])
+        for before, line in itertools.pairwise(lines)
+    )
+    assert samples == pytest.approx((len(lines) - 1) * BATCH_SIZE, rel=0.1)
+    result = read_result(Place(str(finished.output)))
+    assert result["samples_per_second"] == pytest.approx(
+        len(lines) * BATCH_SIZE / result["seconds"], rel=0.01
+    )
 
 
 def test_the_encoder_loads_and_encodes(finished: Finished) -> None:

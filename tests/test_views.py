@@ -1,0 +1,80 @@
+"""The views of a batch: other ones in each epoch, two of a sample, whatever its place in the batch."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raycl.data.images import Pixels
+from raycl.data.rows import Batch
+from raycl.data.texts import TokenLists, Tokens
+from tests.pretend_gpu import CPU
+from tests.pretended_steps import SMALL, Case, Worker, batch
+
+CASES = {
+    "images": Case("simclr", SMALL | {"augment.blur": 0.5}),
+    "texts": Case("esimcse", {"text_augment.repetition": 0.5}),
+    "images with captions": Case("image_text", SMALL | {"augment.jitter": 0.8, "projection_head.dim": 32}),
+}
+
+
+@pytest.fixture(params=CASES)
+def worker(request: pytest.FixtureRequest) -> Worker:
+    case = CASES[request.param]
+    small = {"text_encoder.arguments": {"dim": 32, "hidden_dim": 32}} if case.recipe == "image_text" else {}
+    return Worker(replace(case, settings=case.settings | small), device=CPU)
+
+
+def views_of(worker: Worker, rows: Batch) -> tuple[Tensor, Tensor]:
+    views = next(worker.maker.views(iter([rows])))
+    assert views.view_b is not None
+    return views.view_a, views.view_b
+
+
+def differ(one: Tensor, other: Tensor) -> Tensor:
+    """Say of each row whether it differs; texts may be of other lengths."""
+    if one.ndim == 2:
+        length = max(one.shape[1], other.shape[1])
+        one, other = (torch.nn.functional.pad(each, (0, length - each.shape[1])) for each in (one, other))
+    return (one != other).flatten(1).any(1)
+
+
+def test_every_epoch_has_other_views(worker: Worker) -> None:
+    rows = batch(worker.config, 0)
+    first, second = (views_of(worker, replace(rows, epoch=epoch)) for epoch in (0, 1))
+    assert differ(first[0], second[0]).float().mean() > 0.5
+    again = views_of(worker, rows)
+    assert not any(differ(one, other).any() for one, other in zip(first, again, strict=True))
+
+
+def test_the_two_views_of_a_sample_are_different(worker: Worker) -> None:
+    view_a, view_b = views_of(worker, batch(worker.config, 0))
+    if worker.config.data.kind != "image_text":  # there the other view is the caption
+        assert differ(view_a, view_b).float().mean() > 0.5
+
+
+def test_a_view_does_not_depend_on_the_place_in_the_batch(worker: Worker) -> None:
+    rows = batch(worker.config, 0)
+    order = np.random.default_rng(0).permutation(len(rows))
+    plain, permuted = views_of(worker, rows), views_of(worker, reordered(rows, order))
+    for one, other in zip(plain, permuted, strict=True):
+        torch.testing.assert_close(one[torch.from_numpy(order)], other)
+
+
+def reordered(rows: Batch, order: np.ndarray) -> Batch:
+    contents = {role: _reordered(content, order) for role, content in rows.contents.items()}
+    return replace(rows, contents=contents, sample_id=rows.sample_id[order], label=rows.label[order])
+
+
+def _reordered(content: Any, order: np.ndarray) -> Any:
+    if isinstance(content, Pixels):
+        return Pixels(content.images[order], content.aspect[order])
+    tokens = content.tokens
+    texts = np.split(tokens.values, np.cumsum(tokens.lengths)[:-1])
+    shuffled = Tokens(
+        np.concatenate([texts[place] for place in order]), tokens.lengths[order], tokens.text_id[order]
+    )
+    return TokenLists(shuffled, content.counts[order])
