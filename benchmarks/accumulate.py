@@ -36,8 +36,8 @@ from measuring import describe_machine, read_status, summarize
 from result_tables import BATCHNORM_SIDES
 from torch import Tensor, nn
 
-from raycl.accumulation import accumulate
 from raycl.batchnorm import swap
+from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import info_nce
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder
@@ -102,7 +102,7 @@ def step_whole(network: nn.Module, query: Tensor, key: Tensor, _: int) -> float:
 
 
 def step_raycl(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int, **settings: Any) -> float:
-    embedding = accumulate(network, torch.cat([query, key]), chunk_size=chunk_size, **settings)
+    embedding = embed_in_chunks(network, torch.cat([query, key]), chunk_size=chunk_size, **settings)
     loss = info_nce(*embedding.chunk(2), temperature=TEMPERATURE)
     loss.backward()
     return loss.item()

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 import raycl
-from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank import Bank
 
 SPELL_S, NAP_S = 15.0, 0.5
 

@@ -27,14 +27,14 @@ import ray
 import torch
 from measuring import describe_machine, summarize
 
-from raycl.cluster import join_cluster
+from raycl.cluster import connect_cluster
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.negatives import MemoryBank
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_client import MemoryBankClient
-from raycl.negatives.bank_handle import Bank
 from raycl.recipes import recipe
-from raycl.settings import override
 from raycl.training import build
 from raycl.training.process import prepare_process
 from raycl.training.step import train_step
@@ -186,7 +186,7 @@ def resident_mb(pid: int) -> float:
 def measure(method: str, num_samples: int, arguments: argparse.Namespace) -> dict[str, Any]:
     sample_id = np.arange(num_samples)
     with tempfile.TemporaryDirectory() as folder:
-        plan = build.bank_plan(config_of(method), output=folder, name=method, num_samples=num_samples)
+        plan = build.bank_spec(config_of(method), output=folder, name=method, num_samples=num_samples)
         # What a process takes before it holds any rows to speak of.
         tiny = replace(plan, name="tiny", capacity=1_024, output=f"{folder}/tiny")
         small = start_bank(tiny, np.arange(1_024))
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50, help="reads and writes")
     arguments = parser.parse_args()
     prepare_process(os.cpu_count() or 1)
-    join_cluster()
+    connect_cluster()
     results = [
         measure("moco_v2", 50_000, arguments),
         measure("instance_discrimination", 1_281_167, arguments),

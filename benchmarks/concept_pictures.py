@@ -24,10 +24,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from raycl.augment import ImageAugmentation
-from raycl.measures import effective_rank, positive_negative_gap, spread
+from raycl.config.overrides import override
+from raycl.embedding_metrics import effective_rank, positive_negative_gap, spread
 from raycl.recipes import recipe
-from raycl.settings import override
-from raycl.training.stage_plan import stage_plans
+from raycl.training.stages import stage_plans
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images" / "concepts"
 PAPER, INK, GRAY, LINE = "#fbfaf6", "#1f2933", "#6b7680", "#c9ced3"

@@ -94,16 +94,16 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     import torch
 
     import raycl
-    from raycl.cluster import fetch_tables, join_cluster
-    from raycl.data.logbook import open_logbook
-    from raycl.data.order import Share, Shuffled
+    from raycl.cluster import connect_cluster, fetch_tables
+    from raycl.data.coordinator import start_coordinator
+    from raycl.data.in_memory import InMemoryDataset
     from raycl.data.prefetch import Prefetched
-    from raycl.data.rows import Rows
+    from raycl.data.sampler import BatchShard, InMemorySampler
     from raycl.data.sources import find_source
     from raycl.training import build
     from raycl.training.columns import column_names
     from raycl.training.process import prepare_process
-    from raycl.training.samples import Samples
+    from raycl.training.samples import DataModule
 
     # Beside tasks that read, a worker has a core of its own.
     prepare_process(1 if stream else options.cores)
@@ -115,18 +115,18 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
             "evaluation.every_epochs": 0,
         },
     )
-    join_cluster(None)
-    with open_logbook() as logbook:
+    connect_cluster(None)
+    with start_coordinator() as logbook:
         source = find_source(options.data, column_names(config))
-        samples = Samples(config, logbook, source, None)
+        samples = DataModule(config, logbook, source, None)
         modality = build.modality(config)
         if stream:
             epochs: Any = samples.stream()
         else:
             tables = fetch_tables(samples.all())
-            epochs = Shuffled(rows=Rows(tables, modality.formats(samples.columns)), seed=0)
+            epochs = InMemorySampler(rows=InMemoryDataset(tables, modality.formats(samples.columns)), seed=0)
         views = build.view_maker(config, modality, torch.device("cpu"))
-        share = Share(batch_size=options.batch_size)
+        share = BatchShard(batch_size=options.batch_size)
         for epoch in range(1_000):
             batches = epochs.epoch_batches(share, epoch=epoch, follows=epoch > 0, another=True)
             for drawn in views.views(Prefetched(batches)):
@@ -218,9 +218,9 @@ def decoding_batches(options: argparse.Namespace) -> Iterator[int]:
 
 def decoder(config: Any) -> Any:
     """Return what turns an encoded image into the square that raycl keeps."""
-    from raycl.training.modality import ImageSide
+    from raycl.training.modality import ImageTowerBuilder
 
-    return ImageSide(config).image_format().decode
+    return ImageTowerBuilder(config).image_format().decode
 
 
 class Encoded:

@@ -93,13 +93,13 @@ def cost(work: Callable[[], Any], clock: Callable[[], float] = time.process_time
 
 def rows(size: int) -> dict[str, float]:
     import raycl
-    from raycl.cluster import join_cluster
-    from raycl.data.logbook import open_logbook
-    from raycl.data.order import Share
+    from raycl.cluster import connect_cluster
+    from raycl.data.coordinator import start_coordinator
+    from raycl.data.sampler import BatchShard
     from raycl.data.sources import find_source
     from raycl.training.columns import column_names
     from raycl.training.process import prepare_process
-    from raycl.training.samples import Samples
+    from raycl.training.samples import DataModule
 
     prepare_process(2)
     config = raycl.override(
@@ -107,14 +107,14 @@ def rows(size: int) -> dict[str, float]:
     )
     with tempfile.TemporaryDirectory() as folder:
         data = write_images(Path(folder) / "images.parquet", size)
-        join_cluster(None)
-        with open_logbook() as logbook:
+        connect_cluster(None)
+        with start_coordinator() as logbook:
             source = find_source(str(data), column_names(config))
-            stream = Samples(config, logbook, source, None).stream()
+            stream = DataModule(config, logbook, source, None).stream()
 
             def read(epoch: int) -> float:
                 began = time.perf_counter()
-                for _ in stream.epoch_batches(Share(batch_size=BATCH), epoch=epoch):
+                for _ in stream.epoch_batches(BatchShard(batch_size=BATCH), epoch=epoch):
                     pass
                 return time.perf_counter() - began
 

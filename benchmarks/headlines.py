@@ -106,7 +106,7 @@ class Benchmark:
         """Return script and flags; ``{data}`` and ``{output}`` stand for folders."""
         return [self.script, *self.flags.split(), *(self.quick.split() if quick else ())]
 
-    def headlines(self, results: Results, *, is_judged: bool) -> Iterator[Headline | AbsentError]:
+    def headlines(self, results: Results, *, is_evaluated: bool) -> Iterator[Headline | AbsentError]:
         """Yield what was found or is absent; what is not judged has no aims."""
         for comparison in self.comparisons:
             try:
@@ -114,7 +114,7 @@ class Benchmark:
             except AbsentError as error:
                 yield AbsentError(f"{comparison.what}: {error}")
             else:
-                yield headline if is_judged else replace(headline, of=replace(comparison, aim=None))
+                yield headline if is_evaluated else replace(headline, of=replace(comparison, aim=None))
 
 
 def read_number(results: Results, place: Place) -> Number:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raycl.judging import knn_predict
+from raycl.evaluation import knn_predict
 
 NUM_QUERIES, DIM, NUM_CLASSES = 10_000, 128, 100
 K, TEMPERATURE = 200, 0.07

@@ -67,8 +67,8 @@ def plain_bidirectional(query: Tensor, key: Tensor) -> Tensor:
 def open_clip_bidirectional(query: Tensor, key: Tensor) -> Tensor:
     """Scale the rows and take a product for each direction, as open_clip does."""
     own = torch.arange(len(query))
-    of_queries, of_keys = query / TEMPERATURE @ key.T, key / TEMPERATURE @ query.T
-    return (F.cross_entropy(of_queries, own) + F.cross_entropy(of_keys, own)) / 2
+    of_queries, key_tower = query / TEMPERATURE @ key.T, key / TEMPERATURE @ query.T
+    return (F.cross_entropy(of_queries, own) + F.cross_entropy(key_tower, own)) / 2
 
 
 def load(loss: str, name: str) -> Loss:

@@ -120,8 +120,8 @@ def configure(options: argparse.Namespace, tokenizer: str | None = None) -> RunC
 def save_start(options: argparse.Namespace, pairs: pa.Table) -> None:
     """Write what all sides start from: pairs, tokenizer and untrained encoder."""
     # Here, as the peer's processes are not to pay for what they do not need.
-    from raycl.models.saved import save_encoder
-    from raycl.tokens import Vocabulary
+    from raycl.models.encoder_io import save_encoder
+    from raycl.tokenization import Vocabulary
     from raycl.training import build
 
     pq.write_table(pairs, options.folder / PAIRS)

@@ -57,8 +57,8 @@ def write_page(
 
 
 def read_headlines(benchmark: Benchmark, results: Results, records: Records) -> list[Headline | AbsentError]:
-    is_judged = not is_quick(benchmark, records[benchmark.name])
-    return list(benchmark.headlines(results, is_judged=is_judged))
+    is_evaluated = not is_quick(benchmark, records[benchmark.name])
+    return list(benchmark.headlines(results, is_evaluated=is_evaluated))
 
 
 def is_quick(benchmark: Benchmark, record: dict[str, Any]) -> bool:

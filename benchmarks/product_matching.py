@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from measuring import describe_machine
 
 import raycl
+from raycl.config.overrides import parse_setting
+from raycl.evaluation.lexical_baselines import tfidf_similarity
+from raycl.evaluation.retrieval import average_precision
 from raycl.inference.mining import mine_negatives
-from raycl.judging.retrieval import average_precision
-from raycl.judging.text_floor import tfidf_similarity
-from raycl.settings import parse_setting
 
 TOWER: dict[str, Any] = {
     "evaluation.every_epochs": 0,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from raycl.phases import REST
+from raycl.step_timer import REST
 
 PHASES = {
     "data": "wait for rows",

@@ -33,9 +33,9 @@ from scale_model import bank_payload, queue_payload
 from scale_report import draw, fit, show_tables
 
 from raycl.joining import enter
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_actor import start_bank
-from raycl.negatives.bank_handle import Bank
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 from raycl.progress import ProgressLine
 
 ITEMSIZE = 2  # float16, as rows travel by default
@@ -57,7 +57,7 @@ class Progress:
 def started(kind: str, shards: int, rows: int, dim: int) -> Iterator[Bank]:
     """Hold a bank for a while; slots keep nothing of themselves, so that rows are known."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = BankPlan(
+        plan = BankSpec(
             name=f"scale {kind} {shards} {rows}",
             kind=kind,  # pyright: ignore[reportArgumentType]
             dim=dim,

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import ray
 
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
-from raycl.negatives.bank_handle import Bank
 from raycl.negatives.store import Negatives
 
 NUM_PATTERNS = 4_096

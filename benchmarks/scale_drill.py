@@ -9,7 +9,7 @@ import numpy as np
 import ray
 from scale_clients import Work, join, num_wrong, run
 
-from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank import Bank
 from raycl.negatives.store import Negatives
 
 ROWS_A_QUESTION = 65_536

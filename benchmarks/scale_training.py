@@ -28,8 +28,8 @@ from torch import Tensor, multiprocessing, nn
 from torch.nn import functional as F
 
 from raycl.distributed import gather, rank
+from raycl.distributed.ddp import average_gradients
 from raycl.losses import info_nce
-from raycl.training.parallel import average_gradients
 
 WIDTH, DIM = 1_536, 128
 REPEATS = 5

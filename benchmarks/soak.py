@@ -45,7 +45,7 @@ from tests.cluster.strikes import kill_process, processes
 
 ROOT = Path(__file__).parent.parent
 VICTIMS = ("ray::RayTrainWorker", "ray::BankActor", "ray::TrainController", "ray::MapBatches")
-KEPT = ("raylet", "gcs_server", "driver", "ray::Logbook")  # what should live for the whole hour
+KEPT = ("raylet", "gcs_server", "driver", "ray::RunCoordinator")  # what should live for the whole hour
 LOOK_S = 5.0
 SETTINGS = {
     "workers": 2,

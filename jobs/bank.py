@@ -4,8 +4,8 @@ Takes the commands and flags of ``raycl bank``: from a machine that is no node o
 the way to ask.
 """
 
-from raycl.cli import run_job
-from raycl.cli_bank import bank
+from raycl.cli.bank import bank
+from raycl.cli.main import run_job
 
 if __name__ == "__main__":
     run_job(bank)

@@ -3,7 +3,7 @@
 Takes the flags of ``raycl embed``.
 """
 
-from raycl.cli import embed, run_job
+from raycl.cli.main import embed, run_job
 
 if __name__ == "__main__":
     run_job(embed)

@@ -3,7 +3,7 @@
 Takes the flags of ``raycl evaluate``.
 """
 
-from raycl.cli import evaluate, run_job
+from raycl.cli.main import evaluate, run_job
 
 if __name__ == "__main__":
     run_job(evaluate)

@@ -3,7 +3,7 @@
 Takes the flags of ``raycl mine``.
 """
 
-from raycl.cli import mine, run_job
+from raycl.cli.main import mine, run_job
 
 if __name__ == "__main__":
     run_job(mine)

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from raycl.cli import Address, Debug, Setting, run_job
+from raycl.cli.main import Address, Debug, Setting, run_job
+from raycl.cli.plan import embedding_settings
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
 from raycl.preparation.images import pack_images
 from raycl.preparation.pairs import group_pairs
 from raycl.preparation.texts import gather_texts, make_tokenizer
-from raycl.setup import embedding_settings
-from raycl.training.vocabulary import ROLES
+from raycl.training.tokenizer import ROLES
 
 app = typer.Typer(help="Prepare a set once, so that many runs read it well.", add_completion=False)
 Data = Annotated[str, typer.Option(help="Parquet file or folder, or folder of images.")]

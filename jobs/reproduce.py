@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from raycl.cli import Address, Debug, Gpu, Setting, run_job
+from raycl.cli.main import Address, Debug, Gpu, Setting, run_job
+from raycl.config.overrides import parse_setting
 from raycl.errors import ConfigError
 from raycl.reproduction.catalog import FIGURES, find_figure
 from raycl.reproduction.request import Request, reproduce
 from raycl.reproduction.scales import find_scale
-from raycl.settings import parse_setting
 
 
 def figure(

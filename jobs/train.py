@@ -3,7 +3,7 @@
 Takes the flags of ``raycl train``.
 """
 
-from raycl.cli import run_job, train
+from raycl.cli.main import run_job, train
 
 if __name__ == "__main__":
     run_job(train)

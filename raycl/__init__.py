@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from raycl.api import evaluate, run_doctor, train, write_report
     from raycl.banks import connect_bank, list_banks
     from raycl.config import RunConfig, Stage
+    from raycl.config.overrides import config_from_yaml, config_to_yaml, override
     from raycl.data.columns import ColumnNames
     from raycl.errors import RayclError
-    from raycl.inference.embedding import embed_to_parquet as embed
+    from raycl.inference.embed import embed_to_parquet as embed
     from raycl.inference.encoder import load_encoder
     from raycl.inference.export import export_encoder
     from raycl.inference.mining import mine_negatives as mine
     from raycl.recipes import recipe
-    from raycl.settings import config_from_yaml, config_to_yaml, override
     from raycl.training.launch import RunResult
 
 _HOME = {
@@ -28,16 +28,16 @@ _HOME = {
     "RunConfig": "raycl.config:RunConfig",
     "RunResult": "raycl.training.launch:RunResult",
     "Stage": "raycl.config:Stage",
-    "config_from_yaml": "raycl.settings:config_from_yaml",
-    "config_to_yaml": "raycl.settings:config_to_yaml",
+    "config_from_yaml": "raycl.config.overrides:config_from_yaml",
+    "config_to_yaml": "raycl.config.overrides:config_to_yaml",
     "connect_bank": "raycl.banks:connect_bank",
-    "embed": "raycl.inference.embedding:embed_to_parquet",
+    "embed": "raycl.inference.embed:embed_to_parquet",
     "evaluate": "raycl.api:evaluate",
     "export_encoder": "raycl.inference.export:export_encoder",
     "list_banks": "raycl.banks:list_banks",
     "load_encoder": "raycl.inference.encoder:load_encoder",
     "mine": "raycl.inference.mining:mine_negatives",
-    "override": "raycl.settings:override",
+    "override": "raycl.config.overrides:override",
     "recipe": "raycl.recipes:recipe",
     "run_doctor": "raycl.api:run_doctor",
     "train": "raycl.api:train",

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from raycl.cli.plan import Settings, check_measure, column_settings, plan_run, run_flags, settings_of
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.admission import admit
-from raycl.setup import Settings, check_measure, column_settings, plan_run, run_flags, settings_of
+from raycl.inference.preflight import admit
 
 if TYPE_CHECKING:
     import ray
     from torch import nn
 
-    from raycl.doctor import Finding, Request
-    from raycl.showing import Scores
+    from raycl.display import EvaluationResult
+    from raycl.doctor import CheckResult, DoctorRequest
     from raycl.training.launch import RunResult
 
 Address = str | os.PathLike[str]
@@ -84,17 +84,17 @@ def evaluate(
     quiet: bool = False,
     debug: bool = False,
     **options: Any,
-) -> "Scores":
+) -> "EvaluationResult":
     """Judge the encoder of ``run`` on the set ``test``, and the raw input beside it as the ``floor``.
 
     ``train`` holds the labeled rows that decide (``knn``, ``linear``), further documents (``retrieval``) or the
     corpus of the floor (``sts``). ``options`` are those of the measure:
 
     - ``knn`` and ``linear``: ``columns``, ``network``, ``k``, ``temperature``, ``labels_per_class``, ``seed``,
-      ``floor``, ``max_bad_fraction``; see ``raycl.inference.judgment.evaluate``.
+      ``floor``, ``max_bad_fraction``; see ``raycl.inference.classification.evaluate``.
     - ``retrieval``: ``columns``, ``queries``, ``documents``, ``examples``, ``floor``; see
       ``raycl.inference.retrieval.evaluate_retrieval``.
-    - ``sts``: ``text``, ``floor``; see ``raycl.inference.sentences.evaluate_sts``.
+    - ``sts``: ``text``, ``floor``; see ``raycl.inference.sts.evaluate_sts``.
 
     Raises ``ConfigError`` for another measure or option, ``DataError`` and ``StorageError`` as the measures do.
     """
@@ -124,10 +124,10 @@ def _judge_of(measure: Measure) -> Any:
 
         return evaluate_retrieval
     if measure == "sts":
-        from raycl.inference.sentences import evaluate_sts
+        from raycl.inference.sts import evaluate_sts
 
         return evaluate_sts
-    from raycl.inference.judgment import evaluate as evaluate_labels
+    from raycl.inference.classification import evaluate as evaluate_labels
 
     return partial(evaluate_labels, measure)
 
@@ -163,7 +163,7 @@ def run_doctor(
     address: str | None = None,
     quiet: bool = True,
     debug: bool = False,
-) -> "list[Finding]":
+) -> "list[CheckResult]":
     """Check the cluster, and the storage, the data and the recipe where they are given; return the findings.
 
     A finding is ``good`` or has a ``remedy``. The options are those of ``train``; without a recipe ``settings``
@@ -187,16 +187,16 @@ def doctor_request(
     output: Address | None,
     address: str | None,
     debug: bool,
-) -> "Request":
+) -> "DoctorRequest":
     """Return the examination that was asked for; raises ``ConfigError``."""
-    from raycl.doctor import Request
+    from raycl.doctor import DoctorRequest
 
     uri = None if data is None else str(data)
     if recipe is None and flags:
         raise ConfigError(
             "--workers, --gpu and --batch-size are a recipe's: name one, for example raycl doctor simclr"
         )
-    return Request(
+    return DoctorRequest(
         data=uri,
         columns=column_settings(settings) if recipe is None else None,
         output=None if output is None else str(output),

@@ -1,8 +1,8 @@
 """The banks of a Ray that runs, found from any process of its machines."""
 
 from raycl.joining import join_running
-from raycl.negatives import bank_handle
-from raycl.negatives.bank_handle import Bank
+from raycl.negatives import bank
+from raycl.negatives.bank import Bank
 
 
 def connect_bank(name: str, address: str | None = None) -> Bank:
@@ -16,10 +16,10 @@ def connect_bank(name: str, address: str | None = None) -> Bank:
         RunError: The Ray or the bank does not answer.
     """
     join_running(address)
-    return bank_handle.connect_bank(name)
+    return bank.connect_bank(name)
 
 
 def list_banks(address: str | None = None) -> list[str]:
     """Return the names of all banks; joins a Ray, and raises, as ``connect_bank`` does."""
     join_running(address)
-    return bank_handle.list_banks()
+    return bank.list_banks()

@@ -21,7 +21,9 @@ from raycl.gpus import check_gpus
 from raycl.joining import enter
 
 
-def join_cluster(address: str | None = None, *, debug: bool = False, quiet_core: bool = False) -> str | None:
+def connect_cluster(
+    address: str | None = None, *, debug: bool = False, quiet_core: bool = False
+) -> str | None:
     """Join the cluster at ``address``, the one this job runs in, or start one on this machine.
 
     ``quiet_core`` is that of ``enter``. Returns host and port of the dashboard of a cluster just joined, if it has one.
@@ -87,7 +89,7 @@ def fetch_tables(dataset: ray.data.Dataset) -> list[pa.Table]:
     return ray.get(refs)
 
 
-def own_error(error: BaseException) -> RayclError | None:
+def find_raycl_error(error: BaseException) -> RayclError | None:
     """Find raycl's own error inside those that Ray wraps around it."""
     seen: list[BaseException] = []
     todo: list[Any] = [error]
@@ -104,15 +106,15 @@ def own_error(error: BaseException) -> RayclError | None:
 
 
 @contextlib.contextmanager
-def own_errors() -> Iterator[None]:
+def unwrap_ray_errors() -> Iterator[None]:
     """Let only raycl's errors out: those inside Ray's, or a ``RunError`` with the last line."""
     try:
         yield
     except RayclError as error:
-        raise own_error(error) or error from error
+        raise find_raycl_error(error) or error from error
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise own_error(error) or RunError(
+        raise find_raycl_error(error) or RunError(
             f"the run failed: {lines[-1]}; use --debug for the whole story"
         ) from error
 

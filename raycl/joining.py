@@ -94,7 +94,7 @@ def _end_half_started(error: BaseException) -> None:
     ray.shutdown()
 
 
-def start_early(address: str | None, *, debug: bool = False) -> None:
+def prestart_ray(address: str | None, *, debug: bool = False) -> None:
     """Start a Ray on this machine, if it is to be one, while a thread imports torch: each takes seconds.
 
     Not the other way round: Ray's processes would end with the thread that started them. Raises ``RunError``.
@@ -121,7 +121,7 @@ def join_running(address: str | None = None, *, debug: bool = False) -> bool:
     wanted = _numeric(address or os.environ.get("RAY_ADDRESS") or "auto")
     here = _running_here()
     if wanted in ("auto", "local"):
-        where = the_only(here)
+        where = require_single(here)
     else:
         where = wanted if wanted in here else _reachable(wanted)
     if where in here:
@@ -130,7 +130,7 @@ def join_running(address: str | None = None, *, debug: bool = False) -> bool:
     return True
 
 
-def the_only(addresses: Collection[str]) -> str:
+def require_single(addresses: Collection[str]) -> str:
     """Return the one Ray of a machine; raises ``ConfigError`` if there are none or several."""
     if not addresses:
         raise ConfigError(

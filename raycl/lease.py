@@ -22,8 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self, final
 
-from raycl.commands import this_command
 from raycl.errors import ConfigError, RunError, StorageError
+from raycl.provenance import this_command
 from raycl.storage import Place, absolute
 
 RENEW_S = 15.0

@@ -12,7 +12,7 @@ import ray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from raycl.showing import progress_html
+from raycl.display import progress_html
 
 Reading = Callable[[], tuple[int, int, str] | None]
 Notices = Callable[[], list[str]]

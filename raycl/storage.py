@@ -130,7 +130,7 @@ class Place:
             with filesystem.open_input_file(path) as file:
                 yield file
         else:
-            with _WholeParts(filesystem, path) as file:
+            with _VerifiedReader(filesystem, path) as file:
                 yield pa.PythonFile(file, mode="r")
 
     def read_bytes(self) -> bytes:
@@ -204,7 +204,7 @@ class Place:
 
     def _read_once(self) -> bytes:
         filesystem, path = self.resolve()
-        with filesystem.open_input_file(path) if self.is_local else _WholeParts(filesystem, path) as file:
+        with filesystem.open_input_file(path) if self.is_local else _VerifiedReader(filesystem, path) as file:
             return file.read()
 
     def _split(self) -> tuple[str, str]:
@@ -231,13 +231,13 @@ class Place:
 
 
 @final
-class PatientS3(fs.S3FileSystem):
+class RetryingS3FileSystem(fs.S3FileSystem):
     """S3 that tries a request again, wherever it goes: pyarrow's own forgets how often when it is pickled.
 
     Of pyarrow's two strategies the standard one has 100 tries for all requests of a process together.
     """
 
-    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], "PatientS3"], tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], "RetryingS3FileSystem"], tuple[dict[str, Any]]]:
         _, (options,) = super().__reduce__()
         return _patient, (options,)
 
@@ -247,7 +247,7 @@ class _ShortAnswerError(OSError):
 
 
 @final
-class _WholeParts(io.RawIOBase):
+class _VerifiedReader(io.RawIOBase):
     """A file on S3 that is read in whole parts, or raises ``OSError``.
 
     Two things are made good. Of an answer that is too short, and says so, pyarrow says that all of it
@@ -370,7 +370,7 @@ def patiently(call: Callable[[], Found]) -> Found:
     return call()
 
 
-def _patient(options: Mapping[str, Any]) -> PatientS3:
+def _patient(options: Mapping[str, Any]) -> RetryingS3FileSystem:
     ours = {
         "retry_strategy": fs.AwsDefaultS3RetryStrategy(max_attempts=attempts() - 1),
         "connect_timeout": CONNECT_TIMEOUT_S,
@@ -378,7 +378,7 @@ def _patient(options: Mapping[str, Any]) -> PatientS3:
         # A small object is put whole by one request, which may be repeated without harm.
         "allow_delayed_open": True,
     }
-    return PatientS3(**{**options, **ours})
+    return RetryingS3FileSystem(**{**options, **ours})
 
 
 def _is_pickled(kind: pa.DataType) -> bool:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from raycl.batchnorm import swap
+from raycl.models.encoder_io import save_encoder
 from raycl.models.heads import build_projection_head
-from raycl.models.saved import save_encoder
 from raycl.models.specs import HeadSpec, ImageEncoderSpec
 from raycl.storage import Place
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from raycl.portraits import (
+from raycl.config.overrides import config_to_yaml, override
+from raycl.embedding_snapshot import (
     FIRST,
     LATEST,
-    Gallery,
-    Portrait,
+    EmbeddingSnapshot,
+    ProbeSet,
     Similarities,
     count_cosines,
     write_gallery,
@@ -22,7 +23,6 @@ from raycl.portraits import (
 )
 from raycl.recipes import recipe
 from raycl.records import MetricsLog, write_result
-from raycl.settings import config_to_yaml, override
 from raycl.storage import Place
 from tests.images import encode
 
@@ -135,7 +135,7 @@ def write_portraits(
     shown = contents or {"image": [thumbnail(number) for number in range(num_samples)]}
     label = classes if labeled else np.full(num_samples, -1)
     write_gallery(
-        output, Gallery(sample_id=np.arange(num_samples), label=label, contents=shown, held_out=True)
+        output, ProbeSet(sample_id=np.arange(num_samples), label=label, contents=shown, held_out=True)
     )
     has_keys = "document" in shown
     for name, step, spread in ((FIRST, 0, 3.0), (LATEST, 200, 0.2)):
@@ -144,7 +144,7 @@ def write_portraits(
         write_portrait(
             output,
             name,
-            Portrait(
+            EmbeddingSnapshot(
                 step=step,
                 embedding=rows,
                 key=other if has_keys else None,

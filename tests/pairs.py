@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 from torch import nn
 
 from raycl.config import RunConfig
-from raycl.data.formats import store_all
-from raycl.data.rows import Rows
+from raycl.config.overrides import override
+from raycl.data.codecs import store_all
+from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe
-from raycl.settings import override
-from raycl.tokens import Vocabulary
+from raycl.tokenization import Vocabulary
 from raycl.training import build
 from raycl.training.columns import column_names
 from tests.images import digit_files, encode
@@ -66,13 +66,15 @@ def vocabulary() -> Vocabulary:
     return Vocabulary.of_texts(invented_texts(200), max_length=14, size=400, lowercase=True)
 
 
-def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> Rows:
+def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> InMemoryDataset:
     """Return rows of these values by role, with the ids 0, 1, 2, ..., as they come out of Arrow."""
     columns = column_names(config).found_in(list(values), where="the test")
     formats = build.modality(config, vocabulary()).formats(columns)
     contents = {role: each.decode_all(values[role]) for role, each in formats.items()}
     numbers = pa.array(range(len(next(iter(values.values())))), pa.int64())
-    return Rows([pa.table(store_all(formats, contents) | {"sample_id": numbers, "label": numbers})], formats)
+    return InMemoryDataset(
+        [pa.table(store_all(formats, contents) | {"sample_id": numbers, "label": numbers})], formats
+    )
 
 
 def clicks(num_rows: int, *, num_negatives: Sequence[int], seed: int = 0) -> dict[str, list[Any]]:

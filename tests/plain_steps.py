@@ -150,7 +150,7 @@ class PlainRun:
             return self.encode(self.tower, a), None, nothing
         if config.has_two_towers:
             query = self.encode(self.tower.query, a)
-            keys = self.encode(self.tower.of_keys, views.keys())
+            keys = self.encode(self.tower.key_tower, views.keys())
             return query, keys[: len(a)], keys[len(a) :]
         if config.key == "momentum_encoder":
             with torch.no_grad():
@@ -268,13 +268,13 @@ class PlainRun:
         """Return ids of queries, of keys, and of the negatives that are not of the batch: explicit, queued."""
         known = views.known
         rows = known.key.tolist() + ([] if known.negative is None else known.negative.tolist())
-        numbers = plain_ids(rows, shared=known.crosswise)
-        names = [row if known.crosswise else row[:1] for row in rows]
+        numbers = plain_ids(rows, shared=known.shared_id_space)
+        names = [row if known.shared_id_space else row[:1] for row in rows]
         queued = [
             next((n for n, own in zip(numbers, names, strict=True) if name in own), -1)
             for name in self.queue_names
         ]
-        query = plain_ids(known.query.tolist(), shared=known.crosswise)
+        query = plain_ids(known.query.tolist(), shared=known.shared_id_space)
         key, other = numbers[: len(query)], numbers[len(query) :] + queued
         return torch.tensor(query), torch.tensor(key), torch.tensor(other, dtype=torch.int64)
 

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.data.ids import Ids
 from raycl.data.images import Pixels
-from raycl.data.rows import Batch
+from raycl.data.in_memory import Batch
 from raycl.data.texts import TokenLists, Tokens
 from raycl.recipes import recipe
-from raycl.settings import override
-from raycl.tokens import Vocabulary
+from raycl.tokenization import Vocabulary
 from raycl.training import build
-from raycl.training.frequencies import Frequencies
-from raycl.training.step import Stepped, train_step
+from raycl.training.logq import Frequencies
+from raycl.training.step import StepOutput, train_step
 from tests.pretend_gpu import CPU, CUDA, Trace, is_on_device, pretend_gpu
 from tests.pretend_nccl import pretend_nccl
 
@@ -129,7 +129,7 @@ class Worker:
         modules = [self.learner.tower, self.learner.temperature]
         return [each.detach() for module in modules if module is not None for each in module.parameters()]
 
-    def step(self, views: Any, step: int, *, is_watched: bool = False) -> Stepped:
+    def step(self, views: Any, step: int, *, is_watched: bool = False) -> StepOutput:
         contrast = build.contrast(
             self.config,
             self.stage,

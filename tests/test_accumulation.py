@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.accumulation import accumulate
 from raycl.batchnorm import split_batchnorm, swap
 from raycl.errors import ConfigError, ReplayError
+from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import hinge, info_nce, nt_xent
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder
 from raycl.models.towers import Tower
-from raycl.replay import Replays
+from raycl.recompute import Replays
 
 Embed = Callable[..., Tensor]
 BATCH = 24
@@ -91,7 +91,7 @@ def _moco_with_hinge(embed: Embed, tower: nn.Module) -> Tensor:
 
 
 def _in_chunks(chunk_size: int, kept_chunks: int) -> Embed:
-    return lambda tower, *rows: accumulate(tower, *rows, chunk_size=chunk_size, kept_chunks=kept_chunks)
+    return lambda tower, *rows: embed_in_chunks(tower, *rows, chunk_size=chunk_size, kept_chunks=kept_chunks)
 
 
 def _whole(tower: nn.Module, *rows: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def test_whole_batch_normalization_takes_memory_or_another_pass(
     passed: list[int] = []
     convolution = next(each for each in list(chunked.modules())[::-1] if isinstance(each, nn.Conv2d))
     convolution.register_forward_hook(lambda *_: passed.append(1))
-    embed = partial(accumulate, chunk_size=20, milestone_every=milestone_every)
+    embed = partial(embed_in_chunks, chunk_size=20, milestone_every=milestone_every)
     _simclr(embed, chunked).backward()
     _assert_same(gradient_of(chunked), gradient_of(whole))
     assert len(passed) == 3 * num_passes  # 48 rows are three chunks
@@ -164,11 +164,11 @@ def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, kept
 def test_dropout_is_replayed_and_leaves_the_random_state_as_the_first_pass_did() -> None:
     tower = _Transformer()
     torch.manual_seed(5)
-    embedding = accumulate(tower, *_tokens(), chunk_size=5)
+    embedding = embed_in_chunks(tower, *_tokens(), chunk_size=5)
     after_first = torch.get_rng_state()
     embedding.sum().backward()
     assert torch.equal(torch.get_rng_state(), after_first)
-    other = accumulate(tower, *_tokens(), chunk_size=5)
+    other = embed_in_chunks(tower, *_tokens(), chunk_size=5)
     assert not torch.allclose(other, embedding)  # it does drop
 
 
@@ -176,7 +176,7 @@ def test_the_replay_runs_in_the_autocast_of_the_first_pass() -> None:
     whole, chunked = resnet("group"), resnet("group")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = torch.cat([whole(chunk) for chunk in images().split(8)])
-        ours = accumulate(chunked, images(), chunk_size=8)
+        ours = embed_in_chunks(chunked, images(), chunk_size=8)
     for embedding in (expected, ours):
         nt_xent(*embedding.chunk(2), temperature=0.2).backward()
     # The graph of all chunks adds up their gradients in bfloat16: autocast cast each weight once.
@@ -237,14 +237,14 @@ def test_at_most_the_kept_graphs_are_alive_and_each_saves_a_pass(
     kept_chunks: int, alive: int, passes: int
 ) -> None:
     tower = _Watched()
-    accumulate(tower, torch.rand(18, 4), chunk_size=4, kept_chunks=kept_chunks).sum().backward()
+    embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4, kept_chunks=kept_chunks).sum().backward()
     assert (tower.most_alive, tower.num_passes, len(tower.marks)) == (alive, passes, 0)
 
 
 def test_without_gradient_nothing_is_kept_and_nothing_comes_again() -> None:
     tower = _Watched()
     with torch.no_grad():
-        embedding = accumulate(tower, torch.rand(18, 4), chunk_size=4)
+        embedding = embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4)
     assert not embedding.requires_grad
     assert (tower.most_alive, tower.num_passes) == (0, 5)
 
@@ -273,7 +273,7 @@ class _Counting(nn.Module):
 @pytest.mark.parametrize("layer", [_Noisy, _Counting])
 def test_an_encoder_that_answers_otherwise_the_second_time_is_found_and_named(layer: Any) -> None:
     tower = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), layer()), nn.Linear(5, 3))
-    embedding = accumulate(tower, torch.rand(9, 4), chunk_size=4)
+    embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4)
     with pytest.raises(ReplayError, match=r"^chunk 0, at the layer 1\.1, came out otherwise") as caught:
         embedding.square().sum().backward()
     assert "\n" not in str(caught.value)
@@ -294,8 +294,8 @@ class _Drawing(nn.Module):
 def test_so_it_is_between_the_layers_of_whole_batch_normalization(milestone_every: int | None) -> None:
     layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh()]
     steady, drawing = nn.Sequential(*layers), nn.Sequential(*layers[:3], _Drawing(), *layers[3:])
-    accumulate(steady, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every).sum().backward()
-    embedding = accumulate(drawing, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every)
+    embed_in_chunks(steady, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every).sum().backward()
+    embedding = embed_in_chunks(drawing, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every)
     with pytest.raises(
         ReplayError, match=r"^a chunk, at one of the operations .*bernoulli.* came out otherwise"
     ):
@@ -337,13 +337,13 @@ def test_a_replay_may_differ_by_the_rounding_of_its_precision(
 
 def test_a_frozen_tower_has_no_graph() -> None:
     tower = _Watched().requires_grad_(False)
-    assert not accumulate(tower, torch.rand(18, 4), chunk_size=4).requires_grad
+    assert not embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4).requires_grad
     assert tower.num_passes == 5
 
 
 def test_an_encoder_of_changed_weights_is_found_too() -> None:
     tower = nn.Linear(4, 3)
-    embedding = accumulate(tower, torch.rand(9, 4), chunk_size=4)
+    embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4)
     with torch.no_grad():
         tower.weight.mul_(1.1)
     with pytest.raises(ReplayError, match=r"^chunk 0 came out otherwise"):
@@ -351,7 +351,7 @@ def test_an_encoder_of_changed_weights_is_found_too() -> None:
 
 
 def test_a_second_backward_is_refused_and_not_answered_with_nothing() -> None:
-    embedding = accumulate(nn.Linear(4, 3), torch.rand(9, 4), chunk_size=4)
+    embedding = embed_in_chunks(nn.Linear(4, 3), torch.rand(9, 4), chunk_size=4)
     embedding.sum().backward()
     with pytest.raises(RuntimeError, match="go back once"):
         embedding.sum().backward()
@@ -371,7 +371,7 @@ def test_what_cannot_be_accumulated_is_refused(
     rows: tuple[Tensor, ...], settings: dict[str, int], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        accumulate(nn.Identity(), *rows, **settings)
+        embed_in_chunks(nn.Identity(), *rows, **settings)
 
 
 def test_the_gradient_at_the_embeddings_is_the_closed_form_of_label_vectors() -> None:

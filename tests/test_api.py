@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 import raycl
-from raycl.data.formats import store_all
+from raycl.cli.plan import measure_settings, plan_run, run_flags
+from raycl.config.overrides import override
+from raycl.data.codecs import store_all
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.inference.embedding import Embedder
-from raycl.models.saved import ImageEncoder, load_encoder, read_encoder
+from raycl.inference.embed import Embedder
+from raycl.models.encoder_io import ImageEncoder, load_encoder, read_encoder
 from raycl.recipes import recipe
-from raycl.settings import override
-from raycl.setup import measure_settings, plan_run, run_flags
 from tests.encoders import write_images_run
 from tests.images import digit_files, encode, photograph, write_digits
 
@@ -147,7 +147,7 @@ def embedded(run: str, files: list[bytes]) -> torch.Tensor:
     columns = store_all(formats, {"image": formats["image"].decode_all(files)})
     numbers = pa.array(range(len(files)), pa.int64())
     table = pa.table({**columns, "sample_id": numbers, "label": numbers})
-    with patch("raycl.inference.embedding.ray.get", lambda held: held):  # an actor without Ray
+    with patch("raycl.inference.embed.ray.get", lambda held: held):  # an actor without Ray
         embedder = Embedder([read_encoder(run)], "image", False, None, ())  # pyright: ignore[reportArgumentType]
     return torch.tensor(embedder(table)["representation"].to_pylist())
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from raycl.errors import ConfigError, RayclError, RunError
-from raycl.negatives import KeyQueue, MemoryBank, Negatives, bank_line
+from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_actor import BankActor
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
-from raycl.negatives.bank_handle import Bank
-from raycl.negatives.bank_line import BankLine
-from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.memory_bank import normalized
-from raycl.negatives.sample_order import SampleOrder
+from raycl.negatives.rpc import ShardConnection
+from raycl.negatives.sample_index import SampleIndex
 from raycl.negatives.snapshot import read_current, write_samples
+from raycl.negatives.spec import BankSpec
 
 DIM = 3
 SETTINGS = settings(deadline=None, max_examples=150)
@@ -36,7 +36,7 @@ lost_calls = st.lists(st.sampled_from(("", "", "lost", "unanswered")), max_size=
 class Cluster:
     """Actors in this process, and what becomes of each call to them."""
 
-    def __init__(self, plan: BankPlan, fates: list[str] | None = None) -> None:
+    def __init__(self, plan: BankSpec, fates: list[str] | None = None) -> None:
         self.fates = iter(fates or [])
         self.actors = [FakeActor(self, plan, shard) for shard in range(plan.num_shards)]
         self.bank = Bank(plan, self.actors)
@@ -48,7 +48,7 @@ class Cluster:
 class FakeActor:
     """A shard's actor as Ray would hold it; ``on_death`` tells the test what it comes back with."""
 
-    def __init__(self, cluster: Cluster, plan: BankPlan, shard: int) -> None:
+    def __init__(self, cluster: Cluster, plan: BankSpec, shard: int) -> None:
         self.cluster, self.plan, self.shard = cluster, plan, shard
         self.actor = BankActor(plan, shard)
         self.call = SimpleNamespace(remote=self.remote)
@@ -90,9 +90,9 @@ def fake_get(answer: Any, timeout: float) -> Any:
 def without_ray() -> Iterator[None]:
     """Let lines ask the actors of this process, and sleep for no time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bank_line, "ray", SimpleNamespace(get=fake_get))
+        patch.setattr(rpc, "ray", SimpleNamespace(get=fake_get))
         clock = Clock()
-        patch.setattr(bank_line, "time", clock)
+        patch.setattr(rpc, "time", clock)
         yield
 
 
@@ -107,9 +107,9 @@ class Clock:
         self.now += seconds
 
 
-def a_plan(kind: Any, output: Path, **changed: Any) -> BankPlan:
+def a_plan(kind: Any, output: Path, **changed: Any) -> BankSpec:
     capacity = 30 if kind == "queue" else len(IDS)
-    return BankPlan(
+    return BankSpec(
         **{"name": "bank", "kind": kind, "dim": DIM, "output": str(output), "capacity": capacity, **changed}
     )
 
@@ -224,7 +224,7 @@ def test_memory_bank_is_its_snapshot_and_all_since_with_each_update_done_once(
     tmp_path_factory: pytest.TempPathFactory, num_shards: int, actions: list[Any], fates: list[str]
 ) -> None:
     plan = a_plan("memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, seed=1)
-    write_samples(plan, SampleOrder(IDS).sample_id)
+    write_samples(plan, SampleIndex(IDS).sample_id)
     cluster, bank = Cluster(plan, fates), MemoryBank(IDS, DIM, seed=1)
     deaths = Deaths(cluster, bank)
     client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
@@ -262,7 +262,7 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
     plan = a_plan(
         "memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, wire_dtype=wire_dtype
     )
-    write_samples(plan, SampleOrder(IDS).sample_id)
+    write_samples(plan, SampleIndex(IDS).sample_id)
     cluster, bank = Cluster(plan, fates), MemoryBank(IDS, DIM, seed=0)
     client = MemoryBankClient(cluster.bank, IDS)
     for step, (size, is_prefetched) in enumerate(steps):
@@ -283,7 +283,7 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
 
 def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_anew(tmp_path: Path) -> None:
     plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleOrder(IDS).sample_id)
+    write_samples(plan, SampleIndex(IDS).sample_id)
     slots, updates = np.arange(7), [(IDS[:3], a_batch(3, step)[0], step) for step in range(3)]
     for max_staleness, lags in ((0, (0, 0)), (1, (1, 0)), (2, (1, 2))):
         cluster, bank = Cluster(plan), MemoryBank(IDS, DIM, seed=0)
@@ -301,7 +301,7 @@ def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_anew(
 
 def test_flush_forgets_what_was_prefetched(tmp_path: Path) -> None:
     plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleOrder(IDS).sample_id)
+    write_samples(plan, SampleIndex(IDS).sample_id)
     client, bank = MemoryBankClient(Cluster(plan).bank, IDS), MemoryBank(IDS, DIM, seed=0)
     client.prefetch(np.arange(7))
     for store in (client, bank):
@@ -312,7 +312,7 @@ def test_flush_forgets_what_was_prefetched(tmp_path: Path) -> None:
 
 def test_arrays_given_away_may_be_overwritten_at_once(tmp_path: Path) -> None:
     plans = [a_plan("memory_bank", tmp_path), a_plan("queue", tmp_path / "queue")]
-    write_samples(plans[0], SampleOrder(IDS).sample_id)
+    write_samples(plans[0], SampleIndex(IDS).sample_id)
     bank, queue = MemoryBank(IDS, DIM, seed=0), KeyQueue(30, DIM)
     clusters = [Cluster(plan, ["", "", "", "lost", "lost"]) for plan in plans]
     slots_client, keys = MemoryBankClient(clusters[0].bank, IDS), QueueClient(clusters[1].bank)
@@ -330,7 +330,7 @@ def test_arrays_given_away_may_be_overwritten_at_once(tmp_path: Path) -> None:
 
 def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
     plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleOrder(IDS).sample_id)
+    write_samples(plan, SampleIndex(IDS).sample_id)
     client = MemoryBankClient(Cluster(plan).bank, IDS)
     read = client.read(np.arange(7))
     for array in (read.rows, read.sample_id, read.step):
@@ -339,7 +339,7 @@ def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
 
 def test_workers_of_an_earlier_attempt_are_refused(tmp_path: Path) -> None:
     plan = a_plan("memory_bank", tmp_path, num_shards=2)
-    write_samples(plan, SampleOrder(IDS).sample_id)
+    write_samples(plan, SampleIndex(IDS).sample_id)
     slots, keys = Cluster(plan).bank, Cluster(a_plan("queue", tmp_path / "queue", num_shards=2)).bank
     late_slots, late_keys = MemoryBankClient(slots, IDS), QueueClient(keys)
     for bank in (slots, keys):
@@ -451,7 +451,7 @@ def test_broken_calls_are_refused_in_one_line_and_nothing_is_written(
     tmp_path: Path, make: Callable[[MemoryBankClient], object], message: str
 ) -> None:
     plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleOrder(IDS).sample_id)
+    write_samples(plan, SampleIndex(IDS).sample_id)
     client = MemoryBankClient(Cluster(plan).bank, IDS)
     with pytest.raises(ConfigError, match=message) as error:
         make(client)
@@ -474,9 +474,9 @@ def test_broken_calls_are_refused_in_one_line_and_nothing_is_written(
 def test_a_shard_that_stays_away_is_an_error_in_one_line(
     monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ) -> None:
-    monkeypatch.setattr(bank_line, "actor_facts", lambda actor: {"State": "DEAD"})
+    monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "DEAD"})
     actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: answer))
-    line = BankLine(actor, "bank/0", timeout_s=5)
+    line = ShardConnection(actor, "bank/0", timeout_s=5)
     with pytest.raises(RunError, match=message) as error:
         line.ask("hello")
     assert "\n" not in str(error.value) and "'bank/0'" in str(error.value)
@@ -486,10 +486,10 @@ def test_a_shard_that_stays_away_is_an_error_in_one_line(
 def test_a_shard_that_ray_is_restarting_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bank_line, "actor_facts", lambda actor: {"State": "RESTARTING"})
+    monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "RESTARTING"})
     (actor,) = Cluster(a_plan("queue", tmp_path)).actors
     answers = iter([ActorDiedError(), actor.remote("hello")])
-    line = BankLine(
+    line = ShardConnection(
         SimpleNamespace(call=SimpleNamespace(remote=lambda *_: next(answers))), "bank/0", timeout_s=5
     )
     assert line.ask("hello").plan.capacity == 30

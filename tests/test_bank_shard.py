@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, RayclError, RunError, StorageError
-from raycl.negatives import KeyQueue, MemoryBank, Negatives, traffic
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives import KeyQueue, MemoryBank, Negatives, throughput
 from raycl.negatives.bank_shard import BankShard
 from raycl.negatives.bank_stats import sum_up
 from raycl.negatives.memory_bank_shard import MemoryBankShard
 from raycl.negatives.messages import Part, Update
-from raycl.negatives.questions import checked_query, merge
 from raycl.negatives.queue_shard import QueueShard, place_part
-from raycl.negatives.sample_order import SampleOrder
+from raycl.negatives.sample_index import SampleIndex
+from raycl.negatives.search import checked_query, merge
 from raycl.negatives.snapshot import (
     Current,
     prune_snapshots,
@@ -29,7 +28,8 @@ from raycl.negatives.snapshot import (
     write_current,
     write_samples,
 )
-from raycl.negatives.traffic import Meter
+from raycl.negatives.spec import BankSpec
+from raycl.negatives.throughput import RateMeter
 from raycl.storage import Place
 
 DIM = 4
@@ -38,21 +38,21 @@ seeds = st.integers(0, 2**32 - 1)
 IDS = np.array([3, -5, 10, 11, 40, 41, 42])
 
 
-def a_plan(kind: Any = "queue", output: str | Path = "unused", **changed: Any) -> BankPlan:
+def a_plan(kind: Any = "queue", output: str | Path = "unused", **changed: Any) -> BankSpec:
     size = {"capacity": 12 if kind == "queue" else len(IDS)}
-    return BankPlan(**{"name": "bank", "kind": kind, "dim": DIM, "output": str(output), **size, **changed})
+    return BankSpec(**{"name": "bank", "kind": kind, "dim": DIM, "output": str(output), **size, **changed})
 
 
 def some_rows(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((num, DIM), np.float32)
 
 
-def queue_shards(plan: BankPlan) -> list[QueueShard]:
+def queue_shards(plan: BankSpec) -> list[QueueShard]:
     return [QueueShard(plan, shard) for shard in range(plan.num_shards)]
 
 
-def bank_shards(plan: BankPlan) -> list[MemoryBankShard]:
-    write_samples(plan, SampleOrder(IDS).sample_id)
+def bank_shards(plan: BankSpec) -> list[MemoryBankShard]:
+    write_samples(plan, SampleIndex(IDS).sample_id)
     return [MemoryBankShard(plan, shard) for shard in range(plan.num_shards)]
 
 
@@ -315,7 +315,7 @@ def test_snapshot_of_other_samples_is_refused(tmp_path: Path) -> None:
     plan = a_plan("memory_bank", tmp_path)
     (shard,) = bank_shards(plan)
     shard.save(4)
-    write_samples(plan, SampleOrder(IDS + 1).sample_id)
+    write_samples(plan, SampleIndex(IDS + 1).sample_id)
     with pytest.raises(ConfigError, match="the bank has no slot for the samples -5, 3, 10 and others"):
         MemoryBankShard(plan, 0).restore(4, 1)
 
@@ -454,8 +454,8 @@ def test_stats_are_those_of_all_rows(num_rows: int, num_shards: int) -> None:
 
 def test_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(traffic.time, "monotonic", lambda: now[0])
-    meter = Meter()
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
+    meter = RateMeter()
     meter.count(6)
     assert meter.per_second() == 6
     now[0] = 103

@@ -189,8 +189,8 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def headlines(name: str, results: dict[str, Any], *, is_judged: bool = True) -> list[Headline]:
-    found = list(BY_NAME[name].headlines(results, is_judged=is_judged))
+def headlines(name: str, results: dict[str, Any], *, is_evaluated: bool = True) -> list[Headline]:
+    found = list(BY_NAME[name].headlines(results, is_evaluated=is_evaluated))
     assert not [line for line in found if isinstance(line, AbsentError)]
     return found
 
@@ -246,7 +246,7 @@ def test_aims_are_missed_as_well_as_met() -> None:
 
 
 def test_quick_try_is_not_judged() -> None:
-    assert not any(each.verdict for each in headlines("simclr", RESULTS, is_judged=False))
+    assert not any(each.verdict for each in headlines("simclr", RESULTS, is_evaluated=False))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_quick_try_is_not_judged() -> None:
     ],
 )
 def test_absent_side_is_told(result: Any, says: str) -> None:
-    first, *_ = BY_NAME["simclr"].headlines({"simclr": result}, is_judged=True)
+    first, *_ = BY_NAME["simclr"].headlines({"simclr": result}, is_evaluated=True)
     assert isinstance(first, AbsentError)
     assert says in str(first)
 
@@ -270,7 +270,7 @@ def test_absent_side_is_told(result: Any, says: str) -> None:
 def test_side_that_a_script_left_out_for_its_memory_is_told() -> None:
     result = cells(raycl=(28.0, 11.3), lightly=(138.3, 81.9), plain=(90.1, 86.2))
     result["cells"][1] = {"name": "lightly", "size": 1_024, "dim": 128, "skipped": "needs about 18 GB"}
-    *others, time, _ = BY_NAME["nt_xent"].headlines({"nt_xent": result}, is_judged=True)
+    *others, time, _ = BY_NAME["nt_xent"].headlines({"nt_xent": result}, is_evaluated=True)
     assert "there is no nt_xent / cells / lightly 1024 128 / cpu_ms" in str(time)
     assert sum(isinstance(each, Headline) for each in others) == len(others)
 

@@ -17,7 +17,7 @@ from raycl.losses.known_pairs import KnownPairs
 from tests.embeddings import make_rows, make_views, of_worker, worker_spans
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import are_pairs, plain_bidirectional
-from tests.tiles import Recorder, count_products, tiny_tiles_in
+from tests.tiles import MetricsLogger, count_products, tiny_tiles_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -215,7 +215,7 @@ def test_a_batch_of_few_ids_costs_no_more_room_than_a_strip() -> None:
     """The same pair comes up a thousand times; so does its key among the candidates."""
     batch = 2000
     query_id, key_id = torch.arange(batch) % 2, torch.arange(batch) % 3
-    with Recorder() as recorder:
+    with MetricsLogger() as recorder:
         known = KnownPairs((query_id, key_id), query_id, key_id)
         mask = known.mask(slice(0, 256))
     expected = are_pairs(query_id[:256], key_id, {"query_id": query_id, "key_id": key_id})
@@ -423,10 +423,10 @@ def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
     inputs = leaves(*make_views(batch, dim))
     companions = make_companions(batch, 0, num_ids=4000)
     del companions["negative_id"], companions["negative_log_frequency"]
-    with Recorder() as alone:
+    with MetricsLogger() as alone:
         bidirectional_cross_entropy(*inputs, temperature=temperature, **companions).backward()
     assert 0 < alone.largest <= 256 * 1024  # one tile, the 64th part of all pairs
-    with Recorder() as gathered:
+    with MetricsLogger() as gathered:
         bidirectional_cross_entropy(
             *(rows[1024:1300] for rows in inputs),
             temperature=temperature,
@@ -454,7 +454,7 @@ def test_distinct_ids_cost_no_mask() -> None:
         (torch.randperm(40) % 39, torch.arange(140, 190), True),
         (torch.randperm(40), torch.arange(139, 189), True),
     ):
-        with Recorder() as recorder:
+        with MetricsLogger() as recorder:
             bidirectional_cross_entropy(
                 *views,
                 temperature=0.1,

@@ -8,7 +8,7 @@ import pytest
 
 from raycl.errors import StorageError
 from raycl.storage import Place
-from raycl.training.checkpoint_list import CHECKPOINTS, LISTED, copy_list, mend_list
+from raycl.training.checkpoint_list import CHECKPOINTS, LISTED, backup_manifest, repair_manifest
 
 
 def result(step: int) -> dict[str, Any]:
@@ -39,23 +39,23 @@ def listed_in(output: Path) -> dict[str, Any]:
 def test_a_list_that_was_cut_is_the_one_before(tmp_path: Path, rest: str) -> None:
     output = Place(str(tmp_path))
     before = write_list(tmp_path, 10, 20)
-    copy_list(output)
-    assert mend_list(output) is None
+    backup_manifest(output)
+    assert repair_manifest(output) is None
     (tmp_path / CHECKPOINTS / LISTED).write_text(rest)
-    copy_list(output)  # what is cut is no copy
-    assert mend_list(output) is not None
+    backup_manifest(output)  # what is cut is no copy
+    assert repair_manifest(output) is not None
     assert listed_in(tmp_path) == before
-    assert mend_list(output) is None
+    assert repair_manifest(output) is None
 
 
 def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     write_list(tmp_path, 10, 20, 30)
-    copy_list(output)
+    backup_manifest(output)
     for step in (10, 30):
         (tmp_path / CHECKPOINTS / f"step-{step:08d}").rmdir()
     (tmp_path / CHECKPOINTS / LISTED).write_text("")
-    assert mend_list(output) is not None
+    assert repair_manifest(output) is not None
     found = listed_in(tmp_path)
     assert found["checkpoint_results"] == [result(20)]
     assert found["checkpoint_report_indices"] == [2]
@@ -66,11 +66,11 @@ def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
 def test_the_newest_is_gone_on_from_and_not_the_best(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     listed = write_list(tmp_path, 20, 30, 10, 40)  # in the order of their scores
-    copy_list(output)
+    backup_manifest(output)
     assert listed["latest_checkpoint_result"] == result(40)
     (tmp_path / CHECKPOINTS / "step-00000040").rmdir()
     (tmp_path / CHECKPOINTS / LISTED).write_text("")
-    assert mend_list(output) is not None
+    assert repair_manifest(output) is not None
     assert listed_in(tmp_path)["latest_checkpoint_result"] == result(30)
 
 
@@ -80,14 +80,14 @@ def test_a_list_that_was_cut_and_has_no_copy_is_refused_where_much_would_be_lost
         (tmp_path / CHECKPOINTS / f"step-{step:08d}" / "state.pt").write_bytes(b"0")
     (tmp_path / CHECKPOINTS / LISTED).write_text("{")
     with pytest.raises(StorageError, match=f"{LISTED} was cut .* move the folder checkpoints away"):
-        mend_list(Place(str(tmp_path)))
+        repair_manifest(Place(str(tmp_path)))
 
 
 def test_the_first_list_has_no_copy_and_goes(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
-    assert mend_list(output) is None
-    copy_list(output)
+    assert repair_manifest(output) is None
+    backup_manifest(output)
     (tmp_path / CHECKPOINTS).mkdir()
     (tmp_path / CHECKPOINTS / LISTED).write_text("")
-    assert mend_list(output) is not None
+    assert repair_manifest(output) is not None
     assert not (tmp_path / CHECKPOINTS / LISTED).exists()

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raycl.cli import _show_example, main
-from raycl.data.columns import ColumnNames
-from raycl.recipes import recipe
-from raycl.settings import config_from_yaml, override
-from raycl.setup import (
+from raycl.cli.main import _show_example, main
+from raycl.cli.plan import (
     embedding_settings,
     judgment_settings,
     plan_run,
@@ -20,6 +17,9 @@ from raycl.setup import (
     run_flags,
     sts_settings,
 )
+from raycl.config.overrides import config_from_yaml, override
+from raycl.data.columns import ColumnNames
+from raycl.recipes import recipe
 from tests.images import encode, photograph, write_digits
 
 
@@ -42,7 +42,7 @@ def run_raycl(
 
 @pytest.fixture
 def raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("raycl.joining.start_early", lambda *_, **__: None)  # the session has its own Ray
+    monkeypatch.setattr("raycl.joining.prestart_ray", lambda *_, **__: None)  # the session has its own Ray
     return lambda *arguments: run_raycl(monkeypatch, capsys, *arguments)
 
 
@@ -50,7 +50,7 @@ def test_an_interrupted_command_says_so_in_one_line(raycl, monkeypatch: pytest.M
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raycl.setup.plan_run", interrupt)
+    monkeypatch.setattr("raycl.cli.plan.plan_run", interrupt)
     status, _, err = raycl("train", "simclr", "--data", "data", "--output", "output")
     assert status == 130
     assert err == "raycl: interrupted by SIGINT; resume a run of `raycl train` with --resume\n"
@@ -59,7 +59,7 @@ def test_an_interrupted_command_says_so_in_one_line(raycl, monkeypatch: pytest.M
 def test_sigterm_interrupts_a_command_and_a_second_one_leaves_its_status_as_it_is() -> None:
     code = """if True:
         import atexit, time
-        from raycl.cli import run_job
+        from raycl.cli.main import run_job
 
         def wait(seconds: float) -> None:
             print("waiting", flush=True)

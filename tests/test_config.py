@@ -4,9 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from raycl.config import RunConfig, Stage
+from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override
 from raycl.errors import ConfigError
 from raycl.recipes import RECIPES, recipe
-from raycl.settings import config_from_dict, config_from_yaml, config_to_yaml, override
 from raycl.training import build
 
 

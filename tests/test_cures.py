@@ -20,8 +20,8 @@ from raycl.batchnorm import (
     swap,
     synchronize,
 )
+from raycl.batchnorm.replace import _num_groups
 from raycl.batchnorm.shuffled import permutation
-from raycl.batchnorm.swapped import _num_groups
 from raycl.errors import ConfigError
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder

@@ -13,15 +13,15 @@ import pytest
 from PIL import Image
 
 from raycl.data.columns import ColumnNames
+from raycl.data.coordinator import RunCoordinator
 from raycl.data.decode import are_flat
-from raycl.data.holdout import hold_out
 from raycl.data.ids import stable_ids
 from raycl.data.images import BrokenImageError, ImageFormat, image_sides
-from raycl.data.logbook import Logbook
-from raycl.data.order import Share, Shuffled
+from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.prefetch import Prefetched
-from raycl.data.rows import Rows, pixels_of
-from raycl.data.sources import ROWS_A_PIECE, Piece, find_source
+from raycl.data.sampler import BatchShard, InMemorySampler
+from raycl.data.sources import ROWS_A_PIECE, Fragment, find_source
+from raycl.data.split import make_split
 from raycl.errors import DataError
 
 
@@ -175,7 +175,7 @@ def test_pieces_cover_every_row_once_whatever_the_row_groups(tmp_path: Path, row
     for name, num_rows in (("a", 9_001), ("b", 3)):
         write_parquet(tmp_path / f"{name}.parquet", num_rows, row_group_size)
     source = find_source(str(tmp_path))
-    rows = [row for piece in source.pieces for row in source.read(Piece.from_json(piece.to_json()))]
+    rows = [row for piece in source.pieces for row in source.read(Fragment.from_json(piece.to_json()))]
     assert np.concatenate([row.sample_id for row in rows]).tolist() == list(range(9_004))
     contents = [content for row in rows for content in row.values["image"]]
     assert contents == [b"%d" % row for row in [*range(9_001), *range(3)]]
@@ -263,22 +263,22 @@ def test_an_empty_parquet_file_and_a_damaged_one_say_so(tmp_path: Path) -> None:
 
 
 def test_held_out_rows_are_few_the_same_in_any_order_and_never_trained_on() -> None:
-    holdout = hold_out(100_000, num_test=2_000, num_train=10_000, seed=3)
+    holdout = make_split(100_000, num_test=2_000, num_train=10_000, seed=3)
     ids = np.arange(100_000)
     test, bank, train = holdout.is_test(ids), holdout.is_bank(ids), holdout.is_train(ids)
     assert 1_800 < test.sum() < 2_200
     assert 9_500 < bank.sum() < 10_500
     assert np.array_equal(train, ~test)
     assert not (bank & test).any()
-    assert np.array_equal(holdout.is_judged(ids), test | bank)
+    assert np.array_equal(holdout.is_evaluated(ids), test | bank)
     assert np.array_equal(holdout.is_test(ids[::-1]), test[::-1])
 
 
 def test_a_small_set_holds_out_at_most_a_tenth() -> None:
-    assert hold_out(100, num_test=2_000, num_train=10_000, seed=0).test == 0.1
+    assert make_split(100, num_test=2_000, num_train=10_000, seed=0).test == 0.1
 
 
-def rows_of(num_rows: int, size: int = 8) -> Rows:
+def rows_of(num_rows: int, size: int = 8) -> InMemoryDataset:
     image_format = ImageFormat(size=size, channels=1)
     pixels = [bytes([row % 256]) * size * size for row in range(num_rows)]
     table = pa.table(
@@ -290,7 +290,7 @@ def rows_of(num_rows: int, size: int = 8) -> Rows:
         }
     )
     # Several tables, one of them sliced and one empty, as Ray may hand them over.
-    return Rows([table.slice(0, 5), table.slice(5, 0), table.slice(5)], {"image": image_format})
+    return InMemoryDataset([table.slice(0, 5), table.slice(5, 0), table.slice(5)], {"image": image_format})
 
 
 def test_rows_are_read_by_position_over_all_tables() -> None:
@@ -308,9 +308,9 @@ def test_chosen_rows_keep_their_pixels() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_global_batches_hold_the_same_rows_for_any_number_of_workers(num_workers: int) -> None:
-    shuffled = Shuffled(rows=rows_of(103), seed=5)
-    alone = [batch.sample_id for batch in shuffled.epoch_batches(Share(batch_size=12), epoch=2)]
-    shares = [Share(batch_size=12, rank=rank, num_workers=num_workers) for rank in range(num_workers)]
+    shuffled = InMemorySampler(rows=rows_of(103), seed=5)
+    alone = [batch.sample_id for batch in shuffled.epoch_batches(BatchShard(batch_size=12), epoch=2)]
+    shares = [BatchShard(batch_size=12, rank=rank, num_workers=num_workers) for rank in range(num_workers)]
     together = zip(*(shuffled.epoch_batches(share, epoch=2) for share in shares), strict=True)
     joined = [np.concatenate([batch.sample_id for batch in step]) for step in together]
     assert len(alone) == len(joined) == 103 // 12
@@ -319,10 +319,10 @@ def test_global_batches_hold_the_same_rows_for_any_number_of_workers(num_workers
 
 
 def test_an_epoch_has_every_row_once_and_another_order_each_time() -> None:
-    shuffled = Shuffled(rows=rows_of(60), seed=5)
+    shuffled = InMemorySampler(rows=rows_of(60), seed=5)
     orders = [
         np.concatenate(
-            [batch.sample_id for batch in shuffled.epoch_batches(Share(batch_size=6), epoch=epoch)]
+            [batch.sample_id for batch in shuffled.epoch_batches(BatchShard(batch_size=6), epoch=epoch)]
         )
         for epoch in (0, 1)
     ]
@@ -331,7 +331,10 @@ def test_an_epoch_has_every_row_once_and_another_order_each_time() -> None:
 
 
 def test_an_epoch_begun_in_the_middle_goes_on_with_the_same_batches() -> None:
-    shuffled, share = Shuffled(rows=rows_of(60), seed=5), Share(batch_size=6, rank=1, num_workers=2)
+    shuffled, share = (
+        InMemorySampler(rows=rows_of(60), seed=5),
+        BatchShard(batch_size=6, rank=1, num_workers=2),
+    )
     whole = [batch.sample_id.tolist() for batch in shuffled.epoch_batches(share, epoch=1)]
     rest = [batch.sample_id.tolist() for batch in shuffled.epoch_batches(share, epoch=1, start=4)]
     assert rest == whole[4:]
@@ -445,7 +448,7 @@ def test_prefetched_items_keep_their_order_and_hand_errors_over() -> None:
 
 def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    first = Logbook(None, str(journal))
+    first = RunCoordinator(None, str(journal))
     first.add_rows("a", 10, 8, {"not an image": 1}, ["a.png"])
     first.add_left_out("a", {"labels without a query": 3})
     first.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # read again: counts once
@@ -453,7 +456,7 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
     first.ask_to_stop()
     with journal.open("a") as file:
         file.write('["add_rows", ["b", 10, 8')
-    second = Logbook(None, str(journal))
+    second = RunCoordinator(None, str(journal))
     assert second.rows() == first.rows()
     assert second.rows().num_rows == 10
     assert second.rows().num_flat == 3
@@ -461,13 +464,13 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
     second.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # as in each epoch: nothing new
     second.add_left_out("a", {"labels without a query": 3})
     second.add_rows("c", 5, 5, {}, [])
-    assert Logbook(None, str(journal)).rows().num_rows == 15
+    assert RunCoordinator(None, str(journal)).rows().num_rows == 15
     assert journal.read_text().count("add_rows") == 4  # of them one that was cut; nothing twice
-    assert Logbook(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
+    assert RunCoordinator(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
 
 
 def test_a_disk_that_is_full_costs_a_logbook_its_journal_and_nothing_else(tmp_path: Path) -> None:
-    logbook = Logbook(None, str(tmp_path / "journal"))
+    logbook = RunCoordinator(None, str(tmp_path / "journal"))
     logbook._journal = Path("/dev/full").open("a")
     logbook.ask_to_stop()
     logbook.add_rows("a", 10, 8, {}, [])
@@ -476,7 +479,7 @@ def test_a_disk_that_is_full_costs_a_logbook_its_journal_and_nothing_else(tmp_pa
 
 
 def test_logbook_counts_a_piece_once_though_it_is_read_again() -> None:
-    logbook = Logbook()
+    logbook = RunCoordinator()
     for _ in range(2):
         logbook.add_rows("a", 10, 8, {"not an image": 2}, ["x.jpg (not an image)"])
     logbook.add_rows("b", 10, 10, {}, [])

@@ -18,7 +18,7 @@ from ray.scripts.scripts import start as ray_start
 from typer.main import get_command
 
 import raycl
-from raycl.cli import app
+from raycl.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted([ROOT / "cluster.yaml", *(ROOT / "deploy").iterdir()])

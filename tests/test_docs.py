@@ -20,13 +20,14 @@ import yaml
 from typer.main import get_command
 
 import raycl
-from raycl import api, errors, setup
-from raycl.cli import app
-from raycl.cli_bank import bank
+from raycl import api, errors
+from raycl.cli import plan
+from raycl.cli.bank import bank
+from raycl.cli.main import app
 from raycl.config import RunConfig
+from raycl.config.overrides import config_from_yaml, override, parse_setting
 from raycl.recipes import RECIPES, recipe
 from raycl.reproduction.catalog import FIGURES
-from raycl.settings import config_from_yaml, override, parse_setting
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -189,14 +190,14 @@ def test_command_of_a_document_is_one_that_raycl_takes(command: Command) -> None
 
 
 READERS: dict[str, Callable[[Sequence[str]], object]] = {
-    "knn": setup.judgment_settings,
-    "linear": setup.judgment_settings,
-    "retrieval": setup.retrieval_settings,
-    "sts": setup.sts_settings,
-    "embed": setup.embedding_settings,
-    "pairs": setup.embedding_settings,
-    "mine": setup.column_settings,
-    "doctor": setup.column_settings,
+    "knn": plan.judgment_settings,
+    "linear": plan.judgment_settings,
+    "retrieval": plan.retrieval_settings,
+    "sts": plan.sts_settings,
+    "embed": plan.embedding_settings,
+    "pairs": plan.embedding_settings,
+    "mine": plan.column_settings,
+    "doctor": plan.column_settings,
 }
 
 
@@ -460,7 +461,7 @@ def test_site_has_the_changelog_and_the_docstrings(site: Path) -> None:
     for page, name in {
         "api/index.html": "raycl.api.train",
         "api/config.html": "raycl.config.RunConfig",
-        "api/bank.html": "raycl.negatives.bank_handle.Bank.nearest",
+        "api/bank.html": "raycl.negatives.bank.Bank.nearest",
         "api/losses.html": "raycl.losses.nt_xent",
         "api/errors.html": "raycl.errors.CollapseError",
     }.items():

@@ -10,14 +10,14 @@ from torch import nn
 
 from raycl.api import plan_examined as plan
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.doctor.files import delete, parent_of, read, remove_folders, write
-from raycl.doctor.finding import Finding, size
 from raycl.doctor.machine import _address_in_the_network, reachable_ports, versions
-from raycl.doctor.measuring import Measured, measure, peak_bytes
-from raycl.doctor.need import ALLOCATOR, bank_bytes, worker_need
+from raycl.doctor.memory_estimate import ALLOCATOR, bank_bytes, worker_need
+from raycl.doctor.memory_profile import Measured, measure, peak_bytes
+from raycl.doctor.result import CheckResult, size
 from raycl.errors import ConfigError, StorageError
 from raycl.recipes import recipe
-from raycl.settings import override
 from raycl.storage import Place
 from raycl.training import build
 from tests.images import write_digits
@@ -39,7 +39,9 @@ def need(config: RunConfig, measured: Measured = ONE, **given: float) -> dict[st
 
 
 def test_a_finding_is_one_line_whatever_an_error_held() -> None:
-    assert str(Finding(good=False, name="data", seen="a\n  b", remedy="mend it")) == "✗ data: a b -> mend it"
+    assert (
+        str(CheckResult(good=False, name="data", seen="a\n  b", remedy="mend it")) == "✗ data: a b -> mend it"
+    )
     assert [size(n) for n in (12, 2_048, 3 * 2**20, 2**31)] == ["12 B", "2.0 KiB", "3.0 MiB", "2.0 GiB"]
 
 

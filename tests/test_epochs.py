@@ -11,26 +11,26 @@ import torch
 import raycl
 from raycl.augment.images import ImageAugmentation
 from raycl.data.images import ImageFormat
-from raycl.data.order import Share, Shuffled
-from raycl.data.rows import Batch, Rows
+from raycl.data.in_memory import Batch, InMemoryDataset
+from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.training.checkpoint import Position
 from raycl.training.epochs import Epochs
-from raycl.training.stage_plan import StagePlan, stage_plans
-from raycl.training.views import ImageDrawing, ViewMaker
+from raycl.training.stages import StagePlan, stage_plans
+from raycl.training.views import ImageTransform, ViewMaker
 
 NUM_ROWS, SIZE, BATCH_SIZE = 22, 8, 4  # five batches an epoch
-SHARE = Share(batch_size=BATCH_SIZE)
+SHARE = BatchShard(batch_size=BATCH_SIZE)
 
 
 @dataclass
 class Asked:
     """Rows in order, and what was asked of them: epoch, start, whether it follows, whether another does."""
 
-    shuffled: Shuffled
+    shuffled: InMemorySampler
     calls: list[tuple[int, int, bool, bool]] = field(default_factory=list)
 
     def epoch_batches(
-        self, share: Share, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
+        self, share: BatchShard, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
     ) -> Iterator[Batch]:
         self.calls.append((epoch, start, follows, another))
         return self.shuffled.epoch_batches(share, epoch=epoch, start=start)
@@ -45,13 +45,13 @@ def asked() -> Asked:
         "sample_id": pa.array(np.arange(NUM_ROWS), pa.int64()),
         "label": pa.array(np.zeros(NUM_ROWS), pa.int64()),
     }
-    rows = Rows([pa.table(columns)], {"image": ImageFormat(size=SIZE, channels=1)})
-    return Asked(Shuffled(rows=rows, seed=3))
+    rows = InMemoryDataset([pa.table(columns)], {"image": ImageFormat(size=SIZE, channels=1)})
+    return Asked(InMemorySampler(rows=rows, seed=3))
 
 
 @pytest.fixture
 def epochs(asked: Asked) -> Epochs:
-    drawing = ImageDrawing(
+    drawing = ImageTransform(
         augmentation=ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.5,)),
         seed=0,
     )

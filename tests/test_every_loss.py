@@ -16,7 +16,7 @@ from raycl.losses import bidirectional_cross_entropy, hinge, info_nce, nt_xent, 
 from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_bidirectional, plain_hinge, plain_info_nce, plain_nt_xent
-from tests.tiles import Recorder
+from tests.tiles import MetricsLogger
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,7 +192,7 @@ def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(
 def test_a_half_precision_queue_is_never_copied_as_a_whole(loss: Loss, dim: int) -> None:
     query, key = leaves(*make_views(8, dim))
     queue = make_rows(20_000, dim).half()
-    with Recorder() as recorder:
+    with MetricsLogger() as recorder:
         loss(query, key, negatives=queue).backward()
     assert 0 < recorder.largest <= 20_000 * dim // 2  # as many floats as the queue itself has bytes / 4
 

@@ -20,24 +20,24 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 import raycl
-from raycl import cli_explorer
+from raycl.cli import serve
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, RunError
-from raycl.explorer import samples as samples_module
-from raycl.explorer.app import create_app
-from raycl.explorer.exhibit import columns_of
-from raycl.explorer.explorer import Explorer
-from raycl.explorer.gate import HEADERS, checked_token, new_token
-from raycl.explorer.live_bank import LiveBank
-from raycl.explorer.samples import Samples, thumbnail
-from raycl.explorer.upload import MAX_BYTES
-from raycl.negatives import bank_handle
-from raycl.negatives.bank_handle import Bank
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives import bank as bank_module
+from raycl.negatives.bank import Bank
 from raycl.negatives.memory_bank_shard import MemoryBankShard
 from raycl.negatives.messages import Part, Update
 from raycl.negatives.queue_shard import QueueShard
 from raycl.negatives.snapshot import write_samples
+from raycl.negatives.spec import BankSpec
+from raycl.serve import sample_viewer as samples_module
+from raycl.serve.app import create_app
+from raycl.serve.auth import HEADERS, checked_token, new_token
+from raycl.serve.explorer import Explorer
+from raycl.serve.reconnecting_bank import ReconnectingBank
+from raycl.serve.requests import MAX_BYTES
+from raycl.serve.sample_viewer import SampleViewer, thumbnail
+from raycl.serve.target import columns_of
 from raycl.training.columns import column_names
 from tests.images import digit_files, encode, write_digits
 from tests.test_cli import run_raycl
@@ -66,8 +66,8 @@ class CalledLine:
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"Address": {"NodeID": "here", "IPAddress": "127.0.0.1"}, "NumRestarts": 0}
-    monkeypatch.setattr(bank_handle, "BankLine", CalledLine)
-    monkeypatch.setattr(bank_handle, "actor_facts", lambda actor: facts)
+    monkeypatch.setattr(bank_module, "ShardConnection", CalledLine)
+    monkeypatch.setattr(bank_module, "actor_facts", lambda actor: facts)
 
 
 def unit_rows(num_rows: int, seed: int) -> np.ndarray:
@@ -78,7 +78,7 @@ def unit_rows(num_rows: int, seed: int) -> np.ndarray:
 @pytest.fixture
 def bank(called: None, tmp_path: Path) -> Bank:
     """Hold a queue; steps 1 to 3 wrote 10 rows each, of samples 0 to 29; then one of a large id."""
-    plan = BankPlan(name="test", kind="queue", dim=DIM, capacity=CAPACITY, output=str(tmp_path / "run"))
+    plan = BankSpec(name="test", kind="queue", dim=DIM, capacity=CAPACITY, output=str(tmp_path / "run"))
     shard = QueueShard(plan, 0)
     for step in range(3):
         numbers = np.arange(10) + 10 * step
@@ -95,7 +95,7 @@ def opened(bank: Bank) -> Open:
     """Open the explorer as somebody who has the token."""
 
     def open_(**parts: Any) -> TestClient:
-        parts = {"bank": LiveBank(lambda: bank, keep_s=0)} | parts
+        parts = {"bank": ReconnectingBank(lambda: bank, keep_s=0)} | parts
         return TestClient(create_app(Explorer(**parts), TOKEN), headers=BEARER)
 
     return open_
@@ -202,14 +202,14 @@ def test_rows_of_a_sample_are_told_newest_first(opened: Open, bank: Bank) -> Non
 
 
 def test_a_slot_that_no_step_has_written_has_no_age(called: None, tmp_path: Path) -> None:
-    plan = BankPlan(name="slots", kind="memory_bank", dim=DIM, capacity=4, output=str(tmp_path / "run"))
+    plan = BankSpec(name="slots", kind="memory_bank", dim=DIM, capacity=4, output=str(tmp_path / "run"))
     ids = np.array([1, 2, 3, 4])
     write_samples(plan, ids)
     shard = MemoryBankShard(plan, 0)
     written = Update("a client", 1, ids[:2], unit_rows(2, 0), 7)
     shard.exchange(0, (written,), np.empty(0, np.int64))
     client = TestClient(
-        create_app(Explorer(bank=LiveBank(lambda: Bank(plan, [shard]))), TOKEN), headers=BEARER
+        create_app(Explorer(bank=ReconnectingBank(lambda: Bank(plan, [shard]))), TOKEN), headers=BEARER
     )
     assert client.get("/api/rows/1").json()["rows"][0]["age"] == 0
     assert [(row["step"], row["age"]) for row in client.get("/api/rows/3").json()["rows"]] == [(None, None)]
@@ -318,7 +318,9 @@ def test_an_upload_arrives_to_the_last_byte(opened: Open) -> None:
 
 def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.count(0, 100)  # each look at the clock is a long one
-    monkeypatch.setattr("raycl.explorer.live_bank.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr(
+        "raycl.serve.reconnecting_bank.time", SimpleNamespace(monotonic=lambda: float(next(now)))
+    )
     there: list[Bank] = [bank]
 
     def connect() -> Bank:
@@ -326,7 +328,7 @@ def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pyte
             raise ConfigError("there is no bank 'test': no bank is here; check the name")
         return there[0]
 
-    client = TestClient(create_app(Explorer(bank=LiveBank(connect, keep_s=0)), TOKEN), headers=BEARER)
+    client = TestClient(create_app(Explorer(bank=ReconnectingBank(connect, keep_s=0)), TOKEN), headers=BEARER)
     assert client.get("/api/stats").status_code == 200
     there.clear()
     bank.actors[0].is_dead = True
@@ -338,7 +340,7 @@ def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pyte
 
 
 def test_a_row_younger_than_the_last_count_has_age_0(opened: Open, bank: Bank) -> None:
-    client = opened(bank=LiveBank(lambda: bank, keep_s=60))
+    client = opened(bank=ReconnectingBank(lambda: bank, keep_s=60))
     assert client.get("/api/stats").json()["newest_step"] == 5
     bank.actors[0].push(0, Part(np.array([31]), unit_rows(10, 0)[4:5], np.array([40]), np.array([9])))
     assert client.get("/api/nearest?id=4&k=1").json()["neighbors"][0]["age"] == 0
@@ -349,7 +351,7 @@ def test_many_viewers_cost_one_count_a_second(opened: Open, bank: Bank) -> None:
     counted: list[int] = []
     census = bank.actors[0].census
     bank.actors[0].census = lambda *slots: counted.append(1) or census(*slots)
-    client = opened(bank=LiveBank(lambda: bank, keep_s=60))
+    client = opened(bank=ReconnectingBank(lambda: bank, keep_s=60))
     for _ in range(20):
         assert client.get("/api/stats").status_code == 200
     assert len(counted) == 1
@@ -360,7 +362,7 @@ def test_a_bank_that_takes_long_to_count_is_counted_rarely_and_not_for_a_questio
 ) -> None:
     counted: list[int] = []
     census, now = bank.actors[0].census, [0.0]
-    monkeypatch.setattr("raycl.explorer.live_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("raycl.serve.reconnecting_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow_census(*slots: Any) -> Any:
         counted.append(1)
@@ -368,7 +370,7 @@ def test_a_bank_that_takes_long_to_count_is_counted_rarely_and_not_for_a_questio
         return census(*slots)
 
     bank.actors[0].census = slow_census
-    client = opened(bank=LiveBank(lambda: bank, keep_s=1))
+    client = opened(bank=ReconnectingBank(lambda: bank, keep_s=1))
     for _ in range(29):
         assert client.get("/api/stats").status_code == 200
         now[0] += 2.0
@@ -387,7 +389,7 @@ def test_a_bank_that_was_waited_for_in_vain_is_asked_again_at_once(
     bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, is_there = [0.0], [True]
-    monkeypatch.setattr("raycl.explorer.live_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("raycl.serve.reconnecting_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def connect() -> Bank:
         if not is_there[0]:
@@ -395,7 +397,7 @@ def test_a_bank_that_was_waited_for_in_vain_is_asked_again_at_once(
             raise ConfigError("there is no bank 'test'")
         return bank
 
-    live = LiveBank(connect, keep_s=1)
+    live = ReconnectingBank(connect, keep_s=1)
     assert live.stats().newest_step == 5
     is_there[0], live._bank = False, None
     now[0] += 70.0
@@ -421,7 +423,9 @@ def test_many_pictures_at_once_look_up_the_ids_once(tmp_path: Path, monkeypatch:
         return positions(source)
 
     monkeypatch.setattr(samples_module, "_Positions", slow)
-    samples = Samples(str(tmp_path / "set.parquet"), ColumnNames(sample_id="sample_id"), max_pixels=10**6)
+    samples = SampleViewer(
+        str(tmp_path / "set.parquet"), ColumnNames(sample_id="sample_id"), max_pixels=10**6
+    )
 
     def show(sample_id: int) -> Any:
         arrived.wait()
@@ -445,7 +449,7 @@ def test_a_sample_is_shown_as_it_lies_in_a_folder_or_a_file(tmp_path: Path, open
         ("digits.parquet", 140, images[140], str(labels[140])),
         ("folder", 1, images[1], "b"),
     ):
-        samples = Samples(str(tmp_path / uri), ColumnNames(), max_pixels=10**6)
+        samples = SampleViewer(str(tmp_path / uri), ColumnNames(), max_pixels=10**6)
         told = opened(samples=samples).get(f"/api/samples/{sample_id}").json()
         assert told["image"] == thumbnail(content, max_pixels=10**6)
         assert (told["label"], told["texts"]) == (label, [])
@@ -457,7 +461,9 @@ def test_ids_of_the_sets_own_and_texts_are_found_in_any_order(tmp_path: Path, op
     ids = np.random.default_rng(0).permutation(3_000) * 7 - 500
     texts = [f"<script>number {each}</script>" for each in ids.tolist()]
     pq.write_table(pa.table({"text": texts, "sample_id": ids}), tmp_path / "texts.parquet")
-    samples = Samples(str(tmp_path / "texts.parquet"), ColumnNames(image=None, text="text"), max_pixels=1)
+    samples = SampleViewer(
+        str(tmp_path / "texts.parquet"), ColumnNames(image=None, text="text"), max_pixels=1
+    )
     client = opened(samples=samples)
     for sample_id in (*ids[:3].tolist(), ids[2_999].item(), -500):
         told = client.get(f"/api/samples/{sample_id}").json()
@@ -483,7 +489,7 @@ def test_what_training_would_not_decode_is_no_thumbnail(tmp_path: Path, opened: 
     pq.write_table(
         pa.table({"image": pa.array([large, postscript, b"broken"], pa.binary())}), tmp_path / "a.parquet"
     )
-    client = opened(samples=Samples(str(tmp_path / "a.parquet"), ColumnNames(), max_pixels=10_000))
+    client = opened(samples=SampleViewer(str(tmp_path / "a.parquet"), ColumnNames(), max_pixels=10_000))
     for sample_id in range(3):
         code, detail = refusal(client.get(f"/api/samples/{sample_id}"))
         assert (code, f"the image of sample {sample_id} is broken" in detail) == (422, True)
@@ -553,7 +559,7 @@ def test_a_wrong_flag_is_one_line_and_status_2(
     ],
 )
 def test_the_url_is_one_that_a_browser_can_open(host: str, url: str) -> None:
-    assert cli_explorer._url(host, "10.0.0.7", 8000, "/") == url
+    assert serve._url(host, "10.0.0.7", 8000, "/") == url
 
 
 def test_without_ray_serve_the_command_says_what_to_install(

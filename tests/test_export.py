@@ -19,11 +19,11 @@ import raycl
 from raycl.batchnorm import swap
 from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.export import export_encoder
+from raycl.models.encoder_io import KEY, OWN, load_encoder, save_encoder
 from raycl.models.heads import build_projection_head
-from raycl.models.saved import KEY, OWN, load_encoder, save_encoder
 from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.storage import Place
-from raycl.tokens import Tokenizer, train_tokenizer
+from raycl.tokenization import Tokenizer, train_tokenizer
 from tests.encoders import worn, write_images_run
 from tests.test_cli import run_raycl
 from tests.test_floors import FILES, modules_imported_by

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.accumulation import accumulate
+from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import info_nce
 from tests.test_accumulation import gradient_of, images, resnet
 
@@ -30,7 +30,7 @@ def by_gradcache(tower: nn.Module) -> Tensor:
 
 
 def by_raycl(tower: nn.Module) -> Tensor:
-    query, key = (accumulate(tower, images(seed=seed), chunk_size=CHUNK_SIZE) for seed in (0, 1))
+    query, key = (embed_in_chunks(tower, images(seed=seed), chunk_size=CHUNK_SIZE) for seed in (0, 1))
     info_nce(query, key, temperature=TEMPERATURE).backward()
     return gradient_of(tower)
 

@@ -18,7 +18,7 @@ from raycl.losses.known_pairs import KnownColumns
 from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids, of_worker, worker_spans
 from tests.gradients import assert_close, assert_zero, leaves, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_hinge
-from tests.tiles import Recorder, count_products, tiny_tiles_in
+from tests.tiles import MetricsLogger, count_products, tiny_tiles_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -525,10 +525,10 @@ def test_pairs_of_other_workers_are_known_as_those_of_the_same_batch(
 def test_no_matrix_of_all_pairs_is_ever_held(hardest: bool) -> None:
     batch, dim = 8192, 64
     inputs, ids = leaves(*make_views(batch, dim)), torch.arange(batch) % 8000
-    with Recorder() as alone:
+    with MetricsLogger() as alone:
         hinge(*inputs, margin=0.2, hardest=hardest).backward()
     assert 0 < alone.largest <= batch * dim  # as much as the queries: the 128th part of all pairs
-    with Recorder() as gathered:
+    with MetricsLogger() as gathered:
         hinge(
             *(rows[2048:2348] for rows in inputs),
             margin=0.2,
@@ -558,7 +558,7 @@ def test_distinct_ids_cost_no_mask_and_without_ids_nothing_is_looked_for() -> No
         (torch.randperm(40), torch.arange(39, 89), True),
         (torch.randperm(40) % 39, torch.arange(40, 90), True),
     ):
-        with Recorder() as recorder:
+        with MetricsLogger() as recorder:
             hinge(query, key, margin=0.3, sample_id=sample_id, negatives=queue, negative_id=negative_id)
         assert ("masked_fill_" in recorder.functions) == masked
         assert "searchsorted" in recorder.functions
@@ -567,10 +567,10 @@ def test_distinct_ids_cost_no_mask_and_without_ids_nothing_is_looked_for() -> No
         (torch.randperm(40) % 39, torch.randperm(40), True),
         (torch.randperm(40), torch.randperm(40) % 39, True),
     ):
-        with Recorder() as recorder:
+        with MetricsLogger() as recorder:
             hinge(query, key, margin=0.3, query_id=query_id, key_id=key_id)
         assert ("masked_fill_" in recorder.functions) == masked
-    with Recorder() as recorder:
+    with MetricsLogger() as recorder:
         hinge(query, key, margin=0.3, negatives=queue)
     assert not recorder.functions & {"sort", "argsort", "searchsorted", "masked_fill_"}
 

@@ -16,7 +16,7 @@ from raycl.losses import info_nce
 from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids, of_worker, worker_spans
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import plain_info_nce
-from tests.tiles import Recorder, count_products
+from tests.tiles import MetricsLogger, count_products
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -305,10 +305,10 @@ def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
 def test_only_a_strip_is_held_and_of_a_queue_only_a_tile(temperature: float) -> None:
     inputs, queue = leaves(*make_views(600, 4)), make_rows(5000, 4)
-    with Recorder() as detached:
+    with MetricsLogger() as detached:
         info_nce(*inputs, temperature=temperature, negatives=queue, in_batch=False).backward()
     assert 0 < detached.largest <= max(256 * 1024, 5000 * 4)
-    with Recorder() as wanted:
+    with MetricsLogger() as wanted:
         info_nce(*inputs, temperature=temperature, negatives=queue.requires_grad_()).backward()
     assert 0 < wanted.largest <= 256 * 5 * 1024
 
@@ -325,7 +325,7 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
 def test_distinct_ids_cost_no_mask() -> None:
     (query, key), queue = make_views(40, 4), make_rows(50, 4)
     for negative_id, masked in ((torch.arange(40, 90), False), (torch.arange(39, 89), True)):
-        with Recorder() as recorder:
+        with MetricsLogger() as recorder:
             info_nce(
                 query,
                 key,

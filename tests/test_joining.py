@@ -17,7 +17,7 @@ from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
 from raycl import joining
 from raycl.errors import ConfigError, RunError
-from raycl.joining import _TOO_SLOW, enter, join_running, start_early, the_only
+from raycl.joining import _TOO_SLOW, enter, join_running, prestart_ray, require_single
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_only_ray_of_a_machine_is_asked() -> None:
-    assert the_only({"10.0.0.1:6379"}) == "10.0.0.1:6379"
+    assert require_single({"10.0.0.1:6379"}) == "10.0.0.1:6379"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_only_ray_of_a_machine_is_asked() -> None:
 )
 def test_none_and_several_are_one_line(addresses: set[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        the_only(addresses)
+        require_single(addresses)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "ray://127.0.0.1:10001", "127.0.0.1:many"])
@@ -55,7 +55,7 @@ def test_a_ray_that_is_gone_is_told_at_once(address: str, join: Callable[[str], 
         join(address)
 
 
-@pytest.mark.parametrize("module", ["raycl.banks", "raycl.bank_tables", "raycl.cli"])
+@pytest.mark.parametrize("module", ["raycl.banks", "raycl.cli.bank_tables", "raycl.cli.main"])
 def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray.data', 'ray.train', 'pandas'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -89,7 +89,7 @@ def test_only_a_ray_of_its_own_is_started_early(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
-    start_early(address)
+    prestart_ray(address)
     assert (imported, entered.is_set()) == (["torchvision"] if starts else [], starts)
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_imported_is_told_by_who_starts_ray(monkeypatch: pytest.M
     monkeypatch.setattr("raycl.joining.enter", lambda *_, **__: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ImportError, match="no torchvision here"):
-        start_early(None)
+        prestart_ray(None)
 
 
 @pytest.mark.parametrize("given", [None, "1"])

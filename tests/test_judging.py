@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl import evaluate
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.judging import knn as knn_module
-from raycl.judging import knn_accuracy, knn_predict, nearest
-from raycl.judging import linear as linear_module
-from raycl.judging.linear import linear_accuracy
+from raycl.evaluation import knn as knn_module
+from raycl.evaluation import knn_accuracy, knn_predict, nearest
+from raycl.evaluation import linear as linear_module
+from raycl.evaluation.linear import linear_accuracy
 
-Rows = tuple[Tensor, Tensor]
+InMemoryDataset = tuple[Tensor, Tensor]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def blobs(num_rows: int, num_classes: int = 5, dim: int = 9, noise: float = 1.0) -> Rows:
+def blobs(num_rows: int, num_classes: int = 5, dim: int = 9, noise: float = 1.0) -> InMemoryDataset:
     """Gaussian clusters around fixed centers; the labels have gaps."""
     label = torch.arange(num_rows) % num_classes
     rows = draw(num_classes, dim, seed=7)[label] + noise * draw(num_rows, dim, seed=num_rows)

@@ -7,7 +7,7 @@ import torch
 
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
-from raycl.inference.judgment import LabeledSet, _check_labels, _tell_of_one_set, _with_classes_of
+from raycl.inference.classification import LabeledSet, _check_labels, _tell_of_one_set, _with_classes_of
 from tests.images import digit_files, write_digits
 
 

@@ -21,7 +21,7 @@ from raycl.errors import ConfigError, RunError, StorageError
 from raycl.lease import Lease, Writer, writing, writing_new
 from raycl.records import MetricsLog
 from raycl.storage import Place
-from raycl.training.admission import admitted
+from raycl.training.preflight import admitted
 from tests.conftest import BUCKET
 
 

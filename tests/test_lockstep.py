@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raycl.batchnorm import SynchronizedBatchNorm, split_batchnorm, synchronize
-from raycl.batchnorm.lockstep import Lockstep
-from raycl.batchnorm.segments import Network
+from raycl.batchnorm.chunked.chunked_batchnorm import ChunkedBatchNorm
+from raycl.batchnorm.chunked.segments import Network
 from raycl.errors import ConfigError
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder, representation_dim
@@ -74,7 +74,7 @@ def _whole(tower: nn.Module, rows: Tensor) -> Tensor:
 
 
 def _in_chunks(tower: nn.Module, rows: Tensor, chunk_size: int, milestone_every: int | None = None) -> Tensor:
-    lockstep = Lockstep(tower, chunk_size=chunk_size, milestone_every=milestone_every)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=chunk_size, milestone_every=milestone_every)
     embeddings = lockstep.embed(rows)
     lockstep.backward(_ask(embeddings))
     return embeddings
@@ -140,7 +140,7 @@ def _errors_of_float32(tower: nn.Module, rows: Tensor) -> tuple[float, float]:
     """Return how far the gradients in chunks and of the whole batch are from those in float64."""
     in_chunks, whole, exact = tower, copy.deepcopy(tower), copy.deepcopy(tower).double()
     gradient = _ask(exact(rows.double()))
-    lockstep = Lockstep(in_chunks, chunk_size=7)
+    lockstep = ChunkedBatchNorm(in_chunks, chunk_size=7)
     lockstep.embed(rows)
     lockstep.backward(gradient.float())
     whole(rows).backward(gradient.float())
@@ -187,7 +187,7 @@ def test_batchnorm_at_the_very_start_and_end_equals_the_whole_batch() -> None:
 def test_training_follows_that_on_the_whole_batch() -> None:
     tower = _small()
     reference = copy.deepcopy(tower)
-    lockstep = Lockstep(tower, chunk_size=7)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (tower, reference)]
     for factor in (1, 2, 3):
         rows = _rows() * factor
@@ -271,7 +271,7 @@ class _OwnTensors(nn.Module):
 @pytest.mark.parametrize("milestone_every", _KEPT)
 def test_networks_with_tensors_of_their_own_equal_the_whole_batch(milestone_every: int | None) -> None:
     tower = _OwnTensors().double()
-    lockstep = Lockstep(tower, chunk_size=7, milestone_every=milestone_every)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7, milestone_every=milestone_every)
     with torch.no_grad():
         tower.mask.mul_(0.5)  # nothing may have been computed once and for all
         tower.weight.mul_(1.5)
@@ -327,7 +327,7 @@ class _Moody(nn.Module):
 def test_modes_may_change_between_batches() -> None:
     tower = _Moody()
     reference = copy.deepcopy(tower)
-    lockstep = Lockstep(tower.eval(), chunk_size=7)
+    lockstep = ChunkedBatchNorm(tower.eval(), chunk_size=7)
     for training in (False, True, False):
         tower.train(training)
         reference.train(training)
@@ -339,7 +339,7 @@ def test_modes_may_change_between_batches() -> None:
 def test_without_gradient_nothing_is_kept_and_what_was_kept_stays() -> None:
     tower = _small()
     reference = copy.deepcopy(tower)
-    lockstep = Lockstep(tower, chunk_size=7)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7)
     embeddings = lockstep.embed(_rows())
     lockstep.embed(_rows() * 3, with_gradient=False)
     lockstep.backward(_ask(embeddings))
@@ -351,7 +351,7 @@ def test_without_gradient_nothing_is_kept_and_what_was_kept_stays() -> None:
 def test_a_second_embed_takes_the_place_of_the_first() -> None:
     tower = _small()
     reference = copy.deepcopy(tower)
-    lockstep = Lockstep(tower, chunk_size=7)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7)
     lockstep.embed(_rows() * 3)
     lockstep.backward(_ask(lockstep.embed(_rows())))
     reference(_rows() * 3)
@@ -386,7 +386,7 @@ def test_dropout_is_repeated_as_it_was_drawn(inplace: bool, milestone_every: int
     true = _whole(reference, _rows())
     expected = torch.rand(3)  # drawn after the batch
     torch.manual_seed(1)
-    lockstep = Lockstep(tower, chunk_size=7, milestone_every=milestone_every)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7, milestone_every=milestone_every)
     embeddings = lockstep.embed(_rows())
     first = torch.rand(3)
     lockstep.backward(_ask(embeddings))
@@ -396,7 +396,7 @@ def test_dropout_is_repeated_as_it_was_drawn(inplace: bool, milestone_every: int
 
 
 def test_the_way_back_leaves_the_random_state_alone() -> None:
-    lockstep = Lockstep(_with_dropout(lambda: nn.Dropout(0.4)), chunk_size=7)
+    lockstep = ChunkedBatchNorm(_with_dropout(lambda: nn.Dropout(0.4)), chunk_size=7)
     embeddings = lockstep.embed(_rows())
     before = torch.get_rng_state()
     lockstep.backward(_ask(embeddings))
@@ -417,7 +417,7 @@ def test_a_single_chunk_draws_as_the_whole_batch_does() -> None:
 
 
 def _in_bfloat16(tower: nn.Module, rows: Tensor, gradient: Tensor, *, back_inside: bool) -> nn.Module:
-    lockstep = Lockstep(tower, chunk_size=7)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         embeddings = lockstep.embed(rows)
         if back_inside:
@@ -463,7 +463,7 @@ def test_weights_that_change_under_one_autocast_are_seen() -> None:
 
     tower, rows = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), _rows(dtype=torch.float32)
     before = copy.deepcopy(tower.state_dict())
-    lockstep = Lockstep(tower, chunk_size=7)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7)
     first, second, third = run(lockstep.embed, lockstep.embed, lockstep.embed)
     # Between them, autocast casts weights for others and remembers them, as torch does.
     assert not torch.equal(first, second)
@@ -475,7 +475,7 @@ def test_weights_that_change_under_one_autocast_are_seen() -> None:
 def test_a_batch_without_autocast_goes_back_without_it() -> None:
     tower = _small().float()
     reference, rows = copy.deepcopy(tower), _rows(dtype=torch.float32)
-    lockstep = Lockstep(tower, chunk_size=7)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7)
     gradient = _ask(lockstep.embed(rows))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lockstep.backward(gradient)
@@ -624,7 +624,7 @@ def test_no_output_of_a_batchnorm_waits() -> None:
 @pytest.mark.parametrize("milestone_every", _KEPT)
 def test_nothing_stays_after_the_way_back_but_gradients(milestone_every: int | None) -> None:
     tower, rows = _image_tower("resnet10", size=8, width=0.125), _rows(dtype=torch.float32)
-    lockstep = Lockstep(tower, chunk_size=7, milestone_every=milestone_every)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7, milestone_every=milestone_every)
     with _Memory() as memory:
         embeddings = lockstep.embed(rows, with_gradient=False)
         assert memory.now() == embeddings.nbytes
@@ -639,7 +639,7 @@ def test_nothing_stays_after_the_way_back_but_gradients(milestone_every: int | N
 def test_what_waits_is_freed_on_the_way() -> None:
     tower = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(8)))
     rows = torch.randn(512, 64)
-    lockstep = Lockstep(tower, chunk_size=32)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=32)
     with _Memory() as memory:
         embeddings = lockstep.embed(rows)
         waiting, memory.peak = memory.now(), 0
@@ -726,7 +726,7 @@ def test_networks_that_cannot_be_taken_apart_are_refused(function: Any, message:
     tower = nn.Sequential()
     tower.add_module("inner", _Function(function))
     with pytest.raises(ConfigError, match=message) as caught:
-        Lockstep(tower, chunk_size=4)
+        ChunkedBatchNorm(tower, chunk_size=4)
     assert "\n" not in str(caught.value)
     assert "use batchnorm=group or batchnorm=layer, or leave chunk_size out" in str(caught.value)
 
@@ -734,7 +734,7 @@ def test_networks_that_cannot_be_taken_apart_are_refused(function: Any, message:
 def test_tracing_draws_nothing() -> None:
     before = torch.get_rng_state()
     with pytest.raises(ConfigError):
-        Lockstep(_Function(_draws), chunk_size=4)
+        ChunkedBatchNorm(_Function(_draws), chunk_size=4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -773,7 +773,7 @@ def _pair(net: _Function, images: Tensor) -> Tensor:
     ],
 )
 def test_operations_that_cannot_be_followed_are_refused(function: Any, message: str) -> None:
-    lockstep = Lockstep(_Function(function), chunk_size=4)
+    lockstep = ChunkedBatchNorm(_Function(function), chunk_size=4)
     with pytest.raises(ConfigError, match=message) as caught:
         lockstep.embed(_rows())
     assert "\n" not in str(caught.value)
@@ -781,7 +781,7 @@ def test_operations_that_cannot_be_followed_are_refused(function: Any, message: 
 
 def test_other_kinds_of_batchnorm_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot accumulate through 1: SplitBatchNorm"):
-        Lockstep(split_batchnorm(_small(), 2), chunk_size=4)
+        ChunkedBatchNorm(split_batchnorm(_small(), 2), chunk_size=4)
     assert any(type(each) is SynchronizedBatchNorm for each in synchronize(_small()).modules())
 
 
@@ -790,7 +790,7 @@ def test_hooks_that_would_not_be_called_are_refused(name: str) -> None:
     tower = _small()
     tower.get_submodule(name).register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match=f"{name or 'the tower'} has hooks"):
-        Lockstep(tower, chunk_size=4)
+        ChunkedBatchNorm(tower, chunk_size=4)
 
 
 class _Counting(nn.Module):
@@ -807,23 +807,23 @@ class _Counting(nn.Module):
 
 def test_layers_that_count_their_calls_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the forward pass changes 0\.count"):
-        Lockstep(nn.Sequential(_Counting(), _small()), chunk_size=7)
+        ChunkedBatchNorm(nn.Sequential(_Counting(), _small()), chunk_size=7)
     # One that torch.fx does not look into is found out when it runs.
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-    lockstep = Lockstep(nn.Sequential(layer), chunk_size=7)
+    lockstep = ChunkedBatchNorm(nn.Sequential(layer), chunk_size=7)
     with pytest.raises(ConfigError, match=r"the forward pass changes 0\.param"):
         lockstep.embed(torch.randn(8, 4))
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="chunk_size must be at least 1, came 0"):
-        Lockstep(_small(), chunk_size=0)
+        ChunkedBatchNorm(_small(), chunk_size=0)
     with pytest.raises(ConfigError, match="milestone_every must be None or at least 1, came 0"):
-        Lockstep(_small(), chunk_size=4, milestone_every=0)
+        ChunkedBatchNorm(_small(), chunk_size=4, milestone_every=0)
 
 
 def test_a_way_back_needs_a_way_there_and_a_gradient_that_fits() -> None:
-    lockstep = Lockstep(_small(), chunk_size=7)
+    lockstep = ChunkedBatchNorm(_small(), chunk_size=7)
     with pytest.raises(RuntimeError, match="no embeddings wait"):
         lockstep.backward(torch.zeros(24, 4))
     gradient = _ask(lockstep.embed(_rows()))
@@ -835,7 +835,7 @@ def test_a_way_back_needs_a_way_there_and_a_gradient_that_fits() -> None:
 
 
 def test_a_single_value_per_channel_is_refused() -> None:
-    lockstep = Lockstep(_small(), chunk_size=7)
+    lockstep = ChunkedBatchNorm(_small(), chunk_size=7)
     assert len(lockstep.embed(_rows(2))) == 2
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         lockstep.embed(_rows(1))

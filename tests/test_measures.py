@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycl.errors import ConfigError
-from raycl.measures import (
+from raycl.embedding_metrics import (
     MAX_ROWS,
     alignment,
     effective_rank,
@@ -19,7 +18,8 @@ from raycl.measures import (
     spread,
     uniformity,
 )
-from tests.tiles import Recorder
+from raycl.errors import ConfigError
+from tests.tiles import MetricsLogger
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -251,7 +251,7 @@ def test_measures_leave_rows_and_their_graph_alone() -> None:
 
 def test_uniformity_holds_no_square_of_all_rows() -> None:
     rows = make_rows(2000, 4)
-    with Recorder() as recorder:
+    with MetricsLogger() as recorder:
         uniformity(rows)
     assert recorder.largest <= 256 * 2000
 

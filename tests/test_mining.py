@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from raycl.data.columns import ColumnNames
-from raycl.data.ids import thing_id
+from raycl.data.ids import entity_id
 from raycl.errors import ConfigError, DataError
+from raycl.evaluation.search import search
+from raycl.inference.embed_values import Values, read_pairs, read_values
 from raycl.inference.mining import Mined, _Pairs, mine_negatives
 from raycl.inference.retrieval import evaluate_retrieval
-from raycl.inference.values import Values, read_pairs, read_values
-from raycl.judging.search import search
 from tests.pairs import small_config
 from tests.test_saved_text import save
 
@@ -203,7 +203,7 @@ def test_pairs_that_a_run_would_not_take_are_broken_and_ids_are_those_of_a_run(t
         "query": ["a", "d"],
         "document": ["x", "x"],
         "negatives": [["n", "m"], []],
-        "query_id": [thing_id("a"), thing_id("d")],
+        "query_id": [entity_id("a"), entity_id("d")],
         "document_id": [1, 4],
         "negative_ids": [[7, 8], []],
     }
@@ -217,7 +217,7 @@ def test_pairs_that_a_run_would_not_take_are_broken_and_ids_are_those_of_a_run(t
 
 def test_what_was_mined_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
     rows, path = draw(15, 2), tmp_path / "mined.parquet"
-    rows["query_id"] = [thing_id(f"user {each}") for each in rows["query_id"]]
+    rows["query_id"] = [entity_id(f"user {each}") for each in rows["query_id"]]
     table, _ = mined_from(rows)
     pq.write_table(pa.Table.from_pylist(table), path)
     again = read_pairs(str(path), ColumnNames())

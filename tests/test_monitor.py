@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raycl.errors import ConfigError
-from raycl.training.monitor import CollapseMonitor, Limits
+from raycl.training.collapse_monitor import CollapseMonitor, Limits
 
 SOFTMAX, MARGIN = 4.8442, 0.2  # the loss if all embeddings are equal: log(2 * 64 - 1), and the hinge's
 
@@ -211,7 +211,7 @@ def look(
     measures = {"num_rows": num_rows, "dim": dim, "spread": spread, "effective_rank": rank}
     if gap is not None:
         measures["positive_negative_gap"] = gap
-    return {"step": step, "measures": measures, "loss": loss, "trivial_loss": trivial}
+    return {"step": step, "measures": measures, "loss": loss, "collapsed_loss": trivial}
 
 
 def watch(monitor: CollapseMonitor, looks: Iterator[dict[str, Any]]) -> list[tuple[int, str]]:

@@ -16,7 +16,7 @@ from raycl.losses import NormalizingConstant, nce, noise_mass, proximal_term, ti
 from tests.embeddings import make_rows
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients
 from tests.plain_losses import plain_nce
-from tests.tiles import Recorder, count_products
+from tests.tiles import MetricsLogger, count_products
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -195,7 +195,7 @@ def test_half_precision_noise_is_computed_in_float32_and_autocast_changes_nothin
 
 def test_only_a_tile_is_held() -> None:
     query, positive, noise = make_case(600, 4, 5000)
-    with Recorder() as recorder:
+    with MetricsLogger() as recorder:
         nce(
             query.requires_grad_(), positive, noise, num_samples=9, temperature=0.07, log_normalizer=9.0
         ).backward()

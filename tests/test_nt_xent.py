@@ -13,7 +13,7 @@ from raycl.losses import nt_xent, tiled
 from tests.embeddings import make_views, worker_spans
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients
 from tests.plain_losses import plain_nt_xent
-from tests.tiles import Recorder
+from tests.tiles import MetricsLogger
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,10 +187,10 @@ def test_a_batch_of_one_sample_has_no_negatives_and_no_loss() -> None:
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
 def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
     views = leaves(*make_views(1536, 4))
-    with Recorder() as alone:
+    with MetricsLogger() as alone:
         nt_xent(*views, temperature=temperature).backward()
     assert 0 < alone.largest <= 512 * 512
-    with Recorder() as gathered:
+    with MetricsLogger() as gathered:
         worker_losses(views, torch.tensor(temperature), 2)[1].backward()
     assert 0 < gathered.largest <= 256 * 2 * 1536
 
@@ -198,7 +198,7 @@ def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
 def test_distinct_ids_cost_no_mask() -> None:
     views, ids = make_views(40, 4), torch.randperm(40)
     for sample_id, masked in ((ids, False), (ids % 39, True)):
-        with Recorder() as recorder:
+        with MetricsLogger() as recorder:
             nt_xent(*views, temperature=0.1, sample_id=sample_id)
             worker_losses(list(views), torch.tensor(0.1), 2, sample_id)
         assert ("masked_fill_" in recorder.functions) == masked
@@ -207,9 +207,9 @@ def test_distinct_ids_cost_no_mask() -> None:
 def test_without_gradient_only_the_value_is_computed() -> None:
     views = make_views(700, 8)
     wanted, degrees = leaves(*views), torch.tensor(0.1, requires_grad=True)
-    with Recorder() as with_gradient:
+    with MetricsLogger() as with_gradient:
         value = nt_xent(*wanted, temperature=degrees)
-    with Recorder() as without, torch.no_grad():
+    with MetricsLogger() as without, torch.no_grad():
         bare = nt_xent(*wanted, temperature=degrees)
     assert torch.equal(value, bare)
     assert not bare.requires_grad

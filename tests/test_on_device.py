@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.accumulation import accumulate
 from raycl.batchnorm import synchronize
 from raycl.distributed import all_agree, check_equal, mean_over_workers, rank
+from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import bidirectional_cross_entropy, hinge, info_nce, nce, nt_xent
 from raycl.models.images import build_image_encoder
 from tests.embeddings import make_rows, make_views
@@ -175,7 +175,7 @@ def test_chunks_with_batchnorm_have_the_gradient_of_the_whole_batch(
     true = gradient(exact, exact(images.double()))
     ours = (synchronize(tower) if is_synchronized else tower).to(DEVICE, dtype)
     rows = images.to(DEVICE, dtype)
-    came = gradient(ours, accumulate(ours, rows, chunk_size=7, milestone_every=milestone_every))
+    came = gradient(ours, embed_in_chunks(ours, rows, chunk_size=7, milestone_every=milestone_every))
     assert (came - true).norm() < tolerance * true.norm()
 
 

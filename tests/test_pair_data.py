@@ -13,11 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycl.data.columns import ColumnNames, is_text
-from raycl.data.decode import _content_ids, _raw_rows, row_error
-from raycl.data.formats import Format, store_all
-from raycl.data.ids import IdFormat, Ids, content_id, stable_id, stable_ids, thing_id
-from raycl.data.pairs import (
+from raycl.data.click_logs import (
     CONTRADICTED,
     REPEATED,
     WITHOUT_POSITIVE,
@@ -28,7 +24,11 @@ from raycl.data.pairs import (
     check_labels,
     grouped_columns,
 )
-from raycl.data.rows import Rows
+from raycl.data.codecs import Format, store_all
+from raycl.data.columns import ColumnNames, is_text
+from raycl.data.decode import _content_ids, _raw_rows, row_error
+from raycl.data.ids import IdFormat, Ids, content_id, entity_id, stable_id, stable_ids
+from raycl.data.in_memory import InMemoryDataset
 from raycl.data.sources import RawRows
 from raycl.data.texts import TextFormat, TextsFormat, TokenLists
 from raycl.errors import BrokenValueError, DataError
@@ -297,13 +297,15 @@ def test_documents_of_a_megabyte_are_checked_and_grouped_at_once() -> None:
 # Texts and ids through Arrow
 
 
-def read_back(format_: Format, values: Sequence[Any], cuts: Sequence[int]) -> Rows:
+def read_back(format_: Format, values: Sequence[Any], cuts: Sequence[int]) -> InMemoryDataset:
     """Store sound values and read them from a table cut at these places, as Ray may hand it over."""
     stored = store_all({"role": format_}, {"role": format_.decode_all(values)})
     numbers = pa.array(range(len(values)), pa.int64())
     table = pa.table(stored | {"sample_id": numbers, "label": numbers})
     bounds = [0, *sorted(cut % (len(values) + 1) for cut in cuts), len(values)]
-    return Rows([table.slice(start, stop - start) for start, stop in pairwise(bounds)], {"role": format_})
+    return InMemoryDataset(
+        [table.slice(start, stop - start) for start, stop in pairwise(bounds)], {"role": format_}
+    )
 
 
 @settings(deadline=None)
@@ -448,7 +450,7 @@ def test_a_document_and_a_negative_are_one_thing_though_one_has_its_number_as_te
     "text", ["007", "+7", "-0", "7.0", " 7", "7\n", "\u0667", "1_000", str(2**64), "9" * 300]
 )
 def test_what_is_written_otherwise_is_another_name(text: str) -> None:
-    assert thing_id(text) == thing_id(text.encode()) == content_id(text.encode())
+    assert entity_id(text) == entity_id(text.encode()) == content_id(text.encode())
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from raycl.config import RunConfig
-from raycl.data.rows import Batch, Rows, texts_of, tokens_of
+from raycl.data.in_memory import Batch, InMemoryDataset, texts_of, tokens_of
 from raycl.errors import ConfigError
 from raycl.models.temperature import LEAST, LearnedTemperature
 from raycl.models.towers import Tower, TwoTowers
 from raycl.training import build
-from raycl.training.contrast import Bidirectional, Contrast, Hinge, InfoNce, Lent
-from raycl.training.frequencies import Frequencies
-from raycl.training.identity import Ids, identify, unified
-from raycl.training.judge import PairJudge
-from raycl.training.learner import Learner
-from raycl.training.pairs import PairDrawing
+from raycl.training.evaluators import RetrievalEvaluator
+from raycl.training.example_ids import Ids, assign_example_ids, merge_ids
+from raycl.training.logq import Frequencies
+from raycl.training.objectives import Bidirectional, Hinge, InfoNce, Objective, StoreBatch
+from raycl.training.pairs import PairTransform
 from raycl.training.step import train_step
-from raycl.training.views import Drawing, Known, Views, stacked
+from raycl.training.train_state import TrainState
+from raycl.training.views import MatchKeys, Transform, Views, stacked
 from tests.pairs import BAG, TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 TEXTS = invented_texts(60, seed=3)
 
 
-def drawing_of(config: RunConfig) -> Drawing:
+def drawing_of(config: RunConfig) -> Transform:
     return build.modality(config, vocabulary()).drawing()
 
 
@@ -43,7 +43,7 @@ def towers_of(config: RunConfig) -> Any:
     return build.towers(config, build.modality(config, vocabulary()))
 
 
-def whole(rows: Rows, *, epoch: int = 0) -> Batch:
+def whole(rows: InMemoryDataset, *, epoch: int = 0) -> Batch:
     return rows.take(np.arange(len(rows)), epoch=epoch)
 
 
@@ -67,7 +67,7 @@ def test_rows_that_names_connect_are_one_thing_known_by_its_least_first_name(
 ) -> None:
     row = st.lists(st.integers(-6, 6), min_size=num_names, max_size=num_names)
     names = data.draw(st.lists(row, min_size=num_rows, max_size=num_rows))
-    assert unified(torch.tensor(names)).tolist() == connected(names)
+    assert merge_ids(torch.tensor(names)).tolist() == connected(names)
 
 
 def test_a_long_chain_of_names_is_one_thing() -> None:
@@ -75,15 +75,15 @@ def test_a_long_chain_of_names_is_one_thing() -> None:
     chain = torch.arange(1, 500)
     names = torch.stack([chain // 2, (chain + 1) // 2 + 1_000], dim=1)
     shuffled = names[torch.randperm(len(names), generator=torch.Generator().manual_seed(0))]
-    assert unified(shuffled).unique().tolist() == [0]
+    assert merge_ids(shuffled).unique().tolist() == [0]
 
 
 def test_names_of_different_kinds_are_not_compared() -> None:
-    assert unified(torch.tensor([[1, 2], [2, 1]])).tolist() == [1, 2]
+    assert merge_ids(torch.tensor([[1, 2], [2, 1]])).tolist() == [1, 2]
 
 
 def test_no_rows_are_no_things() -> None:
-    assert unified(torch.empty(0, 2, dtype=torch.int64)).tolist() == []
+    assert merge_ids(torch.empty(0, 2, dtype=torch.int64)).tolist() == []
 
 
 @given(st.data())
@@ -92,7 +92,7 @@ def test_negatives_are_keys_among_the_others_and_queries_are_not(data: st.DataOb
     query, key = (data.draw(st.lists(name, min_size=4, max_size=4)) for _ in range(2))
     negative = data.draw(st.lists(name, max_size=5))
     rows = [torch.tensor(each, dtype=torch.int64).reshape(-1, 2) for each in (query, key, negative)]
-    ids = identify(Known(query=rows[0], key=rows[1], negative=rows[2]))
+    ids = assign_example_ids(MatchKeys(query=rows[0], key=rows[1], negative=rows[2]))
     assert ids.negative is not None
     assert ids.query.tolist() == connected(query)
     assert [*ids.key.tolist(), *ids.negative.tolist()] == connected([*key, *negative])
@@ -105,7 +105,7 @@ def lists_of_texts(num_rows: int, num_texts: int) -> list[list[str]]:
     return [TEXTS[row : row + num_texts] for row in range(num_rows)]
 
 
-def numbers_shown(config: RunConfig, rows: Rows, *, epoch: int, view: int) -> list[int]:
+def numbers_shown(config: RunConfig, rows: InMemoryDataset, *, epoch: int, view: int) -> list[int]:
     """Return which text of its list each row shows."""
     batch = whole(rows, epoch=epoch)
     texts, tokens = texts_of(batch, "text"), drawing_of(config).view(batch, view).on(CPU)
@@ -177,7 +177,7 @@ def test_rows_of_one_text_and_of_several_go_together() -> None:
     assert drawing.negatives(batch) is None
 
 
-def embedded(config: RunConfig, rows: Rows, *, training: bool) -> tuple[Tensor, Tensor]:
+def embedded(config: RunConfig, rows: InMemoryDataset, *, training: bool) -> tuple[Tensor, Tensor]:
     learner = build.learner(config, towers_of(config), num_samples=None)
     learner.tower.train(training)
     torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> N
     shown = [drawing.shown(whole(rows), number).text_id.tolist() for number in (0, 1)]
     assert known.query.T.tolist() == shown
     assert known.key.T.tolist() == shown[::-1]  # a store calls a key by the text that it shows
-    ids = identify(known)
+    ids = assign_example_ids(known)
     # Equal tokens are one text: an encoder cannot tell them apart.
     assert ids.query.equal(ids.key)
     first, second, third, alone, last = ids.query.tolist()
@@ -258,7 +258,9 @@ def test_names_of_one_kind_connect_crosswise(data: st.DataObject, num_rows: int,
             groups.remove(group)
         groups.append(joined)
     expected = {member: min(min(names[each]) for each in group) for group in groups for member in group}
-    assert unified(torch.tensor(names), crosswise=True).tolist() == [expected[n] for n in range(num_rows)]
+    assert merge_ids(torch.tensor(names), shared_id_space=True).tolist() == [
+        expected[n] for n in range(num_rows)
+    ]
 
 
 # Pairs
@@ -308,7 +310,7 @@ def test_explicit_negatives_that_are_not_wanted_are_left_out() -> None:
     assert known.key.equal(all_known.key)
 
 
-def names_of(*roles: str) -> Known:
+def names_of(*roles: str) -> MatchKeys:
     values = clicks(30, num_negatives=[2, 0, 3])
     config = small_config()
     batch = whole(rows_of(config, {role: values[role] for role in ("query", "document", *roles)}))
@@ -345,7 +347,7 @@ def test_negatives_without_ids_are_known_by_their_texts_where_documents_have_ids
     assert by_text.negative is not None
     assert known.query.shape[1] == 1
     assert known.negative.equal(by_text.negative.expand(-1, 2))
-    ids = identify(known)
+    ids = assign_example_ids(known)
     assert ids.negative is not None
     same_text = known.negative[:, :1] == known.key[:, 0]
     assert bool(same_text.any())
@@ -366,7 +368,7 @@ THINGS_BY_NAME = ["QSQWRSU", "abcabde", "czbaw"]  # "y" has the id of "a"
 THINGS_BY_TEXT = ["QSQWRTU", "abcaBde", "czxyw"]
 
 
-def planted(*, with_ids: bool) -> Known:
+def planted(*, with_ids: bool) -> MatchKeys:
     values: dict[str, list[Any]] = {
         "query": [text for text, _ in QUERIES],
         "document": [text for text, _ in DOCUMENTS],
@@ -394,8 +396,8 @@ def planted(*, with_ids: bool) -> Known:
     ],
 )
 @pytest.mark.parametrize("with_ids", [False, True])
-def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Contrast, with_ids: bool) -> None:
-    ids = identify(planted(with_ids=with_ids))
+def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Objective, with_ids: bool) -> None:
+    ids = assign_example_ids(planted(with_ids=with_ids))
     assert ids.negative is not None
     num_pairs, num_negatives = len(ids.key), len(ids.negative)
     # With unit vectors as queries the gradient at key j is that at its similarities with all of them.
@@ -405,7 +407,7 @@ def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Contrast
         torch.rand(count, num_pairs, dtype=torch.float64, generator=generator).requires_grad_()
         for count in (num_pairs, num_negatives)
     )
-    contrast(query, key, Lent().joined(negatives, ids.negative), ids).backward()
+    contrast(query, key, StoreBatch().joined(negatives, ids.negative), ids).backward()
     assert key.grad is not None
     assert negatives.grad is not None
     meets = torch.cat([key.grad, negatives.grad]).T != 0  # [queries, candidates]
@@ -422,27 +424,27 @@ def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Contrast
 def test_explicit_negatives_come_before_what_a_store_lends() -> None:
     negatives, stored = torch.rand(3, 4), torch.rand(2, 4).half()
     ids, stored_ids = torch.arange(3), torch.arange(7, 9)
-    joined = Lent(negatives=stored, negative_id=stored_ids).joined(negatives, ids)
+    joined = StoreBatch(negatives=stored, negative_id=stored_ids).joined(negatives, ids)
     assert joined.negatives is not None
     assert joined.negative_id is not None
     assert joined.negatives.equal(torch.cat([negatives, stored.float()]))
     assert joined.negative_id.tolist() == [0, 1, 2, 7, 8]
-    assert Lent().joined(negatives, ids).negatives is negatives
+    assert StoreBatch().joined(negatives, ids).negatives is negatives
 
 
 @dataclass
 class Watched:
     """A loss that keeps what it was told."""
 
-    contrast: Contrast
-    told: list[tuple[Lent, Ids]] = field(default_factory=list)
+    contrast: Objective
+    told: list[tuple[StoreBatch, Ids]] = field(default_factory=list)
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Lent, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
         self.told.append((lent, ids))
         return self.contrast(query, key, lent, ids)
 
-    def trivial_loss(self, *, batch_size: int, lent: Lent) -> float | None:
-        return self.contrast.trivial_loss(batch_size=batch_size, lent=lent)
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        return self.contrast.collapsed_loss(batch_size=batch_size, lent=lent)
 
 
 def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batch() -> None:
@@ -469,7 +471,7 @@ def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batc
         assert lent.negative_id.tolist() == ids.of(lent.negative_name).tolist()
         assert lent.negative_id[: len(ids.negative)].tolist() == ids.negative.tolist()
         num_candidates = 8 + len(ids.negative) + len(documents)
-        assert stepped.trivial_loss == pytest.approx((math.log(num_candidates) + math.log(8)) / 2)
+        assert stepped.collapsed_loss == pytest.approx((math.log(num_candidates) + math.log(8)) / 2)
         documents += views.known.key[:, 0].tolist()
     assert len(watched.told) == 3
 
@@ -577,7 +579,7 @@ def test_a_learned_temperature_that_begins_below_the_least_is_refused() -> None:
 
 
 def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
-    ids = identify(planted(with_ids=True))
+    ids = assign_example_ids(planted(with_ids=True))
     generator = torch.Generator().manual_seed(0)
     query, key = (
         F.normalize(torch.randn(7, 5, dtype=torch.float64, generator=generator), dim=1) for _ in range(2)
@@ -585,7 +587,7 @@ def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
     learned = LearnedTemperature(0.3).double()
 
     def loss() -> Tensor:
-        return Bidirectional(temperature=learned())(query, key, Lent(), ids)
+        return Bidirectional(temperature=learned())(query, key, StoreBatch(), ids)
 
     loss().backward()
     gradient = learned.log_temperature.grad
@@ -631,7 +633,7 @@ def test_the_temperature_is_not_decayed() -> None:
     assert decay == [0.0]
 
 
-def parts_of(learner: Learner) -> list[nn.Parameter]:
+def parts_of(learner: TrainState) -> list[nn.Parameter]:
     return [each for group in learner.optimizer.param_groups for each in group["params"]]
 
 
@@ -639,8 +641,8 @@ def test_a_shared_tower_has_each_parameter_once() -> None:
     shared, separate = small_config(), small_config(settings={"separate_towers": True})
     one, two = towers_of(shared), towers_of(separate)
     assert (len(one.towers), len(two.towers)) == (1, 2)
-    assert one.of_keys is one.query
-    assert two.of_keys is two.key
+    assert one.key_tower is one.query
+    assert two.key_tower is two.key
     assert len(list(two.parameters())) == 2 * len(list(one.parameters()))
     assert not any(name.startswith("key.") for name in one.state_dict())
     assert {name.replace("key.", "query.", 1) for name in two.state_dict()} == set(one.state_dict())
@@ -696,10 +698,10 @@ def test_the_judge_counts_keys_among_the_nearest_as_one_would_by_hand() -> None:
     # "copied" would fill the places before "d tenth" if it counted more than once.
     bank = ["copied"] * 12 + [*after, *near, "d known", "d first"]
     config = small_config()
-    judge = PairJudge(
+    judge = RetrievalEvaluator(
         bank=rows_of(config, {"query": ["unheard"] * len(bank), "document": bank}),
         test=rows_of(config, {"query": list(queries), "document": list(documents)}),
-        drawing=PairDrawing(),
+        drawing=PairTransform(),
     )
     tower = Tower(Angles(queries | documents | copied | after | near), nn.Sequential())
     measures = judge.measure(TwoTowers(tower, tower), CPU)
@@ -719,7 +721,7 @@ def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None
     values = clicks(60, num_negatives=[0], seed=seed)
     rows = rows_of(config, {role: values[role] for role in ("query", "document")})
     test, bank = rows.where(lambda ids: ids < 25), rows.where(lambda ids: ids >= 25)
-    found = PairJudge(bank=bank, test=test, drawing=PairDrawing()).measure(towers, CPU)
+    found = RetrievalEvaluator(bank=bank, test=test, drawing=PairTransform()).measure(towers, CPU)
     assert towers.training
 
     towers.eval()
@@ -728,7 +730,7 @@ def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None
         query = towers.query(torch.from_numpy(tokens_of(batch, "query").padded()))[:25]
         texts = list(dict.fromkeys(values["document"]))
         first = [values["document"].index(text) for text in texts]
-        key = towers.of_keys(torch.from_numpy(tokens_of(batch, "document").padded()))[first]
+        key = towers.key_tower(torch.from_numpy(tokens_of(batch, "document").padded()))[first]
     order = (query @ key.T).argsort(dim=1, descending=True)
     places = [order[row].tolist().index(texts.index(values["document"][row])) for row in range(25)]
     for k in (1, 10):
@@ -761,18 +763,18 @@ def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
         for inputs in (drawing.plain(batch).on(CPU), drawing.plain_key(batch).on(CPU))
     )
     test, bank = rows.where(lambda ids: ids < 20), rows.where(lambda ids: ids >= 20)
-    judge = PairJudge(bank=bank, test=test, drawing=drawing)
+    judge = RetrievalEvaluator(bank=bank, test=test, drawing=drawing)
     assert judge.measure(TwoTowers(image, caption), CPU) == {"recall_at_10": 1.0, "recall_at_1": 1.0}
 
 
 def test_a_document_is_as_common_and_called_the_same_whatever_comes_beside_it() -> None:
     config = small_config()
     documents = {"query": ["one", "two", "three"], "document": TEXTS[:3], "document_id": ["7", "7", "8"]}
-    together = identify(drawing_of(config).known(whole(rows_of(config, documents))))
+    together = assign_example_ids(drawing_of(config).known(whole(rows_of(config, documents))))
     assert together.key[0] == together.key[1] != together.key[2]
     for row in range(3):
         alone = {role: values[row : row + 1] for role, values in documents.items()}
-        ids = identify(drawing_of(config).known(whole(rows_of(config, alone))))
+        ids = assign_example_ids(drawing_of(config).known(whole(rows_of(config, alone))))
         assert ids.key_name[0] == together.key_name[row]
         # A queue that has it under that name from an earlier step lends the same thing.
         assert together.of(ids.key_name)[0] == together.key[row]
@@ -782,5 +784,5 @@ def test_views_without_names_are_known_by_their_samples() -> None:
     ids = torch.tensor([4, 5])
     views = Views(view_a=torch.zeros(2, 3), view_b=None, sample_id=ids, ids=ids.numpy())
     assert views.known.query.tolist() == views.known.key.tolist() == [[4], [5]]
-    named = replace(views, known=Known(query=ids[:, None] + 1, key=ids[:, None]))
+    named = replace(views, known=MatchKeys(query=ids[:, None] + 1, key=ids[:, None]))
     assert named.known.query.tolist() == [[5], [6]]

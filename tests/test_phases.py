@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raycl.phases import PAUSED, REST, Account, counted, phase
+from raycl.step_timer import PAUSED, REST, StepTimer, counted, phase
 from raycl.training.checkpoint import Position
 from raycl.training.clock import Clock
 
@@ -27,13 +27,13 @@ class Hands:
 def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     hands = Hands()
     stopped = SimpleNamespace(perf_counter=hands.read, monotonic=hands.read)
-    monkeypatch.setattr("raycl.phases.time", stopped)
+    monkeypatch.setattr("raycl.step_timer.time", stopped)
     monkeypatch.setattr("raycl.training.clock.time", stopped)
     return hands
 
 
 def test_a_phase_within_another_takes_its_time_off_it(hands: Hands) -> None:
-    account = Account()
+    account = StepTimer()
     with counted(account), phase("forward"):
         hands.move(0.02)
         with phase("messages"):
@@ -43,7 +43,7 @@ def test_a_phase_within_another_takes_its_time_off_it(hands: Hands) -> None:
 
 
 def test_a_question_begins_a_new_lap_also_within_a_phase(hands: Hands) -> None:
-    account = Account()
+    account = StepTimer()
     with counted(account), phase("loss"):
         hands.move(0.02)
         assert account.seconds()["loss"] == pytest.approx(0.02)
@@ -53,7 +53,7 @@ def test_a_question_begins_a_new_lap_also_within_a_phase(hands: Hands) -> None:
 
 
 def test_many_phases_are_counted_with_few_marks(hands: Hands) -> None:
-    account = Account()
+    account = StepTimer()
     with counted(account):
         for _ in range(20_000):
             with phase("loss"):
@@ -63,7 +63,7 @@ def test_many_phases_are_counted_with_few_marks(hands: Hands) -> None:
 
 
 def test_an_error_ends_the_phase_and_no_account_counts_nothing(hands: Hands) -> None:
-    account = Account()
+    account = StepTimer()
     with counted(account), pytest.raises(ValueError, match="broken"), phase("loss"):
         raise ValueError("broken")
     with phase("update"):
@@ -72,7 +72,7 @@ def test_an_error_ends_the_phase_and_no_account_counts_nothing(hands: Hands) -> 
 
 
 def test_another_thread_has_no_account(hands: Hands) -> None:
-    account = Account()
+    account = StepTimer()
 
     def work() -> None:
         with phase("data"):
@@ -86,7 +86,7 @@ def test_another_thread_has_no_account(hands: Hands) -> None:
 
 
 def test_what_a_backward_pass_says_to_other_workers_is_counted(hands: Hands) -> None:
-    class Told(torch.autograd.Function):
+    class SimilaritySummary(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, rows: torch.Tensor) -> torch.Tensor:
             return rows.clone()
@@ -97,10 +97,10 @@ def test_what_a_backward_pass_says_to_other_workers_is_counted(hands: Hands) -> 
                 hands.move(0.02)
             return grad
 
-    account = Account()
+    account = StepTimer()
     rows = torch.ones(2, requires_grad=True)
     with counted(account), phase("backward"):
-        Told.apply(rows).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
+        SimilaritySummary.apply(rows).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
     assert account.seconds()["messages"] == pytest.approx(0.02)
 
 
@@ -124,7 +124,7 @@ def test_a_lap_tells_fractions_that_are_one_together_without_judgments(hands: Ha
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_accelerators_own_time_is_counted() -> None:
-    account = Account(on_accelerator=True)
+    account = StepTimer(on_accelerator=True)
     a = torch.randn(4_096, 4_096, device="cuda")
     with counted(account):
         for _ in range(20):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycl.training.frequencies import Frequencies
+from raycl.training.logq import Frequencies
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU

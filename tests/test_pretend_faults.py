@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycl import transfer
+from raycl import device_copy
 from raycl.augment import color
-from raycl.batchnorm import lockstep_statistics, shuffled, synchronized
+from raycl.batchnorm import shuffled, synchronized
+from raycl.batchnorm.chunked import statistics
+from raycl.device_copy import Download
 from raycl.models.temperature import LearnedTemperature
-from raycl.training import contrast, step, stores
-from raycl.training.identity import identify
-from raycl.transfer import Download
+from raycl.training import objectives, step, stores
+from raycl.training.example_ids import assign_example_ids
 from tests import pretend_gpu
 from tests.pretended_steps import CASES, count
 from tests.test_pretend_gpu import COUNTED_WITH, COUNTS
@@ -63,7 +64,7 @@ def no_pinned_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lend_host_ids(self: Any, num_rows: int) -> Any:
-    return contrast.Lent(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows].cpu())
+    return objectives.StoreBatch(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows].cpu())
 
 
 def gather_strided(rows: Tensor) -> Tensor:
@@ -78,17 +79,17 @@ def gather_from_host(rows: Tensor) -> Tensor:
 
 def identify_and_read(known: Any) -> Any:
     assert known.query.max().item() < 2**62
-    return identify(known)
+    return assign_example_ids(known)
 
 
 def identify_and_launch(known: Any) -> Any:
     assert (known.query + 1).shape == known.query.shape
-    return identify(known)
+    return assign_example_ids(known)
 
 
 def identify_by_products(known: Any) -> Any:
     assert (known.query @ known.query.T).ndim == 2
-    return identify(known)
+    return assign_example_ids(known)
 
 
 def elemt_by_wide_counts(*given: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def batch_norm_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (synchronized, lockstep_statistics):
+    for place in (synchronized, statistics):
         monkeypatch.setattr(place, "_gradient_sums", sums_of_the_cpu)
 
 
@@ -133,20 +134,20 @@ FAULTS: dict[str, tuple[str, int, Plant, str]] = {
         "simclr", 1, no_pinned_buffer, "pageable copies",
     ),
     "constants are copied for each view": (
-        "simclr", 1, replacing(color, "constant", transfer.constant.__wrapped__), "waits",
+        "simclr", 1, replacing(color, "constant", device_copy.constant.__wrapped__), "waits",
     ),
     "ids of a queue lie on the host": (
         "moco_v2", 1, replacing(stores._DeviceCopy, "lend", lend_host_ids), "device",
     ),
     "rows are gathered from the host": (
-        "simclr", 2, replacing(contrast, "gather_detached", gather_from_host), "NCCL sends no",
+        "simclr", 2, replacing(objectives, "gather_detached", gather_from_host), "NCCL sends no",
     ),
     "rows with gaps are gathered": (
         "moco_v2", 2, replacing(shuffled, "gather_detached", gather_strided), "contiguous",
     ),
-    "a number is read": ("simclr", 1, replacing(step, "identify", identify_and_read), "waits"),
-    "something is launched": ("simclr", 1, replacing(step, "identify", identify_and_launch), "launches"),
-    "integers are multiplied": ("simclr", 1, replacing(step, "identify", identify_by_products), "multiplies no"),
+    "a number is read": ("simclr", 1, replacing(step, "assign_example_ids", identify_and_read), "waits"),
+    "something is launched": ("simclr", 1, replacing(step, "assign_example_ids", identify_and_launch), "launches"),
+    "integers are multiplied": ("simclr", 1, replacing(step, "assign_example_ids", identify_by_products), "multiplies no"),
     "counts have another type": (
         "simclr", 2, replacing(torch, "batch_norm_backward_elemt", elemt_by_wide_counts), "int32",
     ),

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raycl.data.rows import Batch
-from raycl.judging.embed import ROWS_AHEAD, embed
-from raycl.models.saved import ImageEncoder, TextEncoder
+from raycl.data.in_memory import Batch
+from raycl.evaluation.embed import ROWS_AHEAD, embed
+from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.storage import Place
-from raycl.tokens import Vocabulary
-from raycl.training import build, contrast
-from raycl.training.judge import LabelJudge, PairJudge
-from raycl.training.portrait import Portrayer
+from raycl.tokenization import Vocabulary
+from raycl.training import build, objectives
+from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator
+from raycl.training.snapshot_writer import SnapshotWriter
 from raycl.training.watch import Watch
 from tests.pretend_gpu import CPU, CUDA, is_on_device
 from tests.pretended_steps import CASES, PARTS, Worker, batch, count, on_host, pretended
@@ -54,7 +54,7 @@ def test_the_ceilings_are_those_that_were_promised(name: str, most: tuple[int, i
     assert all(counts["views"][0] <= 2 for counts in COUNTS.values())
 
 
-class Rows:
+class InMemoryDataset:
     """Rows of a set, as the judges take them."""
 
     def __init__(self, worker: Worker, number: int) -> None:
@@ -69,11 +69,11 @@ class Rows:
 
 
 def judge(worker: Worker) -> Any:
-    bank, test = Rows(worker, 64), Rows(worker, 32)
+    bank, test = InMemoryDataset(worker, 64), InMemoryDataset(worker, 32)
     drawing: Any = worker.maker.drawing
     if worker.config.has_two_towers:
-        return PairJudge(bank=bank, test=test, drawing=drawing)  # type: ignore[arg-type]
-    return LabelJudge(bank=bank, test=test, prepare=drawing.plain, k=5)  # type: ignore[arg-type]
+        return RetrievalEvaluator(bank=bank, test=test, drawing=drawing)  # type: ignore[arg-type]
+    return KnnEvaluator(bank=bank, test=test, prepare=drawing.plain, k=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -130,7 +130,7 @@ def test_the_leakage_probe_answers(workers: int) -> None:
 @pytest.mark.parametrize("name", ["simclr", "moco_v2 in batch"])
 def test_a_ring_of_workers_takes_the_place_of_a_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = count(CASES[name], 2)
-    monkeypatch.setattr(contrast, "MAX_GATHERED_BYTES", 0)
+    monkeypatch.setattr(objectives, "MAX_GATHERED_BYTES", 0)
     passed_on = count(CASES[name], 2)
     assert passed_on.losses == pytest.approx(gathered.losses, rel=1e-4)
     assert passed_on.step.launches != gathered.step.launches
@@ -195,8 +195,8 @@ def test_the_slots_of_a_bank_begin_at_embeddings() -> None:
 def test_a_portrait_is_made(name: str, workers: int, tmp_path: Path) -> None:
     with pretended(workers):
         worker = Worker(CASES[name], workers)
-        rows: Any = Rows(worker, 64)
-        portrayer = Portrayer(
+        rows: Any = InMemoryDataset(worker, 64)
+        portrayer = SnapshotWriter(
             rows=rows,
             positions=np.arange(20),
             drawing=worker.maker.drawing,

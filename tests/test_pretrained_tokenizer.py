@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
-from raycl.settings import override
 from raycl.storage import Place
-from raycl.tokens import Tokenizer, train_tokenizer
-from raycl.training.vocabulary import known_tokenizer
+from raycl.tokenization import Tokenizer, train_tokenizer
+from raycl.training.tokenizer import known_tokenizer
 from tests.texts import invented_texts
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
-from raycl.settings import override
 from raycl.training import process
 from raycl.training.process import environment, multiply_by_onednn, prepare_device, prepare_process
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raycl.prometheus import METRICS
+from raycl.tracking.prometheus import METRICS
 
 DASHBOARD = json.loads((Path(__file__).parent.parent / "deploy" / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

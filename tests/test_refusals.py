@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, RayclError
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
-from raycl.inference.judgment import evaluate
+from raycl.inference.classification import evaluate
 from raycl.recipes import recipe
-from raycl.settings import config_to_yaml
 from raycl.training.launch import train
 from tests.images import write_digits
 
@@ -64,7 +64,7 @@ REFUSED = {
 }
 COMMANDS = """if True:
     import contextlib, io, json, sys, time
-    from raycl.cli import main
+    from raycl.cli.main import main
     for line in sys.stdin.read().splitlines():
         began, sys.argv = time.monotonic(), ["raycl", *line.split()]
         with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -123,7 +123,7 @@ def test_python_functions_refuse_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RayclError, match="unknown encoder.name 'mine'"):
         train(config, data=digits, output=output)
     # A module takes the place of the name.
-    monkeypatch.setattr("raycl.training.admission.check_size", lambda *_: None)
+    monkeypatch.setattr("raycl.training.preflight.check_size", lambda *_: None)
     assert train(config, data=digits, output=output, encoder=object()) == "admitted"  # pyright: ignore[reportArgumentType]
 
 

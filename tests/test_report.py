@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from matplotlib.axes import Axes
 
-from raycl.commands import keep_command, read_commands, typed
-from raycl.errors import ConfigError, DataError, RunError, StoppedError
-from raycl.portraits import (
+from raycl.embedding_snapshot import (
     EDGES,
     LATEST,
-    Portrait,
+    EmbeddingSnapshot,
     count_cosines,
     read_gallery,
     read_portrait,
     write_portrait,
 )
+from raycl.errors import ConfigError, DataError, RunError, StoppedError
+from raycl.provenance import read_commands, save_command_line, typed
 from raycl.records import ROLLBACK
 from raycl.report import curves
 from raycl.report.curves import envelope
@@ -197,7 +197,7 @@ def test_what_users_wrote_is_text_and_no_part_of_the_page(tmp_path: Path) -> Non
     texts = [f"{EVIL} number {number}" for number in range(60)]
     write_portraits(folder, query=texts, document=texts)
     with typed(["raycl", "train", EVIL]):
-        keep_command(Place(str(folder)))
+        save_command_line(Place(str(folder)))
     data = folder / "data.json"
     data.write_text(json.dumps({"data": EVIL}))
     page = page_of(folder)
@@ -472,7 +472,7 @@ def test_embeddings_that_are_no_numbers_are_left_out_and_told(tmp_path: Path) ->
 def test_a_collapsed_encoder_has_no_map(tmp_path: Path) -> None:
     write_portraits(write_run(tmp_path))
     rows = np.tile(embeddings(np.zeros(1, int), spread=0.0), (60, 1))
-    portrait = Portrait(step=300, embedding=rows, key=None, similarities=similarities(rows, rows))
+    portrait = EmbeddingSnapshot(step=300, embedding=rows, key=None, similarities=similarities(rows, rows))
     write_portrait(Place(str(tmp_path)), LATEST, portrait)
     page = page_of(tmp_path)
     assert "nearly one point" in page.text
@@ -583,7 +583,7 @@ def test_a_signal_while_the_page_is_drawn_does_not_change_how_a_finished_run_end
 @example(arguments=["data:\n  columns: {image: 'it\\'s'}\n", "\x85\u2028", "a\n"])
 def test_a_command_that_was_kept_is_what_was_typed_when_a_shell_reads_it(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, typed(["printf", "%s\\0", *arguments, "end"]):
-        keep_command(Place(folder))
+        save_command_line(Place(folder))
         (line,) = read_commands(Place(folder))
     environment = {"LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"]}
     told = subprocess.run(["bash", "-c", line], check=True, capture_output=True, env=environment).stdout
@@ -592,12 +592,12 @@ def test_a_command_that_was_kept_is_what_was_typed_when_a_shell_reads_it(argumen
 
 def test_the_command_is_kept_a_line_each_time(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
-    keep_command(output)
+    save_command_line(output)
     assert not (tmp_path / "command.txt").exists()  # nobody typed one
     with typed(["/usr/bin/raycl", "train", "simclr", "--data", "my images\nhere"]):
-        keep_command(output)
+        save_command_line(output)
     with typed(["jobs/train.py", "simclr", "--resume"]):
-        keep_command(output)
+        save_command_line(output)
     assert read_commands(output) == [
         r"raycl train simclr --data $'my images\u000ahere'",
         "python jobs/train.py simclr --resume",

@@ -16,17 +16,17 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from raycl.augment.images import ImageAugmentation
-from raycl.data.formats import store_all
+from raycl.data.codecs import store_all
 from raycl.data.images import ImageFormat
-from raycl.data.rows import Batch, Rows, pixels_of
+from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of
+from raycl.embedding_snapshot import FIRST, LATEST, read_gallery, read_portrait
 from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower, TwoTowers
-from raycl.portraits import FIRST, LATEST, read_gallery, read_portrait
 from raycl.storage import Place
-from raycl.tokens import Tokenizer, train_tokenizer
-from raycl.tokens.reading import Reader
-from raycl.training.portrait import Portrayer, _thumbnail
-from raycl.training.views import ImageDrawing
+from raycl.tokenization import Tokenizer, train_tokenizer
+from raycl.tokenization.reader import Reader
+from raycl.training.snapshot_writer import SnapshotWriter, _thumbnail
+from raycl.training.views import ImageTransform
 from tests.images import digit_files
 from tests.texts import invented_texts
 from tests.workers.processes import run_workers
@@ -59,21 +59,21 @@ def tower(*, dropout: float = 0.0) -> Tower:
     return built
 
 
-def digits() -> Rows:
+def digits() -> InMemoryDataset:
     images, labels = digit_files(NUM_ROWS)
     formats = {"image": ImageFormat(size=SIZE, channels=1)}
     decoded = {role: each.decode_all(images) for role, each in formats.items()}
     numbers = {"sample_id": pa.array(range(100, 100 + NUM_ROWS)), "label": pa.array(labels)}
-    return Rows([pa.table(store_all(formats, decoded) | numbers)], formats)
+    return InMemoryDataset([pa.table(store_all(formats, decoded) | numbers)], formats)
 
 
-def portrayer(folder: Path, **changed: Any) -> Portrayer:
+def portrayer(folder: Path, **changed: Any) -> SnapshotWriter:
     rows = digits()
     augmentation = ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.25,), **changed)
-    return Portrayer(
+    return SnapshotWriter(
         rows=rows,
         positions=np.random.default_rng(0).permutation(NUM_ROWS),
-        drawing=ImageDrawing(augmentation=augmentation, seed=0),
+        drawing=ImageTransform(augmentation=augmentation, seed=0),
         output=Place(str(folder)),
         vocabulary=None,
         held_out=True,
@@ -162,7 +162,7 @@ def test_equal_keys_are_no_negatives_of_each_other(tmp_path: Path) -> None:
     class Alike:
         """A drawing for which all samples show one thing but the first."""
 
-        def __init__(self, drawing: ImageDrawing) -> None:
+        def __init__(self, drawing: ImageTransform) -> None:
             self._drawing = drawing
 
         def __getattr__(self, name: str) -> Any:
@@ -172,7 +172,7 @@ def test_equal_keys_are_no_negatives_of_each_other(tmp_path: Path) -> None:
             return torch.from_numpy((batch.sample_id == 100).astype(np.int64))
 
     made = portrayer(tmp_path)
-    alike = Portrayer(**{**vars(made), "drawing": Alike(made.drawing)})  # type: ignore[arg-type]
+    alike = SnapshotWriter(**{**vars(made), "drawing": Alike(made.drawing)})  # type: ignore[arg-type]
     alike.portray(tower(), CPU, step=0)
     portrait = read_portrait(Place(str(tmp_path)), FIRST)
     assert portrait is not None

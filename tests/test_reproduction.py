@@ -12,24 +12,24 @@ import pytest
 from PIL import Image
 
 from raycl.config import leaves
+from raycl.config.overrides import config_to_yaml
 from raycl.data.images import Pixels
-from raycl.data.rows import Batch
+from raycl.data.in_memory import Batch
 from raycl.demo.digits import write_digits
 from raycl.errors import ConfigError, DataError
 from raycl.records import METRICS, RESULT
 from raycl.reproduction.catalog import FIGURES, find_figure
 from raycl.reproduction.claims import MARGIN, Sample, above, every, no_worse
 from raycl.reproduction.figure import Figure
-from raycl.reproduction.images import PROBED, Judge, training_part
+from raycl.reproduction.images import PROBED, Evaluator, training_part
 from raycl.reproduction.outcomes import OUTCOME, Curve, Outcome, Results, read_curves, read_outcome
 from raycl.reproduction.panels import spread_apart
 from raycl.reproduction.paragraph import Page
 from raycl.reproduction.request import Request, gather, reproduce
 from raycl.reproduction.runs import outcome_of, plan_runs
 from raycl.reproduction.scales import SCALES, describe_runs, find_scale
-from raycl.settings import config_to_yaml
 from raycl.storage import Place
-from raycl.training.resumption import CONFIG
+from raycl.training.resume import CONFIG
 
 MACHINE = {"cpu": "a cpu", "num_cores": 2, "capability": "AVX512", "gpu": None, "torch": "2"}
 Planted = Mapping[str, Mapping[str, list[float]]]  # setting -> number -> a value a seed
@@ -744,7 +744,7 @@ def test_the_leak_is_probed_on_images_of_all_classes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("raycl.reproduction.images._read", lambda *_: SortedByClass())
     figure = FIGURES["leak"]
     config = figure.config(figure.settings["cpu"][0], "cpu", seed=0)
-    judge = Judge(data="train", train="part", test="test")
+    judge = Evaluator(data="train", train="part", test="test")
     images, ids = judge.probed(config)
     assert len(images) == len(set(ids.tolist())) == PROBED
     assert np.bincount(SortedByClass.label[ids], minlength=4).min() > PROBED // 8

@@ -8,10 +8,10 @@ import pytest
 
 import raycl
 from raycl.config import RunConfig
+from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError
-from raycl.settings import config_to_yaml
 from raycl.storage import Place
-from raycl.training.resumption import check_output, check_same_data
+from raycl.training.resume import check_output, check_same_data
 
 TWO_STAGES = {"stages.0.epochs": 3, "stages.1.batch_size": 512}
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.judging import nearest, retrieval
-from raycl.judging import search as search_module
-from raycl.judging.retrieval import average_precision, best_f1, best_threshold, retrieval_scores
-from raycl.judging.search import search
+from raycl.evaluation import nearest, retrieval
+from raycl.evaluation import search as search_module
+from raycl.evaluation.retrieval import average_precision, best_f1, best_threshold, retrieval_scores
+from raycl.evaluation.search import search
 
 Positions = NDArray[np.int64]
 

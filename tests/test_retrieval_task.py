@@ -13,8 +13,8 @@ import pytest
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
 from raycl.inference.retrieval import evaluate_retrieval
-from raycl.inference.task import Task, image_task, judged_task, pair_task
-from raycl.models.saved import save_encoder
+from raycl.inference.retrieval_task import Task, image_task, judged_task, pair_task
+from raycl.models.encoder_io import save_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.storage import Place
 from tests.pairs import small_config

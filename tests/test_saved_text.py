@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycl.errors import DataError, StorageError
-from raycl.models.saved import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder, load_encoder
+from raycl.models.encoder_io import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder, load_encoder
 from raycl.models.towers import Tower
-from raycl.tokens import padded_rows, train_tokenizer
+from raycl.tokenization import padded_rows, train_tokenizer
 from raycl.training import build
 from tests.pairs import TRANSFORMER, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts

@@ -12,14 +12,14 @@ from torch import nn
 
 from raycl.augment.images import center_view
 from raycl.config import RunConfig
+from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference import tower as saved
-from raycl.inference.tower import load_tower
+from raycl.inference import checkpoint_encoder as saved
+from raycl.inference.checkpoint_encoder import load_tower
 from raycl.models.momentum import MomentumEncoder
 from raycl.recipes import recipe
-from raycl.settings import config_to_yaml, override
 from raycl.training import build
-from raycl.training.modality import ImageSide
+from raycl.training.modality import ImageTowerBuilder
 from tests.images import digit_files
 
 SMALL = {
@@ -73,7 +73,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def expected(config: RunConfig, whole: nn.Module, image: bytes) -> np.ndarray:
-    pixels, _ = ImageSide(config).image_format().decode(image)
+    pixels, _ = ImageTowerBuilder(config).image_format().decode(image)
     mean, std = config.normalization
     with torch.no_grad():
         return whole(center_view(pixels[None], size=16, mean=mean, std=std))[0].numpy()

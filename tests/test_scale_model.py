@@ -17,7 +17,7 @@ from scale_model import (  # pyright: ignore[reportMissingImports]
 )
 
 from raycl.distributed import gather
-from raycl.negatives.bank_plan import BankPlan, Precision
+from raycl.negatives.spec import BankSpec, Precision
 from tests.workers.processes import run_workers
 
 BATCH, DIM = 2_048, 64
@@ -25,7 +25,7 @@ BATCH, DIM = 2_048, 64
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float16", 2), ("float32", 4)])
 def test_shards_together_keep_the_memory_of_the_formula(dtype: Precision, itemsize: int) -> None:
-    plan = BankPlan(
+    plan = BankSpec(
         name="b", kind="memory_bank", dim=DIM, output="out", capacity=1_003, num_shards=5, dtype=dtype
     )
     assert sum(map(plan.bytes_of, range(5))) == bank_memory(1_003, DIM, itemsize=itemsize)

@@ -22,23 +22,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin
 
-from raycl.cli import main
+from raycl.cli.main import main
+from raycl.config.overrides import config_from_yaml, config_to_yaml, parse_setting
 from raycl.data.columns import ColumnNames
 from raycl.data.images import BrokenImageError, ImageFormat
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.tower import load_tower
+from raycl.inference.checkpoint_encoder import load_tower
 from raycl.models.bag_of_subwords import BagOfSubwords
+from raycl.models.encoder_io import ImageEncoder, load_encoder, load_state, save_encoder
 from raycl.models.images import build_image_encoder
-from raycl.models.saved import ImageEncoder, load_encoder, load_state, save_encoder
 from raycl.models.specs import ImageEncoderSpec, TextEncoderSpec
 from raycl.models.trust import TRUSTED, check_trusted
-from raycl.negatives.bank_plan import BankPlan
 from raycl.negatives.queue_shard import QueueShard
 from raycl.negatives.snapshot import read_current, shard_file, snapshot_folder, snapshot_steps
-from raycl.settings import config_from_yaml, config_to_yaml, parse_setting
+from raycl.negatives.spec import BankSpec
 from raycl.storage import Place
-from raycl.tokens import train_tokenizer
+from raycl.tokenization import train_tokenizer
 from raycl.training.launch import _bank_name
 from tests.conftest import BUCKET
 from tests.images import write_digits
@@ -337,11 +337,11 @@ def test_a_list_of_checkpoints_cannot_lead_out_of_the_run(tmp_path: Path) -> Non
 # ---- a bank's snapshot
 
 
-def a_plan(output: Path) -> BankPlan:
-    return BankPlan(name="bank", kind="queue", dim=4, capacity=8, output=str(output))
+def a_plan(output: Path) -> BankSpec:
+    return BankSpec(name="bank", kind="queue", dim=4, capacity=8, output=str(output))
 
 
-def a_saved_queue(output: Path) -> BankPlan:
+def a_saved_queue(output: Path) -> BankSpec:
     plan = a_plan(output)
     QueueShard(plan, 0).save(3)
     return plan
@@ -398,7 +398,7 @@ def test_folders_of_others_beside_the_snapshots_are_none(tmp_path: Path) -> None
 @example("..")
 def test_the_name_of_a_bank_leads_nowhere(name: str) -> None:
     try:
-        plan = BankPlan(name=name, kind="queue", dim=4, capacity=8, output="/runs/one")
+        plan = BankSpec(name=name, kind="queue", dim=4, capacity=8, output="/runs/one")
     except ConfigError:
         assert not name or "/" in name
     else:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from raycl.config import RunConfig, Stage
+from raycl.config.overrides import override
+from raycl.display import Displayable, EvaluationResult, Table, flat, plain, progress_html
 from raycl.negatives.bank_stats import BankStats, ShardStats
-from raycl.negatives.questions import Neighbors
+from raycl.negatives.search import Neighbors
 from raycl.recipes import RECIPES, recipe
-from raycl.settings import override
-from raycl.showing import Scores, Shown, Table, flat, plain, progress_html
 
 EVIL = "<script>alert(1)</script>&\"'"
 
@@ -59,10 +59,10 @@ def stats(**changes: Any) -> BankStats:
 NEIGHBORS = Neighbors(
     sample_id=np.array([7, 123_456]), similarity=np.array([0.5, 0.25], np.float32), step=np.array([3, 1_000])
 )
-SCORES = Scores(
+SCORES = EvaluationResult(
     {"measure": "retrieval", "recall_at_10": 0.5, "num_test": 12_345, "floor": {"tfidf": {"mrr": 0.25}}, "examples": [{"query": EVIL}] * 3}
 )  # fmt: skip
-VALUES: dict[str, Shown] = {
+VALUES: dict[str, Displayable] = {
     "bank": stats(),
     "an empty bank": stats(newest_step=None, age_mean=None, age_max=None, norm_mean=None, shards=()),
     "neighbors": NEIGHBORS,
@@ -74,7 +74,7 @@ VALUES: dict[str, Shown] = {
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_value_shows_all_of_its_facts_as_sound_html_and_as_text(value: Shown) -> None:
+def test_value_shows_all_of_its_facts_as_sound_html_and_as_text(value: Displayable) -> None:
     table, html, text = value.shown(), value._repr_html_(), str(value)
     cells = Tags(html).cells
     assert [[name, plain(fact)] for name, fact in table.facts.items()] == cells[: len(table.facts)]
@@ -85,14 +85,14 @@ def test_value_shows_all_of_its_facts_as_sound_html_and_as_text(value: Shown) ->
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_html_brings_no_color_so_that_dark_pages_can_be_read(value: Shown) -> None:
+def test_html_brings_no_color_so_that_dark_pages_can_be_read(value: Displayable) -> None:
     html = value._repr_html_() + progress_html("training", 1, 2, "")
     assert "color" not in html and "background" not in html and "<style" not in html
 
 
 def test_what_others_wrote_is_shown_as_text_and_never_as_markup() -> None:
     table = Table(title=EVIL, facts={EVIL: EVIL}, columns=(EVIL,), rows=[(EVIL,)])
-    for html in (table.to_html(), progress_html(EVIL, 1, 2, EVIL), Scores({"measure": EVIL, EVIL: EVIL})._repr_html_()):  # fmt: skip
+    for html in (table.to_html(), progress_html(EVIL, 1, 2, EVIL), EvaluationResult({"measure": EVIL, EVIL: EVIL})._repr_html_()):  # fmt: skip
         tags = Tags(html)
         assert "script" not in tags.seen
         assert any(EVIL in text for text in tags.text)
@@ -100,7 +100,7 @@ def test_what_others_wrote_is_shown_as_text_and_never_as_markup() -> None:
 
 def test_the_repr_of_a_value_stays_that_of_its_fields() -> None:
     assert repr(stats()).startswith("BankStats(name='first', kind='queue'")
-    assert repr(Scores({"top1": 0.5})) == "{'top1': 0.5}"
+    assert repr(EvaluationResult({"top1": 0.5})) == "{'top1': 0.5}"
     assert repr(Stage(epochs=3)).startswith("Stage(epochs=3")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raycl.storage import Place
-from raycl.training.groups import Signals
+from raycl.training.driver import GracefulShutdown
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def test_workers_are_asked_to_stop_only_between_the_beginning_and_the_end_of_tra
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
-    monkeypatch.setattr(Signals, "ask_to_stop", lambda _: float(asked.set() or 0))
-    with Signals(None, Place(str(tmp_path))) as signals:
+    monkeypatch.setattr(GracefulShutdown, "ask_to_stop", lambda _: float(asked.set() or 0))
+    with GracefulShutdown(None, Place(str(tmp_path))) as signals:
         with pytest.raises(KeyboardInterrupt):  # nobody is there who would save
             send_sigterm()
         signals.begin()

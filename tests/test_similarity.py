@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from raycl.errors import DataError
-from raycl.inference.sentences import evaluate_sts
-from raycl.judging.similarity import spearman, sts_scores
+from raycl.evaluation.similarity import spearman, sts_scores
+from raycl.inference.sts import evaluate_sts
 from tests.pairs import small_config
 from tests.test_saved_text import save
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import raycl
-from raycl.training.stage_plan import StagePlan, stage_plans
+from raycl.training.stages import StagePlan, stage_plans
 
 NUM_TRAIN = 1_024
 

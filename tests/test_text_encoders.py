@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.accumulation import accumulate
 from raycl.errors import ConfigError
+from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import nt_xent
-from raycl.models import token_rows
+from raycl.models import packed
 from raycl.models.bag_of_subwords import BagOfSubwords
 from raycl.models.text import build_text_encoder, text_representation_dim
 from raycl.models.text_transformer import TextTransformer
@@ -52,7 +52,7 @@ def rows_of(*lengths: int, seed: int = 1) -> Tensor:
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if "copies" in request.param:  # which so few tokens would not have
-        monkeypatch.setattr(token_rows, "_round_up", lambda number: number + 5)
+        monkeypatch.setattr(packed, "_round_up", lambda number: number + 5)
     return request.param
 
 
@@ -110,14 +110,14 @@ def test_the_transformer_meets_few_sizes_however_many_tokens_come() -> None:
 
 def test_a_round_number_is_at_most_a_sixty_fourth_above() -> None:
     numbers = range(1, 20_000)
-    assert all(number <= token_rows._round_up(number) <= number + number / 64 for number in numbers)
-    assert len({token_rows._round_up(number) for number in numbers}) < 700
+    assert all(number <= packed._round_up(number) <= number + number / 64 for number in numbers)
+    assert len({packed._round_up(number) for number in numbers}) < 700
 
 
 def test_copies_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients, tokens = [], rows_of(5, 24, 8)
     for num_copies in (0, 40):
-        monkeypatch.setattr(token_rows, "_round_up", lambda number, more=num_copies: number + more)
+        monkeypatch.setattr(packed, "_round_up", lambda number, more=num_copies: number + more)
         encoder = build("transformer", dropout=0.0)
         encoder(tokens).square().sum().backward()
         gradients.append([each.grad for each in encoder.parameters()])
@@ -140,7 +140,7 @@ def test_a_row_of_padding_only_is_finite_and_leaves_the_others_alone(kind: str) 
 def test_the_transformer_is_torchs_with_the_same_weights(
     pooling: str, num_copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_rows, "_round_up", lambda number: number + num_copies)
+    monkeypatch.setattr(packed, "_round_up", lambda number: number + num_copies)
     encoder = build("transformer", pooling=pooling, dropout=0.0)
     assert isinstance(encoder, TextTransformer)
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, F.gelu, batch_first=True, norm_first=True)
@@ -241,7 +241,7 @@ def test_a_batch_in_chunks_has_the_gradient_of_its_chunks_together(
     tokens = rows_of(5, 24, 8, 1, 2, 3, 17, 4)
     gradients = []
     for embed in (
-        lambda tower: accumulate(tower, tokens, chunk_size=chunk_size),
+        lambda tower: embed_in_chunks(tower, tokens, chunk_size=chunk_size),
         lambda tower: torch.cat([tower(chunk) for chunk in tokens.split(chunk_size)]),
     ):
         encoder = build(kind, dropout=dropout)

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.judging import text_floor
-from raycl.judging.text_floor import bm25_search, tfidf_search, tfidf_similarity
+from raycl.evaluation import lexical_baselines
+from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
 
-Scores = NDArray[np.float64]
+EvaluationResult = NDArray[np.float64]
 WORDS = ("cat", "dog", "c", "7", "mat", "sat", "über", "the", "a", "on", "fish", "tree")
 
 
@@ -48,14 +48,14 @@ def dot(left: dict[str, float], right: dict[str, float]) -> float:
     return sum(value * right.get(word, 0) for word, value in left.items())
 
 
-def plain_tfidf(queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def plain_tfidf(queries: Sequence[str], documents: Sequence[str]) -> EvaluationResult:
     known = {word for text in documents for word in count(text)}
     kept = [" ".join(word for word in count(text).elements() if word in known) for text in queries]
     columns = plain_vectors(documents, documents)
     return np.array([[dot(row, column) for column in columns] for row in plain_vectors(kept, documents)])
 
 
-def plain_bm25(queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def plain_bm25(queries: Sequence[str], documents: Sequence[str]) -> EvaluationResult:
     counts = [count(document) for document in documents]
     df = Counter(word for each in counts for word in each)
     mean_length = sum(each.total() for each in counts) / len(counts)
@@ -72,7 +72,9 @@ def plain_bm25(queries: Sequence[str], documents: Sequence[str]) -> Scores:
     return np.array([[score(query, each) for each in counts] for query in queries])
 
 
-def plain_ranking(scores: Scores, k: int, excluded: NDArray[np.int64]) -> tuple[Scores, NDArray[np.int64]]:
+def plain_ranking(
+    scores: EvaluationResult, k: int, excluded: NDArray[np.int64]
+) -> tuple[EvaluationResult, NDArray[np.int64]]:
     scores = scores.copy()
     scores[excluded[:, 0], excluded[:, 1]] = 0
     # Rounded, so that the order of a sum does not part equals.
@@ -90,12 +92,12 @@ both_searches = pytest.mark.parametrize("search", [tfidf_search, bm25_search])
 @pytest.mark.parametrize("cells", [1, 100, 2**22])
 def test_search_by_words_equals_the_plain_formula(
     search: Callable[..., Any],
-    plain: Callable[..., Scores],
+    plain: Callable[..., EvaluationResult],
     k: int,
     cells: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(text_floor, "_CELLS", cells)
+    monkeypatch.setattr(lexical_baselines, "_CELLS", cells)
     documents, queries = draw_texts(40, seed=0), [*draw_texts(15, seed=1), "a cat nobody knows"]
     rng = np.random.default_rng(2)
     excluded = np.stack([rng.integers(0, 16, 50), rng.integers(0, 40, 50)], axis=1)

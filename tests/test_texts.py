@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycl.data.formats import store_all
-from raycl.data.rows import Batch, Rows
+from raycl.data.codecs import store_all
+from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.texts import TextFormat, Tokens
-from raycl.tokens.tokenizer import BrokenTextError, Tokenizer, train_tokenizer
+from raycl.tokenization.tokenizer import BrokenTextError, Tokenizer, train_tokenizer
 
 TEXTS = ["a boat on the sea", "two boats", "the sea is calm today and the boat is on it", "calm"]
 
@@ -17,14 +17,14 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(TEXTS * 3, vocabulary_size=280)
 
 
-def rows_of(tokenizer: Tokenizer, max_length: int = 6) -> Rows:
+def rows_of(tokenizer: Tokenizer, max_length: int = 6) -> InMemoryDataset:
     text_format = TextFormat(tokenizer=tokenizer, max_length=max_length)
     formats = {"text": text_format}
     stored = store_all(formats, {"text": text_format.decode_all(TEXTS)})
     numbers = pa.array(range(len(TEXTS)), pa.int64())
     table = pa.table(stored | {"sample_id": numbers, "label": numbers})
     # Several tables, sliced and empty, as Ray may hand them over.
-    return Rows([table.slice(0, 1), table.slice(1, 0), table.slice(1)], formats)
+    return InMemoryDataset([table.slice(0, 1), table.slice(1, 0), table.slice(1)], formats)
 
 
 def tokens_of(batch: Batch) -> Tokens:

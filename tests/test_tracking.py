@@ -19,15 +19,15 @@ from wandb.proto import wandb_internal_pb2
 
 import raycl
 from raycl.config import RunConfig
-from raycl.config.sections import TrackingConfig
+from raycl.config.overrides import config_to_yaml
+from raycl.config.schema import TrackingConfig
 from raycl.errors import ConfigError
-from raycl.settings import config_to_yaml
 from raycl.storage import Place
-from raycl.tracking import Point, Trackers, check_trackers, event_files, open_trackers, trackers
+from raycl.tracking import MetricsRecord, Trackers, check_trackers, event_files, open_trackers, trackers
+from raycl.tracking.background import MOST_WAITING, BackgroundTracker
 from raycl.tracking.event_files import EventFiles
 from raycl.tracking.mlflow_run import MlflowRun
-from raycl.tracking.outbox import MOST_WAITING, Outbox
-from raycl.training.resumption import check_output
+from raycl.training.resume import check_output
 from tests.conftest import BUCKET
 
 
@@ -42,8 +42,8 @@ def run_of(**tracking: Any) -> RunConfig:
     return raycl.override(raycl.recipe("simclr"), named)
 
 
-def point(step: int, **metrics: float) -> Point:
-    return Point(step=step, time=1.7e9 + step, metrics=metrics)
+def point(step: int, **metrics: float) -> MetricsRecord:
+    return MetricsRecord(step=step, time=1.7e9 + step, metrics=metrics)
 
 
 def seen_in_tensorboard(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
@@ -116,7 +116,7 @@ def test_tensorboard_shows_each_step_once_as_it_was_made_last(
     for number, (checkpoint, num_steps, rolls_back) in enumerate(lives):
         start = min(checkpoint, max(expected, default=0))
         if number and rolls_back:
-            files.write([Point(step=start, time=0.0, metrics={}, goes_back=True)])
+            files.write([MetricsRecord(step=start, time=0.0, metrics={}, goes_back=True)])
         elif number:
             files.flush()  # it is killed: nobody closes its file
             files = EventFiles(Place(str(folder)), resume_step=start)
@@ -169,7 +169,7 @@ class Blocked:
         self.may_answer = threading.Event()
         self.steps: list[int] = []
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricsRecord]) -> None:
         self.may_answer.wait()
         self.steps += [each.step for each in points]
 
@@ -187,7 +187,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
     blocked = Blocked()
-    outbox = Outbox("tracking.mlflow", lambda: blocked, every_s=0.01)
+    outbox = BackgroundTracker("tracking.mlflow", lambda: blocked, every_s=0.01)
     opened = Trackers([outbox])
     for step in range(1, 101):
         opened.write(step, {"loss": 1.0})
@@ -206,7 +206,9 @@ def test_what_a_tracker_refused_comes_again_in_order_and_its_failure_is_told_onc
     # A file stands where the folder should be, until somebody clears it away.
     in_the_way = tmp_path / "board"
     in_the_way.write_text("x")
-    outbox = Outbox("tracking.tensorboard", lambda: EventFiles(Place(str(in_the_way))), every_s=0.01)
+    outbox = BackgroundTracker(
+        "tracking.tensorboard", lambda: EventFiles(Place(str(in_the_way))), every_s=0.01
+    )
     opened = Trackers([outbox])
     opened.write(1, {"loss": 1.0})
     wait_for(lambda: outbox.num_failures >= 3)
@@ -226,7 +228,7 @@ def test_what_a_server_refused_stays_before_what_came_meanwhile() -> None:
     class Refusing:
         num_refused = 0
 
-        def write(self, points: Sequence[Point]) -> None:
+        def write(self, points: Sequence[MetricsRecord]) -> None:
             if self.num_refused < 2:
                 self.num_refused += 1
                 outbox.put(point(1 + self.num_refused))
@@ -237,7 +239,7 @@ def test_what_a_server_refused_stays_before_what_came_meanwhile() -> None:
 
         def close(self, *, finished: bool) -> None: ...
 
-    outbox = Outbox("tracking.mlflow", Refusing, every_s=0.01)
+    outbox = BackgroundTracker("tracking.mlflow", Refusing, every_s=0.01)
     outbox.put(point(1))
     wait_for(lambda: len(taken) == 3)
     assert taken == [1, 2, 3]
@@ -252,7 +254,7 @@ def test_a_failed_flush_does_not_write_twice(s3_server: str, tmp_path: Path) -> 
     fails = iter([True])
 
     class Flaky:
-        def write(self, points: Sequence[Point]) -> None:
+        def write(self, points: Sequence[MetricsRecord]) -> None:
             files.write(points)
 
         def flush(self) -> None:
@@ -263,7 +265,7 @@ def test_a_failed_flush_does_not_write_twice(s3_server: str, tmp_path: Path) -> 
         def close(self, *, finished: bool) -> None:
             files.close(finished=finished)
 
-    outbox = Outbox("tracking.tensorboard", Flaky, every_s=0.01)
+    outbox = BackgroundTracker("tracking.tensorboard", Flaky, every_s=0.01)
     opened = Trackers([outbox])
     opened.write(1, {"loss": 1.0})
     wait_for(lambda: outbox.num_failures == 1)
@@ -282,7 +284,7 @@ def test_points_that_wait_are_limited_and_the_oldest_go_first() -> None:
             raise OSError("away")
         return blocked
 
-    outbox = Outbox("tracking.mlflow", never, every_s=3600)
+    outbox = BackgroundTracker("tracking.mlflow", never, every_s=3600)
     for step in range(MOST_WAITING + 5):
         outbox.put(point(step))
     blocked.may_answer.set()
@@ -338,7 +340,9 @@ def test_a_server_that_is_away_is_told_soon(tmp_path: Path) -> None:
         closed_again.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed_again.getsockname()[1]}"
     output = Place(str(tmp_path))
-    outbox = Outbox("tracking.mlflow", lambda: MlflowRun(run_of(mlflow=address), output), every_s=0.01)
+    outbox = BackgroundTracker(
+        "tracking.mlflow", lambda: MlflowRun(run_of(mlflow=address), output), every_s=0.01
+    )
     wait_for(lambda: outbox.num_failures > 0)
     assert outbox.news()[0].startswith("tracking.mlflow takes no metrics: ")
     outbox.begin_closing(finished=True)

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import raycl
 from raycl.config import RunConfig
+from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError, RayclError, StorageError
-from raycl.inference.admission import admit
 from raycl.inference.encoder import read_encoders
+from raycl.inference.preflight import admit
+from raycl.models.encoder_io import ImageEncoder
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.saved import ImageEncoder
 from raycl.models.towers import Towers
 from raycl.recipes import recipe
-from raycl.settings import config_to_yaml, override
 from raycl.training import build
 from tests import pairs
 from tests.pairs import vocabulary

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raycl.data.images import Pixels
-from raycl.data.rows import Batch
+from raycl.data.in_memory import Batch
 from raycl.data.texts import TokenLists, Tokens
 from tests.pretend_gpu import CPU
 from tests.pretended_steps import SMALL, Case, Worker, batch

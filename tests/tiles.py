@@ -39,7 +39,7 @@ def count_products(call: Callable[[], object], *rooms: str) -> int:
     return len(calls)
 
 
-class Recorder(TorchFunctionMode):
+class MetricsLogger(TorchFunctionMode):
     """Note the largest tensor that is made, and which functions are called."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from raycl.config import RunConfig
-from raycl.data.holdout import Holdout
+from raycl.data.split import Holdout
 from raycl.models.towers import Towers
 from raycl.storage import Place
 from raycl.training import build

@@ -1,7 +1,7 @@
 """Random views of a batch, drawn from (seed, epoch, sample_id, view) and nothing else."""
 
 from raycl.augment.images import ImageAugmentation, center_view, two_views
+from raycl.augment.rng import uniforms
 from raycl.augment.text import TextAugmentation
-from raycl.augment.views import uniforms
 
 __all__ = ["ImageAugmentation", "TextAugmentation", "center_view", "two_views", "uniforms"]

@@ -20,10 +20,10 @@ from raycl.augment.checks import (
 )
 from raycl.augment.color import color_transform, recolor
 from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample
+from raycl.augment.rng import uniforms
 from raycl.augment.rotation import rotate
-from raycl.augment.views import uniforms
+from raycl.device_copy import constant
 from raycl.errors import ConfigError
-from raycl.transfer import constant
 
 # One column of uniforms each; the columns of the crop box follow, and after them that of the rotation.
 # Append only: a new order would give every recorded run other views.

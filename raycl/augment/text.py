@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raycl.augment.checks import check_number
-from raycl.augment.views import uniforms
+from raycl.augment.rng import uniforms
 from raycl.augment.words import Words, assemble, find_words
 from raycl.errors import ConfigError
 

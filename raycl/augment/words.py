@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from raycl.tokens import PADDING
+from raycl.tokenization import PADDING
 
 
 @final

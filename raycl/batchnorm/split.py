@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.batchnorm.layers import PLAIN, AnyBatchNorm, refuse_other_kinds
+from raycl.batchnorm.base import PLAIN, BatchNormBase, refuse_other_kinds
 from raycl.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ def split_batchnorm(module: nn.Module, group_size: int) -> nn.Module:
 
 
 @final
-class SplitBatchNorm(AnyBatchNorm):
+class SplitBatchNorm(BatchNormBase):
     """BatchNorm that in training normalizes each group of consecutive rows by its own statistics.
 
     Outputs and gradients equal those of one forward pass for each group. Running statistics move

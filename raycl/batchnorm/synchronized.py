@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from raycl.batchnorm.layers import PLAIN, AnyBatchNorm, refuse_other_kinds
+from raycl.batchnorm.base import PLAIN, BatchNormBase, refuse_other_kinds
 from raycl.distributed import all_sum, gather_detached, num_workers
 
 _native_backward = torch.ops.aten.native_batch_norm_backward.default
@@ -50,7 +50,7 @@ def synchronize(module: nn.Module) -> nn.Module:
 
 
 @final
-class SynchronizedBatchNorm(AnyBatchNorm):
+class SynchronizedBatchNorm(BatchNormBase):
     """BatchNorm whose training statistics are those of the rows of all workers.
 
     Forward, gradients and running statistics equal those of ``nn.BatchNorm`` on the global batch;

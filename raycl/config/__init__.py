@@ -1,8 +1,8 @@
 """A run, stated: frozen, validated values. Nothing below this floor sees them."""
 
-from raycl.config.leaves import leaves
+from raycl.config.flatten import leaves
 from raycl.config.run import RunConfig
-from raycl.config.sections import (
+from raycl.config.schema import (
     AugmentConfig,
     BankConfig,
     CheckpointConfig,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, model_validator
 
-from raycl.config.sections import (
+from raycl.config.schema import (
     AugmentConfig,
     BankConfig,
     CheckpointConfig,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, model_validator
 
-from raycl.config.sections import Count, Fraction, NotNegative, Positive, Section
+from raycl.config.schema import Count, Fraction, NotNegative, Positive, Section
 
 
 @final

@@ -10,14 +10,14 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
+from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames
-from raycl.data.formats import Formats, store_all
-from raycl.data.holdout import Holdout
+from raycl.data.coordinator import NUM_EXAMPLES
 from raycl.data.ids import content_id, stable_ids
 from raycl.data.images import ImageFormat, is_flat
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
-from raycl.data.logbook import NUM_EXAMPLES
-from raycl.data.sources import Piece, RawRows, Source, plain_values
+from raycl.data.sources import Fragment, RawRows, Source, plain_values
+from raycl.data.split import Holdout
 from raycl.errors import BrokenValueError
 
 BLOCK_BYTES = 64 * 2**20
@@ -129,7 +129,7 @@ def _accepted(keep: Keep | None, sample_id: NDArray[np.int64]) -> NDArray[np.boo
 def decode_source(
     source: Source,
     decoder: Decoder,
-    pieces: tuple[Piece, ...] | None = None,
+    pieces: tuple[Fragment, ...] | None = None,
     *,
     kept_whole: frozenset[int] = frozenset(),
 ) -> ray.data.Dataset:
@@ -144,7 +144,7 @@ def decode_source(
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         for text in batch["piece"].to_pylist():
-            piece = Piece.from_json(text)
+            piece = Fragment.from_json(text)
             decoder_here = whole if piece.first_id in kept_whole else decoder
             yield from decoder_here.tables(f"{piece.uri}:{piece.first_id}", described.read(piece))
 

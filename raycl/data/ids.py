@@ -57,7 +57,9 @@ class IdFormat:
         values = [value]
         if self.in_lists:
             values = [] if value is None else list(value)
-        return BrokenValueError("missing id") if any(map(is_missing, values)) else list(map(thing_id, values))
+        return (
+            BrokenValueError("missing id") if any(map(is_missing, values)) else list(map(entity_id, values))
+        )
 
 
 @final
@@ -97,7 +99,7 @@ def stable_id(value: Any) -> int:
     return content_id(value if isinstance(value, bytes) else str(value).encode())
 
 
-def thing_id(value: Any) -> int:
+def entity_id(value: Any) -> int:
     """Return the id of a query or a document as :func:`stable_id` does, of an integer also as text.
 
     For one column of a set may hold numbers, and another, that of negatives perhaps, the same as texts.

@@ -26,7 +26,7 @@ ROWS_A_PIECE = 2_048
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Fragment:
     """Rows ``start`` to ``stop`` of the parquet ``file``, or a list of image files, below ``uri``.
 
     ``file`` is empty where the address itself is the file.
@@ -55,10 +55,10 @@ class Piece:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Piece":
+    def from_json(text: str) -> "Fragment":
         """Read what ``to_json`` wrote."""
         fields = json.loads(text)
-        return Piece(**fields | {"paths": tuple(fields["paths"]), "labels": tuple(fields["labels"])})
+        return Fragment(**fields | {"paths": tuple(fields["paths"]), "labels": tuple(fields["labels"])})
 
 
 @final
@@ -83,7 +83,7 @@ class Source:
 
     uri: str
     kind: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Fragment, ...]
     columns: ColumnNames
     classes: tuple[str, ...] | None
     has_labels: bool
@@ -94,16 +94,16 @@ class Source:
         """All rows, broken ones included."""
         return sum(piece.num_rows for piece in self.pieces)
 
-    def read(self, piece: Piece) -> Iterator[RawRows]:
+    def read(self, piece: Fragment) -> Iterator[RawRows]:
         """Yield the rows of one piece in batches; raises ``StorageError`` or ``DataError``."""
         return self._read_files(piece) if self.kind == "folder" else self._read_parquet(piece)
 
-    def sample_ids(self, pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    def sample_ids(self, pieces: Sequence[Fragment]) -> NDArray[np.int64]:
         """Return the ids of all rows of these pieces, broken ones included; reads the id column at most."""
         with ThreadPoolExecutor(8) as pool:
             return np.concatenate([np.empty(0, np.int64), *pool.map(self._piece_ids, pieces)])
 
-    def _piece_ids(self, piece: Piece) -> NDArray[np.int64]:
+    def _piece_ids(self, piece: Fragment) -> NDArray[np.int64]:
         column = self.columns.sample_id
         if column is None:
             return np.arange(piece.first_id, piece.first_id + piece.num_rows, dtype=np.int64)
@@ -113,7 +113,7 @@ class Source:
             ]
         return stable_ids([value for part in parts for value in part])
 
-    def _read_files(self, piece: Piece) -> Iterator[RawRows]:
+    def _read_files(self, piece: Fragment) -> Iterator[RawRows]:
         root = Place(piece.uri)
         for start in range(0, len(piece.paths), 256):
             paths = piece.paths[start : start + 256]
@@ -123,7 +123,7 @@ class Source:
             labels = np.array(piece.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
-    def _read_parquet(self, piece: Piece) -> Iterator[RawRows]:
+    def _read_parquet(self, piece: Fragment) -> Iterator[RawRows]:
         contents = self.columns.contents
         names = [name for name in (*contents.values(), self.columns.label, self.columns.sample_id) if name]
         with _open_parquet(piece.place) as file:
@@ -194,7 +194,7 @@ def _folder_source(uri: str, files: list[str]) -> Source:
     classes = _class_folders(paths)
     labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []
     pieces = tuple(
-        Piece(
+        Fragment(
             uri=uri,
             first_id=first,
             paths=tuple(paths[first : first + ROWS_A_PIECE]),
@@ -233,11 +233,11 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
     columns = chosen[0]
     if any(each != columns for each in chosen):
         raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
-    pieces: list[Piece] = []
+    pieces: list[Fragment] = []
     first_id = 0
     for file, (group_sizes, _) in zip(files, found, strict=True):
         for start, stop in _cut(group_sizes):
-            pieces.append(Piece(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
+            pieces.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
             first_id += stop - start
     if not first_id:
         raise DataError(f"{uri} holds no rows; give a set with at least one batch")

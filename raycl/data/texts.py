@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raycl.data.ids import content_id
 from raycl.errors import BrokenValueError
-from raycl.tokens import BrokenTextError, Tokenizer, padded, read_text
+from raycl.tokenization import BrokenTextError, Tokenizer, padded, read_text
 
 
 @final

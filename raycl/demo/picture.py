@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from raycl.data.rows import Rows, pixels_of
+from raycl.data.in_memory import InMemoryDataset, pixels_of
 
 RIGHT, WRONG = "#1a9850", "#d73027"
 
@@ -25,7 +25,10 @@ class Neighborhood:
 
 
 def draw_neighbors(
-    query_rows: Rows, queries: NDArray[np.int64], bank_rows: Rows, neighborhoods: Sequence[Neighborhood]
+    query_rows: InMemoryDataset,
+    queries: NDArray[np.int64],
+    bank_rows: InMemoryDataset,
+    neighborhoods: Sequence[Neighborhood],
 ) -> bytes:
     """Return a PNG: queries at the left, a block of neighbors for each way to look.
 

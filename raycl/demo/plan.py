@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import final
 
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.demo.digits import ANGLES, CANVAS
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
-from raycl.settings import override
 from raycl.storage import Place
-from raycl.training.resumption import CONFIG
+from raycl.training.resume import CONFIG
 
 RUN = "run"
 EPOCHS = 40

@@ -10,16 +10,16 @@ from rich.table import Table
 from torch import Tensor
 
 from raycl.data.images import ImageFormat
-from raycl.data.rows import Rows, pixels_of
+from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.demo.digits import CANVAS, write_digits
 from raycl.demo.picture import Neighborhood, draw_neighbors
 from raycl.demo.plan import RUN, DemoPlan
-from raycl.inference.judgment import raw_pixels
-from raycl.inference.reading import read_rows
-from raycl.judging.embed import embed
-from raycl.judging.knn import knn_accuracy, nearest
-from raycl.judging.linear import linear_accuracy
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.evaluation.embed import embed
+from raycl.evaluation.knn import knn_accuracy, nearest
+from raycl.evaluation.linear import linear_accuracy
+from raycl.inference.classification import raw_pixels
+from raycl.inference.read_rows import read_rows
+from raycl.models.encoder_io import ImageEncoder, load_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.report.ending import reported
 from raycl.training.launch import train
@@ -68,7 +68,7 @@ def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, floa
     return scores
 
 
-def _looks(encoder: ImageEncoder, train_rows: Rows, test_rows: Rows) -> list[Look]:
+def _looks(encoder: ImageEncoder, train_rows: InMemoryDataset, test_rows: InMemoryDataset) -> list[Look]:
     pixels = [raw_pixels(rows, channels=1, size=CANVAS) for rows in (train_rows, test_rows)]
     mean = pixels[0].mean(0)
     return [
@@ -83,7 +83,9 @@ def _untrained(spec: ImageEncoderSpec) -> ImageEncoder:
     return ImageEncoder(spec.build(), spec).eval()
 
 
-def _encoded(name: str, encoder: ImageEncoder, train_rows: Rows, test_rows: Rows) -> Look:
+def _encoded(
+    name: str, encoder: ImageEncoder, train_rows: InMemoryDataset, test_rows: InMemoryDataset
+) -> Look:
     train, test = (
         embed(encoder, (encoder.prepare(pixels_of(batch).images) for batch in rows.batches(256)))
         for rows in (train_rows, test_rows)
@@ -91,7 +93,7 @@ def _encoded(name: str, encoder: ImageEncoder, train_rows: Rows, test_rows: Rows
     return Look(name=name, train=train, test=test)
 
 
-def _score(look: Look, train_rows: Rows, test_rows: Rows) -> dict[str, float]:
+def _score(look: Look, train_rows: InMemoryDataset, test_rows: InMemoryDataset) -> dict[str, float]:
     train_label, test_label = torch.from_numpy(train_rows.label), torch.from_numpy(test_rows.label)
     return {
         "knn": knn_accuracy(look.test, test_label, look.train, train_label),
@@ -111,7 +113,7 @@ def _table(scores: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def _picture(looks: list[Look], train_rows: Rows, test_rows: Rows) -> bytes:
+def _picture(looks: list[Look], train_rows: InMemoryDataset, test_rows: InMemoryDataset) -> bytes:
     # One query of each of the first classes, always the same ones.
     queries = np.array([np.flatnonzero(test_rows.label == label)[0] for label in range(NUM_QUERIES)])
     neighborhoods = [

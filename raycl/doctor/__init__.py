@@ -8,17 +8,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raycl.doctor.examination import Request, examinations, examine
-    from raycl.doctor.finding import Finding
+    from raycl.doctor.result import CheckResult
+    from raycl.doctor.run import DoctorRequest, examinations, examine
 
 _HOME = {
-    "Finding": "finding",
-    "Request": "examination",
-    "examinations": "examination",
-    "examine": "examination",
+    "CheckResult": "result",
+    "DoctorRequest": "run",
+    "examinations": "run",
+    "examine": "run",
 }
 
-__all__ = ["Finding", "Request", "examinations", "examine"]
+__all__ = ["CheckResult", "DoctorRequest", "examinations", "examine"]
 
 
 def __getattr__(name: str) -> Any:

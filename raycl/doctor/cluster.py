@@ -9,48 +9,50 @@ from ray._private import state
 from ray._private.worker import global_worker
 from ray.core.generated import autoscaler_pb2
 
-from raycl.doctor.finding import Finding, size
 from raycl.doctor.machine import Machine, versions
 from raycl.doctor.nodes import Answer, Node, ask, describe_problems
+from raycl.doctor.result import CheckResult, size
 
 LEAST_STORE = 2**28  # 0.25 GiB
 GROW = "--set autoscaling=true"
 _WATCHED = re.compile(r"node_[0-9a-f]*")  # the kind of a node that nobody gave a kind
 
 
-def examine_versions(answers: Sequence[Answer[Machine]]) -> Finding:
+def examine_versions(answers: Sequence[Answer[Machine]]) -> CheckResult:
     """Compare the versions of all nodes with those here."""
     here = versions()
     seen = ", ".join(f"{name} {number}" for name, number in here.items())
     differing = [difference for answer in answers if (difference := _difference(answer, here))]
     if silent := describe_problems(answers):
-        return Finding(
+        return CheckResult(
             good=False,
             name="versions",
             seen=f"{seen}; not every node answers: {silent}",
             remedy="install raycl on all nodes, and look at `ray status` and the logs of those",
         )
     if differing:
-        return Finding(
+        return CheckResult(
             good=False,
             name="versions",
             seen=f"here {seen}; {'; '.join(differing)}",
             remedy="install the same versions on all nodes and here",
         )
-    return Finding(good=True, name="versions", seen=f"{seen}, on {_count(len(answers), 'node')}")
+    return CheckResult(good=True, name="versions", seen=f"{seen}, on {_count(len(answers), 'node')}")
 
 
-def examine_size(nodes: Sequence[Node]) -> Finding:
+def examine_size(nodes: Sequence[Node]) -> CheckResult:
     """Count nodes, CPUs and GPUs; none now are well if an autoscaler brings some."""
     num_cpus, num_gpus = (sum(getattr(node, name) for node in nodes) for name in ("num_cpus", "num_gpus"))
     seen = f"{_count(len(nodes), 'node')}, {num_cpus:g} CPUs, {num_gpus:g} GPUs"
     grows = can_grow()
     if num_cpus >= 1:
-        return Finding(good=True, name="cluster", seen=seen + (", and more when a run asks" if grows else ""))
+        return CheckResult(
+            good=True, name="cluster", seen=seen + (", and more when a run asks" if grows else "")
+        )
     if grows:
-        return Finding(good=True, name="cluster", seen=f"{seen} now; nodes come when a run asks ({GROW})")
+        return CheckResult(good=True, name="cluster", seen=f"{seen} now; nodes come when a run asks ({GROW})")
     unknown = "whether an autoscaler is there cannot be told" if grows is None else "no autoscaler is seen"
-    return Finding(
+    return CheckResult(
         good=False,
         name="cluster",
         seen=f"{seen}; {unknown}",
@@ -58,7 +60,7 @@ def examine_size(nodes: Sequence[Node]) -> Finding:
     )
 
 
-def examine_object_store(nodes: Sequence[Node]) -> Finding:
+def examine_object_store(nodes: Sequence[Node]) -> CheckResult:
     """Look at the smallest object store: samples are held in that of each node that trains or reads."""
     least = min(nodes, key=lambda node: node.object_store)
     good = least.object_store >= LEAST_STORE
@@ -66,14 +68,16 @@ def examine_object_store(nodes: Sequence[Node]) -> Finding:
     if len(nodes) > 1:
         seen += f" in all, at least {size(least.object_store)} on a node ({least.name})"
     remedy = f"give Ray on {least.name} more (ray start --object-store-memory, at least {size(LEAST_STORE)})"
-    return Finding(good=good, name="object store", seen=seen, remedy="" if good else remedy)
+    return CheckResult(good=good, name="object store", seen=seen, remedy="" if good else remedy)
 
 
-def examine_gpus(nodes: Sequence[Node]) -> Iterator[Finding]:
+def examine_gpus(nodes: Sequence[Node]) -> Iterator[CheckResult]:
     """Compare Ray's count of GPUs on each node with what torch sees there, in a task that asks for them."""
     with_gpus = [node for node in nodes if node.num_gpus >= 1]
     if not with_gpus:
-        yield Finding(good=True, name="GPUs", seen="none now; runs use the CPU unless a node comes with one")
+        yield CheckResult(
+            good=True, name="GPUs", seen="none now; runs use the CPU unless a node comes with one"
+        )
     for node in with_gpus:
         yield _examine_gpus_of(node)
 
@@ -125,19 +129,19 @@ def _kinds_of_second_version(client: Any) -> set[str]:
     return {node.ray_node_type_name or "node_" for node in reply.cluster_resource_state.node_states}
 
 
-def _examine_gpus_of(node: Node) -> Finding:
+def _examine_gpus_of(node: Node) -> CheckResult:
     name, num_free = f"GPUs of {node.name}", free_gpus(node)
     if not num_free:
-        return Finding(good=True, name=name, seen=f"{node.num_gpus:g}, all in use now, so not looked at")
+        return CheckResult(good=True, name=name, seen=f"{node.num_gpus:g}, all in use now, so not looked at")
     (answer,) = ask([node], gpu_memory, num_gpus=num_free)
     if answer.value is None:
-        return Finding(
+        return CheckResult(
             good=False, name=name, seen=f"Ray counts {node.num_gpus:g}; {answer.problem}", remedy=_MEND_GPUS
         )
     kinds = ", ".join(f"{kind} {size(memory)}" for kind, memory in answer.value)
     seen = f"Ray counts {num_free} free of {node.num_gpus:g}, torch sees {len(answer.value)}"
     good = len(answer.value) == num_free
-    return Finding(
+    return CheckResult(
         good=good,
         name=name,
         seen=f"{seen} ({kinds})" if kinds else seen,

@@ -9,8 +9,8 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycl.doctor.finding import Finding
 from raycl.doctor.nodes import Node, ask, why
+from raycl.doctor.result import CheckResult
 
 NUM_BYTES = 64 * 2**20
 MAX_PAIRS = 8
@@ -18,10 +18,10 @@ SLOW = 30e6  # bytes a second: 240 Mbit/s
 _PATIENCE_S = 60.0
 
 
-def examine_network(nodes: Sequence[Node], gradient_bytes: float = 0.0) -> Finding:
+def examine_network(nodes: Sequence[Node], gradient_bytes: float = 0.0) -> CheckResult:
     """Move bytes from each node to the next; say what a step's gradients would take at the slowest rate."""
     if len(nodes) == 1:
-        return Finding(good=True, name="network", seen="one node")
+        return CheckResult(good=True, name="network", seen="one node")
     pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))[:MAX_PAIRS]
     rates: dict[str, float] = {}
     for source, target in pairs:
@@ -30,7 +30,7 @@ def examine_network(nodes: Sequence[Node], gradient_bytes: float = 0.0) -> Findi
             rates[between] = _bytes_per_s(source, target)
         # Whatever Ray raises: that these two do not reach each other is the finding.
         except Exception as error:
-            return Finding(
+            return CheckResult(
                 good=False,
                 name="network",
                 seen=f"{between}: {_said(error)}",
@@ -47,7 +47,7 @@ def examine_network(nodes: Sequence[Node], gradient_bytes: float = 0.0) -> Findi
         )
     good = rates[slowest] >= SLOW
     remedy = "put the nodes into one zone, or use ones with more bandwidth"
-    return Finding(good=good, name="network", seen=seen, remedy="" if good else remedy)
+    return CheckResult(good=good, name="network", seen=seen, remedy="" if good else remedy)
 
 
 def produce(num_bytes: int) -> np.ndarray:

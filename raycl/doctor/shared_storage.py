@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from raycl.doctor.files import Written, delete, parent_of, read, remove_folders, write
-from raycl.doctor.finding import Finding
 from raycl.doctor.nodes import PATIENCE_S, Answer, Node, ask
+from raycl.doctor.result import CheckResult
 from raycl.errors import RayclError
 from raycl.storage import Place, absolute
 
@@ -17,7 +17,7 @@ _SHARE = "give a folder that all nodes share (NFS, FSx, a volume of many writers
 _NAMED = 4  # of what went wrong, so many are told
 
 
-def examine_storage(output: str, nodes: Sequence[Node]) -> Finding:
+def examine_storage(output: str, nodes: Sequence[Node]) -> CheckResult:
     """Write a small file from everywhere beside ``output``, read others' there, and delete them all."""
     try:
         place = Place(absolute(output))
@@ -29,15 +29,15 @@ def examine_storage(output: str, nodes: Sequence[Node]) -> Finding:
         finally:
             undone = visit.clean()
     except RayclError as error:
-        return Finding(good=False, name="storage", seen=str(error))
+        return CheckResult(good=False, name="storage", seen=str(error))
     if problems or undone:
         seen = f"{folder}: {_listed(problems or undone)}"
-        return Finding(good=False, name="storage", seen=seen, remedy=remedy if problems else _ALLOW)
+        return CheckResult(good=False, name="storage", seen=seen, remedy=remedy if problems else _ALLOW)
     where = "this machine" if len(nodes) == 1 else f"{len(nodes)} nodes and this machine"
     seen = f"{folder}: written, read and deleted from {where}"
     if exists:
         seen += f"; {output} exists already, so raycl train needs --resume or another --output"
-    return Finding(good=True, name="storage", seen=seen)
+    return CheckResult(good=True, name="storage", seen=seen)
 
 
 @final

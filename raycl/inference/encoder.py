@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from raycl.models.names import SPEC, check_side
-from raycl.models.saved import ImageEncoder, SavedEncoder, SideName, TextEncoder, read_encoder
+from raycl.models.encoder_io import ImageEncoder, SavedEncoder, SideName, TextEncoder, read_encoder
+from raycl.models.registry import SPEC, check_side
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.storage import Place, absolute
-from raycl.tokens import Vocabulary
+from raycl.tokenization import Vocabulary
 from raycl.training.checkpoint_list import CHECKPOINTS, LISTED
-from raycl.training.resumption import CONFIG
+from raycl.training.resume import CONFIG
 
 
 def load_encoder(
@@ -53,10 +53,10 @@ def read_encoders(
     if (output / SPEC).exists() or not (output / CHECKPOINTS / LISTED).exists():
         return [read_encoder(uri, side=side) for side in sides]
     # They import Ray Train, which a saved encoder does without.
-    from raycl.inference.tower import check_config_trusted, last_state, read_config
+    from raycl.inference.checkpoint_encoder import check_config_trusted, last_state, read_config
     from raycl.training import build
     from raycl.training.saver import encoder_specs
-    from raycl.training.vocabulary import load_tokenizer
+    from raycl.training.tokenizer import load_tokenizer
 
     config = read_config(output)
     check_config_trusted(config, output, trusted, own_encoder=network is not None)

@@ -3,13 +3,13 @@
 from typing import Literal
 
 from raycl.errors import ConfigError
-from raycl.inference.admission import admit, check_package
 from raycl.inference.encoder import read_encoders
+from raycl.inference.preflight import admit, check_package
 from raycl.inference.sentence_folder import sentence_folder
 from raycl.inference.torchvision_weights import ARCHITECTURE, MODEL, WEIGHTS, torchvision_files
 from raycl.lease import writing_new
-from raycl.models.names import SideName
-from raycl.models.saved import ImageEncoder
+from raycl.models.encoder_io import ImageEncoder
+from raycl.models.registry import SideName
 from raycl.models.trust import OWN
 
 Package = Literal["sentence_transformers", "torchvision"]

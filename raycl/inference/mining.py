@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from raycl.cluster import own_errors
+from raycl.cluster import unwrap_ray_errors
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
-from raycl.inference.admission import admit, check_mining
-from raycl.inference.distinct import DistinctTexts
+from raycl.evaluation.search import search
+from raycl.inference.distinct_texts import DistinctTexts
+from raycl.inference.embed_values import Values, embed_values, read_pairs
 from raycl.inference.encoder import read_encoders
-from raycl.inference.values import Values, embed_values, read_pairs
-from raycl.judging.search import search
+from raycl.inference.preflight import admit, check_mining
 from raycl.lease import writing_new
 
 QUERIES_A_TASK = 4_096
@@ -79,7 +79,7 @@ def mine_negatives(
         document = embed_values(
             pairs.document.texts, of_documents, title="embedding the documents", **options
         )
-        with own_errors():
+        with unwrap_ray_errors():
             found = _search_in_tasks(
                 normalize(query), normalize(document), pairs.matching(), k=num_negatives + SPARE
             )

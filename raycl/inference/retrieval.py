@@ -7,15 +7,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
+from raycl.display import EvaluationResult
 from raycl.errors import ConfigError
+from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
+from raycl.evaluation.retrieval import average_precision, retrieval_scores
+from raycl.evaluation.search import search
+from raycl.inference.embed_values import embed_values
 from raycl.inference.encoder import read_encoders
-from raycl.inference.task import Task, image_task, judged_task, pair_task
-from raycl.inference.values import embed_values
-from raycl.judging.retrieval import average_precision, retrieval_scores
-from raycl.judging.search import search
-from raycl.judging.text_floor import bm25_search, tfidf_search, tfidf_similarity
-from raycl.models.saved import SavedEncoder
-from raycl.showing import Scores
+from raycl.inference.retrieval_task import Task, image_task, judged_task, pair_task
+from raycl.models.encoder_io import SavedEncoder
 
 DEPTH = 100  # of rankings: MRR and MAP look no deeper
 
@@ -34,7 +34,7 @@ def evaluate_retrieval(
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
-) -> Scores:
+) -> EvaluationResult:
     """Judge by how queries of ``test`` find their documents among all of ``test`` and ``train``.
 
     A set holds pairs of query and document, perhaps with a label: 0 for no match, 1 and above for
@@ -71,13 +71,15 @@ def evaluate_retrieval(
             raise ConfigError(
                 "images and captions are judged among those of --test alone; leave the other sets out"
             )
-        return Scores({"measure": "retrieval", **_judge_images(image_task(test, names), encoders, options)})
+        return EvaluationResult(
+            {"measure": "retrieval", **_judge_images(image_task(test, names), encoders, options)}
+        )
     if queries is not None and documents is not None:
         task = judged_task(test, queries, documents, names)
     else:
         task = pair_task(test, train, names)
     scores = _judge_texts(task, encoders, options, floor=floor, examples=examples)
-    return Scores({"measure": "retrieval", **scores})
+    return EvaluationResult({"measure": "retrieval", **scores})
 
 
 def _judge_images(task: Task, encoders: list[SavedEncoder], options: dict[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from raycl.inference.sentence_networks import (
     transformer_files,
 )
 from raycl.models.bag_of_subwords import BagOfSubwords
+from raycl.models.encoder_io import TextEncoder
 from raycl.models.hugging_face import HuggingFaceEncoder
-from raycl.models.saved import TextEncoder
 from raycl.models.specs import TextEncoderSpec
 from raycl.models.text_transformer import TextTransformer
-from raycl.tokens import PADDING, Tokenizer
+from raycl.tokenization import PADDING, Tokenizer
 
 _PACKAGE = "sentence_transformers.models"  # its modules' name in all of its versions
 _PADDINGS, _UNKNOWNS = ("[PAD]", "<pad>"), ("[UNK]", "<unk>")

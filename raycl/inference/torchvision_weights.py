@@ -11,9 +11,9 @@ from torchvision.models import VisionTransformer
 from torchvision.models.resnet import ResNet
 
 from raycl.errors import ConfigError
+from raycl.models.encoder_io import ImageEncoder
 from raycl.models.images import BLOCKS
-from raycl.models.names import RESNETS
-from raycl.models.saved import ImageEncoder
+from raycl.models.registry import RESNETS
 from raycl.models.specs import ImageEncoderSpec
 
 WEIGHTS = "weights.pth"

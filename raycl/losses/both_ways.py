@@ -101,14 +101,14 @@ class _Walk:
         for direction in (self._to_keys, self._to_queries):
             for span in self._strips:
                 direction.meet_others(span)
-        of_queries, of_keys = self._to_keys.finish(), self._to_queries.finish()
+        of_queries, key_tower = self._to_keys.finish(), self._to_queries.finish()
         if self._queries.gradient is not None or self._keys.gradient is not None:
-            self._add_gradients(of_queries.logsumexp, of_keys.logsumexp)
-            pull = (of_queries.missing + of_keys.missing)[:, None]
+            self._add_gradients(of_queries.logsumexp, key_tower.logsumexp)
+            pull = (of_queries.missing + key_tower.missing)[:, None]
             for mine, theirs in ((self._queries, self._keys), (self._keys, self._queries)):
                 if mine.gradient is not None:
                     mine.gradient.addcmul_(pull, theirs.rows, value=-1)
-        return (of_queries.loss + of_keys.loss).mean() / 2
+        return (of_queries.loss + key_tower.loss).mean() / 2
 
     def _add_sums(self) -> None:
         """Let own queries and own keys meet, for the sums of both."""
@@ -123,12 +123,12 @@ class _Walk:
                 self._to_keys.total[span] += weights @ factor[piece]
                 self._to_queries.total[piece] += weights.sum(0)
 
-    def _add_gradients(self, of_queries: Tensor, of_keys: Tensor) -> None:
+    def _add_gradients(self, of_queries: Tensor, key_tower: Tensor) -> None:
         """Let them meet again, now that the logsumexp [num_pairs] of both is known."""
         queries, keys = self._queries, self._keys
         weigh = _weigh_apart if self._bound is None else partial(_weigh_at_once, self._bound)
         for span, piece, tile in self._tiles():
-            weights = weigh(tile, of_queries[span], of_keys[piece], keys.discount[piece])
+            weights = weigh(tile, of_queries[span], key_tower[piece], keys.discount[piece])
             if queries.gradient is not None:
                 queries.gradient[span] += product(weights, keys.rows[piece].T)
             if keys.gradient is not None:

@@ -86,19 +86,19 @@ class MarginWalk:
         self.pairs, self.queries = pairs, queries
         own, mine = pairs.rows, pairs.columns
         self._strips = _cut((0, own.start, own.stop, len(queries)), STRIP_ROWS)
-        self._gradient, of_keys, of_negatives = (
+        self._gradient, key_tower, of_negatives = (
             torch.zeros_like(each) if with_gradient and each.requires_grad else None
             for each in (queries, keys, negatives)
         )
         to_batch, to_own_keys, to_others = self._known(ids)
         bounds = (0, mine.start, mine.stop, len(keys)) if pairs.in_batch else ()
-        self.batch = Candidates(keys, bounds, gradient=of_keys, known=to_batch)
+        self.batch = Candidates(keys, bounds, gradient=key_tower, known=to_batch)
         self.others = Candidates(negatives, (0, len(negatives)), gradient=of_negatives, known=to_others)
         # The part of the batch that queries of other workers meet.
         self._own_keys = Candidates(
             keys[mine],
             (0, mine.stop - mine.start) if pairs.bidirectional else (),
-            gradient=None if of_keys is None else of_keys[mine],
+            gradient=None if key_tower is None else key_tower[mine],
             known=to_own_keys,
         )
         self.wants_gradient = any(gradient is not None for gradient in self.gradients)

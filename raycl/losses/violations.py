@@ -43,11 +43,11 @@ def evaluate_margins(
 class _EveryOne:
     """The mean over the negatives of each pair."""
 
-    def __init__(self, walk: MarginWalk, limit: Tensor, of_queries: Tensor, of_keys: Tensor) -> None:
+    def __init__(self, walk: MarginWalk, limit: Tensor, of_queries: Tensor, key_tower: Tensor) -> None:
         self._walk = walk
         self._rows, self._columns = (
             _Violations(limit, walk.pairs.part / count.clamp(min=1).to(limit), walk.wants_gradient)
-            for count in (of_queries, of_keys)
+            for count in (of_queries, key_tower)
         )
         # Made once: the allocator would give a tile back to the kernel after each visit.
         self._room = limit.new_empty(STRIP_ROWS if walk.pairs.bidirectional else 0, walk.batch.widest)
@@ -153,17 +153,17 @@ def _num_negatives(walk: MarginWalk, ids: PairIds | None) -> tuple[Tensor, Tenso
     """Return how many negatives each pair's query has, and how many its key has, [num_pairs]."""
     rows, _, in_batch, bidirectional = walk.pairs
     every = torch.ones(rows.stop - rows.start, dtype=torch.int64, device=walk.queries.device)
-    of_keys = every * (len(walk.batch.columns) - 1 if in_batch else 0)
-    of_queries = of_keys + len(walk.others.columns)
+    key_tower = every * (len(walk.batch.columns) - 1 if in_batch else 0)
+    of_queries = key_tower + len(walk.others.columns)
     if ids is None:
-        return of_queries, of_keys
+        return of_queries, key_tower
     pairs, own_queries, own_keys = (ids.queries, ids.keys), ids.queries[ids.own], ids.keys[ids.own]
     if walk.batch.known is not None:
         # The positive is known too, and no negative already.
         of_queries = of_queries - (count_known(pairs, own_queries, ids.keys) - 1)
         if bidirectional:
             # Counted anew: a key may belong to more queries than a query has keys.
-            of_keys = of_keys - (count_known((ids.keys, ids.queries), own_keys, ids.queries) - 1)
+            key_tower = key_tower - (count_known((ids.keys, ids.queries), own_keys, ids.queries) - 1)
     if ids.negatives is not None:
         of_queries = of_queries - count_known(pairs, own_queries, ids.negatives)
-    return of_queries, of_keys
+    return of_queries, key_tower

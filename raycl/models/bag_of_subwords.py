@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
-from raycl.models.token_rows import PADDING, TokenRows
+from raycl.models.packed import PADDING, PackedTokens
 
 
 @final
@@ -67,11 +67,11 @@ class BagOfSubwords(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return representations [batch, dim]; raises ``ConfigError`` for tokens of another vocabulary."""
-        rows = TokenRows.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length)
+        rows = PackedTokens.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length)
         mean = self.dropout(self.norm(self._mean(rows)))
         return mean if self.network is None else mean + self.network(mean)
 
-    def _mean(self, rows: TokenRows) -> Tensor:
+    def _mean(self, rows: PackedTokens) -> Tensor:
         lengths = rows.real.sum(1)
         starts = lengths.cumsum(0) - lengths
         if self.log_weights is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
-from raycl.models.token_rows import PADDING, TokenRows
+from raycl.models.packed import PADDING, PackedTokens
 
 
 @final
@@ -17,7 +17,7 @@ class HuggingFaceEncoder(nn.Module):
 
     Nothing is downloaded, and no code that lies in the folder is run. ``pooling`` takes the mean over a row's tokens or its first one;
     ``pretrained=False`` takes the model's shape only and begins untrained. The model's own number
-    for padding changes place with 0 (see :class:`~raycl.tokens.tokenizer.Tokenizer`).
+    for padding changes place with 0 (see :class:`~raycl.tokenization.tokenizer.Tokenizer`).
 
     Raises ``ConfigError`` if ``transformers`` is missing or the folder holds no such model.
     """
@@ -47,7 +47,7 @@ class HuggingFaceEncoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return representations [batch, dim]; raises ``ConfigError`` for tokens of another vocabulary."""
-        rows = TokenRows.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length)
+        rows = PackedTokens.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length)
         tokens = tokens[:, : rows.length]
         if self._padding != PADDING:
             moved = torch.where(tokens == self._padding, PADDING, tokens)

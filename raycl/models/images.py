@@ -10,7 +10,7 @@ from torchvision.models import VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from raycl.errors import ConfigError
-from raycl.models.names import RESNETS, VITS, check_encoder_name
+from raycl.models.registry import RESNETS, VITS, check_encoder_name
 
 Stem = Literal["auto", "small", "half", "standard"]
 SMALL = 64  # pixels: up to here "auto" takes the small stem

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from raycl.errors import ConfigError
 from raycl.models.bag_of_subwords import BagOfSubwords
 from raycl.models.hugging_face import HuggingFaceEncoder
-from raycl.models.names import HUGGING_FACE, TEXT_ENCODERS, check_encoder_name
+from raycl.models.registry import HUGGING_FACE, TEXT_ENCODERS, check_encoder_name
 from raycl.models.text_transformer import TextTransformer
 
 _ENCODERS: dict[str, Callable[..., nn.Module]] = dict(

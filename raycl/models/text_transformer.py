@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
-from raycl.models.token_rows import PADDING, TokenRows
+from raycl.models.packed import PADDING, PackedTokens
 
 _SPREAD = 0.02  # standard deviation of the first weights, as in BERT
 
@@ -49,7 +49,9 @@ class TextTransformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return representations [batch, dim]; raises ``ConfigError`` for tokens of another vocabulary."""
-        rows = TokenRows.checked(tokens, num_tokens=self._num_tokens, max_length=self._max_length).rounded()
+        rows = PackedTokens.checked(
+            tokens, num_tokens=self._num_tokens, max_length=self._max_length
+        ).rounded()
         values = self.token_embedding(rows.tokens) + self.position_embedding(rows.places())
         values = self.dropout(values)  # [num_packed, dim]
         for layer in self.layers:
@@ -83,12 +85,12 @@ class _Layer(nn.Module):
         self.widen, self.narrow = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, values: Tensor, rows: TokenRows) -> Tensor:
+    def forward(self, values: Tensor, rows: PackedTokens) -> Tensor:
         """Change the values [num_packed, dim] of the rows' tokens."""
         values = values + self.dropout(self.mix(self._attend(self.attention_norm(values), rows)))
         return values + self.dropout(self.narrow(F.gelu(self.widen(self.norm(values)))))
 
-    def _attend(self, values: Tensor, rows: TokenRows) -> Tensor:
+    def _attend(self, values: Tensor, rows: PackedTokens) -> Tensor:
         asked = rows.spread(self.ask(values)).unflatten(2, (3, self._num_heads, -1))
         query, key, value = asked.permute(2, 0, 3, 1, 4)  # [batch, num_heads, length, head_dim] each
         mixed = F.scaled_dot_product_attention(

@@ -43,13 +43,13 @@ class TwoTowers(nn.Module):
         return (self.query,) if self.key is None else (self.query, self.key)
 
     @property
-    def of_keys(self) -> Tower:
+    def key_tower(self) -> Tower:
         """The tower of keys."""
         return self.query if self.key is None else self.key
 
     def forward(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return embeddings [num_queries, dim] and [num_keys, dim], as a tower does."""
-        return self.query(queries), self.of_keys(keys)
+        return self.query(queries), self.key_tower(keys)
 
 
 Towers = Tower | TwoTowers

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection
 
 from raycl.errors import ConfigError
-from raycl.models.names import HUGGING_FACE
+from raycl.models.registry import HUGGING_FACE
 
 OWN = "a network of the user's own"
 TRUSTED = "RAYCL_TRUSTED"

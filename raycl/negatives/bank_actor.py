@@ -12,16 +12,16 @@ import ray
 from ray import exceptions
 
 from raycl.errors import ConfigError, RayclError, RunError
-from raycl.negatives.bank_handle import NAMESPACE, Bank, connect_bank, list_banks
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.bank_shard import BankShard
 from raycl.negatives.memory_bank_shard import MemoryBankShard
 from raycl.negatives.messages import Reply
 from raycl.negatives.queue_shard import QueueShard
-from raycl.negatives.sample_order import SampleOrder
+from raycl.negatives.sample_index import SampleIndex
 from raycl.negatives.snapshot import write_samples
-from raycl.prometheus import Exporter, Reading
+from raycl.negatives.spec import BankSpec
 from raycl.storage import Place
+from raycl.tracking.prometheus import Exporter, Reading
 
 # Rows, ids and steps, and what a call needs besides.
 _MEMORY_MARGIN = 1.15
@@ -37,7 +37,7 @@ _PARTING_S = 15.0
 class BankActor:
     """Hold a shard; answer one call at a time, each answer marked with this life of the process."""
 
-    def __init__(self, plan: BankPlan, shard: int) -> None:
+    def __init__(self, plan: BankSpec, shard: int) -> None:
         self._plan, self._number, self._incarnation = plan, shard, uuid.uuid4().hex
         self._shard: BankShard | None = None
         # An actor that fails to start would take the reason with it: whoever calls hears of it.
@@ -47,7 +47,7 @@ class BankActor:
         tags = {"run": Place(plan.output).name, "bank": plan.name, "shard": str(shard)}
         self._exporter = Exporter(tags, self._readings)
 
-    def plan(self) -> BankPlan:
+    def plan(self) -> BankSpec:
         """Return the plan, whether or not the shard could be made."""
         return self._plan
 
@@ -72,7 +72,7 @@ class BankActor:
             yield from map(Reading, names, self._shard.totals())
 
 
-def start_bank(plan: BankPlan, sample_id: np.ndarray | None = None, *, cluster_grows: bool = False) -> Bank:
+def start_bank(plan: BankSpec, sample_id: np.ndarray | None = None, *, cluster_grows: bool = False) -> Bank:
     """Start a bank's actors and wait until all answer.
 
     They begin with the snapshot in force below ``plan.output``, or as new. A detached bank of this name
@@ -104,7 +104,7 @@ def start_bank(plan: BankPlan, sample_id: np.ndarray | None = None, *, cluster_g
     return bank
 
 
-def _ordered(plan: BankPlan, sample_id: np.ndarray | None) -> np.ndarray | None:
+def _ordered(plan: BankSpec, sample_id: np.ndarray | None) -> np.ndarray | None:
     if plan.kind == "queue":
         return None
     num_ids = 0 if sample_id is None else len(sample_id)
@@ -113,10 +113,10 @@ def _ordered(plan: BankPlan, sample_id: np.ndarray | None) -> np.ndarray | None:
             f"the memory bank is planned for {plan.capacity} samples and {num_ids} ids came; "
             "give the ids of all training data, and their number as capacity"
         )
-    return SampleOrder(sample_id).sample_id
+    return SampleIndex(sample_id).sample_id
 
 
-def _check_memory(plan: BankPlan) -> None:
+def _check_memory(plan: BankSpec) -> None:
     need = max(_memory_of(plan, shard) for shard in range(plan.num_shards))
     nodes = nodes_for_a_bank()
     if not nodes:
@@ -149,7 +149,7 @@ def _selector() -> dict[str, str]:
     return {_ROLE: f"in({','.join(_ROLES)})"} if _have_roles(alive) else {}
 
 
-def _end_predecessor(plan: BankPlan) -> None:
+def _end_predecessor(plan: BankSpec) -> None:
     if plan.name not in list_banks():
         return
     holder = connect_bank(plan.name)
@@ -170,7 +170,7 @@ def _end_predecessor(plan: BankPlan) -> None:
         time.sleep(0.2)
 
 
-def _create_actors(plan: BankPlan) -> list[Any]:
+def _create_actors(plan: BankSpec) -> list[Any]:
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
     options |= {"namespace": NAMESPACE, "label_selector": _selector()}
     if plan.detached:
@@ -188,7 +188,7 @@ def _create_actors(plan: BankPlan) -> list[Any]:
     return actors
 
 
-def _why_not_started(plan: BankPlan, error: exceptions.RayError) -> RayclError:
+def _why_not_started(plan: BankSpec, error: exceptions.RayError) -> RayclError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, RayclError):
         return cause
@@ -201,7 +201,7 @@ def _why_not_started(plan: BankPlan, error: exceptions.RayError) -> RayclError:
     return RunError(f"the bank did not start: {str(error).strip().splitlines()[0]}; try again with --debug")
 
 
-def _memory_of(plan: BankPlan, shard: int) -> int:
+def _memory_of(plan: BankSpec, shard: int) -> int:
     return int(_MEMORY_MARGIN * plan.bytes_of(shard)) + 1
 
 

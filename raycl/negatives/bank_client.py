@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from raycl.errors import ConfigError, RayclError
-from raycl.negatives.bank_handle import Bank
-from raycl.negatives.bank_line import BankLine
+from raycl.negatives.bank import Bank
 from raycl.negatives.memory_bank import draw_slots, normalized
 from raycl.negatives.messages import Part, Update
-from raycl.negatives.sample_order import SampleOrder, named
+from raycl.negatives.rpc import ShardConnection
+from raycl.negatives.sample_index import SampleIndex, named
 from raycl.negatives.store import Negatives, State, check_lengths, checked_ids, checked_rows
 
 # A shard that lost rows gets them back in calls of so many.
@@ -129,7 +129,7 @@ class QueueClient:
             while line.has_restarted() and self._rank == 0:
                 self._refill(shard, line)
 
-    def _refill(self, shard: int, line: BankLine) -> None:
+    def _refill(self, shard: int, line: ShardConnection) -> None:
         """Send a shard all that the ring has and it lacks."""
         first = line.ask("hello").first_missing
         plan, state = self._bank.plan, self._ring.state_dict()
@@ -168,7 +168,7 @@ class MemoryBankClient:
             ConfigError: There are more or fewer ids than slots, or ``max_staleness`` is below 0.
             RunError: A shard stays away.
         """
-        self._samples = SampleOrder(sample_id)
+        self._samples = SampleIndex(sample_id)
         if len(self._samples) != bank.plan.capacity:
             raise ConfigError(
                 f"the bank {bank.plan.name!r} has {bank.plan.capacity} slots and {len(sample_id)} ids came; "
@@ -376,7 +376,7 @@ class _Asked(NamedTuple):
     num_updates: int
 
 
-def _collect_all(lines: list[BankLine]) -> list[Any]:
+def _collect_all(lines: list[ShardConnection]) -> list[Any]:
     """Wait for all that is in flight; after an error nothing is."""
     try:
         return [line.collect() for line in lines]
@@ -386,7 +386,7 @@ def _collect_all(lines: list[BankLine]) -> list[Any]:
         raise
 
 
-def _save(bank: Bank, lines: list[BankLine], step: int, flush: Callable[[], None]) -> None:
+def _save(bank: Bank, lines: list[ShardConnection], step: int, flush: Callable[[], None]) -> None:
     """Save until no shard has died meanwhile, since one that did had not yet got its rows back."""
     while True:
         before = [line.incarnation for line in lines]

@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from raycl.errors import RunError
-from raycl.negatives.bank_plan import BankPlan
-from raycl.negatives.messages import Hello, Part
-from raycl.negatives.questions import Census, Neighbors, nearest, take_census, written
+from raycl.negatives.messages import Part, ShardInfo
+from raycl.negatives.search import Neighbors, RowStats, nearest, take_census, written
 from raycl.negatives.snapshot import (
     describe,
     read_current,
@@ -18,8 +17,9 @@ from raycl.negatives.snapshot import (
     snapshot_folder,
     write_rows,
 )
+from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives, checked_ids
-from raycl.negatives.traffic import Meter, Traffic
+from raycl.negatives.throughput import RateMeter, Throughput
 from raycl.storage import Place
 
 
@@ -30,16 +30,16 @@ class BankShard(ABC):
     attempt are refused, since these should be gone.
     """
 
-    def __init__(self, plan: BankPlan, shard: int) -> None:
+    def __init__(self, plan: BankSpec, shard: int) -> None:
         """Make the shard; raises what reading its snapshot raises."""
         self._plan, self._shard = plan, shard
         self._applied: dict[str, int] = {}  # client -> serial of its last update
-        self._puts, self._reads = Meter(), Meter()
+        self._puts, self._reads = RateMeter(), RateMeter()
         current = read_current(plan)
         self._attempt = current.attempt
         self._become(current.step)
 
-    def hello(self, attempt: int | None = None) -> Hello:
+    def hello(self, attempt: int | None = None) -> ShardInfo:
         """Say what this is and how far it is, to a worker of this attempt or to anyone.
 
         Raises:
@@ -47,7 +47,9 @@ class BankShard(ABC):
         """
         if attempt is not None:
             self._admit(attempt)
-        return Hello(self._plan, self._attempt, os.getpid(), len(self._slots().step), self._first_missing())
+        return ShardInfo(
+            self._plan, self._attempt, os.getpid(), len(self._slots().step), self._first_missing()
+        )
 
     def save(self, step: int) -> None:
         """Write the snapshot of a step, atomically; raises ``StorageError``."""
@@ -85,13 +87,15 @@ class BankShard(ABC):
         """Return the k rows of these slots that are nearest to each unit query [n, dim]."""
         return nearest(self._slice(start, stop), queries, k, without=without)
 
-    def census(self, start: int, stop: int) -> Census:
+    def census(self, start: int, stop: int) -> RowStats:
         """Count and measure the rows of these slots."""
         return take_census(self._slice(start, stop))
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> Throughput:
         """Return how much was written and read."""
-        return Traffic(self._puts.total, self._reads.total, self._puts.per_second(), self._reads.per_second())
+        return Throughput(
+            self._puts.total, self._reads.total, self._puts.per_second(), self._reads.per_second()
+        )
 
     def totals(self) -> tuple[int, int, int]:
         """Return slots in use, rows written and rows read; another thread than the shard's may ask."""

@@ -6,10 +6,10 @@ from typing import final
 
 import numpy as np
 
-from raycl.negatives.bank_plan import BankPlan
-from raycl.negatives.questions import Census, add_up
-from raycl.negatives.traffic import Traffic
-from raycl.showing import Shown, Table
+from raycl.display import Displayable, Table
+from raycl.negatives.search import RowStats, add_up
+from raycl.negatives.spec import BankSpec
+from raycl.negatives.throughput import Throughput
 
 
 @final
@@ -27,7 +27,7 @@ class ShardStats:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BankStats(Shown):
+class BankStats(Displayable):
     """A bank in numbers.
 
     ``rows`` may be held and ``filled`` were written. An age is the newest step minus the row's own;
@@ -102,7 +102,7 @@ def memory(num_bytes: int) -> str:
 
 
 def sum_up(
-    plan: BankPlan, shards: Sequence[ShardStats], census: Sequence[Census], traffic: Sequence[Traffic]
+    plan: BankSpec, shards: Sequence[ShardStats], census: Sequence[RowStats], traffic: Sequence[Throughput]
 ) -> BankStats:
     """Return the numbers of the whole bank."""
     all_rows = add_up(census) if census else None

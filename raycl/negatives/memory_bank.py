@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from raycl.errors import ConfigError
-from raycl.negatives.sample_order import SampleOrder, named, repeated
+from raycl.negatives.sample_index import SampleIndex, named, repeated
 from raycl.negatives.store import (
     Negatives,
     NegativeStore,
@@ -67,7 +67,7 @@ class MemoryBank(NegativeStore):
             raise ConfigError(
                 f"the bank's momentum is not in [0, 1): it is {momentum:g}; the usual one is 0.5"
             )
-        self._samples = SampleOrder(sample_id)
+        self._samples = SampleIndex(sample_id)
         self._first_slot, self._stop = first_slot, first_slot + len(sample_id)
         self._num_slots = self._stop if num_slots is None else num_slots
         if not 0 <= first_slot <= self._stop <= self._num_slots:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 
 
 class Reply(NamedTuple):
@@ -14,10 +14,10 @@ class Reply(NamedTuple):
     value: Any
 
 
-class Hello(NamedTuple):
+class ShardInfo(NamedTuple):
     """What a shard says of itself."""
 
-    plan: BankPlan
+    plan: BankSpec
     attempt: int
     pid: int
     num_slots: int  # that are in use, so that a reader knows how far to walk

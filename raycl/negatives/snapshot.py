@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from raycl.errors import ConfigError, StorageError
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 from raycl.storage import Place, check_plain, is_out_of_reach
 
@@ -44,7 +44,7 @@ def shard_file(shard: int, num_shards: int, *, first_row: int | None = None) -> 
     return f"shard-{shard}-of-{num_shards}{rows}.parquet"
 
 
-def snapshot_folder(plan: BankPlan, step: int) -> Place:
+def snapshot_folder(plan: BankSpec, step: int) -> Place:
     """Return where the snapshot of a step lies."""
     return plan.place / f"step-{step:08d}"
 
@@ -61,7 +61,7 @@ class Current:
     attempt: int = 0
 
 
-def read_current(plan: BankPlan) -> Current:
+def read_current(plan: BankSpec) -> Current:
     """Return what is in force; raises ``StorageError``."""
     place = plan.place / "current.json"
     if not place.exists():
@@ -75,12 +75,12 @@ def read_current(plan: BankPlan) -> Current:
         ) from None
 
 
-def write_current(plan: BankPlan, current: Current) -> None:
+def write_current(plan: BankSpec, current: Current) -> None:
     """Put a snapshot in force; raises ``StorageError``."""
     (plan.place / "current.json").write_text(json.dumps(asdict(current)) + "\n")
 
 
-def snapshot_steps(plan: BankPlan) -> list[int]:
+def snapshot_steps(plan: BankSpec) -> list[int]:
     """Return the steps that have a snapshot, whole or not, in order."""
     if not plan.place.is_folder():
         return []
@@ -88,13 +88,13 @@ def snapshot_steps(plan: BankPlan) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in folders if _STEP.fullmatch(name))
 
 
-def prune_snapshots(plan: BankPlan, keep_steps: list[int]) -> None:
+def prune_snapshots(plan: BankSpec, keep_steps: list[int]) -> None:
     """Delete the snapshots of all other steps, but never the one in force."""
     for step in set(snapshot_steps(plan)) - {*keep_steps, read_current(plan).step}:
         snapshot_folder(plan, step).remove()
 
 
-def describe(plan: BankPlan, shard: int) -> dict[str, str]:
+def describe(plan: BankSpec, shard: int) -> dict[str, str]:
     """Return the metadata of a shard's snapshot that follow from the plan."""
     first_slot = plan.first_slots[shard] if plan.kind == "memory_bank" else 0
     names = ("kind", "num_shards", "capacity", "dim", "dtype", "seed", "momentum")
@@ -121,12 +121,12 @@ def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> in
     return len(rows)
 
 
-def has_snapshot(plan: BankPlan, shard: int, step: int) -> bool:
+def has_snapshot(plan: BankSpec, shard: int, step: int) -> bool:
     """Whether a shard has a snapshot of this step; raises ``StorageError``."""
     return (snapshot_folder(plan, step) / shard_file(shard, plan.num_shards)).exists()
 
 
-def read_metadata(plan: BankPlan, shard: int, step: int) -> dict[str, str]:
+def read_metadata(plan: BankSpec, shard: int, step: int) -> dict[str, str]:
     """Return the metadata of a shard's snapshot.
 
     Raises:
@@ -149,7 +149,7 @@ def read_metadata(plan: BankPlan, shard: int, step: int) -> dict[str, str]:
     return found
 
 
-def read_parts(plan: BankPlan, shard: int, step: int) -> Iterator[Negatives]:
+def read_parts(plan: BankSpec, shard: int, step: int) -> Iterator[Negatives]:
     """Yield the rows of a shard's snapshot, in the order of slots; raises ``StorageError``."""
     with _open(snapshot_folder(plan, step) / shard_file(shard, plan.num_shards)) as file:
         for group in range(file.num_row_groups):
@@ -160,7 +160,7 @@ def read_parts(plan: BankPlan, shard: int, step: int) -> Iterator[Negatives]:
             )
 
 
-def write_samples(plan: BankPlan, sample_id: np.ndarray) -> None:
+def write_samples(plan: BankSpec, sample_id: np.ndarray) -> None:
     """Write the sorted ids of a memory bank's samples, for each shard its own; raises ``StorageError``."""
     for shard in range(plan.num_shards):
         first, stop = plan.first_slots[shard : shard + 2]
@@ -168,7 +168,7 @@ def write_samples(plan: BankPlan, sample_id: np.ndarray) -> None:
             pq.write_table(pa.table({"sample_id": sample_id[first:stop]}), sink)
 
 
-def read_samples(plan: BankPlan, shard: int) -> np.ndarray:
+def read_samples(plan: BankSpec, shard: int) -> np.ndarray:
     """Return the ids of a shard's samples, int64; raises ``StorageError``."""
     with _open(_samples_place(plan, shard)) as file:
         return file.read()["sample_id"].to_numpy()
@@ -181,7 +181,7 @@ def _checked(found: Mapping[str, int]) -> Current:
     return current
 
 
-def _samples_place(plan: BankPlan, shard: int) -> Place:
+def _samples_place(plan: BankSpec, shard: int) -> Place:
     return plan.place / "samples" / shard_file(shard, plan.num_shards)
 
 
@@ -194,7 +194,7 @@ def _table(rows: Negatives, part: slice, schema: pa.Schema) -> pa.Table:
     )
 
 
-def _refuse_missing(plan: BankPlan, folder: Place) -> None:
+def _refuse_missing(plan: BankSpec, folder: Place) -> None:
     others = (
         {name.rpartition("-of-")[2].removesuffix(".parquet") for name, _ in folder.files()}
         if folder.is_folder()

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pyarrow as pa
 import ray
 
-from raycl.cluster import join_cluster, own_errors
+from raycl.cluster import connect_cluster, unwrap_ray_errors
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Piece, Source, find_source
+from raycl.data.sources import Fragment, Source, find_source
 from raycl.lease import writing_new
 
 
@@ -22,9 +22,9 @@ def pack_images(
     """
     with writing_new(output) as place:
         source = find_source(data)
-        join_cluster(address, debug=debug)
+        connect_cluster(address, debug=debug)
         filesystem, path = place.resolve()
-        with own_errors():
+        with unwrap_ray_errors():
             # Small row groups, so that a task reads only its own rows.
             _pack(source).write_parquet(
                 path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
@@ -37,7 +37,7 @@ def _pack(source: Source) -> ray.data.Dataset:
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
         for text in batch["piece"].to_pylist():
-            for rows in described.read(Piece.from_json(text)):
+            for rows in described.read(Fragment.from_json(text)):
                 columns = {
                     "image": pa.array(rows.values["image"], pa.binary()),
                     "sample_id": rows.sample_id,

@@ -1,9 +1,9 @@
 """Click logs grouped once: a row a positive, with the documents that its query was not clicked for."""
 
-from raycl.cluster import join_cluster, own_errors
+from raycl.cluster import connect_cluster, unwrap_ray_errors
+from raycl.data.click_logs import check_labels, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
-from raycl.data.logbook import ReadRows, open_logbook, rows_in
-from raycl.data.pairs import check_labels, group_source, grouped_columns
+from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
 from raycl.data.sources import find_source
 from raycl.errors import DataError
 from raycl.lease import writing_new
@@ -17,7 +17,7 @@ def group_pairs(
     max_bad_fraction: float = 0.01,
     address: str | None = None,
     debug: bool = False,
-) -> tuple[int, ReadRows]:
+) -> tuple[int, ReadStats]:
     """Write the pairs of a labeled click log to parquet files; return their number and what was left out.
 
     A run of ``two_tower`` groups a log that it holds in memory by itself; one that is streamed needs this.
@@ -29,10 +29,10 @@ def group_pairs(
         if source.columns.label is None:
             raise DataError(f"{data} has no column of labels; name it with --set data.columns.label=NAME")
         check_labels(source.columns)
-        join_cluster(address, debug=debug)
+        connect_cluster(address, debug=debug)
         filesystem, path = place.resolve()
-        with open_logbook() as logbook:
-            with own_errors():
+        with start_coordinator() as logbook:
+            with unwrap_ray_errors():
                 grouped = group_source(source, logbook).drop_columns(_absent(source.columns)).materialize()
             rows = rows_in(logbook)
             rows.check(max_bad_fraction)
@@ -41,7 +41,7 @@ def group_pairs(
                 raise DataError(
                     "no query has a document of label 1; a run learns from pairs that belong together"
                 )
-            with own_errors():
+            with unwrap_ray_errors():
                 grouped.write_parquet(path, filesystem=filesystem, row_group_size=1_024)
         return num_pairs, rows
 

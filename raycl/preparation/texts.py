@@ -6,16 +6,16 @@ from typing import final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raycl.cluster import join_cluster
+from raycl.cluster import connect_cluster
+from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.sources import find_source, plain_values
 from raycl.errors import DataError
 from raycl.lease import writing_new
 from raycl.recipes import recipe
-from raycl.settings import override
-from raycl.tokens import BrokenTextError, Tokenizer, read_text
-from raycl.training.vocabulary import count_tokens
+from raycl.tokenization import BrokenTextError, Tokenizer, read_text
+from raycl.training.tokenizer import count_tokens
 
 
 def make_tokenizer(
@@ -38,7 +38,7 @@ def make_tokenizer(
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
     source = find_source(data, columns)
     with writing_new(output, is_file=True) as place:
-        join_cluster(address, debug=debug)
+        connect_cluster(address, debug=debug)
         tokenizer = count_tokens(settings, None, columns, source, None).tokenizer
         place.write_text(tokenizer.to_json())
         return tokenizer

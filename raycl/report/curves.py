@@ -52,7 +52,7 @@ class Axis:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class Timeline:
     """What all drawings of a run share: where its stages begin, and what happened."""
 
     stage_starts: tuple[int, ...] = ()
@@ -66,12 +66,12 @@ class Course:
         return [(next(letters) if id(event) in marked else "", event) for event in self.events]
 
 
-NO_COURSE = Course()
+NO_COURSE = Timeline()
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Envelope:
+class DownsampledCurve:
     """A curve in so few points that a drawing shows them all: the mean, and between what it moved."""
 
     x: Numbers
@@ -81,12 +81,12 @@ class Envelope:
     is_whole: bool  # each point is one of the curve's own
 
 
-def envelope(x: Numbers, value: Numbers, *, columns: int = COLUMNS) -> Envelope:
+def envelope(x: Numbers, value: Numbers, *, columns: int = COLUMNS) -> DownsampledCurve:
     """Cut a curve into columns of equal width; no extreme value gets lost, NaN is left out."""
     good = ~np.isnan(value) & ~np.isnan(x)
     if good.sum() <= 2 * columns:
         # A gap stays a gap.
-        return Envelope(x=x, low=value, mean=value, high=value, is_whole=True)
+        return DownsampledCurve(x=x, low=value, mean=value, high=value, is_whole=True)
     x, value = x[good], value[good]
     span = max(float(x.max() - x.min()), 1e-9)
     column = np.minimum(((x - x.min()) / span * columns).astype(np.int64), columns - 1)
@@ -94,7 +94,7 @@ def envelope(x: Numbers, value: Numbers, *, columns: int = COLUMNS) -> Envelope:
     _, starts = np.unique(column[order], return_index=True)
     sizes = np.diff([*starts, len(order)])
     x, value = x[order], value[order]
-    return Envelope(
+    return DownsampledCurve(
         x=np.add.reduceat(x, starts) / sizes,
         low=np.minimum.reduceat(value, starts),
         mean=np.add.reduceat(value, starts) / sizes,
@@ -103,7 +103,7 @@ def envelope(x: Numbers, value: Numbers, *, columns: int = COLUMNS) -> Envelope:
     )
 
 
-def draw_curves(curves: Sequence[Curve], axis: Axis, *, label: str, course: Course = NO_COURSE) -> Markup:
+def draw_curves(curves: Sequence[Curve], axis: Axis, *, label: str, course: Timeline = NO_COURSE) -> Markup:
     """Return a drawing of one or more curves; ``label`` describes it in words."""
     with Drawing() as drawing:
         axes = drawing.figure.add_subplot()
@@ -117,7 +117,7 @@ def draw_curves(curves: Sequence[Curve], axis: Axis, *, label: str, course: Cour
         return drawing.svg(label=label)
 
 
-def draw_shares(parts: Sequence[tuple[str, Series]], *, label: str, course: Course = NO_COURSE) -> Markup:
+def draw_shares(parts: Sequence[tuple[str, Series]], *, label: str, course: Timeline = NO_COURSE) -> Markup:
     """Return how a whole is shared out, from the bottom up; the parts lie at the same steps."""
     cut = [envelope(series.step, series.value) for _, series in parts]
     with Drawing() as drawing:
@@ -194,7 +194,7 @@ def _draw_limit(axes: Axes, axis: Axis) -> None:
     )
 
 
-def _draw_course(axes: Axes, course: Course) -> None:
+def _draw_course(axes: Axes, course: Timeline) -> None:
     right = axes.get_xlim()[1]
     top: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "fontsize": 11}
     edges = [*course.stage_starts, right]
@@ -235,8 +235,8 @@ __all__ = [
     "NO_COURSE",
     "NUM_STYLES",
     "Axis",
-    "Course",
     "Curve",
+    "Timeline",
     "draw_curves",
     "draw_shares",
     "envelope",

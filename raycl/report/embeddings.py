@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from raycl.portraits import EDGES, Similarities
+from raycl.embedding_snapshot import EDGES, Similarities
 from raycl.report.theme import HUES, INK, MARKERS, MUTED, NUM_HUES, PAPER, Drawing
 
 SHOWN_LABELS = 10  # of a map, the most frequent ones; the others share a color
@@ -20,7 +20,7 @@ _POINT = 1e-3  # of the spread: embeddings this close are one point, and a map w
 
 @final
 @dataclass(frozen=True)
-class Told:
+class SimilaritySummary:
     """What a histogram of similarities says in figures: both means, and how often a positive is the nearer pair."""
 
     positives: float
@@ -28,7 +28,7 @@ class Told:
     nearer: float
 
 
-def told(similarities: Similarities) -> Told | None:
+def told(similarities: Similarities) -> SimilaritySummary | None:
     """Return the figures of a histogram, or None if it is empty on one side."""
     sides = (similarities.positives, similarities.negatives)
     if not all(side.sum() for side in sides):
@@ -37,7 +37,7 @@ def told(similarities: Similarities) -> Told | None:
     positives, negatives = (side / side.sum() for side in sides)
     # Of the same bin either may be the nearer one.
     below = np.cumsum(negatives) - negatives / 2
-    return Told(float(positives @ middles), float(negatives @ middles), float(positives @ below))
+    return SimilaritySummary(float(positives @ middles), float(negatives @ middles), float(positives @ below))
 
 
 def draw_similarities(similarities: Similarities, *, label: str) -> Markup:

@@ -8,8 +8,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from raycl.portraits import Portrait
-from raycl.report.curves import Axis, Course, Curve, draw_curves, draw_shares
+from raycl.embedding_snapshot import EmbeddingSnapshot
+from raycl.report.curves import Axis, Curve, Timeline, draw_curves, draw_shares
 from raycl.report.embeddings import (
     draw_map,
     draw_similarities,
@@ -18,7 +18,7 @@ from raycl.report.embeddings import (
 )
 from raycl.report.history import History, Series
 from raycl.report.run import Run
-from raycl.training.monitor import Limits
+from raycl.training.collapse_monitor import Limits
 
 
 @final
@@ -39,14 +39,14 @@ JUDGMENTS = {
 }
 
 
-def course_of(run: Run) -> Course:
+def course_of(run: Run) -> Timeline:
     """Return where the stages of a run begin, as far as it came, and what happened."""
     stage = run.history["stage"].kept()
     starts = [
         float(stage.step[stage.value == number][0])
         for number in np.unique(stage.value[~np.isnan(stage.value)])
     ]
-    return Course(stage_starts=tuple(int(start) for start in starts), events=tuple(run.history.events))
+    return Timeline(stage_starts=tuple(int(start) for start in starts), events=tuple(run.history.events))
 
 
 def batch_sizes(run: Run) -> Series:
@@ -79,7 +79,7 @@ def learning(run: Run) -> list[Figure]:
     return found
 
 
-def _judgments(history: History, judged: Sequence[tuple[str, str]], course: Course) -> Figure:
+def _judgments(history: History, judged: Sequence[tuple[str, str]], course: Timeline) -> Figure:
     curves = [
         Curve(series=history[name], label=text, style=number) for number, (name, text) in enumerate(judged)
     ]
@@ -186,7 +186,7 @@ def pace(run: Run) -> list[Figure]:
     return found
 
 
-def _shares(history: History, course: Course) -> Figure:
+def _shares(history: History, course: Timeline) -> Figure:
     whole = history["data_wait_fraction"].kept()
     parts = []
     for name, phases in _PARTS.items():
@@ -248,7 +248,7 @@ def maps(run: Run) -> list[Figure]:
     return found
 
 
-def portraits_of(run: Run) -> list[tuple[str, Portrait]]:
+def portraits_of(run: Run) -> list[tuple[str, EmbeddingSnapshot]]:
     """Return the portraits there are, with the time of each in words."""
     found = []
     if run.first is not None:
@@ -269,7 +269,7 @@ class _Points:
     num_lost: int
 
 
-def _points(run: Run, portrait: Portrait) -> _Points:
+def _points(run: Run, portrait: EmbeddingSnapshot) -> _Points:
     """Return what a map shows: some of the samples, of pairs both sides."""
     assert run.gallery is not None, "a portrait has samples"
     num_sides = 1 if portrait.key is None else 2
@@ -292,7 +292,9 @@ def _points(run: Run, portrait: Portrait) -> _Points:
     )
 
 
-def _figure(history: History, name: str, title: str, axis: Axis, course: Course, caption: str = "") -> Figure:
+def _figure(
+    history: History, name: str, title: str, axis: Axis, course: Timeline, caption: str = ""
+) -> Figure:
     series = history[name]
     drawing = draw_curves([Curve(series=series)], axis, label=f"{title} over the steps", course=course)
     if series.num_bad:

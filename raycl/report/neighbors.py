@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from raycl.portraits import Gallery, Portrait
+from raycl.embedding_snapshot import EmbeddingSnapshot, ProbeSet
 
 NUM_QUERIES, NUM_NEIGHBORS = 8, 6
 _TEXT_LENGTH = 130  # characters of a text that are shown
@@ -49,9 +49,9 @@ class Neighborhood:
 
 
 def neighborhoods(
-    gallery: Gallery,
-    first: Portrait | None,
-    latest: Portrait | None,
+    gallery: ProbeSet,
+    first: EmbeddingSnapshot | None,
+    latest: EmbeddingSnapshot | None,
     class_name: Callable[[int], str] = str,
 ) -> list[Neighborhood]:
     """Return a few queries with their neighbors: one of each of the first labels, or spread over the samples."""
@@ -70,7 +70,7 @@ def neighborhoods(
     ]
 
 
-def right_fraction(gallery: Gallery, portrait: Portrait) -> float | None:
+def right_fraction(gallery: ProbeSet, portrait: EmbeddingSnapshot) -> float | None:
     """Return how many of the neighbors of all labeled samples have their label, or of pairs how many keys are found."""
     everyone = np.flatnonzero(_is_sound(portrait))
     found, _ = _search(portrait, everyone, NUM_NEIGHBORS)
@@ -83,12 +83,14 @@ def right_fraction(gallery: Gallery, portrait: Portrait) -> float | None:
     return float((gallery.label[found[labeled]] == gallery.label[everyone[labeled], None]).mean())
 
 
-def _is_sound(portrait: Portrait) -> NDArray[np.bool_]:
+def _is_sound(portrait: EmbeddingSnapshot) -> NDArray[np.bool_]:
     sound = np.asarray(np.isfinite(portrait.embedding).all(1))
     return sound if portrait.key is None else sound & np.asarray(np.isfinite(portrait.key).all(1))
 
 
-def _chosen(gallery: Gallery, first: Portrait | None, latest: Portrait | None) -> NDArray[np.int64]:
+def _chosen(
+    gallery: ProbeSet, first: EmbeddingSnapshot | None, latest: EmbeddingSnapshot | None
+) -> NDArray[np.int64]:
     sound = np.ones(len(gallery.sample_id), np.bool_)
     for portrait in filter(None, (first, latest)):
         sound &= _is_sound(portrait)
@@ -106,7 +108,7 @@ def _chosen(gallery: Gallery, first: Portrait | None, latest: Portrait | None) -
 
 
 def _search(
-    portrait: Portrait, queries: NDArray[np.int64], number: int
+    portrait: EmbeddingSnapshot, queries: NDArray[np.int64], number: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return the nearest samples [num_queries, number] and their cosines; without keys, never the query itself."""
     rows = portrait.embedding.astype(np.float32)
@@ -122,7 +124,7 @@ def _search(
 
 
 def _nearest(
-    gallery: Gallery, portrait: Portrait, queries: NDArray[np.int64], shown: Callable[..., Sample]
+    gallery: ProbeSet, portrait: EmbeddingSnapshot, queries: NDArray[np.int64], shown: Callable[..., Sample]
 ) -> list[list[Neighbor]]:
     found, cosines = _search(portrait, queries, NUM_NEIGHBORS)
     has_keys = portrait.key is not None
@@ -142,7 +144,7 @@ def _nearest(
     return rows
 
 
-def _is_right(gallery: Gallery, query: int, place: int, has_keys: bool) -> bool | None:
+def _is_right(gallery: ProbeSet, query: int, place: int, has_keys: bool) -> bool | None:
     if has_keys:
         key = _key_number(gallery)
         return bool(key[query] == key[place])
@@ -150,13 +152,13 @@ def _is_right(gallery: Gallery, query: int, place: int, has_keys: bool) -> bool 
     return bool(labels[0] == labels[1]) if (labels >= 0).all() else None
 
 
-def _key_number(gallery: Gallery) -> NDArray[np.int64]:
+def _key_number(gallery: ProbeSet) -> NDArray[np.int64]:
     """Return a number for each sample's key, the same for equal ones."""
     keys = gallery.contents.get("document") or gallery.contents["caption"]
     return np.unique(np.array(keys, object), return_inverse=True)[1]
 
 
-def _shown(gallery: Gallery, class_name: Callable[[int], str], place: int, *, is_key: bool) -> Sample:
+def _shown(gallery: ProbeSet, class_name: Callable[[int], str], place: int, *, is_key: bool) -> Sample:
     """Return a sample as a query, or of pairs as a key."""
     contents = gallery.contents
     if is_key:

@@ -14,7 +14,7 @@ from raycl.report import figures
 from raycl.report.curves import NUM_STYLES, Axis, Curve, draw_curves
 from raycl.report.figures import JUDGMENTS, Figure
 from raycl.report.neighbors import neighborhoods, right_fraction
-from raycl.report.remarks import Remark, remarks
+from raycl.report.notes import Note, remarks
 from raycl.report.run import Run
 from raycl.report.tables import broken_rows, differing_settings, facts, final_figures
 from raycl.report.theme import DASHES, NUM_HUES
@@ -113,7 +113,7 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
     return found
 
 
-def _bad(run: Run) -> list[Remark]:
+def _bad(run: Run) -> list[Note]:
     return [remark for remark in remarks(run) if remark.is_bad or run.status != "finished"][:2]
 
 

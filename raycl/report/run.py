@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from raycl.commands import read_commands
 from raycl.config import RunConfig
+from raycl.config.overrides import config_from_yaml
+from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_gallery, read_portrait
 from raycl.errors import DataError
-from raycl.portraits import FIRST, LATEST, Gallery, Portrait, read_gallery, read_portrait
+from raycl.provenance import read_commands
 from raycl.records import METRICS, RESULT
 from raycl.report.history import History, read_history
-from raycl.settings import config_from_yaml
 from raycl.storage import Place
 
 CONFIG, DATA = "config.yaml", "data.json"
@@ -34,9 +34,9 @@ class Run:
     result: dict[str, Any]
     data: dict[str, Any]
     commands: list[str]
-    gallery: Gallery | None = None
-    first: Portrait | None = None
-    latest: Portrait | None = None
+    gallery: ProbeSet | None = None
+    first: EmbeddingSnapshot | None = None
+    latest: EmbeddingSnapshot | None = None
 
     @property
     def status(self) -> str:

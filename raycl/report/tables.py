@@ -9,9 +9,9 @@ from typing import Any, final
 import numpy as np
 
 from raycl.config import leaves
+from raycl.config.overrides import differences
 from raycl.report.figures import JUDGMENTS
 from raycl.report.run import Run
-from raycl.settings import differences
 
 NONE = "-"
 

@@ -7,12 +7,12 @@ from typing import Any, final
 from matplotlib.figure import Figure as Picture
 
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.reproduction.claims import Claim
 from raycl.reproduction.outcomes import Results
 from raycl.reproduction.scales import SCALES, ScaleName
-from raycl.settings import override
 
 
 @final

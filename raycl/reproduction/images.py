@@ -13,14 +13,14 @@ from torch import Tensor
 
 from raycl.config import RunConfig
 from raycl.data.images import ImageFormat
+from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL
-from raycl.data.rows import Rows, pixels_of
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
-from raycl.inference.judgment import raw_pixels
-from raycl.inference.reading import read_rows
-from raycl.judging.knn import knn_accuracy
-from raycl.models.saved import ImageEncoder
+from raycl.evaluation.knn import knn_accuracy
+from raycl.inference.classification import raw_pixels
+from raycl.inference.read_rows import read_rows
+from raycl.models.encoder_io import ImageEncoder
 from raycl.storage import Place, absolute
 
 _ENCODED_TOGETHER = 512
@@ -73,7 +73,7 @@ def _to_parquet(source: Source, chosen: np.ndarray[Any, Any]) -> bytes:
 
 
 @final
-class Judge:
+class Evaluator:
     """Training and test images, decoded once for all runs of a figure."""
 
     def __init__(self, *, data: str, train: str, test: str) -> None:
@@ -118,12 +118,12 @@ class Judge:
         sides += [values - mean, torch.from_numpy(train.label)]
         return knn_accuracy(*sides, k=settings.k, temperature=settings.temperature)
 
-    def _rows(self, uri: str, config: RunConfig) -> Rows:
+    def _rows(self, uri: str, config: RunConfig) -> InMemoryDataset:
         data = config.data
         return self._read(uri, data.decoded_size, data.channels, data.max_pixels, data.max_bad_fraction)
 
 
-def _read(uri: str, size: int, channels: int, max_pixels: int, max_bad_fraction: float) -> Rows:
+def _read(uri: str, size: int, channels: int, max_pixels: int, max_bad_fraction: float) -> InMemoryDataset:
     image_format = ImageFormat(size=size, channels=channels, max_pixels=max_pixels)
     rows = read_rows(_labeled(uri), image_format, title=f"reading {uri}", max_bad_fraction=max_bad_fraction)
     if (rows.label == NO_LABEL).any():

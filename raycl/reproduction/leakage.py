@@ -6,16 +6,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from raycl.batchnorm.probe import Leakage, leakage
+from raycl.batchnorm.leakage_probe import Leakage, leakage
 from raycl.config import RunConfig
+from raycl.config.overrides import config_from_yaml
 from raycl.errors import ConfigError
-from raycl.inference.tower import last_checkpoint
+from raycl.inference.checkpoint_encoder import last_checkpoint
 from raycl.models.momentum import MomentumEncoder
-from raycl.settings import config_from_yaml
 from raycl.storage import Place
 from raycl.training import build
-from raycl.training.modality import ImageSide
-from raycl.training.resumption import CONFIG
+from raycl.training.modality import ImageTowerBuilder
+from raycl.training.resume import CONFIG
 
 
 def load_pair(run: Place) -> tuple[RunConfig, nn.Module, nn.Module]:
@@ -40,6 +40,6 @@ def probe_run(
 ) -> Leakage:
     """Measure the leak on images uint8 [num, height, width, channels], ``group_size`` rows normalized together."""
     config, tower, follower = load_pair(run)
-    draw = ImageSide(config).drawing().augmentation
+    draw = ImageTowerBuilder(config).drawing().augmentation
     view_a, view_b = (draw(images, ids, seed=0, epoch=0, view=view) for view in (0, 1))
     return leakage(tower, follower, view_a, view_b, group_size=group_size, num_groupings=num_groupings)

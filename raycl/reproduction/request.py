@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from raycl.cluster import join_cluster
+from raycl.cluster import connect_cluster
 from raycl.errors import ConfigError
 from raycl.reproduction.catalog import find_figure
 from raycl.reproduction.figure import Figure
-from raycl.reproduction.images import Judge, training_part
+from raycl.reproduction.images import Evaluator, training_part
 from raycl.reproduction.outcomes import Curve, Outcome, Results, read_curves
 from raycl.reproduction.paragraph import METRICS, Page
 from raycl.reproduction.runs import PlannedRun, outcome_of, perform, plan_runs
@@ -134,9 +134,9 @@ def _perform_missing(
     todo = [at for at, outcome in enumerate(outcomes) if outcome is None]
     if not todo:
         return
-    join_cluster(address, debug=debug)
+    connect_cluster(address, debug=debug)
     part = training_part(request.data, SCALES[request.scale].num_train, Place(absolute(request.output)))
-    judge = Judge(data=request.data, train=part, test=request.test)
+    judge = Evaluator(data=request.data, train=part, test=request.test)
     began = time.monotonic()
     for done, at in enumerate(todo):
         seconds = (time.monotonic() - began) * (len(todo) - done) / done if done else None

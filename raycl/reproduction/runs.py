@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from raycl.config import RunConfig
+from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.errors import CollapseError, ConfigError, NonFiniteLossError
-from raycl.models.saved import ImageEncoder, load_encoder
+from raycl.models.encoder_io import ImageEncoder, load_encoder
 from raycl.records import RESULT, ROLLBACK, read_metrics, read_result
 from raycl.reproduction.claims import MIN_SEEDS
 from raycl.reproduction.figure import Figure, Setting
-from raycl.reproduction.images import Judge
+from raycl.reproduction.images import Evaluator
 from raycl.reproduction.leakage import probe_run
 from raycl.reproduction.machine import describe_machine
 from raycl.reproduction.outcomes import Outcome, read_outcome
 from raycl.reproduction.scales import ScaleName
-from raycl.settings import config_from_yaml, config_to_yaml, differences
 from raycl.storage import Place
 from raycl.training.launch import train
-from raycl.training.resumption import CONFIG
+from raycl.training.resume import CONFIG
 
 RUNS = "runs"
 
@@ -99,7 +99,7 @@ def outcome_of(run: PlannedRun) -> Outcome | None:
     return read_outcome(run.place)
 
 
-def perform(run: PlannedRun, judge: Judge, *, address: str | None, quiet: bool, debug: bool) -> Outcome:
+def perform(run: PlannedRun, judge: Evaluator, *, address: str | None, quiet: bool, debug: bool) -> Outcome:
     """Train if that is not done, going on where it was interrupted; judge, and keep what came of it.
 
     A loss that is no number, or a collapse that no rollback mends, is an outcome as well. Raises the
@@ -142,7 +142,7 @@ def _logged(place: Place) -> dict[str, float]:
     return {name: value for name, value in last.items() if value is not None} | counts
 
 
-def _measure(run: PlannedRun, judge: Judge) -> dict[str, float]:
+def _measure(run: PlannedRun, judge: Evaluator) -> dict[str, float]:
     """Return what a finished run came to: its length, kNN on the test images, the probe if asked for."""
     encoder = load_encoder(run.place.uri)
     assert isinstance(encoder, ImageEncoder), "the figures are of images"

@@ -12,7 +12,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from raycl.storage import Place
-from raycl.tracking.point import Point
+from raycl.tracking.base import MetricsRecord
 
 # An object store cannot append, so a file there is written whole at each flush: keep it small.
 MAX_BYTES = 2**20
@@ -42,7 +42,7 @@ class EventFiles:
         if names:
             self._forget_after(resume_step)
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricsRecord]) -> None:
         """Add the points to the file."""
         for point in points:
             if point.goes_back:

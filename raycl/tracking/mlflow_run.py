@@ -12,8 +12,8 @@ from mlflow.entities import Metric, Param
 
 from raycl.config import RunConfig, leaves
 from raycl.storage import Place
-from raycl.tracking.identity import known_run, remember_run
-from raycl.tracking.point import Point
+from raycl.tracking.base import MetricsRecord
+from raycl.tracking.run_id import known_run, remember_run
 
 EXPERIMENT = "raycl"  # unless MLFLOW_EXPERIMENT_NAME says otherwise
 
@@ -38,7 +38,7 @@ class MlflowRun:
             self._run = known
             self._client.update_run(known, status="RUNNING")
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricsRecord]) -> None:
         """Log the metrics of all points."""
         metrics = [
             Metric(key=name, value=value, timestamp=int(1_000 * point.time), step=point.step)

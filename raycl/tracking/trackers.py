@@ -10,8 +10,8 @@ from typing import Any, final
 from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.storage import Place
-from raycl.tracking.outbox import Outbox
-from raycl.tracking.point import Point, Tracker
+from raycl.tracking.background import BackgroundTracker
+from raycl.tracking.base import MetricsRecord, Tracker
 
 FOLDER = "tensorboard"  # below the output
 PATIENCE_S = 30.0
@@ -24,7 +24,7 @@ _AXES = ("step", "time")  # of a line of metrics: every tracker has them anyway
 class Trackers:
     """Write to all trackers; returns at once, and never raises."""
 
-    def __init__(self, outboxes: Sequence[Outbox]) -> None:
+    def __init__(self, outboxes: Sequence[BackgroundTracker]) -> None:
         self._outboxes = outboxes
 
     @property
@@ -37,11 +37,11 @@ class Trackers:
         numbers = {
             name: float(value) for name, value in line.items() if name not in _AXES and _is_number(value)
         }
-        self._put(Point(step=step, time=time.time(), metrics=numbers))
+        self._put(MetricsRecord(step=step, time=time.time(), metrics=numbers))
 
     def go_back(self, step: int) -> None:
         """Tell that the run goes on from this step once more."""
-        self._put(Point(step=step, time=time.time(), metrics={}, goes_back=True))
+        self._put(MetricsRecord(step=step, time=time.time(), metrics={}, goes_back=True))
 
     def news(self) -> list[str]:
         """Return what people must be told, each once."""
@@ -55,7 +55,7 @@ class Trackers:
         for outbox in self._outboxes:
             outbox.wait(max(0.0, deadline - time.monotonic()))
 
-    def _put(self, point: Point) -> None:
+    def _put(self, point: MetricsRecord) -> None:
         for outbox in self._outboxes:
             outbox.put(point)
 
@@ -80,7 +80,7 @@ def open_trackers(config: RunConfig, output: Place, *, resume_step: int) -> Trac
         openers["mlflow"] = partial(_open_mlflow, config, output)
     if config.tracking.wandb is not None:
         openers["wandb"] = partial(_open_wandb, config, output)
-    return Trackers([Outbox(f"tracking.{name}", opener) for name, opener in openers.items()])
+    return Trackers([BackgroundTracker(f"tracking.{name}", opener) for name, opener in openers.items()])
 
 
 def _open_tensorboard(folder: Place, resume_step: int) -> Tracker:

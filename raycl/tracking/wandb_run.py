@@ -8,8 +8,8 @@ import wandb
 
 from raycl.config import RunConfig
 from raycl.storage import Place
-from raycl.tracking.identity import known_run, remember_run
-from raycl.tracking.point import Point
+from raycl.tracking.base import MetricsRecord
+from raycl.tracking.run_id import known_run, remember_run
 
 
 @final
@@ -41,7 +41,7 @@ class WandbRun:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricsRecord]) -> None:
         """Log the metrics of all points."""
         for point in points:
             if point.metrics:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from raycl.batchnorm import split_batchnorm, swap, synchronize
 from raycl.config import RunConfig, Stage
-from raycl.data.rows import Rows
+from raycl.data.in_memory import InMemoryDataset
 from raycl.distributed import all_sum, num_workers, rank
 from raycl.errors import ConfigError
 from raycl.losses import NormalizingConstant
@@ -20,33 +20,33 @@ from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.negatives import KeyQueue, MemoryBank
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
-from raycl.negatives.bank_handle import Bank
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 from raycl.optimizers import build_optimizer
-from raycl.tokens import Vocabulary
-from raycl.training.contrast import Bidirectional, Contrast, Hinge, InfoNce, Mixed, Nce, NtXent
-from raycl.training.frequencies import Frequencies
-from raycl.training.learner import Learner, Manner
-from raycl.training.modality import ImageModality, ImageSide, Modality, Side
-from raycl.training.monitor import CollapseMonitor, Limits
+from raycl.tokenization import Vocabulary
+from raycl.training.collapse_monitor import CollapseMonitor, Limits
+from raycl.training.logq import Frequencies
+from raycl.training.modality import ImageModality, ImageTowerBuilder, Modality, TowerBuilder
+from raycl.training.objectives import Bidirectional, Hinge, InfoNce, Nce, NtXent, Objective, WeightedObjective
 from raycl.training.pairs import ImageTextModality, PairModality
 from raycl.training.stores import BankStore, NoStore, QueueStore, Store
-from raycl.training.texts import TextModality, TextSide
+from raycl.training.texts import TextModality, TextTowerBuilder
+from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.views import ViewMaker
 
 
 def modality(config: RunConfig, vocabulary: Vocabulary | None = None) -> Modality:
     """Return what the samples are; texts need the vocabulary."""
     if config.data.kind == "image":
-        return ImageModality(ImageSide(config))
+        return ImageModality(ImageTowerBuilder(config))
     assert vocabulary is not None, "texts are cut by the tokenizer of a vocabulary"
-    side = TextSide(config=config, settings=config.encoder, vocabulary=vocabulary)
+    side = TextTowerBuilder(config=config, settings=config.encoder, vocabulary=vocabulary)
     if config.data.kind == "text":
         return TextModality(side=side)
     if config.data.kind == "pairs":
         return PairModality(side)
-    return ImageTextModality(ImageSide(config), replace(side, settings=config.text_encoder))
+    return ImageTextModality(ImageTowerBuilder(config), replace(side, settings=config.text_encoder))
 
 
 def view_maker(config: RunConfig, samples: Modality, device: torch.device) -> ViewMaker:
@@ -78,7 +78,7 @@ def towers(config: RunConfig, samples: Modality, network: nn.Module | None = Non
     return whole
 
 
-def _tower(config: RunConfig, side: Side, network: nn.Module | None, number: int) -> Tower:
+def _tower(config: RunConfig, side: TowerBuilder, network: nn.Module | None, number: int) -> Tower:
     encoder = side.encoder() if network is None else network
     torch.manual_seed(config.seed + 1 + number)
     return Tower(
@@ -87,7 +87,7 @@ def _tower(config: RunConfig, side: Side, network: nn.Module | None, number: int
     )
 
 
-def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> Learner:
+def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> TrainState:
     """Return all that learns; ``num_samples`` are the slots of a memory bank, if there is one."""
     normalizer = None
     if num_samples is not None:  # whichever the loss: a stage of NCE may be added to a finished run
@@ -96,7 +96,7 @@ def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> Lea
     if config.learn_temperature:
         device = next(whole.parameters()).device
         temperature = LearnedTemperature(config.stages[0].temperature).to(device)
-    return Learner(
+    return TrainState(
         whole,
         optimizer(config, nn.ModuleList(filter(None, (whole, temperature)))),
         temperature=temperature,
@@ -106,14 +106,14 @@ def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> Lea
     )
 
 
-def manner(config: RunConfig, stage: Stage) -> Manner:
+def manner(config: RunConfig, stage: Stage) -> EmbedConfig:
     """Return how a stage embeds its batches."""
-    return Manner(
+    return EmbedConfig(
         chunk_size=stage.chunk_size,
         kept_chunks=stage.kept_chunks,
         milestone_every=stage.milestone_every,
         rows_per_group=config.rows_per_group(stage) if config.batchnorm == "shuffled" else None,
-        rows_in_company=_rows_normalized_together(config, stage),
+        leak_group_size=_rows_normalized_together(config, stage),
     )
 
 
@@ -128,7 +128,7 @@ def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
     }.get(config.batchnorm, 0)
 
 
-def frequencies(config: RunConfig, rows: Rows) -> Frequencies | None:
+def frequencies(config: RunConfig, rows: InMemoryDataset) -> Frequencies | None:
     """Return how common the documents of these rows are, if a stage discounts frequent ones."""
     if not any(stage.discount_frequent for stage in config.stages):
         return None
@@ -138,19 +138,19 @@ def frequencies(config: RunConfig, rows: Rows) -> Frequencies | None:
 def contrast(
     config: RunConfig,
     stage: Stage,
-    learns: Learner,
+    learns: TrainState,
     *,
     hinge_weight: float,
     num_samples: int | None = None,
     frequencies: Frequencies | None = None,
-) -> Contrast:
+) -> Objective:
     """Return the loss over all workers, of which the hinge is this fraction."""
     if stage.loss == "hinge" or hinge_weight == 1.0:
         return _hinge(config, stage)
     entropy = _cross_entropy(config, stage, learns, num_samples, frequencies)
     if not hinge_weight:
         return entropy
-    return Mixed(cross_entropy=entropy, hinge=_hinge(config, stage), hinge_weight=hinge_weight)
+    return WeightedObjective(cross_entropy=entropy, hinge=_hinge(config, stage), hinge_weight=hinge_weight)
 
 
 def without_hinge(config: RunConfig, stage: Stage) -> Stage:
@@ -161,7 +161,7 @@ def without_hinge(config: RunConfig, stage: Stage) -> Stage:
     return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
 
 
-def _hinge(config: RunConfig, stage: Stage) -> Contrast:
+def _hinge(config: RunConfig, stage: Stage) -> Objective:
     return Hinge(
         margin=stage.margin,
         hardest=stage.hardest_negative,
@@ -175,10 +175,10 @@ def _hinge(config: RunConfig, stage: Stage) -> Contrast:
 def _cross_entropy(
     config: RunConfig,
     stage: Stage,
-    learns: Learner,
+    learns: TrainState,
     num_samples: int | None,
     frequencies: Frequencies | None,
-) -> Contrast:
+) -> Objective:
     temperature = stage.temperature if learns.temperature is None else learns.temperature()
     if stage.loss == "nt_xent":
         return NtXent(temperature=temperature)
@@ -217,10 +217,10 @@ def monitor(config: RunConfig) -> CollapseMonitor:
 NEW_NODE_S = 900.0  # that a node may take to come, with all that is installed on it
 
 
-def bank_plan(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankPlan:
+def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankSpec:
     """Return what the run's bank is."""
     is_queue = config.negatives.store == "queue"
-    return BankPlan(
+    return BankSpec(
         name=config.bank.name or name,
         kind="queue" if is_queue else "memory_bank",
         dim=config.projection_head.dim,

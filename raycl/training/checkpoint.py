@@ -16,11 +16,11 @@ import ray.train
 import torch
 
 from raycl.distributed import check_equal
-from raycl.models.saved import load_state
+from raycl.models.encoder_io import load_state
 from raycl.storage import Place
 from raycl.training.checkpoint_list import CHECKPOINTS
-from raycl.training.learner import Learner
 from raycl.training.stores import Store
+from raycl.training.train_state import TrainState
 from raycl.training.watch import Watch
 
 STATE = "state.pt"
@@ -81,7 +81,7 @@ class Restored:
 
 
 def save_checkpoint(
-    learner: Learner,
+    learner: TrainState,
     store: Store,
     watch: Watch,
     position: Position,
@@ -128,13 +128,13 @@ def saved_steps(output: Place) -> set[int]:
     return {int(step[1]) for step in map(_STEP.match, names) if step}
 
 
-def restore_checkpoint(learner: Learner) -> Restored | None:
+def restore_checkpoint(learner: TrainState) -> Restored | None:
     """Load the latest checkpoint, if there is one, into the learner; return what else it held."""
     checkpoint = ray.train.get_checkpoint()
     return None if checkpoint is None else _restored(checkpoint, learner)
 
 
-def restore_healthy_checkpoint(learner: Learner) -> Restored | None:
+def restore_healthy_checkpoint(learner: TrainState) -> Restored | None:
     """Load the latest checkpoint that was made in health, if there is one; collective."""
     all_saved = ray.train.get_all_reported_checkpoints(
         consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
@@ -153,7 +153,7 @@ def _name(position: Position, *, judged: bool) -> str:
     return f"step-{position.step:08d}{stage}{again}{'-judged' if judged else ''}"
 
 
-def _restored(checkpoint: ray.train.Checkpoint, learner: Learner) -> Restored:
+def _restored(checkpoint: ray.train.Checkpoint, learner: TrainState) -> Restored:
     with checkpoint.as_directory() as folder:
         content = (Path(folder) / STATE).read_bytes()
     state = load_state(content, f"{checkpoint.path}/{STATE}")

@@ -19,13 +19,13 @@ _RESULTS, _LATEST, _NUMBERS = "checkpoint_results", "latest_checkpoint_result", 
 _NAME = "checkpoint_dir_name"
 
 
-def copy_list(output: Place) -> None:
+def backup_manifest(output: Place) -> None:
     """Keep a copy of the list as it is, if it is whole."""
     if output.is_local and (listed := _read(output / CHECKPOINTS / LISTED)) is not None:
         (output / CHECKPOINTS / _COPY).write_text(json.dumps(listed))
 
 
-def mend_list(output: Place) -> str | None:
+def repair_manifest(output: Place) -> str | None:
     """Put the copy in the place of a list that was cut; say what was done, if it was.
 
     Without a copy there should be one checkpoint at most, which nobody has listed: then the list goes.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from raycl.phases import PAUSED, Account, counted, phase
+from raycl.step_timer import PAUSED, StepTimer, counted, phase
 from raycl.training.checkpoint import Position
 
 
@@ -18,7 +18,7 @@ class Clock:
         self._started = time.monotonic() - position.seconds
         self._excluded = 0.0
         self._lap_samples, self._lap_seconds = position.samples, position.seconds
-        self._account = Account(on_accelerator=on_accelerator)
+        self._account = StepTimer(on_accelerator=on_accelerator)
         self._told_at = 0.0
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
@@ -39,13 +39,13 @@ class Clock:
         finally:
             self._excluded += time.monotonic() - since
 
-    def lap(self, samples: int) -> "Lap":
+    def lap(self, samples: int) -> "StepTiming":
         """Return what happened since the last lap; ``samples`` are those of the whole run."""
         seconds = self.seconds()
         made = samples - self._lap_samples
         spent = max(seconds - self._lap_seconds, 1e-9)
         self._lap_samples, self._lap_seconds = samples, seconds
-        return Lap(seconds=spent, samples_per_second=made / spent, fractions=self._fractions())
+        return StepTiming(seconds=spent, samples_per_second=made / spent, fractions=self._fractions())
 
     def tell(self, logbook: Any, progress: dict[str, Any]) -> None:
         """Send progress to the driver, at most three times a second."""
@@ -62,7 +62,7 @@ class Clock:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Lap:
+class StepTiming:
     """A stretch of training: how long it took, its pace, and the fraction that each phase took."""
 
     seconds: float

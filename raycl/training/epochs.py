@@ -5,11 +5,11 @@ from typing import final
 
 from torch import Tensor
 
-from raycl.data.order import Share, Shuffled
 from raycl.data.prefetch import Prefetched
-from raycl.data.stream import Stream
+from raycl.data.sampler import BatchShard, InMemorySampler
+from raycl.data.streaming import StreamingSampler
 from raycl.training.checkpoint import Position
-from raycl.training.stage_plan import StagePlan
+from raycl.training.stages import StagePlan
 from raycl.training.views import ViewMaker, Views
 
 
@@ -21,15 +21,15 @@ class Epochs:
     step for the same cores, on an accelerator they are drawn there.
     """
 
-    def __init__(self, batches: Stream | Shuffled, maker: ViewMaker) -> None:
+    def __init__(self, batches: StreamingSampler | InMemorySampler, maker: ViewMaker) -> None:
         self._batches, self._maker = batches, maker
         self._used_up: int | None = None  # the epoch that was drawn to its end, if it is the last one
 
-    def plain(self, share: Share) -> Iterator[tuple[Tensor, Tensor]]:
+    def plain(self, share: BatchShard) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of the first epoch without any randomness, and their ids."""
         yield from map(self._maker.plain, Prefetched(self._batches.epoch_batches(share, epoch=0)))
 
-    def views(self, position: Position, plan: StagePlan, share: Share) -> Iterator[Views]:
+    def views(self, position: Position, plan: StagePlan, share: BatchShard) -> Iterator[Views]:
         """Yield the views that are left of the epoch that the position is in."""
         follows = self._used_up == position.epoch - 1 and position.epoch_step == 0
         self._used_up = None

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
-from raycl.prometheus import Exporter, Reading
+from raycl.tracking.prometheus import Exporter, Reading
 from raycl.training.checkpoint import Position
 from raycl.training.job import Job
 
 
 @final
-class Gauges:
+class PrometheusGauges:
     """Show the latest value of every number that was written down, and count steps and samples."""
 
     def __init__(self, job: Job, position: Position) -> None:

@@ -8,12 +8,12 @@ from torch import nn
 
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
-from raycl.data.holdout import Holdout
-from raycl.data.stream import Stream
+from raycl.data.split import Holdout
+from raycl.data.streaming import StreamingSampler
 from raycl.lease import Lease
-from raycl.negatives.bank_handle import Bank
+from raycl.negatives.bank import Bank
 from raycl.storage import Place
-from raycl.tokens import Vocabulary
+from raycl.tokenization import Vocabulary
 from raycl.training import build
 from raycl.training.modality import Modality
 
@@ -32,7 +32,7 @@ class Job:
     config: RunConfig
     output: Place
     blocks: tuple[ray.ObjectRef, ...]
-    stream: Stream | None
+    stream: StreamingSampler | None
     num_train: int
     holdout: Holdout
     logbook: Any

@@ -11,38 +11,38 @@ from typing import Any, final
 import ray
 from torch import nn
 
-from raycl.cluster import check_resources, crowding, join_cluster, own_errors
-from raycl.commands import keep_command
+from raycl.cluster import check_resources, connect_cluster, crowding, unwrap_ray_errors
 from raycl.config import RunConfig
-from raycl.data.logbook import open_logbook, rows_in
+from raycl.config.overrides import config_to_yaml
+from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.data.sources import Source
-from raycl.data.stream import Stream
+from raycl.data.streaming import StreamingSampler
+from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
-from raycl.models.names import SPEC, TOKENIZER
+from raycl.models.registry import SPEC, TOKENIZER
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_actor import start_bank
-from raycl.negatives.bank_handle import Bank
 from raycl.progress import ProgressLine, rows_read
+from raycl.provenance import save_command_line
 from raycl.records import write_result
-from raycl.settings import config_to_yaml
-from raycl.showing import Shown, Table
 from raycl.storage import Place, absolute
-from raycl.tokens import Tokenizer, Vocabulary
+from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training import build
-from raycl.training.admission import Admission, admitted, check_size
 from raycl.training.checkpoint import saved_steps
-from raycl.training.groups import Groups, Signals, cpus_of_a_worker, spare_cpus
+from raycl.training.driver import GracefulShutdown, WorkerGroups, cpus_of_a_worker, spare_cpus
 from raycl.training.job import Job
-from raycl.training.resumption import CONFIG, DATA, check_same_data
-from raycl.training.samples import Samples
-from raycl.training.vocabulary import known_tokenizer
+from raycl.training.preflight import ValidatedRun, admitted, check_size
+from raycl.training.resume import CONFIG, DATA, check_same_data
+from raycl.training.samples import DataModule
+from raycl.training.tokenizer import known_tokenizer
 
 NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.04
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RunResult(Shown):
+class RunResult(Displayable):
     """What came of a run: where it lies, how long it took, its last metrics, and what it left out.
 
     ``broken_rows`` counts by cause rows that cannot be used, ``left_out`` what is sound but of no use;
@@ -103,7 +103,7 @@ def train(
 
 
 def train_admitted(
-    admission: Admission,
+    admission: ValidatedRun,
     *,
     dataset: ray.data.Dataset | None = None,
     encoder: nn.Module | None = None,
@@ -118,16 +118,16 @@ def train_admitted(
     config, place = admission.config, admission.output
     tokenizer = known_tokenizer(config, place, resumed=admission.resumed) if config.has_texts else None
     _check_parts(config, encoder, tokenizer)
-    dashboard = join_cluster(address, debug=debug)
+    dashboard = connect_cluster(address, debug=debug)
     if dashboard and not quiet:
         print(f"dashboard: http://{dashboard}", file=sys.stderr)
     if config.gpu and not quiet:
         print(f"GPUs compute in {config.tower_precision} (precision={config.precision})", file=sys.stderr)
     tags = {"run": place.name, "recipe": config.recipe}
     with (
-        own_errors(),
-        open_logbook(tags) as logbook,
-        Signals(logbook, place, admission.lease.check) as signals,
+        unwrap_ray_errors(),
+        start_coordinator(tags) as logbook,
+        GracefulShutdown(logbook, place, admission.lease.check) as signals,
     ):
         launch = _Launch(admission, encoder, logbook, signals, tokenizer, quiet=quiet)
         return launch.run(dataset)
@@ -146,10 +146,10 @@ def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokeni
 class _Launch:
     def __init__(
         self,
-        admission: Admission,
+        admission: ValidatedRun,
         network: nn.Module | None,
         logbook: Any,
-        signals: Signals,
+        signals: GracefulShutdown,
         tokenizer: Tokenizer | None,
         *,
         quiet: bool,
@@ -161,7 +161,7 @@ class _Launch:
 
     def run(self, dataset: ray.data.Dataset | None) -> RunResult:
         data, source, lease = self._admission.data, self._admission.source, self._admission.lease
-        samples = Samples(self._config, self._logbook, source, dataset)
+        samples = DataModule(self._config, self._logbook, source, dataset)
         self._tell_what_is_left_out(samples, source)
         check_size(self._config, samples.num_rows)
         streamed = samples.must_stream()
@@ -208,13 +208,13 @@ class _Launch:
             (self._output / SPEC).delete()  # until the end, the encoder is that of the last checkpoint
             (self._output / CONFIG).write_text(config_to_yaml(self._config))
             (self._output / DATA).write_text(json.dumps(described) + "\n")
-            keep_command(self._output)
+            save_command_line(self._output)
             if vocabulary is not None:
                 (self._output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
             self._signals.begin()
             write_result(self._output, {"status": "running"})
             try:
-                with own_errors():
+                with unwrap_ray_errors():
                     final = self._groups().train(replace(job, bank=bank))
                     self._signals.end()
                     return self._conclude(final)
@@ -226,10 +226,12 @@ class _Launch:
                     write_result(self._output, _result_of(error))
                 raise
 
-    def _groups(self) -> Groups:
-        return Groups(self._config, self._output, self._logbook, self._signals, self._tell, quiet=self._quiet)
+    def _groups(self) -> WorkerGroups:
+        return WorkerGroups(
+            self._config, self._output, self._logbook, self._signals, self._tell, quiet=self._quiet
+        )
 
-    def _learn_vocabulary(self, samples: Samples) -> Vocabulary | None:
+    def _learn_vocabulary(self, samples: DataModule) -> Vocabulary | None:
         """Count the tokens of the texts, and refuse what would not fit them."""
         if self._config.has_texts:
             self._tell(
@@ -252,7 +254,7 @@ class _Launch:
         if negatives.store == "none" or held_by == "workers":
             yield None
             return
-        plan = build.bank_plan(
+        plan = build.bank_spec(
             self._config, output=self._output.uri, name=_bank_name(self._output), num_samples=job.num_samples
         )
         sample_id = None if job.sample_id is None else ray.get(job.sample_id)
@@ -267,7 +269,7 @@ class _Launch:
             if not plan.detached:
                 bank.stop()
 
-    def _tell_what_is_left_out(self, samples: Samples, source: Source | None) -> None:
+    def _tell_what_is_left_out(self, samples: DataModule, source: Source | None) -> None:
         if source is not None and source.ignored:
             ignored = ", ".join(f"{count} {ending}" for ending, count in source.ignored)
             self._tell(f"ignored files that are no images: {ignored}")
@@ -285,7 +287,9 @@ class _Launch:
         if not self._quiet:
             print(line, file=sys.stderr)
 
-    def _open(self, samples: Samples, streamed: bool) -> tuple[ray.data.Dataset | None, Stream | None]:
+    def _open(
+        self, samples: DataModule, streamed: bool
+    ) -> tuple[ray.data.Dataset | None, StreamingSampler | None]:
         """Read all rows, or with a stream only those of the periodic judge."""
         title = "reading the rows to judge on" if streamed else "reading"
         look = rows_read(self._logbook, samples.num_read_first(streamed))

@@ -10,10 +10,10 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raycl.data.logbook import rows_in
-from raycl.data.order import Share, Shuffled
-from raycl.data.rows import Rows
-from raycl.distributed import check_equal, gather_detached, num_workers, rank, shared_memory
+from raycl.data.coordinator import rows_in
+from raycl.data.in_memory import InMemoryDataset
+from raycl.data.sampler import BatchShard, InMemorySampler
+from raycl.distributed import check_equal, gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.records import ROLLBACK
 from raycl.training import build
@@ -24,20 +24,20 @@ from raycl.training.checkpoint import (
     restore_healthy_checkpoint,
 )
 from raycl.training.clock import Clock
-from raycl.training.contrast import Contrast
 from raycl.training.epochs import Epochs
+from raycl.training.evaluators import Evaluator, KnnEvaluator, RetrievalEvaluator
 from raycl.training.heartbeat import heartbeat
 from raycl.training.job import Job
-from raycl.training.judge import Judge, LabelJudge, PairJudge
-from raycl.training.outcome import Finished, Outcome, Stopped, Wanted
-from raycl.training.portrait import open_portrayer
+from raycl.training.metrics_logger import MetricsLogger
+from raycl.training.objectives import Objective
+from raycl.training.outcome import Finished, Outcome, ResizeRequested, Stopped
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
-from raycl.training.recorder import Recorder
-from raycl.training.saver import Saver, save_towers
-from raycl.training.stage_plan import momentum_schedule, stage_plans
-from raycl.training.step import Stepped, train_step
+from raycl.training.saver import Checkpointer, save_towers
+from raycl.training.snapshot_writer import open_portrayer
+from raycl.training.stages import momentum_schedule, stage_plans
+from raycl.training.step import StepOutput, train_step
 from raycl.training.stores import BankStore, Store
-from raycl.training.views import Drawing, Views
+from raycl.training.views import Transform, Views
 from raycl.training.watch import Watch
 
 
@@ -51,7 +51,7 @@ def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
     prepare_process(max(1, available_cores() // workers_here))
     # The first worker's process answers for the group: where another one dies, all are replaced.
     living = heartbeat(job.logbook) if rank() == 0 else contextlib.nullcontext(threading.Event())
-    with shared_memory(), living as asked_to_stop:
+    with use_shared_memory(), living as asked_to_stop:
         return _Loop(job, ray.train.torch.get_device(), asked_to_stop).run()
 
 
@@ -65,7 +65,7 @@ class _Loop:
             job.logbook.add_notice.remote("a GPU here has no bfloat16: the run computes in float32")
         self._asked_to_stop, self._is_to_stop = asked_to_stop, False
         self._modality = job.modality()
-        rows = Rows(ray.get(list(job.blocks)), self._modality.formats(job.columns))
+        rows = InMemoryDataset(ray.get(list(job.blocks)), self._modality.formats(job.columns))
         train_rows = rows.where(job.holdout.is_train)
         self._plans = stage_plans(self._config, num_train=job.num_train)
         self._num_steps = sum(plan.num_steps for plan in self._plans)
@@ -85,7 +85,7 @@ class _Loop:
         position = Position() if restored is None else restored.position
         self._metrics = {} if restored is None else dict(restored.metrics)
         if self._asked_for(position) != self._job.workers:
-            return Wanted(*self._asked_for(position))
+            return ResizeRequested(*self._asked_for(position))
         self._store = self._open_store(restored)
         self._enter_stage(position)
         self._learner.connect(self._device)
@@ -94,10 +94,10 @@ class _Loop:
             build.monitor(self._config), state=None if restored is None else restored.watch_state
         )
         self._clock = Clock(position, on_accelerator=self._device.type == "cuda")
-        self._recorder = Recorder(
+        self._recorder = MetricsLogger(
             self._job, position, self._clock, num_steps=self._num_steps, is_writer=self._is_writer
         )
-        self._saver = Saver(self._job, self._learner, self._watch, self._clock, self._recorder)
+        self._saver = Checkpointer(self._job, self._learner, self._watch, self._clock, self._recorder)
         self._saver.begin_at(position)
         outcome = None
         try:
@@ -121,7 +121,7 @@ class _Loop:
                 return self._finish(position)
             else:
                 position = self._end_stage(position)
-        return Wanted(*self._asked_for(position))
+        return ResizeRequested(*self._asked_for(position))
 
     def _asked_for(self, position: Position) -> tuple[int, int]:
         """Return how many workers the stage asks for; if others were asked for, the driver starts anew."""
@@ -175,7 +175,7 @@ class _Loop:
         """Take up the batch size, the schedules and the loss of the stage that the position is in."""
         self._plan = self._plans[position.stage]
         stage = self._plan.stage
-        self._share = Share(batch_size=stage.batch_size, rank=rank(), num_workers=num_workers())
+        self._share = BatchShard(batch_size=stage.batch_size, rank=rank(), num_workers=num_workers())
         self._learner.enter(build.manner(self._config, stage))
 
     def _end_stage(self, position: Position) -> Position:
@@ -186,7 +186,7 @@ class _Loop:
         self._enter_stage(position)
         return position
 
-    def _contrast(self, position: Position) -> Contrast:
+    def _contrast(self, position: Position) -> Objective:
         """Return the loss of the next step."""
         stage, hinge_weight = self._plan.stage, self._plan.hinge_weight(position.stage_step)
         if position.step < position.cross_entropy_until:
@@ -229,7 +229,7 @@ class _Loop:
         # Nobody reads before all have written; and a shard that dies comes back with these rows.
         self._store.save(step=0)
 
-    def _step(self, views: Views, position: Position) -> Stepped:
+    def _step(self, views: Views, position: Position) -> StepOutput:
         try:
             self._last_views = views
             return train_step(
@@ -257,7 +257,7 @@ class _Loop:
     def _is_logged(self, step: int) -> bool:
         return step % self._config.log_every_steps == 0 or step == self._num_steps
 
-    def _record(self, position: Position, stepped: Stepped) -> str | None:
+    def _record(self, position: Position, stepped: StepOutput) -> str | None:
         """Write down what the step came to, if it is one to be logged; return why the run has collapsed."""
         collapse = None
         if self._is_logged(position.step):
@@ -327,10 +327,12 @@ class _Loop:
                 self._config.data.max_bad_fraction, min_rows=min(1_000, self._job.num_train)
             )
 
-    def _shuffled(self, rows: Rows) -> Shuffled:
-        return Shuffled(rows=rows, seed=self._config.seed, length_buckets=self._config.text.length_buckets)
+    def _shuffled(self, rows: InMemoryDataset) -> InMemorySampler:
+        return InMemorySampler(
+            rows=rows, seed=self._config.seed, length_buckets=self._config.text.length_buckets
+        )
 
-    def _build_judge(self, rows: Rows, drawing: Drawing) -> Judge | None:
+    def _build_judge(self, rows: InMemoryDataset, drawing: Transform) -> Evaluator | None:
         if not self._job.judged:
             return None
         settings, holdout = self._config.evaluation, self._job.holdout
@@ -340,8 +342,10 @@ class _Loop:
         if min(len(bank), len(test)) < num_workers():
             return None  # too few to share out
         if self._config.has_two_towers:
-            return PairJudge(bank=bank, test=test, drawing=drawing, precision=self._config.tower_precision)
-        return LabelJudge(
+            return RetrievalEvaluator(
+                bank=bank, test=test, drawing=drawing, precision=self._config.tower_precision
+            )
+        return KnnEvaluator(
             bank=bank,
             test=test,
             prepare=drawing.plain,

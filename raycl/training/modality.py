@@ -8,16 +8,16 @@ from torch import nn
 
 from raycl.augment.images import ImageAugmentation
 from raycl.config import RunConfig
+from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.formats import Formats
 from raycl.data.images import ImageFormat
 from raycl.models.images import build_image_encoder, representation_dim
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec
 from raycl.models.trust import OWN
-from raycl.training.views import Drawing, ImageDrawing
+from raycl.training.views import ImageTransform, Transform
 
 
-class Side(Protocol):
+class TowerBuilder(Protocol):
     """What one tower takes, and the encoder that takes it."""
 
     def encoder(self) -> nn.Module:
@@ -37,7 +37,7 @@ class Modality(Protocol):
     """One kind of samples: how they are read and drawn, and for which towers."""
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[TowerBuilder, ...]:
         """The side of the only tower, or those of queries and of keys."""
         ...
 
@@ -45,14 +45,14 @@ class Modality(Protocol):
         """Return what these columns hold, by role."""
         ...
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> Transform:
         """Return what turns rows into views; raises ``ConfigError`` for impossible ones."""
         ...
 
 
 @final
 @dataclass(frozen=True)
-class ImageSide:
+class ImageTowerBuilder:
     """Images: torchvision's networks."""
 
     config: RunConfig
@@ -100,7 +100,7 @@ class ImageSide:
         data = self.config.data
         return ImageFormat(size=data.decoded_size, channels=data.channels, max_pixels=data.max_pixels)
 
-    def drawing(self) -> ImageDrawing:
+    def drawing(self) -> ImageTransform:
         """Return random crops and colors, or whole images."""
         config = self.config
         mean, std = config.normalization
@@ -111,7 +111,7 @@ class ImageSide:
             std=std,
             **config.augment.model_dump(exclude={"mean", "std"}),
         )
-        return ImageDrawing(augmentation=augmentation, seed=config.seed)
+        return ImageTransform(augmentation=augmentation, seed=config.seed)
 
 
 @final
@@ -119,10 +119,10 @@ class ImageSide:
 class ImageModality:
     """Images: squares of pixels, random crops and colors."""
 
-    side: ImageSide
+    side: ImageTowerBuilder
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[TowerBuilder, ...]:
         """That of the only tower."""
         return (self.side,)
 
@@ -130,6 +130,6 @@ class ImageModality:
         """Return that of the role ``image``."""
         return {"image": self.side.image_format()}
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> Transform:
         """Return random crops and colors, or whole images."""
         return self.side.drawing()

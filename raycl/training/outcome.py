@@ -14,7 +14,7 @@ class Finished:
 
 @final
 @dataclass(frozen=True)
-class Wanted:
+class ResizeRequested:
     """The next stage asks for another number of workers, at least and at most."""
 
     least: int
@@ -29,4 +29,4 @@ class Stopped:
     step: int
 
 
-Outcome = Finished | Wanted | Stopped
+Outcome = Finished | ResizeRequested | Stopped

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.config import RunConfig
+from raycl.data.codecs import Format, Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.formats import Format, Formats
 from raycl.data.ids import IdFormat
-from raycl.data.rows import Batch, ids_of, texts_of, tokens_of
+from raycl.data.in_memory import Batch, ids_of, texts_of, tokens_of
 from raycl.data.texts import TextsFormat
-from raycl.training.modality import ImageSide, Side
-from raycl.training.texts import TextDrawing, TextSide
-from raycl.training.views import Draft, ImageDrawing, Known, as_is
+from raycl.training.modality import ImageTowerBuilder, TowerBuilder
+from raycl.training.texts import TextTowerBuilder, TextTransform
+from raycl.training.views import Draft, ImageTransform, MatchKeys, as_is
 
 
 @final
@@ -24,14 +24,14 @@ from raycl.training.views import Draft, ImageDrawing, Known, as_is
 class PairModality:
     """Queries and documents, both texts; one tower for both unless they are separate."""
 
-    side: TextSide
+    side: TextTowerBuilder
 
     @property
     def _config(self) -> RunConfig:
         return self.side.config
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[TowerBuilder, ...]:
         """That of queries, and that of documents if it has a tower of its own."""
         return (self.side, self.side) if self._config.separate_towers else (self.side,)
 
@@ -52,14 +52,14 @@ class PairModality:
         }
         return {role: known[role] for role in columns.contents}
 
-    def drawing(self) -> "PairDrawing":
+    def drawing(self) -> "PairTransform":
         """Return queries and documents as they are."""
-        return PairDrawing(explicit=self._config.negatives.explicit)
+        return PairTransform(explicit=self._config.negatives.explicit)
 
 
 @final
 @dataclass(frozen=True)
-class PairDrawing:
+class PairTransform:
     """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end."""
 
     explicit: bool = True
@@ -87,7 +87,7 @@ class PairDrawing:
         tokens = texts_of(batch, "negatives").tokens
         return torch.from_numpy(tokens.padded()) if len(tokens) else None
 
-    def known(self, batch: Batch) -> Known:
+    def known(self, batch: Batch) -> MatchKeys:
         """Return texts, and ids if there are any: [.., 1] or [.., 2]."""
         query = self._names(tokens_of(batch, "query").text_id, ids_of(batch, "query_id"))
         key = [tokens_of(batch, "document").text_id]
@@ -95,13 +95,13 @@ class PairDrawing:
         if document_id is not None:
             key.append(document_id.values)
         if not self._has_negatives(batch):
-            return Known(query=query, key=self._stacked(key))
+            return MatchKeys(query=query, key=self._stacked(key))
         texts = texts_of(batch, "negatives")
         negative = [texts.tokens.text_id]
         if document_id is not None:
             # Without ids of their own, negatives are known by their texts alone.
             negative.append(negative[0] if negative_ids is None else negative_ids.values)
-        return Known(query=query, key=self._stacked(key), negative=self._stacked(negative))
+        return MatchKeys(query=query, key=self._stacked(key), negative=self._stacked(negative))
 
     def _has_negatives(self, batch: Batch) -> bool:
         return self.explicit and "negatives" in batch.contents
@@ -119,11 +119,11 @@ class PairDrawing:
 class ImageTextModality:
     """Images and their captions, of which each epoch takes another one where there are several."""
 
-    image: ImageSide
-    text: TextSide
+    image: ImageTowerBuilder
+    text: TextTowerBuilder
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[TowerBuilder, ...]:
         """Those of images and captions."""
         return (self.image, self.text)
 
@@ -131,18 +131,18 @@ class ImageTextModality:
         """Return those of the roles ``image`` and ``caption``."""
         return {"image": self.image.image_format(), "caption": self.text.texts_format()}
 
-    def drawing(self) -> "ImageTextDrawing":
+    def drawing(self) -> "ImageTextTransform":
         """Return a random view of the image, and one of its captions."""
-        return ImageTextDrawing(self.image.drawing(), self.text.drawing("caption"))
+        return ImageTextTransform(self.image.drawing(), self.text.drawing("caption"))
 
 
 @final
 @dataclass(frozen=True)
-class ImageTextDrawing:
+class ImageTextTransform:
     """Images as view 0, a caption as view 1."""
 
-    image: ImageDrawing
-    caption: TextDrawing
+    image: ImageTransform
+    caption: TextTransform
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Return images, or tokens [batch, length]."""
@@ -164,7 +164,7 @@ class ImageTextDrawing:
         """Return None: they have none of their own."""
         return None
 
-    def known(self, batch: Batch) -> Known:
+    def known(self, batch: Batch) -> MatchKeys:
         """Return the images' ids, and texts as those of captions: two images may have the same one."""
         text_id = torch.from_numpy(self.caption.shown(batch, 1).text_id)
-        return Known(query=self.image.known(batch).query, key=text_id[:, None])
+        return MatchKeys(query=self.image.known(batch).query, key=text_id[:, None])

@@ -8,23 +8,23 @@ from numpy.typing import NDArray
 
 from raycl.cluster import fetch_tables, object_store_bytes
 from raycl.config import RunConfig
+from raycl.data.click_logs import check_labels, group_dataset, group_source, grouped_columns
+from raycl.data.coordinator import rows_in
 from raycl.data.decode import Decoder, Keep, classes_of, columns_of, decode_dataset, decode_source
-from raycl.data.holdout import Holdout, hold_out
-from raycl.data.logbook import rows_in
-from raycl.data.pairs import check_labels, group_dataset, group_source, grouped_columns
-from raycl.data.sources import Piece, Source
-from raycl.data.stream import Stream, stream_dataset, stream_source
+from raycl.data.sources import Fragment, Source
+from raycl.data.split import Holdout, make_split
+from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import DataError
-from raycl.tokens import Tokenizer, Vocabulary
+from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training import build
 from raycl.training.columns import column_names
-from raycl.training.vocabulary import find_vocabulary
+from raycl.training.tokenizer import find_vocabulary
 
 JUDGED_PART = 20  # of a large set, one row in so many is judged on
 
 
 @final
-class Samples:
+class DataModule:
     """The samples of a run, wherever they come from: how many, and how they are opened.
 
     Labeled pairs are grouped by their queries first, which reads them whole.
@@ -92,7 +92,7 @@ class Samples:
         if self.holdout.test == 0 or not self.can_be_judged:
             return None
         return self._decode(
-            self._decoder(self.holdout.is_judged, count=self.holdout.is_test), self._judged_pieces()
+            self._decoder(self.holdout.is_evaluated, count=self.holdout.is_test), self._judged_pieces()
         )
 
     def sample_ids(self, decoded: ray.data.Dataset | None) -> NDArray[np.int64]:
@@ -114,7 +114,7 @@ class Samples:
         ids = self._source.sample_ids(judged)
         return np.unique(np.concatenate([ids[self.holdout.is_train(ids)], self._source.sample_ids(others)]))
 
-    def stream(self) -> Stream:
+    def stream(self) -> StreamingSampler:
         """Return the rows to train on, to be read anew every epoch."""
         decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
         judged = {piece.first_id for piece in self._judged_pieces()}
@@ -130,7 +130,7 @@ class Samples:
             if self._source is not None
             else stream_dataset(_given(self._dataset), self.columns, decoder, seed=seed, classes=self.classes)
         )
-        return Stream(
+        return StreamingSampler(
             open_epoch=opened,
             formats=decoder.formats,
             seed=seed,
@@ -138,7 +138,7 @@ class Samples:
             length_buckets=self._config.text.length_buckets,
         )
 
-    def _decode(self, decoder: Decoder, pieces: tuple[Piece, ...] | None = None) -> ray.data.Dataset:
+    def _decode(self, decoder: Decoder, pieces: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
         if self._source is not None:
             return decode_source(self._source, decoder, pieces)
         return decode_dataset(_given(self._dataset), self.columns, decoder, classes=self.classes)
@@ -183,11 +183,11 @@ class Samples:
         # Of a stream, whole pieces are spared; of rows at hand, each may be held out.
         in_pieces = self._source is not None and self.must_stream()
         num_rows = _num_rows(self._judged_pieces()) if in_pieces else self.num_rows
-        return hold_out(
+        return make_split(
             num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
         )
 
-    def _judged_pieces(self) -> tuple[Piece, ...]:
+    def _judged_pieces(self) -> tuple[Fragment, ...]:
         """Return pieces spread over the set, enough to judge on: all of them, if it is not large."""
         pieces = self._source.pieces if self._source is not None else ()
         settings = self._config.evaluation
@@ -195,7 +195,7 @@ class Samples:
         return pieces[:: max(1, self.num_rows // enough)]
 
 
-def _num_rows(pieces: tuple[Piece, ...]) -> int:
+def _num_rows(pieces: tuple[Fragment, ...]) -> int:
     return sum(piece.num_rows for piece in pieces)
 
 

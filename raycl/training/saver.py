@@ -11,26 +11,28 @@ from torch import nn
 from raycl.config import RunConfig
 from raycl.distributed import all_sum, rank
 from raycl.errors import NonFiniteLossError
-from raycl.models.names import KEY
-from raycl.models.saved import save_encoder
+from raycl.models.encoder_io import save_encoder
+from raycl.models.registry import KEY
 from raycl.models.specs import EncoderSpec, HeadSpec, TextEncoderSpec
 from raycl.models.towers import Towers
 from raycl.training.checkpoint import Position, save_checkpoint, saved_steps
-from raycl.training.checkpoint_list import CHECKPOINTS, copy_list
+from raycl.training.checkpoint_list import CHECKPOINTS, backup_manifest
 from raycl.training.clock import Clock
 from raycl.training.job import Job
-from raycl.training.learner import Learner
+from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.modality import Modality
-from raycl.training.recorder import Recorder
 from raycl.training.stores import Store
+from raycl.training.train_state import TrainState
 from raycl.training.watch import Watch
 
 
 @final
-class Saver:
+class Checkpointer:
     """Save what a resumed run needs; all workers call it together, the first one writes."""
 
-    def __init__(self, job: Job, learner: Learner, watch: Watch, clock: Clock, recorder: Recorder) -> None:
+    def __init__(
+        self, job: Job, learner: TrainState, watch: Watch, clock: Clock, recorder: MetricsLogger
+    ) -> None:
         self._job, self._learner, self._watch = job, learner, watch
         self._clock, self._recorder = clock, recorder
         self._is_writer = rank() == 0
@@ -88,7 +90,7 @@ class Saver:
             self._learner.average_statistics()
             self._save_bank(position, store)
             if self._is_writer:
-                copy_list(self._job.output)
+                backup_manifest(self._job.output)
             with (self._job.output / CHECKPOINTS).explaining("save a checkpoint in"):
                 save_checkpoint(
                     self._learner,

@@ -7,40 +7,40 @@ from typing import final
 import torch
 from torch import Tensor
 
+from raycl.device_copy import Download
 from raycl.distributed import all_sum, gather_detached, gather_uneven, num_workers
+from raycl.embedding_metrics import MAX_ROWS
 from raycl.errors import NonFiniteLossError
-from raycl.measures import MAX_ROWS
 from raycl.optimizers import set_learning_rate
-from raycl.phases import phase
-from raycl.training.contrast import Contrast
-from raycl.training.identity import identify
-from raycl.training.learner import Learner
+from raycl.step_timer import phase
+from raycl.training.example_ids import assign_example_ids
+from raycl.training.objectives import Objective
 from raycl.training.process import autocast
 from raycl.training.stores import Store
+from raycl.training.train_state import TrainState
 from raycl.training.views import Views
-from raycl.transfer import Download
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Stepped:
+class StepOutput:
     """The result of a step: the loss of the global batch, and a few embeddings if the step is watched.
 
     ``watched`` are queries of all workers and their positives, each an embedding or a slot, both [n, dim].
-    ``trivial_loss`` is what the loss would be if all embeddings were one point, where that is known.
+    ``collapsed_loss`` is what the loss would be if all embeddings were one point, where that is known.
     ``is_to_stop`` is true on all workers once one of them was asked to stop.
     """
 
     loss: float
-    trivial_loss: float | None
+    collapsed_loss: float | None
     is_to_stop: bool = False
     watched: Download | None = None
 
 
 def train_step(
-    learner: Learner,
+    learner: TrainState,
     store: Store,
-    contrast: Contrast,
+    contrast: Objective,
     views: Views,
     *,
     step: int,
@@ -49,7 +49,7 @@ def train_step(
     precision: str,
     is_to_stop: bool = False,
     is_watched: bool = False,
-) -> Stepped:
+) -> StepOutput:
     """Make one step, the ``step``-th from 0; ``is_to_stop`` says whether this worker was asked to stop.
 
     Raises ``NonFiniteLossError`` on every worker before anything is changed.
@@ -60,7 +60,7 @@ def train_step(
     with phase("forward"), autocast(precision, views.view_a.device):
         query, key, negatives = learner.embed(views, step=step)
     with phase("loss"):
-        ids = identify(views.known)
+        ids = assign_example_ids(views.known)
         lent = lent.identified(ids)
         if negatives is not None and ids.negative is not None:
             lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
@@ -84,10 +84,10 @@ def train_step(
     # After the update and once: what a failed step would have written is never lent.
     with phase("store"):
         store.take(step=step)
-    return Stepped(
+    return StepOutput(
         loss=value,
         is_to_stop=num_asked > 0,
-        trivial_loss=contrast.trivial_loss(batch_size=len(query) * num_workers(), lent=lent),
+        collapsed_loss=contrast.collapsed_loss(batch_size=len(query) * num_workers(), lent=lent),
         watched=watched,
     )
 

@@ -11,18 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raycl.device_copy import Download, upload
 from raycl.distributed import gather_detached
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
-from raycl.training.contrast import Lent
+from raycl.training.objectives import StoreBatch
 from raycl.training.views import Views
-from raycl.transfer import Download, upload
 
 
 class Store(Protocol):
     """What a step asks of a store, whichever it is and wherever it is held."""
 
-    def lend(self, views: Views, *, step: int) -> Lent:
+    def lend(self, views: Views, *, step: int) -> StoreBatch:
         """Return what the queries of this batch are compared with."""
         ...
 
@@ -59,9 +59,9 @@ class Store(Protocol):
 class NoStore:
     """All negatives are of the batch."""
 
-    def lend(self, views: Views, *, step: int) -> Lent:
+    def lend(self, views: Views, *, step: int) -> StoreBatch:
         """Lend nothing."""
-        return Lent()
+        return StoreBatch()
 
     def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
         """Fetch nothing."""
@@ -92,12 +92,12 @@ class QueueStore:
         self._queue, self._waiting = queue, _Waiting(queue)
         self._on_device = None if device.type == "cpu" else _DeviceCopy(queue, capacity, device)
 
-    def lend(self, views: Views, *, step: int) -> Lent:
+    def lend(self, views: Views, *, step: int) -> StoreBatch:
         """Lend all keys there are, the queue's own memory."""
         if self._on_device is not None:
             return self._on_device.lend(len(self._queue))
         held = self._queue.negatives()
-        return Lent(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
+        return StoreBatch(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
 
     def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
         """Begin to fetch the keys of all workers, in the order of ranks."""
@@ -145,7 +145,7 @@ class BankStore:
         self._waiting = _Waiting(bank)
         self._lent_step: NDArray[np.int64] = np.empty(0, np.int64)
 
-    def lend(self, views: Views, *, step: int) -> Lent:
+    def lend(self, views: Views, *, step: int) -> StoreBatch:
         """Lend own and drawn slots; ask for those of the next step, which then come meanwhile."""
         lent = self._bank.read(self._slots(views.ids, step))
         if isinstance(self._bank, MemoryBankClient) and views.next_ids is not None:
@@ -153,7 +153,7 @@ class BankStore:
         self._lent_step = lent.step
         rows, ids = upload([_tensor(lent.rows), _tensor(lent.sample_id)], self._device)
         own = len(views)
-        return Lent(key=rows[:own], negatives=rows[own:], negative_id=ids[own:])
+        return StoreBatch(key=rows[:own], negatives=rows[own:], negative_id=ids[own:])
 
     def fill(self, rows: Tensor, sample_id: Tensor) -> None:
         """Let the slots of these samples [local_batch] begin at these embeddings; collective."""
@@ -236,9 +236,9 @@ class _DeviceCopy:
             [_tensor(held.rows), _tensor(held.sample_id)], self._rows.device
         )
 
-    def lend(self, num_rows: int) -> Lent:
+    def lend(self, num_rows: int) -> StoreBatch:
         """Lend the rows there are."""
-        return Lent(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows])
+        return StoreBatch(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows])
 
     def write(self, keys: Tensor, ids: Tensor, *, first: int) -> None:
         """Put the keys into the slots of the numbers from ``first`` on; of too many, the last."""

@@ -8,26 +8,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from raycl.augment.rng import uniforms
 from raycl.augment.text import TextAugmentation
-from raycl.augment.views import uniforms
 from raycl.config import EncoderConfig, RunConfig
+from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.formats import Formats
-from raycl.data.rows import Batch, texts_of
+from raycl.data.in_memory import Batch, texts_of
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
 from raycl.models.specs import TextEncoderSpec
 from raycl.models.text import build_text_encoder, text_representation_dim
 from raycl.models.trust import OWN
-from raycl.tokens import Vocabulary
-from raycl.training.modality import Side
-from raycl.training.views import Draft, Known, as_is
+from raycl.tokenization import Vocabulary
+from raycl.training.modality import TowerBuilder
+from raycl.training.views import Draft, MatchKeys, as_is
 
 _CHOICE = 6 << 40  # a sequence of draws of its own, after those of the augmentations
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TextSide:
+class TextTowerBuilder:
     """What encodes texts: an encoder, and the tokens that it takes."""
 
     config: RunConfig
@@ -73,9 +73,9 @@ class TextSide:
         """Return how texts, or lists of texts that say the same, are cut and stored."""
         return TextsFormat(tokenizer=self.vocabulary.tokenizer, max_length=self.config.text.max_length)
 
-    def drawing(self, role: str) -> "TextDrawing":
+    def drawing(self, role: str) -> "TextTransform":
         """Return texts of a role with changed words, or whole."""
-        return TextDrawing(role=role, config=self.config, vocabulary=self.vocabulary)
+        return TextTransform(role=role, config=self.config, vocabulary=self.vocabulary)
 
 
 @final
@@ -83,10 +83,10 @@ class TextSide:
 class TextModality:
     """Texts, or lists of texts that say the same: two views are two of them, or two of one."""
 
-    side: TextSide
+    side: TextTowerBuilder
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[TowerBuilder, ...]:
         """That of the only tower."""
         return (self.side,)
 
@@ -94,13 +94,13 @@ class TextModality:
         """Return that of the role ``text``."""
         return {"text": self.side.texts_format()}
 
-    def drawing(self) -> "TextDrawing":
+    def drawing(self) -> "TextTransform":
         """Return texts with changed words, or whole."""
         return self.side.drawing("text")
 
 
 @final
-class TextDrawing:
+class TextTransform:
     """One text of each row, with words changed at random or as it is: then dropout alone tells views apart."""
 
     def __init__(self, *, role: str, config: RunConfig, vocabulary: Vocabulary) -> None:
@@ -147,14 +147,14 @@ class TextDrawing:
         """Return None: they have none of their own."""
         return None
 
-    def known(self, batch: Batch) -> Known:
+    def known(self, batch: Batch) -> MatchKeys:
         """Return what the rows are known by: the texts that they show, a key's own one first."""
         if not self._known_by_text:
             names = torch.from_numpy(batch.sample_id)[:, None]
-            return Known(query=names, key=names)
+            return MatchKeys(query=names, key=names)
         shown = [torch.from_numpy(self.shown(batch, number).text_id) for number in (0, 1)]
         query = torch.stack(shown, dim=1)
-        return Known(query=query, key=query.flip(1), crosswise=True)
+        return MatchKeys(query=query, key=query.flip(1), shared_id_space=True)
 
     def _first(self, batch: Batch) -> Tokens:
         return texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64))

@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.augment.images import ImageAugmentation, center_view
-from raycl.data.rows import Batch, pixels_of
-from raycl.phases import phase
-from raycl.transfer import upload
+from raycl.data.in_memory import Batch, pixels_of
+from raycl.device_copy import upload
+from raycl.step_timer import phase
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class MatchKeys:
     """What queries, keys and explicit negatives are known by, int64 [num_rows, num_names] each.
 
     Two rows with one name in common, in the same column, are the same thing; or in any column, where
-    all names are of one kind (``crosswise``), of queries and of keys. The first name is what a store
+    all names are of one kind (``shared_id_space``), of queries and of keys. The first name is what a store
     of negatives knows a key by. ``negative`` is None unless negatives come with the batch.
     """
 
     query: Tensor
     key: Tensor
     negative: Tensor | None = None
-    crosswise: bool = False
+    shared_id_space: bool = False
 
 
 @final
@@ -50,12 +50,12 @@ class Views:
     ids: NDArray[np.int64]
     next_ids: NDArray[np.int64] | None = None
     negatives: Tensor | None = None
-    known: Known = field(default=None)  # type: ignore[assignment]
+    known: MatchKeys = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.known is None:
             names = self.sample_id[:, None]
-            object.__setattr__(self, "known", Known(query=names, key=names))
+            object.__setattr__(self, "known", MatchKeys(query=names, key=names))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -97,7 +97,7 @@ def as_is(tensor: Tensor) -> Draft:
     return Draft((tensor,), lambda moved: moved)
 
 
-class Drawing(Protocol):
+class Transform(Protocol):
     """How the rows of a batch become what encoders take; all on the host, but for what a draft makes."""
 
     def view(self, batch: Batch, number: int) -> Draft:
@@ -120,14 +120,14 @@ class Drawing(Protocol):
         """Return the explicit negatives of all rows in their order, if there are any."""
         ...
 
-    def known(self, batch: Batch) -> Known:
+    def known(self, batch: Batch) -> MatchKeys:
         """Return what the samples are known by."""
         ...
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ImageDrawing:
+class ImageTransform:
     """Images: cropped, colored and blurred at random, or whole."""
 
     augmentation: ImageAugmentation
@@ -164,10 +164,10 @@ class ImageDrawing:
         """Return None: they have none of their own."""
         return None
 
-    def known(self, batch: Batch) -> Known:
+    def known(self, batch: Batch) -> MatchKeys:
         """Return their ids."""
         names = torch.from_numpy(batch.sample_id)[:, None]
-        return Known(query=names, key=names)
+        return MatchKeys(query=names, key=names)
 
 
 @final
@@ -175,7 +175,7 @@ class ImageDrawing:
 class ViewMaker:
     """Draw the views of batches on a device."""
 
-    drawing: Drawing
+    drawing: Transform
     num_views: int
     device: torch.device
 
@@ -206,7 +206,7 @@ class ViewMaker:
         of_views = [each for draft in drafts for each in draft.tensors]
         with torch.cuda.stream(self._side_stream):
             moved = upload([*of_rows, *of_views], self.device)
-        return _Sent(batch, drafts, known.crosswise, moved)
+        return _Sent(batch, drafts, known.shared_id_space, moved)
 
     def _make(self, sent: "_Sent", next_ids: NDArray[np.int64] | None) -> Views:
         sample_id, query, key, negative, negatives, *of_views = sent.moved
@@ -223,7 +223,7 @@ class ViewMaker:
             ids=sent.batch.sample_id,
             next_ids=next_ids,
             negatives=negatives,
-            known=Known(query=query, key=key, negative=negative, crosswise=sent.crosswise),
+            known=MatchKeys(query=query, key=key, negative=negative, shared_id_space=sent.shared_id_space),
         )
 
     @cached_property
@@ -236,7 +236,7 @@ class _Sent(NamedTuple):
 
     batch: Batch
     drafts: list[Draft]
-    crosswise: bool
+    shared_id_space: bool
     moved: list[Any]  # the tensors of its rows, then those of its drafts
 
 

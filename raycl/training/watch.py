@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from raycl.distributed import mean_over_workers
-from raycl.measures import measure
-from raycl.training.monitor import CollapseMonitor
-from raycl.training.step import Stepped
+from raycl.embedding_metrics import measure
+from raycl.training.collapse_monitor import CollapseMonitor
+from raycl.training.step import StepOutput
 
 
 @final
@@ -24,14 +24,14 @@ class Watch:
         """Whether the last look found nothing bad, so that a checkpoint made now is a good one."""
         return self._monitor.is_healthy
 
-    def look(self, stepped: Stepped, *, step: int) -> tuple[dict[str, float], str | None]:
+    def look(self, stepped: StepOutput, *, step: int) -> tuple[dict[str, float], str | None]:
         """Return the measures, and what is wrong the first time that the run counts as collapsed; collective."""
         assert stepped.watched is not None, "the step was to be watched"
         own = measure(*stepped.watched.arrived()).known()
         # Rounded otherwise on another machine, one worker might find a collapse that others do not.
         measures = dict(zip(own, mean_over_workers(list(own.values())), strict=True))
         why = self._monitor.look(
-            step=step, measures=measures, loss=stepped.loss, trivial_loss=stepped.trivial_loss
+            step=step, measures=measures, loss=stepped.loss, collapsed_loss=stepped.collapsed_loss
         )
         return measures, why
 

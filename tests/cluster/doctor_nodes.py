@@ -33,19 +33,19 @@ from ray._private.services import get_node_ip_address
 from ray.cluster_utils import Cluster
 
 import raycl
-from raycl.doctor import Finding, examine
-from raycl.doctor.access import examine_access
+from raycl.config.overrides import override
+from raycl.doctor import CheckResult, examine
+from raycl.doctor.auth import examine_access
 from raycl.doctor.cluster import can_grow
 from raycl.doctor.nodes import alive_nodes
 from raycl.recipes import recipe
-from raycl.settings import override
 from tests.ports import free_ports
 
 STORE = 150 * 2**20
 HEAD_ID = "f" * 51 + "00000"
 
 
-def two_nodes(folder: Path) -> list[list[Finding]]:
+def two_nodes(folder: Path) -> list[list[CheckResult]]:
     """A head, and a node that has another working folder, another raycl, and a GPU that is none."""
     here, there, other = folder / "here", folder / "there", folder / "other"
     for each in (here, there):
@@ -79,12 +79,12 @@ def two_nodes(folder: Path) -> list[list[Finding]]:
     return [local, shared]
 
 
-def idle_head_v1(folder: Path) -> list[list[Finding]]:
+def idle_head_v1(folder: Path) -> list[list[CheckResult]]:
     """A head without CPUs, whose autoscaler of the first kind may start nodes."""
     return _examine_head(folder, {"RAY_enable_autoscaler_v2": "0"}, with_autoscaler=True)
 
 
-def idle_head_v2(folder: Path) -> list[list[Finding]]:
+def idle_head_v2(folder: Path) -> list[list[CheckResult]]:
     """The same with the second kind of autoscaler, which is the one that Ray's launcher takes."""
     environment = {
         "RAY_enable_autoscaler_v2": "1",
@@ -95,12 +95,12 @@ def idle_head_v2(folder: Path) -> list[list[Finding]]:
     return _examine_head(folder, environment, with_autoscaler=True)
 
 
-def plain_head(folder: Path) -> list[list[Finding]]:
+def plain_head(folder: Path) -> list[list[CheckResult]]:
     """A head without CPUs and without an autoscaler that may start nodes."""
     return _examine_head(folder, {}, with_autoscaler=False)
 
 
-def token_head(folder: Path) -> list[list[Finding]]:
+def token_head(folder: Path) -> list[list[CheckResult]]:
     """A head that asks for a token, which this process has."""
     with _head(folder, {}, with_autoscaler=False) as address:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -109,7 +109,9 @@ def token_head(folder: Path) -> list[list[Finding]]:
     return [found]
 
 
-def _examine_head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -> list[list[Finding]]:
+def _examine_head(
+    folder: Path, environment: dict[str, str], *, with_autoscaler: bool
+) -> list[list[CheckResult]]:
     with _head(folder, environment, with_autoscaler=with_autoscaler) as address:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         deadline = time.monotonic() + 60

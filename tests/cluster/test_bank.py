@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives
+from raycl.negatives.bank import Bank, connect_bank, list_banks
 from raycl.negatives.bank_actor import nodes_for_a_bank, start_bank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
-from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 from tests.cluster.strikes import alive, extra_node, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -33,9 +33,9 @@ SETTINGS = settings(
 )
 
 
-def a_plan(output: Path, **changed: Any) -> BankPlan:
+def a_plan(output: Path, **changed: Any) -> BankSpec:
     usual = {"name": "test", "kind": "queue", "dim": DIM, "capacity": CAPACITY, "seed": SEED}
-    return BankPlan(**{**usual, "output": str(output), **changed})
+    return BankSpec(**{**usual, "output": str(output), **changed})
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one shard", "three shards"])
@@ -358,8 +358,8 @@ def test_samples_that_do_not_fit_the_plan_are_refused(
 def test_questions_are_answered_exactly(
     banks: dict[str, Bank], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycl.negatives.bank_handle._ROWS_A_CALL", 5)
-    monkeypatch.setattr("raycl.negatives.bank_handle._QUERIES_A_CALL", 2)
+    monkeypatch.setattr("raycl.negatives.bank._ROWS_A_CALL", 5)
+    monkeypatch.setattr("raycl.negatives.bank._QUERIES_A_CALL", 2)
     bank = banks[kind]
     bank.restore(0)
     client, num_puts = client_of(bank), bank.stats().puts
@@ -442,7 +442,7 @@ def test_questions_without_answer_are_refused_in_one_line(
 ASKER = """
 import json, os, sys
 import numpy as np, ray
-from raycl.negatives.bank_handle import connect_bank, list_banks
+from raycl.negatives.bank import connect_bank, list_banks
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 bank = connect_bank("queue")
 print(json.dumps([list_banks(), bank.stats().filled, bank.nearest(np.ones(8), 3)[0].sample_id.tolist()]))

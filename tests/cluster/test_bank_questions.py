@@ -15,11 +15,11 @@ import pytest
 import ray
 
 import raycl
-from raycl.inference.tower import load_tower
+from raycl.inference.checkpoint_encoder import load_tower
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_client import MemoryBankClient, QueueClient
-from raycl.negatives.bank_handle import Bank
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 from tests.images import digit_files, write_digits
 from tests.test_cli import run_raycl
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROOT = Path(__file__).parent.parent.parent
 NUM_SAMPLES, NUM_WRITTEN, DIM = 300, 200, 8
 SAMPLE_ID = 7 + 3 * np.arange(NUM_SAMPLES)
-MAIN = "from raycl.cli import main; main()"
+MAIN = "from raycl.cli.main import main; main()"
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -60,8 +60,8 @@ def unit_rows(num_rows: int, seed: int) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def plan(folder: Path, **settings: Any) -> BankPlan:
-    return BankPlan(**{"dim": DIM, "output": str(folder), "num_shards": 2} | settings)
+def plan(folder: Path, **settings: Any) -> BankSpec:
+    return BankSpec(**{"dim": DIM, "output": str(folder), "num_shards": 2} | settings)
 
 
 @pytest.fixture(scope="module")

@@ -13,21 +13,21 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from raycl.data.logbook import open_logbook
+from raycl.config.overrides import override
+from raycl.data.coordinator import start_coordinator
 from raycl.data.sources import find_source
-from raycl.doctor import Finding, examine
-from raycl.doctor.access import examine_access, refuses_strangers
+from raycl.doctor import CheckResult, examine
+from raycl.doctor.auth import examine_access, refuses_strangers
 from raycl.doctor.cluster import can_grow
+from raycl.doctor.data import DataExam
 from raycl.doctor.machine import look_around
+from raycl.doctor.memory import RoomExam
 from raycl.doctor.nodes import Node, alive_nodes, ask
-from raycl.doctor.room import RoomExam
-from raycl.doctor.samples import DataExam
 from raycl.doctor.shared_storage import Visit, examine_storage
 from raycl.recipes import recipe
-from raycl.settings import override
 from raycl.storage import Place
 from raycl.training.columns import column_names
-from raycl.training.samples import Samples
+from raycl.training.samples import DataModule
 from tests.conftest import BUCKET
 from tests.images import encode, photograph, write_digits
 from tests.test_cli import run_raycl
@@ -42,7 +42,7 @@ def write_table(path: Path, **columns: Any) -> str:
     return str(path)
 
 
-def look(data: str, config: Any = None) -> dict[str, Finding]:
+def look(data: str, config: Any = None) -> dict[str, CheckResult]:
     return {finding.name: finding for finding in DataExam(data, None, config).findings()}
 
 
@@ -195,8 +195,8 @@ def test_what_is_said_of_decoded_data_is_what_a_run_does(tmp_path: Path, cache: 
     assert all(finding.good for finding in exam.findings())
     assert exam.seen is not None
     finding = RoomExam(config, exam.seen, ask(alive_nodes(), look_around))._judged_data(exam.seen)
-    with open_logbook() as logbook:
-        streamed = Samples(config, logbook, find_source(data, column_names(config)), None).must_stream()
+    with start_coordinator() as logbook:
+        streamed = DataModule(config, logbook, find_source(data, column_names(config)), None).must_stream()
     assert ("streamed" in finding.seen) == streamed
     # 24 images of 12 MiB are held in a store of 300 MiB, by the skin of their teeth.
     assert finding.good

@@ -25,11 +25,11 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from ray._private import state as ray_state
 
 import raycl
+from raycl.config.overrides import config_to_yaml
+from raycl.negatives.bank import Bank, connect_bank, list_banks
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_client import QueueClient
-from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
-from raycl.negatives.bank_plan import BankPlan
-from raycl.settings import config_to_yaml
+from raycl.negatives.spec import BankSpec
 from tests.cluster.test_security import family, is_loopback, listening
 from tests.images import digit_files, write_digits
 from tests.ports import free_ports
@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parent.parent.parent
-MAIN = "from raycl.cli import main; main()"
+MAIN = "from raycl.cli.main import main; main()"
 TOKEN = "token-of-the-tests"
 # A folder, docs/images, to keep what the browser shows in; the run is longer then.
 PICTURES = os.environ.get("RAYCL_PICTURES")
@@ -165,17 +165,17 @@ def serve(name: str, port: int, *flags: object) -> Explored:
 
 
 @pytest.fixture(scope="module")
-def texts_plan(tmp_path_factory: pytest.TempPathFactory) -> BankPlan:
+def texts_plan(tmp_path_factory: pytest.TempPathFactory) -> BankSpec:
     """Plan a bank of texts, of which one attacks whoever shows it as anything else."""
     output = tmp_path_factory.mktemp("texts")
     texts = [f"text number {number}" for number in range(20)]
     texts[3] = ATTACK
     pq.write_table(pa.table({"text": texts}), output / "texts.parquet")
     (output / "config.yaml").write_text(config_to_yaml(raycl.recipe("simcse")))
-    return BankPlan(name="texts", kind="queue", dim=DIM, capacity=64, output=str(output), timeout_s=20.0)
+    return BankSpec(name="texts", kind="queue", dim=DIM, capacity=64, output=str(output), timeout_s=20.0)
 
 
-def start_texts(plan: BankPlan) -> Bank:
+def start_texts(plan: BankSpec) -> Bank:
     bank = start_bank(plan)
     client = QueueClient(bank)
     client.push(np.random.default_rng(0).standard_normal((20, DIM)).astype(np.float32), np.arange(20), 1)
@@ -190,7 +190,7 @@ def kept() -> list[Bank]:
 
 
 @pytest.fixture(scope="module")
-def texts(job: Job, kept: list[Bank], texts_plan: BankPlan, port: int) -> Iterator[Explored]:
+def texts(job: Job, kept: list[Bank], texts_plan: BankSpec, port: int) -> Iterator[Explored]:
     """Explore the texts: the first explorer here, which has to start Ray Serve, while the job still starts."""
     kept.append(start_texts(texts_plan))
     explored = serve("texts", port, "--data", f"{texts_plan.output}/texts.parquet")
@@ -305,7 +305,7 @@ def test_what_is_written_in_a_text_is_shown_and_not_run(texts: Explored, look: L
 
 
 def test_a_bank_that_goes_is_told_and_found_again(
-    texts: Explored, texts_plan: BankPlan, kept: list[Bank], look: Look
+    texts: Explored, texts_plan: BankSpec, kept: list[Bank], look: Look
 ) -> None:
     page = look(f"{texts.url}#token={TOKEN}", allowed=(503,))
     expect(page.locator("#state-text")).to_have_text("Live")

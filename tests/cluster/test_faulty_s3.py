@@ -11,7 +11,7 @@ import torch
 
 import raycl
 from raycl.errors import StorageError
-from raycl.inference.tower import last_checkpoint
+from raycl.inference.checkpoint_encoder import last_checkpoint
 from raycl.records import read_metrics
 from raycl.storage import Place
 from tests.cluster.test_run import small_run

@@ -14,11 +14,11 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
-from raycl.data.holdout import hold_out
+from raycl.data.split import make_split
 from raycl.errors import ConfigError, DataError, RunError
+from raycl.negatives.bank import Bank, connect_bank, list_banks
 from raycl.negatives.bank_actor import start_bank
-from raycl.negatives.bank_handle import Bank, connect_bank, list_banks
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 from raycl.records import read_metrics
 from raycl.storage import Place
 from raycl.training.launch import RunResult
@@ -163,7 +163,7 @@ def test_a_streamed_set_trains_by_slots_read_one_step_ahead(data: Path, tmp_path
     config = run_of("instance_discrimination", **{"data.cache": "stream", "data.shuffle_rows": 128})
     result = trained(config, data, tmp_path / "run")
     # The broken rows have slots as well, for nobody knows them beforehand; those held out have none.
-    holdout = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
+    holdout = make_split(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
     trained_on = np.flatnonzero(holdout.is_train(np.arange(NUM_IMAGES)))
     assert snapshot_of(tmp_path / "run", result.steps)["sample_id"].tolist() == trained_on.tolist()
     assert np.isfinite(losses_of(tmp_path / "run")).all()
@@ -260,7 +260,7 @@ def test_layers_in_batchnorms_place_are_there_when_the_encoder_is_loaded(data: P
 
 
 def test_a_bank_of_another_run_is_not_taken_over(data: Path, tmp_path: Path) -> None:
-    other = start_bank(BankPlan(name="taken", kind="queue", dim=8, output=str(tmp_path / "x"), capacity=64))
+    other = start_bank(BankSpec(name="taken", kind="queue", dim=8, output=str(tmp_path / "x"), capacity=64))
     try:
         with pytest.raises(ConfigError, match=r"the bank 'taken' belongs to the run at .*x; set bank.name"):
             trained(run_of("moco_v2"), data, tmp_path / "taken")

@@ -16,21 +16,21 @@ import ray
 from PIL import Image
 
 import raycl
-from raycl.cluster import join_cluster
+from raycl.cluster import connect_cluster
 from raycl.data.columns import ColumnNames
+from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.images import ImageFormat
-from raycl.data.logbook import ReadRows, open_logbook, rows_in
-from raycl.data.order import Share
-from raycl.data.rows import Rows, pixels_of, tokens_of
+from raycl.data.in_memory import InMemoryDataset, pixels_of, tokens_of
+from raycl.data.sampler import BatchShard
 from raycl.data.sources import find_source
-from raycl.data.stream import Stream, stream_source
+from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import DataError, StorageError
-from raycl.inference.reading import read_rows
+from raycl.inference.read_rows import read_rows
 from raycl.preparation.images import pack_images
-from raycl.tokens import Vocabulary
-from raycl.training.samples import Samples
+from raycl.tokenization import Vocabulary
+from raycl.training.samples import DataModule
 from tests.images import digit_files, encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -65,14 +65,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def logbook() -> Iterator[Any]:
-    with open_logbook() as actor:
+    with start_coordinator() as actor:
         yield actor
 
 
-def read(uri: Path) -> tuple[Rows, ReadRows]:
-    with open_logbook() as logbook:
+def read(uri: Path) -> tuple[InMemoryDataset, ReadStats]:
+    with start_coordinator() as logbook:
         decoded = decode_source(find_source(str(uri)), Decoder(formats=FORMATS, logbook=logbook))
-        return Rows(ray.get(decoded.materialize().to_arrow_refs()), FORMATS), rows_in(logbook)
+        return InMemoryDataset(ray.get(decoded.materialize().to_arrow_refs()), FORMATS), rows_in(logbook)
 
 
 def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_file_that_is_gone_when_its_turn_comes_is_one_broken_row(
     source = find_source(str(tmp_path))
     (tmp_path / "b.jpg").unlink()
     decoded = decode_source(source, Decoder(formats=FORMATS, logbook=logbook))
-    rows = Rows(ray.get(decoded.materialize().to_arrow_refs()), FORMATS)
+    rows = InMemoryDataset(ray.get(decoded.materialize().to_arrow_refs()), FORMATS)
     assert rows.sample_id.tolist() == [0, 2]
     assert dict(rows_in(logbook).broken) == {"file not found": 1}
     assert rows_in(logbook).examples == ["b.jpg (file not found)"]
@@ -118,13 +118,13 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
             "evaluation.num_train": 200,
         },
     )
-    samples = Samples(config, logbook, source, None)
+    samples = DataModule(config, logbook, source, None)
     judged_on = samples.to_judge_on()
     assert judged_on is not None
     judged = {row["sample_id"] for row in judged_on.take_all()}
     held_out = {row for row in judged if samples.holdout.is_test(np.array([row]))[0]}
     assert len(judged) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 that vote
-    trained_on = [int(row) for batch in samples.stream().epoch_batches(Share(batch_size=1), epoch=0)
+    trained_on = [int(row) for batch in samples.stream().epoch_batches(BatchShard(batch_size=1), epoch=0)
                   for row in batch.sample_id]  # fmt: skip
     assert sorted(trained_on) == sorted(set(range(1_000)) - held_out)
     assert 20 < len(held_out) < 60  # a tenth of the judged pieces, of which there are six of sixteen
@@ -162,12 +162,12 @@ def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, logbook: Any
     hugging_face = ray.data.from_arrow(plain.set_column(0, "image", pa.array(structs))).repartition(2)
     config = raycl.override(raycl.recipe("simclr", image_size=16), {"evaluation.every_epochs": 0})
     source = find_source(str(tmp_path / "plain.parquet"))
-    kinds = [Samples(config, logbook, source, None), Samples(config, logbook, None, hugging_face)]
+    kinds = [DataModule(config, logbook, source, None), DataModule(config, logbook, None, hugging_face)]
     assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
     files, dataset = (sorted(samples.all().take_all(), key=lambda row: row["sample_id"]) for samples in kinds)
     assert files == dataset
     with pytest.raises(DataError, match="labels must be integers or text, column 'label' of the dataset"):
-        Samples(config, logbook, None, ray.data.from_items([{"image": b"", "label": 0.5}]))
+        DataModule(config, logbook, None, ray.data.from_items([{"image": b"", "label": 0.5}]))
 
 
 def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> None:
@@ -188,25 +188,27 @@ def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stream]:
+def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingSampler]:
     """Three files, so that a stream has several pieces to put in order."""
-    join_cluster()  # sets the order of blocks, as every door does
+    connect_cluster()  # sets the order of blocks, as every door does
     folder = tmp_path_factory.mktemp("stream")
     for name, num_images in (("a", 70), ("b", 81), ("c", 50)):
         write_digits(folder / f"{name}.parquet", num_images)
     source = find_source(str(folder))
     gray = ImageFormat(size=16, channels=1)
-    with open_logbook() as logbook:
+    with start_coordinator() as logbook:
         opened = stream_source(source, Decoder(formats={"image": gray}, logbook=logbook), seed=3)
-        yield Stream(open_epoch=opened, formats={"image": gray}, seed=3, shuffle_rows=64)
+        yield StreamingSampler(open_epoch=opened, formats={"image": gray}, seed=3, shuffle_rows=64)
 
 
-def ids_of(stream: Stream, share: Share, epoch: int, start: int = 0) -> list[list[int]]:
+def ids_of(stream: StreamingSampler, share: BatchShard, epoch: int, start: int = 0) -> list[list[int]]:
     return [batch.sample_id.tolist() for batch in stream.epoch_batches(share, epoch=epoch, start=start)]
 
 
-def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_a_new_order(stream: Stream) -> None:
-    share = Share(batch_size=20)
+def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_a_new_order(
+    stream: StreamingSampler,
+) -> None:
+    share = BatchShard(batch_size=20)
     first, again, second = (ids_of(stream, share, epoch) for epoch in (0, 0, 1))
     assert first == again
     assert first != second
@@ -215,8 +217,8 @@ def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_a_new_order(str
     assert len(seen) == len(set(seen)) == 200
 
 
-def test_a_stream_begun_in_the_middle_goes_on_with_the_same_batches(stream: Stream) -> None:
-    share = Share(batch_size=20)
+def test_a_stream_begun_in_the_middle_goes_on_with_the_same_batches(stream: StreamingSampler) -> None:
+    share = BatchShard(batch_size=20)
     assert ids_of(stream, share, 1, start=4) == ids_of(stream, share, 1)[4:]
 
 
@@ -227,13 +229,13 @@ def test_a_stream_of_texts_puts_like_lengths_into_one_batch(tmp_path: Path) -> N
     tokenizer = Vocabulary.of_texts(texts[:10], max_length=300, size=300, lowercase=True).tokenizer
     formats = {"text": TextFormat(tokenizer=tokenizer, max_length=300)}
     padding: dict[int, int] = {}
-    with open_logbook() as logbook:
+    with start_coordinator() as logbook:
         opened = stream_source(source, Decoder(formats=formats, logbook=logbook), seed=3)
         for buckets in (1, 4):
-            stream = Stream(
+            stream = StreamingSampler(
                 open_epoch=opened, formats=formats, seed=3, shuffle_rows=80, length_buckets=buckets
             )
-            batches = list(stream.epoch_batches(Share(batch_size=20), epoch=0))
+            batches = list(stream.epoch_batches(BatchShard(batch_size=20), epoch=0))
             seen = [row_id for batch in batches for row_id in batch.sample_id.tolist()]
             assert len(seen) == len(set(seen)) == 200
             lengths = [tokens_of(batch, "text").lengths for batch in batches]
@@ -255,23 +257,25 @@ def dealt(monkeypatch: pytest.MonkeyPatch) -> None:
         here.wait(60)
         return given
 
-    monkeypatch.setattr("raycl.data.dealing.broadcast_from_rank_zero", broadcast)
+    monkeypatch.setattr("raycl.data.epoch_splits.broadcast_from_rank_zero", broadcast)
 
 
-def by_two_workers(stream: Stream, work: Callable[[Stream, Share], list[list[int]]]) -> list[list[list[int]]]:
-    shares = [Share(batch_size=20, rank=rank, num_workers=2) for rank in (0, 1)]
+def by_two_workers(
+    stream: StreamingSampler, work: Callable[[StreamingSampler, BatchShard], list[list[int]]]
+) -> list[list[list[int]]]:
+    shares = [BatchShard(batch_size=20, rank=rank, num_workers=2) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(work, [replace(stream), replace(stream)], shares, timeout=120))
 
 
-def test_two_workers_share_a_streamed_epoch_evenly(stream: Stream, dealt: None) -> None:
+def test_two_workers_share_a_streamed_epoch_evenly(stream: StreamingSampler, dealt: None) -> None:
     results = by_two_workers(stream, lambda each, share: ids_of(each, share, 0))
     assert len(results[0]) == len(results[1]) == 10
     seen = [row_id for batches in results for batch in batches for row_id in batch]
     assert len(set(seen)) == len(seen) == 200
 
 
-def several(stream: Stream, share: Share, epochs: Sequence[int]) -> list[list[int]]:
+def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) -> list[list[int]]:
     """Return the batches of epochs that were said to follow one another."""
     return [
         batch.sample_id.tolist()
@@ -282,8 +286,8 @@ def several(stream: Stream, share: Share, epochs: Sequence[int]) -> list[list[in
     ]
 
 
-def test_an_epoch_that_was_begun_ahead_has_the_same_batches(stream: Stream, dealt: None) -> None:
-    share = Share(batch_size=20)
+def test_an_epoch_that_was_begun_ahead_has_the_same_batches(stream: StreamingSampler, dealt: None) -> None:
+    share = BatchShard(batch_size=20)
     alone = [batch for epoch in range(3) for batch in ids_of(stream, share, epoch)]
     assert several(stream, share, range(3)) == alone
     one_by_one = [
@@ -294,14 +298,14 @@ def test_an_epoch_that_was_begun_ahead_has_the_same_batches(stream: Stream, deal
         assert together[rank] == [batch for epoch in one_by_one for batch in epoch[rank]]
 
 
-def test_the_next_epoch_is_read_while_this_one_is_used(stream: Stream) -> None:
+def test_the_next_epoch_is_read_while_this_one_is_used(stream: StreamingSampler) -> None:
     opened: list[int] = []
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
         opened.append(epoch)
         return stream.open_epoch(epoch)
 
-    mine, share = replace(stream, open_epoch=open_epoch), Share(batch_size=20)
+    mine, share = replace(stream, open_epoch=open_epoch), BatchShard(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, another=True)
     next(batches)
     assert opened == [0, 1]
@@ -314,8 +318,8 @@ def test_the_next_epoch_is_read_while_this_one_is_used(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("epoch", [1, 4])
-def test_what_was_begun_for_nothing_ends(stream: Stream, epoch: int) -> None:
-    mine, share = replace(stream), Share(batch_size=20)
+def test_what_was_begun_for_nothing_ends(stream: StreamingSampler, epoch: int) -> None:
+    mine, share = replace(stream), BatchShard(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, another=True)
     next(batches)
     stopped = begun_behind(mine).tables._stopped
@@ -325,8 +329,8 @@ def test_what_was_begun_for_nothing_ends(stream: Stream, epoch: int) -> None:
     assert stopped.wait(10)
 
 
-def test_the_actor_of_an_epoch_that_is_dealt_again_ends(stream: Stream) -> None:
-    mine, share = replace(stream), Share(batch_size=20)
+def test_the_actor_of_an_epoch_that_is_dealt_again_ends(stream: StreamingSampler) -> None:
+    mine, share = replace(stream), BatchShard(batch_size=20)
     first: list[Any] = []
     for _ in range(3):
         next(mine.epoch_batches(share, epoch=0, another=True))
@@ -337,7 +341,7 @@ def test_the_actor_of_an_epoch_that_is_dealt_again_ends(stream: Stream) -> None:
             ray.get(actor.stats.remote(), timeout=30)
 
 
-def begun_behind(stream: Stream) -> Any:
+def begun_behind(stream: StreamingSampler) -> Any:
     """Wait until the next epoch is begun; return its reading."""
     until = time.monotonic() + 60
     last = stream._dealing._last

@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import raycl
 from raycl.config import RunConfig
-from raycl.data.holdout import hold_out
+from raycl.data.split import make_split
+from raycl.embedding_snapshot import FIRST, LATEST, read_gallery, read_portrait
 from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, StorageError
-from raycl.portraits import FIRST, LATEST, read_gallery, read_portrait
 from raycl.records import read_metrics, read_result
 from raycl.report.writing import write_report
 from raycl.storage import Place
@@ -133,9 +133,9 @@ def libraries_of(pid: int) -> set[str]:
 
 
 def test_a_run_starts_no_helper_of_ray_that_it_has_no_use_for(watched: Watched) -> None:
-    assert {"TrainController", "RayTrainWorker", "Logbook"} <= watched.started
+    assert {"TrainController", "RayTrainWorker", "RunCoordinator"} <= watched.started
     assert watched.started <= {
-        *("TrainController", "RayTrainWorker", "SynchronizationActor", "Logbook"),
+        *("TrainController", "RayTrainWorker", "SynchronizationActor", "RunCoordinator"),
         *("_StatsActor", "_AutoscalingCoordinatorActor"),  # of Ray Data, if this is the first run
     }
 
@@ -178,7 +178,7 @@ def test_a_run_leaves_portraits_of_held_out_samples_and_a_report_of_them(finishe
     assert first is not None
     assert latest is not None
     assert (first.step, latest.step) == (0, finished.result.steps)
-    holdout = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
+    holdout = make_split(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
     assert gallery.held_out
     assert holdout.is_test(gallery.sample_id).all()
     assert len(first.embedding) == len(latest.embedding) == len(gallery.sample_id) > 20
@@ -191,7 +191,7 @@ def test_a_run_leaves_portraits_of_held_out_samples_and_a_report_of_them(finishe
 def test_an_epoch_has_as_many_steps_as_whole_batches(finished: Finished) -> None:
     lines = [line for line in read_metrics(Place(str(finished.output))) if "loss" in line]
     ids = np.arange(NUM_IMAGES - NUM_BROKEN)  # broken rows are the last ones
-    is_train = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0).is_train(ids)
+    is_train = make_split(NUM_IMAGES, num_test=64, num_train=10_000, seed=0).is_train(ids)
     num_steps = int(is_train.sum()) // BATCH_SIZE
     assert num_steps < len(ids) // BATCH_SIZE  # or a run that trains on all rows would look the same
     assert [sum(line["epoch"] == epoch for line in lines) for epoch in (0, 1)] == [num_steps, num_steps]
@@ -417,7 +417,7 @@ def streamed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def test_a_streamed_run_makes_the_steps_that_its_sound_rows_give_in_each_epoch(streamed: Finished) -> None:
-    holdout = hold_out(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
+    holdout = make_split(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
     expected, sound = (
         int(holdout.is_train(np.arange(num)).sum()) // 70 for num in (NUM_IMAGES, NUM_IMAGES - NUM_BROKEN)
     )

@@ -12,10 +12,10 @@ from scale_clients import ClientGroup, Work  # pyright: ignore[reportMissingImpo
 from scale_drill import check, num_wrong_keys  # pyright: ignore[reportMissingImports]
 from scale_model import bank_payload, queue_payload  # pyright: ignore[reportMissingImports]
 
+from raycl.negatives.bank import Bank
 from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.bank_client import MemoryBankClient
-from raycl.negatives.bank_handle import Bank
-from raycl.negatives.bank_plan import BankPlan
+from raycl.negatives.spec import BankSpec
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -23,7 +23,7 @@ WORKERS, SHARDS, ROWS, BATCH, DRAWN, DIM, STEPS = 2, 2, 1_000, 16, 64, 32, 4
 
 
 def a_bank(kind: str, output: Path) -> Bank:
-    plan = BankPlan(
+    plan = BankSpec(
         name=f"scale {kind}",
         kind=kind,  # pyright: ignore[reportArgumentType]
         dim=DIM,

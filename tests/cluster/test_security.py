@@ -58,7 +58,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 def raycl(home: Path, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a command of raycl's as this user."""
     return subprocess.run(
-        [sys.executable, "-c", "from raycl.cli import main; main()", *map(str, arguments)],
+        [sys.executable, "-c", "from raycl.cli.main import main; main()", *map(str, arguments)],
         env=environment(home, **more),
         cwd=home,
         capture_output=True,
@@ -248,7 +248,7 @@ def test_questions_to_a_bank_and_runs_need_the_token(head: Head, tmp_path: Path)
 @pytest.mark.drill
 def test_a_job_is_submitted_with_the_token_alone(head: Head, tmp_path: Path) -> None:
     def submit(**settings: str) -> subprocess.CompletedProcess[str]:
-        entry = [sys.executable, "-c", "from raycl.cli import main; main()", "bank", "list"]
+        entry = [sys.executable, "-c", "from raycl.cli.main import main; main()", "bank", "list"]
         command = ["job", "submit", "--address", head.dashboard, "--", *entry]
         return subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", *command],

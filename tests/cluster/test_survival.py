@@ -24,11 +24,11 @@ from ray.util.placement_group import (
 )
 
 import raycl
-from raycl.data import logbook
+from raycl.data import coordinator
 from raycl.errors import RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
-from raycl.training.groups import Signals, workers_with_room
+from raycl.training.driver import GracefulShutdown, workers_with_room
 from raycl.training.heartbeat import heartbeat
 from raycl.training.trainer import Trainer, free_abandoned_room
 from tests.cluster.strikes import kill_process, wait_until
@@ -176,7 +176,7 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
     )
     (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     # Two views a step make 16 seconds of silence; a heartbeat comes every second.
-    impatient = "import raycl.training.groups as groups, raycl.cli; groups._ALONE_S = 11.0; raycl.cli.main()"
+    impatient = "import raycl.training.driver as groups, raycl.cli.main; groups._ALONE_S = 11.0; raycl.cli.main.main()"
     flags = ["train", str(tmp_path / "run.yaml"), "--data", str(data), "--output", str(output)]
     process = subprocess.Popen(
         [sys.executable, "-c", impatient, *flags],
@@ -194,15 +194,15 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
 
 
 def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:
-    with logbook.open_logbook() as book, Signals(book, Place(str(tmp_path))) as signals:
+    with coordinator.start_coordinator() as book, GracefulShutdown(book, Place(str(tmp_path))) as signals:
         ray.get(book.add_rows.remote("piece", 9, 7, {"not an image": 2}, ["one.png (not an image)"]))
         ray.get(book.add_notice.remote("something happened"))
         signals.ask_to_stop()
-        before = logbook.rows_in(book)
+        before = coordinator.rows_in(book)
         for deaths in (1, 2):
             ray.kill(book, no_restart=False)
             wait_until(lambda deaths=deaths: restarts_of(book) == deaths)
-            assert logbook.rows_in(book) == before
+            assert coordinator.rows_in(book) == before
             assert ray.get(book.notices.remote()) == ["something happened"]
             assert ray.get(book.hear.remote())
         assert before.num_broken == 2
@@ -304,7 +304,7 @@ def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
 
 
 def test_a_logbook_hears_a_worker_that_says_nothing_else_and_answers_when_it_is_to_stop() -> None:
-    with logbook.open_logbook() as book:
+    with coordinator.start_coordinator() as book:
         with heartbeat(book, every_s=0.2) as asked_to_stop:
             time.sleep(2.0)
             assert ray.get(book.seconds_alone.remote()) < 1.5

@@ -15,18 +15,18 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
+from raycl.data.click_logs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
 from raycl.data.columns import ColumnNames
-from raycl.data.logbook import open_logbook, rows_in
-from raycl.data.pairs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
+from raycl.data.coordinator import rows_in, start_coordinator
+from raycl.embedding_snapshot import LATEST, read_gallery, read_portrait
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.tower import load_tower
-from raycl.portraits import LATEST, read_gallery, read_portrait
+from raycl.inference.checkpoint_encoder import load_tower
 from raycl.preparation.pairs import group_pairs
 from raycl.preparation.texts import gather_texts, make_tokenizer
 from raycl.records import read_metrics
 from raycl.report.writing import write_report
 from raycl.storage import Place
-from raycl.training.samples import Samples
+from raycl.training.samples import DataModule
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
 from tests.texts import invented_texts
@@ -135,9 +135,9 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Pa
             "label": [int(row % 4 == 1) for row in range(len(ids))],
         }
     )
-    with open_logbook() as logbook:
+    with start_coordinator() as logbook:
         config = run_of("two_tower", **{"evaluation.every_epochs": 0})  # none is held out
-        samples = Samples(config, logbook, None, ray.data.from_arrow(table))
+        samples = DataModule(config, logbook, None, ray.data.from_arrow(table))
         samples.learn_vocabulary(None)
         decoded = samples.all().materialize()
         rows = rows_in(logbook)

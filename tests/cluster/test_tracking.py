@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import raycl
 from raycl.data.columns import ColumnNames
-from raycl.data.holdout import Holdout
-from raycl.data.logbook import open_logbook
-from raycl.prometheus import METRICS
+from raycl.data.coordinator import start_coordinator
+from raycl.data.split import Holdout
 from raycl.records import ROLLBACK, read_metrics
 from raycl.storage import Place
+from raycl.tracking.prometheus import METRICS
 from raycl.training.checkpoint import Position
 from raycl.training.clock import Clock
 from raycl.training.job import Job
-from raycl.training.recorder import Recorder
+from raycl.training.metrics_logger import MetricsLogger
 from tests.cluster.networks import small
 from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, SMALL
 from tests.images import write_digits
@@ -35,7 +35,7 @@ NUM_STEPS_BEFORE = 3  # that are made before the run waits
 # Nobody plots them: when it was, how many rows the measures saw, and of how many dimensions.
 NOT_EXPORTED = {"time", "num_rows", "dim"}
 
-Samples = dict[str, list[tuple[dict[str, str], float]]]
+DataModule = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class Patient(nn.Module):
@@ -61,11 +61,11 @@ def patient(**arguments: Any) -> nn.Module:
 
 @pytest.fixture
 def logbook() -> Iterator[Any]:
-    with open_logbook() as actor:
+    with start_coordinator() as actor:
         yield actor
 
 
-def recorder_of(output: Path, logbook: Any) -> Recorder:
+def recorder_of(output: Path, logbook: Any) -> MetricsLogger:
     """Return that of a run which has just begun."""
     config = raycl.override(raycl.recipe("simclr"), {"tracking.tensorboard": True})
     job = Job(
@@ -80,7 +80,7 @@ def recorder_of(output: Path, logbook: Any) -> Recorder:
         columns=ColumnNames(),
         workers=(1, 1),
     )
-    return Recorder(job, Position(), Clock(Position()), num_steps=9, is_writer=True)
+    return MetricsLogger(job, Position(), Clock(Position()), num_steps=9, is_writer=True)
 
 
 def shown_in_tensorboard(output: Path, name: str) -> list[tuple[int, float]]:
@@ -124,7 +124,7 @@ def test_a_tracker_that_fails_is_told_once_and_counted_and_the_run_goes_on(
     assert shown_in_tensorboard(tmp_path, "loss") == [(each, 0.5) for each in range(1, step + 1)]
 
 
-def scrape(run: str) -> Samples:
+def scrape(run: str) -> DataModule:
     """Return the tags and values of a run's metrics, as the node tells Prometheus, by our names for them."""
     [node] = [node for node in ray.nodes() if node["Alive"]]
     port = node["MetricsExportPort"]
@@ -133,7 +133,7 @@ def scrape(run: str) -> Samples:
         families = text_string_to_metric_families(page.read().decode())
         samples = [sample for family in families for sample in family.samples]
     names = {metric.exported: name for name, metric in METRICS.items()}
-    found: Samples = {}
+    found: DataModule = {}
     for sample in samples:
         if sample.name.startswith("ray_raycl_") and sample.labels.get("run") == run:
             found.setdefault(names[sample.name], []).append((sample.labels, sample.value))
@@ -143,7 +143,7 @@ def scrape(run: str) -> Samples:
 @pytest.mark.drill
 def test_what_does_not_change_stays_visible() -> None:
     """Ray itself forgets a gauge after two exports, 10 s apart."""
-    with open_logbook({"run": "lasting", "recipe": "none"}) as actor:
+    with start_coordinator({"run": "lasting", "recipe": "none"}) as actor:
         ray.get(actor.add_rows.remote("piece", 8, 5, {"not an image": 2, "too large": 1}, []))
         for _ in range(60):
             if seen := scrape("lasting"):
@@ -213,9 +213,9 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
         assert shown_in_tensorboard(output, name) == written
 
 
-def wait_for(expected: dict[str, float], run: threading.Thread) -> Samples:
+def wait_for(expected: dict[str, float], run: threading.Thread) -> DataModule:
     """Return what is exported once it is as expected; every process exports at times of its own."""
-    seen: Samples = {}
+    seen: DataModule = {}
     deadline = time.monotonic() + 300
     while {name: [value for _, value in seen.get(name, [])] for name in expected} != {
         name: [value] for name, value in expected.items()

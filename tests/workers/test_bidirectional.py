@@ -22,11 +22,11 @@ class TwoTowers(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.of_queries = nn.Linear(7, 5).double()
-        self.of_keys = nn.Linear(7, 5).double()
+        self.key_tower = nn.Linear(7, 5).double()
         self.log_temperature = nn.Parameter(torch.tensor(temperature, dtype=torch.float64).log())
 
     def forward(self, query: Tensor, key: Tensor, negative: Tensor) -> tuple[Tensor, ...]:
-        keys = (normalize(self.of_keys(rows), dim=1) for rows in (key, negative))
+        keys = (normalize(self.key_tower(rows), dim=1) for rows in (key, negative))
         return normalize(self.of_queries(query), dim=1), *keys, self.log_temperature.exp()
 
 

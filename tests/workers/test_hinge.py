@@ -22,10 +22,10 @@ class TwoTowers(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.of_queries = nn.Linear(7, 5).double()
-        self.of_keys = nn.Linear(7, 5).double()
+        self.key_tower = nn.Linear(7, 5).double()
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return normalize(self.of_queries(rows), dim=1), normalize(self.of_keys(rows), dim=1)
+        return normalize(self.of_queries(rows), dim=1), normalize(self.key_tower(rows), dim=1)
 
 
 def make_samples() -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class ClickTowers(TwoTowers):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: Tensor, key: Tensor, negative: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        keys = (normalize(self.of_keys(rows), dim=1) for rows in (key, negative))
+        keys = (normalize(self.key_tower(rows), dim=1) for rows in (key, negative))
         return normalize(self.of_queries(query), dim=1), *keys
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raycl.batchnorm import synchronize
-from raycl.batchnorm.lockstep import Lockstep
+from raycl.batchnorm.chunked.chunked_batchnorm import ChunkedBatchNorm
 from raycl.distributed import gather, rank
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder
@@ -43,7 +43,7 @@ def _step(
     worker: int, num_workers: int, tower: Tower, rows: Tensor, sizes: list[int], every: int | None
 ) -> dict[str, Tensor | None]:
     own = rows.split(sizes)[worker]
-    lockstep = Lockstep(synchronize(tower), chunk_size=5, milestone_every=every)
+    lockstep = ChunkedBatchNorm(synchronize(tower), chunk_size=5, milestone_every=every)
     embeddings = lockstep.embed(own)
     lockstep.backward(embeddings.flip(0) * len(own))
     return _state(tower)
@@ -78,7 +78,7 @@ def _average(tower: nn.Module, num_workers: int) -> None:
 
 def _contrast(worker: int, num_workers: int, tower: Tower, rows: Tensor) -> dict[str, Tensor | None]:
     own = rows.chunk(num_workers)[worker]
-    lockstep = Lockstep(synchronize(tower), chunk_size=5)
+    lockstep = ChunkedBatchNorm(synchronize(tower), chunk_size=5)
     leaf = lockstep.embed(own).requires_grad_()
     _loss(gather(leaf), leaf, rank() * len(own)).backward()
     assert leaf.grad is not None
@@ -111,7 +111,7 @@ def _wrapped(worker: int, num_workers: int, tower: Tower, rows: Tensor) -> dict[
     """Train a tower that is also under DDP: lockstep first, then an ordinary step."""
     own = rows.chunk(num_workers)[worker]
     parallel = DistributedDataParallel(synchronize(tower))
-    lockstep = Lockstep(tower, chunk_size=5)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=5)
     lockstep.backward(torch.ones_like(lockstep.embed(own)))
     tower.zero_grad()
     parallel(own).sum().backward()
@@ -128,7 +128,7 @@ def test_ddp_around_the_tower_goes_on_as_before() -> None:
 
 
 def _alone(worker: int, num_workers: int, tower: Tower, num_rows: int) -> int:
-    return len(Lockstep(synchronize(tower), chunk_size=5).embed(_rows(num_rows)[worker : worker + 1]))
+    return len(ChunkedBatchNorm(synchronize(tower), chunk_size=5).embed(_rows(num_rows)[worker : worker + 1]))
 
 
 def test_a_single_value_per_channel_in_all_is_refused() -> None:
@@ -140,7 +140,7 @@ def test_a_single_value_per_channel_in_all_is_refused() -> None:
 
 def _step_alone(worker: int, num_workers: int) -> dict[str, Tensor | None]:
     tower, own = _tower(), _rows().chunk(num_workers)[worker]
-    lockstep = Lockstep(tower, chunk_size=5)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=5)
     lockstep.backward(lockstep.embed(own).flip(0))
     return _state(tower)
 

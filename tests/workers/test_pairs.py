@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from raycl.config import RunConfig
-from raycl.data.rows import Batch, Rows
+from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.training import build
-from raycl.training.identity import Ids, identify
+from raycl.training.example_ids import Ids, assign_example_ids
 from raycl.training.step import train_step
-from raycl.training.views import Known
+from raycl.training.views import MatchKeys
 from tests.pairs import TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 from tests.workers.processes import run_workers
@@ -103,7 +103,7 @@ def config_of(case: str, num_workers: int, chunk_size: int | None) -> RunConfig:
     return small_config(recipe, {"stages.0.temperature": 0.2, **small, **settings})
 
 
-def shares(rows: Rows, rank: int, num_workers: int) -> Iterator[Batch]:
+def shares(rows: InMemoryDataset, rank: int, num_workers: int) -> Iterator[Batch]:
     """Yield this worker's part of each batch; all of them make the same batch whatever their number."""
     local_batch = BATCH // num_workers
     for step in range(STEPS):
@@ -186,8 +186,8 @@ def test_names_tell_of_false_negatives_that_texts_do_not() -> None:
     assert all(abs(ours - other) > 1e-3 for ours, other in zip(by_names, by_texts, strict=True))
 
 
-def identified(rank: int, num_workers: int, known: list[Known]) -> Ids:
-    return identify(known[rank])
+def identified(rank: int, num_workers: int, known: list[MatchKeys]) -> Ids:
+    return assign_example_ids(known[rank])
 
 
 @pytest.mark.parametrize("num_negatives", [[0, 0, 0, 0], [3, 0, 1, 5], [0, 9, 0, 0], None])
@@ -199,17 +199,17 @@ def test_workers_agree_with_one_on_what_is_one_thing(num_names: int, num_negativ
         return torch.randint(-25, 25, (num_rows, num_names), generator=generator)
 
     parts = [
-        Known(query=names(6), key=names(6), negative=None if num_negatives is None else names(count))
+        MatchKeys(query=names(6), key=names(6), negative=None if num_negatives is None else names(count))
         for count in num_negatives or [0] * 4
     ]
-    whole = Known(
+    whole = MatchKeys(
         query=torch.cat([part.query for part in parts]),
         key=torch.cat([part.key for part in parts]),
         negative=None
         if num_negatives is None
         else torch.cat([part.negative for part in parts if part.negative is not None]),
     )
-    expected = identify(whole)
+    expected = assign_example_ids(whole)
     found = run_workers(identified, 4, parts)
     for side in ("query", "key", "negative"):
         ours = [getattr(ids, side) for ids in found]

@@ -14,13 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raycl import ring
-from raycl.distributed import pass_on, shared_memory
+from raycl.distributed import pass_on, ring, use_shared_memory
+from raycl.distributed.ring import ring_info_nce, ring_nt_xent
 from raycl.errors import ConfigError
 from raycl.losses import info_nce, nt_xent
-from raycl.ring import ring_info_nce, ring_nt_xent
-from raycl.training.contrast import Lent, gathered_info_nce, gathered_nt_xent
-from raycl.training.identity import Ids
+from raycl.training.example_ids import Ids
+from raycl.training.objectives import StoreBatch, gathered_info_nce, gathered_nt_xent
 from tests.gradients import assert_close
 from tests.workers.processes import run_workers
 
@@ -75,7 +74,7 @@ def nt_xent_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Ten
     answers = []
     for loss_of in (ring_nt_xent, gathered_nt_xent):
         (view_a, view_b, temperature, _), sample_id, _ = make_inputs(rank, case)
-        with small_tiles(), shared_memory() if case.get("shared") else contextlib.nullcontext():
+        with small_tiles(), use_shared_memory() if case.get("shared") else contextlib.nullcontext():
             loss = loss_of(view_a, view_b, sample_id, temperature=temperature)
             answers.append(results(loss, [view_a, view_b, temperature]))
     return answers[0], answers[1]
@@ -87,13 +86,13 @@ def info_nce_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Te
         (query, key, temperature, negatives), sample_id, negative_id = make_inputs(rank, case)
         lent = (negatives, negative_id) if case.get("negatives", True) else (None, None)
         inputs = [query, key, temperature, *([negatives] if case.get("negatives", True) else [])]
-        with small_tiles(), shared_memory() if case.get("shared") else contextlib.nullcontext():
+        with small_tiles(), use_shared_memory() if case.get("shared") else contextlib.nullcontext():
             if by_ring:
                 loss = ring_info_nce(
                     query, key, sample_id, negatives=lent[0], negative_id=lent[1], temperature=temperature
                 )
             else:
-                store = Lent(negatives=lent[0], negative_id=lent[1])
+                store = StoreBatch(negatives=lent[0], negative_id=lent[1])
                 loss = gathered_info_nce(
                     query, key, Ids(sample_id, sample_id), store, temperature=temperature, in_batch=True
                 )

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from raycl.batchnorm import synchronize
-from raycl.distributed import all_sum, average_, gather, gather_detached, shared_memory
+from raycl.distributed import all_sum, average_, gather, gather_detached, use_shared_memory
+from raycl.distributed.ddp import average_gradients
+from raycl.distributed.shared_memory import MAX_BYTES, SharedMemory
 from raycl.errors import RayclError
-from raycl.phases import Account, counted
-from raycl.shared_memory import MAX_BYTES, SharedMemory
-from raycl.training.parallel import average_gradients
+from raycl.step_timer import StepTimer, counted
 from tests.workers.processes import run_workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is used on Linux only")
@@ -32,7 +32,7 @@ def _messages(rank: int) -> list[torch.Tensor]:
 def _exchange(rank: int, num_workers: int) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
     messages = _messages(rank)
     by_gloo = [gather_detached(each) for each in messages]
-    with shared_memory() as is_shared:
+    with use_shared_memory() as is_shared:
         through_memory = [gather_detached(each) for each in messages]
     return is_shared, through_memory, by_gloo
 
@@ -53,7 +53,7 @@ def _values(rank: int) -> list[torch.Tensor]:
 
 def _sums(rank: int, num_workers: int) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
     values = _values(rank)
-    with shared_memory() as is_shared:
+    with use_shared_memory() as is_shared:
         return is_shared, [all_sum(each) for each in values], values
 
 
@@ -88,7 +88,7 @@ def _to_average(rank: int) -> list[torch.Tensor]:
 
 def _averages(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
     tensors = _to_average(rank)
-    with shared_memory() if share else contextlib.nullcontext(False) as is_shared:
+    with use_shared_memory() if share else contextlib.nullcontext(False) as is_shared:
         assert is_shared == share
         average_(tensors)
     return tensors
@@ -104,7 +104,7 @@ def test_averages_are_the_means_of_all_workers_in_their_place(num_workers: int, 
 
 
 def test_one_that_is_alone_spends_no_time_in_messages() -> None:
-    account = Account()
+    account = StepTimer()
     with counted(account):
         assert all_sum(torch.tensor(3.0)) == 3
         average_([torch.ones(4)])
@@ -114,7 +114,7 @@ def test_one_that_is_alone_spends_no_time_in_messages() -> None:
 def _many_rounds(rank: int, num_workers: int) -> int:
     """Return how many of many messages came wrong, most of them short, at changing paces."""
     num_wrong = 0
-    with shared_memory():
+    with use_shared_memory():
         for number in range(3_000):
             if number % 100 == rank:
                 time.sleep(0.002)  # now this one is late, now the other
@@ -140,7 +140,7 @@ def _batchnorm_pass(rank: int, num_workers: int, share: bool) -> list[torch.Tens
     torch.manual_seed(0)
     layers = synchronize(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)))
     images = torch.randn(4 * num_workers, 3, 6, 6).chunk(num_workers)[rank]
-    with shared_memory() if share else contextlib.nullcontext():
+    with use_shared_memory() if share else contextlib.nullcontext():
         output = gather(layers(images))
         output.square().mean().backward()
     return [output.detach(), *(each.grad for each in layers.parameters() if each.grad is not None)]
@@ -158,7 +158,7 @@ def _gradients(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     tower = nn.Sequential(nn.Linear(600, 700), nn.Tanh(), nn.Linear(700, 3))  # 1.7 MB: several pieces
     rows = torch.randn(4 * num_workers, 600).chunk(num_workers)[rank]
-    with shared_memory() if share else contextlib.nullcontext():
+    with use_shared_memory() if share else contextlib.nullcontext():
         parallel = average_gradients(tower, torch.device("cpu"))
         for _ in range(2):  # the second time through the bucket views of the first
             tower.zero_grad()
@@ -183,7 +183,7 @@ def _gradients_alone(rank: int, num_workers: int, num_parts: int) -> list[torch.
 
 
 def _unequal(rank: int, num_workers: int) -> str:
-    with shared_memory(), pytest.raises(RayclError) as caught:
+    with use_shared_memory(), pytest.raises(RayclError) as caught:
         gather_detached(torch.zeros(1, 3 + rank))
     return str(caught.value)
 
@@ -196,7 +196,7 @@ def test_unequal_rows_are_an_error_on_every_worker() -> None:
 def _without_a_greeting(rank: int, num_workers: int) -> tuple[bool, torch.Tensor]:
     # As if the second worker sat in a container with a memory of its own.
     greet = (lambda _: None) if rank == 1 else SharedMemory.greet
-    with patch.object(SharedMemory, "greet", greet), shared_memory() as is_shared:
+    with patch.object(SharedMemory, "greet", greet), use_shared_memory() as is_shared:
         return is_shared, gather_detached(torch.tensor([rank]))
 
 
@@ -213,5 +213,5 @@ def test_the_memory_has_no_name_once_all_have_met() -> None:
 
 
 def test_alone_there_is_nothing_to_share() -> None:
-    with shared_memory() as is_shared:
+    with use_shared_memory() as is_shared:
         assert not is_shared

@@ -10,14 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raycl.batchnorm import synchronize
 from raycl.config import RunConfig
+from raycl.config.overrides import override
 from raycl.losses import nt_xent
 from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower
 from raycl.recipes import recipe
-from raycl.settings import override
 from raycl.training import build
-from raycl.training import contrast as contrast_room
-from raycl.training.contrast import gathered_nt_xent
+from raycl.training import objectives as contrast_room
+from raycl.training.objectives import gathered_nt_xent
 from raycl.training.step import train_step
 from raycl.training.views import Views
 from tests.workers.processes import run_workers

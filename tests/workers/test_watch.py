@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.accumulation import accumulate
 from raycl.batchnorm import synchronize
 from raycl.distributed import average_
-from raycl.measures import measure
-from raycl.training.monitor import CollapseMonitor, Limits
-from raycl.training.step import Stepped, _few
+from raycl.embedding_metrics import measure
+from raycl.gradient_cache import embed_in_chunks
+from raycl.training.collapse_monitor import CollapseMonitor, Limits
+from raycl.training.step import StepOutput, _few
 from raycl.training.watch import Watch
 from tests.workers.processes import run_workers
 
@@ -25,8 +25,8 @@ def embeddings() -> tuple[Tensor, Tensor]:
 def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
     query, key = (each[rank * LOCAL :][:LOCAL] for each in embeddings())
     watch = Watch(CollapseMonitor(Limits(grace=3)))
-    measures, _ = watch.look(Stepped(loss=1.0, trivial_loss=9.0, watched=_few(query, key)), step=1)
-    point = Stepped(loss=1.0, trivial_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))
+    measures, _ = watch.look(StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key)), step=1)
+    point = StepOutput(loss=1.0, collapsed_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))
     told = [watch.look(point, step=step)[1] for step in (2, 3, 4)]
     return measures, told[-1]
 
@@ -47,7 +47,7 @@ def gradient_of_uneven_rows(rank: int, num_workers: int) -> tuple[Tensor, Tensor
     rows = torch.rand(11, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     own = rows.split((4, 7))[rank] if num_workers > 1 else rows
     # Four rows are one chunk, seven are two.
-    accumulate(tower, own, chunk_size=4).square().sum().mul(num_workers).backward()
+    embed_in_chunks(tower, own, chunk_size=4).square().sum().mul(num_workers).backward()
     gradients = [each.grad for each in tower.parameters() if each.grad is not None]
     average_(gradients)
     mean = next(each for name, each in tower.named_buffers() if name.endswith("running_mean"))

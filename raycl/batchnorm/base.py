@@ -1,0 +1,42 @@
+"""What the kinds of BatchNorm here have in common."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raycl.errors import ConfigError
+
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class BatchNormBase(_BatchNorm):
+    """BatchNorm of [batch, channels, ...]; a kind says over which rows statistics are taken."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected [batch, channels, ...], got {input.dim()}D input")
+
+    def _count_batch(self) -> float:
+        """Return how far the running statistics move towards this batch."""
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1 / float(self.num_batches_tracked)
+        return self.momentum or 0.0
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, unbiased_variance: Tensor, rate: float) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), rate)
+
+
+def refuse_other_kinds(module: nn.Module, known: tuple[type[nn.Module], ...], *, verb: str) -> None:
+    """Raise ``ConfigError`` if a layer is a kind of BatchNorm whose own behavior would be lost."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and type(layer) not in known:
+            raise ConfigError(
+                f"cannot {verb} {name or 'the module'}: {type(layer).__name__} is a kind of "
+                "BatchNorm with behavior of its own; use nn.BatchNorm1d/2d/3d in its place"
+            )

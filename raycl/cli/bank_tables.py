@@ -1,0 +1,86 @@
+"""What a bank answers, for people: plain tables, a fact a line, so that grep finds them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raycl.negatives.bank_stats import BankStats
+from raycl.negatives.search import Neighbors
+from raycl.negatives.spec import BankSpec
+from raycl.negatives.store import Negatives
+
+_BAR = 40  # characters of the longest bar
+_NUM_SHOWN = 4  # numbers of an embedding
+_LOG_WIDTH = 1_000  # a log or a pipe has no edge to wrap at
+
+
+def print_plans(plans: Mapping[str, BankSpec | None]) -> None:
+    """Print a line a bank: what it is and whose."""
+    rows = [
+        (name, each.kind, str(each.capacity), str(each.dim), each.dtype, str(each.num_shards), each.output)
+        if each
+        else (name, "does not answer", *[""] * 5)
+        for name, each in plans.items()
+    ]
+    print_table(("bank", "kind", "rows", "dim", "dtype", "shards", "run"), rows)
+
+
+def print_stats(stats: BankStats) -> None:
+    """Print the facts of a bank, then its shards, then how old its rows are."""
+    shown = stats.shown()
+    print_table(None, [("bank", stats.name), *((name, _text(value)) for name, value in shown.facts.items())])
+    print_table(shown.columns, shown.rows)
+    if stats.age_histogram:
+        most = max(rows for _, rows in stats.age_histogram)
+        ages = [
+            (f"below {bound:,}", rows, "#" * -(-_BAR * rows // most)) for bound, rows in stats.age_histogram
+        ]
+        print_table(("age in steps", "rows", ""), ages)
+
+
+def print_neighbors(found: Neighbors) -> None:
+    """Print a line a neighbor, nearest first."""
+    rows = zip(
+        found.sample_id.tolist(), map("{:.4f}".format, found.similarity), found.step.tolist(), strict=True
+    )
+    print_table(
+        ("sample_id", "similarity", "step"), [(str(id_), near, str(step)) for id_, near, step in rows]
+    )
+
+
+def print_rows(found: Negatives) -> None:
+    """Print a line a row: its sample, the step that wrote it, its length and its first numbers."""
+    lengths = np.linalg.norm(found.rows.astype(np.float32), axis=1)
+    rows = [
+        (
+            str(id_),
+            str(step) if step >= 0 else "never",
+            f"{length:.4f}",
+            " ".join(f"{value:.4f}" for value in row[:_NUM_SHOWN])
+            + (" ..." if len(row) > _NUM_SHOWN else ""),
+        )
+        for id_, step, length, row in zip(found.sample_id, found.step, lengths, found.rows, strict=True)
+    ]
+    print_table(("sample_id", "step", "norm", "embedding"), rows)
+
+
+def print_table(columns: Sequence[str] | None, rows: Iterable[Sequence[object]]) -> None:
+    """Print rows under their columns' names; numbers to the right."""
+    rows = list(rows)
+    table = Table(box=None, show_header=columns is not None, pad_edge=False, padding=(0, 2, 0, 0))
+    kinds = rows[0] if rows else columns or ()
+    for name, example in zip(columns or [""] * len(kinds), kinds, strict=True):
+        table.add_column(Text(name), justify="right" if isinstance(example, int) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_text(value)) for value in row))
+    console = Console(highlight=False)
+    with console.capture() as printed:
+        console.print(table, width=None if console.is_terminal else _LOG_WIDTH, crop=False)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def _text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,373 @@
+"""The command line: each command checks its input, calls one function and prints what it gave."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from raycl.cli.bank import bank
+from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
+from raycl.lease import writing
+from raycl.provenance import typed
+from raycl.report.ending import reported
+from raycl.storage import Place, absolute
+
+INTERRUPTED = 128 + signal.SIGINT
+
+app = typer.Typer(
+    help="Contrastive learning that runs on a Ray cluster.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+app.add_typer(bank, name="bank")
+
+Setting = Annotated[list[str] | None, typer.Option("--set", help="Replace one setting: key.path=value.")]
+Address = Annotated[str | None, typer.Option(help="Ray cluster to join; without it a local one is started.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what Ray logs.")]
+Gpu = Annotated[bool, typer.Option("--gpu", help="Give each worker a GPU.")]
+
+
+@app.command()
+def demo(
+    output: Annotated[str, typer.Option(help="Folder for the images, the run and the picture.")] = "demo",
+    workers: Annotated[int, typer.Option(help="Training processes.")] = 2,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training digits.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Pretrain on scikit-learn's handwritten digits, judge the encoder, and draw its neighbors."""
+    from raycl.demo.plan import plan_demo
+
+    plan = plan_demo(output, workers=workers, epochs=epochs)
+    from raycl.joining import prestart_ray
+
+    prestart_ray(None, debug=debug)
+    from raycl.demo.show import run_demo
+
+    with typed(sys.argv):
+        run_demo(plan, debug=debug)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this recipe as YAML.")] = None,
+    image_size: Annotated[int, typer.Option(help="Pixels a side; up to 64 the small-image values.")] = 224,
+) -> None:
+    """List the recipes, or print one as YAML."""
+    from raycl.config.overrides import config_to_yaml
+    from raycl.recipes import RECIPES, recipe
+
+    if name is not None:
+        print(config_to_yaml(recipe(name, image_size=image_size)), end="")
+        return
+    for known, build in RECIPES.items():
+        print(f"{known:24} {(build.__doc__ or '').splitlines()[0]}")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a file ending in .yaml.")],
+    data: Annotated[str, typer.Option(help="Parquet file or folder, or folder of images; local or s3://.")],
+    output: Annotated[str, typer.Option(help="Where the run is written; local or s3://.")],
+    workers: Annotated[
+        str | None, typer.Option(help="Training processes: N, or MIN:MAX, as many as there is room for.")
+    ] = None,
+    gpu: Gpu = False,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step over all workers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draws weights, order and views.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Pretrain an encoder by contrast."""
+    from raycl.cli.plan import plan_run, run_flags
+    from raycl.training.preflight import admitted
+
+    flags = run_flags(
+        workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
+    )
+    config = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    with admitted(config, output=output, resume=resume, data=data, address=address) as admission:
+        # What is refused up to here is refused without waiting for Ray and torch.
+        from raycl.joining import prestart_ray
+
+        prestart_ray(address, debug=debug)
+        from raycl.training.launch import train_admitted
+
+        with typed(sys.argv), reported(output):
+            result = train_admitted(admission, address=address, debug=debug)
+    judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
+    print(
+        f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "
+        f"the encoder is in {result.output}"
+    )
+    if result.broken_rows:
+        causes = ", ".join(f"{count} {cause}" for cause, count in result.broken_rows.items())
+        print(f"broken rows left out: {causes}")
+    for cause, count in result.left_out.items():
+        print(f"left out: {count:,} {cause}")
+    if result.flat_images:
+        print(f"flat images: {result.flat_images:,} (all pixels of one value)")
+
+
+@app.command()
+def evaluate(
+    measure: Annotated[str, typer.Argument(help="knn, linear, retrieval or sts.")],
+    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    test: Annotated[str, typer.Option(help="Set that is judged.")],
+    train: Annotated[
+        str | None, typer.Option(help="Labeled set that decides; further documents; corpus of the floor.")
+    ] = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    gpu: Gpu = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a floor beside."""
+    from raycl.api import evaluate as judge
+    from raycl.cli.plan import measure_settings
+
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "debug": debug}
+    options |= measure_settings(measure, settings or [])
+    written = None if json_file is None else Place(absolute(json_file))
+    with contextlib.nullcontext() if written is None else writing(written, is_file=True) as lease:
+        result = judge(measure, run=run, train=train, test=test, **options)  # pyright: ignore[reportArgumentType]
+        text = json.dumps({key: value for key, value in result.items() if key != "examples"})
+        print(text, flush=True)
+        if written is not None and lease is not None:
+            lease.check()
+            written.write_text(text + "\n")
+    for example in result.get("examples", ()):
+        _show_example(example)
+
+
+@app.command()
+def embed(
+    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    data: Annotated[str, typer.Option(help="Images or texts to embed.")],
+    output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
+    side: Annotated[str, typer.Option(help="With two towers: query or key.")] = "query",
+    gpu: Gpu = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Embed a set of images or texts to parquet."""
+    from raycl.cli.plan import embedding_settings
+    from raycl.inference.preflight import admit
+
+    options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address}
+    chosen = embedding_settings(settings or [])
+    admit(run, data=[data], output=output, **options)
+    from raycl.inference.embed import embed_to_parquet
+
+    rows = embed_to_parquet(run, data, output, debug=debug, **options, **chosen)
+    print(f"{rows.num_rows - rows.num_broken:,} rows embedded to {output}")
+    if rows.num_broken:
+        print(f"left out {rows.num_broken:,}: {rows.describe_broken()}")
+
+
+@app.command()
+def mine(
+    run: Annotated[str, typer.Option(help="The --output of a run with two towers, or one for both.")],
+    data: Annotated[str, typer.Option(help="Pairs: with labels, lists of negatives, or neither.")],
+    output: Annotated[str, typer.Option(help="Parquet file to write: query, document, negatives.")],
+    num: Annotated[int, typer.Option(help="Negatives to add to a pair, at most.")] = 8,
+    below: Annotated[
+        float, typer.Option(help="Leave out what is nearer than this fraction of the positive's cosine.")
+    ] = 0.95,
+    gpu: Gpu = False,
+    settings: Setting = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
+    from raycl.cli.plan import column_settings
+    from raycl.inference.preflight import admit, check_mining
+
+    check_mining(num, below)
+    columns = column_settings(settings or [])
+    admit(run, data=[data], output=output, gpu=gpu, address=address)
+    from raycl.inference.mining import mine_negatives
+
+    mined = mine_negatives(
+        run, data, output, num_negatives=num, below=below, columns=columns, gpu=gpu, address=address, debug=debug
+    )  # fmt: skip
+    print(
+        f"{mined.num_negatives:,} negatives added to {mined.num_pairs:,} pairs in {output}; "
+        f"{mined.num_too_near:,} were too near, {mined.num_broken:,} rows are broken"
+    )
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    output: Annotated[str, typer.Option(help="Folder to write; local or s3://.")],
+    to: Annotated[
+        str | None, typer.Option(help="sentence_transformers (texts) or torchvision (images).")
+    ] = None,
+    side: Annotated[str, typer.Option(help="With two towers: query or key.")] = "query",
+    debug: Debug = False,
+) -> None:
+    """Write a run's encoder for other packages."""
+    from raycl.inference.preflight import admit, check_package
+
+    check_package(to)
+    options: dict[str, Any] = {"side": side}
+    admit(run, output=output, **options)
+    from raycl.inference.export import export_encoder
+
+    print(f"load it with {export_encoder(run, output, to=to, **options)}")  # pyright: ignore[reportArgumentType]
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="The --output of a run; several are compared on one page.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="The --output of a run.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(help="File to write; report.html in the run, comparison.html here for several."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a page about a run: curves, similarities, neighbors, a map; or compare several."""
+    from raycl.api import write_report
+
+    print(write_report([*(runs or []), *([] if run is None else [run])], output))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(help="Look whether this recipe, or this file ending in .yaml, fits.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Look at this set; local or s3://.")] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Look whether every node can write here; local or s3://.")
+    ] = None,
+    workers: Annotated[str | None, typer.Option(help="Of the recipe: N, or MIN:MAX.")] = None,
+    gpu: Gpu = False,
+    batch_size: Annotated[int | None, typer.Option(help="Of the recipe: rows a step.")] = None,
+    settings: Setting = None,
+    address: Address = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Check the cluster, the storage, the data and the recipe: a line each, and what to do."""
+    from raycl.cli.doctor import report
+    from raycl.cli.plan import run_flags
+
+    all_good = report(
+        recipe,
+        run_flags(workers=workers, gpu=gpu or None, batch_size=batch_size),
+        settings=settings or [],
+        data=data,
+        output=output,
+        address=address,
+        as_json=as_json,
+        debug=debug,
+    )
+    if not all_good:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line: status 0, 2 for bad input or config, 1 for a failed run."""
+    _run(app)
+
+
+def run_job(command: Callable[..., None] | typer.Typer) -> NoReturn:
+    """Run one command as a script of its own, with the same flags, errors and exit statuses."""
+    if isinstance(command, typer.Typer):
+        _run(command)
+    job = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    job.command()(command)
+    _run(job)
+
+
+def _run(door: typer.Typer) -> NoReturn:
+    """Turn errors into one line and an exit status."""
+    # An encoder of the user's own may lie in the folder where they stand; last, so that nothing there
+    # takes the place of a library.
+    sys.path.append(os.getcwd())
+    came: list[int] = [signal.SIGINT]
+    try:
+        with _interruptible(came):
+            status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+            if status == INTERRUPTED:  # typer makes this of a KeyboardInterrupt
+                raise KeyboardInterrupt
+    except RayclError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        status = _status_of(error)
+        _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        status, name = 128 + came[-1], signal.Signals(came[-1]).name
+        _complain(f"interrupted by {name}; resume a run of `raycl train` with --resume")
+    except Exception as error:
+        # A wrong flag: typer has no public name for these errors, which know their own text.
+        text = getattr(error, "format_message", None)
+        if text is None and "--debug" in sys.argv:
+            raise
+        status = 1 if text is None else 2
+        _complain(f"{text() if text else repr(error)} (see {'--help' if text else '--debug'})")
+    raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def _interruptible(came: list[int]) -> Iterator[None]:
+    """Let SIGTERM interrupt the block as Ctrl-C does; after it the exit status stands, whatever comes."""
+
+    def interrupt(signum: int, _: object) -> None:
+        came.append(signum)
+        raise KeyboardInterrupt
+
+    # A shell lets what it starts in the background ignore Ctrl-C, and so it stays.
+    heard = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) is not signal.SIG_IGN]
+    try:
+        for each in heard:
+            signal.signal(each, interrupt)
+        yield
+    finally:
+        # Not SIG_IGN, which processes that start later would inherit.
+        for each in heard:
+            signal.signal(each, lambda *_: None)
+
+
+def _status_of(error: RayclError) -> int:
+    if isinstance(error, StoppedError):
+        return 128 + error.signum
+    return 2 if isinstance(error, ConfigError | DataError | StorageError) else 1
+
+
+def _complain(text: str) -> None:
+    """Print one line, whatever a library put into its message."""
+    print(f"raycl: {' '.join(text.split())[:1_000]}", file=sys.stderr)
+
+
+def _show_example(example: dict[str, Any]) -> None:
+    """Print a query and the documents nearest to it, on stderr, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=example["query"][:160], title_justify="left", title_style="bold")
+    for name in ("cosine", "match", "document"):
+        table.add_column(name)
+    for found in example["nearest"]:
+        mark = "yes" if found["matches"] else ""
+        table.add_row(f"{found['similarity']:.3f}", mark, " ".join(found["document"].split())[:120])
+    # Texts of the user's own: no brackets or colons of theirs are rich's to read.
+    Console(stderr=True, markup=False, emoji=False).print(table)

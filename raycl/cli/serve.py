@@ -1,0 +1,108 @@
+"""``raycl bank serve``: a live explorer over a bank, until Ctrl-C."""
+
+import contextlib
+import importlib.util
+import ipaddress
+import signal
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from raycl.cli_joining import Address, Debug, Name, join
+from raycl.errors import ConfigError, RunError
+
+_POLL_S, _NUM_MISSED = 2.0, 3
+_NEEDED = ("fastapi", "uvicorn", "starlette", "aiohttp")
+
+
+def serve(
+    name: Name,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than the loopback's are reached from elsewhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="Port to listen on.")] = 8000,
+    data: Annotated[
+        str | None, typer.Option(help="The set that the run trains on, to show its samples; local or s3://.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The run whose encoder takes pictures and texts; that of the bank.")
+    ] = None,
+    address: Address = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="What the page asks for; by default a new one."),
+    ] = None,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Explore a bank in a browser while its run goes on: neighbors, ages, norms, live."""
+    _check_installed()
+    from raycl.serve.auth import checked_token, new_token
+
+    secret = new_token() if token is None else checked_token(token)
+    join(address, debug)
+    from raycl.serve.deployment import head_address, is_loopback, served
+    from raycl.serve.target import look_at
+
+    exhibit = look_at(name, run=run, data=data, token=secret)
+
+    if not is_loopback(host):
+        print(
+            f"warning: the explorer listens on {host}, without encryption: whoever reaches port {port} and has the "
+            "token sees the bank, and the samples of --data"
+        )
+    with _until_told_to_stop(), served(exhibit, host, port) as route:
+        head, is_here = head_address()
+        print(f"bank {name}: {_url(host, head, port, route)}#token={secret}", flush=True)
+        if is_loopback(host) and not is_here:
+            print(
+                f"on the head, {head}, that is; from here: ssh -L {port}:127.0.0.1:{port} {head}", flush=True
+            )
+        print("Ctrl-C closes it; the run goes on", flush=True)
+        _wait()
+
+
+def _check_installed() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f'raycl bank serve needs Ray Serve, and {missing[0]} is not installed; pip install "raycl[serve]"'
+        )
+
+
+def _url(host: str, head: str, port: int, route: str) -> str:
+    """Return the address to open; of all interfaces that of the head."""
+    shown = host
+    with contextlib.suppress(ValueError):  # a name
+        shown = head if ipaddress.ip_address(host).is_unspecified else host
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{route}"
+
+
+@contextlib.contextmanager
+def _until_told_to_stop() -> Iterator[None]:
+    """Leave the block quietly at SIGINT, SIGTERM or SIGHUP; what is then closed is closed undisturbed."""
+    told = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(*_: object) -> None:
+        for each in told:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, stop) for each in told}
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    print("closed", flush=True)
+
+
+def _wait() -> None:
+    """Wait while the Ray is there; raises ``RunError`` when it has ended, and the explorer with it."""
+    from raycl.serve.deployment import ray_answers
+
+    missed = 0
+    while missed < _NUM_MISSED:
+        time.sleep(_POLL_S)
+        missed = 0 if ray_answers() else missed + 1
+    raise RunError("the Ray of this bank has ended, and the explorer with it; start both again")

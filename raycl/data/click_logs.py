@@ -1,0 +1,238 @@
+"""Click logs as pairs: rows with a label become a row a positive, with the query's explicit negatives."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, final
+
+import pyarrow as pa
+import ray
+
+from raycl.data.columns import ColumnNames
+from raycl.data.coordinator import NUM_EXAMPLES
+from raycl.data.decode import values_in
+from raycl.data.ids import content_id, entity_id, is_missing
+from raycl.data.sources import Fragment, RawRows, Source
+from raycl.errors import BrokenValueError, DataError
+from raycl.tokenization import BrokenTextError, read_text
+
+WITHOUT_POSITIVE = "queries without a positive document"
+REPEATED = "repeated pairs"
+CONTRADICTED = "explicit negatives that are a positive of the same query"
+
+_ROW = pa.schema(
+    [
+        ("group", pa.int64()),
+        ("query", pa.string()),
+        ("document", pa.string()),
+        ("clicked", pa.bool_()),
+        ("query_id", pa.int64()),
+        ("document_id", pa.int64()),
+    ]
+)
+_PAIR = pa.schema(
+    [
+        ("query", pa.string()),
+        ("document", pa.string()),
+        ("negatives", pa.list_(pa.string())),
+        ("query_id", pa.int64()),
+        ("document_id", pa.int64()),
+        ("negative_ids", pa.list_(pa.int64())),
+        *((f"num_{cause}", pa.int64()) for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED)),
+    ]
+)
+GROUPED = ColumnNames(image=None, query="query", document="document", negatives="negatives")
+
+
+def group_source(source: Source, logbook: Any) -> ray.data.Dataset:
+    """Return the pairs of a labeled source, as :func:`group_rows` does."""
+    described = replace(source, pieces=())
+
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        for text in batch["piece"].to_pylist():
+            piece = Fragment.from_json(text)
+            batches = ((rows, labels_as_given(rows, described)) for rows in described.read(piece))
+            yield from _sound_tables(f"{piece.uri}:{piece.first_id}, labeled", batches, logbook)
+
+    pieces = ray.data.from_items(
+        [{"piece": piece.to_json()} for piece in source.pieces], override_num_blocks=len(source.pieces)
+    )
+    labeled = pieces.map_batches(read, batch_size=1, batch_format="pyarrow", zero_copy_batch=True)
+    return group_rows(labeled, logbook)
+
+
+def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, logbook: Any) -> ray.data.Dataset:
+    """Return the pairs of a labeled dataset of the user's own, as :func:`group_rows` does."""
+    label = columns.label
+    assert label is not None, "a labeled dataset has a column of labels"
+
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        values, labels = values_in(batch, columns), batch[label].to_pylist()
+        where = [f"row {place} of a batch" for place in range(len(labels))]
+        empty: Any = pa.array([], pa.int64()).to_numpy()
+        rows = RawRows(values=values, sample_id=empty, label=empty, where=where)
+        yield from _sound_tables(f"labeled {_hash_of([values, labels])}", [(rows, labels)], logbook)
+
+    return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow"), logbook)
+
+
+def group_rows(labeled: ray.data.Dataset, logbook: Any) -> ray.data.Dataset:
+    """Return one row a positive: query, document, and the documents that its query was not clicked for.
+
+    Rows belong to one query if they have one ``query_id``, or without ids one text. A repeated pair
+    counts once, and a document that was clicked once is no negative of that query. What is left
+    out is counted in the logbook.
+    """
+    grouped = labeled.groupby("group").map_groups(_pairs_of_group, batch_format="pyarrow")
+
+    def finish(table: pa.Table) -> pa.Table:
+        ray.get(logbook.add_left_out.remote(*_left_out_of(table)))
+        kept = table.filter(table["document"].is_valid())
+        return kept.select([name for name in kept.column_names if not name.startswith("num_")])
+
+    return grouped.map_batches(finish, batch_size=None, batch_format="pyarrow")
+
+
+def _left_out_of(pairs: pa.Table) -> tuple[str, Counter[str]]:
+    """Return what these pairs are called in the logbook, and what was left out of their groups, by cause."""
+    left_out = Counter()
+    for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED):
+        left_out[cause] = int(sum(pairs[f"num_{cause}"].to_pylist()))
+    # One query may fill several blocks, and several may have one text.
+    names = pairs.select(["query", "query_id", "document"])
+    return f"groups {_hash_of(names.to_pydict())}", left_out
+
+
+def _hash_of(values: Any) -> int:
+    return content_id(repr(values).encode())
+
+
+def labels_as_given(rows: RawRows, source: Source) -> list[Any]:
+    """Return the labels of rows as the set has them: those that are text are numbered by their sorted names."""
+    if source.classes is None:
+        return rows.label.tolist()
+    return [source.classes[number] if number >= 0 else None for number in rows.label]
+
+
+def _sound_tables(
+    name: str, batches: Iterable[tuple[RawRows, Sequence[Any]]], logbook: Any
+) -> Iterator[pa.Table]:
+    """Yield the rows that can be used, of rows with their labels; count all of them in the logbook."""
+    broken: Counter[str] = Counter()
+    examples: list[str] = []
+    num_rows = 0
+    for rows, labels in batches:
+        num_rows += len(labels)
+        yield _sound_rows(rows, labels, broken, examples)
+    # None to train on: those will be pairs.
+    ray.get(logbook.add_rows.remote(name, num_rows, 0, broken, examples[:NUM_EXAMPLES]))
+
+
+def _sound_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], examples: list[str]) -> pa.Table:
+    sound = []
+    for place, label in enumerate(labels):
+        try:
+            sound.append(_checked_row(rows, place, label))
+        except BrokenValueError as error:
+            broken[str(error)] += 1
+            examples.append(f"{rows.where[place]} ({error})")
+    return pa.Table.from_pylist(sound, schema=_ROW)
+
+
+def is_clicked(label: Any) -> bool:
+    """Return what a label of a click log says; raises ``BrokenValueError`` for one that is neither 0 nor 1."""
+    if str(label) in ("1", "True", "1.0"):
+        return True
+    if str(label) in ("0", "False", "0.0"):
+        return False
+    raise BrokenValueError("label other than 0 and 1")
+
+
+def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
+    clicked = is_clicked(label)
+    query, document = (read_text(rows.values[role][place]) for role in ("query", "document"))
+    query_id, document_id = (
+        None if role not in rows.values else _id_of(rows.values[role][place])
+        for role in ("query_id", "document_id")
+    )
+    return {
+        "group": content_id(query.encode()) if query_id is None else query_id,
+        "query": query,
+        "document": document,
+        "clicked": clicked,
+        "query_id": query_id,
+        "document_id": document_id,
+    }
+
+
+def _id_of(value: Any) -> int:
+    if is_missing(value):
+        raise BrokenTextError("missing id")
+    return entity_id(value)
+
+
+@final
+class _Seen:
+    """Documents that came already, by id or by text."""
+
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+
+    def has(self, row: dict[str, Any]) -> bool:
+        """Whether it came already; it has now."""
+        names = {row["document"], row["document_id"]} - {None}
+        came = bool(names & self._known)
+        self._known |= names
+        return came
+
+    def knows(self, row: dict[str, Any]) -> bool:
+        """Whether it came already."""
+        return bool({row["document"], row["document_id"]} & self._known)
+
+
+def _pairs_of_group(table: pa.Table) -> pa.Table:
+    # A shuffle brings the rows of a query in any order, and the ids of pairs are hashes of what they hold.
+    rows = sorted(table.to_pylist(), key=itemgetter("document", "document_id", "query", "clicked"))
+    seen, seen_negatives = _Seen(), _Seen()
+    positives = [row for row in rows if row["clicked"] and not seen.has(row)]
+    others = [row for row in rows if not row["clicked"]]
+    negatives = [row for row in others if not seen.knows(row)]
+    distinct = [row for row in negatives if not seen_negatives.has(row)]
+    repeated = sum(row["clicked"] for row in rows) - len(positives) + len(negatives) - len(distinct)
+    counts = {
+        f"num_{WITHOUT_POSITIVE}": int(not positives),
+        f"num_{REPEATED}": repeated,
+        f"num_{CONTRADICTED}": len(others) - len(negatives),
+    }
+    explicit = {
+        "negatives": [row["document"] for row in distinct],
+        "negative_ids": [row["document_id"] for row in distinct if row["document_id"] is not None],
+    }
+    nobody = {**rows[0], "document": None, "document_id": None}
+    pairs = [{**row, **explicit, **dict.fromkeys(counts, 0)} for row in positives or [nobody]]
+    pairs[0] |= counts
+    names = set(_PAIR.names)
+    return pa.Table.from_pylist(
+        [{k: v for k, v in pair.items() if k in names} for pair in pairs], schema=_PAIR
+    )
+
+
+def grouped_columns(columns: ColumnNames) -> ColumnNames:
+    """Return the columns of what :func:`group_rows` makes of a set with these columns."""
+    has_ids = columns.document_id is not None
+    return replace(
+        GROUPED,
+        query_id="query_id" if columns.query_id else None,
+        document_id="document_id" if has_ids else None,
+        negative_ids="negative_ids" if has_ids else None,
+    )
+
+
+def check_labels(columns: ColumnNames) -> None:
+    """Refuse a set that has both labels and a list of negatives."""
+    if columns.label is not None and columns.negatives is not None:
+        raise DataError(
+            f"the set has labels ({columns.label!r}) and lists of negatives ({columns.negatives!r}): "
+            "leave out one of the two columns"
+        )

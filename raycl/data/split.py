@@ -1,0 +1,55 @@
+"""Which rows are held out for the periodic judge: a hash of the seed and the id decides."""
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_FRACTION = 0.1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Holdout:
+    """Rows whose hash falls below ``test`` are held out; up to ``bank`` they vote in the judge.
+
+    The same for any number of workers, in any order and after a restart.
+    """
+
+    seed: int
+    test: float = 0.0
+    bank: float = 0.0
+
+    def is_train(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each row is trained on."""
+        return _unit_hash(self.seed, sample_id) >= self.test
+
+    def is_test(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each row is held out."""
+        return _unit_hash(self.seed, sample_id) < self.test
+
+    def is_evaluated(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each row takes part in the periodic kNN, held out or voting."""
+        return _unit_hash(self.seed, sample_id) < self.bank
+
+    def is_bank(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each row, trained on, also votes in the periodic kNN."""
+        value = _unit_hash(self.seed, sample_id)
+        return (value >= self.test) & (value < self.bank)
+
+
+def make_split(num_rows: int, *, num_test: int, num_train: int, seed: int) -> Holdout:
+    """Choose about ``num_test`` of ``num_rows`` rows, at most a tenth, and ``num_train`` voters."""
+    test = min(num_test / max(num_rows, 1), MAX_FRACTION)
+    return Holdout(seed=seed, test=test, bank=min(test + num_train / max(num_rows, 1), 1.0))
+
+
+def _unit_hash(seed: int, sample_id: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Hash to [0, 1) by splitmix64's finalizer."""
+    with np.errstate(over="ignore"):
+        x = sample_id.astype(np.uint64) + np.uint64((seed * 2 + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) / 2**53

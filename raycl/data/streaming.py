@@ -1,0 +1,144 @@
+"""A set too large to hold: every epoch reads it anew, in a seeded order, by Ray Data."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+import pyarrow as pa
+import ray
+from numpy.typing import NDArray
+
+from raycl.data.codecs import Formats
+from raycl.data.columns import ColumnNames
+from raycl.data.decode import Decoder, decode_dataset, decode_source
+from raycl.data.epoch_splits import EpochSplits, OpenEpoch
+from raycl.data.in_memory import Batch, InMemoryDataset
+from raycl.data.sampler import BatchShard, bucketed
+from raycl.data.sources import Source
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StreamingSampler:
+    """Batches of a set that is read in every epoch; the same order for the same number of workers.
+
+    Pieces come in an order drawn by (seed, epoch); rows are shuffled among the ``shuffle_rows``
+    read last. Ray Data deals equally many rows to every worker, and batches are cut here, so that
+    all workers make the same number of steps. With several ``length_buckets`` texts of like lengths
+    make a batch, as far as the shuffled rows reach: see :func:`bucketed`.
+    """
+
+    open_epoch: OpenEpoch
+    formats: Formats
+    seed: int
+    shuffle_rows: int
+    length_buckets: int = 1
+    _dealing: EpochSplits = field(default_factory=EpochSplits, init=False, repr=False, compare=False)
+
+    def epoch_batches(
+        self, share: BatchShard, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
+    ) -> Iterator[Batch]:
+        """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this.
+
+        If ``another`` one is to follow, with the same share, its rows are read while the last of this one's are
+        used; it is told that it ``follows`` if this one was used to its end. All workers say the same.
+        """
+        window = max(self.shuffle_rows // share.num_workers, share.local_batch_size)
+        seed = (self.seed, epoch, share.rank)
+        tables = self._dealing.tables(self.open_epoch, share, epoch=epoch, follows=follows, another=another)
+        shuffled = _shuffle(tables, self.formats, window, seed)
+
+        def arranged(rows: InMemoryDataset, order: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+            if self.length_buckets == 1:
+                return order
+            # Drawn alike on all workers: where their windows have as many batches, those of a step are
+            # about as long.
+            rng = np.random.default_rng((self.seed, epoch, window))
+            own = BatchShard(batch_size=share.local_batch_size)
+            return bucketed(order, rows.num_tokens(), share=own, num_buckets=self.length_buckets, rng=rng)
+
+        for step, batch in enumerate(_rebatch(shuffled, share.local_batch_size, epoch, arranged)):
+            if step >= start:
+                yield batch
+
+
+def stream_source(
+    source: Source, decoder: Decoder, *, seed: int, kept_whole: frozenset[int] = frozenset()
+) -> OpenEpoch:
+    """Return how to open an epoch of a source; ``kept_whole`` is that of ``decode_source``."""
+
+    def open_epoch(epoch: int) -> ray.data.Dataset:
+        order = np.random.default_rng((seed, epoch)).permutation(len(source.pieces))
+        pieces = tuple(source.pieces[index] for index in order)
+        return decode_source(source, decoder, pieces, kept_whole=kept_whole)
+
+    return open_epoch
+
+
+def stream_dataset(
+    dataset: ray.data.Dataset,
+    columns: ColumnNames,
+    decoder: Decoder,
+    *,
+    seed: int,
+    classes: tuple[str, ...] | None = None,
+) -> OpenEpoch:
+    """Return how to open an epoch of a user's own Ray Dataset; ``classes`` are those of ``decode_dataset``."""
+
+    def open_epoch(epoch: int) -> ray.data.Dataset:
+        shuffled = dataset.randomize_block_order(seed=hash((seed, epoch)) % 2**31)
+        # A dataset keeps the settings of the process that made it.
+        shuffled.context.execution_options.preserve_order = True
+        return decode_dataset(shuffled, columns, decoder, classes=classes)
+
+    return open_epoch
+
+
+def _shuffle(
+    tables: Iterator[pa.Table], formats: Formats, window: int, seed: tuple[int, ...]
+) -> Iterator[tuple[InMemoryDataset, np.ndarray]]:
+    """Yield windows of rows, each with the order to take them in."""
+    held: list[pa.Table] = []
+    num_windows = num_held = 0
+    for table in tables:
+        held.append(table)
+        num_held += table.num_rows
+        if num_held >= window:
+            yield _window(held, formats, (*seed, num_windows))
+            held, num_held, num_windows = [], 0, num_windows + 1
+    if num_held:
+        yield _window(held, formats, (*seed, num_windows))
+
+
+def _window(
+    tables: list[pa.Table], formats: Formats, seed: tuple[int, ...]
+) -> tuple[InMemoryDataset, np.ndarray]:
+    rows = InMemoryDataset(tables, formats)
+    return rows, np.random.default_rng(seed).permutation(len(rows))
+
+
+def _rebatch(
+    windows: Iterator[tuple[InMemoryDataset, np.ndarray]],
+    size: int,
+    epoch: int,
+    arranged: Callable[[InMemoryDataset, NDArray[np.int64], int], NDArray[np.int64]],
+) -> Iterator[Batch]:
+    """Cut windows into batches of exactly ``size`` rows; what is over begins the next window's.
+
+    ``arranged`` gives the rows of a window's whole batches, by its number, in the order to take them.
+    """
+    over: Batch | None = None
+    for number, (rows, order) in enumerate(windows):
+        first = 0
+        if over is not None:
+            first = min(size - len(over), len(order))
+            over = over.joined(rows.take(order[:first], epoch=epoch))
+            if len(over) < size:
+                continue
+            yield over
+        last = first + (len(order) - first) // size * size
+        whole = arranged(rows, order[first:last], number)
+        for start in range(0, len(whole), size):
+            yield rows.take(whole[start : start + size], epoch=epoch)
+        over = rows.take(order[last:], epoch=epoch) if last < len(order) else None

@@ -1,0 +1,35 @@
+"""Communication between workers: collectives, shared memory on one machine, DDP, and the ring of losses."""
+
+from raycl.distributed.collectives import (
+    RingTransfer,
+    all_agree,
+    all_sum,
+    average_,
+    check_equal,
+    gather,
+    gather_detached,
+    gather_uneven,
+    mean_over_workers,
+    num_workers,
+    pass_on,
+    rank,
+    shares_memory,
+    use_shared_memory,
+)
+
+__all__ = [
+    "RingTransfer",
+    "all_agree",
+    "all_sum",
+    "average_",
+    "check_equal",
+    "gather",
+    "gather_detached",
+    "gather_uneven",
+    "mean_over_workers",
+    "num_workers",
+    "pass_on",
+    "rank",
+    "shares_memory",
+    "use_shared_memory",
+]

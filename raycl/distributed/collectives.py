@@ -1,0 +1,284 @@
+"""What the workers say to one another: rows gathered with their gradient, sums, votes, checks, a ring.
+
+Everything here also works alone, without a process group: one worker, of rank 0.
+
+Every function except ``rank``, ``num_workers`` and ``shares_memory`` is collective: all workers call
+it, in the same order.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raycl.distributed.shared_memory import MAX_BYTES, SharedMemory
+from raycl.errors import RayclError
+from raycl.step_timer import phase
+
+_memory: SharedMemory | None = None
+_BUCKET_BYTES = 32 * 2**20  # of tensors that are sent together: long enough to fill any network
+
+
+def rank() -> int:
+    """Return the index of this worker; 0 when it is alone."""
+    return dist.get_rank() if _connected() else 0
+
+
+def num_workers() -> int:
+    """Return how many workers train together; 1 when this one is alone."""
+    return dist.get_world_size() if _connected() else 1
+
+
+def gather(rows: Tensor) -> Tensor:
+    """Stack the rows of all workers, in the order of their ranks, with gradient.
+
+    The gradient of a row is the **sum** of what all workers' losses ask of it. With a loss that is
+    the mean over a worker's own rows, and ``DistributedDataParallel``, which averages over workers,
+    the parameters receive the gradient of the mean loss over the global batch.
+
+    Args:
+        rows: This worker's rows, [local_batch, ...]; the same shape and type on every worker
+            (check it once with :func:`check_equal`; it is not checked at each call).
+
+    Returns:
+        [num_workers * local_batch, ...]; this worker's rows begin at ``rank() * local_batch``.
+    """
+    return _Gather.apply(rows) if num_workers() > 1 else rows  # pyright: ignore[reportReturnType]
+
+
+def gather_detached(rows: Tensor) -> Tensor:
+    """Stack the rows of all workers without gradient; ids and other integers too.
+
+    Args:
+        rows: [local_batch, ...]; the same shape and type on every worker.
+
+    Returns:
+        [num_workers * local_batch, ...].
+    """
+    rows = rows.detach()
+    if num_workers() == 1:
+        return rows
+    with phase("messages"):
+        if memory := _memory_for(rows):
+            return memory.gather(rows)
+        stacked = rows.new_empty(num_workers() * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(stacked, rows.contiguous())
+        return stacked
+
+
+def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Stack the rows of all workers, of which each may have another number, or none; in the order of ranks.
+
+    Args:
+        rows: [num_rows, ...], with gradient, as :func:`gather` has it.
+        numbers: [num_rows, ...] each, such as the rows' ids; they get no gradient.
+
+    Returns:
+        The rows of all workers and their numbers.
+    """
+    if num_workers() == 1:
+        return rows, *numbers
+    sizes = gather_detached(torch.tensor([len(rows)], device=rows.device)).tolist()
+    most = max(sizes)
+    kept = torch.cat([torch.arange(size) + index * most for index, size in enumerate(sizes)]).to(rows.device)
+
+    def padded(each: Tensor) -> Tensor:
+        return torch.cat([each, each.new_zeros(most - len(each), *each.shape[1:])])
+
+    return gather(padded(rows))[kept], *(gather_detached(padded(each))[kept] for each in numbers)
+
+
+def all_sum(value: Tensor) -> Tensor:
+    """Return the elementwise sum over all workers, without gradient; ``value`` is left alone."""
+    value = value.detach()
+    return _sum_into(torch.empty_like(value, memory_format=torch.contiguous_format), value)
+
+
+@final
+class RingTransfer:
+    """Tensors on their way from each worker to the next one of the ring."""
+
+    def __init__(self, *sent: Tensor) -> None:
+        """Begin; see :func:`pass_on`."""
+        # Kept until they have left.
+        self._sent = tuple(each.detach().contiguous() for each in sent)
+        self._received = self._sent
+        self._works: list[dist.Work] = []
+        if num_workers() > 1:
+            self._received = tuple(torch.empty_like(each) for each in self._sent)
+            self._works = dist.batch_isend_irecv(self._messages())
+
+    def arrived(self) -> tuple[Tensor, ...]:
+        """Wait, and return the tensors of the worker before."""
+        with phase("messages"):
+            for work in self._works:
+                work.wait()
+        return self._received
+
+    def _messages(self) -> list[dist.P2POp]:
+        following, before = ((rank() + step) % num_workers() for step in (1, -1))
+        return [
+            *(dist.P2POp(dist.isend, each, following) for each in self._sent),
+            *(dist.P2POp(dist.irecv, each, before) for each in self._received),
+        ]
+
+
+def pass_on(*tensors: Tensor) -> RingTransfer:
+    """Begin to send tensors to the worker of the next rank, and to receive those of the one before.
+
+    The last worker sends to the first; a worker alone receives its own. Work goes on meanwhile, on
+    the tensors too, which only may not be changed before those of the other have arrived.
+
+    Args:
+        tensors: Of any shape and type; the same ones on every worker (it is not checked).
+
+    Returns:
+        What waits for the tensors of the worker before, which have no gradient.
+    """
+    return RingTransfer(*tensors)
+
+
+@torch.no_grad()
+def average_(tensors: Iterable[Tensor]) -> None:
+    """Replace each tensor by its mean over all workers, in place; a few large messages, not many small.
+
+    Args:
+        tensors: Floating-point ones, the same number, shapes and types on every worker, for example
+            gradients.
+    """
+    if num_workers() == 1:
+        return
+    for bucket in _buckets(list(tensors), MAX_BYTES if shares_memory() else _BUCKET_BYTES):
+        flats = [each.contiguous().view(-1) for each in bucket]
+        flat = flats[0] if len(bucket) == 1 else torch.cat(flats)
+        parts = _sum_into(flat, flat).div_(num_workers()).split([each.numel() for each in bucket])
+        for each, part in zip(bucket, parts, strict=True):
+            if part.data_ptr() != each.data_ptr():
+                each.copy_(part.view_as(each))
+
+
+def all_agree(flag: bool) -> bool:
+    """Return True on every worker if ``flag`` is true on all of them, so that all act alike."""
+    return all(_gather_integers(int(flag)))
+
+
+def mean_over_workers(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value over all workers, in float64."""
+    if num_workers() == 1:
+        return list(map(float, values))
+    total = all_sum(torch.tensor(values, dtype=torch.float64, device=_device_of_messages()))
+    return (total / num_workers()).tolist()
+
+
+def check_equal(value: int, name: str) -> None:
+    """Raise on every worker unless ``value`` is the same on all of them.
+
+    Args:
+        value: For example the local batch size, once before the first step.
+        name: What the value is, for the error.
+
+    Raises:
+        RayclError: The values differ; the text names the value of each rank.
+    """
+    values = _gather_integers(value)
+    if len(set(values)) > 1:
+        came = ", ".join(f"rank {index}: {each}" for index, each in enumerate(values))
+        raise RayclError(f"{name} must be the same on every worker, but differs ({came})")
+
+
+@contextlib.contextmanager
+def use_shared_memory() -> Iterator[bool]:
+    """Let small messages of workers on one machine pass through its memory; yield whether they do.
+
+    Results are the same, only sooner. Where workers sit on several machines, on accelerators or
+    without such memory, messages go on as before.
+    """
+    global _memory
+    _memory = _map_memory() if num_workers() > 1 and dist.get_backend() == "gloo" else None
+    try:
+        yield _memory is not None
+    finally:
+        _memory = None
+
+
+def shares_memory() -> bool:
+    """Return whether small messages pass through shared memory now."""
+    return _memory is not None
+
+
+def _map_memory() -> SharedMemory | None:
+    name = f"raycl-{_gather_integers(secrets.randbits(62))[0]:x}"
+    memory = None
+    with contextlib.suppress(OSError):
+        memory = SharedMemory(name, rank=rank(), num_workers=num_workers())
+        memory.greet()
+    # Equal names are not yet the same memory: machines and containers have each their own.
+    everyone_maps = all_agree(memory is not None)
+    everyone_met = all_agree(memory is not None and memory.met_all())
+    if memory is not None:
+        memory.forget_name()
+    return memory if everyone_maps and everyone_met else None
+
+
+def _buckets(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Put tensors of one type together, in order, as long as they fit; a large one stays alone."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        fits = sum(each.nbytes for each in bucket) + tensor.nbytes <= max_bytes
+        if bucket and not (fits and tensor.dtype == bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _sum_into(out: Tensor, value: Tensor) -> Tensor:
+    """Write the sum over all workers to ``out``, which is contiguous and may be the value itself; return it."""
+    if num_workers() == 1:
+        return out.copy_(value)
+    with phase("messages"):
+        if memory := _memory_for(value):
+            return memory.sum(value, out)
+        dist.all_reduce(out.copy_(value))
+        return out
+
+
+def _memory_for(rows: Tensor) -> SharedMemory | None:
+    return _memory if not rows.is_cuda and 0 < rows.nbytes <= MAX_BYTES else None
+
+
+def _connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _gather_integers(value: int) -> list[int]:
+    return gather_detached(torch.tensor([value], device=_device_of_messages())).tolist()
+
+
+def _device_of_messages() -> str:
+    # nccl moves nothing but device memory, gloo serves the host.
+    return "cuda" if _connected() and dist.get_backend() == "nccl" else "cpu"
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.local_batch = rows.shape[0]
+        return gather_detached(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Sum, not mean: DDP divides by the number of workers afterwards.
+        if grad.is_cuda:
+            own = grad.new_empty(ctx.local_batch, *grad.shape[1:])
+            dist.reduce_scatter_tensor(own, grad.contiguous())
+            return own
+        # gloo's reduce-scatter takes three times as long as its all-reduce (1 MB, 2 workers).
+        return all_sum(grad).narrow(0, rank() * ctx.local_batch, ctx.local_batch)

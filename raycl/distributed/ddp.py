@@ -1,0 +1,43 @@
+"""Gradients averaged over workers."""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from raycl.distributed import average_, num_workers, shares_memory
+from raycl.distributed.shared_memory import MAX_BYTES
+
+
+def average_gradients(tower: nn.Module, device: torch.device) -> nn.Module:
+    """Wrap a tower so that after backward every worker holds the mean of all workers' gradients."""
+    if num_workers() == 1:
+        return tower
+    # Synchronized statistics are equal on all workers anyway. torch 2.15 renamed the switch.
+    known = inspect.signature(DistributedDataParallel).parameters
+    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    parallel = DistributedDataParallel(
+        tower,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **{switch: False},  # pyright: ignore[reportArgumentType]
+    )
+    if shares_memory():
+        parallel.register_comm_hook(None, _average_through_memory)
+    return parallel
+
+
+def average_buffers(module: nn.Module) -> None:
+    """Give every worker the mean of all workers' floating-point buffers; collective."""
+    average_(buffer for buffer in module.buffers() if buffer.is_floating_point())
+
+
+def _average_through_memory(_: object, bucket: GradBucket) -> Future[Tensor]:
+    gradients = bucket.buffer()
+    average_(gradients.split(MAX_BYTES // gradients.element_size()))
+    done: Future[Tensor] = Future()
+    done.set_result(gradients)
+    return done

@@ -1,0 +1,201 @@
+"""Judging a run on a training and a test set: kNN and linear probe, raw pixels beside."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, final, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raycl.augment.images import center_view
+from raycl.cluster import connect_cluster, fetch_tables, unwrap_ray_errors
+from raycl.data.columns import ColumnNames
+from raycl.data.coordinator import rows_in, start_coordinator
+from raycl.data.decode import Decoder, decode_source
+from raycl.data.images import ImageFormat
+from raycl.data.in_memory import InMemoryDataset, pixels_of
+from raycl.data.labels import NO_LABEL
+from raycl.data.sources import Source, find_source
+from raycl.data.split import Holdout
+from raycl.display import EvaluationResult
+from raycl.errors import ConfigError, DataError
+from raycl.evaluation.knn import knn_accuracy
+from raycl.evaluation.linear import linear_accuracy
+from raycl.inference.embed import columns_for, embed_dataset, formats_of
+from raycl.inference.encoder import read_encoders
+from raycl.inference.read_rows import read_rows
+from raycl.models.encoder_io import ImageEncoder
+from raycl.models.specs import ImageEncoderSpec
+from raycl.progress import ProgressLine, rows_read
+
+Measure = Literal["knn", "linear"]
+# Raw pixels have thousands of columns: of more rows the floor takes an even part.
+MAX_FLOOR_ROWS = {"knn": 50_000, "linear": 10_000}
+FLOOR_SIZE = 32  # pixels a side
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LabeledSet:
+    """Values [num_rows, dim], representations or raw pixels, and labels [num_rows]."""
+
+    values: Tensor
+    label: Tensor
+
+
+Score = Callable[[LabeledSet, LabeledSet], float]
+
+
+def evaluate(
+    measure: Measure,
+    *,
+    run: str,
+    train: str,
+    test: str,
+    columns: ColumnNames | None = None,
+    network: nn.Module | None = None,
+    k: int = 200,
+    temperature: float = 0.07,
+    labels_per_class: int | None = None,
+    floor: bool = True,
+    gpu: bool = False,
+    max_bad_fraction: float = 0.01,
+    seed: int = 0,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> EvaluationResult:
+    """Judge the encoder of ``run`` by labels: representations of ``train`` decide about ``test``.
+
+    Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``floor`` (the same measure on
+    raw pixels, at most 32 a side with the mean image subtracted; of large sets an even part).
+    Raises ``DataError`` if a set has no labels or their classes differ, ``StorageError`` if there
+    is no encoder, ``ConfigError`` for another measure.
+    """
+    if measure not in get_args(Measure):
+        raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
+    (saved,) = read_encoders(run, ["query"], network=network)
+    encoder = saved.build(network)
+    role, columns = columns_for(encoder, columns)
+    sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
+    _check_labels(sources)
+    if not quiet:
+        _tell_of_one_set(sources)
+    connect_cluster(address, debug=debug, quiet_core=True)
+
+    def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
+        sets = (train_set.values, train_set.label, test_set.values, test_set.label)
+        if measure == "knn":
+            return knn_accuracy(*sets[2:], *sets[:2], k=k, temperature=temperature)
+        return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
+
+    def represent(name: str) -> LabeledSet:
+        with start_coordinator() as logbook:
+            decoder = Decoder(formats=formats_of(encoder, role), logbook=logbook)
+            look = rows_read(logbook, sources[name].num_rows)
+            with unwrap_ray_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
+                decoded = decode_source(sources[name], decoder)
+                tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu, network=network))
+            rows_in(logbook).check(max_bad_fraction)
+        return _representations(tables, encoder.spec.representation_dim)
+
+    train_set, test_set = represent("train"), _with_classes_of(sources, represent("test"))
+    result = EvaluationResult({"measure": measure, "top1": score(train_set, test_set)})
+    if measure == "linear" and labels_per_class is not None:
+        result["labels_per_class"] = labels_per_class
+    result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
+    if floor and isinstance(encoder, ImageEncoder):
+        result["floor"] = _pixel_floor(
+            sources, encoder.spec, score, max_rows=MAX_FLOOR_ROWS[measure], quiet=quiet
+        )
+    return result
+
+
+def _check_labels(sources: dict[str, Source]) -> None:
+    for name, source in sources.items():
+        if not source.has_labels:
+            raise DataError(
+                f"the {name} set {source.uri} has no labels; put images in a folder a class, "
+                "or name the column with --set data.columns.label=NAME"
+            )
+    train, test = (sources[name].classes for name in ("train", "test"))
+    if (train is None) != (test is None):
+        raise DataError(
+            "one set names its classes, the other numbers them; give both the same kind of labels"
+        )
+    unknown = sorted(set(test or ()) - set(train or ()))
+    if unknown:
+        raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
+
+
+def _tell_of_one_set(sources: dict[str, Source]) -> None:
+    """Say that a set which judges itself says nothing: each of its rows has itself for a neighbor."""
+    test = sources["test"].uri
+    if sources["train"].uri == test:
+        print(
+            f"train and test are both {test}: each row knows its own label, so the figure says nothing; "
+            "judge on rows that do not decide",
+            file=sys.stderr,
+        )
+
+
+def _with_classes_of(sources: dict[str, Source], test_set: LabeledSet) -> LabeledSet:
+    """Number the test set's classes as the training set does."""
+    train, test = sources["train"].classes, sources["test"].classes
+    if train is None or test is None:
+        return test_set
+    number = torch.tensor([train.index(name) for name in test])
+    return LabeledSet(values=test_set.values, label=number[test_set.label])
+
+
+def _representations(tables: list[Any], width: int) -> LabeledSet:
+    values = [
+        chunk.flatten().to_numpy().reshape(-1, width)
+        for table in tables
+        for chunk in table["representation"].chunks
+    ]
+    label = np.concatenate([table["label"].to_numpy() for table in tables])
+    return _labeled(torch.from_numpy(np.concatenate(values)), torch.from_numpy(label))
+
+
+def _pixel_floor(
+    sources: dict[str, Source], spec: ImageEncoderSpec, score: Score, *, max_rows: int, quiet: bool
+) -> dict[str, Any]:
+    pixels = {}
+    for name, source in sources.items():
+        size = min(FLOOR_SIZE, spec.image_size)
+        part = Holdout(seed=0, bank=min(1.0, max_rows / source.num_rows))
+        rows = read_rows(
+            source,
+            ImageFormat(size=size, channels=spec.channels, max_pixels=spec.max_pixels),
+            keep=part.is_evaluated,
+            title=f"reading pixels of the {name} set",
+            max_bad_fraction=1.0,  # checked when the set was embedded
+            quiet=quiet,
+        )
+        values = raw_pixels(rows, channels=spec.channels, size=size)
+        pixels[name] = _labeled(values, torch.from_numpy(rows.label))
+    mean = pixels["train"].values.mean(0)
+    train, test = (LabeledSet(values=each.values - mean, label=each.label) for each in pixels.values())
+    floor: dict[str, Any] = {"pixels": score(train, _with_classes_of(sources, test))}
+    if sources["train"].num_rows > max_rows:
+        floor["num_train"] = len(train.label)
+    return floor
+
+
+def raw_pixels(rows: InMemoryDataset, *, channels: int, size: int) -> Tensor:
+    """Return the pixels of all rows as float32 vectors [num_rows, channels * size**2]."""
+    plain = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    parts = [
+        center_view(pixels_of(batch).images, size=size, **plain).flatten(1) for batch in rows.batches(1_024)
+    ]
+    return torch.cat(parts)
+
+
+def _labeled(values: Tensor, label: Tensor) -> LabeledSet:
+    known = label != NO_LABEL
+    if not known.any():
+        raise DataError("no row of the set has a label; check the label column")
+    return LabeledSet(values=values[known], label=label[known])

@@ -1,0 +1,108 @@
+"""Judging by sentence similarity: does the cosine of two sentences rank pairs as people do?"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from torch.nn.functional import normalize
+
+from raycl.data.columns import ColumnNames
+from raycl.data.sources import plain_values
+from raycl.display import EvaluationResult
+from raycl.errors import ConfigError, DataError
+from raycl.evaluation.lexical_baselines import tfidf_similarity
+from raycl.evaluation.similarity import sts_scores
+from raycl.inference.embed_values import embed_values, read_values
+from raycl.inference.encoder import read_encoders
+from raycl.storage import Place, absolute, check_plain
+from raycl.tokenization import BrokenTextError, read_text
+
+COLUMNS = ("sentence1", "sentence2", "score", "dataset")
+
+
+def evaluate_sts(
+    *,
+    run: str,
+    test: str,
+    train: str | None = None,
+    text: str = "text",
+    floor: bool = True,
+    gpu: bool = False,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> EvaluationResult:
+    """Judge by Spearman's correlation of cosine and score, over all pairs of a data set at once.
+
+    ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and perhaps ``dataset``. The
+    ``floor`` is the cosine of TF-IDF, whose words are weighed by ``train``, texts in a column ``text``, or
+    without it by the sentences themselves. Raises ``DataError`` if a column is missing, or a sentence or a
+    score cannot be used.
+    """
+    (saved,) = read_encoders(run, ["query"])
+    if saved.takes_images:
+        raise ConfigError(f"the run at {run} has an encoder of images; sts judges encoders of texts")
+    table = _read(test)
+    left, right = (_texts(table, name, test) for name in COLUMNS[:2])
+    score = _scores(table, test)
+    names = table["dataset"].to_pylist() if "dataset" in table.column_names else ["sts"] * len(left)
+    corpus = [*left, *right]
+    if train is not None:
+        rows_of_corpus = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
+        corpus = [each for row in rows_of_corpus for each in (row if isinstance(row, list) else [row])]
+    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
+    rows = normalize(embed_values([*left, *right], saved, **options))
+    similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
+    result = EvaluationResult({"measure": "sts", **sts_scores(similarity, score, names)})
+    result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
+    if floor:
+        result["floor"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}
+    return result
+
+
+def _read(uri: str) -> pa.Table:
+    filesystem, path = Place(absolute(uri)).resolve()
+    try:
+        table = pq.read_table(path, filesystem=filesystem)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read {uri} as parquet: {str(error).splitlines()[0]}; give a parquet file"
+        ) from None
+    check_plain(table.schema, uri)
+    for name in COLUMNS[:3]:
+        if name not in table.column_names:
+            raise DataError(
+                f"{uri} has no column {name!r}; it has {', '.join(table.column_names)}: sts needs "
+                "sentence1, sentence2 and score"
+            )
+    if not len(table):
+        raise DataError(f"{uri} holds no rows; give a set that has some")
+    return table
+
+
+def _texts(table: pa.Table, name: str, uri: str) -> list[str]:
+    values = plain_values(table[name])
+    for row, value in enumerate(values):
+        try:
+            values[row] = read_text(value)
+        except BrokenTextError as error:
+            raise DataError(
+                f"row {row} of {uri} has a {name} that cannot be used: {error}; mend it or leave the row out"
+            ) from None
+    return values
+
+
+def _scores(table: pa.Table, uri: str) -> NDArray[np.float64]:
+    column = table["score"]
+    try:
+        score = column.cast(pa.float64()).to_numpy()
+    except pa.ArrowException:
+        score = np.array([np.nan])
+    if not np.isfinite(score).all():
+        raise DataError(
+            f"the column score of {uri} holds {column.type}, of which some are no numbers; give each pair a "
+            "number"
+        )
+    return score

@@ -1,0 +1,290 @@
+"""A saved encoder: ``encoder.safetensors`` for the weights, ``encoder.json`` for all else.
+
+Beside them lie the ``tokenizer.json`` of an encoder of texts, and ``projection_head.safetensors`` where the
+embeddings are the result, as with two towers. A second tower is saved in the folder ``key``.
+"""
+
+import io
+import json
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from raycl.augment.images import center_view
+from raycl.batchnorm import swap
+from raycl.data.images import BrokenImageError, ImageFormat
+from raycl.errors import ConfigError, DataError, StorageError
+from raycl.models.heads import build_projection_head
+from raycl.models.registry import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, SideName, check_side
+from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.models.trust import OWN, check_trusted
+from raycl.storage import Place
+from raycl.tokenization import BrokenTextError, Tokenizer, padded_rows, read_text
+
+
+@final
+class ImageEncoder(nn.Module):
+    """An encoder with its preparation: give it decoded images, get representations."""
+
+    def __init__(self, network: nn.Module, spec: ImageEncoderSpec) -> None:
+        super().__init__()
+        self.network = network
+        self.spec = spec
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Encode prepared images [batch, channels, size, size] to [batch, representation_dim]."""
+        return self.network(images)
+
+    def prepare(self, images: Tensor | NDArray[Any] | Sequence[Any]) -> Tensor:
+        """Resize and normalize uint8 images [batch, height, width, channels], or a list as ``encode`` takes it."""
+        is_batch = isinstance(images, Tensor | np.ndarray)
+        pixels = torch.as_tensor(images if is_batch else self._decode(images, 0)).to(_device_of(self))
+        return center_view(pixels, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
+
+    @torch.inference_mode()
+    def encode(self, images: Tensor | NDArray[Any] | Sequence[Any], *, batch_size: int = 256) -> Tensor:
+        """Encode images to float32 representations [num_images, representation_dim].
+
+        ``images`` are uint8 [num_images, height, width, channels], or a list that may mix paths (local or
+        ``s3://``), encoded bytes, images of Pillow, and uint8 arrays [height, width, channels] or [height, width].
+        Those of a list are decoded as ``raycl embed`` decodes them, ``batch_size`` at a time. Raises ``DataError``
+        for one that cannot be used.
+        """
+        if isinstance(images, Tensor | np.ndarray):
+            return self.network(self.prepare(images)).float()
+        if isinstance(images, str | bytes | os.PathLike | Image.Image):
+            raise DataError(
+                f"encode takes a list of images, came {type(images).__name__}; put it into a list"
+            )
+        parts = [
+            self.network(self.prepare(self._decode(images[start : start + batch_size], start))).float()
+            for start in range(0, len(images), batch_size)
+        ]
+        return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
+
+    def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
+        """Return the pixels of images of any kind; ``first`` is the position of the first one."""
+        like = self.spec.image_format()
+        if not images:
+            return np.empty((0, like.size, like.size, like.channels), np.uint8)
+        return np.stack([_pixels(image, like, first + place) for place, image in enumerate(images)])
+
+
+@final
+class TextEncoder(nn.Module):
+    """An encoder with its tokenizer: give it texts, get representations."""
+
+    def __init__(self, network: nn.Module, spec: TextEncoderSpec, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.network = network
+        self.spec = spec
+        self.tokenizer = tokenizer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Encode tokens [batch, length], padded with 0, to [batch, representation_dim]."""
+        return self.network(tokens)
+
+    def prepare(self, texts: Sequence[str]) -> Tensor:
+        """Cut texts into tokens int64 [batch, length]; raises ``DataError`` for what is no text."""
+        try:
+            rows = self.tokenizer.encode(
+                list(map(read_text, texts)), self.spec.cut_at or self.spec.max_length
+            )
+        except BrokenTextError as error:
+            raise DataError(f"a text cannot be used: {error}; leave it out") from None
+        return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
+
+    @torch.inference_mode()
+    def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
+        """Encode texts to float32 representations [num_texts, representation_dim]."""
+        parts = [
+            self.network(self.prepare(texts[start : start + batch_size])).float()
+            for start in range(0, len(texts), batch_size)
+        ]
+        return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
+
+
+def _device_of(encoder: nn.Module) -> torch.device:
+    return next(encoder.parameters()).device
+
+
+def save_encoder(
+    encoder: nn.Module,
+    spec: EncoderSpec,
+    output: Place,
+    *,
+    projection_head: nn.Module | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write it below ``output``; raises ``StorageError``."""
+    (output / WEIGHTS).write_bytes(_to_bytes(encoder))
+    if projection_head is not None:
+        (output / HEAD_WEIGHTS).write_bytes(_to_bytes(projection_head))
+    if tokenizer is not None:
+        (output / TOKENIZER).write_text(tokenizer.to_json())
+    (output / SPEC).write_text(spec.model_dump_json(indent=2) + "\n")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedEncoder:
+    """An encoder as plain values: its spec, its weights and those of a projection head, and a tokenizer of texts.
+
+    ``uri`` is the address of the run, and ``named_in`` that of the file that names the network.
+    """
+
+    uri: str
+    named_in: str
+    spec: ImageEncoderSpec | TextEncoderSpec
+    weights: dict[str, Tensor]
+    head_weights: dict[str, Tensor]
+    tokenizer: Tokenizer | None
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether it is one of images; otherwise of texts."""
+        return isinstance(self.spec, ImageEncoderSpec)
+
+    def build(
+        self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None
+    ) -> ImageEncoder | TextEncoder:
+        """Build it in evaluation mode; ``network``, ``trusted`` and what is raised are as in ``load_encoder``."""
+        spec = self.spec
+        if network is None:
+            if spec.name == OWN:
+                raise StorageError(
+                    f"the run at {self.uri} trained a network of your own; pass it as network="
+                )
+            check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
+            network = spec.build()
+        if spec.norm != "batch":
+            network = swap(network, spec.norm)
+        _fill(network, self.weights, self.uri)
+        if spec.projection_head is not None:
+            head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
+            head = swap(head, spec.norm) if spec.norm != "batch" else head
+            _fill(head, self.head_weights, self.uri)
+            network = nn.Sequential(network, head)
+            spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
+        if isinstance(spec, TextEncoderSpec):
+            assert self.tokenizer is not None, "an encoder of texts has a tokenizer"
+            return TextEncoder(network, spec, self.tokenizer).eval()
+        return ImageEncoder(network, spec).eval()
+
+
+def load_encoder(
+    uri: str,
+    *,
+    side: SideName = "query",
+    network: nn.Module | None = None,
+    trusted: Collection[str] | None = None,
+) -> ImageEncoder | TextEncoder:
+    """Load the encoder that a finished run saved, as ``raycl.load_encoder`` does."""
+    return read_encoder(uri, side=side).build(network, trusted=trusted)
+
+
+def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
+    """Read the files of the encoder at ``uri``.
+
+    Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one, and
+    ``ConfigError`` for another side.
+    """
+    check_side(side)
+    output = Place(str(uri))
+    if side == "key" and (output / KEY / SPEC).exists():
+        output = output / KEY
+    if not (output / SPEC).exists():
+        raise StorageError(
+            f"there is no encoder at {uri} (no {SPEC}, no checkpoint); give the --output of a run"
+        )
+    try:
+        spec = _read_spec((output / SPEC).read_text())
+        weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
+        of_head = safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()) if spec.projection_head else {}
+    except (ValidationError, json.JSONDecodeError, RecursionError, safetensors.SafetensorError) as error:
+        raise StorageError(
+            f"the encoder at {uri} is damaged: {' '.join(str(error).split())[:200]}; save it again"
+        ) from error
+    return SavedEncoder(
+        uri=uri,
+        named_in=str(output / SPEC),
+        spec=spec,
+        weights=weights,
+        head_weights=of_head,
+        tokenizer=_load_tokenizer(output, spec) if isinstance(spec, TextEncoderSpec) else None,
+    )
+
+
+def load_state(content: bytes, where: str) -> dict[str, Any]:
+    """Return what ``torch.save`` wrote, if it is made of tensors and plain values; raises ``StorageError``.
+
+    A pickle may name any function to be called while it is read: the ones that do are refused.
+    """
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file leads to
+        raise StorageError(
+            f"cannot read {where}: {' '.join(str(error).split())[:120] or type(error).__name__}; it is damaged, or "
+            "holds more than tensors and plain values, which raycl never loads"
+        ) from error
+    if not isinstance(state, dict):
+        raise StorageError(f"{where} holds no state but {type(state).__name__}; give one that raycl wrote")
+    return state
+
+
+def _pixels(image: Any, like: ImageFormat, position: int) -> NDArray[np.uint8]:
+    path = os.fspath(image) if isinstance(image, str | os.PathLike) else None
+    named = f"image {position}" if path is None else f"image {position} ({path})"
+    if not isinstance(image, str | os.PathLike | bytes | np.ndarray | Image.Image):
+        raise DataError(
+            f"{named} is of type {type(image).__name__}; give a path, encoded bytes, an image of Pillow or a "
+            "uint8 array"
+        )
+    try:
+        return like.decode(image if path is None else Place(str(path)).read_bytes())[0]
+    except (BrokenImageError, StorageError) as error:
+        raise DataError(f"{named} cannot be used: {error}; leave it out or mend it") from None
+
+
+def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:
+    values = json.loads(text)
+    is_text = isinstance(values, dict) and values.get("kind") == "text"
+    return (TextEncoderSpec if is_text else ImageEncoderSpec).model_validate(values)
+
+
+def _load_tokenizer(output: Place, spec: TextEncoderSpec) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_json((output / TOKENIZER).read_text())
+    except ConfigError as error:
+        raise StorageError(f"{output / TOKENIZER} cannot be used: {error}") from error
+    if tokenizer.fingerprint != spec.tokenizer:
+        raise StorageError(
+            f"{output / TOKENIZER} is not the tokenizer of the encoder beside it: its fingerprint is "
+            f"{tokenizer.fingerprint}, the encoder's {spec.tokenizer}; put the one back that it was trained with"
+        )
+    return tokenizer
+
+
+def _to_bytes(module: nn.Module) -> bytes:
+    return safetensors.torch.save(
+        {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
+    )
+
+
+def _fill(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise StorageError(
+            f"the weights at {uri} do not fit the network: {' '.join(str(error).split())[:200]}; pass the same one"
+        ) from error

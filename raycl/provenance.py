@@ -1,0 +1,59 @@
+"""The commands that started a run, kept in ``command.txt``: a line each time, so that others can repeat it."""
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+
+from raycl.storage import Place
+
+COMMAND = "command.txt"
+_typed: ContextVar[str | None] = ContextVar("typed", default=None)
+
+
+@contextlib.contextmanager
+def typed(arguments: Sequence[str]) -> Iterator[None]:
+    """Let a run that starts within know what was typed, as ``sys.argv`` has it."""
+    token = _typed.set(_as_typed(arguments))
+    try:
+        yield
+    finally:
+        _typed.reset(token)
+
+
+def save_command_line(output: Place) -> None:
+    """Add what was typed to those before it; a run that was started from Python has no command."""
+    command = _typed.get()
+    if command is not None:
+        (output / COMMAND).write_text("".join(f"{line}\n" for line in [*read_commands(output), command]))
+
+
+def this_command() -> str:
+    """Return what was typed to start this process."""
+    return _as_typed(sys.argv or ["python"])
+
+
+def read_commands(output: Place) -> list[str]:
+    """Return the commands that started the run and resumed it, in order."""
+    place = output / COMMAND
+    return place.read_text().splitlines() if place.exists() else []
+
+
+def _as_typed(arguments: Sequence[str]) -> str:
+    program, *rest = arguments
+    name = ["python", program] if program.endswith(".py") else [Path(program).name]
+    return " ".join(map(_quoted, [*name, *rest]))
+
+
+def _quoted(argument: str) -> str:
+    """Return it as a shell takes it, in one line: a line break within it would make two commands of one."""
+    if len(f"{argument}.".splitlines()) == 1:
+        return shlex.quote(argument)
+    escaped = argument.replace("\\", r"\\").replace("'", r"\'")
+    return f"$'{''.join(map(_unbroken, escaped))}'"
+
+
+def _unbroken(character: str) -> str:
+    return character if len(f"{character}.".splitlines()) == 1 else f"\\u{ord(character):04x}"

@@ -1,0 +1,150 @@
+"""The explorer over HTTP: a page for people, and a JSON API."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, final
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import Path as PathParameter
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.concurrency import run_in_threadpool
+
+from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
+from raycl.serve import schemas
+from raycl.serve.auth import SecurityHeadersMiddleware, asks_for
+from raycl.serve.explorer import Explorer
+from raycl.serve.reconnecting_bank import UnknownSampleError
+from raycl.serve.requests import read_query
+from raycl.serve.sample_viewer import NoSampleError
+
+PAGE = Path(__file__).parent / "page"
+_FILES = {
+    "/": ("explorer.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
+    "/explorer.css": ("explorer.css", "text/css"),
+    "/explorer.js": ("explorer.js", "text/javascript"),
+    "/docs.js": ("docs.js", "text/javascript"),
+}
+_BOUND = 2**63
+_FLAG = re.compile(r"--(id|image|text|vector)\b")  # what the command has, and the page has not
+_IMAGE = {
+    "type": "object",
+    "required": ["image"],
+    "properties": {
+        "image": {"type": "string", "format": "binary", "description": "An image of at most 10 MB."}
+    },
+}
+_QUERY_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {"schema": _IMAGE},
+            "application/json": {"schema": schemas.TextQuery.model_json_schema()},
+        },
+    }
+}
+STATUS: dict[type[RayclError], int] = {
+    UnknownSampleError: 404,
+    NoSampleError: 404,
+    ConfigError: 400,
+    DataError: 422,
+    StorageError: 503,
+    RunError: 503,
+}
+
+SampleId = Annotated[int, PathParameter(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
+QueryId = Annotated[int, Query(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
+HowMany = Annotated[int, Query(ge=1, le=100, description="How many neighbors.")]
+
+
+def create_app(explorer: Explorer, token: str) -> FastAPI:
+    """Return the page, which anyone may load, and the API, which answers to the token alone."""
+    app = FastAPI(
+        title="raycl explorer",
+        summary="Ask the bank of a run while it trains.",
+        version="1",
+        docs_url=None,  # the usual page loads its scripts from elsewhere
+        redoc_url=None,
+    )
+    app.add_middleware(SecurityHeadersMiddleware)
+    for path, (name, kind) in _FILES.items():
+        app.add_api_route(path, _file(PAGE / name, kind), include_in_schema=False)
+    for error, status in STATUS.items():
+        app.add_exception_handler(error, _refusal(status))
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.include_router(_router(_Api(explorer), token))
+    return app
+
+
+@final
+class _Api:
+    """The routes; those that are not async wait for the bank in threads of their own."""
+
+    def __init__(self, explorer: Explorer) -> None:
+        self._explorer = explorer
+
+    def stats(self) -> schemas.Stats:
+        """Count and measure the bank; a large one rarely, however many ask."""
+        return self._explorer.stats()
+
+    def nearest(self, sample_id: QueryId, k: HowMany = 10) -> schemas.Neighbors:
+        """Find the rows nearest to the newest row of a sample, its own left out."""
+        return self._explorer.nearest_of_sample(sample_id, k)
+
+    async def nearest_to_query(self, request: Request, k: HowMany = 10) -> schemas.Neighbors:
+        """Find the rows nearest to an image or a text, as the run's last checkpoint encodes it."""
+        kind, content = await read_query(request)
+        ask: Callable[[Any, int], schemas.Neighbors] = {
+            "image": self._explorer.nearest_of_image,
+            "text": self._explorer.nearest_of_text,
+        }[kind]
+        return await run_in_threadpool(ask, content, k)
+
+    def rows(self, sample_id: SampleId) -> schemas.Rows:
+        """Return the norms and ages of a sample's rows."""
+        return self._explorer.rows(sample_id)
+
+    def sample(self, sample_id: SampleId) -> schemas.Sample:
+        """Return a sample as a person sees it: a thumbnail, texts, its label."""
+        return self._explorer.sample(sample_id)
+
+
+def _router(api: _Api, token: str) -> APIRouter:
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {"model": schemas.ErrorResponse} for status in (400, 401, 404, 413, 422, 503)
+    }
+    router = APIRouter(prefix="/api", dependencies=[Depends(asks_for(token))], responses=refusals)
+    router.add_api_route("/stats", api.stats, summary="The bank in numbers")
+    router.add_api_route("/nearest", api.nearest, summary="Neighbors of a sample")
+    router.add_api_route(
+        "/nearest",
+        api.nearest_to_query,
+        methods=["POST"],
+        summary="Neighbors of an image or a text",
+        openapi_extra=_QUERY_BODY,
+    )
+    router.add_api_route("/rows/{id}", api.rows, summary="Rows of a sample")
+    router.add_api_route("/samples/{id}", api.sample, summary="A sample as a person sees it")
+    return router
+
+
+def _file(path: Path, kind: str) -> Callable[[], Response]:
+    content = path.read_bytes()
+    return lambda: Response(content, media_type=f"{kind}; charset=utf-8")
+
+
+def _refusal(status: int) -> Callable[[Request, Exception], Response]:
+    def refuse(_: Request, error: Exception) -> Response:
+        line = _FLAG.sub(r"\1", " ".join(str(error).split()))
+        return JSONResponse({"detail": line}, status)
+
+    return refuse
+
+
+def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "this is registered for no other"
+    first = error.errors()[0]
+    came = f", came {str(first['input'])[:100]!r}" if first["type"] != "missing" else ""
+    return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}{came}"}, 422)

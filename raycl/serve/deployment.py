@@ -1,0 +1,200 @@
+"""The explorer behind Ray Serve: one small replica beside the driver, one proxy on the head."""
+
+import contextlib
+import ipaddress
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any, final
+
+import ray
+from fastapi import FastAPI
+from ray import exceptions, serve
+from ray._private import state as ray_state
+from ray.serve import context as serve_context
+from ray.serve.exceptions import RayServeException
+
+from raycl.errors import ConfigError, RunError
+from raycl.serve.app import create_app
+from raycl.serve.target import ServeTarget
+
+_OURS = "raycl-bank-"
+_CONNECT_S = 2.0
+_AT_ONCE = 64
+_QUIET = {"log_level": "ERROR", "enable_access_log": False}  # an address may have the token in it
+_LONGEST_NAME = 40
+
+
+@final
+class Ingress:
+    """The replica: made by Ray Serve, which asks it for the app."""
+
+    def __init__(self, exhibit: ServeTarget) -> None:
+        _call_replicas_on_the_loopback()
+        # Raylet's environment is that of whoever started it, and training comes first.
+        os.environ |= {"RAYCL_TRUSTED": exhibit.trusted, "OMP_NUM_THREADS": "1"}
+        with contextlib.suppress(OSError):
+            os.nice(5)
+        self._exhibit = exhibit
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._exhibit.explorer(), self._exhibit.token)
+
+
+def _call_replicas_on_the_loopback() -> None:
+    """Let Ray Serve open this replica's port on the loopback alone.
+
+    It opens one on all interfaces, where other deployments may call by gRPC; nobody calls this one so.
+    """
+    from ray.serve._private import replica
+
+    add_port: Any = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, where: add_port(
+        server, where.replace("[::]", "127.0.0.1")
+    )
+
+
+@contextlib.contextmanager
+def served(exhibit: ServeTarget, host: str, port: int) -> Iterator[str]:
+    """Serve the explorer while the block runs; yields its route, which ends with ``/``.
+
+    A Ray Serve that is there already is used if it listens on this host and port, and is left as it was.
+    One that was started here ends with the last explorer, unless somebody else has put an application on it.
+
+    Raises:
+        ConfigError: Ray Serve listens elsewhere in this cluster, or the port is taken.
+        RunError: The explorer does not start.
+    """
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    is_ours = _start(host, port)
+    name = f"{_OURS}{exhibit.bank}-{ray.get_runtime_context().get_job_id()}"
+    try:
+        _remove_orphans()
+        route = _free_route(exhibit.bank)
+        _deploy(exhibit, name, route)
+        yield f"{route.rstrip('/')}/"
+    finally:
+        _end(name, is_ours)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from its own machine only."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def head_address() -> tuple[str, bool]:
+    """Return the address of the head, where Ray Serve listens, and whether this machine is the head."""
+    (head,) = [
+        node for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"]
+    ]
+    return head["NodeManagerAddress"], head["NodeID"] == ray.get_runtime_context().get_node_id()
+
+
+def ray_answers() -> bool:
+    """Whether the Ray that was joined is still there."""
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _start(host: str, port: int) -> bool:
+    """Start Ray Serve, or find it; return whether raycl has started it, now or before."""
+    client: Any = serve_context._get_global_client(raise_if_no_controller_running=False)
+    if client is not None:
+        at = client.http_config
+        if (at.host, at.port) != (host, port):
+            raise ConfigError(
+                f"Ray Serve runs in this cluster already and listens on {at.host}:{at.port}, not on {host}:{port}; "
+                f"give --host {at.host} --port {at.port}, or end that one first"
+            )
+        names = _applications()
+        return bool(names) and all(name.startswith(_OURS) for name in names)
+    if head_address()[1]:
+        _check_free(host, port)
+    try:
+        serve.start(
+            proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=_QUIET
+        )
+    except (exceptions.RayError, RuntimeError, TimeoutError) as error:
+        serve.shutdown()
+        raise RunError(f"Ray Serve does not start: {_last_line(error)}; try another --port") from error
+    return True
+
+
+def _check_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; give another --port or --host"
+        ) from error
+
+
+def _deploy(exhibit: ServeTarget, name: str, route: str) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    options: dict[str, Any] = {
+        "num_cpus": 0,  # a cluster whose cores all train has room for it
+        "label_selector": {"ray.io/node-id": here},  # paths are those of this machine
+    }
+    deployment = serve.deployment(
+        name="explorer", num_replicas=1, max_ongoing_requests=_AT_ONCE, ray_actor_options=options
+    )(serve.ingress()(Ingress))
+    try:
+        serve.run(deployment.bind(exhibit), name=name, route_prefix=route, logging_config=_QUIET)
+    except (exceptions.RayError, RayServeException, RuntimeError) as error:
+        raise RunError(f"the explorer did not start: {_last_line(error)}; try again with --debug") from error
+
+
+def _free_route(bank: str) -> str:
+    """Return ``/``, or where that is taken the bank's name, or that with a number."""
+    taken = {each["route_prefix"] for each in _details().values()}
+    own = re.sub(r"[^A-Za-z0-9._~-]+", "-", bank)[:_LONGEST_NAME]
+    numbered = (f"/{own}-{number}" for number in range(2, len(taken) + 3))
+    return next(route for route in ("/", f"/{own}", *numbered) if route not in taken)
+
+
+def _details() -> dict[str, Any]:
+    client: Any = serve_context._get_global_client()
+    return client.get_serve_details()["applications"] if client else {}
+
+
+def _applications() -> list[str]:
+    return list(serve.status().applications)
+
+
+def _remove_orphans() -> None:
+    """Remove the explorers whose commands were killed: Ray Serve keeps them for ever."""
+    alive = {job["JobID"] for job in ray_state.jobs() if not job["IsDead"]}
+    for name in _applications():
+        if name.startswith(_OURS) and name.rpartition("-")[2] not in alive:
+            serve.delete(name)
+
+
+def _end(name: str, is_ours: bool) -> None:
+    if not ray_answers():
+        return  # and with it all that was in it; to ask it would take a minute
+    with contextlib.suppress(exceptions.RayError, RayServeException, RuntimeError, TimeoutError):
+        _remove_orphans()
+        names = _applications()
+        if is_ours and not set(names) - {name}:
+            serve.shutdown()
+        elif name in names:
+            serve.delete(name)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

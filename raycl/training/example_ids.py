@@ -1,0 +1,125 @@
+"""Which rows of all workers are one thing, by any of their names."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raycl.distributed import gather_detached, gather_uneven, rank
+from raycl.training.views import MatchKeys
+
+
+class Names(NamedTuple):
+    """What keys and negatives are called whatever else is in the batch, and which id a name has in it.
+
+    ``key`` [local_batch] and ``negative`` [num_negatives] are this worker's; ``all`` are those of all
+    workers, ascending, and ``id`` theirs.
+    """
+
+    key: Tensor
+    negative: Tensor | None
+    all: Tensor
+    id: Tensor
+
+
+class Ids(NamedTuple):
+    """Ids of this worker's queries and keys [local_batch], and of its explicit negatives, if it has any.
+
+    Equal ids are the same query, or the same key; negatives are keys. Without ``names`` the ids are
+    names as well.
+    """
+
+    query: Tensor
+    key: Tensor
+    negative: Tensor | None = None
+    names: Names | None = None
+
+    @property
+    def key_name(self) -> Tensor:
+        """What a store knows the keys by, [local_batch]."""
+        return self.key if self.names is None else self.names.key
+
+    def of_negatives(self) -> tuple[Tensor, ...]:
+        """Return the ids of this worker's explicit negatives and, where those are others, their names."""
+        assert self.negative is not None, "no explicit negatives came"
+        if self.names is None or self.names.negative is None:
+            return (self.negative,)
+        return self.negative, self.names.negative
+
+    def of(self, name: Tensor) -> Tensor:
+        """Return the ids in this batch of keys that a store lent, by their names, [num_lent] both."""
+        if self.names is None:
+            return name
+        place = torch.searchsorted(self.names.all, name.contiguous()).clamp(max=len(self.names.all) - 1)
+        return torch.where(self.names.all[place] == name, self.names.id[place], name)
+
+
+def assign_example_ids(known: MatchKeys) -> Ids:
+    """Return one id for each thing, the same on all workers; collective if there are several names.
+
+    A document that came twice, once under another id and once in other words, is one thing with
+    both: its id is the least of the first names of all that it came as.
+    """
+    negative = known.negative
+    if known.key.shape[1] == 1:
+        of_negatives = None if negative is None else negative[:, 0]
+        return Ids(_identify_queries(known), known.key[:, 0], of_negatives)
+    key, of_negatives, names = _identify_keys(known)
+    return Ids(_identify_queries(known), key, of_negatives, names)
+
+
+def _identify_queries(known: MatchKeys) -> Tensor:
+    names = known.query
+    if names.shape[1] == 1:
+        return names[:, 0]
+    ids = merge_ids(gather_detached(names), shared_id_space=known.shared_id_space)
+    return ids[rank() * len(names) :][: len(names)]
+
+
+def _identify_keys(known: MatchKeys) -> tuple[Tensor, Tensor | None, Names]:
+    key, negative = known.key, known.negative
+    rows, own = gather_detached(key), slice(rank() * len(key), (rank() + 1) * len(key))
+    whose = torch.empty(0, dtype=torch.int64, device=key.device)
+    if negative is not None:
+        # Each worker has another number of them.
+        others, whose = gather_uneven(negative, torch.full((len(negative),), rank(), device=key.device))
+        rows = torch.cat([rows, others])
+    ids = merge_ids(rows, shared_id_space=known.shared_id_space)
+    is_own = whose == rank()
+    names = Names(
+        key[:, 0].contiguous(),
+        None if negative is None else negative[:, 0].contiguous(),
+        *_table(rows, ids, shared_id_space=known.shared_id_space),
+    )
+    num_keys = len(rows) - len(whose)
+    return ids[own], None if negative is None else ids[num_keys:][is_own], names
+
+
+def _table(rows: Tensor, ids: Tensor, *, shared_id_space: bool) -> tuple[Tensor, Tensor]:
+    """Return every name that a store may know a key by, ascending, and its id."""
+    called = rows if shared_id_space else rows[:, :1]
+    order = called.flatten().argsort()
+    return called.flatten()[order], ids[:, None].expand_as(called).flatten()[order]
+
+
+def merge_ids(names: Tensor, *, shared_id_space: bool = False) -> Tensor:
+    """Return one id a row, [num_rows], of names [num_rows, num_names]: rows with a common name share it.
+
+    It is the least first name, or where names count ``shared_id_space`` the least of all.
+    """
+    if shared_id_space:
+        ids = names.amin(1)
+        groups = torch.unique(names, return_inverse=True)[1]
+    else:
+        ids = names[:, 0]
+        # Columns do not meet: each has numbers of its own.
+        columns = [torch.unique(column, return_inverse=True)[1] for column in names.unbind(1)]
+        groups = torch.stack([each + number * len(names) for number, each in enumerate(columns)], dim=1)
+    largest = torch.iinfo(ids.dtype).max
+    while True:
+        least = torch.full((names.numel(),), largest, dtype=ids.dtype, device=ids.device)
+        least = least.scatter_reduce(0, groups.flatten(), ids[:, None].expand_as(groups).flatten(), "amin")
+        now = least[groups].amin(1) if len(names) else ids
+        if torch.equal(now, ids):
+            return now
+        ids = now

@@ -1,0 +1,363 @@
+"""Losses over all workers: what a loss compares is gathered first, for losses know no ranks."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from raycl.distributed import gather, gather_detached, num_workers, rank
+from raycl.distributed.ring import ring_info_nce, ring_nt_xent
+from raycl.losses import (
+    NormalizingConstant,
+    bidirectional_cross_entropy,
+    hinge,
+    info_nce,
+    nce,
+    noise_mass,
+    nt_xent,
+    proximal_term,
+)
+from raycl.training.example_ids import Ids
+
+# Of embeddings on each worker, and as much for their gradient; below it, gathering is the faster way.
+MAX_GATHERED_BYTES = 256 * 2**20
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoreBatch:
+    """What a store lends for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
+
+    ``negative_name`` [n] is what the negatives are called whatever the batch, where ids are its own.
+    """
+
+    key: Tensor | None = None
+    negatives: Tensor | None = None
+    negative_id: Tensor | None = None
+    negative_name: Tensor | None = None
+
+    def identified(self, ids: Ids) -> "StoreBatch":
+        """Return this with the ids that its negatives have in a batch; so far they were names."""
+        if self.negative_id is None:
+            return self
+        return replace(self, negative_id=ids.of(self.negative_id), negative_name=self.negative_id)
+
+    def joined(
+        self, negatives: Tensor, negative_id: Tensor, negative_name: Tensor | None = None
+    ) -> "StoreBatch":
+        """Return this with explicit negatives before the store's; their ids are names unless these came."""
+        negative_name = negative_id if negative_name is None else negative_name
+        if self.negatives is not None and self.negative_id is not None:
+            own_name = self.negative_id if self.negative_name is None else self.negative_name
+            negatives = torch.cat([negatives, self.negatives.to(negatives)])
+            negative_id = torch.cat([negative_id, self.negative_id])
+            negative_name = torch.cat([negative_name, own_name])
+        return replace(self, negatives=negatives, negative_id=negative_id, negative_name=negative_name)
+
+
+class Objective(Protocol):
+    """A loss of queries and keys [local_batch, dim], with their ids, and what was lent.
+
+    It is the mean over this worker's queries; the mean over workers is that of the global batch.
+    """
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss, a scalar."""
+        ...
+
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        """Return what the loss is when all embeddings are one point, if that can be said."""
+        ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NtXent:
+    """Each view against all other views of the global batch."""
+
+    temperature: float | Tensor
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss; the store is none."""
+        assert key is not None, "the configuration gives NT-Xent two views"
+        return gathered_nt_xent(query, key, ids.query, temperature=self.temperature)
+
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        """Return the logarithm of the number of candidates."""
+        return math.log(2 * batch_size - 1)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InfoNce:
+    """Each query's key, or own slot, among the gathered keys and what the store lends.
+
+    ``of_pairs`` says that queries and keys are different things, with ids of their own.
+    """
+
+    temperature: float | Tensor
+    in_batch: bool
+    of_pairs: bool = False
+    proximal_weight: float = 0.0
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        positive = _positive(key, lent)
+        loss = gathered_info_nce(
+            query,
+            positive,
+            ids,
+            lent,
+            temperature=self.temperature,
+            in_batch=self.in_batch,
+            of_pairs=self.of_pairs,
+        )
+        return _pulled(loss, query, lent, self.proximal_weight)
+
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        """Return the logarithm of the number of candidates."""
+        num_lent = 0 if lent.negatives is None else len(lent.negatives)
+        return math.log(num_lent + (batch_size if self.in_batch else 1))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Bidirectional:
+    """Each query's key among the gathered keys and other negatives, each key's query among the queries.
+
+    ``log_frequency`` tells of names [n] how common these keys are, if that is to be made up for.
+    """
+
+    temperature: float | Tensor
+    log_frequency: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
+        rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
+        if self.log_frequency is not None:
+            rows["key_log_frequency"] = self.log_frequency(ids.key_name)
+        if num_workers() > 1:
+            rows |= {f"gathered_{name}": gather_detached(value) for name, value in rows.items()}
+            rows |= {
+                "gathered_query": gather(query),
+                "gathered_key": gather(key),
+                "offset": rank() * len(query),
+            }
+        if lent.negatives is not None and lent.negative_id is not None:
+            rows |= {"negatives": lent.negatives, "negative_id": lent.negative_id}
+            if self.log_frequency is not None and lent.negative_name is not None:
+                rows["negative_log_frequency"] = self.log_frequency(lent.negative_name)
+        return bidirectional_cross_entropy(query, key, temperature=self.temperature, **rows)
+
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        """Return the logarithm of the number of candidates, the mean of both directions."""
+        num_lent = 0 if lent.negatives is None else len(lent.negatives)
+        return (math.log(batch_size + num_lent) + math.log(batch_size)) / 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Nce:
+    """Each query's own slot against noise from the memory bank, of ``num_samples`` slots."""
+
+    temperature: float
+    num_samples: int
+    normalizer: NormalizingConstant
+    proximal_weight: float = 0.0
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss; the normalizing constant takes in the batch first, if it still moves."""
+        assert lent.key is not None, "the configuration gives NCE a memory bank"
+        assert lent.negatives is not None, "the configuration gives NCE a memory bank"
+        if not self.normalizer.is_settled:
+            mass = noise_mass(
+                query.detach(),
+                lent.negatives,
+                temperature=self.temperature,
+                sample_id=ids.query,
+                noise_id=lent.negative_id,
+            )
+            self.normalizer.update(gather_detached(mass[None]))
+        loss = nce(
+            query,
+            lent.key,
+            lent.negatives,
+            num_samples=self.num_samples,
+            temperature=self.temperature,
+            log_normalizer=self.normalizer.log_normalizer,
+            sample_id=ids.query,
+            noise_id=lent.negative_id,
+        )
+        return _pulled(loss, query, lent, self.proximal_weight)
+
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        """Return None: the normalizing constant has a say in it."""
+        return None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hinge:
+    """Each query's key, or own slot, nearer by a margin than the gathered keys and what the store lends."""
+
+    margin: float
+    hardest: bool
+    in_batch: bool
+    bidirectional: bool
+    proximal_weight: float = 0.0
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        loss = gathered_hinge(
+            query,
+            _positive(key, lent),
+            ids,
+            lent,
+            margin=self.margin,
+            hardest=self.hardest,
+            in_batch=self.in_batch,
+            bidirectional=self.bidirectional and self.in_batch,
+        )
+        return _pulled(loss, query, lent, self.proximal_weight)
+
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        """Return the margin."""
+        return self.margin
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WeightedObjective:
+    """A cross-entropy and a hinge, which is the fraction ``hinge_weight`` of the sum."""
+
+    cross_entropy: Objective
+    hinge: Objective
+    hinge_weight: float
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        entropy = self.cross_entropy(query, key, lent, ids)
+        return entropy.lerp(self.hinge(query, key, lent, ids), self.hinge_weight)
+
+    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+        """Return that of both, mixed."""
+        parts = [
+            part.collapsed_loss(batch_size=batch_size, lent=lent) for part in (self.cross_entropy, self.hinge)
+        ]
+        if parts[0] is None or parts[1] is None:
+            return None
+        return parts[0] + self.hinge_weight * (parts[1] - parts[0])
+
+
+def gathered_nt_xent(
+    view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor
+) -> Tensor:
+    """NT-Xent over the embeddings of all workers."""
+    if num_workers() == 1:
+        return nt_xent(view_a, view_b, temperature=temperature, sample_id=sample_id)
+    if _are_too_large(view_a, view_b):
+        return ring_nt_xent(view_a, view_b, sample_id, temperature=temperature)
+    gathered_a, gathered_b = gather(torch.stack([view_a, view_b], dim=1)).unbind(1)
+    return nt_xent(
+        view_a,
+        view_b,
+        temperature=temperature,
+        gathered_a=gathered_a,
+        gathered_b=gathered_b,
+        offset=rank() * len(view_a),
+        sample_id=sample_id,
+        gathered_sample_id=gather_detached(sample_id),
+    )
+
+
+def gathered_info_nce(
+    query: Tensor,
+    key: Tensor,
+    ids: Ids,
+    lent: StoreBatch,
+    *,
+    temperature: float | Tensor,
+    in_batch: bool,
+    of_pairs: bool = False,
+) -> Tensor:
+    """InfoNCE over the keys of all workers and what a store lends."""
+    lent_rows: dict[str, Any] = {"negatives": lent.negatives, "negative_id": lent.negative_id}
+    # One id for both sides costs less to look through.
+    pair_ids = {"query_id": ids.query, "key_id": ids.key} if of_pairs else {"sample_id": ids.query}
+    if num_workers() == 1 or not (in_batch or of_pairs):
+        return info_nce(query, key, temperature=temperature, in_batch=in_batch, **pair_ids, **lent_rows)
+    if in_batch and not of_pairs and _are_too_large(key):
+        return ring_info_nce(query, key, ids.query, temperature=temperature, **lent_rows)
+    gathered = {f"gathered_{name}": gather_detached(each) for name, each in pair_ids.items()}
+    return info_nce(
+        query,
+        key,
+        temperature=temperature,
+        in_batch=in_batch,
+        gathered_key=gather(key) if in_batch else None,
+        offset=rank() * len(query),
+        **pair_ids,
+        **gathered,
+        **lent_rows,
+    )
+
+
+def gathered_hinge(
+    query: Tensor,
+    key: Tensor,
+    ids: Ids,
+    lent: StoreBatch,
+    *,
+    margin: float,
+    hardest: bool,
+    in_batch: bool,
+    bidirectional: bool,
+) -> Tensor:
+    """Hinge over the keys, and queries, of all workers and what a store lends."""
+    settings: dict[str, Any] = {
+        "margin": margin,
+        "hardest": hardest,
+        "in_batch": in_batch,
+        "bidirectional": bidirectional,
+        "query_id": ids.query,
+        "key_id": ids.key,
+        "negatives": lent.negatives,
+        "negative_id": lent.negative_id,
+    }
+    if num_workers() == 1:
+        return hinge(query, key, **settings)
+    # Without the batch as well: what a store lends may be the key of another worker's pair.
+    return hinge(
+        query,
+        key,
+        gathered_query=gather(query) if bidirectional else None,
+        gathered_key=gather(key) if in_batch else None,
+        offset=rank() * len(query),
+        gathered_query_id=gather_detached(ids.query),
+        gathered_key_id=gather_detached(ids.key),
+        **settings,
+    )
+
+
+def _positive(key: Tensor | None, lent: StoreBatch) -> Tensor:
+    """Return the positive of each query: its key, or its own slot."""
+    positive = lent.key if key is None else key
+    assert positive is not None, "the configuration gives every query a key or a slot"
+    return positive
+
+
+def _are_too_large(*rows: Tensor) -> bool:
+    """Whether these rows of all workers would take too much room on each of them."""
+    return num_workers() * sum(each.nbytes for each in rows) > MAX_GATHERED_BYTES
+
+
+def _pulled(loss: Tensor, query: Tensor, lent: StoreBatch, weight: float) -> Tensor:
+    """Add the proximal term, which pulls each embedding to its slot."""
+    if not weight:
+        return loss
+    assert lent.key is not None, "the configuration gives a proximal term a memory bank"
+    return loss + weight * proximal_term(query, lent.key)

@@ -1,0 +1,76 @@
+"""What a run can be refused for in a moment, before torch is imported and Ray is there."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from raycl.config import RunConfig
+from raycl.data.sources import Source, find_source
+from raycl.errors import DataError
+from raycl.gpus import are_missing, check_gpus
+from raycl.lease import Lease, writing
+from raycl.models.registry import check_encoder_name
+from raycl.storage import Place, absolute
+from raycl.tracking import check_trackers
+from raycl.training.columns import column_names
+from raycl.training.resume import check_output
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ValidatedRun:
+    """A run that alone writes to its output, and whose data are there; without an address they are a Ray Dataset."""
+
+    config: RunConfig
+    output: Place
+    lease: Lease
+    resumed: bool
+    data: str | None
+    source: Source | None
+
+
+@contextlib.contextmanager
+def admitted(
+    config: RunConfig,
+    *,
+    output: str,
+    resume: bool,
+    data: str | None,
+    own_encoder: bool = False,
+    address: str | None = None,
+) -> Iterator[ValidatedRun]:
+    """Look at names, GPUs, output and data, and be the only writer of the output within.
+
+    ``own_encoder`` says that a module takes the place of the encoder that the configuration names. Raises
+    ``ConfigError``, ``DataError`` or ``StorageError``.
+    """
+    _check_encoder_names(config, own_encoder=own_encoder)
+    if config.gpu and not config.autoscaling and are_missing(address):
+        check_gpus(max(config.worker_range(stage)[0] for stage in config.stages), 0)
+    check_trackers(config)
+    place = Place(absolute(output))
+    with writing(place) as lease:
+        check_output(config, place, resume=resume)
+        source = None if data is None else find_source(data, column_names(config))
+        if source is not None:
+            check_size(config, source.num_rows)
+        yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, data=data, source=source)
+
+
+def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
+    kind = config.data.kind
+    if not own_encoder:
+        check_encoder_name(config.encoder.name, is_text=kind in ("text", "pairs"))
+    if kind == "image_text":
+        check_encoder_name(config.text_encoder.name, is_text=True, key="text_encoder.name")
+
+
+def check_size(config: RunConfig, num_rows: int) -> None:
+    """Refuse a stage whose batch is larger than all there is."""
+    for number, stage in enumerate(config.stages):
+        if num_rows < stage.batch_size:
+            raise DataError(
+                f"a batch of {stage.batch_size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
+                "to train on; set it lower or give more data"
+            )

@@ -1,0 +1,86 @@
+"""An output that holds an earlier run: what a resumed run may change, and what it must find again."""
+
+import json
+import re
+from typing import Any
+
+from raycl.config import RunConfig
+from raycl.config.overrides import config_from_yaml, differences
+from raycl.errors import ConfigError
+from raycl.storage import Place
+
+CONFIG = "config.yaml"
+DATA = "data.json"
+# What a resumed run may set anew: where and how long it runs, what it writes down and watches for.
+# How long is what its last stage says, and stages that are added to it.
+MAY_CHANGE = re.compile(
+    r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks|milestone_every)|"
+    r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
+)
+
+
+def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
+    """Look whether the output can be written; an earlier run there is continued only on request, and unchanged."""
+    saved = output / CONFIG
+    if saved.exists():
+        if not resume:
+            raise ConfigError(
+                f"{output} holds an earlier run; give another --output, or --resume to continue it"
+            )
+        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri), config)
+    output.check_writable()
+
+
+def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
+    """Refuse to resume with settings that would give the rest of the run other views or weights."""
+    last = len(saved.stages) - 1
+    if len(config.stages) <= last:
+        raise ConfigError(
+            f"the run has {last + 1} stages, and --resume would leave it {len(config.stages)}; repeat all of them "
+            "(further ones may follow), or give another --output"
+        )
+    longer = re.compile(rf"stages\.{last}\.(epochs|steps)")
+    added = tuple(f"stages.{index}." for index in range(last + 1, len(config.stages)))
+    for key, (before, now) in differences(saved, config).items():
+        if key == "precision" and saved.tower_precision == config.tower_precision:
+            continue
+        if not (MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added)):
+            raise ConfigError(
+                f"--resume would change {key} from {before!r} to {now!r}; "
+                "repeat the flags of the first run, or give another --output"
+            )
+
+
+def check_same_data(output: Place, now: dict[str, Any]) -> None:
+    """Refuse to resume on rows that would come in another order than those of the run so far.
+
+    The same rows at another address, say copied to a nearer bucket, are welcome.
+    """
+    if not (output / DATA).exists():
+        return
+    before = json.loads((output / DATA).read_text())
+    if before["num_rows"] != now["num_rows"]:
+        raise ConfigError(
+            f"--resume would go on with {now['num_rows']} rows ({now['data'] or 'a dataset'}) what began with "
+            f"{before['num_rows']} ({before['data'] or 'a dataset'}); give the same data, or another --output"
+        )
+    if before["streamed"] != now["streamed"]:
+        raise ConfigError(
+            f"the run began with data that were {_kept(before)}, and on this cluster they would be {_kept(now)}, "
+            "in another order; set data.cache to materialize or stream, as it began, or give another --output"
+        )
+    began = before["workers"]
+    if now["streamed"] and began != now["workers"][: len(began)]:
+        raise ConfigError(
+            f"a streamed epoch depends on the number of workers: the run began with {_listed(began)}, came "
+            f"{_listed(now['workers'])}; repeat them, or give another --output"
+        )
+
+
+def _listed(workers: list[int | str]) -> str:
+    """Return the workers of all stages, or a single number where all have the same."""
+    return str(workers[0]) if len(set(workers)) == 1 else f"{', '.join(map(str, workers))} by stage"
+
+
+def _kept(described: dict[str, Any]) -> str:
+    return "streamed" if described["streamed"] else "held in memory"

@@ -1,0 +1,216 @@
+"""What learns: the tower, the encoder that follows it, and all that a step changes but the store."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raycl.batchnorm import encode_shuffled, leakage, split_batchnorm
+from raycl.distributed import all_sum, average_, num_workers
+from raycl.distributed.ddp import average_buffers, average_gradients
+from raycl.gradient_cache import embed_in_chunks
+from raycl.losses import NormalizingConstant
+from raycl.models.momentum import MomentumEncoder
+from raycl.models.temperature import LearnedTemperature
+from raycl.models.towers import Towers, TwoTowers
+from raycl.step_timer import phase
+from raycl.training.views import Views
+
+PROBED_ROWS = 1_024  # of a batch, for the leakage probe compares them all
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EmbedConfig:
+    """How a stage embeds its batches.
+
+    At most ``chunk_size`` views at a time have a graph, if it is set; ``kept_chunks`` and
+    ``milestone_every`` are those of :func:`~raycl.gradient_cache.embed_in_chunks`.
+    Shuffled BatchNorm normalizes ``rows_per_group`` rows together: keys, or all views of a single
+    tower, are encoded in random company. ``leak_group_size`` rows share their statistics with some
+    negatives and not with others; 0 if there are none of that kind.
+    """
+
+    chunk_size: int | None = None
+    kept_chunks: int = 1
+    milestone_every: int | None = None
+    rows_per_group: int | None = None
+    leak_group_size: int = 0
+
+
+class Embedded(NamedTuple):
+    """Queries and keys [local_batch, dim], no keys where they are slots of a bank; negatives [n, dim]."""
+
+    query: Tensor
+    key: Tensor | None
+    negatives: Tensor | None = None
+
+
+@final
+class TrainState:
+    """Embed views on this worker's side of the run; its state is what a checkpoint keeps."""
+
+    def __init__(
+        self,
+        tower: Towers,
+        optimizer: Optimizer,
+        *,
+        temperature: LearnedTemperature | None = None,
+        momentum_encoder: MomentumEncoder | None = None,
+        normalizer: NormalizingConstant | None = None,
+        seed: int = 0,
+    ) -> None:
+        """``seed`` draws the company of rows in shuffled BatchNorm."""
+        self.tower, self.optimizer, self.temperature = tower, optimizer, temperature
+        self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
+        self._seed, self._manner = seed, EmbedConfig()
+        self._parallel: nn.Module = tower
+
+    def connect(self, device: torch.device) -> None:
+        """Average gradients with the other workers from now on; collective."""
+        self._parallel = average_gradients(self.tower, device)
+
+    def enter(self, manner: EmbedConfig) -> None:
+        """Embed in this manner from now on."""
+        self._manner = manner
+        if manner.rows_per_group is not None:
+            for network in filter(None, (self.tower, self.momentum_encoder)):
+                split_batchnorm(network, manner.rows_per_group)
+
+    def embed(self, views: Views, *, step: int) -> Embedded:
+        """Return the embeddings of a batch."""
+        if isinstance(self.tower, TwoTowers):
+            return self._embed_pairs(self.tower, views)
+        if self.momentum_encoder is not None:
+            # Before the queries: DDP's backward pass then follows its own forward pass.
+            with phase("keys"):
+                key = self._encode_keys(self.momentum_encoder, views, step)
+            return Embedded(self.encode(views.view_a), key)
+        if views.view_b is None:
+            return Embedded(self.encode(views.view_a), None)
+        if self._manner.rows_per_group is not None:
+            return self._encode_shuffled(views, step)
+        query, key = self.encode(views.both()).chunk(2)
+        return Embedded(query, key)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Embed rows by the tower, in chunks if the batch is larger than memory."""
+        if self._manner.chunk_size is None:
+            return self._parallel(rows)
+        return self._in_chunks(self.tower, rows)
+
+    def backward(self, loss: Tensor) -> None:
+        """Leave the gradient of the mean loss over all workers in the parameters; collective."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        average_(parameter.grad for parameter in self._not_averaged() if parameter.grad is not None)
+
+    def update(self) -> None:
+        """Make the step that the gradient asks for."""
+        self.optimizer.step()
+        if self.temperature is not None:
+            self.temperature.clamp_()
+
+    def follow(self, momentum: float) -> None:
+        """Let the momentum encoder, if there is one, follow the tower."""
+        if self.momentum_encoder is not None:
+            self.momentum_encoder.update(self.tower, momentum)
+
+    def average_statistics(self) -> None:
+        """Give all workers the mean of their BatchNorms' running statistics; collective.
+
+        Training never reads them. So every worker judges the same encoder, and the one that is
+        saved has seen the rows of all.
+        """
+        average_buffers(self.tower)
+        if self.momentum_encoder is not None:
+            average_buffers(self.momentum_encoder)
+
+    def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
+        """Return what BatchNorm gives away of the keys, if it can; collective."""
+        num_rows = min(len(views), PROBED_ROWS)
+        group_size = min(self._manner.leak_group_size, num_rows // 2)
+        if views.view_b is None or group_size < 2 or isinstance(self.tower, TwoTowers):
+            return {}
+        found = leakage(
+            self.tower,
+            self.tower if self.momentum_encoder is None else self.momentum_encoder,
+            views.view_a[:num_rows],
+            views.view_b[:num_rows],
+            group_size=group_size,
+            num_groupings=2,
+            seed=seed,
+        )
+        advantage = torch.tensor(found.advantage, device=views.view_a.device)
+        return {"leakage": float(all_sum(advantage)) / num_workers()}
+
+    def is_finite(self) -> bool:
+        """Whether all weights are numbers."""
+        modules = filter(None, (self.tower, self.temperature))
+        return all(bool(each.isfinite().all()) for module in modules for each in module.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state by name."""
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+    def _not_averaged(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters whose gradient is only this worker's after the backward pass."""
+        if self._manner.chunk_size is not None:
+            yield from self.tower.parameters()
+        if self.temperature is not None:
+            yield from self.temperature.parameters()
+
+    def _embed_pairs(self, towers: TwoTowers, views: Views) -> Embedded:
+        if self._manner.chunk_size is None:
+            query, keys = self._parallel(views.view_a, views.keys())
+        else:
+            query = self._in_chunks(towers.query, views.view_a)
+            keys = self._in_chunks(towers.key_tower, views.keys())
+        # Where there may be negatives, none in this batch are still some: other workers have theirs.
+        negatives = keys[len(views) :] if views.known.negative is not None else None
+        return Embedded(query, keys[: len(views)], negatives)
+
+    def _encode_shuffled(self, views: Views, step: int) -> Embedded:
+        """Embed both views in random company; side by side, they are in one order on any number of workers."""
+        assert views.view_b is not None, "a method whose keys are views draws two"
+        rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
+        embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
+        return Embedded(*embeddings.unflatten(0, (-1, 2)).unbind(1))
+
+    @torch.no_grad()
+    def _encode_keys(self, encoder: MomentumEncoder, views: Views, step: int) -> Tensor:
+        assert views.view_b is not None, "a momentum encoder's keys are views"
+        encode = encoder if self._manner.chunk_size is None else partial(self._in_chunks, encoder)
+        if self._manner.rows_per_group is None:
+            return encode(views.view_b)
+        return encode_shuffled(encode, views.view_b, seed=self._seed, step=step)
+
+    def _in_chunks(self, network: nn.Module, rows: Tensor) -> Tensor:
+        manner = self._manner
+        assert manner.chunk_size is not None, "only a batch with a chunk_size is cut"
+        return embed_in_chunks(
+            network,
+            rows,
+            chunk_size=manner.chunk_size,
+            kept_chunks=manner.kept_chunks,
+            milestone_every=manner.milestone_every,
+        )
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {
+            "tower": self.tower,
+            "optimizer": self.optimizer,
+            "temperature": self.temperature,
+            "momentum_encoder": self.momentum_encoder,
+            "normalizer": self.normalizer,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
