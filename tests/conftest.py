@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait leave their core to other processes
@@ -27,6 +28,36 @@ import pytest
 from tests.ports import free_ports
 
 BUCKET = "raycl-test"
+TESTS = Path(__file__).parent
+CORE = (  # the mathematics of a step: an answer within a minute, by `pytest -n 2 -m core`
+    "test_accumulation.py",
+    "test_augment.py",
+    "test_bidirectional.py",
+    "test_blocks.py",
+    "test_cures.py",
+    "test_epochs.py",
+    "test_every_loss.py",
+    "test_floors.py",
+    "test_hinge.py",
+    "test_info_nce.py",
+    "test_momentum.py",
+    "test_nce.py",
+    "test_nt_xent.py",
+    "test_optimizers.py",
+    "test_order.py",
+    "test_plain_steps.py",
+    "test_stage_plan.py",
+    "test_stores.py",
+    "test_training_stores.py",
+    "test_views.py",
+    "workers/test_batchnorm.py",
+    "workers/test_bidirectional.py",
+    "workers/test_distributed.py",
+    "workers/test_hinge.py",
+    "workers/test_ring.py",
+    "workers/test_shuffle.py",
+    "workers/test_step.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +66,15 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the core."""
+    paths = {TESTS / name for name in CORE}
+    assert all(path.exists() for path in paths), "CORE names a file that does not exist"
+    for item in items:
+        if item.path in paths:
+            item.add_marker("core")
 
 
 @pytest.hookimpl(optionalhook=True)
