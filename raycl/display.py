@@ -1,9 +1,9 @@
-"""Values that show themselves: a table in a notebook, lines of text elsewhere; and a bar for a notebook."""
+"""Tables for notebooks, terminals and the report, a notebook's progress bar, and the formats of values."""
 
 import html
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 _LEFT, _RIGHT = "text-align:left;vertical-align:top", "text-align:right"
@@ -12,20 +12,19 @@ _LEFT, _RIGHT = "text-align:left;vertical-align:top", "text-align:right"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What is shown of a value: facts by name, and perhaps rows below them under ``columns``."""
+    """A titled table: facts by name, rows under ``columns``, or both."""
 
     title: str
-    facts: Mapping[str, object]
+    facts: Mapping[str, object] = field(default_factory=dict[str, object])
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[object]] = ()
 
     def to_text(self) -> str:
-        """Return a line a fact, names and values below one another, then the rows."""
-        told = {name: plain(value) for name, value in self.facts.items()}
-        width = max(map(len, told), default=0)
-        lines = [self.title, *(f"  {name:{width}}  {value}" for name, value in told.items())]
+        """Return one line per fact, with names and values aligned, then the rows."""
+        facts = text_table((), list(self.facts.items()))
+        lines = [self.title, *(f"  {line}" for line in facts.splitlines())]
         if self.rows:
-            lines += ["", *_aligned([list(self.columns), *(list(map(plain, row)) for row in self.rows)])]
+            lines += ["", text_table(self.columns, self.rows)]
         return "\n".join(lines)
 
     def to_html(self) -> str:
@@ -44,60 +43,80 @@ class Table:
 
 
 class Displayable(ABC):
-    """A value that shows itself in a notebook and when it is printed; its ``repr`` stays what it was."""
+    """A value that a notebook and ``print`` show as a table; its ``repr`` stays unchanged."""
 
     @abstractmethod
-    def shown(self) -> Table:
-        """Return what people shall see of it."""
+    def to_table(self) -> Table:
+        """Return the table that represents this value."""
 
     def __str__(self) -> str:
-        return self.shown().to_text()
+        return self.to_table().to_text()
 
     def _repr_html_(self) -> str:
-        return self.shown().to_html()
+        return self.to_table().to_html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Let IPython print the lines in a terminal, too."""
+        """Let IPython print the table in a terminal, too."""
         printer.text("..." if cycle else str(self))
 
 
 @final
 class EvaluationResult(dict[str, Any], Displayable):
-    """What a judgment found: a dictionary, ready for JSON, that shows itself."""
+    """The metrics of an evaluation: a dictionary, ready for JSON, that a notebook shows as a table."""
 
-    def shown(self) -> Table:
-        """Show single values; lists, such as those of examples, are counted."""
-        told = {
+    def to_table(self) -> Table:
+        """Show single values; lists, for example of examples, are counted."""
+        facts = {
             name: f"{len(value)} of them" if isinstance(value, list) else value
             for name, value in self.items()
             if name != "measure"
         }
-        return Table(title=str(self.get("measure", "scores")), facts=flat(told))
+        return Table(title=str(self.get("measure", "scores")), facts=flatten(facts))
 
 
-def progress_html(title: str, done: float, total: float, text: str) -> str:
-    """Return a bar with its numbers, drawn by the browser itself."""
-    words = f"{title} {done:,.0f}/{total:,.0f}  {text}"
-    return (
-        f'<div><progress value="{max(0.0, done):g}" max="{max(1.0, total):g}" style="width:16em;vertical-align:middle">'
-        f"</progress> <span>{html.escape(words)}</span></div>"
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return aligned lines of text, numbers to the right, under the columns' names if there are any."""
+    cells = [list(map(format_value, row)) for row in rows]
+    lines = [list(columns), *cells] if columns else cells
+    if not lines:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    is_number = [isinstance(value, int | float) for value in (rows[0] if rows else columns)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        ).rstrip()
+        for line in lines
     )
 
 
-def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return nested values by their path, ``a.b``; lists stay whole unless they hold nested values."""
+def progress_html(title: str, done: float, total: float, text: str) -> str:
+    """Return a progress bar with its numbers, drawn by the browser itself."""
+    caption = f"{title} {done:,.0f}/{total:,.0f}  {text}"
+    return (
+        f'<div><progress value="{max(0.0, done):g}" max="{max(1.0, total):g}" style="width:16em;vertical-align:middle">'
+        f"</progress> <span>{html.escape(caption)}</span></div>"
+    )
+
+
+def flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return nested values by their path, ``a.b``; lists stay whole unless they hold mappings."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        inner = dict(enumerate(value)) if _holds_values(value) else value
+        is_list_of_mappings = (
+            isinstance(value, list | tuple) and value and all(isinstance(each, Mapping) for each in value)
+        )
+        inner = dict(enumerate(value)) if is_list_of_mappings else value
         if isinstance(inner, Mapping) and inner:
-            found |= flat({str(key): each for key, each in inner.items()}, f"{path}{name}.")
+            found |= flatten({str(key): each for key, each in inner.items()}, f"{path}{name}.")
         else:
             found[f"{path}{name}"] = value
     return found
 
 
-def plain(value: object) -> str:
-    """Return a value as people read it: thousands parted, floats at six digits, nothing as a dash."""
+def format_value(value: object) -> str:
+    """Return a value as text: 65,536, floats with six digits, yes or no, and a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -107,28 +126,22 @@ def plain(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 1_000 else f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {plain(each)}" for name, each in value.items()) or "-"
+        return ", ".join(f"{name}: {format_value(each)}" for name, each in value.items()) or "-"
     if isinstance(value, list | tuple):
-        return ", ".join(map(plain, value)) or "-"
+        return ", ".join(map(format_value, value)) or "-"
     return " ".join(str(value).split())
 
 
-def _holds_values(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)
-    )
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes with its unit: 12 B, 1.5 KiB, 3.0 MiB or 2.0 GiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:,.0f} B"
 
 
 def _escaped(value: object) -> str:
-    return html.escape(plain(value))
+    return html.escape(format_value(value))
 
 
 def _cell(value: object) -> str:

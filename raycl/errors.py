@@ -56,3 +56,13 @@ class StoppedError(RunError):
 
 class BrokenValueError(ValueError):
     """One value cannot be used; the text is its cause, the same for all values of that kind."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if the text is empty."""
+    return str(error).strip().split("\n")[0].rstrip(": ") or type(error).__name__
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's text: for an error of another process, its cause."""
+    return str(error).strip().rpartition("\n")[2].strip() or type(error).__name__

@@ -25,7 +25,7 @@ from ray._private import ray_constants, services, utils, worker
 from ray._private.authentication import authentication_token_setup as tokens
 from ray._private.node import Node
 
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, RunError, first_line
 
 _WATCHES = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"  # Ray Train's constant would cost its import
 _CORE_LEVEL = "RAY_BACKEND_LOG_LEVEL"
@@ -59,7 +59,7 @@ def enter(address: str, *, debug: bool = False, quiet_core: bool = False) -> str
             joined = _start_or_join(address, debug=debug)
     except (ConnectionError, RuntimeError, ValueError, exceptions.AuthenticationError) as error:
         raise RunError(
-            f"cannot join a Ray cluster at {address!r}: {_first_line(error)}; {_advice(error)}"
+            f"cannot join a Ray cluster at {address!r}: {first_line(error)}; {_advice(error)}"
         ) from error
     return joined.dashboard_url or None
 
@@ -266,7 +266,7 @@ def _check_that_it_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S).close()
     except (OSError, OverflowError) as error:
         raise RunError(
-            f"nothing answers at {address}: {_first_line(error)}; check --address and whether that Ray still runs"
+            f"nothing answers at {address}: {first_line(error)}; check --address and whether that Ray still runs"
         ) from error
 
 
@@ -283,7 +283,3 @@ def _advice(error: BaseException) -> str:
     if "AuthenticationError" in f"{error!r} {error.__cause__}":
         return "it asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN where ~/.ray/auth_token is not its own"
     return "check --address"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -23,7 +23,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raycl.address import check_address
-from raycl.errors import ConfigError, DataError, StorageError
+from raycl.errors import ConfigError, DataError, StorageError, first_line
 
 # A request to S3 that the network or the server fails is tried so often: again at once, then after 50 ms,
 # then after twice as long each time: 102 s in all, enough for a server to fail over or a prefix to be split.
@@ -200,7 +200,7 @@ class Place:
 
     def failure(self, verb: str, error: OSError) -> StorageError:
         """Return one line that says what failed, where, and what to do."""
-        return StorageError(f"cannot {verb} {self.uri!r}: {_first_line(error)}; {_cure(error)}")
+        return StorageError(f"cannot {verb} {self.uri!r}: {first_line(error)}; {_cure(error)}")
 
     def _read_once(self) -> bytes:
         filesystem, path = self.resolve()
@@ -352,7 +352,7 @@ def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
         filesystem, path = patiently(lambda: fs.FileSystem.from_uri(root))
     except (OSError, pa.ArrowInvalid) as error:
         raise StorageError(
-            f"cannot use the address {root!r}: {_first_line(error)}; give a local path or s3://bucket/path"
+            f"cannot use the address {root!r}: {first_line(error)}; give a local path or s3://bucket/path"
         ) from error
     _, (options,) = filesystem.__reduce__()
     return _patient(options), path
@@ -392,10 +392,6 @@ def _is_pickled(kind: pa.DataType) -> bool:
 
 def _is_hidden(path: str) -> bool:
     return any(part.startswith((".", "_")) for part in path.split("/"))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(": ") or type(error).__name__
 
 
 def _may_pass(error: OSError) -> bool:

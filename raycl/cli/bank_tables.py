@@ -3,10 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from raycl.display import format_value, text_table
 from raycl.negatives.bank_stats import BankStats
 from raycl.negatives.search import Neighbors
 from raycl.negatives.spec import BankSpec
@@ -14,7 +12,6 @@ from raycl.negatives.store import Negatives
 
 _BAR = 40  # characters of the longest bar
 _NUM_SHOWN = 4  # numbers of an embedding
-_LOG_WIDTH = 1_000  # a log or a pipe has no edge to wrap at
 
 
 def print_plans(plans: Mapping[str, BankSpec | None]) -> None:
@@ -30,9 +27,11 @@ def print_plans(plans: Mapping[str, BankSpec | None]) -> None:
 
 def print_stats(stats: BankStats) -> None:
     """Print the facts of a bank, then its shards, then how old its rows are."""
-    shown = stats.shown()
-    print_table(None, [("bank", stats.name), *((name, _text(value)) for name, value in shown.facts.items())])
-    print_table(shown.columns, shown.rows)
+    table = stats.to_table()
+    print_table(
+        (), [("bank", stats.name), *((name, format_value(value)) for name, value in table.facts.items())]
+    )
+    print_table(table.columns, table.rows)
     if stats.age_histogram:
         most = max(rows for _, rows in stats.age_histogram)
         ages = [
@@ -67,20 +66,6 @@ def print_rows(found: Negatives) -> None:
     print_table(("sample_id", "step", "norm", "embedding"), rows)
 
 
-def print_table(columns: Sequence[str] | None, rows: Iterable[Sequence[object]]) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print rows under their columns' names; numbers to the right."""
-    rows = list(rows)
-    table = Table(box=None, show_header=columns is not None, pad_edge=False, padding=(0, 2, 0, 0))
-    kinds = rows[0] if rows else columns or ()
-    for name, example in zip(columns or [""] * len(kinds), kinds, strict=True):
-        table.add_column(Text(name), justify="right" if isinstance(example, int) else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_text(value)) for value in row))
-    console = Console(highlight=False)
-    with console.capture() as printed:
-        console.print(table, width=None if console.is_terminal else _LOG_WIDTH, crop=False)
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
-
-
-def _text(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    print(text_table(columns, list(rows)))

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raycl.display import Displayable, Table, flat
+from raycl.display import Displayable, Table, flatten
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -19,9 +19,9 @@ class Section(Displayable, BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    def shown(self) -> Table:
+    def to_table(self) -> Table:
         """Show the settings that differ from the defaults; ``raycl.config_to_yaml`` has them all."""
-        facts = flat(self.model_dump(mode="json", exclude_defaults=True))
+        facts = flatten(self.model_dump(mode="json", exclude_defaults=True))
         return Table(title=f"{type(self).__name__}, where it differs from the defaults", facts=facts)
 
 

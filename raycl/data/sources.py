@@ -18,7 +18,7 @@ from raycl.data.ids import stable_ids
 from raycl.data.image_files import is_image_struct, read_image, struct_images
 from raycl.data.images import EXTENSIONS
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
-from raycl.errors import DataError
+from raycl.errors import DataError, first_line
 from raycl.storage import Place, absolute, check_plain, is_out_of_reach
 
 ROWS_A_PIECE = 2_048
@@ -267,7 +267,7 @@ def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
         if isinstance(error, OSError) and is_out_of_reach(error):
             raise place.failure("read", error) from error
         raise DataError(
-            f"cannot read {place} as parquet: {str(error).splitlines()[0]}; give a parquet file or a folder"
+            f"cannot read {place} as parquet: {first_line(error)}; give a parquet file or a folder"
         ) from error
 
 

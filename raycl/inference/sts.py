@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import plain_values
 from raycl.display import EvaluationResult
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, first_line
 from raycl.evaluation.lexical_baselines import tfidf_similarity
 from raycl.evaluation.similarity import sts_scores
 from raycl.inference.embed_values import embed_values, read_values
@@ -67,9 +67,7 @@ def _read(uri: str) -> pa.Table:
     try:
         table = pq.read_table(path, filesystem=filesystem)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read {uri} as parquet: {str(error).splitlines()[0]}; give a parquet file"
-        ) from None
+        raise DataError(f"cannot read {uri} as parquet: {first_line(error)}; give a parquet file") from None
     check_plain(table.schema, uri)
     for name in COLUMNS[:3]:
         if name not in table.column_names:

@@ -8,7 +8,7 @@ import numpy as np
 import ray
 from ray import exceptions
 
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, RunError, first_line
 from raycl.negatives.bank_stats import BankStats, ShardStats, sum_up
 from raycl.negatives.messages import Part, ShardInfo
 from raycl.negatives.queue import KeyQueue
@@ -228,7 +228,7 @@ def connect_bank(name: str) -> Bank:
         actors = [ray.get_actor(plan.actor_name(shard), NAMESPACE) for shard in range(plan.num_shards)]
     except (exceptions.RayError, ValueError) as error:
         raise RunError(
-            f"the bank {name!r} does not answer: {str(error).strip().splitlines()[0]}; try again when it has started"
+            f"the bank {name!r} does not answer: {first_line(error)}; try again when it has started"
         ) from error
     return Bank(plan, actors)
 

@@ -11,7 +11,8 @@ import numpy as np
 import ray
 from ray import exceptions
 
-from raycl.errors import ConfigError, RayclError, RunError
+from raycl.display import format_bytes
+from raycl.errors import ConfigError, RayclError, RunError, first_line
 from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
 from raycl.negatives.bank_shard import BankShard
 from raycl.negatives.memory_bank_shard import MemoryBankShard
@@ -126,7 +127,7 @@ def _check_memory(plan: BankSpec) -> None:
     have = max(node["Resources"].get("memory", 0.0) for node in nodes)
     if need > have:
         raise ConfigError(
-            f"a shard of the bank needs {_size(need)} of memory and the largest node for it has {_size(have)}; "
+            f"a shard of the bank needs {format_bytes(need)} of memory and the largest node for it has {format_bytes(have)}; "
             "raise bank.shards, set bank.dtype=float16, or add a larger node"
         )
 
@@ -196,14 +197,10 @@ def _why_not_started(plan: BankSpec, error: exceptions.RayError) -> RayclError:
     if isinstance(error, exceptions.GetTimeoutError):
         return RunError(
             f"the bank found no place within {plan.timeout_s:g} s: {plan.num_shards} shards need up to "
-            f"{_size(need)} of memory each and others hold it; end them, add a node or raise bank.shards"
+            f"{format_bytes(need)} of memory each and others hold it; end them, add a node or raise bank.shards"
         )
-    return RunError(f"the bank did not start: {str(error).strip().splitlines()[0]}; try again with --debug")
+    return RunError(f"the bank did not start: {first_line(error)}; try again with --debug")
 
 
 def _memory_of(plan: BankSpec, shard: int) -> int:
     return int(_MEMORY_MARGIN * plan.bytes_of(shard)) + 1
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

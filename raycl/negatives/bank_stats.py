@@ -6,7 +6,7 @@ from typing import final
 
 import numpy as np
 
-from raycl.display import Displayable, Table
+from raycl.display import Displayable, Table, format_bytes
 from raycl.negatives.search import RowStats, add_up
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.throughput import Throughput
@@ -59,7 +59,7 @@ class BankStats(Displayable):
     reads_per_second: float
     restarts: int
 
-    def shown(self) -> Table:
+    def to_table(self) -> Table:
         """Show what the rows are, how old, how long, and how many come and go; then the shards."""
         facts = {
             "kind": self.kind,
@@ -68,7 +68,7 @@ class BankStats(Displayable):
             "filled": self.filled,
             "dim": self.dim,
             "dtype": self.dtype,
-            "memory": memory(self.num_bytes),
+            "memory": format_bytes(self.num_bytes),
             "newest step": _or_none(self.newest_step, ",d"),
             "mean age": _or_none(self.age_mean, ",.1f"),
             "oldest age": _or_none(self.age_max, ",d"),
@@ -86,19 +86,13 @@ class BankStats(Displayable):
                 each.node_id[:12],
                 str(each.pid),
                 each.rows,
-                memory(each.num_bytes),
+                format_bytes(each.num_bytes),
                 each.restarts,
             )
             for number, each in enumerate(self.shards)
         ]
         columns = ("shard", "node", "node id", "pid", "rows", "memory", "restarts")
         return Table(title=f"bank {self.name}", facts=facts, columns=columns, rows=shards)
-
-
-def memory(num_bytes: int) -> str:
-    """Return bytes as people read them."""
-    unit, divisor = ("MiB", 2**20) if num_bytes >= 2**20 else ("KiB", 2**10)
-    return f"{num_bytes / divisor:,.1f} {unit}"
 
 
 def sum_up(

@@ -7,7 +7,7 @@ import ray
 from ray import exceptions
 from ray._private import state as ray_state
 
-from raycl.errors import RayclError, RunError
+from raycl.errors import RayclError, RunError, first_line
 from raycl.negatives.messages import Reply
 
 # What Ray raises for a shard that may come back, or whose answer was lost on the way.
@@ -84,7 +84,7 @@ class ShardConnection:
                 raise self._gone(f"no answer within {self._timeout_s:g} s") from error
             except exceptions.RayError as error:
                 if not self._may_come_back(error) or time.monotonic() + nap_s > deadline:
-                    raise self._gone(_first_line(error)) from error
+                    raise self._gone(first_line(error)) from error
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
             self._issue()
@@ -113,7 +113,3 @@ def actor_facts(actor: Any) -> dict[str, Any]:
     """Return what Ray knows of an actor (State, NumRestarts, Address, Pid); empty if nothing."""
     # Ray's public state API needs its dashboard, which small clusters go without.
     return ray_state.actors(actor._actor_id.hex()) or {}
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

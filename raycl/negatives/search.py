@@ -26,7 +26,7 @@ class Neighbors(Displayable):
     def __len__(self) -> int:
         return len(self.sample_id)
 
-    def shown(self) -> Table:
+    def to_table(self) -> Table:
         """Show a row a neighbor."""
         # Ids and steps as they are written elsewhere, without thousands parted.
         rows = zip(
@@ -36,7 +36,7 @@ class Neighbors(Displayable):
             strict=True,
         )
         columns = ("sample_id", "similarity", "step")
-        return Table(title=f"{len(self)} nearest rows", facts={}, columns=columns, rows=list(rows))
+        return Table(title=f"{len(self)} nearest rows", columns=columns, rows=list(rows))
 
 
 class RowStats(NamedTuple):

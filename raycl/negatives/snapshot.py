@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from raycl.errors import ConfigError, StorageError
+from raycl.errors import ConfigError, StorageError, first_line
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
 from raycl.storage import Place, check_plain, is_out_of_reach
@@ -223,7 +223,7 @@ def _open(place: Place) -> Iterator[pq.ParquetFile]:
         if isinstance(error, OSError) and is_out_of_reach(error):
             raise place.failure("read", error) from error
         raise StorageError(
-            f"cannot read {place}: {_first_line(error)}; check the address and that the file is whole"
+            f"cannot read {place}: {first_line(error)}; check the address and that the file is whole"
         ) from error
 
 
@@ -256,7 +256,3 @@ def _hidden_beside(path: str) -> str:
 def _discard(filesystem: fs.FileSystem, path: str) -> None:
     with contextlib.suppress(OSError):
         filesystem.delete_file(path)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

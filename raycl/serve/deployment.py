@@ -16,7 +16,7 @@ from ray._private import state as ray_state
 from ray.serve import context as serve_context
 from ray.serve.exceptions import RayServeException
 
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, RunError, last_line
 from raycl.serve.app import create_app
 from raycl.serve.target import ServeTarget
 
@@ -127,7 +127,7 @@ def _start(host: str, port: int) -> bool:
         )
     except (exceptions.RayError, RuntimeError, TimeoutError) as error:
         serve.shutdown()
-        raise RunError(f"Ray Serve does not start: {_last_line(error)}; try another --port") from error
+        raise RunError(f"Ray Serve does not start: {last_line(error)}; try another --port") from error
     return True
 
 
@@ -155,7 +155,7 @@ def _deploy(exhibit: ServeTarget, name: str, route: str) -> None:
     try:
         serve.run(deployment.bind(exhibit), name=name, route_prefix=route, logging_config=_QUIET)
     except (exceptions.RayError, RayServeException, RuntimeError) as error:
-        raise RunError(f"the explorer did not start: {_last_line(error)}; try again with --debug") from error
+        raise RunError(f"the explorer did not start: {last_line(error)}; try again with --debug") from error
 
 
 def _free_route(bank: str) -> str:
@@ -193,8 +193,3 @@ def _end(name: str, is_ours: bool) -> None:
             serve.shutdown()
         elif name in names:
             serve.delete(name)
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -17,7 +17,7 @@ from ray.train import RunConfig as TrainRunConfig
 
 from raycl.cluster import cpus_for_a_worker, find_raycl_error
 from raycl.config import RunConfig
-from raycl.errors import RunError, StoppedError, StorageError
+from raycl.errors import RunError, StoppedError, StorageError, last_line
 from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.records import write_result
 from raycl.storage import Place
@@ -72,7 +72,7 @@ class WorkerGroups:
                     if find_raycl_error(error) is not None or not failures.may_go_on(saved):
                         raise
                     last = max(saved, default=0)
-                    self._tell(f"{_last_line(error)}: going on from step {last} ({failures.count})")
+                    self._tell(f"{last_line(error)}: going on from step {last} ({failures.count})")
                     continue
                 match outcome:
                     case Finished(metrics):
@@ -263,8 +263,3 @@ def _aside(work: Callable[[], Any]) -> Any:
     # A daemon, or a process that is interrupted would wait for the end of the run.
     threading.Thread(target=perform, name="fit", daemon=True).start()
     return done.result()
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -59,7 +59,7 @@ class RunResult(Displayable):
     left_out: dict[str, int]
     flat_images: int = 0
 
-    def shown(self) -> Table:
+    def to_table(self) -> Table:
         """Show how long it took, the last metrics, and what was left out."""
         return Table(
             title=f"run {self.output}",

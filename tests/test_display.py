@@ -10,7 +10,17 @@ import pytest
 
 from raycl.config import RunConfig, Stage
 from raycl.config.overrides import override
-from raycl.display import Displayable, EvaluationResult, Table, flat, plain, progress_html
+from raycl.display import (
+    Displayable,
+    EvaluationResult,
+    Table,
+    flatten,
+    format_bytes,
+    format_value,
+    progress_html,
+    text_table,
+)
+from raycl.errors import first_line, last_line
 from raycl.negatives.bank_stats import BankStats, ShardStats
 from raycl.negatives.search import Neighbors
 from raycl.recipes import RECIPES, recipe
@@ -75,11 +85,11 @@ VALUES: dict[str, Displayable] = {
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_value_shows_all_of_its_facts_as_sound_html_and_as_text(value: Displayable) -> None:
-    table, html, text = value.shown(), value._repr_html_(), str(value)
+    table, html, text = value.to_table(), value._repr_html_(), str(value)
     cells = Tags(html).cells
-    assert [[name, plain(fact)] for name, fact in table.facts.items()] == cells[: len(table.facts)]
+    assert [[name, format_value(fact)] for name, fact in table.facts.items()] == cells[: len(table.facts)]
     if table.rows:
-        assert [list(map(plain, row)) for row in table.rows] == cells[len(table.facts) + 1 :]
+        assert [list(map(format_value, row)) for row in table.rows] == cells[len(table.facts) + 1 :]
     for line in [*cells, [table.title]]:
         assert all(cell in text for cell in line)
 
@@ -90,7 +100,7 @@ def test_html_brings_no_color_so_that_dark_pages_can_be_read(value: Displayable)
     assert "color" not in html and "background" not in html and "<style" not in html
 
 
-def test_what_others_wrote_is_shown_as_text_and_never_as_markup() -> None:
+def test_text_of_others_is_escaped() -> None:
     table = Table(title=EVIL, facts={EVIL: EVIL}, columns=(EVIL,), rows=[(EVIL,)])
     for html in (table.to_html(), progress_html(EVIL, 1, 2, EVIL), EvaluationResult({"measure": EVIL, EVIL: EVIL})._repr_html_()):  # fmt: skip
         tags = Tags(html)
@@ -120,28 +130,28 @@ def test_scores_are_a_dictionary_for_json() -> None:
 
 
 def test_scores_show_nested_values_by_path_and_count_examples() -> None:
-    facts = SCORES.shown().facts
+    facts = SCORES.to_table().facts
     assert facts["floor.tfidf.mrr"] == 0.25
     assert facts["examples"] == "3 of them"
-    assert "measure" not in facts and SCORES.shown().title == "retrieval"
+    assert "measure" not in facts and SCORES.to_table().title == "retrieval"
 
 
 def test_ids_and_steps_of_neighbors_are_shown_as_they_are_written() -> None:
-    assert NEIGHBORS.shown().rows[1] == ("123456", "0.2500", "1000")
+    assert NEIGHBORS.to_table().rows[1] == ("123456", "0.2500", "1000")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("image_size", [32, 224])
 def test_what_a_configuration_shows_makes_it_again_from_the_defaults(name: str, image_size: int) -> None:
     config = recipe(name, image_size=image_size)
-    facts = dict(config.shown().facts)
+    facts = dict(config.to_table().facts)
     blank = RunConfig(recipe="blank", stages=(Stage(epochs=1),))
     assert override(blank, {"stages.0.epochs": config.stages[0].epochs} | facts) == config
-    assert len(facts) < len(flat(config.model_dump())) / 2
+    assert len(facts) < len(flatten(config.model_dump())) / 2
 
 
 def test_flat_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
-    assert flat({"a": {"b": [1, 2]}, "c": [{"d": 1}, {"d": 2}], "e": {}}) == {"a.b": [1, 2], "c.0.d": 1, "c.1.d": 2, "e": {}}  # fmt: skip
+    assert flatten({"a": {"b": [1, 2]}, "c": [{"d": 1}, {"d": 2}], "e": {}}) == {"a.b": [1, 2], "c.0.d": 1, "c.1.d": 2, "e": {}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,29 @@ def test_flat_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
     [(None, "-"), (True, "yes"), (65_536, "65,536"), (0.123456789, "0.123457"), (12_345.67, "12,345.7"), (math.nan, "nan"), ("a\nb", "a b"), ([], "-"), ((0.2, 1.0), "0.2, 1"), ({"a": 1_000}, "a: 1,000")],
 )  # fmt: skip
 def test_plain_values_read_as_people_write_them(value: object, said: str) -> None:
-    assert plain(value) == said
+    assert format_value(value) == said
+
+
+def test_columns_of_text_are_aligned_with_numbers_to_the_right() -> None:
+    rows = [("a", 7, "x"), ("bcd", 12_345, "")]
+    assert text_table(("name", "count", ""), rows) == "name   count\na          7  x\nbcd   12,345"
+    assert text_table((), rows) == "a         7  x\nbcd  12,345"
+    assert text_table((), []) == ""
+
+
+def test_bytes_are_shown_with_the_largest_unit_that_fits() -> None:
+    assert [format_bytes(n) for n in (12, 2_048, 3 * 2**20, 2**31)] == [
+        "12 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "2.0 GiB",
+    ]
+
+
+def test_an_error_without_text_is_named_by_its_type() -> None:
+    error = ValueError("cannot read: \n  trace\n  the cause\n")
+    assert (first_line(error), last_line(error)) == ("cannot read", "the cause")
+    assert first_line(KeyError()) == last_line(KeyError()) == "KeyError"
 
 
 def test_bar_keeps_within_its_bounds() -> None:
