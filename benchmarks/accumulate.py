@@ -36,7 +36,7 @@ from measuring import describe_machine, read_status, summarize
 from result_tables import BATCHNORM_SIDES
 from torch import Tensor, nn
 
-from raycl.batchnorm import swap
+from raycl.batchnorm import replace_batchnorm
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import info_nce
 from raycl.models.heads import build_projection_head
@@ -80,7 +80,7 @@ def build_network(name: str, *, batchnorm: bool) -> nn.Module:
     encoder = build_image_encoder("resnet10", image_size=32, stem="small", width=0.5)
     tower = Tower(encoder, build_projection_head(256, num_layers=2, hidden_dim=None, dim=128))
     tower = tower.to(memory_format=torch.channels_last)
-    return tower if batchnorm else swap(tower, "group")
+    return tower if batchnorm else replace_batchnorm(tower, "group")
 
 
 def make_rows(name: str, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raycl.batchnorm import swap
+from raycl.batchnorm import replace_batchnorm
 from raycl.models.encoder_io import save_encoder
 from raycl.models.heads import build_projection_head
 from raycl.models.specs import HeadSpec, ImageEncoderSpec
@@ -35,7 +35,7 @@ def write_images_run(output: Path | str, name: str, *, head: HeadSpec | None = N
     torch.manual_seed(0)
     encoder = worn(spec.build())
     if spec.norm != "batch":
-        encoder = swap(encoder, spec.norm)
+        encoder = replace_batchnorm(encoder, spec.norm)
     projection = head and worn(build_projection_head(spec.representation_dim, **head.model_dump()))
     save_encoder(encoder, spec, Place(str(output)), projection_head=projection)
     return str(output)

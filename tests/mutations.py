@@ -226,7 +226,7 @@ MUTATIONS = [
     # BatchNorm
     Mutation(
         "synchronized BatchNorm takes the mean of the workers' variances",
-        "raycl/batchnorm/synchronized.py",
+        "raycl/batchnorm/kernels.py",
         "(share * (variances + (means - mean).square_())).sum(",
         "(share * variances).sum(",
         "tests/workers/test_batchnorm.py tests/test_cures.py",

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.batchnorm import split_batchnorm, swap
+from raycl.batchnorm import replace_batchnorm, split_batchnorm
 from raycl.errors import ConfigError, ReplayError
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import hinge, info_nce, nt_xent
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder
 from raycl.models.towers import Tower
-from raycl.recompute import Replays
+from raycl.recompute import RecomputeCheck
 
 Embed = Callable[..., Tensor]
 BATCH = 24
@@ -35,7 +35,7 @@ def resnet(norm: str) -> Tower:
     encoder = build_image_encoder("resnet10", image_size=16, width=0.25)
     tower = Tower(encoder, build_projection_head(128, num_layers=2, hidden_dim=None, dim=8))
     if norm in ("layer", "group"):
-        swap(tower, norm)  # pyright: ignore[reportArgumentType]
+        replace_batchnorm(tower, norm)  # pyright: ignore[reportArgumentType]
     elif norm == "frozen":
         with torch.no_grad():
             for rows in images(64).split(16):
@@ -274,7 +274,7 @@ class _Counting(nn.Module):
 def test_an_encoder_that_answers_otherwise_the_second_time_is_found_and_named(layer: Any) -> None:
     tower = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), layer()), nn.Linear(5, 3))
     embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4)
-    with pytest.raises(ReplayError, match=r"^chunk 0, at the layer 1\.1, came out otherwise") as caught:
+    with pytest.raises(ReplayError, match=r"^chunk 0, at the layer 1\.1, gave other values") as caught:
         embedding.square().sum().backward()
     assert "\n" not in str(caught.value)
 
@@ -297,20 +297,20 @@ def test_so_it_is_between_the_layers_of_whole_batch_normalization(milestone_ever
     embed_in_chunks(steady, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every).sum().backward()
     embedding = embed_in_chunks(drawing, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every)
     with pytest.raises(
-        ReplayError, match=r"^a chunk, at one of the operations .*bernoulli.* came out otherwise"
+        ReplayError, match=r"^a chunk, at one of the operations .*bernoulli.* gave other values"
     ):
         embedding.square().sum().backward()
 
 
 def test_a_replay_that_answers_nan_is_found_and_numbers_that_were_nan_may_be_it_again() -> None:
-    replays = Replays()
+    check = RecomputeCheck()
     numbers = torch.tensor([1.0, torch.nan, torch.inf])
-    replays.add(numbers.clone(), numbers, lambda: "the first")
-    replays.check()
-    replays.add(numbers.clone(), numbers, lambda: "the first")
-    replays.add(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), lambda: "the second")
-    with pytest.raises(ReplayError, match="^the second came"):
-        replays.check()
+    check.add(numbers.clone(), numbers, lambda: "the first")
+    check.check()
+    check.add(numbers.clone(), numbers, lambda: "the first")
+    check.add(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), lambda: "the second")
+    with pytest.raises(ReplayError, match="^the second gave"):
+        check.check()
 
 
 @pytest.mark.parametrize(
@@ -329,10 +329,10 @@ def test_a_replay_may_differ_by_the_rounding_of_its_precision(
     before[0, 0] = 1.0
     found = pytest.raises(ReplayError, match="a chunk") if is_found else contextlib.nullcontext()
     with torch.autocast("cpu", precision, enabled=precision != torch.float32), found:
-        replays = Replays()
-        replays.add(before.clone(), before, lambda: "the same")
-        replays.add(before + error, before, lambda: "a chunk")
-        replays.check()
+        check = RecomputeCheck()
+        check.add(before.clone(), before, lambda: "the same")
+        check.add(before + error, before, lambda: "a chunk")
+        check.check()
 
 
 def test_a_frozen_tower_has_no_graph() -> None:
@@ -346,25 +346,25 @@ def test_an_encoder_of_changed_weights_is_found_too() -> None:
     embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4)
     with torch.no_grad():
         tower.weight.mul_(1.1)
-    with pytest.raises(ReplayError, match=r"^chunk 0 came out otherwise"):
+    with pytest.raises(ReplayError, match=r"^chunk 0 gave other values"):
         embedding.sum().backward()
 
 
 def test_a_second_backward_is_refused_and_not_answered_with_nothing() -> None:
     embedding = embed_in_chunks(nn.Linear(4, 3), torch.rand(9, 4), chunk_size=4)
     embedding.sum().backward()
-    with pytest.raises(RuntimeError, match="go back once"):
+    with pytest.raises(RuntimeError, match="backpropagate once"):
         embedding.sum().backward()
 
 
 @pytest.mark.parametrize(
     ("rows", "settings", "says"),
     [
-        ((torch.rand(4, 2),), {"chunk_size": 0}, "chunk_size must be at least 1 .* came 0 and 1"),
-        ((torch.rand(4, 2),), {"chunk_size": 2, "kept_chunks": -1}, "kept_chunks at least 0, came 2 and -1"),
-        ((torch.rand(4, 2), torch.rand(3)), {"chunk_size": 2}, r"not of one length: \[4, 3\]"),
-        ((), {"chunk_size": 2}, "not of one length"),
-        ((torch.rand(4, 2).requires_grad_(),), {"chunk_size": 2}, "requires_grad"),
+        ((torch.rand(4, 2),), {"chunk_size": 0}, "chunk_size must be at least 1 .* got 0 and 1"),
+        ((torch.rand(4, 2),), {"chunk_size": 2, "kept_chunks": -1}, "kept_chunks at least 0, got 2 and -1"),
+        ((torch.rand(4, 2), torch.rand(3)), {"chunk_size": 2}, r"one length, got \[4, 3\]"),
+        ((), {"chunk_size": 2}, "one length, got"),
+        ((torch.rand(4, 2).requires_grad_(),), {"chunk_size": 2}, "one requires it"),
     ],
 )
 def test_what_cannot_be_accumulated_is_refused(

@@ -16,8 +16,8 @@ from raycl.batchnorm import (
     SplitBatchNorm,
     encode_shuffled,
     leakage,
+    replace_batchnorm,
     split_batchnorm,
-    swap,
     synchronize,
 )
 from raycl.batchnorm.replace import _num_groups
@@ -131,7 +131,7 @@ def test_split_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ConfigError, match="12 rows do not split into groups of 8") as caught:
         split_batchnorm(_net(), 8)(_rows(12, 3, 7, 7))
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="group_size must be at least 2 rows, came 1"):
+    with pytest.raises(ConfigError, match="group_size must be at least 2 rows, got 1"):
         split_batchnorm(_net(), 1)
     with pytest.raises(ConfigError, match="cannot split 1: SynchronizedBatchNorm"):
         split_batchnorm(synchronize(_net()), 2)
@@ -199,7 +199,7 @@ def _has_batchnorm(module: nn.Module) -> bool:
 def test_swapped_networks_learn_and_no_batchnorm_remains(build: Any, kind: Any) -> None:
     net = build()
     parameters = {name: id(each) for name, each in net.named_parameters()}
-    assert swap(net, kind) is net
+    assert replace_batchnorm(net, kind) is net
     assert not _has_batchnorm(net)
     assert {name: id(each) for name, each in net.named_parameters()} == parameters
     net(torch.rand(2, 3, 32, 32)).square().sum().backward()
@@ -208,7 +208,7 @@ def test_swapped_networks_learn_and_no_batchnorm_remains(build: Any, kind: Any) 
 
 @pytest.mark.parametrize("kind", ["layer", "group"])
 def test_a_swapped_network_encodes_a_row_alone_as_in_company(kind: Any) -> None:
-    net, images = swap(_tower(), kind).double(), _rows(6, 3, 16, 16)
+    net, images = replace_batchnorm(_tower(), kind).double(), _rows(6, 3, 16, 16)
     alone = torch.cat([net(image) for image in images.split(1)])
     torch.testing.assert_close(net(images), alone, rtol=1e-5, atol=1e-6)
     # Embeddings that are all the same would pass as well.
@@ -219,11 +219,11 @@ def test_swapped_layers_are_layernorm_and_groupnorm() -> None:
     layer = nn.BatchNorm1d(32, eps=1e-3).double()
     nn.init.uniform_(layer.weight)
     rows = _rows(4, 32)
-    swapped: Any = swap(copy.deepcopy(layer), "layer")
+    swapped: Any = replace_batchnorm(copy.deepcopy(layer), "layer")
     expected = F.layer_norm(rows, (32,), layer.weight, layer.bias, eps=1e-3)
     torch.testing.assert_close(swapped(rows), expected)
     images = _rows(2, 64, 3, 3)
-    grouped: Any = swap(nn.BatchNorm2d(64).double(), "group")
+    grouped: Any = replace_batchnorm(nn.BatchNorm2d(64).double(), "group")
     values = images.view(2, 32, -1)
     normalized = (values - values.mean(2, keepdim=True)) / (
         values.var(2, unbiased=False, keepdim=True) + 1e-5
@@ -248,14 +248,16 @@ def test_groups_of_usual_widths() -> None:
 
 
 def test_groups_behind_one_dimensional_layers_hold_at_least_16_channels() -> None:
-    layers: list[Any] = [swap(kind(64), "group") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)]
+    layers: list[Any] = [
+        replace_batchnorm(kind(64), "group") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    ]
     assert [each.num_groups for each in layers] == [4, 32, 32]
 
 
 def test_a_layer_in_two_places_stays_one_and_modes_and_missing_weights_are_kept() -> None:
     shared = nn.BatchNorm2d(4)
     bare = nn.BatchNorm2d(4, affine=False).eval()
-    net = swap(nn.Sequential(shared, nn.Sequential(shared, bare)), "layer")
+    net = replace_batchnorm(nn.Sequential(shared, nn.Sequential(shared, bare)), "layer")
     assert net[0] is net[1][0]
     assert net[0].training and not net[1][1].training
     assert list(net[1][1].parameters()) == []
@@ -266,11 +268,11 @@ def test_swap_refuses_layers_with_behavior_of_their_own() -> None:
         pass
 
     net = nn.Sequential(nn.BatchNorm2d(3), BatchNormAndRelu(3))
-    with pytest.raises(ConfigError, match="cannot swap 1: BatchNormAndRelu"):
-        swap(net, "layer")
+    with pytest.raises(ConfigError, match="cannot replace 1: BatchNormAndRelu"):
+        replace_batchnorm(net, "layer")
     assert type(net[0]) is nn.BatchNorm2d
     with pytest.raises(ConfigError, match="SynchronizedBatchNorm"):
-        swap(synchronize(_net()), "group")
+        replace_batchnorm(synchronize(_net()), "group")
 
 
 # The probe
@@ -363,15 +365,15 @@ def test_layers_frozen_by_the_networks_own_train_do_not_count() -> None:
 @pytest.mark.parametrize("group_size", [0, 1, 5])
 def test_the_probe_refuses_groups_it_cannot_use(group_size: int) -> None:
     view_a, view_b = _views(8)
-    with pytest.raises(ConfigError, match=rf"group_size must lie in .* came {group_size} for 8 rows"):
+    with pytest.raises(ConfigError, match=rf"group_size must lie in .* got {group_size} for 8 rows"):
         leakage(_Corner(), _Corner(), view_a, view_b, group_size=group_size)
 
 
 def test_the_probe_refuses_views_of_other_rows_and_no_grouping() -> None:
     view_a, view_b = _views(8)
-    with pytest.raises(ConfigError, match="not of the same rows: 8 and 6 came"):
+    with pytest.raises(ConfigError, match="must have the same rows, got 8 and 6"):
         leakage(_Corner(), _Corner(), view_a, view_b[:6], group_size=2)
-    with pytest.raises(ConfigError, match="num_groupings must be at least 1, came 0"):
+    with pytest.raises(ConfigError, match="num_groupings must be at least 1, got 0"):
         leakage(_Corner(), _Corner(), view_a, view_b, group_size=2, num_groupings=0)
 
 

@@ -16,7 +16,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
 import raycl
-from raycl.batchnorm import swap
+from raycl.batchnorm import replace_batchnorm
 from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.export import export_encoder
 from raycl.models.encoder_io import KEY, OWN, load_encoder, save_encoder
@@ -105,7 +105,7 @@ def write_texts_run(
     encoder = worn(spec.build(), seed)
     projection = None if head is None else worn(build_projection_head(dim, **head.model_dump()), seed + 1)
     if projection is not None and norm != "batch":
-        projection = swap(projection, norm)
+        projection = replace_batchnorm(projection, norm)
     save_encoder(encoder, spec, Place(str(output)), projection_head=projection, tokenizer=tokenizer)
     return str(output)
 

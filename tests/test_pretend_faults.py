@@ -106,7 +106,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 def batch_norm_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (synchronized, statistics):
-        monkeypatch.setattr(place, "_gradient_sums", sums_of_the_cpu)
+        monkeypatch.setattr(place, "gradient_sums", sums_of_the_cpu)
 
 
 FAULTS: dict[str, tuple[str, int, Plant, str]] = {

@@ -1,7 +1,7 @@
-"""BatchNorm over all workers, its cures where it leaks, and a probe that shows whether it does."""
+"""BatchNorm over all workers, cures for its leakage, and a probe that measures the leakage."""
 
 from raycl.batchnorm.leakage_probe import Leakage, leakage
-from raycl.batchnorm.replace import swap
+from raycl.batchnorm.replace import replace_batchnorm
 from raycl.batchnorm.shuffled import encode_shuffled
 from raycl.batchnorm.split import SplitBatchNorm, split_batchnorm
 from raycl.batchnorm.synchronized import SynchronizedBatchNorm, synchronize
@@ -12,7 +12,7 @@ __all__ = [
     "SynchronizedBatchNorm",
     "encode_shuffled",
     "leakage",
+    "replace_batchnorm",
     "split_batchnorm",
-    "swap",
     "synchronize",
 ]

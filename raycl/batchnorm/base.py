@@ -1,4 +1,4 @@
-"""What the kinds of BatchNorm here have in common."""
+"""Shared parts of the BatchNorm layers."""
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,14 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class BatchNormBase(_BatchNorm):
-    """BatchNorm of [batch, channels, ...]; a kind says over which rows statistics are taken."""
+    """BatchNorm of [batch, channels, ...]; subclasses choose the rows of the statistics."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected [batch, channels, ...], got {input.dim()}D input")
 
     def _count_batch(self) -> float:
-        """Return how far the running statistics move towards this batch."""
+        """Count the batch, and return the weight of its statistics in the running statistics."""
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -33,10 +33,10 @@ class BatchNormBase(_BatchNorm):
 
 
 def refuse_other_kinds(module: nn.Module, known: tuple[type[nn.Module], ...], *, verb: str) -> None:
-    """Raise ``ConfigError`` if a layer is a kind of BatchNorm whose own behavior would be lost."""
+    """Raise ``ConfigError`` if a layer is another kind of BatchNorm, which would lose its own behavior."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and type(layer) not in known:
             raise ConfigError(
-                f"cannot {verb} {name or 'the module'}: {type(layer).__name__} is a kind of "
-                "BatchNorm with behavior of its own; use nn.BatchNorm1d/2d/3d in its place"
+                f"cannot {verb} {name or 'the module'}: {type(layer).__name__} is a "
+                "BatchNorm with behavior of its own; use nn.BatchNorm1d/2d/3d instead"
             )

@@ -1,4 +1,4 @@
-"""The leakage probe: how much a network gains from statistics that query and key share."""
+"""The leakage probe: how much a network gains if query and key share BatchNorm statistics."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from raycl.errors import ConfigError
 @final
 @dataclass(frozen=True, kw_only=True)
 class Leakage:
-    """Pretext accuracies: shares of rows whose positive is the nearest of the candidates."""
+    """Pretext accuracies: fractions of queries whose positive is the nearest candidate."""
 
-    shared: float  # a query and its key normalized in the same company
-    apart: float  # the keys regrouped at random
+    shared: float  # query and key normalized in the same group
+    apart: float  # keys in random groups
 
     @property
     def advantage(self) -> float:
-        """What sharing the statistics brings."""
+        """The gain in accuracy from shared statistics."""
         return self.shared - self.apart
 
 
@@ -40,46 +40,45 @@ def leakage(
     num_groupings: int = 8,
     seed: int = 0,
 ) -> Leakage:
-    """Measure how far the statistics of BatchNorm give the positive away.
+    """Measure how much BatchNorm statistics reveal of the positive.
 
-    Rows are put into random groups, each of which is normalized by itself, as a worker or group
-    does. A query's candidates are its positive and the keys of all other groups, which stand for a
-    queue or for other workers. Once the keys are encoded in the groups of the queries, once in
-    others. Only the company differs: without BatchNorm the advantage is 0, and with it the smaller
-    the group, the more the statistics say. A leak is learned: an untrained network has almost none,
-    so measure again while it trains. A network that never could read the mark keeps a small
-    advantage, since a pair normalized alike is more alike: compare with a shuffled run.
+    Rows form random groups, and each group is normalized by itself, as on a worker. The candidates of a
+    query are its positive and the keys of all other groups, which stand for a queue or other workers.
+    The keys are encoded twice: in the groups of their queries, and in other groups. Without BatchNorm
+    the advantage is 0; with it, smaller groups reveal more. A leak is learned: an untrained network has
+    almost none, so measure again during training. A network that cannot read the mark keeps a small
+    advantage, since equal statistics make a pair more similar: compare with a shuffled run.
 
-    BatchNorm runs as in training, by group; all other layers run as in evaluation,
-    so that dropout adds no noise. Modes and running statistics are put back. Synchronized layers make it collective.
+    BatchNorm runs in training mode, group by group. All other layers run in eval mode, so dropout adds
+    no noise. Modes and running statistics are restored. Collective with synchronized layers.
 
     Args:
         query_encoder: Rows to embeddings, [batch, ...] to [batch, dim], of any length.
         key_encoder: The same for keys; may be the same module.
         view_a: Rows for the queries, [batch, ...].
         view_b: Rows for the keys, [batch, ...], each the positive of the row of ``view_a``.
-        group_size: Rows normalized together, at most half of the batch. Each grouping leaves the
-            rows out that make no full group.
-        num_groupings: How many random groupings to average over.
-        seed: Of the groupings.
+        group_size: Rows normalized together, at most half of the batch. Rows beyond the last full group
+            are not used.
+        num_groupings: Number of random groupings to average over.
+        seed: The seed of the groupings.
 
     Returns:
-        The two accuracies; their difference, ``advantage``, is the figure.
+        The two accuracies; ``advantage`` is their difference.
 
     Raises:
-        ConfigError: The views are of different lengths, the groups are too small for BatchNorm or
-            fewer than two, or there is no grouping.
+        ConfigError: The views differ in length, the groups are too small for BatchNorm or fewer than
+            two, or ``num_groupings`` is 0.
     """
     if len(view_a) != len(view_b):
         raise ConfigError(
-            f"the two views are not of the same rows: {len(view_a)} and {len(view_b)} came; "
+            f"both views must have the same rows, got {len(view_a)} and {len(view_b)}; "
             "pass one row per sample in each"
         )
     if num_groupings < 1:
-        raise ConfigError(f"num_groupings must be at least 1, came {num_groupings}; 8 is usual")
+        raise ConfigError(f"num_groupings must be at least 1, got {num_groupings}; 8 is usual")
     if not 2 <= group_size <= len(view_a) // 2:
         raise ConfigError(
-            f"group_size must lie in [2, half of the batch], came {group_size} for {len(view_a)} rows; "
+            f"group_size must lie in [2, half of the batch], got {group_size} for {len(view_a)} rows; "
             "give more rows or make the groups smaller"
         )
     num_rows = len(view_a) // group_size * group_size
@@ -99,7 +98,7 @@ def leakage(
 
 @contextlib.contextmanager
 def _batch_statistics(*encoders: nn.Module) -> Iterator[None]:
-    """Let BatchNorm take the statistics of the batch, and put modes and buffers back afterwards."""
+    """Let BatchNorm use batch statistics; restore modes and buffers afterwards."""
     modes = {layer: layer.training for encoder in encoders for layer in encoder.modules()}
     buffers = [(buffer, buffer.clone()) for encoder in encoders for buffer in encoder.buffers()]
     group_sizes = {layer: layer.group_size for layer in modes if isinstance(layer, SplitBatchNorm)}
@@ -107,7 +106,7 @@ def _batch_statistics(*encoders: nn.Module) -> Iterator[None]:
         for layer in group_sizes:
             layer.group_size = None
         for encoder in encoders:
-            encoder.train()  # by its own method, which may keep frozen layers in evaluation mode
+            encoder.train()  # its own method may keep frozen layers in eval mode
         for layer in modes:
             layer.training = layer.training and isinstance(layer, _BatchNorm)
         yield
@@ -125,7 +124,7 @@ def _embed_groups(encoder: nn.Module, rows: Tensor, group_size: int) -> Tensor:
 
 
 def _accuracy(queries: Tensor, keys: Tensor, group_size: int) -> Tensor:
-    """Return the share of queries with no key of another group as near as their own."""
+    """Return the fraction of queries nearer to their own key than to any key of another group."""
     similarity = queries @ keys.T  # [num_rows, num_rows]
     group = torch.arange(len(queries), device=queries.device) // group_size
     negatives = similarity.masked_fill(group[:, None] == group, -torch.inf)

@@ -1,4 +1,4 @@
-"""Layers that normalize each row by itself in the place of BatchNorm: nothing is left to leak."""
+"""Replace BatchNorm by layers that normalize each row by itself, so that nothing can leak."""
 
 from typing import Literal
 
@@ -6,44 +6,44 @@ from torch import nn
 
 from raycl.batchnorm.base import PLAIN, refuse_other_kinds
 
-_MOST_GROUPS = 32  # Wu and He, 2018
+_MAX_GROUPS = 32  # Wu and He, 2018
 
 
-def swap(module: nn.Module, kind: Literal["layer", "group"]) -> nn.Module:
+def replace_batchnorm(module: nn.Module, kind: Literal["layer", "group"]) -> nn.Module:
     """Replace every ``nn.BatchNorm1d/2d/3d`` in ``module`` by a layer without batch statistics.
 
-    ``"layer"`` normalizes all channels of a row together (LayerNorm: Ba et al., 2016), ``"group"``
-    in up to 32 groups of at least two channels (GroupNorm: Wu and He, 2018), or of at least 16
-    behind ``nn.BatchNorm1d``, whose input may have no places to average over. Both are
-    ``nn.GroupNorm``, which takes [batch, channels, ...] of any dimension; on [batch, channels]
-    with one group it is ``nn.LayerNorm``. The new layers take over weight, bias, eps and mode, so
-    that optimizers made before stay valid; hooks and running statistics are lost.
+    ``"layer"`` normalizes all channels of a row together (LayerNorm: Ba et al., 2016). ``"group"``
+    makes up to 32 groups of at least two channels (GroupNorm: Wu and He, 2018), or of at least 16 in
+    place of ``nn.BatchNorm1d``, whose input may have no positions to average over. Both are
+    ``nn.GroupNorm``, which takes [batch, channels, ...] of any dimension; with one group on
+    [batch, channels] it equals ``nn.LayerNorm``. The new layers take over weight, bias, eps and mode,
+    so earlier optimizers stay valid; hooks and running statistics are lost.
 
     Args:
         module: A network, changed in place, or a single BatchNorm layer.
-        kind: What comes in BatchNorm's place.
+        kind: The new layer.
 
     Returns:
-        The same module, or the new layer if ``module`` is itself one to replace.
+        The same module, or the new layer if ``module`` is a BatchNorm layer.
 
     Raises:
-        ConfigError: A layer is another kind of BatchNorm, whose own behavior would be lost.
+        ConfigError: A layer is another kind of BatchNorm, which would lose its own behavior.
     """
-    refuse_other_kinds(module, PLAIN, verb="swap")
-    # By layer and not by place: one that is used in two places stays one.
-    swapped: dict[nn.Module | None, nn.Module] = {
-        layer: _swapped(layer, kind) for layer in module.modules() if isinstance(layer, PLAIN)
+    refuse_other_kinds(module, PLAIN, verb="replace")
+    # Keyed by layer: a layer that is used twice stays one layer.
+    replaced: dict[nn.Module | None, nn.Module] = {
+        layer: _replacement(layer, kind) for layer in module.modules() if isinstance(layer, PLAIN)
     }
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
-            if child in swapped:
-                setattr(parent, name, swapped[child])
-    return swapped.get(module, module)
+            if child in replaced:
+                setattr(parent, name, replaced[child])
+    return replaced.get(module, module)
 
 
-def _swapped(layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, kind: str) -> nn.GroupNorm:
+def _replacement(layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, kind: str) -> nn.GroupNorm:
     channels = layer.num_features
-    # Two values alone in a group come out as 1 and -1, whatever they were.
+    # A group of two values always normalizes to 1 and -1.
     smallest = 16 if isinstance(layer, nn.BatchNorm1d) else 2
     num_groups = _num_groups(channels, smallest) if kind == "group" else 1
     new = nn.GroupNorm(num_groups, channels, eps=layer.eps, affine=layer.affine)
@@ -52,5 +52,5 @@ def _swapped(layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, kind: str)
 
 
 def _num_groups(channels: int, smallest: int) -> int:
-    most = max(1, min(_MOST_GROUPS, channels // smallest))
-    return max(number for number in range(1, most + 1) if channels % number == 0)
+    limit = max(1, min(_MAX_GROUPS, channels // smallest))
+    return max(number for number in range(1, limit + 1) if channels % number == 0)

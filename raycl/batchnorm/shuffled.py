@@ -1,15 +1,15 @@
-"""Shuffled BatchNorm: keys are normalized in other company than their queries.
+"""Shuffled BatchNorm: keys are normalized with other rows than their queries.
 
-Where a query and its key are normalized together with the same rows, the statistics mark the one
-key among all candidates that was made in the same company, and a network learns to read the mark
-(He et al., 2020, section 3.3). So the keys are encoded in a random order, and put back.
+If a query and its key share the statistics of the same rows, these mark the positive among all
+candidates, and a network learns to read the mark (He et al., 2020, section 3.3). So keys are encoded
+in a random order, and put back into their own order.
 
-The same order may be drawn for the views of one tower (SimCLR's): a row's positive then shares its
-company as often as any negative does.
+Both views of a single tower (SimCLR) may be shuffled as well: then a positive shares the statistics of
+its row as often as any negative does.
 
-Synchronized statistics are no substitute where the negatives come from a queue: all rows of this
-batch then share their statistics, those in the queue have others, and the current batch still
-marks the positive (moco#46). They do cure methods whose negatives are all of the same batch.
+Synchronized statistics do not replace this for a queue: all rows of the batch share their statistics,
+the rows of the queue had others, and so the batch still marks the positive (moco#46). They do cure
+methods with in-batch negatives.
 """
 
 from collections.abc import Callable
@@ -21,31 +21,30 @@ from torch import Tensor
 from raycl.device_copy import upload
 from raycl.distributed import gather, gather_detached, num_workers, rank
 
-_PURPOSE = 0x5AFF1E  # keeps these draws apart from the orders of epochs, which hash (seed, epoch)
+_PURPOSE = 0x5AFF1E  # separates these draws from the orders of epochs, which hash (seed, epoch)
 
 
 def encode_shuffled(encode: Callable[[Tensor], Tensor], rows: Tensor, *, seed: int, step: int) -> Tensor:
-    """Encode rows among those of all workers in a random order; return them in their own order.
+    """Encode the rows of all workers in a random order; return embeddings in the original order.
 
-    The rows of all workers are gathered and permuted, each worker encodes its share of them, and
-    the embeddings are gathered and put back. Statistics of BatchNorm are then those of a random
-    share, or, after :func:`~raycl.batchnorm.split_batchnorm`, of random groups of it. A single
-    worker needs that split: over its whole batch, statistics do not depend on the order.
+    The rows of all workers are gathered and permuted, each worker encodes its share, and the embeddings
+    are gathered and put back. So BatchNorm takes the statistics of a random share, or of random groups
+    after :func:`~raycl.batchnorm.split_batchnorm`. A single worker needs the groups: the statistics of
+    its whole batch do not depend on the order.
 
-    Collective: all workers call it, with the same seed and step. Each holds the rows of all of
-    them for a moment.
+    Collective: all workers call it, with the same seed and step. Each briefly holds the rows of all.
 
     Args:
         encode: Rows to embeddings, [local_batch, ...] to [local_batch, dim]; for example a
             :class:`~raycl.models.momentum.MomentumEncoder`.
         rows: This worker's rows, [local_batch, ...], of any type; the same shape on every worker.
-        seed: Of the run, not negative and the same on every worker: permutations that differ
-            between workers would mix up rows.
+        seed: The run's seed, not negative and equal on every worker: different permutations would
+            mix up rows.
         step: Draws another permutation at each step.
 
     Returns:
-        The embeddings of ``rows``, [local_batch, dim]; their gradient, if they have one, goes back
-        to the worker that encoded them, summed as :func:`~raycl.distributed.gather` sums it.
+        The embeddings of ``rows``, [local_batch, dim]. Their gradient flows to the worker that encoded
+        them, summed as by :func:`~raycl.distributed.gather`.
     """
     local_batch = len(rows)
     own = slice(rank() * local_batch, (rank() + 1) * local_batch)

@@ -1,8 +1,8 @@
-"""BatchNorm by groups of rows: one device normalizes as several would, each for itself.
+"""BatchNorm by groups of rows: one device normalizes as several devices would.
 
-Shuffling the keys cures nothing where all rows share their statistics. Groups give a single device
-the separate statistics that shuffling needs ("bn-splits" in MoCo's demo on CIFAR-10), and the same
-groups of rows whatever the number of workers, or of chunks in which a worker embeds its rows.
+Shuffled keys cure nothing if all rows share their statistics. Groups give a single device the separate
+statistics that shuffling needs ("bn-splits" in MoCo's CIFAR-10 demo). The groups do not depend on the
+number of workers, or on the chunks in which a worker embeds its rows.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from raycl.errors import ConfigError
 def split_batchnorm(module: nn.Module, group_size: int) -> nn.Module:
     """Let every ``nn.BatchNorm1d/2d/3d`` in ``module`` normalize ``group_size`` rows at a time.
 
-    The layers are changed in place and keep all they own: parameters, buffers, hooks, names,
-    settings and mode. State dicts and optimizers made before stay valid.
+    The layers change in place and keep their parameters, buffers, hooks, names, settings and mode.
+    Earlier state dicts and optimizers stay valid.
 
     Args:
         module: A network, or a single BatchNorm layer.
-        group_size: Rows that are normalized together, in their order; their number must be a
-            multiple of it, which is checked in the forward pass.
+        group_size: Consecutive rows that are normalized together. The forward pass refuses a number
+            of rows that is not a multiple of it.
 
     Returns:
         The same module.
@@ -34,11 +34,11 @@ def split_batchnorm(module: nn.Module, group_size: int) -> nn.Module:
         ConfigError: A layer is another kind of BatchNorm, or ``group_size`` is less than 2.
     """
     if group_size < 2:
-        raise ConfigError(f"group_size must be at least 2 rows, came {group_size}; 32 is usual")
+        raise ConfigError(f"group_size must be at least 2 rows, got {group_size}; 32 is usual")
     refuse_other_kinds(module, (*PLAIN, SplitBatchNorm), verb="split")
     for layer in module.modules():
         if type(layer) in (*PLAIN, SplitBatchNorm):
-            # Only forward differs. A new object would lose hooks and layers used in two places.
+            # Only forward differs. A new object would lose hooks, and layers that are used twice.
             layer.__class__ = SplitBatchNorm
             layer.group_size = group_size  # pyright: ignore[reportArgumentType]
     return module
@@ -48,10 +48,10 @@ def split_batchnorm(module: nn.Module, group_size: int) -> nn.Module:
 class SplitBatchNorm(BatchNormBase):
     """BatchNorm that in training normalizes each group of consecutive rows by its own statistics.
 
-    Outputs and gradients equal those of one forward pass for each group. Running statistics move
-    once a batch, towards the mean of the groups' means and of their unbiased variances: variances
-    as a group has them, without the scatter of the groups' means. In eval mode, and without groups
-    (``group_size`` None), the layer is ``nn.BatchNorm``. Its memory format (channels_last) is kept.
+    Outputs and gradients equal one forward pass for each group. Each batch updates the running
+    statistics once, by the mean of the groups' means and of their unbiased variances; the scatter of
+    the groups' means is not part of the variance. In eval mode, and without groups (``group_size``
+    None), the layer is ``nn.BatchNorm``. The memory format (channels_last) is kept.
     """
 
     group_size: int | None
@@ -60,7 +60,7 @@ class SplitBatchNorm(BatchNormBase):
         """Normalize [batch, channels, ...].
 
         Raises:
-            ConfigError: The rows are no whole number of groups.
+            ConfigError: The number of rows is not a multiple of the group size.
             ValueError: A group holds a single value per channel.
         """
         if not self.training or self.group_size is None:
@@ -93,7 +93,7 @@ class SplitBatchNorm(BatchNormBase):
         )
 
     def _at_once(self, groups: Sequence[Tensor], moments: Tensor | None) -> Tensor:
-        """Normalize the groups as channels of their own: few launches on a GPU, but twice the time on a CPU."""
+        """Normalize the groups side by side as further channels: few launches on a GPU, twice the time on a CPU."""
         mean, variance = (None, None) if moments is None else moments.flatten(1)
         weight, bias = (
             None if each is None else each.repeat(len(groups)) for each in (self.weight, self.bias)

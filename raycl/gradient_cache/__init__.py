@@ -1,4 +1,4 @@
-"""Contrastive gradient accumulation: the exact gradient of a batch larger than memory."""
+"""Gradient caching: the exact gradient of a batch larger than memory."""
 
 from raycl.gradient_cache.cache import embed_in_chunks
 

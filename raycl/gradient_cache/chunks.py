@@ -1,4 +1,4 @@
-"""Chunks of a batch, embedded twice: once for the loss, once for the gradient."""
+"""Embed a batch in independent chunks, once for the loss and once more for the gradient."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from raycl.recompute import (
     RandomState,
-    Replays,
+    RecomputeCheck,
     RunningStatistics,
-    autocast_as_now,
+    current_autocast,
     first_nondeterministic_layer,
 )
 
@@ -21,72 +21,72 @@ Rows = tuple[Tensor, ...]
 
 @final
 class Chunks:
-    """Embed the chunks of a batch; ``backward`` embeds them again, but for those whose graph is kept.
+    """Embed the chunks of a batch; ``backward`` embeds them again, except those with a cached graph.
 
-    Only for towers that embed each row without the rows of other chunks. The running statistics of
-    :class:`~raycl.batchnorm.SplitBatchNorm` move once, as far as the whole batch would move them.
+    Only for towers whose rows do not depend on other chunks. The running statistics of
+    :class:`~raycl.batchnorm.SplitBatchNorm` are updated once, as by the whole batch.
     """
 
     def __init__(self, tower: nn.Module, *, chunk_size: int, kept_chunks: int) -> None:
         self._tower, self._chunk_size, self._kept_chunks = tower, chunk_size, kept_chunks
-        self._replayed: list[_Chunk] = []
-        self._kept: list[Tensor] = []
-        self._replays = Replays()
+        self._recomputed: list[_Chunk] = []
+        self._cached: list[Tensor] = []
+        self._check = RecomputeCheck()
 
     def embed(self, *rows: Tensor, with_gradient: bool) -> Tensor:
         """Return the embeddings [num_rows, dim], without graph."""
-        self._autocast = autocast_as_now(rows[0].device)
+        self._autocast = current_autocast(rows[0].device)
         chunks = list(zip(*(each.split(self._chunk_size) for each in rows), strict=True))
-        num_kept = min(self._kept_chunks, len(chunks)) if with_gradient else 0
-        # The last ones are kept: while the others pass, no graph takes up room.
-        first_kept = len(chunks) - num_kept
+        num_cached = min(self._kept_chunks, len(chunks)) if with_gradient else 0
+        # The last chunks keep their graph: no graph takes memory while the others pass.
+        first_cached = len(chunks) - num_cached
         statistics = RunningStatistics(self._tower)
         embeddings = [
-            *self._embed_plainly(chunks[:first_kept], statistics, with_gradient=with_gradient),
-            *self._embed_with_graph(chunks[first_kept:], statistics),
+            *self._embed_without_graph(chunks[:first_cached], statistics, with_gradient=with_gradient),
+            *self._embed_with_graph(chunks[first_cached:], statistics),
         ]
-        statistics.move()
+        statistics.update()
         return torch.cat(embeddings)
 
     def backward(self, gradient: Tensor) -> None:
-        """Add to the parameters' gradients what ``gradient`` [num_rows, dim] asks; once.
+        """Backpropagate ``gradient`` [num_rows, dim] into the parameters; once.
 
-        Raises ``ReplayError`` if a chunk's embeddings are not what they were.
+        Raises ``ReplayError`` if a chunk's embeddings differ from the first pass.
         """
         gradients = gradient.split(self._chunk_size)
-        # Those that are kept go first, each freed by its own pass, so that one graph at a time is left.
-        for its_gradient in gradients[len(self._replayed) :]:
-            torch.autograd.backward(self._kept.pop(0), its_gradient)
+        # Cached graphs go first, and each pass frees its own, so that one graph at a time is left.
+        for part in gradients[len(self._recomputed) :]:
+            torch.autograd.backward(self._cached.pop(0), part)
         statistics = RunningStatistics(self._tower)
-        for chunk, its_gradient in zip(self._replayed, gradients, strict=False):
-            torch.autograd.backward(self._embed_again(chunk), its_gradient)
-            statistics.put_back()
-        self._replayed = []
-        self._replays.check()
+        for chunk, part in zip(self._recomputed, gradients, strict=False):
+            torch.autograd.backward(self._embed_again(chunk), part)
+            statistics.restore()
+        self._recomputed = []
+        self._check.check()
 
-    def _embed_plainly(
+    def _embed_without_graph(
         self, chunks: Sequence[Rows], statistics: RunningStatistics, *, with_gradient: bool
     ) -> Iterator[Tensor]:
         for number, rows in enumerate(chunks):
             random_state = RandomState(rows[0].device)
             with torch.no_grad():
                 embedding = self._tower(*rows)
-            statistics.take(num_rows=len(rows[0]))
+            statistics.record(num_rows=len(rows[0]))
             if with_gradient:
-                self._replayed.append(_Chunk(number, rows, random_state, embedding))
+                self._recomputed.append(_Chunk(number, rows, random_state, embedding))
             yield embedding
 
     def _embed_with_graph(self, chunks: Sequence[Rows], statistics: RunningStatistics) -> Iterator[Tensor]:
         for rows in chunks:
             with torch.enable_grad():
-                self._kept.append(self._tower(*rows))
-            statistics.take(num_rows=len(rows[0]))
-            yield self._kept[-1].detach()
+                self._cached.append(self._tower(*rows))
+            statistics.record(num_rows=len(rows[0]))
+            yield self._cached[-1].detach()
 
     def _embed_again(self, chunk: "_Chunk") -> Tensor:
-        with torch.enable_grad(), self._autocast(), chunk.random_state.again():
+        with torch.enable_grad(), self._autocast(), chunk.random_state.restored():
             embedding = self._tower(*chunk.rows)
-            self._replays.add(embedding, chunk.embedding, partial(self._describe, chunk))
+            self._check.add(embedding, chunk.embedding, partial(self._describe, chunk))
         return embedding
 
     def _describe(self, chunk: "_Chunk") -> str:

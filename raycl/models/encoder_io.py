@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from raycl.augment.images import center_view
-from raycl.batchnorm import swap
+from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import BrokenImageError, ImageFormat
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
@@ -168,11 +168,11 @@ class SavedEncoder:
             check_trusted(spec.name, self.named_in, trusted, is_text=isinstance(spec, TextEncoderSpec))
             network = spec.build()
         if spec.norm != "batch":
-            network = swap(network, spec.norm)
+            network = replace_batchnorm(network, spec.norm)
         _fill(network, self.weights, self.uri)
         if spec.projection_head is not None:
             head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
-            head = swap(head, spec.norm) if spec.norm != "batch" else head
+            head = replace_batchnorm(head, spec.norm) if spec.norm != "batch" else head
             _fill(head, self.head_weights, self.uri)
             network = nn.Sequential(network, head)
             spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})

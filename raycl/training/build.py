@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from raycl.batchnorm import split_batchnorm, swap, synchronize
+from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig, Stage
 from raycl.data.in_memory import InMemoryDataset
 from raycl.distributed import all_sum, num_workers, rank
@@ -74,7 +74,7 @@ def towers(config: RunConfig, samples: Modality, network: nn.Module | None = Non
     elif config.batchnorm == "shuffled":
         split_batchnorm(whole, config.rows_per_group(config.stages[0]))
     elif config.batchnorm != "as_is":
-        swap(whole, config.batchnorm)
+        replace_batchnorm(whole, config.batchnorm)
     return whole
 
 

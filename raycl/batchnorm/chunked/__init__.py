@@ -1,1 +1,5 @@
-"""BatchNorm over the whole batch when the batch goes through the network in chunks."""
+"""BatchNorm over the whole batch when the batch passes through the network in chunks."""
+
+from raycl.batchnorm.chunked.chunked import ChunkedBatchNorm
+
+__all__ = ["ChunkedBatchNorm"]

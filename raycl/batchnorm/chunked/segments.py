@@ -1,4 +1,4 @@
-"""A network cut where BatchNorm must know the whole batch: segments that chunks run in turn."""
+"""Cut a network where BatchNorm needs the whole batch: segments that all chunks run in turn."""
 
 from dataclasses import dataclass
 from typing import final
@@ -19,19 +19,19 @@ class Segment:
     inputs: tuple[Node, ...]  # values of earlier segments
     outputs: tuple[Node, ...]  # values that are read later, or measured
     measured: tuple[Node, ...]  # values made here of which a BatchNorm takes statistics
-    dying: dict[Node, tuple[Node, ...]]  # after an operation: the values that nobody here reads again
+    freed_after: dict[Node, tuple[Node, ...]]  # by operation: the values with no later reader in this segment
 
 
 @final
 class Network:
     """A tower in its present modes, as segments.
 
-    A BatchNorm stands at the start of the segment that reads it first, and is computed there from
-    its input: the input waits in memory, never the output. Where all values that cross an operation
-    wait anyway, as at the end of a residual block, segments are cut too: that costs nothing.
+    A BatchNorm is the start of the segment that reads it first, and is computed there from its input:
+    the input waits in memory, never the output. Segments are also cut where all values that cross an
+    operation wait anyway, such as the end of a residual block: that costs nothing.
 
     Raises:
-        ConfigError: It cannot be traced, see :class:`~raycl.batchnorm.chunked.trace.TracedNetwork`.
+        ConfigError: The tower cannot be traced, see :class:`~raycl.batchnorm.chunked.trace.TracedNetwork`.
     """
 
     def __init__(self, tower: nn.Module) -> None:
@@ -63,23 +63,23 @@ class Network:
         """Return whether later segments read a value, or it is the result."""
         return max(self._readers[node], default=segment.index) > segment.index
 
-    def learned(self) -> set[Node]:
-        """Return the values that depend on a parameter which requires a gradient."""
+    def differentiable(self) -> set[Node]:
+        """Return the values that depend on a parameter that requires a gradient."""
         parameters = dict(self.trace.tower.named_parameters(remove_duplicate=False))
-        learned: set[Node] = set()
+        differentiable: set[Node] = set()
         for node in self.trace.graph.nodes:
             module = self.trace.modules.get(node)
             own = list(module.parameters()) if module else []
             if node.op == "get_attr" and node.target in parameters:
                 own = [parameters[node.target]]
-            if any(each.requires_grad for each in own) or learned.intersection(node.all_input_nodes):
-                learned.add(node)
-        return learned
+            if any(each.requires_grad for each in own) or differentiable.intersection(node.all_input_nodes):
+                differentiable.add(node)
+        return differentiable
 
     def _find_last_read(self, node: Node) -> int:
         if node is self.trace.result:
             return len(self._order)
-        # A BatchNorm that nobody reads has no place; its input is measured all the same.
+        # A BatchNorm without readers has no position; its input is measured anyway.
         return max((self._position[user] for user in node.users if user in self._position), default=-1)
 
     def _find_crossing(self, position: int) -> set[Node]:
@@ -108,22 +108,22 @@ class Network:
             inputs=tuple(node for node in read if node not in nodes),
             outputs=tuple(outputs),
             measured=tuple(node for node in made if node in measured),
-            dying=_dying(nodes, kept=set(outputs)),
+            freed_after=_freed_after(nodes, kept=set(outputs)),
         )
 
     def _find_readers(self, node: Node) -> list[int]:
-        """Return the segments that a value must wait for, in their order; the result for the end."""
+        """Return the segments that read a value, in order; the result is read after the last one."""
         readers = [segment.index for segment in self.segments if node in segment.inputs]
         return [*readers, len(self.segments)] if node is self.trace.result else readers
 
 
 def _values_read(node: Node) -> list[Node]:
-    # Parameters and buffers are at hand everywhere.
+    # Parameters and buffers are available everywhere.
     return [each for each in node.all_input_nodes if each.op != "get_attr"]
 
 
 def _in_order(trace: TracedNetwork) -> list[Node]:
-    """Return all that is computed, each BatchNorm right before the first operation that reads it."""
+    """Return all computed values, each BatchNorm right before the first operation that reads it."""
     order: dict[Node, None] = {}
 
     def place(node: Node) -> None:
@@ -139,11 +139,11 @@ def _in_order(trace: TracedNetwork) -> list[Node]:
     return list(order)
 
 
-def _dying(nodes: list[Node], *, kept: set[Node]) -> dict[Node, tuple[Node, ...]]:
-    last: dict[Node, Node] = {node: node for node in nodes}  # what nobody reads dies at once
+def _freed_after(nodes: list[Node], *, kept: set[Node]) -> dict[Node, tuple[Node, ...]]:
+    last: dict[Node, Node] = {node: node for node in nodes}  # a value without readers is freed at once
     last |= {each: node for node in nodes for each in _values_read(node)}
-    dying: dict[Node, list[Node]] = {node: [] for node in nodes}
+    freed_after: dict[Node, list[Node]] = {node: [] for node in nodes}
     for value, node in last.items():
         if value not in kept:
-            dying[node].append(value)
-    return {node: tuple(values) for node, values in dying.items()}
+            freed_after[node].append(value)
+    return {node: tuple(values) for node, values in freed_after.items()}

@@ -1,4 +1,4 @@
-"""BatchNorm by statistics of the whole batch, which come in from chunks and workers."""
+"""BatchNorm with statistics of the whole batch, merged from chunks and workers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -8,55 +8,53 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raycl.batchnorm import kernels
 from raycl.batchnorm.base import BatchNormBase
-from raycl.batchnorm.synchronized import (
-    _add_scaled,
-    _affine,
-    _check_count,
-    _gradient_sums,
-    _like,
-    _local_moments,
-    _merge,
-    _Moments,
-    _statistics_type,
+from raycl.batchnorm.kernels import (
+    Moments,
+    add_scaled,
+    affine,
+    check_count,
+    gradient_sums,
+    match_layout,
+    merge,
+    statistics_dtype,
 )
 from raycl.distributed import all_sum, gather_detached
-
-Moments = _Moments
 
 
 def local_moments(values: Sequence[Tensor]) -> Tensor:
     """Return the moments of a chunk's values [rows, channels, ...] side by side, float64 [1, numbers]."""
-    return torch.cat([_local_moments(value.detach()) for value in values], dim=1)
+    return torch.cat([kernels.local_moments(value.detach()) for value in values], dim=1)
 
 
 def merge_moments(chunks: Sequence[Tensor], values: Sequence[Tensor], *, over_workers: bool) -> list[Moments]:
-    """Merge what :func:`local_moments` said of each chunk; over all workers, one collective.
+    """Merge the :func:`local_moments` of all chunks; over all workers by one collective.
 
     Args:
-        chunks: Of each chunk, [1, numbers].
-        values: One chunk's values, for their channels and types.
-        over_workers: Whether the batch is that of all workers, or this one's.
+        chunks: Moments of each chunk, [1, numbers].
+        values: The values of one chunk, for their channels and types.
+        over_workers: Whether the batch spans all workers, or this one alone.
 
     Raises:
         ValueError: The batch holds a single value per channel.
     """
     widths = [2 * value.shape[1] + 1 for value in values]
-    local = torch.cat([_merge(part) for part in torch.cat(list(chunks)).split(widths, dim=1)], dim=1)
+    local = torch.cat([merge(part) for part in torch.cat(list(chunks)).split(widths, dim=1)], dim=1)
     parts = (gather_detached(local) if over_workers else local).split(widths, dim=1)
-    return [_checked(_merge(part), value) for part, value in zip(parts, values, strict=True)]
+    return [_checked(merge(part), value) for part, value in zip(parts, values, strict=True)]
 
 
 def _checked(merged: Tensor, value: Tensor) -> Moments:
     channels = value.shape[1]
-    _check_count(value, merged[0, -1])
-    return Moments(*merged.to(_statistics_type(value)).squeeze(0).split([channels, channels, 1]))
+    check_count(value, merged[0, -1])
+    return Moments(*merged.to(statistics_dtype(value)).squeeze(0).split([channels, channels, 1]))
 
 
 def track(layer: _BatchNorm, moments: Moments) -> None:
-    """Move a layer's running statistics by those of one batch, as its own forward pass would."""
+    """Update a layer's running statistics by one batch, as its own forward pass would."""
     if layer.training:
-        # Nothing here is particular to raycl's kinds of BatchNorm.
+        # Plain nn.BatchNorm layers have all that these two methods use.
         layer = cast("BatchNormBase", layer)
         rate = BatchNormBase._count_batch(layer)
         unbiased_variance = moments.variance * (moments.num_values / (moments.num_values - 1))
@@ -64,47 +62,48 @@ def track(layer: _BatchNorm, moments: Moments) -> None:
 
 
 def normalize(
-    x: Tensor, layer: _BatchNorm, moments: Moments, note: Callable[[Tensor, Tensor], None] | None
+    x: Tensor, layer: _BatchNorm, moments: Moments, record: Callable[[Tensor, Tensor], None] | None
 ) -> Tensor:
-    """Normalize a chunk [rows, channels, ...] of the batch whose moments are given.
+    """Normalize a chunk [rows, channels, ...] by the moments of the whole batch.
 
-    No gradient flows into ``x``, since it depends on all chunks: in the backward pass ``note`` is
-    told the gradient at the output and the chunk's two sums, from which :func:`gradient_at_input`
-    makes it when all have come. Weight and bias receive this chunk's gradient at once.
+    The gradient at ``x`` depends on all chunks, so autograd gets none. The backward pass calls
+    ``record`` with the gradient at the output and the chunk's two sums; :func:`gradient_at_input`
+    computes the gradient at ``x`` once the sums of all chunks are known. Weight and bias receive
+    this chunk's gradient at once.
     """
-    anchor = None if note is None else torch.zeros((), requires_grad=True)
-    return _Normalize.apply(anchor, x.detach(), layer.weight, layer.bias, moments, layer.eps, note)  # pyright: ignore[reportReturnType]
+    anchor = None if record is None else torch.zeros((), requires_grad=True)
+    return _Normalize.apply(anchor, x.detach(), layer.weight, layer.bias, moments, layer.eps, record)  # pyright: ignore[reportReturnType]
 
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: Tensor | None,  # asks for a backward pass where weight and bias do not
+        anchor: Tensor | None,  # makes autograd run the backward pass even if weight and bias are frozen
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         moments: Moments,
         eps: float,
-        note: Callable[[Tensor, Tensor], None] | None,
+        record: Callable[[Tensor, Tensor], None] | None,
     ) -> Tensor:
         mean, variance, _ = moments
         ctx.save_for_backward(x, mean, variance)
-        ctx.eps, ctx.note = eps, note
+        ctx.eps, ctx.record = eps, record
         ctx.parameter_types = [None if each is None else each.dtype for each in (weight, bias)]
         shift = torch.zeros_like(mean) if bias is None else bias.detach().to(mean.dtype)
-        return _affine(x, _scale(weight, mean), shift, mean, variance, eps)
+        return affine(x, _scale(weight, mean), shift, mean, variance, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, mean, variance = ctx.saved_tensors
-        grad = _like(grad, x)
-        sums = _gradient_sums(grad, x, mean, variance, ctx.eps)
-        if ctx.note is not None:
-            ctx.note(grad, sums)
+        grad = match_layout(grad, x)
+        sums = gradient_sums(grad, x, mean, variance, ctx.eps)
+        if ctx.record is not None:
+            ctx.record(grad, sums)
         grad_weight, grad_bias = (
-            # Copies: what becomes a parameter's gradient is added to in place.
+            # Copies: autograd adds to a parameter's gradient in place.
             each.to(dtype, copy=True) if dtype else None
             for each, dtype in zip(sums, ctx.parameter_types, strict=True)
         )
@@ -120,10 +119,10 @@ def sum_over_workers(sums: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradient_at_input(grad: Tensor, x: Tensor, layer: _BatchNorm, moments: Moments, sums: Tensor) -> Tensor:
-    """Return the gradient at a chunk's input, that through mean and variance of the batch included.
+    """Return the gradient at a chunk's input, through the batch's mean and variance as well.
 
     Args:
-        grad: At the layer's output, [rows, channels, ...], as :func:`normalize` noted it.
+        grad: At the layer's output, [rows, channels, ...], as :func:`normalize` recorded it.
         x: The layer's input, [rows, channels, ...].
         layer: The layer.
         moments: Of the whole batch.
@@ -136,8 +135,8 @@ def gradient_at_input(grad: Tensor, x: Tensor, layer: _BatchNorm, moments: Momen
     # precision the factor of x is rounded, and the shift made for the rounded one.
     factor = (scale * slope / -(variance + layer.eps)).to(x.dtype)
     shift = (-mean * factor).to(mean.dtype)
-    grad_x = _affine(grad, scale, shift, level, variance, layer.eps)
-    _add_scaled(grad_x, x, factor)
+    grad_x = affine(grad, scale, shift, level, variance, layer.eps)
+    add_scaled(grad_x, x, factor)
     return grad_x
 
 

@@ -1,4 +1,4 @@
-"""A network as a graph of operations, or the reason why it is none."""
+"""Trace a network to a graph of operations, or explain why that is impossible."""
 
 import inspect
 import operator
@@ -15,7 +15,7 @@ from raycl.batchnorm.base import PLAIN, refuse_other_kinds
 from raycl.batchnorm.synchronized import SynchronizedBatchNorm
 from raycl.errors import ConfigError
 
-WAYS_OUT = "use batchnorm=group or batchnorm=layer, or leave chunk_size out"
+WAYS_OUT = "use batchnorm=group or batchnorm=layer, or remove chunk_size"
 
 _WRITING = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
@@ -25,10 +25,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class InPlaceWrite(NamedTuple):
-    """What an operation overwrites."""
+    """The value that an operation overwrites."""
 
     target: Node
-    is_read_later: bool  # by the name it had before, which now means what was written
+    is_read_later: bool  # under its old name, which now means the new value
 
 
 @final
@@ -36,13 +36,13 @@ class TracedNetwork:
     """The operations of a tower in its present modes, with its own modules and parameters.
 
     Raises:
-        ConfigError: The tower does something that no graph of operations holds, or that would
-            differ when rows pass in chunks and twice.
+        ConfigError: ``torch.fx`` cannot trace the tower, or an operation would give other results when
+            rows pass in chunks and twice.
     """
 
     def __init__(self, tower: nn.Module) -> None:
         refuse_other_kinds(
-            tower, (*PLAIN, SynchronizedBatchNorm, nn.SyncBatchNorm), verb="accumulate through"
+            tower, (*PLAIN, SynchronizedBatchNorm, nn.SyncBatchNorm), verb="embed in chunks through"
         )
         self.tower = tower
         self.graph = _graph(tower)
@@ -52,7 +52,7 @@ class TracedNetwork:
             if node.op == "call_module"
         }
         self.rows, self.result = _ends(self.graph)
-        # By call and not by layer: one that is used in two places has two inputs.
+        # Keyed by call: a layer that is used twice has two inputs.
         self.layers = {
             node: module
             for node, module in self.modules.items()
@@ -63,7 +63,7 @@ class TracedNetwork:
         self._refuse_functional_batchnorm()
 
     def _find_writes(self) -> dict[Node, InPlaceWrite]:
-        """Return what is written in place, and let later readers read the result of the write."""
+        """Return the writes in place, and redirect later readers to their results."""
         position = {node: number for number, node in enumerate(self.graph.nodes)}
         writes = {}
         for node in self.graph.nodes:
@@ -83,14 +83,14 @@ class TracedNetwork:
             if module not in called and any(getattr(module, hooks) for hooks in _HOOKS):
                 raise ConfigError(
                     f"{name or 'the tower'} has hooks, which would not be called: BatchNorm over the whole "
-                    f"batch in chunks runs the operations inside of it; remove them, or {WAYS_OUT}"
+                    f"batch in chunks runs the operations inside it; remove the hooks, or {WAYS_OUT}"
                 )
 
     def _refuse_functional_batchnorm(self) -> None:
         for node in self.graph.nodes:
             if node.target in (F.batch_norm, torch.batch_norm) and _arguments(node).get("training", True):
                 raise ConfigError(
-                    f"{node.name} normalizes by a function, which would see no more than a chunk; "
+                    f"{node.name} normalizes by a function, which would see one chunk only; "
                     f"use a layer, nn.BatchNorm1d/2d/3d, or {WAYS_OUT}"
                 )
 
@@ -102,17 +102,17 @@ def _graph(tower: nn.Module) -> Graph:
             graph = _Tracer().trace(tower)
         except ConfigError:
             raise
-        except Exception as error:  # whatever Python does when it is given no numbers
-            raise _no_graph("the tower", tower, error) from error
+        except Exception as error:  # proxies in place of tensors may raise anything
+            raise _untraceable("the tower", tower, error) from error
         if not torch.equal(before, torch.get_rng_state()):
             raise ConfigError(
-                f"{type(tower).__name__} draws random numbers that do not depend on its rows, which would be "
-                f"drawn once and for all; draw them with torch.rand_like or in a layer, or {WAYS_OUT}"
+                f"{type(tower).__name__} draws random numbers that do not depend on its rows, and tracing would "
+                f"freeze them; draw them with torch.rand_like or in a layer, or {WAYS_OUT}"
             )
     return graph
 
 
-def _no_graph(name: str, module: nn.Module, error: Exception) -> ConfigError:
+def _untraceable(name: str, module: nn.Module, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split())[:200]
     return ConfigError(
         f"BatchNorm over the whole batch in chunks needs a network that torch.fx can trace, but "
@@ -123,7 +123,7 @@ def _no_graph(name: str, module: nn.Module, error: Exception) -> ConfigError:
 def changes_itself(name: str) -> ConfigError:
     """Return the error for a network whose forward pass writes into one of its own tensors."""
     return ConfigError(
-        f"the forward pass changes {name}, and would do so for every chunk and once more on the way back; "
+        f"the forward pass changes {name}, and would do so for every chunk and again in the backward pass; "
         f"{WAYS_OUT}"
     )
 
@@ -134,8 +134,8 @@ def _ends(graph: Graph) -> tuple[Node, Node]:
     if len(rows) == 1 and isinstance(result, Node):
         return rows[0], result
     raise ConfigError(
-        "BatchNorm over the whole batch in chunks needs a network of one tensor to one tensor, "
-        f"came {len(rows)} arguments and a result of {type(result).__name__}; {WAYS_OUT}"
+        "BatchNorm over the whole batch in chunks needs a network from one tensor to one tensor, "
+        f"got {len(rows)} arguments and a result of {type(result).__name__}; {WAYS_OUT}"
     )
 
 
@@ -161,7 +161,7 @@ def _writes(node: Node, module: nn.Module | None) -> bool:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of a function by name, as far as Python knows their names."""
+    """Return the arguments of a function by name, if Python knows its signature."""
     if isinstance(node.target, str):
         return dict(node.kwargs)
     try:
@@ -180,7 +180,7 @@ def _recorded(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Prox
 
 
 class _Proxy(fx.Proxy):
-    """Records ``x += y`` as a write. fx takes it for ``x + y``, of which other names of x know nothing."""
+    """Record ``x += y`` as a write; fx itself records ``x + y``, which other names of x do not see."""
 
 
 for _function in _WRITING:
@@ -189,7 +189,7 @@ for _function in _WRITING:
 
 @final
 class _Tracer(fx.Tracer):
-    # Arithmetic on buffers belongs to the graph, as that on parameters does: it is no constant.
+    # Arithmetic on buffers belongs to the graph, like arithmetic on parameters.
     proxy_buffer_attributes = True
 
     def proxy(self, node: Node) -> fx.Proxy:
@@ -208,5 +208,5 @@ class _Tracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         except ConfigError:
             raise
-        except Exception as error:  # as in _graph; the innermost module is named
-            raise _no_graph(self.path_of_module(m), m, error) from error
+        except Exception as error:  # as in _graph; the error names the innermost module
+            raise _untraceable(self.path_of_module(m), m, error) from error

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raycl.batchnorm import SynchronizedBatchNorm, split_batchnorm, synchronize
-from raycl.batchnorm.chunked.chunked_batchnorm import ChunkedBatchNorm
+from raycl.batchnorm.chunked import ChunkedBatchNorm
 from raycl.batchnorm.chunked.segments import Network
 from raycl.errors import ConfigError
 from raycl.models.heads import build_projection_head
@@ -719,7 +719,7 @@ def _two_results(net: _Function, images: Tensor) -> Any:
         (_branches, r"inner \(_Function\) cannot be: symbolically traced"),
         (_draws, "draws random numbers"),
         (_normalizes, "batch_norm normalizes by a function"),
-        (_two_results, "came 1 arguments and a result of tuple"),
+        (_two_results, "got 1 arguments and a result of tuple"),
     ],
 )
 def test_networks_that_cannot_be_taken_apart_are_refused(function: Any, message: str) -> None:
@@ -728,7 +728,7 @@ def test_networks_that_cannot_be_taken_apart_are_refused(function: Any, message:
     with pytest.raises(ConfigError, match=message) as caught:
         ChunkedBatchNorm(tower, chunk_size=4)
     assert "\n" not in str(caught.value)
-    assert "use batchnorm=group or batchnorm=layer, or leave chunk_size out" in str(caught.value)
+    assert "use batchnorm=group or batchnorm=layer, or remove chunk_size" in str(caught.value)
 
 
 def test_tracing_draws_nothing() -> None:
@@ -767,9 +767,9 @@ def _pair(net: _Function, images: Tensor) -> Tensor:
     ("function", "message"),
     [
         (_writes_behind, "relu_, which writes into a tensor that is read later under another name"),
-        (_writes_unsaid, "add, which writes into its input without saying so"),
+        (_writes_unsaid, "add, which writes into its input, which its name does not show"),
         (_counts, "iadd, which counts in place under two names"),
-        (_pair, "chunk, which leaves a tuple of tensors"),
+        (_pair, "chunk, which returns a tuple of tensors"),
     ],
 )
 def test_operations_that_cannot_be_followed_are_refused(function: Any, message: str) -> None:
@@ -780,7 +780,7 @@ def test_operations_that_cannot_be_followed_are_refused(function: Any, message: 
 
 
 def test_other_kinds_of_batchnorm_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot accumulate through 1: SplitBatchNorm"):
+    with pytest.raises(ConfigError, match="cannot embed in chunks through 1: SplitBatchNorm"):
         ChunkedBatchNorm(split_batchnorm(_small(), 2), chunk_size=4)
     assert any(type(each) is SynchronizedBatchNorm for each in synchronize(_small()).modules())
 
@@ -816,9 +816,9 @@ def test_layers_that_count_their_calls_are_refused() -> None:
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="chunk_size must be at least 1, came 0"):
+    with pytest.raises(ConfigError, match="chunk_size must be at least 1, got 0"):
         ChunkedBatchNorm(_small(), chunk_size=0)
-    with pytest.raises(ConfigError, match="milestone_every must be None or at least 1, came 0"):
+    with pytest.raises(ConfigError, match="milestone_every must be None or at least 1, got 0"):
         ChunkedBatchNorm(_small(), chunk_size=4, milestone_every=0)
 
 
@@ -827,7 +827,7 @@ def test_a_way_back_needs_a_way_there_and_a_gradient_that_fits() -> None:
     with pytest.raises(RuntimeError, match="no embeddings wait"):
         lockstep.backward(torch.zeros(24, 4))
     gradient = _ask(lockstep.embed(_rows()))
-    with pytest.raises(ConfigError, match=r"shape of the embeddings, \[24, 4\], came \[23, 4\]"):
+    with pytest.raises(ConfigError, match=r"shape of the embeddings, \[24, 4\], got \[23, 4\]"):
         lockstep.backward(gradient[1:])
     lockstep.backward(gradient)
     with pytest.raises(RuntimeError, match="no embeddings wait"):

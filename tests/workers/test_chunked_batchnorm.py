@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raycl.batchnorm import synchronize
-from raycl.batchnorm.chunked.chunked_batchnorm import ChunkedBatchNorm
+from raycl.batchnorm.chunked import ChunkedBatchNorm
 from raycl.distributed import gather, rank
 from raycl.models.heads import build_projection_head
 from raycl.models.images import build_image_encoder

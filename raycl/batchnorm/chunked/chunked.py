@@ -1,0 +1,241 @@
+"""Gradient caching with BatchNorm over the whole batch: exact, for more time or memory.
+
+Gradient caching (Gao et al., 2021) embeds a batch chunk by chunk without graphs, takes the loss's
+gradient at the embeddings, and runs each chunk again with its graph. BatchNorm breaks it: the
+statistics of a chunk differ from the batch's, they mark its rows, and the gradient through the
+batch's mean and variance is lost.
+
+Here all chunks advance together. At each BatchNorm every chunk waits until the moments of all chunks
+(and workers) are merged. In the backward pass they wait for the two sums that the gradient of
+BatchNorm needs. Only one graph exists at a time, of one chunk and one segment; values that wait
+between segments exist for the whole batch. So memory falls by less than with independent chunks, and
+``milestone_every`` saves more for one more forward pass.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from raycl.batchnorm.chunked.chunk import Chunk, Statistics
+from raycl.batchnorm.chunked.segments import Network, Segment
+from raycl.batchnorm.chunked.statistics import local_moments, merge_moments, sum_over_workers, track
+from raycl.batchnorm.chunked.trace import changes_itself
+from raycl.batchnorm.synchronized import SYNCHRONIZED
+from raycl.errors import ConfigError
+from raycl.recompute import RecomputeCheck, current_autocast
+
+
+@final
+class ChunkedBatchNorm:
+    """Embed rows in chunks, and backpropagate, exactly as one pass of the whole batch.
+
+    Embeddings, gradients and running statistics equal ``nn.BatchNorm`` on this worker's rows. If any
+    layer is synchronized they equal it on the rows of all workers, and ``embed`` and ``backward`` are
+    collective. Layers in eval mode use their running statistics. Chunks may differ in length, and
+    workers in their number of rows.
+
+    The tower keeps its modules, parameters and hooks. Layers run twice, so their hooks are called
+    twice. Hooks on BatchNorm layers and on modules that contain modules would not be called, and are
+    refused. Dropout draws layer by layer, in another order than a single pass.
+
+    Args:
+        tower: Rows to embeddings, [batch, ...] to [batch, dim]. Each row by itself except for
+            ``nn.BatchNorm1d/2d/3d`` or synchronized layers. ``torch.fx`` must be able to trace it,
+            and traces it again when the modes of its layers change.
+        chunk_size: Rows that have a graph at the same time.
+        milestone_every: ``None`` keeps all values that wait between segments, from forward to
+            backward. A number k keeps them only at every k-th point through which a single value
+            passes, such as the end of a residual block, and recomputes the others: less memory, and
+            one more forward pass without graphs.
+
+    Raises:
+        ConfigError: The tower cannot be traced, contains another kind of BatchNorm, or a number is
+            not positive.
+    """
+
+    def __init__(self, tower: nn.Module, *, chunk_size: int, milestone_every: int | None = None) -> None:
+        if chunk_size < 1:
+            raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}; 32 is usual")
+        if milestone_every is not None and milestone_every < 1:
+            raise ConfigError(f"milestone_every must be None or at least 1, got {milestone_every}; try 1")
+        self._tower = tower
+        self._chunk_size = chunk_size
+        self._milestone_every = milestone_every
+        self._modes = _modes(tower)
+        self._network = Network(tower)
+        self._pass: _Pass | None = None
+
+    @torch.no_grad()
+    def embed(self, rows: Tensor, *, with_gradient: bool = True) -> Tensor:
+        """Return the embeddings [batch, dim] of rows [batch, ...], without a graph.
+
+        Args:
+            rows: This worker's rows.
+            with_gradient: Keep the values for ``backward``; they replace those of an earlier call.
+
+        Raises:
+            ConfigError: An operation of the tower would give other results in chunks.
+            ValueError: The batch holds a single value per channel.
+        """
+        if (modes := _modes(self._tower)) != self._modes:
+            self._network, self._modes = Network(self._tower), modes
+        if with_gradient:
+            self._pass = None  # frees its memory first
+        milestones = self._network.milestones(self._milestone_every)
+        batch = _Pass(self._network, rows, chunk_size=self._chunk_size, milestones=milestones)
+        before = _versions(self._tower)
+        with _own_casts():
+            embeddings = batch.forward(keep=with_gradient)
+        _refuse_changes(before, _versions(self._tower))
+        batch.update_running_statistics()
+        if with_gradient:
+            self._pass = batch
+        return embeddings
+
+    def backward(self, gradient: Tensor) -> None:
+        """Add to the gradients of the parameters; once for each ``embed``.
+
+        Args:
+            gradient: Of this worker's loss at its embeddings, [batch, dim]. Parameters receive this
+                worker's share, to be averaged or summed over workers as ``DistributedDataParallel``
+                does with synchronized layers.
+
+        Raises:
+            RuntimeError: ``embed`` was not called before.
+            ConfigError: The gradient has another shape than the embeddings.
+            ReplayError: The network gave other values than in the forward pass.
+        """
+        batch = self._pass
+        if batch is None:
+            raise RuntimeError("no embeddings wait for their gradient: call embed(rows) before each backward")
+        batch.check(gradient)
+        self._pass = None
+        with _own_casts():
+            batch.backward(gradient)
+
+
+@final
+class _Pass:
+    """One batch: forward once, and backward at most once.
+
+    ``milestones`` are indices of segments, ascending from 0: their inputs are kept for the backward
+    pass, all other values are recomputed.
+    """
+
+    def __init__(self, network: Network, rows: Tensor, *, chunk_size: int, milestones: list[int]) -> None:
+        self._network = network
+        self._chunk_size = chunk_size
+        self._milestones = milestones
+        self._statistics = Statistics()
+        self._check = RecomputeCheck()
+        self._chunks = [Chunk(network, part, self._statistics) for part in rows.split(chunk_size)]
+        self._over_workers = any(isinstance(each, SYNCHRONIZED) for each in network.trace.layers.values())
+        self._shape = torch.Size()
+        self._autocast = current_autocast(rows.device)
+
+    def forward(self, *, keep: bool) -> Tensor:
+        """Return the embeddings [batch, dim]; keep the values that ``backward`` needs."""
+        kept = {self._network.trace.rows}.union(*map(self._network.crossing, self._milestones))
+        for segment in self._network.segments:
+            self._advance(segment, kept if keep else set())
+        result = self._network.trace.result
+        embeddings = torch.cat([chunk.values[result] for chunk in self._chunks])
+        for chunk in self._chunks:
+            chunk.free({result} - kept)
+        self._shape = embeddings.shape
+        return embeddings
+
+    def update_running_statistics(self) -> None:
+        """Update the layers in the order of the network's own forward pass."""
+        for call, layer in self._network.trace.layers.items():
+            track(layer, self._statistics.moments[call.all_input_nodes[0]])
+
+    def check(self, gradient: Tensor) -> None:
+        """Raise ``ConfigError`` unless the gradient has the shape of the embeddings."""
+        if gradient.shape != self._shape:
+            raise ConfigError(
+                f"the gradient must have the shape of the embeddings, {list(self._shape)}, "
+                f"got {list(gradient.shape)}; pass the loss's gradient at the result of embed"
+            )
+
+    def backward(self, gradient: Tensor) -> None:
+        """Add to the gradients of the parameters, under the random state and autocast of the forward pass."""
+        for chunk, part in zip(self._chunks, gradient.detach().split(self._chunk_size), strict=True):
+            chunk.add_gradient(self._network.trace.result, part)
+        differentiable = self._network.differentiable()
+        with self._autocast():
+            for start, end in reversed(list(pairwise([*self._milestones, len(self._network.segments)]))):
+                self._backward_to_milestone(self._network.segments[start:end], differentiable)
+        self._check.check()
+
+    def _advance(self, segment: Segment, kept: set[Node]) -> None:
+        moments: list[Tensor] = []
+        first: list[Tensor] = []
+        for chunk in self._chunks:
+            chunk.advance(segment)
+            if values := [chunk.values[node] for node in segment.measured]:
+                moments.append(local_moments(values))
+                first = first or values
+            chunk.free(
+                [n for n in chunk.values if not (n in kept or self._network.is_read_after(n, segment))]
+            )
+        if moments:
+            merged = merge_moments(moments, first, over_workers=self._over_workers)
+            self._statistics.moments |= dict(zip(segment.measured, merged, strict=True))
+
+    def _backward_to_milestone(self, segments: list[Segment], differentiable: set[Node]) -> None:
+        if any(differentiable.intersection(segment.nodes) for segment in segments):
+            for chunk in self._chunks:
+                for segment in segments[:-1]:
+                    chunk.recompute(segment)
+        for segment in reversed(segments):
+            self._backward(segment, differentiable)
+
+    def _backward(self, segment: Segment, differentiable: set[Node]) -> None:
+        layers = self._network.trace.layers
+        calls = [n for n in segment.nodes if n in layers and n.all_input_nodes[0] in differentiable]
+        moments = [self._statistics.moments[call.all_input_nodes[0]] for call in calls]
+        sums = {
+            call: torch.stack([each.mean, each.mean]).zero_()
+            for call, each in zip(calls, moments, strict=True)
+        }
+        for chunk in self._chunks:
+            if differentiable.intersection(segment.nodes):
+                for call, each in chunk.backward(segment, differentiable, self._check).items():
+                    sums[call] += each
+            chunk.free([n for n in chunk.values if not self._network.is_read_before(n, segment)])
+        totals = list(sums.values())
+        if self._over_workers:
+            totals = sum_over_workers(totals)
+        self._statistics.sums |= dict(zip(calls, totals, strict=True))
+
+
+def _modes(tower: nn.Module) -> list[bool]:
+    return [module.training for module in tower.modules()]
+
+
+@contextlib.contextmanager
+def _own_casts() -> Iterator[None]:
+    """Keep autocast from sharing cast weights between passes with a graph and passes without one."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _versions(tower: nn.Module) -> dict[str, int]:
+    tensors = itertools.chain(tower.named_parameters(), tower.named_buffers())
+    return {name: tensor._version for name, tensor in tensors}
+
+
+def _refuse_changes(before: dict[str, int], after: dict[str, int]) -> None:
+    changed = [name for name, version in after.items() if version != before.get(name)]
+    if changed:
+        raise changes_itself(changed[0])
