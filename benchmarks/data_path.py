@@ -101,9 +101,9 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     from raycl.data.sampler import BatchShard, InMemorySampler
     from raycl.data.sources import find_source
     from raycl.training import build
-    from raycl.training.columns import column_names
+    from raycl.training.data_module import DataModule
+    from raycl.training.preflight import column_names
     from raycl.training.process import prepare_process
-    from raycl.training.samples import DataModule
 
     # Beside tasks that read, a worker has a core of its own.
     prepare_process(1 if stream else options.cores)

@@ -97,9 +97,9 @@ def rows(size: int) -> dict[str, float]:
     from raycl.data.coordinator import start_coordinator
     from raycl.data.sampler import BatchShard
     from raycl.data.sources import find_source
-    from raycl.training.columns import column_names
+    from raycl.training.data_module import DataModule
+    from raycl.training.preflight import column_names
     from raycl.training.process import prepare_process
-    from raycl.training.samples import DataModule
 
     prepare_process(2)
     config = raycl.override(

@@ -22,8 +22,8 @@ from raycl.data.sources import find_source
 from raycl.records import read_metrics
 from raycl.reproduction.leakage import probe_run
 from raycl.storage import Place
-from raycl.training.columns import column_names
 from raycl.training.modality import ImageTowerBuilder
+from raycl.training.preflight import column_names
 from raycl.training.resume import CONFIG
 
 

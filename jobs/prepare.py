@@ -16,7 +16,7 @@ from raycl.errors import ConfigError
 from raycl.preparation.images import pack_images
 from raycl.preparation.pairs import group_pairs
 from raycl.preparation.texts import gather_texts, make_tokenizer
-from raycl.training.tokenizer import ROLES
+from raycl.training.data_module import ROLES
 
 app = typer.Typer(help="Prepare a set once, so that many runs read it well.", add_completion=False)
 Data = Annotated[str, typer.Option(help="Parquet file or folder, or folder of images.")]

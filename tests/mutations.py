@@ -404,7 +404,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed epoch begins anew",
-        "raycl/training/epochs.py",
+        "raycl/training/views.py",
         "            start=position.epoch_step,\n",
         "            start=0,\n",
         "tests/test_epochs.py",

@@ -18,7 +18,7 @@ from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe
 from raycl.tokenization import Vocabulary
 from raycl.training import build
-from raycl.training.columns import column_names
+from raycl.training.preflight import column_names
 from tests.images import digit_files, encode
 from tests.texts import invented_texts
 

@@ -8,7 +8,7 @@ import pytest
 
 from raycl.errors import StorageError
 from raycl.storage import Place
-from raycl.training.checkpoint_list import CHECKPOINTS, LISTED, backup_manifest, repair_manifest
+from raycl.training.resume import CHECKPOINTS, LISTED, backup_manifest, repair_manifest
 
 
 def result(step: int) -> dict[str, Any]:

@@ -13,10 +13,8 @@ from raycl.augment.images import ImageAugmentation
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.sampler import BatchShard, InMemorySampler
-from raycl.training.checkpoint import Position
-from raycl.training.epochs import Epochs
-from raycl.training.stages import StagePlan, stage_plans
-from raycl.training.views import ImageTransform, ViewMaker
+from raycl.training.stages import Position, StagePlan, stage_plans
+from raycl.training.views import Epochs, ImageTransform, ViewMaker
 
 NUM_ROWS, SIZE, BATCH_SIZE = 22, 8, 4  # five batches an epoch
 SHARE = BatchShard(batch_size=BATCH_SIZE)

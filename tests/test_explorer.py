@@ -38,7 +38,7 @@ from raycl.serve.reconnecting_bank import ReconnectingBank
 from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, thumbnail
 from raycl.serve.target import columns_of
-from raycl.training.columns import column_names
+from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
 from tests.test_cli import run_raycl
 

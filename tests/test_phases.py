@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from raycl.step_timer import PAUSED, REST, StepTimer, counted, phase
-from raycl.training.checkpoint import Position
-from raycl.training.clock import Clock
+from raycl.training.metrics_logger import Clock
+from raycl.training.stages import Position
 
 
 class Hands:
@@ -28,7 +28,7 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     hands = Hands()
     stopped = SimpleNamespace(perf_counter=hands.read, monotonic=hands.read)
     monkeypatch.setattr("raycl.step_timer.time", stopped)
-    monkeypatch.setattr("raycl.training.clock.time", stopped)
+    monkeypatch.setattr("raycl.training.metrics_logger.time", stopped)
     return hands
 
 

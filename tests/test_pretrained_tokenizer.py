@@ -11,7 +11,7 @@ from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, train_tokenizer
-from raycl.training.tokenizer import known_tokenizer
+from raycl.training.data_module import known_tokenizer
 from tests.texts import invented_texts
 
 

@@ -10,9 +10,9 @@ from raycl.data.split import Holdout
 from raycl.models.towers import Towers
 from raycl.storage import Place
 from raycl.training import build
-from raycl.training.columns import column_names
+from raycl.training.checkpoint import save_towers
 from raycl.training.job import Job
-from raycl.training.saver import save_towers
+from raycl.training.preflight import column_names
 from tests.pairs import vocabulary
 
 

@@ -13,7 +13,7 @@ from raycl.data.sources import find_source
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.training.columns import column_names
+from raycl.training.preflight import column_names
 
 if TYPE_CHECKING:
     import ray

@@ -19,7 +19,7 @@ from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
 from raycl.training import build
-from raycl.training.columns import column_names
+from raycl.training.preflight import column_names
 
 NUM_PIECES = 8
 NUM_ROWS = 2_048  # of all these pieces together

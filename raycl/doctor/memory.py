@@ -17,8 +17,8 @@ from raycl.doctor.result import CheckResult, size
 from raycl.errors import RayclError
 from raycl.negatives.bank_actor import nodes_for_a_bank
 from raycl.storage import Place
+from raycl.training.data_module import known_tokenizer
 from raycl.training.driver import cpus_of_a_worker, spare_cpus
-from raycl.training.tokenizer import known_tokenizer
 
 _PATIENCE_S = 180.0
 _RESERVED = 0.05  # of a node's memory: above 95% Ray ends workers

@@ -22,10 +22,8 @@ from raycl.storage import Place, absolute
 from raycl.tokenization import BrokenTextError, Vocabulary, padded_rows, read_text
 from raycl.training import build
 from raycl.training.checkpoint import STATE
-from raycl.training.checkpoint_list import CHECKPOINTS, LISTED, copied_list
 from raycl.training.modality import ImageTowerBuilder
-from raycl.training.resume import CONFIG
-from raycl.training.tokenizer import load_tokenizer
+from raycl.training.resume import CHECKPOINTS, CONFIG, LISTED, copied_list, load_tokenizer
 
 _ATTEMPTS, _NAP_S = 3, 0.5
 

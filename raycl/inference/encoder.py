@@ -11,8 +11,7 @@ from raycl.models.registry import SPEC, check_side
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.storage import Place, absolute
 from raycl.tokenization import Vocabulary
-from raycl.training.checkpoint_list import CHECKPOINTS, LISTED
-from raycl.training.resume import CONFIG
+from raycl.training.resume import CHECKPOINTS, CONFIG, LISTED
 
 
 def load_encoder(
@@ -55,8 +54,8 @@ def read_encoders(
     # They import Ray Train, which a saved encoder does without.
     from raycl.inference.checkpoint_encoder import check_config_trusted, last_state, read_config
     from raycl.training import build
-    from raycl.training.saver import encoder_specs
-    from raycl.training.tokenizer import load_tokenizer
+    from raycl.training.checkpoint import encoder_specs
+    from raycl.training.resume import load_tokenizer
 
     config = read_config(output)
     check_config_trusted(config, output, trusted, own_encoder=network is not None)

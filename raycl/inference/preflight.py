@@ -8,7 +8,7 @@ from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
 from raycl.models.registry import SPEC, SideName, check_side
 from raycl.storage import Place, absolute
-from raycl.training.checkpoint_list import CHECKPOINTS, LISTED
+from raycl.training.resume import CHECKPOINTS, LISTED
 
 
 def check_package(to: str | None) -> None:

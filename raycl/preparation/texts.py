@@ -15,7 +15,7 @@ from raycl.errors import DataError
 from raycl.lease import writing_new
 from raycl.recipes import recipe
 from raycl.tokenization import BrokenTextError, Tokenizer, read_text
-from raycl.training.tokenizer import count_tokens
+from raycl.training.data_module import count_tokens
 
 
 def make_tokenizer(

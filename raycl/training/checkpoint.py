@@ -7,18 +7,29 @@ of the samples and dropout are functions of (seed, epoch, step), so no random st
 
 import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 import ray.train
 import torch
+from torch import nn
 
-from raycl.distributed import check_equal
-from raycl.models.encoder_io import load_state
+from raycl.config import RunConfig
+from raycl.distributed import all_sum, check_equal, rank
+from raycl.errors import NonFiniteLossError
+from raycl.models.encoder_io import load_state, save_encoder
+from raycl.models.registry import KEY
+from raycl.models.specs import EncoderSpec, HeadSpec, TextEncoderSpec
+from raycl.models.towers import Towers
 from raycl.storage import Place
-from raycl.training.checkpoint_list import CHECKPOINTS
+from raycl.training.job import Job
+from raycl.training.metrics_logger import Clock, MetricsLogger
+from raycl.training.modality import Modality
+from raycl.training.resume import CHECKPOINTS, backup_manifest
+from raycl.training.stages import Position
 from raycl.training.stores import Store
 from raycl.training.train_state import TrainState
 from raycl.training.watch import Watch
@@ -27,46 +38,6 @@ STATE = "state.pt"
 SCORE = "score"  # that the best checkpoints have most of
 _STEP = re.compile(r"step-([0-9]{8,})")
 _ORDER = ("rollbacks", "step", "stage")
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a run stands: ``step`` steps made in all, ``epoch_step`` of them in ``epoch``.
-
-    Of stage ``stage``, ``stage_step`` steps are made and ``stage_epoch`` epochs are over. After the last
-    of ``rollbacks``, until step ``cross_entropy_until``, cross-entropy stands in for the hinge.
-    """
-
-    step: int = 0
-    samples: int = 0
-    epoch: int = 0
-    epoch_step: int = 0
-    stage: int = 0
-    stage_step: int = 0
-    stage_epoch: int = 0
-    seconds: float = 0.0
-    rollbacks: int = 0
-    cross_entropy_until: int = 0
-
-    def next_step(self, *, batch_size: int) -> "Position":
-        """Return the position one step on."""
-        return replace(
-            self,
-            step=self.step + 1,
-            samples=self.samples + batch_size,
-            epoch_step=self.epoch_step + 1,
-            stage_step=self.stage_step + 1,
-        )
-
-    def next_epoch(self) -> "Position":
-        """Return the beginning of the next epoch."""
-        return replace(self, epoch=self.epoch + 1, epoch_step=0, stage_epoch=self.stage_epoch + 1)
-
-    def next_stage(self) -> "Position":
-        """Return the beginning of the next stage, which begins with an epoch of its own."""
-        begun = self.next_epoch() if self.epoch_step else self
-        return replace(begun, stage=self.stage + 1, stage_step=0, stage_epoch=0)
 
 
 @final
@@ -164,3 +135,134 @@ def _restored(checkpoint: ray.train.Checkpoint, learner: TrainState) -> Restored
         store_state=state["store"],
         watch_state=state["watch"],
     )
+
+
+@final
+class Checkpointer:
+    """Save what a resumed run needs; all workers call it together, the first one writes."""
+
+    def __init__(
+        self, job: Job, learner: TrainState, watch: Watch, clock: Clock, recorder: MetricsLogger
+    ) -> None:
+        self._job, self._learner, self._watch = job, learner, watch
+        self._clock, self._recorder = clock, recorder
+        self._is_writer = rank() == 0
+        self._leaving: frozenset[int] = frozenset()  # ranks whose nodes will be taken away
+
+    def begin_at(self, position: Position) -> None:
+        """Count from here: the run has just been restored, or begins."""
+        self.step, self._saved_at = position.step, time.monotonic()
+
+    def is_due(self, position: Position, device: torch.device) -> bool:
+        """Whether to save after this step: by number, by time, or because the run is to move.
+
+        A node that is about to be taken away is saved from once, when its notice comes.
+        """
+        every = self._job.config.checkpoints.every_steps
+        by_number = every is not None and position.step % every == 0
+        if position.step % self._job.config.log_every_steps:
+            return by_number
+        # Clocks differ between workers: the first one decides.
+        late = time.monotonic() - self._saved_at > self._job.config.checkpoints.every_s
+        is_late = bool(all_sum(torch.tensor(late and self._is_writer, device=device).long()))
+        return by_number or is_late or self._is_newly_preempted()
+
+    def _is_newly_preempted(self) -> bool:
+        info = ray.train.get_preemption_info()
+        leaving = frozenset() if info is None else frozenset(info.preempted_ranks)
+        is_new, self._leaving = bool(leaving - self._leaving), leaving
+        return is_new
+
+    def save(
+        self,
+        position: Position,
+        store: Store,
+        metrics: Mapping[str, Any],
+        *,
+        judged: bool = False,
+        always: bool = False,
+    ) -> None:
+        """Store a checkpoint, unless this step has one and neither was ``judged`` since nor begins a stage.
+
+        Raises:
+            NonFiniteLossError: The weights are no numbers.
+        """
+        if position.step == self.step and not (judged or always):
+            return
+        with self._clock.paused():
+            # A finite loss may have had a gradient that is not: never keep what it did.
+            if not self._learner.is_finite():
+                raise NonFiniteLossError(
+                    f"the weights are no numbers after step {position.step}; the last checkpoint "
+                    f"(step {self.step}) is kept: lower stages.{position.stage}.learning_rate"
+                )
+            self._job.check_lease()
+            self._recorder.flush()
+            self._learner.average_statistics()
+            self._save_bank(position, store)
+            if self._is_writer:
+                backup_manifest(self._job.output)
+            with (self._job.output / CHECKPOINTS).explaining("save a checkpoint in"):
+                save_checkpoint(
+                    self._learner,
+                    store,
+                    self._watch,
+                    position,
+                    metrics,
+                    judged=judged,
+                    score=self._score(position, metrics, judged=judged),
+                    is_writer=self._is_writer,
+                )
+        self.begin_at(position)
+
+    def _score(self, position: Position, metrics: Mapping[str, Any], *, judged: bool) -> float | None:
+        """Return the judgment of weights that were judged, or of a run without a judge the time.
+
+        What a sign of collapse hangs over has none, or it would crowd out what a run can go back to.
+        """
+        if not self._watch.is_healthy:
+            return None
+        if self._job.judged:
+            return metrics.get(self._job.config.judged_by) if judged else None
+        return position.seconds
+
+    def _save_bank(self, position: Position, store: Store) -> None:
+        """Write the bank's snapshot, before the checkpoint that will need it is there."""
+        store.save(step=position.step)
+        if self._job.bank is not None and self._is_writer:
+            self._job.bank.prune([position.step, *saved_steps(self._job.output)])
+
+
+def encoder_specs(
+    config: RunConfig, modality: Modality, encoders: Sequence[nn.Module], *, own: bool
+) -> list[EncoderSpec]:
+    """Return the spec of each tower's encoder; ``own`` if it cannot be built by name."""
+    head = None
+    if config.has_two_towers and config.projection_head.num_layers:
+        head = HeadSpec(**config.projection_head.model_dump())
+    specs = [
+        side.spec(encoder, own=own).model_copy(update={"projection_head": head})
+        for side, encoder in zip(modality.sides, encoders, strict=True)
+    ]
+    if config.separate_towers and isinstance(specs[0], TextEncoderSpec):
+        # The tower of queries never saw texts as long as documents.
+        specs[0] = specs[0].model_copy(update={"cut_at": config.text.max_length})
+    return specs
+
+
+def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
+    """Write the encoder, and of two towers also their projection heads and the encoder of keys."""
+    encoders = [tower.encoder for tower in towers.towers]
+    specs = encoder_specs(job.config, modality, encoders, own=job.network is not None)
+    saved = list(zip(towers.towers, specs, (job.output, job.output / KEY), strict=False))
+    # The spec of the first one comes last: from then on the run has saved its encoder.
+    for tower, spec, folder in reversed(saved):
+        save_encoder(
+            tower.encoder,
+            spec,
+            folder,
+            projection_head=None if spec.projection_head is None else tower.projection_head,
+            tokenizer=job.vocabulary.tokenizer
+            if job.vocabulary and isinstance(spec, TextEncoderSpec)
+            else None,
+        )

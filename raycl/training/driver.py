@@ -22,12 +22,11 @@ from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.records import write_result
 from raycl.storage import Place
 from raycl.training.checkpoint import SCORE, saved_steps
-from raycl.training.checkpoint_list import CHECKPOINTS, repair_manifest
-from raycl.training.job import Job
+from raycl.training.controller import Trainer, free_abandoned_room
+from raycl.training.job import Finished, Job, Outcome, ResizeRequested, Stopped
 from raycl.training.loop import run_worker
-from raycl.training.outcome import Finished, Outcome, ResizeRequested, Stopped
 from raycl.training.process import environment
-from raycl.training.trainer import Trainer, free_abandoned_room
+from raycl.training.resume import CHECKPOINTS, repair_manifest
 
 _ANSWER_S = 10.0
 _ALONE_S = 45.0  # without a heartbeat: nobody is there who would save

@@ -1,4 +1,4 @@
-"""What the driver hands to every worker."""
+"""What the driver gives a group of workers, and what the group returns."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -54,3 +54,31 @@ class Job:
     def modality(self) -> Modality:
         """Return what the samples are."""
         return build.modality(self.config, self.vocabulary)
+
+
+@final
+@dataclass(frozen=True)
+class Finished:
+    """The run is over; ``metrics`` are its last ones, with ``step``, ``samples``, ``epoch`` and ``seconds``."""
+
+    metrics: dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class ResizeRequested:
+    """The next stage asks for another number of workers, at least and at most."""
+
+    least: int
+    most: int
+
+
+@final
+@dataclass(frozen=True)
+class Stopped:
+    """Somebody asked the run to stop; it was saved at this step."""
+
+    step: int
+
+
+Outcome = Finished | ResizeRequested | Stopped

@@ -30,12 +30,11 @@ from raycl.storage import Place, absolute
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training import build
 from raycl.training.checkpoint import saved_steps
+from raycl.training.data_module import DataModule, known_tokenizer
 from raycl.training.driver import GracefulShutdown, WorkerGroups, cpus_of_a_worker, spare_cpus
 from raycl.training.job import Job
 from raycl.training.preflight import ValidatedRun, admitted, check_size
 from raycl.training.resume import CONFIG, DATA, check_same_data
-from raycl.training.samples import DataModule
-from raycl.training.tokenizer import known_tokenizer
 
 NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.04
 

@@ -18,26 +18,23 @@ from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.records import ROLLBACK
 from raycl.training import build
 from raycl.training.checkpoint import (
-    Position,
+    Checkpointer,
     Restored,
     restore_checkpoint,
     restore_healthy_checkpoint,
+    save_towers,
 )
-from raycl.training.clock import Clock
-from raycl.training.epochs import Epochs
 from raycl.training.evaluators import Evaluator, KnnEvaluator, RetrievalEvaluator
 from raycl.training.heartbeat import heartbeat
-from raycl.training.job import Job
-from raycl.training.metrics_logger import MetricsLogger
+from raycl.training.job import Finished, Job, Outcome, ResizeRequested, Stopped
+from raycl.training.metrics_logger import Clock, MetricsLogger
 from raycl.training.objectives import Objective
-from raycl.training.outcome import Finished, Outcome, ResizeRequested, Stopped
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
-from raycl.training.saver import Checkpointer, save_towers
 from raycl.training.snapshot_writer import open_portrayer
-from raycl.training.stages import momentum_schedule, stage_plans
+from raycl.training.stages import Position, momentum_schedule, stage_plans
 from raycl.training.step import StepOutput, train_step
 from raycl.training.stores import BankStore, Store
-from raycl.training.views import Transform, Views
+from raycl.training.views import Epochs, Transform, Views
 from raycl.training.watch import Watch
 
 

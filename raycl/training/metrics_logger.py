@@ -2,17 +2,112 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 from raycl.distributed import num_workers
 from raycl.errors import StorageError
 from raycl.records import ROLLBACK, MetricsLog
+from raycl.step_timer import PAUSED, StepTimer, counted, phase
 from raycl.tracking import Trackers, open_trackers
-from raycl.training.checkpoint import Position
-from raycl.training.clock import Clock
-from raycl.training.gauges import PrometheusGauges
+from raycl.tracking.prometheus import Exporter, Reading
 from raycl.training.job import Job
+from raycl.training.stages import Position
+
+
+@final
+class Clock:
+    """Training time, without judgments and checkpoints, and how much of it each phase of the steps takes."""
+
+    def __init__(self, position: Position, *, on_accelerator: bool = False) -> None:
+        self._started = time.monotonic() - position.seconds
+        self._excluded = 0.0
+        self._lap_samples, self._lap_seconds = position.samples, position.seconds
+        self._account = StepTimer(on_accelerator=on_accelerator)
+        self._told_at = 0.0
+
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        """Count the phases of what happens within."""
+        return counted(self._account)
+
+    def seconds(self) -> float:
+        """Return the seconds of training so far, those before a restart included."""
+        return time.monotonic() - self._started - self._excluded
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens within out of the training time."""
+        since = time.monotonic()
+        try:
+            with phase(PAUSED):
+                yield
+        finally:
+            self._excluded += time.monotonic() - since
+
+    def lap(self, samples: int) -> "StepTiming":
+        """Return what happened since the last lap; ``samples`` are those of the whole run."""
+        seconds = self.seconds()
+        made = samples - self._lap_samples
+        spent = max(seconds - self._lap_seconds, 1e-9)
+        self._lap_samples, self._lap_seconds = samples, seconds
+        return StepTiming(seconds=spent, samples_per_second=made / spent, fractions=self._fractions())
+
+    def tell(self, logbook: Any, progress: dict[str, Any]) -> None:
+        """Send progress to the driver, at most three times a second."""
+        if time.monotonic() - self._told_at > 0.3:
+            self._told_at = time.monotonic()
+            logbook.add_progress.remote(progress)
+
+    def _fractions(self) -> dict[str, float]:
+        parts = self._account.seconds()
+        parts.pop(PAUSED, None)
+        whole = max(sum(parts.values()), 1e-9)
+        return {name: seconds / whole for name, seconds in parts.items()}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """A stretch of training: how long it took, its pace, and the fraction that each phase took."""
+
+    seconds: float
+    samples_per_second: float
+    fractions: Mapping[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the pace and the fractions by the names of ``metrics.jsonl``."""
+        waited = self.fractions.get("data", 0.0)
+        fractions = {f"{name}_fraction": part for name, part in self.fractions.items() if name != "data"}
+        return {"samples_per_second": self.samples_per_second, "data_wait_fraction": waited} | fractions
+
+
+@final
+class PrometheusGauges:
+    """Show the latest value of every number that was written down, and count steps and samples."""
+
+    def __init__(self, job: Job, position: Position) -> None:
+        self._position, self._line = position, {}
+        self._num_steps = self._num_samples = 0
+        self._exporter = Exporter({"run": job.output.name, "recipe": job.config.recipe}, self._readings)
+
+    def show(self, position: Position, line: Mapping[str, Any]) -> None:
+        """Take in a line of metrics, measured at this position."""
+        # After a rollback the run is at an earlier step, and what it made is still made.
+        self._num_steps += max(0, position.step - self._position.step)
+        self._num_samples += max(0, position.samples - self._position.samples)
+        self._position, self._line = position, {**self._line, **line}
+
+    def close(self) -> None:
+        """Show the last values."""
+        self._exporter.close()
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading("trained_steps", self._num_steps)
+        yield Reading("trained_samples", self._num_samples)
+        for name, value in self._line.items():
+            if isinstance(value, int | float):
+                yield Reading(name, value)
 
 
 @final

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from raycl.config import RunConfig
+from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
 from raycl.gpus import are_missing, check_gpus
@@ -13,7 +14,6 @@ from raycl.lease import Lease, writing
 from raycl.models.registry import check_encoder_name
 from raycl.storage import Place, absolute
 from raycl.tracking import check_trackers
-from raycl.training.columns import column_names
 from raycl.training.resume import check_output
 
 
@@ -74,3 +74,14 @@ def check_size(config: RunConfig, num_rows: int) -> None:
                 f"a batch of {stage.batch_size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
                 "to train on; set it lower or give more data"
             )
+
+
+_PAIRS = ("query", "document", "negatives", "query_id", "document_id", "negative_ids")
+_ROLES = {"image": ("image",), "text": ("text",), "image_text": ("image", "caption"), "pairs": _PAIRS}
+
+
+def column_names(config: RunConfig) -> ColumnNames:
+    """Return the columns to read; those of another kind of samples are left alone."""
+    named = config.data.columns.model_dump()
+    unused = {role for roles in _ROLES.values() for role in roles} - set(_ROLES[config.data.kind])
+    return ColumnNames(**named | dict.fromkeys(unused))

@@ -2,12 +2,52 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import final
 
 from raycl.config import RunConfig, Stage
 from raycl.schedules import Schedule, constant, cosine, join, linear, step_down
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands: ``step`` steps made in all, ``epoch_step`` of them in ``epoch``.
+
+    Of stage ``stage``, ``stage_step`` steps are made and ``stage_epoch`` epochs are over. After the last
+    of ``rollbacks``, until step ``cross_entropy_until``, cross-entropy stands in for the hinge.
+    """
+
+    step: int = 0
+    samples: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    stage_epoch: int = 0
+    seconds: float = 0.0
+    rollbacks: int = 0
+    cross_entropy_until: int = 0
+
+    def next_step(self, *, batch_size: int) -> "Position":
+        """Return the position one step on."""
+        return replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + batch_size,
+            epoch_step=self.epoch_step + 1,
+            stage_step=self.stage_step + 1,
+        )
+
+    def next_epoch(self) -> "Position":
+        """Return the beginning of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, epoch_step=0, stage_epoch=self.stage_epoch + 1)
+
+    def next_stage(self) -> "Position":
+        """Return the beginning of the next stage, which begins with an epoch of its own."""
+        begun = self.next_epoch() if self.epoch_step else self
+        return replace(begun, stage=self.stage + 1, stage_step=0, stage_epoch=0)
 
 
 @final

@@ -26,8 +26,8 @@ from raycl.doctor.nodes import Node, alive_nodes, ask
 from raycl.doctor.shared_storage import Visit, examine_storage
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.training.columns import column_names
-from raycl.training.samples import DataModule
+from raycl.training.data_module import DataModule
+from raycl.training.preflight import column_names
 from tests.conftest import BUCKET
 from tests.images import encode, photograph, write_digits
 from tests.test_cli import run_raycl

@@ -30,7 +30,7 @@ from raycl.errors import DataError, StorageError
 from raycl.inference.read_rows import read_rows
 from raycl.preparation.images import pack_images
 from raycl.tokenization import Vocabulary
-from raycl.training.samples import DataModule
+from raycl.training.data_module import DataModule
 from tests.images import digit_files, encode, photograph, write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -108,7 +108,7 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logbook: Any
 ) -> None:
     monkeypatch.setattr("raycl.data.sources.ROWS_A_PIECE", 64)
-    monkeypatch.setattr("raycl.training.samples.JUDGED_PART", 1)
+    monkeypatch.setattr("raycl.training.data_module.JUDGED_PART", 1)
     source = find_source(str(write_digits(tmp_path / "digits.parquet", 1_000)))
     config = raycl.override(
         raycl.recipe("simclr", image_size=16),

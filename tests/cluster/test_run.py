@@ -22,7 +22,7 @@ from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, S
 from raycl.records import read_metrics, read_result
 from raycl.report.writing import write_report
 from raycl.storage import Place
-from raycl.training.checkpoint_list import LISTED
+from raycl.training.resume import LISTED
 from tests.images import write_digits
 from tests.towers import without_encoder
 

@@ -28,9 +28,9 @@ from raycl.data import coordinator
 from raycl.errors import RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
+from raycl.training.controller import Trainer, free_abandoned_room
 from raycl.training.driver import GracefulShutdown, workers_with_room
 from raycl.training.heartbeat import heartbeat
-from raycl.training.trainer import Trainer, free_abandoned_room
 from tests.cluster.strikes import kill_process, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import small_run

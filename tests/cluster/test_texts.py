@@ -26,7 +26,7 @@ from raycl.preparation.texts import gather_texts, make_tokenizer
 from raycl.records import read_metrics
 from raycl.report.writing import write_report
 from raycl.storage import Place
-from raycl.training.samples import DataModule
+from raycl.training.data_module import DataModule
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
 from tests.texts import invented_texts

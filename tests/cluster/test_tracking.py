@@ -20,10 +20,9 @@ from raycl.data.split import Holdout
 from raycl.records import ROLLBACK, read_metrics
 from raycl.storage import Place
 from raycl.tracking.prometheus import METRICS
-from raycl.training.checkpoint import Position
-from raycl.training.clock import Clock
 from raycl.training.job import Job
-from raycl.training.metrics_logger import MetricsLogger
+from raycl.training.metrics_logger import Clock, MetricsLogger
+from raycl.training.stages import Position
 from tests.cluster.networks import small
 from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, SMALL
 from tests.images import write_digits
