@@ -713,7 +713,7 @@ def test_read_only_and_strided_arrays_are_taken_as_they_come(photos: np.ndarray)
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{message} .*came .*; give"):
+    with pytest.raises(ConfigError, match=rf"^{message} .*got .*; give"):
         ImageAugmentation(**({"size": 32, "mean": MEAN, "std": STD} | settings))
 
 
@@ -737,7 +737,7 @@ def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], mes
 def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
     arguments = {"images": noise(4, 32), "sample_id": np.arange(4), "epoch": 0} | changes
-    with pytest.raises(ConfigError, match=rf"^{message} .*came .*; give"):
+    with pytest.raises(ConfigError, match=rf"^{message} .*got .*; give"):
         augmentation(**arguments, seed=0, view=0)
 
 

@@ -277,10 +277,10 @@ def test_the_number_of_repetitions_is_uniform_up_to_esimcses_bound(num_words: in
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"deletion": 1.1}, r"deletion is out of range, came 1.1; give a finite number in \[0, 1\]"),
+        ({"deletion": 1.1}, r"deletion is out of range, got 1.1; give a finite number in \[0, 1\]"),
         ({"insertion": -0.1}, "insertion is out of range"),
         ({"repetition": float("nan")}, "repetition is out of range"),
-        ({"max_length": 0}, "max_length is too small, came 0"),
+        ({"max_length": 0}, "max_length is too small, got 0"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], match: str) -> None:
@@ -291,10 +291,10 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], match: str) -
 @pytest.mark.parametrize(
     ("tokens", "match"),
     [
-        (torch.ones(3, 4), "tokens must be integers, came torch.float32"),
-        (np.ones(3, np.int64), r"came 3 for \[3\]; give tokens \[n, length\]"),
-        (np.ones((2, 4), np.int64), r"sample_id does not fit the tokens, came 3 for \[2, 4\]"),
-        (np.full((3, 4), NUM_TOKENS), "begins_word does not fit the tokens, came 200 for a token 200"),
+        (torch.ones(3, 4), "tokens must be integers, got torch.float32"),
+        (np.ones(3, np.int64), r"got 3 for \[3\]; give tokens \[n, length\]"),
+        (np.ones((2, 4), np.int64), r"sample_id does not fit the tokens, got 3 for \[2, 4\]"),
+        (np.full((3, 4), NUM_TOKENS), "begins_word does not fit the tokens, got 200 entries for token 200"),
     ],
 )
 def test_impossible_tokens_are_refused(tokens: Any, match: str) -> None:

@@ -1,4 +1,4 @@
-"""Random views of a batch, drawn from (seed, epoch, sample_id, view) and nothing else."""
+"""Random views of a batch, a function of (seed, epoch, sample_id, view) alone."""
 
 from raycl.augment.images import ImageAugmentation, center_view, two_views
 from raycl.augment.rng import uniforms

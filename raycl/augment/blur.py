@@ -1,4 +1,4 @@
-"""Gaussian blur of a whole batch, each image with its own width."""
+"""Gaussian blur of a whole batch, each image with its own sigma."""
 
 import math
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Up to this side, dense products for all images at once cost less on a CPU than sums of shifted
-# copies image by image (measured: 14 and 50 us an image at 32 pixels, 250 and 180 us at 96).
+# copies image by image (measured: 14 and 50 us per image at 32 pixels, 250 and 180 us at 96).
 _MAX_DENSE_SIZE = 48
 
-_LEAST = 1e-3  # of a sigma: a smaller one changes nothing
-_REACH = 5  # in sigmas; what lies beyond weighs less than a millionth
+_MIN_SIGMA = 1e-3  # a smaller one changes nothing
+_REACH = 5  # in sigmas; pixels beyond weigh less than a millionth
 
 
 def blur(pixels: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images by their ``sigma`` [n] in pixels, in their place; float32 [n, channels, size, size].
+    """Blur images by their ``sigma`` [n] in pixels, in place; float32 [n, channels, size, size].
 
-    Images whose sigma is 0 stay as they are. The kernel spans a tenth of the image, an odd number of pixels and at
+    Images with sigma 0 stay unchanged. The kernel spans a tenth of the image, an odd number of pixels and at
     least three (SimCLR: Chen et al., 2020); borders are reflected, as in torchvision. Returns ``pixels``.
     """
     if pixels.is_cuda:
-        # All of them: to pick out some, the host would have to wait for their number.
-        blurred = blur_by_products(pixels, sigma.clamp(min=_LEAST))
+        # All images: to select some, the host would wait for their number.
+        blurred = blur_by_products(pixels, sigma.clamp(min=_MIN_SIGMA))
         return torch.where(sigma[:, None, None, None] > 0, blurred, pixels, out=pixels)
     rows = sigma.nonzero().squeeze(1)
     if not len(rows):
@@ -41,7 +41,7 @@ def kernel_size(size: int) -> int:
 
 
 def blur_by_products(pixels: Tensor, sigma: Tensor) -> Tensor:
-    """Blur as band @ image @ band.T: few operations, whatever the number of images."""
+    """Blur as band @ image @ band.T: few operations for any number of images."""
     size, device = pixels.shape[-1], pixels.device
     num_taps = kernel_size(size)
     offsets = torch.arange(num_taps, device=device) - num_taps // 2
@@ -54,10 +54,10 @@ def blur_by_products(pixels: Tensor, sigma: Tensor) -> Tensor:
 
 
 def blur_by_shifts(images: Sequence[Tensor], sigma: Tensor) -> None:
-    """Blur each image [channels, size, size] in its place, by weighted sums of shifted copies."""
+    """Blur each image [channels, size, size] in place, by weighted sums of shifted copies."""
     num_taps = kernel_size(images[0].shape[-1])
     kernels = _kernels(sigma, num_taps=num_taps)[:, num_taps // 2 :].tolist()  # symmetric: the right half
-    # One after the other: each stays in the cache.
+    # One by one: each image stays in the cache.
     for image, kernel, width in zip(images, kernels, sigma.tolist(), strict=True):
         reach = min(num_taps // 2, math.ceil(_REACH * width))
         columns = _sum_shifts(image, kernel, reach, dim=1, out=torch.empty_like(image))

@@ -1,4 +1,4 @@
-"""Color jitter of a whole batch: one matrix and one shift an image."""
+"""Color jitter of a whole batch: one matrix and one shift per image."""
 
 import math
 from collections.abc import Sequence
@@ -22,17 +22,16 @@ def color_transform(
 ) -> tuple[Tensor, Tensor]:
     """Compose brightness, contrast, saturation, hue and grayscale, in this order.
 
-    All arguments are [n]: factors as torchvision's, ``hue`` in turns, ``grayscale`` boolean.
+    All arguments are [n]: factors as in torchvision, ``hue`` in turns, ``grayscale`` boolean.
     Returns a matrix [n, channels, channels] for the pixels and the share [n] of the image's mean
-    gray to add to every channel. Three things differ from torchvision, so that all is one product:
-    the order is fixed, nothing is clamped between the steps, and the hue turns about the gray axis
-    of RGB, which keeps the mean of the channels, instead of in HSV, which keeps the largest and the
-    smallest. (Pure hues meet after whole sixths of a turn; on photographs the mean difference is
-    0.01-0.05, half of what a turn in the YIQ plane leaves.) One channel has no saturation, hue or
-    grayscale.
+    gray to add to every channel. Three differences from torchvision make this a single product: the
+    order is fixed, nothing is clamped between the steps, and the hue rotates about the gray axis of
+    RGB, which keeps the mean of the channels, where HSV keeps their maximum and minimum. (Pure hues
+    agree at whole sixths of a turn. On photographs the mean difference is 0.01-0.05, half as much as
+    with a rotation in the YIQ plane.) One channel has no saturation, hue or grayscale.
     """
     gain = brightness * contrast
-    # Every later step maps gray to the same gray, so the shift passes through them unchanged.
+    # Every later step maps gray to the same gray and leaves the shift unchanged.
     gray_share = brightness * (1 - contrast)
     if channels == 1:
         return gain[:, None, None], gray_share
@@ -44,7 +43,7 @@ def color_transform(
 
 
 def _hue_rotation(turns: Tensor) -> Tensor:
-    """Matrices [n, 3, 3] that turn colors about the gray axis; a third of a turn: red to green."""
+    """Return matrices [n, 3, 3] that rotate colors about the gray axis; a third of a turn maps red to green."""
     cosine = torch.cos(2 * math.pi * turns)[:, None, None]
     sine = torch.sin(2 * math.pi * turns)[:, None, None]
     across = torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]]) / math.sqrt(3)
@@ -61,16 +60,16 @@ def recolor(
 ) -> Tensor:
     """Apply ``color_transform``, clamp to the range of an image, and normalize.
 
-    Takes float32 [n, channels, size, size] between 0 and 255; returns the same shape, where 0 has
-    become -mean / std and 255 has become (1 - mean) / std.
+    Takes float32 [n, channels, size, size] between 0 and 255; returns the same shape, with 0
+    mapped to -mean / std and 255 to (1 - mean) / std.
     """
     num_images, channels = pixels.shape[:2]
     device = pixels.device
     gray = constant(GRAY if channels == 3 else (1.0,), device)
     shift, scale = constant(tuple(mean), device), 1 / constant(tuple(std), device)
-    level = gray_share * (pixels.mean((2, 3)) @ gray) / 255  # of the cropped image, as torchvision
+    level = gray_share * (pixels.mean((2, 3)) @ gray) / 255  # of the cropped image, as in torchvision
     bias = (level[:, None] - shift) * scale
-    # Normalization rides on the matrix; the clamp then has its own bounds for every channel.
+    # The matrix includes normalization, so each channel has its own clamp bounds.
     matrix = matrix * (scale / 255)[:, None]
     colored = torch.baddbmm(bias[:, :, None], matrix, pixels.view(num_images, channels, -1))
     for channel, channel_mean, channel_std in zip(colored.unbind(1), mean, std, strict=True):

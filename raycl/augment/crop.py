@@ -1,4 +1,4 @@
-"""Random resized crops of a whole batch: boxes as torchvision draws them, antialiased resizing."""
+"""Random resized crops of a whole batch: torchvision's boxes, antialiased resizing."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch import Tensor
 ATTEMPTS = 10  # as in torchvision: boxes tried before the central crop
 NUM_BOX_DRAWS = 2 + 2 * ATTEMPTS
 
-# Below this many multiplications a channel, two small matrix products for all images at once cost
-# less on a CPU than one call of torch's resize kernel for each image (measured: 7 and 22 us an
+# Below this many multiplications per channel, two small matrix products for all images at once cost
+# less on a CPU than one call of torch's resize kernel for each image (measured: 7 and 22 us per
 # image at 32 pixels, 190 and 33 us at 96).
 _MAX_PRODUCT = 2**16
 
@@ -24,12 +24,12 @@ def draw_boxes(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Tensor:
-    """Draw one crop box an image; int64 [n, 4]: top, left, height, width in stored pixels.
+    """Draw one crop box per image; int64 [n, 4]: top, left, height, width in stored pixels.
 
     Follows ``RandomResizedCrop`` of torchvision (Szegedy et al., 2015): the area is uniform, the
-    ratio log-uniform, both in the geometry that the image had before it was squashed to
-    ``height`` x ``width``; a box that does not fit is drawn again, ``ATTEMPTS`` times in all, and
-    then the largest central box of an allowed ratio is taken. ``draws`` are uniforms
+    ratio log-uniform, both in the image's original geometry, before it was resized to
+    ``height`` x ``width``. A box that does not fit is drawn again, up to ``ATTEMPTS`` draws; then
+    the largest central box of an allowed ratio is taken. ``draws`` are uniforms
     [n, NUM_BOX_DRAWS]; ``aspect`` [n] is the original width divided by the original height.
     """
     area = scale[0] + (scale[1] - scale[0]) * draws[:, 2 : 2 + ATTEMPTS]
@@ -51,13 +51,13 @@ def draw_boxes(
 
 
 def _offset(room: Tensor, draw: Tensor, found: Tensor) -> Tensor:
-    # One of 0 .. room, equally likely; the minimum is for draws so near to 1 that they round up.
+    # Uniform over 0 .. room; the minimum catches draws near 1 that round up.
     anywhere = torch.minimum((draw * (room + 1)).floor(), room)
     return torch.where(found, anywhere, (room / 2).floor())
 
 
 def resample(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int) -> Tensor:
-    """Cut out each box, resize it to ``size`` x ``size`` and mirror it where ``flip`` says so.
+    """Cut out each box, resize it to ``size`` x ``size``, and mirror it where ``flip`` is true.
 
     Takes uint8 [n, height, width, channels], boxes [n, 4] of whole numbers and bool [n], all on one
     device; returns float32 [n, channels, size, size] between 0 and 255.
@@ -70,7 +70,7 @@ def resample(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int) -> Tenso
 
 
 def resample_by_products(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int) -> Tensor:
-    """Resample as rows @ image @ columns: few operations, whatever the number of images."""
+    """Resample as rows @ image @ columns: few operations for any number of images."""
     num_images, height, width, channels = images.shape
     top, left, box_height, box_width = boxes.to(torch.float32).unbind(1)
     upright = torch.zeros_like(flip)
@@ -97,7 +97,7 @@ def _interpolation(
     scale = (extent / size)[:, None]
     sharpness = 1 / scale.clamp(min=1)  # the triangle is one pixel wide, wider when shrinking
     pixel = torch.arange(length, device=device) + 0.5 - start[:, None]
-    # Pixels outside the box are put out of reach, so the crop does not see its surroundings.
+    # Pixels outside the box get weight 0, so the crop does not see its surroundings.
     pixel = torch.where((pixel > 0) & (pixel < extent[:, None]), pixel, 1e9)
     distance = (pixel * sharpness)[:, None, :] - (position * scale * sharpness)[:, :, None]
     weights = distance.abs_().neg_().add_(1).clamp_(min=0)

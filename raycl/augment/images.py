@@ -25,8 +25,8 @@ from raycl.augment.rotation import rotate
 from raycl.device_copy import constant
 from raycl.errors import ConfigError
 
-# One column of uniforms each; the columns of the crop box follow, and after them that of the rotation.
-# Append only: a new order would give every recorded run other views.
+# One column of uniforms each; the columns of the crop box follow, then the rotation.
+# Append only: another order would change the views of every earlier run.
 _DRAWS = (
     "flip", "jitter", "brightness", "contrast", "saturation", "hue", "grayscale", "blur", "sigma",
 )  # fmt: skip
@@ -38,12 +38,12 @@ _ROTATION = len(_DRAWS) + NUM_BOX_DRAWS
 class ImageAugmentation:
     """Random crop, flip, rotation, color jitter, grayscale and blur, with torchvision's distributions.
 
-    ``size`` is the side of a view in pixels. ``crop_scale`` bounds the share of the original area,
+    ``size`` is the side of a view in pixels. ``crop_scale`` bounds the crop's fraction of the original area,
     ``crop_ratio`` its width over height. ``flip``, ``jitter``, ``grayscale`` and ``blur`` are
-    probabilities; ``brightness``, ``contrast`` and ``saturation`` are the s of a factor uniform in
+    probabilities; ``brightness``, ``contrast`` and ``saturation`` are the s of a factor, uniform in
     [max(0, 1 - s), 1 + s]; ``hue`` is the largest shift, in turns; ``blur_sigma`` is in pixels.
-    ``rotation`` is the largest angle to either side, in degrees; corners that it uncovers are black.
-    ``mean`` and ``std`` normalize pixels in [0, 1], one number a channel.
+    ``rotation`` is the largest angle to either side, in degrees; uncovered corners are black.
+    ``mean`` and ``std`` normalize pixels in [0, 1], one number per channel.
 
     Raises ``ConfigError`` for a setting out of its range.
     """
@@ -66,7 +66,7 @@ class ImageAugmentation:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse settings that would draw nonsense."""
+        """Refuse settings out of range."""
         check_shape(size=self.size, channels=self.channels)
         check_normalization(self.mean, self.std, channels=self.channels)
         for name in ("flip", "jitter", "grayscale", "blur"):
@@ -92,9 +92,9 @@ class ImageAugmentation:
         """Return one view of each image; float32 [n, channels, size, size], channels last.
 
         ``images`` is uint8 [n, height, width, channels]; ``sample_id`` int64 [n]; ``aspect`` float
-        [n] the width over height that each image had before it was squashed to the stored shape
-        (by default, the stored shape is the original one). A view is a function of its own image,
-        ``seed``, ``epoch``, ``sample_id`` and ``view``: other rows do not matter.
+        [n] the original width over height of each image, before it was resized to the stored shape
+        (default: the stored shape). A view depends on its own image, ``seed``, ``epoch``, ``sample_id``
+        and ``view``, and on no other row.
 
         Raises ``ConfigError`` for arrays of a wrong type or shape.
         """
@@ -115,9 +115,9 @@ class ImageAugmentation:
         view: int,
         aspect: Tensor | np.ndarray | None = None,
     ) -> Tensor:
-        """Draw what makes a view of each image, for :meth:`apply`; float32 [n, 8 + channels**2] on the host.
+        """Draw the parameters of a view of each image, for :meth:`apply`; float32 [n, 8 + channels**2] on the host.
 
-        ``shape`` are height and width of the stored images. An image is drawn the same on every device.
+        ``shape`` is the height and width of the stored images. The parameters do not depend on the device.
         """
         draws = uniforms(sample_id, seed=seed, epoch=epoch, view=view, num=_ROTATION + 1)
         height, width = shape
@@ -138,7 +138,7 @@ class ImageAugmentation:
         return torch.cat([boxes, others, matrix.flatten(1)], dim=1)
 
     def apply(self, images: Tensor | np.ndarray, drawn: Tensor) -> Tensor:
-        """Return the views that were drawn, of images on the same device; shapes as a call has them."""
+        """Return the drawn views of images on the same device; shapes as in a call."""
         views = _empty_views(images, size=self.size)
         for rows in _chunks(images, size=self.size):
             box, others, matrix = drawn[rows].split([4, 4, self.channels**2], dim=1)
@@ -149,13 +149,13 @@ class ImageAugmentation:
             matrix = matrix.unflatten(1, (self.channels, self.channels))
             pixels = recolor(pixels, matrix, gray_share, mean=self.mean, std=self.std)
             if self.blur:
-                # Weights of one sum: blurring before or after normalization is the same.
+                # Blur is a weighted mean, so it commutes with normalization.
                 pixels = blur(pixels, sigma)
             views[rows] = pixels
         return views
 
     def _colors(self, draws: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Turn uniforms into the color matrix and the share of gray of every image."""
+        """Turn uniforms into the color matrix and the gray share of every image."""
         jittered = draws["jitter"] < self.jitter
 
         def factor(name: str, strength: float) -> Tensor:
@@ -192,7 +192,7 @@ def two_views(
 def center_view(
     images: Tensor | np.ndarray, *, size: int, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
-    """Return the whole image without any randomness, for judging a representation.
+    """Return the whole image without randomness, for evaluation.
 
     Takes uint8 [n, height, width, channels]; resizes to ``size``, antialiased when shrinking, and
     normalizes; returns float32 [n, channels, size, size], channels last. Raises ``ConfigError`` as
@@ -215,7 +215,7 @@ def center_view(
 
 
 def _chunks(images: Tensor | np.ndarray, *, size: int) -> Iterator[slice]:
-    """Yield runs of rows: a megabyte or two of views on a CPU, so that they stay in its cache."""
+    """Yield slices of rows: a megabyte or two of views on a CPU, so that they stay in its cache."""
     num_images = len(images)
     on_cpu = isinstance(images, np.ndarray) or images.device.type == "cpu"
     length = min(64, max(4, 2**17 // size**2)) if on_cpu else max(1, num_images)
@@ -232,7 +232,7 @@ def _empty_views(images: Tensor | np.ndarray, *, size: int) -> Tensor:
 def _pixels(images: Tensor | np.ndarray) -> Tensor:
     if isinstance(images, Tensor):
         return images
-    # A copy only of arrays that torch cannot borrow: out of Arrow (read-only), or upside down.
+    # Copy only arrays that torch cannot share: read-only ones from Arrow, or negative strides.
     images = np.ascontiguousarray(images)
     return torch.from_numpy(images if images.flags.writeable else images.copy())
 
@@ -245,7 +245,7 @@ def _aspect(aspect: Tensor | np.ndarray | None, *, num_images: int, default: flo
     check_length("aspect", values.numel(), num_images)
     if not bool(((values > 0) & values.isfinite()).all()):
         raise ConfigError(
-            f"aspect must be a positive number, came {values.min().item()} at the least; "
+            f"aspect must be a positive number, got {values.min().item()} as the smallest; "
             "give the original width divided by the original height"
         )
     return values.view(num_images)

@@ -1,4 +1,4 @@
-"""Random numbers by counter: the same sample gets the same draws in any batch, on any worker."""
+"""Counter-based random numbers: a sample gets the same draws in any batch and on any worker."""
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ def uniforms(
     """Draw ``num`` uniform numbers in [0, 1) for each sample; float32 [n, num] on ``device``.
 
     Entry [i, k] is a hash of (seed, view, epoch, sample_id[i], k): it depends on no other row, and
-    is the same to the last bit on every device. ``sample_id`` is int64 [n], of any sign; ``epoch``
+    is bit-identical on every device. ``sample_id`` is int64 [n], of any sign; ``epoch``
     is one integer or int64 [n]. Raises ``ConfigError`` for ids or epochs that are not integers or
     differ in length.
     """
@@ -34,7 +34,7 @@ def uniforms(
     epochs = _integers(epoch, name="epoch").to(device)
     if ids.ndim != 1 or (epochs.ndim and epochs.shape != ids.shape):
         raise ConfigError(
-            f"sample_id and epoch do not fit, came shapes {list(ids.shape)} and "
+            f"sample_id and epoch do not fit, got shapes {list(ids.shape)} and "
             f"{list(epochs.shape)}; give sample_id [n] and epoch as one integer or [n]"
         )
     bits = torch.full((1,), _signed(seed), device=device)
@@ -45,7 +45,7 @@ def uniforms(
 
 
 def _absorb(bits: Tensor, part: Tensor) -> Tensor:
-    """Take one more word into the hash; a bijection of ``part``, so equal prefixes never collide."""
+    """Add a word to the hash; a bijection of ``part``, so equal prefixes never collide."""
     return _mix(_mix(bits + _signed(_INCREMENT)) ^ part)
 
 
@@ -57,7 +57,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    # torch shifts the sign in; a hash needs zeros there.
+    # torch shifts the sign bit in; a hash needs zeros.
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -68,9 +68,9 @@ def _signed(value: int) -> int:
 
 def _integers(values: int | Tensor | np.ndarray, *, name: str) -> Tensor:
     if isinstance(values, np.ndarray):
-        # A copy: arrays out of Arrow are read-only, which torch warns about.
+        # A copy: torch warns about read-only arrays from Arrow.
         values = torch.tensor(values)
     tensor = torch.as_tensor(values)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ConfigError(f"{name} must hold integers, came {tensor.dtype}; give an int64 for each sample")
+        raise ConfigError(f"{name} must hold integers, got {tensor.dtype}; give an int64 for each sample")
     return tensor.to(torch.int64)

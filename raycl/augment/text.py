@@ -1,4 +1,4 @@
-"""Random views of texts: words deleted, copied elsewhere, or repeated, as tokens and in plain torch."""
+"""Random views of texts: words deleted, inserted as copies, or repeated, on tokens in plain torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from raycl.augment.rng import uniforms
 from raycl.augment.words import Words, assemble, find_words
 from raycl.errors import ConfigError
 
-# A sequence of draws each, far from the seeds of others. Append only, as for images.
+# Seed offsets that keep the kinds of draws apart. Append only, as for images.
 _DELETION, _INSERTION, _CHOICE, _COUNT, _REPETITION = (number << 40 for number in range(1, 6))
 
 
@@ -22,14 +22,14 @@ _DELETION, _INSERTION, _CHOICE, _COUNT, _REPETITION = (number << 40 for number i
 class TextAugmentation:
     """Change the words of texts, in this order.
 
-    ``deletion`` is the probability that a word is left out; one word stays. ``insertion`` is the
-    probability that a copy of another word of the same text follows a word, so that no meaning
-    comes in that the text does not have. ``repetition`` is ESimCSE's (Wu et al., 2022): of a text's n
-    tokens up to max(2, ``repetition`` * n) come twice, a number drawn uniformly; 0.32 in the paper.
+    ``deletion`` is the probability that a word is deleted; at least one word stays. ``insertion`` is
+    the probability that a copy of another word of the same text follows a word, so no new meaning
+    enters. ``repetition`` is from ESimCSE (Wu et al., 2022): up to max(2, ``repetition`` * n) of a
+    text's n tokens are repeated, a number drawn uniformly; 0.32 in the paper.
 
-    A word is a token that begins one and those that go on with it: ``begins_word`` [num_tokens] is the
-    tokenizer's, ``None`` makes each token a word. ``special_tokens`` at a text's beginning and end stay
-    there. A view is cut at ``max_length`` tokens.
+    A word is a token that begins one and its continuation tokens: ``begins_word`` [num_tokens] comes
+    from the tokenizer, ``None`` makes each token a word. ``special_tokens`` at a text's beginning and
+    end stay there. A view is cut at ``max_length`` tokens.
 
     Raises ``ConfigError`` for a setting out of its range.
     """
@@ -45,7 +45,7 @@ class TextAugmentation:
         for name in ("deletion", "insertion", "repetition"):
             check_number(name, getattr(self, name), maximum=1.0)
         if self.max_length < 1:
-            raise ConfigError(f"max_length is too small, came {self.max_length}; give 1 or more")
+            raise ConfigError(f"max_length is too small, got {self.max_length}; give 1 or more")
 
     def __call__(
         self,
@@ -58,15 +58,15 @@ class TextAugmentation:
     ) -> Tensor:
         """Return one view of each text; int64 [n, as long as the longest], padded with 0 at the end.
 
-        ``tokens`` is [n, length], padded likewise; ``sample_id`` int64 [n]. A view is a function of its
-        own text, ``seed``, ``epoch``, ``sample_id`` and ``view``: other rows and padding do not matter.
+        ``tokens`` is [n, length], padded likewise; ``sample_id`` int64 [n]. A view depends on its own
+        text, ``seed``, ``epoch``, ``sample_id`` and ``view``, not on other rows or padding.
 
         Raises ``ConfigError`` for arrays of a wrong type or shape.
         """
         rows = _integers(tokens)
         if rows.ndim != 2 or len(rows) != len(sample_id):
             raise ConfigError(
-                f"sample_id does not fit the tokens, came {len(sample_id)} for {list(rows.shape)}; "
+                f"sample_id does not fit the tokens, got {len(sample_id)} for {list(rows.shape)}; "
                 "give tokens [n, length] and one id for each row"
             )
 
@@ -79,15 +79,15 @@ class TextAugmentation:
             return rows
         if self.deletion:
             words = self._words(rows)
-            rows = _delete(rows, words, draw(_DELETION, words.most), rate=self.deletion)
+            rows = _delete(rows, words, draw(_DELETION, words.max_words), rate=self.deletion)
         if self.insertion:
             words = self._words(rows)
-            is_followed = words.of_each(draw(_INSERTION, words.most)) < self.insertion
-            rows = _insert(rows, words, is_followed, draw(_CHOICE, words.most))
+            is_followed = words.per_word(draw(_INSERTION, words.max_words)) < self.insertion
+            rows = _insert(rows, words, is_followed, draw(_CHOICE, words.max_words))
         if self.repetition:
             words = self._words(rows, each_token=True)
             share = draw(_COUNT, 1)[:, 0]
-            rows = _repeat(rows, words, share, draw(_REPETITION, words.most), rate=self.repetition)
+            rows = _repeat(rows, words, share, draw(_REPETITION, words.max_words), rate=self.repetition)
         return self._cut(rows)
 
     def _words(self, rows: Tensor, *, each_token: bool = False) -> Words:
@@ -109,19 +109,19 @@ class TextAugmentation:
         return cut
 
 
-def _delete(rows: Tensor, words: Words, chance: Tensor, *, rate: float) -> Tensor:
-    """Leave out the words whose chance [n, most] is below the rate, but for the luckiest of each row."""
-    beyond = torch.arange(chance.shape[1], device=rows.device) >= words.counts[:, None]
-    luckiest = chance.masked_fill(beyond, -1.0).argmax(1)
-    stays = words.is_special | (words.of_each(chance) >= rate) | (words.number == luckiest[words.row])
+def _delete(rows: Tensor, words: Words, draws: Tensor, *, rate: float) -> Tensor:
+    """Delete the words with draws [n, max_words] below the rate, except the highest draw of each row."""
+    beyond = torch.arange(draws.shape[1], device=rows.device) >= words.counts[:, None]
+    kept = draws.masked_fill(beyond, -1.0).argmax(1)
+    stays = words.is_special | (words.per_word(draws) >= rate) | (words.number == kept[words.row])
     index = stays.nonzero().squeeze(1)
     return assemble(rows, words, index, words.length[index])
 
 
 def _insert(rows: Tensor, words: Words, is_followed: Tensor, choice: Tensor) -> Tensor:
-    """Put a copy of another word of its row after each word that is to be followed."""
-    num_others = words.of_each(words.counts) - 1
-    other = (words.of_each(choice) * num_others).long()
+    """Insert a copy of another word of the row after each word where ``is_followed``."""
+    num_others = words.per_word(words.counts) - 1
+    other = (words.per_word(choice) * num_others).long()
     other += (other >= words.number).long()
     is_followed = is_followed & ~words.is_special & (num_others > 0)
     added = torch.arange(len(words.row), device=rows.device)
@@ -129,18 +129,18 @@ def _insert(rows: Tensor, words: Words, is_followed: Tensor, choice: Tensor) -> 
     return _add(rows, words, added, is_followed)
 
 
-def _repeat(rows: Tensor, words: Words, share: Tensor, chance: Tensor, *, rate: float) -> Tensor:
-    """Repeat a share [n] of the greatest number allowed: the tokens whose chance [n, most] is least."""
-    greatest = (rate * words.counts.double()).long().clamp(min=2).minimum(words.counts)
-    num_repeated = (share * (greatest + 1)).long()
-    beyond = torch.arange(chance.shape[1], device=rows.device) >= words.counts[:, None]
-    rank = chance.masked_fill(beyond, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
-    is_repeated = (words.of_each(rank) < words.of_each(num_repeated)) & ~words.is_special
+def _repeat(rows: Tensor, words: Words, share: Tensor, draws: Tensor, *, rate: float) -> Tensor:
+    """Repeat a share [n] of the maximum number allowed: the tokens with the smallest draws [n, max_words]."""
+    max_repeated = (rate * words.counts.double()).long().clamp(min=2).minimum(words.counts)
+    num_repeated = (share * (max_repeated + 1)).long()
+    beyond = torch.arange(draws.shape[1], device=rows.device) >= words.counts[:, None]
+    rank = draws.masked_fill(beyond, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
+    is_repeated = (words.per_word(rank) < words.per_word(num_repeated)) & ~words.is_special
     return _add(rows, words, torch.arange(len(words.row), device=rows.device), is_repeated)
 
 
 def _add(rows: Tensor, words: Words, added: Tensor, where: Tensor) -> Tensor:
-    """Put word number ``added`` [num_words] after each word, where that is true [num_words]."""
+    """Insert word number ``added`` [num_words] after each word where ``where`` [num_words] is true."""
     index = torch.stack([torch.arange(len(added), device=rows.device), added], 1).flatten()
     length = torch.stack([words.length, words.length[added] * where], 1).flatten()
     return assemble(rows, words, index, length)
@@ -149,12 +149,12 @@ def _add(rows: Tensor, words: Words, added: Tensor, where: Tensor) -> Tensor:
 def _lookup(begins_word: Tensor | np.ndarray | None, rows: Tensor) -> Tensor | None:
     if begins_word is None:
         return None
-    # A copy: arrays out of Arrow are read-only, which torch warns about.
+    # A copy: torch warns about read-only arrays from Arrow.
     values = torch.tensor(begins_word) if isinstance(begins_word, np.ndarray) else begins_word
     if int(rows.amax()) >= len(values):
         raise ConfigError(
-            f"begins_word does not fit the tokens, came {len(values)} for a token {int(rows.amax())}; "
-            "give that of the tokenizer which made them"
+            f"begins_word does not fit the tokens, got {len(values)} entries for token {int(rows.amax())}; "
+            "pass the one of the same tokenizer"
         )
     return values.to(rows.device)
 
@@ -162,5 +162,5 @@ def _lookup(begins_word: Tensor | np.ndarray | None, rows: Tensor) -> Tensor | N
 def _integers(tokens: Tensor | np.ndarray) -> Tensor:
     values = torch.tensor(tokens) if isinstance(tokens, np.ndarray) else tokens
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise ConfigError(f"tokens must be integers, came {values.dtype}; give int64 [n, length]")
+        raise ConfigError(f"tokens must be integers, got {values.dtype}; give int64 [n, length]")
     return values.to(torch.int64)

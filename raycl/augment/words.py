@@ -1,4 +1,4 @@
-"""The words of texts as runs of tokens, and texts put together from such runs."""
+"""Words as runs of tokens: find them in texts, and assemble texts from them."""
 
 from dataclasses import dataclass
 from typing import final
@@ -14,8 +14,8 @@ from raycl.tokenization import PADDING
 class Words:
     """The words of all texts of a batch in their order, and the special tokens among them.
 
-    A word is ``length`` tokens from ``start``, a place in the flattened batch. ``number`` counts the
-    words of its ``row``; special tokens do not count and have that of the word before.
+    A word is ``length`` tokens from ``start``, an index into the flattened batch. ``number`` counts the
+    words of its ``row``; special tokens are not counted and share the number of the previous word.
     """
 
     row: Tensor  # [num_words], as the next four
@@ -26,16 +26,16 @@ class Words:
     counts: Tensor  # [num_rows]: words that are not special
 
     @property
-    def most(self) -> int:
-        """Words of the text that has most of them; at least 1."""
+    def max_words(self) -> int:
+        """The number of words of the longest text; at least 1."""
         return max(1, int(self.counts.amax()))
 
-    def of_each(self, values: Tensor) -> Tensor:
-        """Return each word's own of values [num_rows, most] or [num_rows]; specials have one too."""
+    def per_word(self, values: Tensor) -> Tensor:
+        """Return one of the values [num_rows, max_words] or [num_rows] for each word, specials included."""
         return values[self.row] if values.ndim == 1 else values[self.row, self.number]
 
     def index_of(self, row: Tensor, number: Tensor) -> Tensor:
-        """Return where the words of these rows with these numbers stand in this list; all [any length]."""
+        """Return the indices of the words with these rows and numbers; all [any length]."""
         ordinary = (~self.is_special).nonzero().squeeze(1)
         return ordinary[(self.counts.cumsum(0) - self.counts)[row] + number]
 
@@ -43,7 +43,7 @@ class Words:
 def find_words(rows: Tensor, *, begins_word: Tensor | None, is_special: Tensor) -> Words:
     """Cut rows of tokens [num_rows, length], padded with 0 at the end, into words.
 
-    ``begins_word`` [num_tokens] says which tokens begin one; ``None`` makes each token a word.
+    ``begins_word`` [num_tokens] is true for tokens that begin a word; ``None`` makes each token a word.
     ``is_special`` is [num_rows, length].
     """
     real = rows != PADDING
@@ -69,7 +69,7 @@ def find_words(rows: Tensor, *, begins_word: Tensor | None, is_special: Tensor) 
 def assemble(rows: Tensor, words: Words, index: Tensor, length: Tensor) -> Tensor:
     """Return rows [num_rows, as long as the longest] of the words at ``index``, in that order.
 
-    ``length`` says how many of a word's tokens are taken; the words' rows must not descend.
+    ``length`` is the number of tokens to take of each word; rows of the words must be ascending.
     """
     word = index.repeat_interleave(length)
     within = _count_up(length)
@@ -81,6 +81,6 @@ def assemble(rows: Tensor, words: Words, index: Tensor, length: Tensor) -> Tenso
 
 
 def _count_up(lengths: Tensor) -> Tensor:
-    """Return 0, 1, ... for each of the lengths, one after the other; [sum of lengths]."""
+    """Return 0, 1, ... for each length, concatenated; [sum of lengths]."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)

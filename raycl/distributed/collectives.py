@@ -1,6 +1,6 @@
-"""What the workers say to one another: rows gathered with their gradient, sums, votes, checks, a ring.
+"""Collectives between workers: gather with gradient, sums, agreement, checks, a ring.
 
-Everything here also works alone, without a process group: one worker, of rank 0.
+Everything also works without a process group, as a single worker of rank 0.
 
 Every function except ``rank``, ``num_workers`` and ``shares_memory`` is collective: all workers call
 it, in the same order.
@@ -21,29 +21,29 @@ from raycl.errors import RayclError
 from raycl.step_timer import phase
 
 _memory: SharedMemory | None = None
-_BUCKET_BYTES = 32 * 2**20  # of tensors that are sent together: long enough to fill any network
+_BUCKET_BYTES = 32 * 2**20  # of tensors sent together: large enough to fill any network
 
 
 def rank() -> int:
-    """Return the index of this worker; 0 when it is alone."""
+    """Return the rank of this worker; 0 for a single worker."""
     return dist.get_rank() if _connected() else 0
 
 
 def num_workers() -> int:
-    """Return how many workers train together; 1 when this one is alone."""
+    """Return the number of workers (the world size); 1 for a single worker."""
     return dist.get_world_size() if _connected() else 1
 
 
 def gather(rows: Tensor) -> Tensor:
     """Stack the rows of all workers, in the order of their ranks, with gradient.
 
-    The gradient of a row is the **sum** of what all workers' losses ask of it. With a loss that is
-    the mean over a worker's own rows, and ``DistributedDataParallel``, which averages over workers,
-    the parameters receive the gradient of the mean loss over the global batch.
+    The gradient of a row is the **sum** over the losses of all workers. With a loss that is the mean
+    over a worker's own rows, and ``DistributedDataParallel``, which averages over workers, the
+    parameters receive the gradient of the mean loss over the global batch.
 
     Args:
         rows: This worker's rows, [local_batch, ...]; the same shape and type on every worker
-            (check it once with :func:`check_equal`; it is not checked at each call).
+            (check it once with :func:`check_equal`; no call checks it).
 
     Returns:
         [num_workers * local_batch, ...]; this worker's rows begin at ``rank() * local_batch``.
@@ -52,7 +52,7 @@ def gather(rows: Tensor) -> Tensor:
 
 
 def gather_detached(rows: Tensor) -> Tensor:
-    """Stack the rows of all workers without gradient; ids and other integers too.
+    """Stack the rows of all workers without gradient; integers such as ids too.
 
     Args:
         rows: [local_batch, ...]; the same shape and type on every worker.
@@ -72,14 +72,14 @@ def gather_detached(rows: Tensor) -> Tensor:
 
 
 def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
-    """Stack the rows of all workers, of which each may have another number, or none; in the order of ranks.
+    """Stack the rows of all workers in the order of ranks; workers may have different numbers of rows, or none.
 
     Args:
-        rows: [num_rows, ...], with gradient, as :func:`gather` has it.
+        rows: [num_rows, ...]; the gradient is the one of :func:`gather`.
         numbers: [num_rows, ...] each, such as the rows' ids; they get no gradient.
 
     Returns:
-        The rows of all workers and their numbers.
+        The rows and numbers of all workers.
     """
     if num_workers() == 1:
         return rows, *numbers
@@ -94,18 +94,18 @@ def gather_uneven(rows: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
 
 
 def all_sum(value: Tensor) -> Tensor:
-    """Return the elementwise sum over all workers, without gradient; ``value`` is left alone."""
+    """Return the elementwise sum over all workers, without gradient; ``value`` stays unchanged."""
     value = value.detach()
     return _sum_into(torch.empty_like(value, memory_format=torch.contiguous_format), value)
 
 
 @final
 class RingTransfer:
-    """Tensors on their way from each worker to the next one of the ring."""
+    """Tensors in transfer from each worker to the next one of the ring."""
 
     def __init__(self, *sent: Tensor) -> None:
-        """Begin; see :func:`pass_on`."""
-        # Kept until they have left.
+        """Start the transfer; see :func:`pass_on`."""
+        # References keep the buffers alive until they are sent.
         self._sent = tuple(each.detach().contiguous() for each in sent)
         self._received = self._sent
         self._works: list[dist.Work] = []
@@ -114,7 +114,7 @@ class RingTransfer:
             self._works = dist.batch_isend_irecv(self._messages())
 
     def arrived(self) -> tuple[Tensor, ...]:
-        """Wait, and return the tensors of the worker before."""
+        """Wait for the tensors of the previous worker, and return them."""
         with phase("messages"):
             for work in self._works:
                 work.wait()
@@ -129,27 +129,26 @@ class RingTransfer:
 
 
 def pass_on(*tensors: Tensor) -> RingTransfer:
-    """Begin to send tensors to the worker of the next rank, and to receive those of the one before.
+    """Start to send tensors to the next rank, and to receive the tensors of the previous rank.
 
-    The last worker sends to the first; a worker alone receives its own. Work goes on meanwhile, on
-    the tensors too, which only may not be changed before those of the other have arrived.
+    The last worker sends to the first; a single worker receives its own tensors. Computation may
+    continue and read the tensors, but must not change them before the transfer has arrived.
 
     Args:
-        tensors: Of any shape and type; the same ones on every worker (it is not checked).
+        tensors: Any shapes and types, equal on every worker (not checked).
 
     Returns:
-        What waits for the tensors of the worker before, which have no gradient.
+        The transfer; its ``arrived`` returns the tensors of the previous worker, without gradient.
     """
     return RingTransfer(*tensors)
 
 
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor]) -> None:
-    """Replace each tensor by its mean over all workers, in place; a few large messages, not many small.
+    """Replace each tensor by its mean over all workers, in place, by few large messages.
 
     Args:
-        tensors: Floating-point ones, the same number, shapes and types on every worker, for example
-            gradients.
+        tensors: Floating-point tensors such as gradients; number, shapes and types equal on every worker.
     """
     if num_workers() == 1:
         return
@@ -163,7 +162,7 @@ def average_(tensors: Iterable[Tensor]) -> None:
 
 
 def all_agree(flag: bool) -> bool:
-    """Return True on every worker if ``flag`` is true on all of them, so that all act alike."""
+    """Return on every worker whether ``flag`` is true on all of them, so that all act alike."""
     return all(_gather_integers(int(flag)))
 
 
@@ -180,10 +179,10 @@ def check_equal(value: int, name: str) -> None:
 
     Args:
         value: For example the local batch size, once before the first step.
-        name: What the value is, for the error.
+        name: The name of the value, for the error.
 
     Raises:
-        RayclError: The values differ; the text names the value of each rank.
+        RayclError: The values differ; the message lists the value of each rank.
     """
     values = _gather_integers(value)
     if len(set(values)) > 1:
@@ -193,10 +192,10 @@ def check_equal(value: int, name: str) -> None:
 
 @contextlib.contextmanager
 def use_shared_memory() -> Iterator[bool]:
-    """Let small messages of workers on one machine pass through its memory; yield whether they do.
+    """Send small messages between workers of one machine through shared memory; yield whether that works.
 
-    Results are the same, only sooner. Where workers sit on several machines, on accelerators or
-    without such memory, messages go on as before.
+    Results are identical, and arrive sooner. Workers on several machines, on accelerators or without
+    shared memory use the network.
     """
     global _memory
     _memory = _map_memory() if num_workers() > 1 and dist.get_backend() == "gloo" else None
@@ -207,7 +206,7 @@ def use_shared_memory() -> Iterator[bool]:
 
 
 def shares_memory() -> bool:
-    """Return whether small messages pass through shared memory now."""
+    """Return whether small messages go through shared memory."""
     return _memory is not None
 
 
@@ -217,16 +216,16 @@ def _map_memory() -> SharedMemory | None:
     with contextlib.suppress(OSError):
         memory = SharedMemory(name, rank=rank(), num_workers=num_workers())
         memory.greet()
-    # Equal names are not yet the same memory: machines and containers have each their own.
+    # Equal names need not be the same memory: each machine and container has its own.
     everyone_maps = all_agree(memory is not None)
     everyone_met = all_agree(memory is not None and memory.met_all())
     if memory is not None:
-        memory.forget_name()
+        memory.unlink()
     return memory if everyone_maps and everyone_met else None
 
 
 def _buckets(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Put tensors of one type together, in order, as long as they fit; a large one stays alone."""
+    """Group consecutive tensors of one dtype up to the limit; a larger tensor is a group of its own."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         fits = sum(each.nbytes for each in bucket) + tensor.nbytes <= max_bytes
@@ -239,7 +238,7 @@ def _buckets(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
 
 
 def _sum_into(out: Tensor, value: Tensor) -> Tensor:
-    """Write the sum over all workers to ``out``, which is contiguous and may be the value itself; return it."""
+    """Write the sum over all workers to the contiguous ``out``, which may be ``value`` itself; return it."""
     if num_workers() == 1:
         return out.copy_(value)
     with phase("messages"):
@@ -262,7 +261,7 @@ def _gather_integers(value: int) -> list[int]:
 
 
 def _device_of_messages() -> str:
-    # nccl moves nothing but device memory, gloo serves the host.
+    # NCCL transfers device memory only, gloo host memory.
     return "cuda" if _connected() and dist.get_backend() == "nccl" else "cpu"
 
 

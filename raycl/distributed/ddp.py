@@ -1,4 +1,4 @@
-"""Gradients averaged over workers."""
+"""Average gradients and buffers over workers."""
 
 import inspect
 
@@ -13,10 +13,10 @@ from raycl.distributed.shared_memory import MAX_BYTES
 
 
 def average_gradients(tower: nn.Module, device: torch.device) -> nn.Module:
-    """Wrap a tower so that after backward every worker holds the mean of all workers' gradients."""
+    """Wrap a tower in DDP: after backward every worker has the mean gradient of all workers."""
     if num_workers() == 1:
         return tower
-    # Synchronized statistics are equal on all workers anyway. torch 2.15 renamed the switch.
+    # Synchronized statistics are equal on all workers. torch 2.15 renamed the argument.
     known = inspect.signature(DistributedDataParallel).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     parallel = DistributedDataParallel(
@@ -31,7 +31,7 @@ def average_gradients(tower: nn.Module, device: torch.device) -> nn.Module:
 
 
 def average_buffers(module: nn.Module) -> None:
-    """Give every worker the mean of all workers' floating-point buffers; collective."""
+    """Average floating-point buffers over all workers; collective."""
     average_(buffer for buffer in module.buffers() if buffer.is_floating_point())
 
 
