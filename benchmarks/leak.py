@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from claims.runs import probe_run
 from measuring import describe_machine
 
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.data.sources import find_source
 from raycl.records import read_metrics
-from raycl.reproduction.leakage import probe_run
 from raycl.storage import Place
 from raycl.training.modality import ImageTowerBuilder
 from raycl.training.preflight import column_names

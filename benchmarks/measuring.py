@@ -1,11 +1,12 @@
-"""What the benchmarks of losses share: how a number is taken, and on which machine."""
+"""Measurements that the benchmarks share: summaries, memory of the process, the machine."""
 
+import os
+import platform
 import statistics
 from pathlib import Path
+from typing import Any
 
-from raycl.reproduction.machine import describe_machine
-
-__all__ = ["describe_machine", "read_status", "summarize"]
+import torch
 
 
 def read_status(field: str) -> float:
@@ -16,5 +17,26 @@ def read_status(field: str) -> float:
 
 
 def summarize(numbers: list[float]) -> dict[str, float]:
-    """Return median, least and most."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores, accelerator, versions and the current load as plain values."""
+    return {
+        "cpu": _processor(),
+        "num_cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    listed = Path("/proc/cpuinfo")  # Linux only
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()

@@ -32,7 +32,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"cluster", "progress", "banks", "cli_joining"},
     {"training"},
     {"inference", "cli.bank_tables", "preparation", "report"},
-    {"cli.plan", "doctor", "demo", "serve", "reproduction"},
+    {"cli.plan", "doctor", "demo", "serve"},
     {"api", "cli.serve"},
     {"cli.bank", "cli.doctor"},
     {"cli"},

@@ -1,10 +1,12 @@
-"""The figures: tables that are runs, rules on planted numbers, pictures of what is there."""
+"""Figures: settings, rules on planted numbers, pictures of the finished runs, and the output folder."""
 
 import dataclasses
 import io
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,18 +20,20 @@ from raycl.data.in_memory import Batch
 from raycl.demo.digits import write_digits
 from raycl.errors import ConfigError, DataError
 from raycl.records import METRICS, RESULT
-from raycl.reproduction.catalog import FIGURES, find_figure
-from raycl.reproduction.claims import MARGIN, Sample, above, every, no_worse
-from raycl.reproduction.figure import Figure
-from raycl.reproduction.images import PROBED, Evaluator, training_part
-from raycl.reproduction.outcomes import OUTCOME, Curve, Outcome, Results, read_curves, read_outcome
-from raycl.reproduction.panels import spread_apart
-from raycl.reproduction.paragraph import Page
-from raycl.reproduction.request import Request, gather, reproduce
-from raycl.reproduction.runs import outcome_of, plan_runs
-from raycl.reproduction.scales import SCALES, describe_runs, find_scale
 from raycl.storage import Place
 from raycl.training.resume import CONFIG
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from claims import FIGURES, find_figure
+from claims.figure import SCALES, ClaimFigure, describe_runs, find_scale
+from claims.images import NUM_PROBE_IMAGES, Evaluator, training_subset
+from claims.markdown import Page
+from claims.plots import spread_apart
+from claims.results import OUTCOME, MetricCurve, Outcome, Results, read_curves, read_outcome
+from claims.rules import MARGIN, Claim, SeedValues, all_hold, exceeds, non_inferior
+from claims.run import ReproduceRequest, collect_results, reproduce
+from claims.runs import PlannedRun, outcome_of, plan_runs
 
 MACHINE = {"cpu": "a cpu", "num_cores": 2, "capability": "AVX512", "gpu": None, "torch": "2"}
 Planted = Mapping[str, Mapping[str, list[float]]]  # setting -> number -> a value a seed
@@ -38,34 +42,39 @@ EACH = [
 ]
 
 
-def outcomes_of(planted: Planted) -> list[Outcome]:
-    """Return an outcome for each setting and seed."""
-    found = []
-    for setting, numbers in planted.items():
-        for seed in range(max(map(len, numbers.values()), default=0)):
-            own = {name: values[seed] for name, values in numbers.items() if seed < len(values)}
-            found.append(
-                Outcome(setting=setting, seed=seed, numbers=own, machine=MACHINE, data="train", test="test")
-            )
-    return found
+def outcome(setting: str, seed: int = 0, **changes: Any) -> Outcome:
+    fields: dict[str, Any] = {"numbers": {}, "machine": MACHINE, "data": "train", "test": "test"}
+    return Outcome(setting=setting, seed=seed, **fields | changes)
 
 
-def results_of(name: str, planted: Planted, curves: Mapping[str, list[Curve]] | None = None) -> Results:
+def results_of(name: str, planted: Planted, curves: Mapping[str, list[MetricCurve]] | None = None) -> Results:
     """Return planted results of a figure at the scale of a CPU."""
-    settings = FIGURES[name].settings["cpu"]
-    assert set(planted) <= {setting.name for setting in settings}
-    return Results(
-        labels={setting.name: setting.label for setting in settings},
-        lines={setting.name: (setting.line, setting.x) for setting in settings},
-        outcomes=outcomes_of(planted),
-        curves=curves or {},
-    )
+    figure = FIGURES[name]
+    assert set(planted) <= {setting.name for setting in figure.settings["cpu"]}
+    outcomes = [
+        outcome(setting, seed, numbers={key: own[seed] for key, own in numbers.items() if seed < len(own)})
+        for setting, numbers in planted.items()
+        for seed in range(max(map(len, numbers.values()), default=0))
+    ]
+    return Results(figure=figure, scale="cpu", configs=[], outcomes=outcomes, curves=curves or {})
+
+
+def claims_of(
+    name: str, planted: Planted, curves: Mapping[str, list[MetricCurve]] | None = None
+) -> list[Claim]:
+    return results_of(name, planted, curves).claims
 
 
 def verdicts(
-    name: str, planted: Planted, curves: Mapping[str, list[Curve]] | None = None
+    name: str, planted: Planted, curves: Mapping[str, list[MetricCurve]] | None = None
 ) -> list[bool | None]:
-    return [claim.held for claim in FIGURES[name].claims(results_of(name, planted, curves))]
+    return [claim.held for claim in claims_of(name, planted, curves)]
+
+
+def planned(
+    name: str, output: Path | str = "out", *, num_seeds: int = 1, **overrides: Any
+) -> list[PlannedRun]:
+    return plan_runs(FIGURES[name], "cpu", Place(str(output)), num_seeds=num_seeds, overrides=overrides)
 
 
 def knn(*values: float) -> dict[str, list[float]]:
@@ -76,7 +85,7 @@ def knn(*values: float) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(("figure", "scale"), EACH)
-def test_every_setting_is_a_run_of_its_own_folder(figure: Figure, scale) -> None:
+def test_every_setting_is_a_run_of_its_own_folder(figure: ClaimFigure, scale) -> None:
     runs = plan_runs(figure, scale, Place("out"), num_seeds=2, overrides={})
     assert len(runs) == 2 * len(figure.settings[scale])
     assert len({run.name for run in runs}) == len(runs)
@@ -91,7 +100,7 @@ def test_every_setting_is_a_run_of_its_own_folder(figure: Figure, scale) -> None
 
 
 @pytest.mark.parametrize(("figure", "scale"), EACH)
-def test_batches_and_stores_fit_the_images(figure: Figure, scale) -> None:
+def test_batches_and_stores_fit_the_images(figure: ClaimFigure, scale) -> None:
     num_train = SCALES[scale].num_train or 50_000
     for setting in figure.settings[scale]:
         config = figure.config(setting, scale, seed=0)
@@ -131,7 +140,7 @@ DIFFERS = {
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_the_ways_to_have_negatives_differ_in_what_is_listed_and_nothing_else(scale) -> None:
+def test_settings_of_negatives_differ_only_in_listed_ways(scale) -> None:
     figure = FIGURES["negatives"]
     flat = [leaves(figure.config(setting, scale, seed=0)) for setting in figure.settings[scale]]
     paths = set[str]().union(*flat)
@@ -140,7 +149,7 @@ def test_the_ways_to_have_negatives_differ_in_what_is_listed_and_nothing_else(sc
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_the_ways_to_have_negatives_normalize_as_many_rows_together_as_they_can(scale) -> None:
+def test_settings_of_negatives_normalize_as_many_rows_together_as_possible(scale) -> None:
     figure = FIGURES["negatives"]
     configs = {setting.name: figure.config(setting, scale, seed=0) for setting in figure.settings[scale]}
     for name, config in configs.items():
@@ -151,7 +160,7 @@ def test_the_ways_to_have_negatives_normalize_as_many_rows_together_as_they_can(
             assert config.batchnorm == "synchronized"
 
 
-def test_what_the_user_sets_comes_last_and_workers_before_what_a_setting_states() -> None:
+def test_user_overrides_win_and_settings_override_workers() -> None:
     figure = FIGURES["accumulation"]
     whole, two = (each for each in figure.settings["cpu"] if each.name in ("whole", "workers"))
     config = figure.config(whole, "cpu", seed=3, workers=4, overrides={"stages.0.steps": 7})
@@ -164,39 +173,29 @@ def test_what_the_user_sets_comes_last_and_workers_before_what_a_setting_states(
     assert [stage.learning_rate for stage in faster.stages] == [0.5, 0.12, 0.12]
 
 
-def test_a_seed_for_all_runs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--set seed=7 would make all seeds .* leave it out, --seeds says"):
-        plan_runs(FIGURES["leak"], "cpu", Place("out"), num_seeds=3, overrides={"seed": 7})
-
-
-def test_a_setting_that_makes_two_runs_one_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="makes momentum-0 and momentum-0.9 of momentum one and the same run"
-    ):
-        plan_runs(
-            FIGURES["momentum"],
-            "cpu",
-            Place("out"),
-            num_seeds=1,
-            overrides={"momentum_encoder.momentum": 0.5},
-        )
+def test_settings_that_make_two_runs_equal_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--set seed=7 would give all seeds .* the same run; remove it"):
+        planned("leak", num_seeds=3, seed=7)
+    with pytest.raises(ConfigError, match="makes momentum-0 and momentum-0.9 of momentum the same run"):
+        planned("momentum", **{"momentum_encoder.momentum": 0.5})
+    with pytest.raises(ConfigError, match="--seeds 0"):
+        planned("leak", num_seeds=0)
 
 
 @pytest.mark.parametrize(("figure", "scale"), EACH)
-def test_the_text_of_a_figure_tells_the_runs_that_it_has(figure: Figure, scale) -> None:
+def test_the_text_of_a_figure_describes_its_runs(figure: ClaimFigure, scale) -> None:
     configs = [figure.config(setting, scale, seed=0) for setting in figure.settings[scale]]
     text = describe_runs(scale, configs)
     stages = [stage for config in configs for stage in config.stages]
     epochs = sum(stage.epochs or 0 for stage in configs[0].stages)
     assert text.endswith(f", {epochs} epochs" if epochs else f", {stages[0].steps} steps")
-    assert "recipes as they are" not in text
     assert f" {SCALES[scale].image_size} pixels" in text
     assert configs[0].encoder.name in text
     sizes = {stage.batch_size for stage in stages}
     assert (f"batches of {stages[0].batch_size:,}" in text) is (len(sizes) == 1)
 
 
-def test_the_text_of_a_figure_follows_what_the_user_sets() -> None:
+def test_the_text_of_a_figure_follows_user_overrides() -> None:
     figure = FIGURES["leak"]
     asked = {"stages.0.epochs": 3, "encoder.name": "resnet18", "data.image_size": 16}
     configs = [figure.config(each, "cpu", seed=0, overrides=asked) for each in figure.settings["cpu"]]
@@ -206,47 +205,45 @@ def test_the_text_of_a_figure_follows_what_the_user_sets() -> None:
     )
 
 
-def test_unknown_names_are_refused_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match="unknown figure 'leaks'; there are negatives, .*accumulation"):
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown figure 'leaks'; choose negatives, .*accumulation"):
         find_figure("leaks")
-    with pytest.raises(ConfigError, match="unknown --scale 'tpu'; there are cpu, gpu"):
+    with pytest.raises(ConfigError, match="unknown --scale 'tpu'; choose cpu, gpu"):
         find_scale("tpu")
-    with pytest.raises(ConfigError, match="--seeds 0"):
-        plan_runs(FIGURES["leak"], "cpu", Place("out"), num_seeds=0, overrides={})
 
 
 # The rules
 
 
-def three(least: float, most: float) -> Sample:
-    return Sample((least, (least + most) / 2, most))
+def three(low: float, high: float) -> SeedValues:
+    return SeedValues((low, (low + high) / 2, high))
 
 
-def test_above_asks_for_more_than_the_spread_and_for_three_seeds() -> None:
-    assert above(three(0.5, 0.6), three(0.3, 0.4)) is True
-    assert above(three(0.5, 0.75), three(0.25, 0.5)) is False  # as far as the spread, no more
-    assert above(three(0.3, 0.4), three(0.5, 0.6)) is False
-    assert above(three(0.55, 0.55), three(0.1, 0.4)) is False  # the greater spread counts
-    assert above(Sample((0.9, 0.9)), three(0.1, 0.1)) is None
-    assert above(three(0.9, 0.9), Sample(())) is None
+def test_exceeds_needs_more_than_the_spread_and_three_seeds() -> None:
+    assert exceeds(three(0.5, 0.6), three(0.3, 0.4)) is True
+    assert exceeds(three(0.5, 0.75), three(0.25, 0.5)) is False  # as far as the spread, no more
+    assert exceeds(three(0.3, 0.4), three(0.5, 0.6)) is False
+    assert exceeds(three(0.55, 0.55), three(0.1, 0.4)) is False  # the greater spread counts
+    assert exceeds(SeedValues((0.9, 0.9)), three(0.1, 0.1)) is None
+    assert exceeds(three(0.9, 0.9), SeedValues(())) is None
 
 
-def test_no_worse_is_open_where_the_spread_would_hide_a_loss() -> None:
-    assert no_worse(three(0.40, 0.402), three(0.405, 0.407)) is True
-    assert no_worse(three(0.38, 0.382), three(0.405, 0.407)) is False
-    assert no_worse(three(0.36, 0.44), three(0.36, 0.44)) is None  # noise proves nothing
-    assert no_worse(three(0.36, 0.44), three(0.405, 0.407)) is None
-    assert no_worse(three(0.34, 0.42), three(0.36, 0.44)) is None  # a loss, but within the spread
-    assert no_worse(three(0.56, 0.64), three(0.36, 0.44)) is True  # better, whatever the spread
-    assert no_worse(three(0.26, 0.34), three(0.46, 0.54)) is False
-    assert no_worse(Sample((0.4, 0.4)), three(0.4, 0.4)) is None
+def test_non_inferior_is_open_where_the_spread_would_hide_a_loss() -> None:
+    assert non_inferior(three(0.40, 0.402), three(0.405, 0.407)) is True
+    assert non_inferior(three(0.38, 0.382), three(0.405, 0.407)) is False
+    assert non_inferior(three(0.36, 0.44), three(0.36, 0.44)) is None  # noise proves nothing
+    assert non_inferior(three(0.36, 0.44), three(0.405, 0.407)) is None
+    assert non_inferior(three(0.34, 0.42), three(0.36, 0.44)) is None  # a loss, but within the spread
+    assert non_inferior(three(0.56, 0.64), three(0.36, 0.44)) is True  # better, whatever the spread
+    assert non_inferior(three(0.26, 0.34), three(0.46, 0.54)) is False
+    assert non_inferior(SeedValues((0.4, 0.4)), three(0.4, 0.4)) is None
 
 
-def test_every_is_false_where_one_is_and_unknown_where_one_is() -> None:
-    assert every([True, True]) is True
-    assert every([True, None]) is None
-    assert every([None, False]) is False
-    assert every([]) is None
+def test_all_hold_is_false_if_one_is_false_and_unknown_if_one_is_unknown() -> None:
+    assert all_hold([True, True]) is True
+    assert all_hold([True, None]) is None
+    assert all_hold([None, False]) is False
+    assert all_hold([]) is None
 
 
 def lines(end_to_end: tuple[float, float], bank: tuple[float, float], moco: tuple[float, float]) -> Planted:
@@ -259,7 +256,7 @@ def lines(end_to_end: tuple[float, float], bank: tuple[float, float], moco: tupl
     }
 
 
-def test_negatives_are_judged_by_gain_and_by_points_in_common() -> None:
+def test_negatives_claims_compare_gains_and_common_points() -> None:
     assert verdicts("negatives", lines((0.3, 0.4), (0.2, 0.35), (0.3, 0.4))) == [True, True, True]
     assert verdicts("negatives", lines((0.3, 0.3), (0.2, 0.35), (0.3, 0.4))) == [False, True, True]
     assert verdicts("negatives", lines((0.3, 0.4), (0.2, 0.45), (0.3, 0.4))) == [True, False, True]
@@ -291,7 +288,7 @@ def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_a
     ]  # the better of two is not both
     assert verdicts("momentum", good | {"momentum-0.9": knn(0.3, 0.3)}) == [None, None]
     assert verdicts("momentum", {}) == [None, None]
-    claim = FIGURES["momentum"].claims(results_of("momentum", good))[0]
+    claim = claims_of("momentum", good)[0]
     assert "fail" not in claim.text  # a run that is the worst of them may be a good one
 
 
@@ -304,14 +301,14 @@ def leaking(as_is: float, cured: list[float], accuracy: float = 0.3) -> Planted:
     }
 
 
-def test_the_leak_is_judged_by_probe_accuracy_and_cures() -> None:
+def test_the_leak_claims_follow_probe_accuracy_and_remedies() -> None:
     assert verdicts("leak", leaking(0.3, [0.05] * 3)) == [True, True, True]
     assert verdicts("leak", leaking(0.05, [0.05] * 3)) == [False, True, False]
     assert verdicts("leak", leaking(0.3, [0.05] * 3, accuracy=0.4)) == [True, False, True]
     assert verdicts("leak", {"as_is": {"leakage": [0.3], **knn(0.2)}}) == [None, None, None]
 
 
-def test_a_cure_that_leaks_less_is_none_and_what_is_not_notable_is_no_leak() -> None:
+def test_a_smaller_leak_is_not_a_remedy_and_a_small_advantage_is_not_a_leak() -> None:
     planted = {"shuffled": 0.291, "group": 0.281, "layer": 0.271}
     less = {name: {"leakage": [value] * 3, **near(0.4)} for name, value in planted.items()}
     assert verdicts("leak", {**leaking(0.301, [0.0] * 3), **less}) == [True, True, False]
@@ -324,7 +321,7 @@ def test_a_cure_that_leaks_less_is_none_and_what_is_not_notable_is_no_leak() -> 
     assert "cannot leak by construction" in FIGURES["leak"].note
 
 
-def test_a_cure_of_the_collapse_must_keep_apart_and_be_worth_more() -> None:
+def test_a_remedy_of_collapse_must_keep_embeddings_apart_and_raise_accuracy() -> None:
     def run(spread: float, accuracy: float) -> dict[str, list[float]]:
         return {"spread": [spread, spread + 0.005, spread + 0.01], **near(accuracy)}
 
@@ -346,7 +343,7 @@ def growth(small: float, grown: float, large: float, *, steps: float = 10.0) -> 
     return {name: {**near(value), "steps": [taken[name]] * 3} for name, value in values.items()}
 
 
-def test_growth_is_judged_beside_the_large_and_the_small_batch() -> None:
+def test_growth_is_compared_with_the_large_and_the_small_batch() -> None:
     assert verdicts("stages", growth(0.4, 0.4, 0.3)) == [True, True]
     assert verdicts("stages", growth(0.409, 0.4, 0.3)) == [True, True]
     assert verdicts("stages", growth(0.415, 0.4, 0.3)) == [True, False]
@@ -355,25 +352,25 @@ def test_growth_is_judged_beside_the_large_and_the_small_batch() -> None:
     assert verdicts("stages", few) == [None, None]
 
 
-def test_growth_must_take_fewer_steps_and_noise_does_not_make_it_as_good() -> None:
+def test_growth_must_take_fewer_steps_and_noise_leaves_it_open() -> None:
     assert verdicts("stages", growth(0.4, 0.4, 0.3, steps=20.0)) == [True, False]
     noisy = {name: {**numbers, **knn(0.3, 0.4, 0.5)} for name, numbers in growth(0.4, 0.4, 0.4).items()}
     assert verdicts("stages", noisy) == [False, None]
-    sentence = FIGURES["stages"].claims(results_of("stages", noisy))[1].sentence()
+    sentence = claims_of("stages", noisy)[1].sentence()
     assert "cannot be said yet" in sentence
     assert sentence.endswith("it takes 3 seeds of every setting it compares, and a spread within 0.01.")
 
 
-def loss_curve(setting: str, seed: int, early: float, late: float) -> Curve:
+def loss_curve(setting: str, seed: int, early: float, late: float) -> MetricCurve:
     steps = [1, 2, 5, 6, 60]
     whole = [3.0 + seed, 2.9, 2.5, 2.4, 2.0]
     values = [value * off for value, off in zip(whole, (1.0, 1.0, early, late, late), strict=True)]
-    return Curve(setting=setting, seed=seed, attempt=0, samples=steps, steps=steps, values=values)
+    return MetricCurve(setting=setting, seed=seed, attempt=0, samples=steps, steps=steps, values=values)
 
 
 def losses(
     chunks: float, workers: float, by_chunk: float = 0.02, *, late: float = 0.0, num_seeds: int = 3
-) -> dict[str, list[Curve]]:
+) -> dict[str, list[MetricCurve]]:
     """Return curves that are off by these parts of the whole batch's in the first steps, the chunks' later ``late``."""
     off = {
         "whole": (0.0, 0.0),
@@ -390,7 +387,7 @@ def losses(
     }
 
 
-def test_chunks_may_be_off_by_what_rounding_does_in_the_first_steps_and_no_more() -> None:
+def test_chunks_may_differ_by_rounding_in_the_first_steps_only() -> None:
     assert verdicts("accumulation", {}, losses(5e-5, 1e-5)) == [True]
     assert verdicts("accumulation", {}, losses(5e-4, 1e-5)) == [False]
     assert verdicts("accumulation", {}, losses(-5e-4, 1e-5)) == [False]
@@ -400,7 +397,7 @@ def test_chunks_may_be_off_by_what_rounding_does_in_the_first_steps_and_no_more(
     assert verdicts("accumulation", {}, {}) == [None]
 
 
-def test_chunks_are_not_measured_by_a_yardstick_that_is_off_itself() -> None:
+def test_chunks_are_not_compared_with_workers_that_differ_too_much() -> None:
     assert verdicts("accumulation", {}, losses(0.05, 0.05, by_chunk=0.5)) == [False]
     assert verdicts("accumulation", {}, losses(9e-4, 0.05)) == [True]
     # BatchNorm by chunk is another run: a rule that does not see it sees nothing.
@@ -409,8 +406,8 @@ def test_chunks_are_not_measured_by_a_yardstick_that_is_off_itself() -> None:
     assert verdicts("accumulation", {}, without) == [None]
 
 
-def test_a_sentence_says_what_was_found_and_never_more_than_the_seeds_tell() -> None:
-    claim = FIGURES["momentum"].claims(results_of("momentum", {"momentum-0": knn(0.25, 0.25)}))[0]
+def test_a_sentence_states_its_evidence_and_the_seeds_it_needs() -> None:
+    claim = claims_of("momentum", {"momentum-0": knn(0.25, 0.25)})[0]
     assert claim.sentence() == (
         "“Without momentum (0) MoCo is worse than with any” cannot be said yet: 0.250 at 0; "
         "it takes 3 seeds of every setting it compares."
@@ -422,7 +419,7 @@ def test_a_sentence_says_what_was_found_and_never_more_than_the_seeds_tell() -> 
 TRIALS = 1_000
 MOST_FALSE = 0.045  # of two alike settings one is above the other in 0.031 of all cases; 0.108 with two seeds
 ALIKE = {"knn_top1": (0.4, 0.02), "leakage": (0.2, 0.02), "spread": (0.5, 0.05), "steps": (100.0, 0.0)}
-NO_WORSE = {"negatives": 2, "stages": 1}  # the place of the claim among those of the figure
+NON_INFERIOR_AT = {"negatives": 2, "stages": 1}  # the place of the claim among those of the figure
 
 
 def alike(name: str, rng: np.random.Generator, num_seeds: int = 3) -> dict[str, dict[str, list[float]]]:
@@ -440,15 +437,15 @@ def held_rates(trials: list[list[bool | None]]) -> list[float]:
 
 @pytest.mark.parametrize("num_seeds", [2, 3])
 @pytest.mark.parametrize("name", [name for name in FIGURES if name != "accumulation"])
-def test_no_difference_is_held_where_there_is_none(name: str, num_seeds: int) -> None:
+def test_equal_settings_seldom_differ_by_chance(name: str, num_seeds: int) -> None:
     rng = np.random.default_rng(0)
     rates = held_rates([verdicts(name, alike(name, rng, num_seeds)) for _ in range(TRIALS)])
-    differences = [rate for at, rate in enumerate(rates) if at != NO_WORSE.get(name)]
+    differences = [rate for at, rate in enumerate(rates) if at != NON_INFERIOR_AT.get(name)]
     assert differences
     assert max(differences) <= MOST_FALSE, rates
 
 
-def rate_of_no_worse(figure: str, worse: str, *, loss: float, noise: float) -> float:
+def rate_of_non_inferior(figure: str, worse: str, *, loss: float, noise: float) -> float:
     """Return how often a setting that is truly worse by so much is held for no worse."""
     rng, trials = np.random.default_rng(0), []
     for _ in range(TRIALS):
@@ -457,22 +454,24 @@ def rate_of_no_worse(figure: str, worse: str, *, loss: float, noise: float) -> f
             numbers["knn_top1"] = rng.normal(0.4 - loss * (setting == worse), noise, 3).tolist()
         planted[worse]["steps"] = [1.0] * 3
         trials.append(verdicts(figure, planted))
-    return held_rates(trials)[NO_WORSE[figure]]
+    return held_rates(trials)[NON_INFERIOR_AT[figure]]
 
 
 @pytest.mark.parametrize(("figure", "worse"), [("negatives", "moco-128"), ("stages", "grown")])
-def test_a_loss_of_twice_the_margin_is_seldom_no_worse_and_none_mostly_is(figure: str, worse: str) -> None:
+def test_a_loss_of_twice_the_margin_is_seldom_non_inferior_and_no_loss_mostly_is(
+    figure: str, worse: str
+) -> None:
     for noise in (0.1, 0.5, 1.0, 2.0, 5.0):
-        rate = rate_of_no_worse(figure, worse, loss=2 * MARGIN, noise=noise * MARGIN)
+        rate = rate_of_non_inferior(figure, worse, loss=2 * MARGIN, noise=noise * MARGIN)
         assert rate <= MOST_FALSE, noise
-    assert rate_of_no_worse(figure, worse, loss=0.0, noise=0.25 * MARGIN) >= 0.9
+    assert rate_of_non_inferior(figure, worse, loss=0.0, noise=0.25 * MARGIN) >= 0.9
 
 
 def rate_of_chunks(chunks: float, by_chunk: float, *, noise: float) -> float:
     """Return how often chunks so many times as far off as two workers are held for the whole batch."""
     rng, trials = np.random.default_rng(0), []
     for _ in range(TRIALS):
-        curves: list[Curve] = []
+        curves: list[MetricCurve] = []
         for seed in range(3):
             off = (1e-5 * np.array([chunks, 1.0, by_chunk]) * np.exp(rng.normal(0.0, noise, 3))).tolist()
             curves += [dataclasses.replace(each, seed=seed) for each in losses(*off, num_seeds=1)["loss"]]
@@ -480,7 +479,7 @@ def rate_of_chunks(chunks: float, by_chunk: float, *, noise: float) -> float:
     return held_rates(trials)[0]
 
 
-def test_chunks_are_seldom_the_whole_batch_where_they_are_further_off_or_nothing_is_told_apart() -> None:
+def test_chunks_seldom_pass_when_they_differ_more_or_the_rule_cannot_tell() -> None:
     assert rate_of_chunks(1.0, 1.0, noise=1.0) <= MOST_FALSE  # as far off as BatchNorm by chunk
     assert rate_of_chunks(20.0, 1_000.0, noise=0.3) <= MOST_FALSE  # twice what is allowed
     assert rate_of_chunks(1.0, 1_000.0, noise=0.3) >= 0.9
@@ -491,59 +490,44 @@ def test_chunks_are_seldom_the_whole_batch_where_they_are_further_off_or_nothing
 
 def some(name: str, *, whole: bool) -> Results:
     """Return numbers and curves for all settings, or for the first one alone."""
-    settings = FIGURES[name].settings["cpu"][: None if whole else 1]
-    rng = np.random.default_rng(0)
-    numbers = [*FIGURES[name].columns, "knn_top1", "spread", "loss", "leakage"]
-    planted = {
-        each.name: {number: rng.uniform(0.2, 0.5, 3).tolist() for number in numbers} for each in settings
-    }
+    figure, rng = FIGURES[name], np.random.default_rng(0)
+    names = [setting.name for setting in figure.settings["cpu"][: None if whole else 1]]
+    numbers = [*figure.columns, "knn_top1", "spread", "loss", "leakage"]
+    planted = {each: {number: rng.uniform(0.2, 0.5, 3).tolist() for number in numbers} for each in names}
     steps = [10.0 * step for step in range(12)]
     curves = {
         metric: [
-            Curve(
-                setting=each.name,
-                seed=seed,
-                attempt=attempt,
-                samples=steps,
-                steps=steps,
-                values=rng.uniform(0.1, 1, 12).tolist(),
-            )
-            for each in settings
+            MetricCurve(setting=each, seed=seed, attempt=attempt, samples=steps, steps=steps, values=rng.uniform(0.1, 1, 12).tolist())
+            for each in names
             for seed in range(3)
             for attempt in range(2)
         ]
         for metric in ("loss", "spread", "knn_top1")
-    }
-    return results_of(name, planted, curves)
+    }  # fmt: skip
+    configs = [run.config for run in planned(name)]
+    return dataclasses.replace(results_of(name, planted, curves), configs=configs)
 
 
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "partial"])
-def test_a_figure_is_drawn_told_and_counted_whatever_is_there(name: str, whole: bool) -> None:
+def test_a_figure_is_drawn_described_and_counted_with_all_runs_or_some(name: str, whole: bool) -> None:
     results = some(name, whole=whole)
-    configs = [run.config for run in plan_runs(FIGURES[name], "cpu", Place("out"), num_seeds=1, overrides={})]
-    page = Page(
-        figure=FIGURES[name],
-        scale="cpu",
-        command="python jobs/reproduce.py",
-        configs=configs,
-        results=results,
-    )
+    page = Page(command="python jobs/reproduce.py", results=results)
     with Image.open(io.BytesIO(page.picture())) as picture:
         assert picture.width > 900
         assert picture.height > 450
         assert len(set(picture.convert("L").resize((64, 64)).tobytes())) > 8  # not empty
     text = page.text()
-    for claim in page.claims:
+    for claim in results.claims:
         assert claim.sentence() in text
     assert all(label in text for label in results.labels.values())
-    assert describe_runs("cpu", configs) in text
-    told = json.loads(page.numbers())
-    assert len(told["runs"]) == len(results.outcomes)
-    assert told["runs"][0]["machine"] == MACHINE
-    assert told["runs"][0]["curves"]["loss"][0]["steps"]
+    assert describe_runs("cpu", results.configs) in text
+    numbers = json.loads(page.numbers())
+    assert len(numbers["runs"]) == len(results.outcomes)
+    assert numbers["runs"][0]["machine"] == MACHINE
+    assert numbers["runs"][0]["curves"]["loss"][0]["steps"]
     if not whole:
-        assert None in [claim["held"] for claim in told["claims"]]
+        assert None in [claim["held"] for claim in numbers["claims"]]
 
 
 def test_names_at_the_ends_of_lines_keep_apart() -> None:
@@ -552,123 +536,94 @@ def test_names_at_the_ends_of_lines_keep_apart() -> None:
     assert spread_apart([0.5, 0.5, 0.5], gap=0.1) == pytest.approx([0.4, 0.5, 0.6])
 
 
-# What lies at the output
+# The output folder
 
 
-def lay_down(run, outcome: Outcome | None) -> None:
-    """Write what a run leaves behind."""
+def write_run(run: PlannedRun, **changes: Any) -> None:
+    """Write the files of a trained run, and its record unless ``record`` is False."""
     (run.place / CONFIG).write_text(config_to_yaml(run.config))
     (run.place / RESULT).write_text('{"status": "finished"}')
     lines = [{"step": step, "samples": 32 * step, "loss": 3.0 - step / 10} for step in (1, 2, 3)]
     (run.place / METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    if outcome is not None:
-        outcome.write(run.place)
+    if changes.pop("record", True):
+        outcome(run.setting.name, run.seed, **changes).write(run.place)
 
 
-def test_what_is_there_is_drawn_and_the_rest_named(tmp_path: Path) -> None:
-    request = Request(figure="momentum", output=str(tmp_path), num_seeds=2)
-    runs = plan_runs(FIGURES["momentum"], "cpu", Place(str(tmp_path)), num_seeds=2, overrides={})
+def request_of(name: str, output: Path, *, num_seeds: int = 1, **changes: Any) -> ReproduceRequest:
+    return ReproduceRequest(figure=name, output=str(output), num_seeds=num_seeds, **changes)
+
+
+def test_finished_runs_are_drawn_and_missing_ones_named(tmp_path: Path) -> None:
+    request = request_of("momentum", tmp_path, num_seeds=2)
+    runs = planned("momentum", tmp_path, num_seeds=2)
     with pytest.raises(ConfigError, match="no run of momentum is finished"):
         reproduce(request, draw_only=True)
     for run in runs[:2]:
-        outcome = Outcome(
-            setting=run.setting.name,
-            seed=0,
-            numbers={"knn_top1": 0.3, "pixels": 0.25},
-            machine=MACHINE,
-            data="train",
-            test="test",
-        )
-        lay_down(run, outcome)
-    lay_down(runs[2], None)  # trained, not judged
-    told: list[str] = []
-    page = reproduce(request, draw_only=True, tell=told.append)
+        write_run(run, numbers={"knn_top1": 0.3, "pixels": 0.25})
+    write_run(runs[2], record=False)  # trained, not evaluated
+    messages: list[str] = []
+    page = reproduce(request, draw_only=True, notify=messages.append)
     assert page.results.missing == [run.name for run in runs[2:]]
     assert page.command.startswith("python jobs/reproduce.py momentum --data train --test test --output ")
-    assert page.results.floor == 0.25
+    assert page.results.baseline == 0.25
     assert [curve.values for curve in page.results.curves_of("momentum-0", "loss")] == [[2.9, 2.8, 2.7]]
     text = (tmp_path / "momentum.md").read_text()
     assert "Not finished yet: momentum-momentum-0.99-seed0, " in text
-    assert "cannot be said yet" in told[0]
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "runs",
-        "momentum.png",
-        "momentum.json",
-        "momentum.md",
-    }
+    assert "cannot be said yet" in messages[0]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"runs", "momentum.png", "momentum.json", "momentum.md"}
 
 
 def test_a_finished_figure_is_drawn_without_a_run(tmp_path: Path) -> None:
-    request = Request(figure="stages", output=str(tmp_path), data="train", test="test", num_seeds=3)
-    for run in plan_runs(FIGURES["stages"], "cpu", Place(str(tmp_path)), num_seeds=3, overrides={}):
+    for run in planned("stages", tmp_path, num_seeds=3):
         steps = {"small": 9.0, "grown": 3.0, "large": 1.0}[run.setting.name]
-        numbers = {"knn_top1": 0.5 - 0.1 * (run.setting.name == "large"), "steps": steps}
-        lay_down(
-            run,
-            Outcome(
-                setting=run.setting.name,
-                seed=run.seed,
-                numbers=numbers,
-                machine=MACHINE,
-                data="train",
-                test="test",
-            ),
-        )
+        write_run(run, numbers={"knn_top1": 0.5 - 0.1 * (run.setting.name == "large"), "steps": steps})
     files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("runs/*/*")}
-    # There is nothing at these addresses: to look for images would be an error.
-    page = reproduce(request, tell=lambda _: None)
-    assert [claim.held for claim in page.claims] == [True, True]
+    # No images exist at these addresses: looking for them would be an error.
+    request = request_of("stages", tmp_path, num_seeds=3, data="train", test="test")
+    page = reproduce(request, notify=lambda _: None)
+    assert [claim.held for claim in page.results.claims] == [True, True]
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("runs/*/*")} == files
     assert not page.results.missing
 
 
 def test_a_folder_with_other_settings_or_images_is_refused(tmp_path: Path) -> None:
-    request = Request(figure="momentum", output=str(tmp_path), num_seeds=1)
-    runs = plan_runs(FIGURES["momentum"], "cpu", Place(str(tmp_path)), num_seeds=1, overrides={})
-    lay_down(
-        runs[0], Outcome(setting="momentum-0", seed=0, numbers={}, machine=MACHINE, data="train", test="test")
-    )
-    other = Request(figure="momentum", output=str(tmp_path), num_seeds=1, settings={"stages.0.epochs": 99})
+    write_run(planned("momentum", tmp_path)[0])
+    other = request_of("momentum", tmp_path, settings={"stages.0.epochs": 99})
     with pytest.raises(ConfigError, match=r"stages\.0\.epochs 8, and this one has 99; repeat the flags"):
         reproduce(other, draw_only=True)
     with pytest.raises(ConfigError, match="give --data and --test"):
-        reproduce(request)
-    given = Request(figure="momentum", output=str(tmp_path), num_seeds=1, data="other", test="test")
+        reproduce(request_of("momentum", tmp_path))
     with pytest.raises(ConfigError, match="--data is other, and runs at the output saw train"):
-        reproduce(given)
+        reproduce(request_of("momentum", tmp_path, data="other", test="test"))
 
 
-def test_the_images_that_were_trained_on_are_no_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_images_are_refused_as_test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     same = str(tmp_path / "images")
-    for run in plan_runs(FIGURES["momentum"], "cpu", Place(str(tmp_path)), num_seeds=1, overrides={}):
-        name = run.setting.name
-        lay_down(run, Outcome(setting=name, seed=0, numbers={}, machine=MACHINE, data=same, test=same))
+    for run in planned("momentum", tmp_path):
+        write_run(run, data=same, test=same)
     for test in (same, "images"):
-        request = Request(figure="momentum", output=str(tmp_path), num_seeds=1, data=same, test=test)
-        with pytest.raises(ConfigError, match=f"--data and --test are both {test}, .*give --test others"):
-            reproduce(request)
+        with pytest.raises(ConfigError, match=f"--data and --test are both {test}, .*give --test other"):
+            reproduce(request_of("momentum", tmp_path, data=same, test=test))
 
 
-def test_a_record_is_read_back_and_a_broken_one_refused(tmp_path: Path) -> None:
+def test_a_record_is_read_back_and_an_invalid_one_refused(tmp_path: Path) -> None:
     place = Place(str(tmp_path))
     assert read_outcome(place) is None
-    outcome = Outcome(
-        setting="a", seed=1, numbers={"knn_top1": 0.5}, machine=MACHINE, data="d", test="t", failed="why"
-    )
-    outcome.write(place)
-    assert read_outcome(place) == outcome
+    written = outcome("a", 1, numbers={"knn_top1": 0.5}, failed="why")
+    written.write(place)
+    assert read_outcome(place) == written
     (place / OUTCOME).write_text('{"setting": "a"')
-    with pytest.raises(ConfigError, match="no record of a run"):
+    with pytest.raises(ConfigError, match="not a record of a run"):
         read_outcome(place)
 
 
-def test_an_untouched_folder_has_no_outcome(tmp_path: Path) -> None:
-    run, *_ = plan_runs(FIGURES["leak"], "cpu", Place(str(tmp_path)), num_seeds=1, overrides={})
-    assert outcome_of(run) is None
+def test_a_folder_without_a_run_has_no_outcome(tmp_path: Path) -> None:
+    assert outcome_of(planned("leak", tmp_path)[0]) is None
 
 
-def test_a_run_that_was_rolled_back_gives_a_curve_an_attempt(tmp_path: Path) -> None:
+def test_a_run_that_was_rolled_back_gives_one_curve_per_attempt(tmp_path: Path) -> None:
     lines = [
         {"step": 1, "samples": 4, "spread": 0.5},
         {"step": 2, "samples": 8, "spread": 0.1},
@@ -677,16 +632,14 @@ def test_a_run_that_was_rolled_back_gives_a_curve_an_attempt(tmp_path: Path) -> 
         {"step": 2, "samples": 8, "loss": 1.0},
     ]
     (Place(str(tmp_path)) / METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    outcome = Outcome(setting="rollback", seed=2, numbers={}, machine=MACHINE, data="d", test="t")
-    found = read_curves(Place(str(tmp_path)), outcome, ("spread", "loss"))
+    found = read_curves(Place(str(tmp_path)), outcome("rollback", 2))
     assert [(curve.attempt, curve.values) for curve in found["spread"]] == [(0, [0.5, 0.1]), (1, [0.6])]
     assert [(curve.attempt, curve.steps) for curve in found["loss"]] == [(1, [2])]
 
 
-def test_missing_runs_are_those_without_an_outcome(tmp_path: Path) -> None:
-    figure = FIGURES["stages"]
-    runs = plan_runs(figure, "cpu", Place(str(tmp_path)), num_seeds=1, overrides={})
-    assert gather(figure, "cpu", runs, [None] * 3).missing == [run.name for run in runs]
+def test_runs_without_an_outcome_are_missing(tmp_path: Path) -> None:
+    runs = planned("stages", tmp_path)
+    assert collect_results(FIGURES["stages"], "cpu", runs, [None] * 3).missing == [run.name for run in runs]
 
 
 # The images
@@ -697,10 +650,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_digits(Place(str(tmp_path_factory.mktemp("digits"))))
 
 
-def test_the_part_that_is_trained_on_is_drawn_once_and_has_all_classes(
+def test_the_training_subset_is_drawn_once_and_has_all_classes(
     digits: tuple[str, str], tmp_path: Path
 ) -> None:
-    part = training_part(digits[0], 600, Place(str(tmp_path)))
+    part = training_subset(digits[0], 600, Place(str(tmp_path)))
     drawn, whole = pq.read_table(part), pq.read_table(digits[0])
     assert drawn.num_rows == 600
     known = dict(zip(whole["image"].to_pylist(), whole["label"].to_pylist(), strict=True))
@@ -712,15 +665,15 @@ def test_the_part_that_is_trained_on_is_drawn_once_and_has_all_classes(
     assert len(counts) == 10
     assert counts.min() > 35
     before = Path(part).stat().st_mtime_ns
-    assert training_part(digits[0], 600, Place(str(tmp_path))) == part
+    assert training_subset(digits[0], 600, Place(str(tmp_path))) == part
     assert Path(part).stat().st_mtime_ns == before
 
 
-def test_another_set_of_as_many_images_is_drawn_anew(digits: tuple[str, str], tmp_path: Path) -> None:
+def test_another_data_set_of_equal_size_gets_its_own_subset(digits: tuple[str, str], tmp_path: Path) -> None:
     other = str(tmp_path / "other.parquet")
     whole = pq.read_table(digits[0])
     pq.write_table(whole.take(np.arange(whole.num_rows)[::-1]), other)
-    parts = [training_part(data, 600, Place(str(tmp_path / "out"))) for data in (digits[0], other)]
+    parts = [training_subset(data, 600, Place(str(tmp_path / "out"))) for data in (digits[0], other)]
     assert parts[0] != parts[1]
     first, second = (pq.read_table(part)["image"].to_pylist() for part in parts)
     assert first != second
@@ -729,7 +682,7 @@ def test_another_set_of_as_many_images_is_drawn_anew(digits: tuple[str, str], tm
 class SortedByClass:
     """A test set as it comes of class folders: four classes, one after the other."""
 
-    label = np.repeat(np.arange(4), PROBED)
+    label = np.repeat(np.arange(4), NUM_PROBE_IMAGES)
 
     def __len__(self) -> int:
         return len(self.label)
@@ -741,24 +694,24 @@ class SortedByClass:
 
 
 def test_the_leak_is_probed_on_images_of_all_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycl.reproduction.images._read", lambda *_: SortedByClass())
+    monkeypatch.setattr("claims.images._read", lambda *_: SortedByClass())
     figure = FIGURES["leak"]
     config = figure.config(figure.settings["cpu"][0], "cpu", seed=0)
-    judge = Evaluator(data="train", train="part", test="test")
-    images, ids = judge.probed(config)
-    assert len(images) == len(set(ids.tolist())) == PROBED
-    assert np.bincount(SortedByClass.label[ids], minlength=4).min() > PROBED // 8
-    assert np.array_equal(ids, judge.probed(config)[1])  # the same ones for all runs
+    evaluator = Evaluator(data="train", train="part", test="test")
+    images, ids = evaluator.probe_images(config)
+    assert len(images) == len(set(ids.tolist())) == NUM_PROBE_IMAGES
+    assert np.bincount(SortedByClass.label[ids], minlength=4).min() > NUM_PROBE_IMAGES // 8
+    assert np.array_equal(ids, evaluator.probe_images(config)[1])  # the same ones for all runs
 
 
-def test_a_set_that_is_small_enough_is_taken_as_it_is(digits: tuple[str, str], tmp_path: Path) -> None:
+def test_a_small_data_set_is_used_itself(digits: tuple[str, str], tmp_path: Path) -> None:
     for num_rows in (None, 10**6):
-        assert training_part(digits[0], num_rows, Place(str(tmp_path))) == digits[0]
+        assert training_subset(digits[0], num_rows, Place(str(tmp_path))) == digits[0]
     assert not list(tmp_path.iterdir())
 
 
 def test_images_without_labels_are_refused(digits: tuple[str, str], tmp_path: Path) -> None:
     bare = str(tmp_path / "bare.parquet")
     pq.write_table(pq.read_table(digits[0], columns=["image"]), bare)
-    with pytest.raises(DataError, match="has no labels, and the figures are judged by labels"):
-        training_part(bare, 100, Place(str(tmp_path)))
+    with pytest.raises(DataError, match="has no labels, and kNN needs them"):
+        training_subset(bare, 100, Place(str(tmp_path)))

@@ -1,7 +1,8 @@
-"""A figure of two settings on digits: run, judged, drawn; what is there is not run again."""
+"""A figure of two settings on digits: trained, evaluated, drawn; finished runs are kept."""
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ from PIL import Image
 
 from raycl.demo.digits import write_digits
 from raycl.records import METRICS, RESULT
-from raycl.reproduction import catalog
-from raycl.reproduction.outcomes import OUTCOME
-from raycl.reproduction.request import Request, reproduce
-from raycl.reproduction.runs import RUNS
 from raycl.storage import Place
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import claims
+from claims.results import OUTCOME
+from claims.run import ReproduceRequest, reproduce
+from claims.runs import RUNS
 
 TINY = {
     "data.channels": 1,
@@ -30,57 +34,57 @@ TINY = {
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.drill
-def test_a_figure_is_run_once_and_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = catalog.FIGURES["leak"]
+def test_a_figure_is_run_once_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = claims.FIGURES["leak"]
     chosen = tuple(
         dataclasses.replace(setting, overrides={**setting.overrides, "workers": 1})
         for setting in whole.settings["cpu"]
         if setting.name in ("as_is", "group")
     )
     two = dataclasses.replace(whole, settings={**whole.settings, "cpu": chosen})
-    monkeypatch.setitem(catalog.FIGURES, "leak", two)
+    monkeypatch.setitem(claims.FIGURES, "leak", two)
     train, test = write_digits(Place(str(tmp_path / "digits")))
     output = tmp_path / "out"
-    request = Request(figure="leak", output=str(output), data=train, test=test, num_seeds=1, settings=TINY)
-    told: list[str] = []
-    page = reproduce(request, tell=told.append)
+    request = ReproduceRequest(
+        figure="leak", output=str(output), data=train, test=test, num_seeds=1, settings=TINY
+    )
+    messages: list[str] = []
+    page = reproduce(request, notify=messages.append)
 
-    assert [line.partition(",")[0] for line in told[:2]] == [
-        "leak: run 1 of 2 (as it is",
+    assert [line.partition(",")[0] for line in messages[:2]] == [
+        "leak: run 1 of 2 (local",
         "leak: run 2 of 2 (group norm",
     ]
-    assert "minutes left" in told[1]
+    assert "minutes left" in messages[1]
     assert page.results.missing == []
-    as_it_is, group = page.results.outcomes
-    assert {"knn_top1", "leakage", "shared", "apart", "loss", "pixels", "steps"} <= as_it_is.numbers.keys()
-    assert (as_it_is.numbers["steps"], group.numbers["leakage"]) == (3.0, 0.0)
-    assert 0.1 < as_it_is.numbers["knn_top1"] < 1.0
-    assert as_it_is.numbers["knn_top1"] != group.numbers["knn_top1"]
-    assert all(claim.held is not True for claim in page.claims)  # of one seed
+    local, group = page.results.outcomes
+    assert {"knn_top1", "leakage", "shared", "apart", "loss", "pixels", "steps"} <= local.numbers.keys()
+    assert (local.numbers["steps"], group.numbers["leakage"]) == (3.0, 0.0)
+    assert 0.1 < local.numbers["knn_top1"] < 1.0
+    assert local.numbers["knn_top1"] != group.numbers["knn_top1"]
+    assert all(claim.held is not True for claim in page.results.claims)  # of one seed
     with Image.open(output / "leak.png") as picture:
         assert picture.width > picture.height
     assert len(json.loads((output / "leak.json").read_text())["runs"][0]["curves"]["loss"][0]["values"]) == 3
 
-    # Again: nothing is run, nothing judged anew.
+    # Again: nothing is trained or evaluated.
     runs = sorted((output / RUNS).iterdir())
     assert [run.name for run in runs] == ["leak-as_is-seed0", "leak-group-seed0"]
     files = [run / name for run in runs for name in (METRICS, RESULT, OUTCOME)]
     before = {file: file.stat().st_mtime_ns for file in files}
-    told.clear()
-    again = reproduce(request, tell=told.append)
+    messages.clear()
+    again = reproduce(request, notify=messages.append)
     assert {file: file.stat().st_mtime_ns for file in files} == before
-    assert not any("run 1 of 2" in line for line in told)
+    assert not any("run 1 of 2" in line for line in messages)
     assert again.numbers() == page.numbers()
 
-    # Trained and not judged: only judged. Interrupted: trained to its end.
+    # Trained but not evaluated: only evaluated. Interrupted: resumed.
     (runs[0] / OUTCOME).unlink()
     (runs[1] / OUTCOME).unlink()
     (runs[1] / RESULT).write_text('{"status": "running"}')
     (runs[1] / METRICS).unlink()
-    resumed = reproduce(request, tell=told.append)
+    resumed = reproduce(request, notify=messages.append)
     assert (runs[0] / RESULT).stat().st_mtime_ns == before[runs[0] / RESULT]
     assert json.loads((runs[1] / RESULT).read_text())["status"] == "finished"
-    assert resumed.results.outcomes[0].numbers["knn_top1"] == as_it_is.numbers["knn_top1"]
+    assert resumed.results.outcomes[0].numbers["knn_top1"] == local.numbers["knn_top1"]
     assert resumed.results.outcomes[1].numbers["steps"] == 3.0

@@ -1,19 +1,19 @@
-"""(e) A batch that grows in stages (after Smith et al., 2018) beside a small and a large one."""
+"""A batch that grows in stages (after Smith et al., 2018) beside a small and a large one."""
 
 from typing import Any
 
-from matplotlib.figure import Figure as Picture
+from matplotlib.figure import Figure
 
-from raycl.reproduction.claims import NARROW, NO_WORSE, Claim, Sample, above, every, no_worse
-from raycl.reproduction.figure import Figure, Setting
-from raycl.reproduction.outcomes import Results
-from raycl.reproduction.panels import draw_curves, draw_dots, prepare
+from claims.figure import ClaimFigure, Setting
+from claims.plots import BAND, DOTS, draw_curves, draw_dots, draw_thousands, prepare
+from claims.results import Results
+from claims.rules import NARROW, NON_INFERIOR, Claim, SeedValues, all_hold, exceeds, non_inferior
 
 SMALL, GROWN, LARGE = "small", "grown", "large"
 
 
 def _settings(epochs: int, sizes: tuple[int, int, int]) -> tuple[Setting, ...]:
-    """Return three runs over equally many images: at the least batch, in three stages, at the greatest."""
+    """Return three runs over equally many images: the smallest batch, three stages, the largest batch."""
     grown: dict[str, Any] = {}
     for stage, size in enumerate(sizes):
         grown |= {f"stages.{stage}.epochs": epochs // 3, f"stages.{stage}.batch_size": size}
@@ -29,21 +29,18 @@ def _settings(epochs: int, sizes: tuple[int, int, int]) -> tuple[Setting, ...]:
 
 
 def claims(results: Results) -> list[Claim]:
-    """Judge growth against the large batch, and against the small one that takes more steps."""
-    knn, steps = (
-        {name: results.sample(name, number) for name in results.labels} for number in ("knn_top1", "steps")
-    )
+    knn, steps = results.by_setting("knn_top1"), results.by_setting("steps")
     return [
         Claim(
             text="At equal images a batch that grows is better than one that is large from the start",
-            rule="its median is above the large batch's by more than the spread",
-            held=above(knn[GROWN], knn[LARGE]),
+            rule="its median exceeds the large batch's by more than the spread",
+            held=exceeds(knn[GROWN], knn[LARGE]),
             evidence=f"kNN {knn[GROWN]:.3f} and {knn[LARGE]:.3f}",
         ),
         Claim(
             text="A batch that grows loses nothing to a small one, in fewer steps",
-            rule=f"{NO_WORSE}, and each of its runs takes fewer steps",
-            held=every([no_worse(knn[GROWN], knn[SMALL]), _fewer(steps[GROWN], steps[SMALL])]),
+            rule=f"{NON_INFERIOR}, and each of its runs takes fewer steps",
+            held=all_hold([non_inferior(knn[GROWN], knn[SMALL]), _fewer(steps[GROWN], steps[SMALL])]),
             evidence=f"kNN {knn[GROWN]:.3f} after {steps[GROWN]:,.0f} steps and "
             f"{knn[SMALL]:.3f} after {steps[SMALL]:,.0f}",
             takes=NARROW,
@@ -51,25 +48,20 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-def _fewer(ours: Sample, theirs: Sample) -> bool | None:
-    """Whether ours are fewer; no spread is asked for, since steps follow from the configuration."""
-    return ours.most < theirs.least if ours.values and theirs.values else None
+def _fewer(ours: SeedValues, theirs: SeedValues) -> bool | None:
+    """Whether ours are fewer; any number of seeds suffices, since steps follow from the configuration."""
+    return ours.max < theirs.min if ours.values and theirs.values else None
 
 
-def draw(results: Results, picture: Picture) -> None:
-    """Draw kNN on the way, on held-out training images, and at the end, on the test images."""
+def draw(results: Results, picture: Figure) -> None:
+    """Draw kNN on held-out training images during training, and on the test images at the end."""
     picture.set_size_inches(10.0, 3.7)
     left, right = picture.subplots(1, 2, width_ratios=(1.15, 1.0))
-    prepare(
-        left,
-        x="images seen, thousands",
-        y="kNN top-1 on held-out images",
-        title="median, band: least to most",
-    )
-    left.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}")
+    prepare(left, x="images seen, thousands", y="kNN top-1 on held-out images", title=BAND)
+    draw_thousands(left)
     draw_curves(left, results.curves_by_label("knn_top1"))
-    prepare(right, x="kNN top-1 on the test images", y="rows of a batch", title="a dot a seed, bar: median")
-    draw_dots(right, results.samples("knn_top1"), floor=results.floor)
+    prepare(right, x="kNN top-1 on the test images", y="batch size", title=DOTS)
+    draw_dots(right, results.by_label("knn_top1"), baseline=results.baseline)
 
 
 def _shared(every_epochs: int) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def _shared(every_epochs: int) -> dict[str, Any]:
     }
 
 
-FIGURE = Figure(
+FIGURE = ClaimFigure(
     name="stages",
     title="A batch that grows in stages",
     source="Smith et al., 2018, of supervised learning",

@@ -1,0 +1,143 @@
+"""A batch in chunks takes the steps of the whole batch (Gao et al., 2021)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from claims.figure import ClaimFigure, Setting
+from claims.plots import BAND, COLORS, draw_curves, prepare
+from claims.results import MetricCurve, Results
+from claims.rules import SEEDS, Claim, SeedValues
+
+WHOLE, CHUNKS, WORKERS, BY_CHUNK = "whole", "chunks", "workers", "by-chunk"
+EARLY_STEPS = 5  # later steps amplify any rounding
+ROUNDING = 10.0  # allowed multiple of the difference that another order of sums makes
+EXACT = 1e-5  # relative: losses are logged with six digits
+LIMIT = 1e-3  # relative: a larger difference of two workers is not rounding
+
+
+def _settings(batch_size: int) -> tuple[Setting, ...]:
+    chunks = {"stages.0.chunk_size": batch_size // 4}
+    table: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        (WHOLE, "whole batch", {}),
+        (CHUNKS, f"chunks of {batch_size // 4:,}", chunks),
+        (WORKERS, "whole, two workers", {"workers": 2}),
+        (BY_CHUNK, "BatchNorm by chunk", {**chunks, "batchnorm": "shuffled", "batchnorm_groups": 4}),
+    )
+    return tuple(
+        Setting(name=name, label=label, recipe="simclr", overrides=overrides)
+        for name, label, overrides in table
+    )
+
+
+def loss_differences(results: Results, name: str) -> list[MetricCurve]:
+    """Return the relative difference of the loss to the whole batch's of the same seed, at each step."""
+    whole = {curve.seed: curve for curve in results.curves_of(WHOLE, "loss")}
+    found = []
+    for curve in results.curves_of(name, "loss"):
+        if curve.seed not in whole:
+            continue
+        expected = dict(zip(whole[curve.seed].steps, whole[curve.seed].values, strict=True))
+        rows = [
+            (samples, step, abs(value / expected[step] - 1.0))
+            for samples, step, value in zip(curve.samples, curve.steps, curve.values, strict=True)
+            if step in expected
+        ]
+        samples, steps, values = zip(*rows, strict=True) if rows else ((), (), ())
+        found.append(replace(curve, attempt=0, samples=samples, steps=steps, values=values))
+    return found
+
+
+def claims(results: Results) -> list[Claim]:
+    early = {name: _early(loss_differences(results, name)) for name in (CHUNKS, WORKERS, BY_CHUNK)}
+    chunks, workers, by_chunk = (early[name] for name in (CHUNKS, WORKERS, BY_CHUNK))
+    knn = results.by_setting("knn_top1")
+    allowed = max(EXACT, min(ROUNDING * workers.median, LIMIT))
+    # A rule that misses BatchNorm by chunk, which is a different run, proves nothing about chunks.
+    can_tell = all(values.is_enough for values in early.values()) and by_chunk.min > allowed
+    return [
+        Claim(
+            text="A batch in chunks takes the steps of the whole batch",
+            rule=(
+                f"the largest relative difference of the loss to the whole batch's in the first {EARLY_STEPS} steps, "
+                f"median over seeds, is at most {ROUNDING:g} times the difference of two workers, who add the same "
+                f"numbers in another order, but no more than {LIMIT:g}, or {EXACT:g}; with BatchNorm by chunk it is "
+                "larger in every seed"
+            ),
+            held=chunks.median <= allowed if can_tell else None,
+            evidence=f"difference {chunks:.1e} in chunks, {workers:.1e} with two workers, {by_chunk:.1e} with "
+            f"BatchNorm by chunk; kNN at the end {knn[CHUNKS]:.3f} in chunks and {knn[WHOLE]:.3f} whole",
+            takes=f"{SEEDS}, and a rule that tells BatchNorm by chunk from the whole batch",
+        )
+    ]
+
+
+def _early(curves: Sequence[MetricCurve]) -> SeedValues:
+    """Return the largest value of each curve in its first steps."""
+    parts = [
+        [value for step, value in zip(curve.steps, curve.values, strict=True) if step <= EARLY_STEPS]
+        for curve in curves
+    ]
+    return SeedValues(tuple(max(part) for part in parts if part))
+
+
+def draw(results: Results, picture: Figure) -> None:
+    """Draw the losses over one another, and their differences."""
+    picture.set_size_inches(10.4, 3.8)
+    left, right = picture.subplots(1, 2)
+    labels = results.labels
+    prepare(left, x="steps", y="loss (NT-Xent)", title="the losses, one over the other (first seed)")
+    styles = {
+        WHOLE: ("#BBBBBB", 5.0, "-"),
+        CHUNKS: (COLORS[0], 1.2, "-"),
+        WORKERS: (COLORS[1], 1.4, ":"),
+        BY_CHUNK: (COLORS[2], 1.4, "--"),
+    }
+    for name, (color, width, style) in styles.items():
+        for curve in results.curves_of(name, "loss")[:1]:
+            left.plot(curve.steps, curve.values, style, color=color, lw=width, label=labels[name])
+    if left.lines:
+        left.legend(fontsize=8.5, frameon=False)
+    prepare(right, x="steps", y="difference to the whole batch, relative", title=BAND)
+    right.set_yscale("log")
+    # A logarithmic axis has no zero: losses are logged with six digits.
+    differences = {
+        labels[name]: [
+            replace(curve, values=np.maximum(curve.values, 1e-7).tolist())
+            for curve in loss_differences(results, name)
+        ]
+        for name in (CHUNKS, WORKERS, BY_CHUNK)
+    }
+    draw_curves(right, differences, over="steps")
+
+
+def _shared(steps: int, batch_size: int) -> dict[str, Any]:
+    return {
+        "precision": "float32",
+        "stages.0.epochs": None,
+        "stages.0.steps": steps,
+        "stages.0.batch_size": batch_size,
+        "stages.0.learning_rate": 0.03,
+        "stages.0.warmup_epochs": 0.5,
+        "log_every_steps": 1,
+    }
+
+
+FIGURE = ClaimFigure(
+    name="accumulation",
+    title="A batch in chunks is the whole batch",
+    source="Gao et al., 2021; BatchNorm over the whole batch beyond them",
+    settings={"cpu": _settings(256), "gpu": _settings(4_096)},
+    shared={"cpu": _shared(60, 256), "gpu": _shared(400, 4_096)},
+    columns={"loss": "last loss", "knn_top1": "kNN top-1", "seconds": "seconds"},
+    claims=claims,
+    draw=draw,
+    note=(
+        "In float32, with BatchNorm over the whole batch except for the last setting. The remaining difference is "
+        "rounding, which every step of training amplifies: two workers show how much. BatchNorm by chunk is the usual "
+        "implementation, and a different run."
+    ),
+)
