@@ -351,7 +351,7 @@ def lines_of_output() -> list[str]:
     quoted = [
         line for found in _BLOCK.finditer(TROUBLE) if found[2] == "text" for line in found[3].splitlines()
     ]
-    refusals = TROUBLE.partition("## It refuses to start")[2].partition("\n## ")[0]
+    refusals = TROUBLE.partition("## Refused settings")[2].partition("\n## ")[0]
     return quoted + re.findall(r"^\| `([^`]+)` \|", refusals, re.MULTILINE)
 
 
