@@ -334,8 +334,8 @@ MUTATIONS = [
     Mutation(
         "rows that are held out are trained on",
         "raycl/data/split.py",
-        '"""Whether each row is trained on."""\n        return _unit_hash(self.seed, sample_id) >= self.test',
-        '"""Whether each row is trained on."""\n        return _unit_hash(self.seed, sample_id) >= 0',
+        '"""Whether each row is a training row."""\n        return _unit_hash(self.seed, sample_id) >= self.test',
+        '"""Whether each row is a training row."""\n        return _unit_hash(self.seed, sample_id) >= 0',
         "tests/test_order.py tests/test_data.py tests/test_epochs.py",
     ),
     Mutation(

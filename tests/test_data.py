@@ -79,8 +79,8 @@ def test_an_array_decodes_like_the_image() -> None:
         (b"a text file named .jpg", "not an image"),
         (None, "missing value"),
         (7, "no image bytes"),
-        (np.zeros((4, 4, 3), np.float32), "an array that is not uint8"),
-        (np.zeros((4, 4, 2), np.uint8), "an array with neither"),
+        (np.zeros((4, 4, 3), np.float32), "an array other than uint8"),
+        (np.zeros((4, 4, 2), np.uint8), "an array without"),
     ],
 )
 def test_broken_content_has_a_cause(content: object, cause: str) -> None:
@@ -423,7 +423,7 @@ def test_who_waits_for_an_item_gets_an_error_where_they_are_closed() -> None:
     with ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(next, items)
         items.close()
-        with pytest.raises(ValueError, match="closed while they were used"):
+        with pytest.raises(ValueError, match="closed while they were in use"):
             waiting.result(10)
     never.set()
     # And nobody takes what is left for the whole.

@@ -20,7 +20,7 @@ from raycl.data.click_logs import (
     _checked_row,
     _left_out_of,
     _pairs_of_group,
-    _sound_rows,
+    _valid_rows,
     check_labels,
     grouped_columns,
 )
@@ -52,7 +52,7 @@ def raw(**values: list[Any]) -> RawRows:
 def sound(labels: Sequence[Any], **values: list[Any]) -> pa.Table:
     """Return rows of which none is broken as they are shuffled."""
     broken: Counter[str] = Counter()
-    rows = _sound_rows(raw(**values), labels, broken, [])
+    rows = _valid_rows(raw(**values), labels, broken, [])
     assert not broken
     return rows
 
@@ -141,7 +141,7 @@ def test_broken_rows_are_counted_by_cause_with_their_places() -> None:
     broken: Counter[str] = Counter()
     examples: list[str] = []
     rows = raw(query=["q", "q", "", "q"], document=["a", None, "c", "d"])
-    kept = _sound_rows(rows, [1, 0, 1, 2], broken, examples)
+    kept = _valid_rows(rows, [1, 0, 1, 2], broken, examples)
     assert kept["document"].to_pylist() == ["a"]
     assert broken == {"missing value": 1, "empty text": 1, "label other than 0 and 1": 1}
     assert examples == [
@@ -537,7 +537,7 @@ ROLES: list[tuple[str, str, list[pa.DataType], list[pa.DataType]]] = [
     ),
     (
         "text",
-        "texts must be strings, or lists of strings that say the same",
+        "texts must be strings, or lists of strings with the same meaning",
         [*STRINGS, *BYTES, *LISTS],
         [*INTEGERS, pa.list_(pa.int64()), pa.list_(pa.list_(pa.string()))],
     ),
@@ -595,7 +595,7 @@ def test_a_set_has_labels_or_lists_of_negatives() -> None:
     check_labels(ColumnNames(image=None, query="q", document="d", negatives="hard"))
     both = ColumnNames(image=None, query="q", document="d", label="clicked", negatives="hard")
     with pytest.raises(
-        DataError, match=r"labels \('clicked'\) and lists of negatives \('hard'\): leave out one"
+        DataError, match=r"labels \('clicked'\) and lists of negatives \('hard'\): remove one"
     ):
         check_labels(both)
 

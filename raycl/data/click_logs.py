@@ -1,4 +1,4 @@
-"""Click logs as pairs: rows with a label become a row a positive, with the query's explicit negatives."""
+"""Group click logs: labeled rows become one row per positive, with the explicit negatives of its query."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +53,7 @@ def group_source(source: Source, logbook: Any) -> ray.data.Dataset:
         for text in batch["piece"].to_pylist():
             piece = Fragment.from_json(text)
             batches = ((rows, labels_as_given(rows, described)) for rows in described.read(piece))
-            yield from _sound_tables(f"{piece.uri}:{piece.first_id}, labeled", batches, logbook)
+            yield from _valid_tables(f"{piece.uri}:{piece.first_id}, labeled", batches, logbook)
 
     pieces = ray.data.from_items(
         [{"piece": piece.to_json()} for piece in source.pieces], override_num_blocks=len(source.pieces)
@@ -63,7 +63,7 @@ def group_source(source: Source, logbook: Any) -> ray.data.Dataset:
 
 
 def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, logbook: Any) -> ray.data.Dataset:
-    """Return the pairs of a labeled dataset of the user's own, as :func:`group_rows` does."""
+    """Return the pairs of the user's own labeled dataset, as :func:`group_rows` does."""
     label = columns.label
     assert label is not None, "a labeled dataset has a column of labels"
 
@@ -72,7 +72,7 @@ def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, logbook: Any)
         where = [f"row {place} of a batch" for place in range(len(labels))]
         empty: Any = pa.array([], pa.int64()).to_numpy()
         rows = RawRows(values=values, sample_id=empty, label=empty, where=where)
-        yield from _sound_tables(f"labeled {_hash_of([values, labels])}", [(rows, labels)], logbook)
+        yield from _valid_tables(f"labeled {_hash_of([values, labels])}", [(rows, labels)], logbook)
 
     return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow"), logbook)
 
@@ -95,11 +95,11 @@ def group_rows(labeled: ray.data.Dataset, logbook: Any) -> ray.data.Dataset:
 
 
 def _left_out_of(pairs: pa.Table) -> tuple[str, Counter[str]]:
-    """Return what these pairs are called in the logbook, and what was left out of their groups, by cause."""
+    """Return a name for these pairs, and the number of skipped rows of their groups by cause."""
     left_out = Counter()
     for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED):
         left_out[cause] = int(sum(pairs[f"num_{cause}"].to_pylist()))
-    # One query may fill several blocks, and several may have one text.
+    # One query may fill several blocks, and several queries may share a text.
     names = pairs.select(["query", "query_id", "document"])
     return f"groups {_hash_of(names.to_pydict())}", left_out
 
@@ -109,39 +109,39 @@ def _hash_of(values: Any) -> int:
 
 
 def labels_as_given(rows: RawRows, source: Source) -> list[Any]:
-    """Return the labels of rows as the set has them: those that are text are numbered by their sorted names."""
+    """Return the labels of rows as in the dataset; a source numbers text labels by sorted name."""
     if source.classes is None:
         return rows.label.tolist()
     return [source.classes[number] if number >= 0 else None for number in rows.label]
 
 
-def _sound_tables(
+def _valid_tables(
     name: str, batches: Iterable[tuple[RawRows, Sequence[Any]]], logbook: Any
 ) -> Iterator[pa.Table]:
-    """Yield the rows that can be used, of rows with their labels; count all of them in the logbook."""
+    """Yield the valid rows, and report the counts of all rows."""
     broken: Counter[str] = Counter()
     examples: list[str] = []
     num_rows = 0
     for rows, labels in batches:
         num_rows += len(labels)
-        yield _sound_rows(rows, labels, broken, examples)
-    # None to train on: those will be pairs.
+        yield _valid_rows(rows, labels, broken, examples)
+    # These rows are not training rows: their pairs will be.
     ray.get(logbook.add_rows.remote(name, num_rows, 0, broken, examples[:NUM_EXAMPLES]))
 
 
-def _sound_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], examples: list[str]) -> pa.Table:
-    sound = []
+def _valid_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], examples: list[str]) -> pa.Table:
+    valid = []
     for place, label in enumerate(labels):
         try:
-            sound.append(_checked_row(rows, place, label))
+            valid.append(_checked_row(rows, place, label))
         except BrokenValueError as error:
             broken[str(error)] += 1
             examples.append(f"{rows.where[place]} ({error})")
-    return pa.Table.from_pylist(sound, schema=_ROW)
+    return pa.Table.from_pylist(valid, schema=_ROW)
 
 
 def is_clicked(label: Any) -> bool:
-    """Return what a label of a click log says; raises ``BrokenValueError`` for one that is neither 0 nor 1."""
+    """Return whether a label is 1; raises ``BrokenValueError`` unless it is 0 or 1."""
     if str(label) in ("1", "True", "1.0"):
         return True
     if str(label) in ("0", "False", "0.0"):
@@ -173,32 +173,31 @@ def _id_of(value: Any) -> int:
 
 
 @final
-class _Seen:
-    """Documents that came already, by id or by text."""
+class _SeenDocuments:
+    """Documents seen so far, by id or by text."""
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
 
-    def has(self, row: dict[str, Any]) -> bool:
-        """Whether it came already; it has now."""
+    def add(self, row: dict[str, Any]) -> bool:
+        """Add a document; return whether it was new."""
         names = {row["document"], row["document_id"]} - {None}
-        came = bool(names & self._known)
+        is_new = not names & self._known
         self._known |= names
-        return came
+        return is_new
 
-    def knows(self, row: dict[str, Any]) -> bool:
-        """Whether it came already."""
+    def __contains__(self, row: dict[str, Any]) -> bool:
         return bool({row["document"], row["document_id"]} & self._known)
 
 
 def _pairs_of_group(table: pa.Table) -> pa.Table:
-    # A shuffle brings the rows of a query in any order, and the ids of pairs are hashes of what they hold.
+    # The shuffle returns the rows of a query in any order, but ids of pairs hash their contents.
     rows = sorted(table.to_pylist(), key=itemgetter("document", "document_id", "query", "clicked"))
-    seen, seen_negatives = _Seen(), _Seen()
-    positives = [row for row in rows if row["clicked"] and not seen.has(row)]
+    seen, seen_negatives = _SeenDocuments(), _SeenDocuments()
+    positives = [row for row in rows if row["clicked"] and seen.add(row)]
     others = [row for row in rows if not row["clicked"]]
-    negatives = [row for row in others if not seen.knows(row)]
-    distinct = [row for row in negatives if not seen_negatives.has(row)]
+    negatives = [row for row in others if row not in seen]
+    distinct = [row for row in negatives if seen_negatives.add(row)]
     repeated = sum(row["clicked"] for row in rows) - len(positives) + len(negatives) - len(distinct)
     counts = {
         f"num_{WITHOUT_POSITIVE}": int(not positives),
@@ -209,8 +208,8 @@ def _pairs_of_group(table: pa.Table) -> pa.Table:
         "negatives": [row["document"] for row in distinct],
         "negative_ids": [row["document_id"] for row in distinct if row["document_id"] is not None],
     }
-    nobody = {**rows[0], "document": None, "document_id": None}
-    pairs = [{**row, **explicit, **dict.fromkeys(counts, 0)} for row in positives or [nobody]]
+    no_pair = {**rows[0], "document": None, "document_id": None}
+    pairs = [{**row, **explicit, **dict.fromkeys(counts, 0)} for row in positives or [no_pair]]
     pairs[0] |= counts
     names = set(_PAIR.names)
     return pa.Table.from_pylist(
@@ -219,7 +218,7 @@ def _pairs_of_group(table: pa.Table) -> pa.Table:
 
 
 def grouped_columns(columns: ColumnNames) -> ColumnNames:
-    """Return the columns of what :func:`group_rows` makes of a set with these columns."""
+    """Return the columns of the result of :func:`group_rows` for a dataset with these columns."""
     has_ids = columns.document_id is not None
     return replace(
         GROUPED,
@@ -230,9 +229,9 @@ def grouped_columns(columns: ColumnNames) -> ColumnNames:
 
 
 def check_labels(columns: ColumnNames) -> None:
-    """Refuse a set that has both labels and a list of negatives."""
+    """Refuse a dataset with both labels and a list of negatives."""
     if columns.label is not None and columns.negatives is not None:
         raise DataError(
-            f"the set has labels ({columns.label!r}) and lists of negatives ({columns.negatives!r}): "
-            "leave out one of the two columns"
+            f"the dataset has labels ({columns.label!r}) and lists of negatives ({columns.negatives!r}): "
+            "remove one of the two columns"
         )

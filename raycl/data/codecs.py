@@ -1,4 +1,4 @@
-"""What the columns of a set hold: how values decode, how Arrow stores them, how batches read them back."""
+"""Column formats: decode values, store them in Arrow, and read them back in batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -12,39 +12,39 @@ class Content(Protocol):
     """The decoded values of a column in a batch."""
 
     def __len__(self) -> int:
-        """Return how many rows these are."""
+        """Return the number of rows."""
         ...
 
     def joined(self, other: Self) -> Self:
-        """Return these rows with the other's after them."""
+        """Return these rows followed by the rows of ``other``."""
         ...
 
 
 class Stored(Protocol):
-    """The decoded values of a column in Arrow's memory."""
+    """The decoded values of a column in Arrow memory."""
 
     def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> Content:
         """Copy the values at these rows of these parts."""
         ...
 
     def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how long the texts at these rows are, of a list the longest one; 0 for what is no text."""
+        """Return the number of tokens of each row: the longest text of a list, 0 for other contents."""
         ...
 
 
 class Format(Protocol):
-    """What the values of a column are, from the source to the batch."""
+    """The format of a column's values, from the source to the batch."""
 
     def decode_all(self, values: Sequence[Any]) -> list[Any]:
-        """Return each value decoded, or the ``BrokenValueError`` that says why it cannot be."""
+        """Return each decoded value, or the ``BrokenValueError`` of a value that cannot be decoded."""
         ...
 
     def store(self, decoded: Sequence[Any]) -> dict[str, pa.Array]:
-        """Return Arrow columns that hold sound values, of which there may be none."""
+        """Return Arrow columns of decoded values; there may be none."""
         ...
 
     def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> Stored:
-        """Return the values that ``store`` put into columns whose names then got a prefix."""
+        """Return the values of ``store``, whose columns now have a prefix."""
         ...
 
 
@@ -61,5 +61,5 @@ def store_all(formats: Formats, decoded: Mapping[str, Sequence[Any]]) -> dict[st
 
 
 def read_all(formats: Formats, parts: Sequence[pa.RecordBatch]) -> dict[str, Stored]:
-    """Return what ``store_all`` stored, by role."""
+    """Return the values of ``store_all`` by role."""
     return {role: each.read(parts, f"{role}.") for role, each in formats.items()}

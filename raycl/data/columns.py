@@ -1,4 +1,4 @@
-"""The columns of a set: which are read, in which role, and what must be in them."""
+"""The columns of a dataset: their roles, and the types of their values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,17 +9,17 @@ import pyarrow as pa
 from raycl.data.image_files import is_image_struct
 from raycl.errors import DataError
 
-_OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read where they are there
+_OPTIONAL_OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read if present
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ColumnNames:
-    """Columns to read; ``None`` for contents that there are not, or for what is taken where it is there.
+    """The names of columns by role; ``None`` for absent contents, and for optional columns of the usual name.
 
-    A set holds an ``image``, a ``text``, an ``image`` with its ``caption``, or pairs of ``query`` and
-    ``document``. A text or a caption may be a list of texts that say the same. Pairs may have a list
-    of ``negatives``, and ids of their own for queries, documents and negatives.
+    A dataset holds an ``image``, a ``text``, an ``image`` with its ``caption``, or pairs of ``query`` and
+    ``document``. A text or a caption may be a list of texts with the same meaning. Pairs may have a list
+    of ``negatives``, and ids for queries, documents and negatives.
     """
 
     image: str | None = "image"
@@ -36,20 +36,20 @@ class ColumnNames:
 
     @property
     def contents(self) -> dict[str, str]:
-        """The columns of contents by their role, which has the name of the field."""
+        """The columns of contents by role; roles have the names of the fields."""
         named = {role: getattr(self, role) for role in _KINDS}
         return {role: name for role, name in named.items() if name is not None}
 
     @property
     def asked(self) -> dict[str, str]:
-        """All columns that were asked for, by the name of the field."""
+        """All named columns, by the name of the field."""
         return {role: name for role, name in vars(self).items() if name is not None}
 
     def found_in(self, names: Sequence[str], *, where: str) -> "ColumnNames":
-        """Return the columns to read of those with these names.
+        """Return the columns to read from a dataset with columns ``names``.
 
         Raises:
-            DataError: A column that was asked for is not there.
+            DataError: A named column does not exist.
         """
         for role, name in self.asked.items():
             if name not in names:
@@ -57,17 +57,17 @@ class ColumnNames:
                     f"{where} has no column {name!r}; it has {', '.join(names)}: "
                     f"name the right one with --set data.columns.{role}=NAME"
                 )
-        usual = ("label", "sample_id", *(_OF_PAIRS if self.query is not None else ()))
+        usual = ("label", "sample_id", *(_OPTIONAL_OF_PAIRS if self.query is not None else ()))
         found = {role: role for role in usual if getattr(self, role) is None and role in names}
         return replace(self, **found)
 
     def check_types(self, types: Mapping[str, pa.DataType], *, where: str) -> None:
-        """Raise ``DataError`` unless each column holds what its role needs."""
+        """Raise ``DataError`` unless the type of each column fits its role."""
         for role, name in self.contents.items():
-            is_right, what = _KINDS[role]
+            is_right, requirement = _KINDS[role]
             if not is_right(types[name]):
                 raise DataError(
-                    f"{what}, column {name!r} of {where} holds {types[name]}; "
+                    f"{requirement}, column {name!r} of {where} holds {types[name]}; "
                     f"name another with --set data.columns.{role}=NAME"
                 )
         if self.label is not None:
@@ -96,7 +96,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 def _is_bytes(kind: pa.DataType) -> bool:
     is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # of an empty file
+    return is_binary or pa.types.is_fixed_size_binary(kind) or pa.types.is_null(kind)  # null: an empty file
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -104,7 +104,7 @@ def _is_image(kind: pa.DataType) -> bool:
 
 
 def _is_one_text(kind: pa.DataType) -> bool:
-    return is_text(kind) or _is_bytes(kind)  # UTF-8, which Arrow did not check
+    return is_text(kind) or _is_bytes(kind)  # UTF-8 that Arrow did not check
 
 
 def _are_texts(kind: pa.DataType) -> bool:
@@ -128,10 +128,10 @@ def _is_label(kind: pa.DataType) -> bool:
     return is_text(kind) or pa.types.is_integer(values) or pa.types.is_boolean(values)
 
 
-# What the values of a role must be, and how that is said.
+# The accepted types of each role, and the message for other types.
 _KINDS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "image": (_is_image, "images must be encoded bytes, or structs of bytes and path"),
-    "text": (_is_one_text_or_more, "texts must be strings, or lists of strings that say the same"),
+    "text": (_is_one_text_or_more, "texts must be strings, or lists of strings with the same meaning"),
     "caption": (_is_one_text_or_more, "captions must be strings, or lists of strings"),
     "query": (_is_one_text, "queries must be strings"),
     "document": (_is_one_text, "documents must be strings"),

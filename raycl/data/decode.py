@@ -1,4 +1,4 @@
-"""Decoding by Ray Data tasks: pieces of a source in, tables of decoded rows out."""
+"""Decode by Ray Data tasks: fragments of a source to tables of decoded rows."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ from raycl.errors import BrokenValueError
 
 BLOCK_BYTES = 64 * 2**20
 Keep = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
-_ROWS_A_PIECE = 1_024  # of a dataset
+_ROWS_PER_FRAGMENT = 1_024  # of a Ray Dataset
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Turn raw rows into tables: ``sample_id``, ``label``, and what the formats store by role.
+    """Turn raw rows into tables: ``sample_id``, ``label``, and the columns of the formats by role.
 
     A row with a broken value is left out and counted by its cause in the logbook. Rows that ``keep`` refuses
     are not decoded at all; of those decoded, ``count`` says which are counted (by default all). Pairs of a
@@ -43,7 +43,7 @@ class Decoder:
     counts_rows: bool = True
 
     def tables(self, piece: str, batches: Iterator[RawRows]) -> Iterator[pa.Table]:
-        """Yield the sound rows of one piece, in order, in blocks of at most 64 MiB."""
+        """Yield the valid rows of one piece, in order, in blocks of at most 64 MiB."""
         broken: Counter[str] = Counter()
         examples: list[str] = []
         num_rows = num_train = num_flat = 0
@@ -60,7 +60,7 @@ class Decoder:
                 block = []
         # The rows to judge on are read by themselves where a set is streamed.
         name = f"{piece}, to judge on" if self.count else piece
-        # Waited for, so that whoever has the rows also finds the count of those that are missing.
+        # Wait, so that the counts of skipped rows are known before the rows are used.
         ray.get(
             self.logbook.add_rows.remote(name, num_rows, num_train, broken, examples[:NUM_EXAMPLES], num_flat)
         )
@@ -68,7 +68,7 @@ class Decoder:
         yield pa.concat_tables(block or [self._table(nothing, [], [])]).combine_chunks()
 
     def _decode(self, rows: RawRows, broken: Counter[str], examples: list[str]) -> tuple[pa.Table, int]:
-        """Return the sound rows, and how many of those counted have a flat image."""
+        """Return the valid rows, and the number of counted rows with a flat image."""
         wanted = _accepted(self.keep, rows.sample_id)
         counted = _accepted(self.count, rows.sample_id)
         wanted = np.flatnonzero(wanted).tolist()
@@ -76,16 +76,16 @@ class Decoder:
             role: each.decode_all([rows.values[role][index] for index in wanted])
             for role, each in self.formats.items()
         }
-        sound: list[int] = []  # among those wanted
+        valid: list[int] = []  # positions in wanted
         for place, index in enumerate(wanted):
             error = row_error(decoded, place)
             if error is None:
-                sound.append(place)
+                valid.append(place)
             elif counted[index]:
                 broken[str(error)] += 1
                 examples.append(f"{rows.where[index]} ({error})")
-        chosen = np.array(wanted, np.int64)[sound]
-        contents = {role: [values[place] for place in sound] for role, values in decoded.items()}
+        chosen = np.array(wanted, np.int64)[valid]
+        contents = {role: [values[place] for place in valid] for role, values in decoded.items()}
         flat = are_flat(self.formats, contents) & counted[chosen]
         return self._table(contents, rows.sample_id[chosen], rows.label[chosen]), int(flat.sum())
 
@@ -100,12 +100,12 @@ class Decoder:
 
 
 def row_error(decoded: Mapping[str, Sequence[Any]], place: int) -> BrokenValueError | None:
-    """Return why a row cannot be used, None for a sound one: a value is broken, or lists do not agree."""
+    """Return the error of a row, None for a valid one: a value is invalid, or lists differ in length."""
     values = {role: each[place] for role, each in decoded.items()}
     for value in values.values():
         if isinstance(value, BrokenValueError):
             return value
-    # Ids more or fewer than the negatives would pass for those of others.
+    # With another number of ids than negatives, ids would be assigned to the wrong negatives.
     if {"negatives", "negative_ids"} <= values.keys() and len(values["negatives"]) != len(
         values["negative_ids"]
     ):
@@ -114,7 +114,7 @@ def row_error(decoded: Mapping[str, Sequence[Any]], place: int) -> BrokenValueEr
 
 
 def are_flat(formats: Formats, contents: Mapping[str, Sequence[Any]]) -> NDArray[np.bool_]:
-    """Whether each sound row has an image without variation; ``contents`` are decoded values by role."""
+    """Whether each row has an image with a single value; ``contents`` are decoded values by role."""
     flat = np.zeros(max((len(values) for values in contents.values()), default=0), np.bool_)
     for role, each in formats.items():
         if isinstance(each, ImageFormat):
@@ -138,7 +138,7 @@ def decode_source(
     Of pieces whose first id is among ``kept_whole`` every row is kept, held out or not.
     """
     pieces = source.pieces if pieces is None else pieces
-    # Every task carries the source: leave out the list of all the other pieces.
+    # Every task carries the source: drop the list of all other fragments.
     described = replace(source, pieces=())
     whole = replace(decoder, keep=None, holdout=None)
 
@@ -161,26 +161,26 @@ def decode_dataset(
     *,
     classes: tuple[str, ...] | None = None,
 ) -> ray.data.Dataset:
-    """Return the decoded rows of a user's own Ray Dataset.
+    """Return the decoded rows of the user's own Ray Dataset.
 
-    Without an id column a row's id is the hash of its contents, so equal rows share one. ``classes`` are
-    the names of labels that are text. Raises ``DataError`` if a column is missing.
+    Without an id column a row's id is a hash of its contents, so equal rows share an id. ``classes`` are
+    the names of text labels. Raises ``DataError`` if a column is missing.
     """
     found = columns_of(dataset, columns)
 
     def read(block: pa.Table) -> Iterator[pa.Table]:
-        for start in range(0, block.num_rows, _ROWS_A_PIECE):
-            rows = _raw_rows(block.slice(start, _ROWS_A_PIECE), found, classes)
+        for start in range(0, block.num_rows, _ROWS_PER_FRAGMENT):
+            rows = _raw_rows(block.slice(start, _ROWS_PER_FRAGMENT), found, classes)
             yield from decoder.tables(f"ids {content_id(rows.sample_id.tobytes())}", iter([rows]))
 
-    # By blocks: each epoch shuffles them, and rows joined across blocks would be counted as new pieces.
+    # By blocks: each epoch shuffles them, and rows joined across blocks would count as new fragments.
     return dataset.map_batches(read, batch_size=None, batch_format="pyarrow")
 
 
 def values_in(batch: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
     """Return the contents of a dataset's batch by role.
 
-    As Arrow has them: NumPy would make floats of integers beside a missing one, and equals of large ids.
+    From Arrow: NumPy would turn integers into floats if one is missing, and so merge large ids.
     """
     return {role: plain_values(batch[name]) for role, name in columns.contents.items()}
 
@@ -195,7 +195,7 @@ def _raw_rows(batch: pa.Table, columns: ColumnNames, classes: tuple[str, ...] | 
 
 
 def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ...] | None:
-    """Return the sorted class names where a dataset's labels are text; runs the dataset for that one column.
+    """Return the sorted class names of text labels; executes the dataset for that column.
 
     Raises ``DataError`` for labels that are neither text nor integers.
     """
@@ -204,14 +204,14 @@ def classes_of(dataset: ray.data.Dataset, columns: ColumnNames) -> tuple[str, ..
     if label is None or schema is None:
         return None
     kind = schema.types[schema.names.index(label)]
-    if isinstance(kind, pa.DataType):  # Ray has another answer for some columns of pandas
+    if isinstance(kind, pa.DataType):  # Ray returns another type for some pandas columns
         columns.check_label_type(kind, where="the dataset")
         if are_numbers(kind):
             return None
 
     def distinct(batch: pa.Table) -> pa.Table:
         column = batch[label]
-        # Arrow cannot compare pickled objects, whose type is refused below.
+        # Arrow cannot compare pickled objects; their type is refused below.
         is_plain = not isinstance(column.type, pa.BaseExtensionType)
         return pa.table({label: column.unique() if is_plain else column.slice(0, 1)})
 
@@ -230,7 +230,7 @@ def columns_of(dataset: ray.data.Dataset, columns: ColumnNames) -> ColumnNames:
 
 
 def column_names(dataset: ray.data.Dataset) -> list[str]:
-    """Return the columns of a dataset, none if it is empty."""
+    """Return the column names of a dataset; none if it is empty."""
     schema = dataset.schema()
     return list(schema.names) if schema is not None else []
 

@@ -1,4 +1,4 @@
-"""Ids that things have of their own: those of queries, of documents, of the negatives of a pair."""
+"""Ids from the dataset: of queries, documents and negatives."""
 
 import hashlib
 import re
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from raycl.errors import BrokenValueError, DataError
 
-_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")  # as Python writes it: "007" is another name than "7"
+_INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")  # as Python writes it: "007" and "7" are different ids
 _64_BITS = range(-(2**63), 2**64)
 
 
 @final
 @dataclass(frozen=True)
 class Ids:
-    """One id a row, or where rows are lists ``counts`` [batch] of them each, one after the other."""
+    """One id per row; with lists, ``counts`` [batch] ids per row, concatenated in ``values``."""
 
     values: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -28,7 +28,7 @@ class Ids:
         return len(self.counts)
 
     def joined(self, other: Self) -> Self:
-        """Return these rows with the other's after them."""
+        """Return these rows followed by the rows of ``other``."""
         return type(self)(
             np.concatenate([self.values, other.values]), np.concatenate([self.counts, other.counts])
         )
@@ -37,12 +37,12 @@ class Ids:
 @final
 @dataclass(frozen=True)
 class IdFormat:
-    """One id in each row, or a list of ids where ``in_lists``."""
+    """One id per row, or a list of ids with ``in_lists``."""
 
     in_lists: bool = False
 
     def decode_all(self, values: Sequence[Any]) -> list[list[int] | BrokenValueError]:
-        """Return the ids of each row as numbers, or why it cannot be used."""
+        """Return the ids of each row as numbers, or the error of the row."""
         return [self._numbers(value) for value in values]
 
     def store(self, decoded: Sequence[list[int]]) -> dict[str, pa.Array]:
@@ -65,7 +65,7 @@ class IdFormat:
 @final
 @dataclass(frozen=True)
 class StoredIds:
-    """Ids by part."""
+    """Ids in Arrow memory, by part."""
 
     parts: Sequence[NDArray[Any]]
 
@@ -78,20 +78,20 @@ class StoredIds:
         )
 
     def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return 0 for each: ids are no texts."""
+        """Return 0 for each row: ids have no tokens."""
         return np.zeros(len(part), np.int64)
 
 
 def is_missing(value: Any) -> bool:
-    """Whether there is no id: None, NaN, which is NumPy's word for it, or an empty text."""
+    """Whether an id is missing: None, NaN (as NumPy writes it), or an empty text."""
     if isinstance(value, float | np.floating):
         return bool(np.isnan(value))
     return value is None or (isinstance(value, str | bytes) and not value)
 
 
 def stable_id(value: Any) -> int:
-    """Return an int64: an integer stays, of 64 unsigned bits it wraps around, and all else is hashed."""
-    # Integers beside a missing one come out of NumPy as floats.
+    """Return an int64: integers stay (64 unsigned bits wrap around), other values are hashed."""
+    # NumPy turns integers into floats if one of them is missing.
     if isinstance(value, float | np.floating) and value.is_integer():
         value = int(value)
     if isinstance(value, int | np.integer):
@@ -100,9 +100,9 @@ def stable_id(value: Any) -> int:
 
 
 def entity_id(value: Any) -> int:
-    """Return the id of a query or a document as :func:`stable_id` does, of an integer also as text.
+    """Return the :func:`stable_id` of a query or document; the text of an integer gets the integer's id.
 
-    For one column of a set may hold numbers, and another, that of negatives perhaps, the same as texts.
+    One column may hold ids as numbers, and another, such as the negatives, the same ids as texts.
     """
     content = value.encode() if isinstance(value, str) else value
     if isinstance(content, bytes) and _INTEGER.fullmatch(content) and int(content) in _64_BITS:
@@ -118,8 +118,7 @@ def stable_ids(values: list[Any]) -> NDArray[np.int64]:
     missing = [is_missing(value) for value in values]
     if any(missing):
         raise DataError(
-            f"row {missing.index(True)} of a batch has no id: give every row an id of its own, or leave out "
-            "the id column"
+            f"row {missing.index(True)} of a batch has no id: give every row its own id, or remove the id column"
         )
     return np.array(list(map(stable_id, values)), np.int64)
 

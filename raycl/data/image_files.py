@@ -1,4 +1,4 @@
-"""Image files: read from a folder, or named by an image column of Hugging Face's ``datasets``."""
+"""Read image files from a folder, or from the paths in an image column of Hugging Face ``datasets``."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from raycl.data.images import BrokenImageError
 from raycl.errors import StorageError
 from raycl.storage import Place
 
-# An address in a set must not choose another endpoint ("?") or bring a key ("@").
+# A path in a dataset must not choose an endpoint ("?") or bring a key ("@").
 _ABSOLUTE = re.compile(r"(s3://[A-Za-z0-9._-]+|)/(.+)", re.DOTALL)
 _BYTES = (pa.null(), pa.binary(), pa.large_binary())
 _PATHS = (pa.null(), pa.string(), pa.large_string())
 
 
 def is_image_struct(kind: pa.DataType) -> bool:
-    """Whether a column holds images as Hugging Face's ``datasets`` write them: ``{bytes, path}``."""
+    """Whether a column holds images in the format of Hugging Face ``datasets``: ``{bytes, path}``."""
     if not isinstance(kind, pa.StructType):
         return False
     types = {field.name: field.type for field in kind}
@@ -25,23 +25,23 @@ def is_image_struct(kind: pa.DataType) -> bool:
 
 
 def read_image(place: Place) -> bytes | BrokenImageError:
-    """Return the file, or the error of this one file; raises ``StorageError`` if the storage is to blame.
+    """Return the content of a file, or its error; raises ``StorageError`` for a failure of the storage.
 
-    S3 denies access per role, not per file: a denial ends the reading instead of breaking a row.
+    S3 denies access per role, not per file, so a denial stops the run and does not count as one invalid row.
     """
     try:
         return place.read_bytes()
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError | PermissionError):
-            gone = isinstance(error.__cause__, FileNotFoundError)
-            return BrokenImageError("file not found" if gone else "no permission to read the file")
+            is_missing = isinstance(error.__cause__, FileNotFoundError)
+            return BrokenImageError("file not found" if is_missing else "no permission to read the file")
         raise
 
 
 def struct_images(column: pa.ChunkedArray) -> list[bytes | BrokenImageError | None]:
     """Return the bytes of an image column of structs; an image without bytes is read from its path."""
     fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
-    names = fields["path"].cast(pa.binary()).to_pylist()  # text that is no UTF-8 must not end the reading
+    names = fields["path"].cast(pa.binary()).to_pylist()  # text that is not UTF-8 must not stop the read
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(_bytes_or_file, fields["bytes"].to_pylist(), names))
 
@@ -54,7 +54,7 @@ def _bytes_or_file(image: bytes | None, name: bytes | None) -> bytes | BrokenIma
     if absolute is None or ".." in path.split("/"):
         return BrokenImageError("no image bytes, and a path that is not absolute")
     root, below = absolute.groups()
-    # Reading a device or a pipe would never end.
+    # A read from a device or a pipe would never end.
     if not root and not os.path.isfile(path):
         return BrokenImageError("file not found")
     return read_image(Place(root or "/") / below)

@@ -1,4 +1,4 @@
-"""Decoding: encoded bytes in, a square of uint8 pixels and the original aspect out."""
+"""Decode images: encoded bytes to a square of uint8 pixels and the original aspect ratio."""
 
 import io
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ from PIL import Image, UnidentifiedImageError
 
 from raycl.errors import BrokenValueError
 
-Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large pictures, before they are decoded
+Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large images before they are decoded
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"})
 
-_WORTH_TORCH = 2**16  # pixels: from here on torch is imported to resize
-_MOST_SHRINKING = 4  # times that it makes a side smaller
+_MIN_PIXELS_FOR_TORCH = 2**16  # smaller images are resized without an import of torch
+_MAX_TORCH_SHRINK = 4  # factor per side
 
-_PROGRAMS = frozenset({"EPS"})  # PostScript, which Pillow would have Ghostscript run
+_PROGRAMS = frozenset({"EPS"})  # PostScript: Pillow would run it in Ghostscript
 
 
 class BrokenImageError(BrokenValueError):
-    """One image cannot be used."""
+    """An image that cannot be used."""
 
 
 @final
 @dataclass(frozen=True)
 class Pixels:
-    """Decoded images [batch, size, size, channels] as uint8, and their original aspects [batch]."""
+    """Decoded images [batch, size, size, channels] as uint8, and their original aspect ratios [batch]."""
 
     images: NDArray[np.uint8]
     aspect: NDArray[np.float32]
@@ -38,7 +38,7 @@ class Pixels:
         return len(self.aspect)
 
     def joined(self, other: Self) -> Self:
-        """Return these images with the other's after them."""
+        """Return these images followed by the images of ``other``."""
         return type(self)(
             np.concatenate([self.images, other.images]), np.concatenate([self.aspect, other.aspect])
         )
@@ -47,10 +47,10 @@ class Pixels:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ImageFormat:
-    """What decoded images look like: squares of ``size`` pixels with 1 or 3 ``channels``.
+    """The format of decoded images: squares of ``size`` pixels with 1 or 3 ``channels``.
 
-    An image is squashed to the square; its aspect (width / height) travels along, so that crops
-    are still drawn in the original geometry.
+    Images are resized to the square; their aspect ratio (width / height) is stored, so that crops are
+    drawn in the original geometry.
     """
 
     size: int
@@ -58,9 +58,9 @@ class ImageFormat:
     max_pixels: int = 64_000_000
 
     def decode(self, content: Any) -> tuple[NDArray[np.uint8], float]:
-        """Return pixels [size, size, channels] and the aspect; raises ``BrokenImageError``.
+        """Return pixels [size, size, channels] and the aspect ratio; raises ``BrokenImageError``.
 
-        ``content`` is an encoded image, an array, an image of Pillow, or the error that came in its place.
+        ``content`` is an encoded image, an array, a Pillow image, or the error of a failed read.
         """
         if isinstance(content, BrokenImageError):
             raise content
@@ -72,14 +72,14 @@ class ImageFormat:
             raise BrokenImageError("not an image") from None
         except BrokenImageError:
             raise
-        # Each of Pillow's formats reports damage by other errors; one image must not stop a run.
+        # Pillow's formats report damage by many kinds of errors; one image must not stop a run.
         except Exception as error:
             truncated = "truncated" in str(error) or isinstance(error, EOFError)
             raise BrokenImageError("truncated image" if truncated else "undecodable image") from None
-        return _squashed(image, self.size).reshape(self.size, self.size, self.channels), aspect
+        return _resized(image, self.size).reshape(self.size, self.size, self.channels), aspect
 
     def decode_all(self, values: Sequence[Any]) -> list[tuple[NDArray[np.uint8], float] | BrokenImageError]:
-        """Return what ``decode`` makes of each value, or its error."""
+        """Return each decoded value, or its error."""
         return [self._decoded_or_error(value) for value in values]
 
     def store(self, decoded: Sequence[tuple[NDArray[np.uint8], float]]) -> dict[str, pa.Array]:
@@ -109,23 +109,23 @@ class ImageFormat:
             return error
 
     def _open(self, content: bytes | NDArray[Any] | Image.Image) -> tuple[Image.Image, float]:
-        """Return the picture, decoded and of as many channels, and its aspect."""
+        """Return the decoded image with the right number of channels, and its aspect ratio."""
         if isinstance(content, np.ndarray):
-            return self._flattened(_from_array(content))
+            return self._with_aspect(_from_array(content))
         if isinstance(content, Image.Image):
-            return self._flattened(content)
+            return self._with_aspect(content)
         with Image.open(io.BytesIO(content)) as image:
             if image.format in _PROGRAMS:
-                raise BrokenImageError("a program that draws, no picture")
+                raise BrokenImageError("a PostScript program instead of an image")
             if image.width * image.height > self.max_pixels:
                 raise BrokenImageError(f"more than {self.max_pixels:,} pixels")
-            # A JPEG decodes at 1/2, 1/4 or 1/8 at once where that is still large enough.
+            # JPEG decodes directly at 1/2, 1/4 or 1/8 where that is still large enough.
             image.draft(None, (self.size, self.size))
             image.load()
-            return self._flattened(image)
+            return self._with_aspect(image)
 
-    def _flattened(self, image: Image.Image) -> tuple[Image.Image, float]:
-        return _flatten(image, "L" if self.channels == 1 else "RGB"), image.width / image.height
+    def _with_aspect(self, image: Image.Image) -> tuple[Image.Image, float]:
+        return _converted(image, "L" if self.channels == 1 else "RGB"), image.width / image.height
 
 
 @final
@@ -146,14 +146,14 @@ class StoredImages:
         return Pixels(images, aspect)
 
     def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return 0 for each: images are no texts."""
+        """Return 0 for each row: images have no tokens."""
         return np.zeros(len(part), np.int64)
 
 
 def is_flat(pixels: NDArray[np.uint8]) -> bool:
-    """Whether all pixels [height, width, channels] have one value."""
+    """Whether all pixels [height, width, channels] have the same value."""
     first = pixels[0]
-    # Nearly every picture varies in its first row, which is all that is compared then.
+    # Nearly every image varies in its first row, and then only that row is compared.
     return bool((first == first[0]).all() and (pixels == first).all())
 
 
@@ -175,15 +175,15 @@ def image_sides(content: Any) -> tuple[int, int]:
         raise BrokenImageError("not an image") from None
 
 
-def _squashed(image: Image.Image, size: int) -> NDArray[np.uint8]:
-    """Return the pixels of an image at a square of ``size``: bilinear, antialiased when it shrinks."""
+def _resized(image: Image.Image, size: int) -> NDArray[np.uint8]:
+    """Return the pixels of an image resized to a square of ``size``: bilinear, antialiased when shrinking."""
     if image.size == (size, size):
         return np.asarray(image)
-    is_large = image.width * image.height >= _WORTH_TORCH
-    # What shrinks by much is averaged over whole pixels first, which torch does not do.
-    if image.mode != "RGB" or not is_large or max(image.size) > _MOST_SHRINKING * size:
+    is_large = image.width * image.height >= _MIN_PIXELS_FOR_TORCH
+    # For large factors Pillow first averages over whole pixels, which torch does not.
+    if image.mode != "RGB" or not is_large or max(image.size) > _MAX_TORCH_SHRINK * size:
         return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=3.0))
-    # Its kernel rounds as Pillow's does and takes a third of the time; the import takes a second, once.
+    # torch's kernel rounds like Pillow's in a third of the time; the import takes one second, once.
     import torch
 
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
@@ -192,8 +192,8 @@ def _squashed(image: Image.Image, size: int) -> NDArray[np.uint8]:
     return planes[0].permute(1, 2, 0).numpy()
 
 
-def _flatten(image: Image.Image, mode: str) -> Image.Image:
-    """Convert to gray or RGB; what is transparent becomes white, 16 bits become 8."""
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    """Convert to gray or RGB; transparent pixels become white, 16 bits become 8."""
     if image.mode == mode:
         return image
     if image.mode == "F":
@@ -216,7 +216,7 @@ def _from_array(pixels: NDArray[Any]) -> Image.Image:
     if pixels.dtype.kind == "f":
         _check_finite(pixels)
     if pixels.dtype != np.uint8 or pixels.ndim not in {2, 3}:
-        raise BrokenImageError("an array that is not uint8 [height, width, channels]")
+        raise BrokenImageError("an array other than uint8 [height, width, channels]")
     if pixels.ndim == 3 and pixels.shape[2] not in {1, 3, 4}:
-        raise BrokenImageError("an array with neither 1, 3 nor 4 channels")
+        raise BrokenImageError("an array without 1, 3 or 4 channels")
     return Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)

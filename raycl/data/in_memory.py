@@ -1,4 +1,4 @@
-"""Decoded rows at hand: zero-copy views into the object store, read by position."""
+"""Decoded rows in memory: zero-copy views into the object store, read by position."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from raycl.data.texts import TokenLists, Tokens
 @final
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The contents of some rows by role, such as ``image``, with the rows' ids and labels."""
+    """The contents of some rows by role, such as ``image``, with their ids and labels."""
 
     contents: Mapping[str, Content]
     sample_id: NDArray[np.int64]
@@ -28,7 +28,7 @@ class Batch:
         return len(self.sample_id)
 
     def joined(self, other: "Batch") -> "Batch":
-        """Return this batch's rows with the other's after them."""
+        """Return the rows of this batch followed by the rows of ``other``."""
         return Batch(
             contents={role: each.joined(other.contents[role]) for role, each in self.contents.items()},
             sample_id=np.concatenate([self.sample_id, other.sample_id]),
@@ -39,7 +39,7 @@ class Batch:
 
 @final
 class InMemoryDataset:
-    """Rows of decoded tables in their order, without a copy of their contents."""
+    """The rows of decoded tables in order, without a copy of their contents."""
 
     def __init__(self, tables: Sequence[pa.Table], formats: Formats) -> None:
         parts = [part for table in tables for part in table.to_batches() if part.num_rows]
@@ -64,12 +64,12 @@ class InMemoryDataset:
         )
 
     def num_tokens(self) -> NDArray[np.int64]:
-        """Return how many tokens the texts of each row have [num_rows], of a list its longest one."""
+        """Return the number of tokens of each row [num_rows], for lists of their longest text."""
         counts = [stored.num_tokens(self._part, self._row) for stored in self._stored.values()]
         return np.sum([np.zeros(len(self), np.int64), *counts], axis=0)
 
     def where(self, keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Self:
-        """Return the rows whose ids ``keep`` accepts, sorted by id so that block order is forgotten."""
+        """Return the rows whose ids ``keep`` accepts, sorted by id, so that the order of blocks does not matter."""
         positions = np.flatnonzero(keep(self.sample_id))
         positions = positions[np.argsort(self.sample_id[positions], kind="stable")]
         chosen = object.__new__(type(self))
@@ -94,28 +94,28 @@ def _column(parts: Sequence[pa.RecordBatch], name: str) -> NDArray[np.int64]:
 
 
 def pixels_of(batch: Batch) -> Pixels:
-    """Return the images of a batch that has some."""
+    """Return the images of a batch of images."""
     pixels = batch.contents["image"]
-    assert isinstance(pixels, Pixels), "the role of an image holds images"
+    assert isinstance(pixels, Pixels), "the role image holds images"
     return pixels
 
 
 def tokens_of(batch: Batch, role: str) -> Tokens:
-    """Return the texts of a batch that has one a row in this role."""
+    """Return the texts of a batch with one text per row in this role."""
     tokens = batch.contents[role]
-    assert isinstance(tokens, Tokens), f"the role {role} holds a text a row"
+    assert isinstance(tokens, Tokens), f"the role {role} holds one text per row"
     return tokens
 
 
 def texts_of(batch: Batch, role: str) -> TokenLists:
-    """Return the texts of a batch that has lists of them in this role."""
+    """Return the texts of a batch with lists of texts in this role."""
     texts = batch.contents[role]
     assert isinstance(texts, TokenLists), f"the role {role} holds lists of texts"
     return texts
 
 
 def ids_of(batch: Batch, role: str) -> Ids | None:
-    """Return the ids of a batch in this role, if it has such."""
+    """Return the ids of a batch in this role, if it has any."""
     ids = batch.contents.get(role)
     assert ids is None or isinstance(ids, Ids), f"the role {role} holds ids"
     return ids

@@ -1,4 +1,4 @@
-"""Labels: integers stay as they are, class names are numbered in sorted order."""
+"""Labels: integers stay unchanged, class names are numbered in sorted order."""
 
 from collections.abc import Iterable
 
@@ -12,12 +12,12 @@ NO_LABEL = -1
 
 
 def are_numbers(kind: pa.DataType) -> bool:
-    """Whether a column of labels needs no class names."""
+    """Whether a column holds numeric labels, which need no class names."""
     return pa.types.is_integer(kind) or pa.types.is_boolean(kind)
 
 
 def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:
-    """Return the sorted class names of all columns; a label's number is its place among them."""
+    """Return the sorted class names of all columns; a label's number is its index among them."""
     names = {str(name) for column in columns for name in column.unique().to_pylist() if name is not None}
     return tuple(sorted(names))
 
@@ -25,7 +25,7 @@ def class_names(columns: Iterable[pa.ChunkedArray]) -> tuple[str, ...]:
 def label_numbers(column: pa.ChunkedArray, classes: tuple[str, ...] | None) -> NDArray[np.int64]:
     """Return labels as numbers, ``NO_LABEL`` where one is missing; ``classes`` is None for integers.
 
-    Raises ``DataError`` for labels that are no integers of 64 bits where ``classes`` is None.
+    Raises ``DataError`` if ``classes`` is None and a label is not a 64-bit integer.
     """
     if classes is None:
         try:
@@ -34,7 +34,7 @@ def label_numbers(column: pa.ChunkedArray, classes: tuple[str, ...] | None) -> N
             return column.cast(pa.int64()).fill_null(NO_LABEL).to_numpy()
         except pa.ArrowInvalid:
             raise DataError(
-                f"labels are integers in one part of the set, and {column.type} or beyond 64 bits in another; "
+                f"labels are integers in one part of the dataset, and {column.type} or beyond 64 bits in another; "
                 "give integers or text in all parts"
             ) from None
     index: dict[str | None, int] = {name: place for place, name in enumerate(classes)}

@@ -1,4 +1,4 @@
-"""Prepare the next items in a background thread while the present one is used."""
+"""Prepare the next items in a background thread while the current one is used."""
 
 import contextlib
 import queue
@@ -12,16 +12,17 @@ _END = object()
 
 @final
 class Prefetched(Iterator[Item], Generic[Item]):
-    """The items in order, prepared from now on; up to ``depth`` wait ready.
+    """The items in order, prepared in a thread; up to ``depth`` items wait.
 
-    An error comes where it would have. When this is closed or forgotten, its thread ends with the item that it is at.
+    An error is raised at the position of its item. The thread ends after its current item when this is closed or
+    garbage collected.
     """
 
     def __init__(self, items: Iterable[Item], *, depth: int = 2) -> None:
         self._ready: queue.Queue[object] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._is_over = False
-        # The thread does not know of this object, which could not be forgotten otherwise.
+        # The thread holds no reference to this object, which could not be collected otherwise.
         work = (items, self._ready, self._stopped)
         threading.Thread(target=_prepare, args=work, name="raycl-prefetch", daemon=True).start()
 
@@ -29,12 +30,12 @@ class Prefetched(Iterator[Item], Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        """Return the next item; raises what preparing it raised, and ``ValueError`` once this is closed."""
+        """Return the next item; raises the error of its preparation, and ``ValueError`` after ``close``."""
         if self._is_over:
             raise StopIteration
         item = self._ready.get()
         if self._stopped.is_set():
-            raise ValueError("these items were closed while they were used")
+            raise ValueError("the items were closed while they were in use")
         if item is _END:
             self._is_over = True
             raise StopIteration
@@ -44,9 +45,9 @@ class Prefetched(Iterator[Item], Generic[Item]):
         return item  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Prepare no more; who waits for an item gets an error."""
+        """Stop preparing; a caller that waits for an item gets an error."""
         self._stopped.set()
-        with contextlib.suppress(queue.Full):  # then nobody waits
+        with contextlib.suppress(queue.Full):  # a full queue has no waiting caller
             self._ready.put_nowait(_END)
 
     def __del__(self) -> None:
@@ -71,5 +72,5 @@ def _prepare(items: Iterable[object], ready: "queue.Queue[object]", stopped: thr
             if stopped.is_set():
                 return
         offer(_END)
-    except BaseException as error:  # handed to the consumer, whatever it is
+    except BaseException as error:  # the consumer raises it
         offer(_Failure(error))

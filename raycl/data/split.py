@@ -1,4 +1,4 @@
-"""Which rows are held out for the periodic judge: a hash of the seed and the id decides."""
+"""Split rows into training and held-out rows by a hash of the seed and the id."""
 
 from dataclasses import dataclass
 from typing import final
@@ -12,9 +12,9 @@ MAX_FRACTION = 0.1
 @final
 @dataclass(frozen=True, kw_only=True)
 class Holdout:
-    """Rows whose hash falls below ``test`` are held out; up to ``bank`` they vote in the judge.
+    """Rows with a hash below ``test`` are held out; rows up to ``bank`` are references of the periodic kNN.
 
-    The same for any number of workers, in any order and after a restart.
+    Independent of the number of workers, of the order, and of restarts.
     """
 
     seed: int
@@ -22,7 +22,7 @@ class Holdout:
     bank: float = 0.0
 
     def is_train(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each row is trained on."""
+        """Whether each row is a training row."""
         return _unit_hash(self.seed, sample_id) >= self.test
 
     def is_test(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -30,17 +30,17 @@ class Holdout:
         return _unit_hash(self.seed, sample_id) < self.test
 
     def is_evaluated(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each row takes part in the periodic kNN, held out or voting."""
+        """Whether each row takes part in the periodic kNN, as a query or as a reference."""
         return _unit_hash(self.seed, sample_id) < self.bank
 
     def is_bank(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each row, trained on, also votes in the periodic kNN."""
+        """Whether each row, a training row, is also a reference of the periodic kNN."""
         value = _unit_hash(self.seed, sample_id)
         return (value >= self.test) & (value < self.bank)
 
 
 def make_split(num_rows: int, *, num_test: int, num_train: int, seed: int) -> Holdout:
-    """Choose about ``num_test`` of ``num_rows`` rows, at most a tenth, and ``num_train`` voters."""
+    """Hold out about ``num_test`` of ``num_rows`` rows, at most a tenth, and choose ``num_train`` references."""
     test = min(num_test / max(num_rows, 1), MAX_FRACTION)
     return Holdout(seed=seed, test=test, bank=min(test + num_train / max(num_rows, 1), 1.0))
 

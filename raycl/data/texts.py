@@ -1,4 +1,4 @@
-"""Texts: cut into tokens by Ray Data tasks, held as tokens, padded when a batch is taken."""
+"""Texts: tokenized by Ray Data tasks, stored as tokens, padded in batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from raycl.tokenization import BrokenTextError, Tokenizer, padded, read_text
 @final
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of some texts one after the other, how many each text has, and what it is known by.
+    """The concatenated tokens of some texts, with the length and the id of each text [batch].
 
-    Equal tokens have one ``text_id``: texts that an encoder cannot tell apart. All [batch] but ``values``.
+    Texts with equal tokens have equal ``text_id``, since an encoder cannot distinguish them.
     """
 
     values: NDArray[np.int32]
@@ -31,7 +31,7 @@ class Tokens:
         return len(self.lengths)
 
     def joined(self, other: Self) -> Self:
-        """Return these texts with the other's after them."""
+        """Return these texts followed by the texts of ``other``."""
         return type(self)(
             np.concatenate([self.values, other.values]),
             np.concatenate([self.lengths, other.lengths]),
@@ -46,7 +46,7 @@ class Tokens:
 @final
 @dataclass(frozen=True)
 class TokenLists:
-    """Several texts in each row, ``counts`` [batch] of them, none perhaps; ``tokens`` are those of all."""
+    """Lists of texts: ``counts`` [batch] texts per row, possibly none; ``tokens`` of all texts."""
 
     tokens: Tokens
     counts: NDArray[np.int64]
@@ -55,11 +55,11 @@ class TokenLists:
         return len(self.counts)
 
     def joined(self, other: Self) -> Self:
-        """Return these rows with the other's after them."""
+        """Return these rows followed by the rows of ``other``."""
         return type(self)(self.tokens.joined(other.tokens), np.concatenate([self.counts, other.counts]))
 
     def picked(self, number: NDArray[np.int64]) -> Tokens:
-        """Return one text of each row: that of this number [batch], from 0."""
+        """Return one text of each row, by its index [batch] in the list."""
         chosen = np.cumsum(self.counts) - self.counts + number
         ends = np.cumsum(self.tokens.lengths)
         lengths = self.tokens.lengths[chosen]
@@ -72,13 +72,13 @@ class TokenLists:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """Texts as at most ``max_length`` tokens of a tokenizer."""
+    """One text per row, as at most ``max_length`` tokens."""
 
     tokenizer: Tokenizer
     max_length: int
 
     def decode_all(self, values: Sequence[Any]) -> list[NDArray[np.int32] | BrokenTextError]:
-        """Return the tokens of each text, or why it cannot be used."""
+        """Return the tokens of each text, or its error."""
         texts = [_text_or_error(value) for value in values]
         tokens = iter(
             self.tokenizer.encode([text for text in texts if isinstance(text, str)], self.max_length)
@@ -86,7 +86,7 @@ class TextFormat:
         return [next(tokens) if isinstance(text, str) else text for text in texts]
 
     def store(self, decoded: Sequence[NDArray[np.int32]]) -> dict[str, pa.Array]:
-        """Return the columns ``tokens``, a list a text, and ``id``."""
+        """Return the columns ``tokens``, one list per text, and ``id``."""
         return {"tokens": _lists(decoded), "id": pa.array(map(_text_id, decoded), pa.int64())}
 
     def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> "StoredTexts":
@@ -99,22 +99,22 @@ class TextFormat:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextsFormat:
-    """Lists of texts; where there must be one at least, a single text stands for a list of it."""
+    """A list of texts per row; a single text counts as a list of one, unless lists may be empty."""
 
     tokenizer: Tokenizer
     max_length: int
     may_be_empty: bool = False
 
     def decode_all(self, values: Sequence[Any]) -> list[list[NDArray[np.int32]] | BrokenValueError]:
-        """Return the tokens of the texts of each row, or why it cannot be used: one broken text is enough."""
+        """Return the tokens of each row's texts, or an error if any text of the row is invalid."""
         rows = [self._as_list(value) for value in values]
         texts = [text for row in rows for text in row]
         decoded = iter(TextFormat(tokenizer=self.tokenizer, max_length=self.max_length).decode_all(texts))
         found = [[next(decoded) for _ in row] for row in rows]
-        return [self._sound_or_error(row) for row in found]
+        return [self._valid_or_error(row) for row in found]
 
     def store(self, decoded: Sequence[list[NDArray[np.int32]]]) -> dict[str, pa.Array]:
-        """Return the columns ``tokens``, a list of lists, and ``id``, a list of those of the texts."""
+        """Return the columns ``tokens``, lists of lists, and ``id``, a list per row."""
         texts = [text for row in decoded for text in row]
         offsets = _offsets(decoded)
         ids = pa.array(map(_text_id, texts), pa.int64())
@@ -136,21 +136,21 @@ class TextsFormat:
             return list(value)
         return [] if value is None and self.may_be_empty else [value]
 
-    def _sound_or_error(
+    def _valid_or_error(
         self, row: list[NDArray[np.int32] | BrokenTextError]
     ) -> list[NDArray[np.int32]] | BrokenValueError:
-        sound = []
+        valid = []
         for text in row:
             if isinstance(text, BrokenTextError):
                 return text
-            sound.append(text)
-        return sound if sound or self.may_be_empty else BrokenTextError("empty list of texts")
+            valid.append(text)
+        return valid if valid or self.may_be_empty else BrokenTextError("empty list of texts")
 
 
 @final
 @dataclass(frozen=True)
 class StoredTexts:
-    """Tokens in the object store, as views of its memory; parts are Arrow's record batches."""
+    """Texts in the object store, as views of its memory; parts are Arrow record batches."""
 
     parts: Sequence["_Part"]
 
@@ -165,14 +165,14 @@ class StoredTexts:
         )
 
     def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how long the texts at these rows are."""
+        """Return the number of tokens of each row."""
         return _at([np.diff(each.ends) for each in self.parts], part, row)
 
 
 @final
 @dataclass(frozen=True)
 class StoredTextLists:
-    """Lists of texts in the object store; ``ends`` are where the lists of a part end, and begin."""
+    """Lists of texts in the object store; ``ends`` are the boundaries of the lists of each part."""
 
     parts: Sequence["_Part"]
     ends: Sequence[NDArray[np.int64]]
@@ -185,7 +185,7 @@ class StoredTextLists:
         return TokenLists(StoredTexts(self.parts).take(np.repeat(part, counts), flat), counts)
 
     def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how long the longest text at each of these rows is; 0 for an empty list."""
+        """Return the number of tokens of the longest text of each row; 0 for an empty list."""
         longest = [
             np.array([lengths[start:end].max(initial=0) for start, end in pairwise(ends)], np.int64)
             for lengths, ends in zip((np.diff(each.ends) for each in self.parts), self.ends, strict=True)
@@ -217,9 +217,9 @@ def _at(
 
 
 def _ends(column: pa.ListArray) -> NDArray[np.int64]:
-    """Return where the lists of a column end in what it flattens to, after a 0.
+    """Return the ends of a column's lists in its flattened values, after a 0.
 
-    Not its offsets: its buffers may hold rows before and after it.
+    The offsets would not do: the buffers of a slice hold other rows as well.
     """
     lengths = pc.list_value_length(column).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
     return np.cumsum([0, *lengths])
