@@ -20,7 +20,7 @@ from raycl.data.images import BrokenImageError, ImageFormat, image_sides
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, InMemorySampler
-from raycl.data.sources import ROWS_A_PIECE, Fragment, find_source
+from raycl.data.sources import ROWS_PER_FRAGMENT, Fragment, find_source
 from raycl.data.split import make_split
 from raycl.errors import DataError
 
@@ -179,7 +179,7 @@ def test_pieces_cover_every_row_once_whatever_the_row_groups(tmp_path: Path, row
     assert np.concatenate([row.sample_id for row in rows]).tolist() == list(range(9_004))
     contents = [content for row in rows for content in row.values["image"]]
     assert contents == [b"%d" % row for row in [*range(9_001), *range(3)]]
-    assert max(piece.num_rows for piece in source.pieces) <= 2 * ROWS_A_PIECE
+    assert max(piece.num_rows for piece in source.pieces) <= 2 * ROWS_PER_FRAGMENT
 
 
 def test_an_id_column_is_taken_and_text_is_hashed(tmp_path: Path) -> None:

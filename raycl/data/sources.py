@@ -1,4 +1,4 @@
-"""Sources: what lies at an address, cut into pieces that a Ray task reads."""
+"""Sources: the files at an address, cut into fragments that Ray tasks read."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.errors import DataError, first_line
 from raycl.storage import Place, absolute, check_plain, is_out_of_reach
 
-ROWS_A_PIECE = 2_048
+ROWS_PER_FRAGMENT = 2_048
 
 
 @final
@@ -29,7 +29,7 @@ ROWS_A_PIECE = 2_048
 class Fragment:
     """Rows ``start`` to ``stop`` of the parquet ``file``, or a list of image files, below ``uri``.
 
-    ``file`` is empty where the address itself is the file.
+    ``file`` is empty if the address itself is the file.
     """
 
     uri: str
@@ -42,21 +42,21 @@ class Fragment:
 
     @property
     def num_rows(self) -> int:
-        """The rows in this piece, broken ones included."""
+        """The number of rows, invalid ones included."""
         return len(self.paths) or self.stop - self.start
 
     @property
     def place(self) -> Place:
-        """Where the parquet file lies."""
+        """The place of the parquet file."""
         return Place(self.uri) / self.file if self.file else Place(self.uri)
 
     def to_json(self) -> str:
-        """Return the piece as text, the form in which Ray Data carries it."""
+        """Return the fragment as text, for a column of a Ray Dataset."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Fragment":
-        """Read what ``to_json`` wrote."""
+        """Parse the result of ``to_json``."""
         fields = json.loads(text)
         return Fragment(**fields | {"paths": tuple(fields["paths"]), "labels": tuple(fields["labels"])})
 
@@ -64,7 +64,7 @@ class Fragment:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RawRows:
-    """Rows as they lie in the source: values by role, ids, labels, and where each came from."""
+    """Rows as in the source: values by role, ids, labels, and the origin of each row."""
 
     values: Mapping[str, list[Any]]
     sample_id: NDArray[np.int64]
@@ -75,10 +75,10 @@ class RawRows:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A set of samples, found but not yet read.
+    """A dataset that was found but not read yet.
 
-    Ids count the rows in the order of sorted file names (or come from the id column), so they are
-    the same in every run over the same files.
+    Ids count the rows in the order of sorted file names, or come from the id column, so they are equal in
+    every run over the same files.
     """
 
     uri: str
@@ -91,15 +91,15 @@ class Source:
 
     @property
     def num_rows(self) -> int:
-        """All rows, broken ones included."""
+        """The number of all rows, invalid ones included."""
         return sum(piece.num_rows for piece in self.pieces)
 
     def read(self, piece: Fragment) -> Iterator[RawRows]:
-        """Yield the rows of one piece in batches; raises ``StorageError`` or ``DataError``."""
+        """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``."""
         return self._read_files(piece) if self.kind == "folder" else self._read_parquet(piece)
 
     def sample_ids(self, pieces: Sequence[Fragment]) -> NDArray[np.int64]:
-        """Return the ids of all rows of these pieces, broken ones included; reads the id column at most."""
+        """Return the ids of all rows of these fragments, invalid ones included; reads at most the id column."""
         with ThreadPoolExecutor(8) as pool:
             return np.concatenate([np.empty(0, np.int64), *pool.map(self._piece_ids, pieces)])
 
@@ -150,10 +150,10 @@ class Source:
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
-    """Look at ``uri``: a parquet file, a folder of them, or a folder of image files.
+    """Find the source at ``uri``: a parquet file, a folder of parquet files, or a folder of image files.
 
-    Raises ``DataError`` if there is nothing to read or a column is missing, ``StorageError`` if
-    the place cannot be reached.
+    Raises ``DataError`` if nothing is there or a column is missing, ``StorageError`` if the storage
+    cannot be reached.
     """
     uri = absolute(uri)
     place = existing(uri)
@@ -166,14 +166,14 @@ def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
         return _parquet_source(uri, parquet, columns)
     if set(columns.contents) != {"image"}:
         raise DataError(
-            f"{uri} holds no parquet files ({len(files)} others); give some with the columns "
+            f"{uri} holds no parquet files ({len(files)} others); give parquet files with the columns "
             f"{', '.join(columns.contents.values())}"
         )
     return _folder_source(uri, [path for path, _ in files])
 
 
 def existing(uri: str) -> Place:
-    """Return the place of a set; raises ``DataError`` if there is nothing."""
+    """Return the place of a dataset; raises ``DataError`` if nothing is there."""
     uri = absolute(uri)
     place = Place(uri)
     if not place.exists():
@@ -197,10 +197,10 @@ def _folder_source(uri: str, files: list[str]) -> Source:
         Fragment(
             uri=uri,
             first_id=first,
-            paths=tuple(paths[first : first + ROWS_A_PIECE]),
-            labels=tuple(labels[first : first + ROWS_A_PIECE]),
+            paths=tuple(paths[first : first + ROWS_PER_FRAGMENT]),
+            labels=tuple(labels[first : first + ROWS_PER_FRAGMENT]),
         )
-        for first in range(0, len(paths), ROWS_A_PIECE)
+        for first in range(0, len(paths), ROWS_PER_FRAGMENT)
     )
     ignored = Counter(extension for extension in extension_of.values() if extension not in EXTENSIONS)
     return Source(
@@ -215,7 +215,7 @@ def _folder_source(uri: str, files: list[str]) -> Source:
 
 
 def _class_folders(paths: list[str]) -> tuple[str, ...] | None:
-    """Return the class folders where every image lies in one and there are at least two."""
+    """Return the class folders, if every image is in one and there are at least two."""
     if any("/" not in path for path in paths):
         return None
     classes = sorted({path.split("/")[0] for path in paths})
@@ -226,7 +226,7 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
     root = Place(uri)
     places = [root / file if file else root for file in files]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(_look_at_parquet, places))
+        found = list(pool.map(_inspect_parquet, places))
     chosen = [
         _check_columns(place, schema, columns) for place, (_, schema) in zip(places, found, strict=True)
     ]
@@ -240,7 +240,7 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
             pieces.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
             first_id += stop - start
     if not first_id:
-        raise DataError(f"{uri} holds no rows; give a set with at least one batch")
+        raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
     classes = _named_classes(places, found[0][1], columns.label)
     return Source(
         uri=uri,
@@ -254,12 +254,12 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
 
 @contextlib.contextmanager
 def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
-    """Open a file to read within; what cannot be had or understood of it ends the reading.
+    """Open a parquet file; a file that cannot be read raises an error.
 
-    Rows that do not come are no broken rows: nobody has seen them.
+    Its rows do not count as invalid rows, since their number is unknown.
     """
     try:
-        # From afar, the columns of a row group come by one request rather than by one each.
+        # From remote storage, fetch all columns of a row group by one request.
         with place.open() as source, pq.ParquetFile(source, pre_buffer=not place.is_local) as file:
             check_plain(file.schema_arrow, str(place))
             yield file
@@ -271,7 +271,7 @@ def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
         ) from error
 
 
-def _look_at_parquet(place: Place) -> tuple[list[int], pa.Schema]:
+def _inspect_parquet(place: Place) -> tuple[list[int], pa.Schema]:
     with _open_parquet(place) as file:
         metadata = file.metadata
         return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], file.schema_arrow
@@ -284,7 +284,7 @@ def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> Col
 
 
 def plain_values(column: pa.ChunkedArray) -> list[Any]:
-    """Return the values: images of structs as bytes, texts as bytes too, since one may not be UTF-8."""
+    """Return the values; images of structs become bytes, and so do texts, which may not be UTF-8."""
     kind = column.type
     if is_image_struct(kind):
         return struct_images(column)
@@ -296,7 +296,7 @@ def plain_values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _named_classes(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
-    """Return the sorted class names where labels are text; reads that one column."""
+    """Return the sorted class names of text labels; reads that column."""
     if label is None or are_numbers(schema.field(label).type):
         return None
     return class_names(_column(place, label) for place in places)
@@ -308,15 +308,15 @@ def _column(place: Place, name: str) -> pa.ChunkedArray:
 
 
 def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut a file into ranges of about ``ROWS_A_PIECE`` rows: small row groups joined, large ones split."""
+    """Cut a file into ranges of about ``ROWS_PER_FRAGMENT`` rows: join small row groups, split large ones."""
     start = stop = 0
     for size in group_sizes:
-        if stop > start and stop + size - start > ROWS_A_PIECE:
+        if stop > start and stop + size - start > ROWS_PER_FRAGMENT:
             yield start, stop
             start = stop
         stop += size
-        # Each part of a row group reads the group anew: no more than eight parts.
-        rows = max(ROWS_A_PIECE, size // 8)
+        # Each part of a row group reads the whole group: at most eight parts.
+        rows = max(ROWS_PER_FRAGMENT, size // 8)
         while stop - start > 2 * rows:
             yield start, start + rows
             start += rows
@@ -327,7 +327,7 @@ def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
 def _row_range(
     file: pq.ParquetFile, start: int, stop: int, columns: list[str]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (position, rows) for the range, touching only the row groups that hold it."""
+    """Yield (position, rows) for the range; reads only the row groups of the range."""
     first = 0
     for group in range(file.metadata.num_row_groups):
         size = file.metadata.row_group(group).num_rows

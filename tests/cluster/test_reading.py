@@ -107,7 +107,7 @@ def test_a_file_that_is_gone_when_its_turn_comes_is_one_broken_row(
 def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logbook: Any
 ) -> None:
-    monkeypatch.setattr("raycl.data.sources.ROWS_A_PIECE", 64)
+    monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
     monkeypatch.setattr("raycl.training.data_module.JUDGED_PART", 1)
     source = find_source(str(write_digits(tmp_path / "digits.parquet", 1_000)))
     config = raycl.override(
