@@ -152,7 +152,7 @@ def test_a_fault_of_ours_is_answered_in_one_line_with_the_headers_and_without_it
             raise KeyError("a secret path")
 
     answer = opened(samples=Faulty()).get("/api/samples/3")
-    assert refusal(answer) == (500, "the explorer has a fault; its log says more")
+    assert refusal(answer) == (500, "the explorer failed; its log has the traceback")
     assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     assert "a secret path" in caplog.text
 
@@ -226,7 +226,7 @@ def test_a_slot_that_no_step_has_written_has_no_age(called: None, tmp_path: Path
         ("nearest?id=77", 404, "no row of sample 77"),
         ("rows/77", 404, "no row of sample 77"),
         ("samples/3", 404, "--data"),
-        ("nearest?id=3&k=0", 422, "k: .*greater than or equal to 1, came '0'"),
+        ("nearest?id=3&k=0", 422, "k: .*greater than or equal to 1, got '0'"),
         ("nearest?id=3&k=101", 422, "k: .*less than or equal to 100"),
         ("nearest?id=three", 422, "id: .*integer"),
         (f"nearest?id={2**63}", 422, "id: "),
@@ -245,15 +245,15 @@ def test_a_wrong_question_is_one_line(opened: Open, path: str, status: int, says
     ("sent", "status", "says"),
     [
         ({"json": {"text": " "}}, 422, "the text is empty"),
-        ({"json": {}}, 422, "the JSON is no query"),
+        ({"json": {}}, 422, "the JSON is not a query"),
         ({"json": {"text": "x" * 20_001}}, 422, "at most 20000"),
-        ({"content": b"{", "headers": {"Content-Type": "application/json"}}, 422, "the JSON is no query"),
-        ({"content": b"text", "headers": {"Content-Type": "text/plain"}}, 400, "text/plain is no query"),
+        ({"content": b"{", "headers": {"Content-Type": "application/json"}}, 422, "the JSON is not a query"),
+        ({"content": b"text", "headers": {"Content-Type": "text/plain"}}, 400, "text/plain is not a query"),
         ({"files": {"other": b"x"}}, 422, "no file named `image`"),
         ({"content": b"x", "headers": {"Content-Type": "multipart/form-data"}}, 422, "no file named"),
         ({"files": {"image": b"x" * (MAX_BYTES + 1)}}, 413, "more than 10 MB"),
         ({"files": {"image": b"x" * (MAX_BYTES + 100_000)}}, 413, "more than 10 MB"),
-        ({"files": {"image": b"x"}}, 400, "cannot be asked for by image; ask by id"),
+        ({"files": {"image": b"x"}}, 400, "does not encode queries by image; query by id"),
     ],
 )
 def test_a_wrong_query_is_one_line(opened: Open, sent: dict[str, Any], status: int, says: str) -> None:
@@ -294,11 +294,11 @@ class Recorded:
     def __init__(self) -> None:
         self.came: list[Any] = []
 
-    def of_image(self, content: bytes) -> tuple[np.ndarray, str]:
+    def embed_image(self, content: bytes) -> tuple[np.ndarray, str]:
         self.came.append(content)
         return unit_rows(10, 0)[3], "step-1"
 
-    of_text = of_image
+    embed_text = embed_image
 
 
 def test_an_upload_arrives_to_the_last_byte(opened: Open) -> None:
@@ -492,7 +492,7 @@ def test_what_training_would_not_decode_is_no_thumbnail(tmp_path: Path, opened: 
     client = opened(samples=SampleViewer(str(tmp_path / "a.parquet"), ColumnNames(), max_pixels=10_000))
     for sample_id in range(3):
         code, detail = refusal(client.get(f"/api/samples/{sample_id}"))
-        assert (code, f"the image of sample {sample_id} is broken" in detail) == (422, True)
+        assert (code, f"the image of sample {sample_id} is invalid" in detail) == (422, True)
 
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "image_text"])

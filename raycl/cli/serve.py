@@ -19,45 +19,46 @@ _NEEDED = ("fastapi", "uvicorn", "starlette", "aiohttp")
 
 def serve(
     name: Name,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than the loopback's are reached from elsewhere.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; other machines can reach any but the loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65_535, help="Port to listen on.")] = 8000,
     data: Annotated[
-        str | None, typer.Option(help="The set that the run trains on, to show its samples; local or s3://.")
+        str | None, typer.Option(help="Training data of the run, to show its samples; local or s3://.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="The run whose encoder takes pictures and texts; that of the bank.")
+        str | None, typer.Option(help="The run whose encoder embeds images and texts; by default the bank's.")
     ] = None,
     address: Address = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="What the page asks for; by default a new one."),
+        typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="Password of the page; by default a new one."),
     ] = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Explore a bank in a browser while its run goes on: neighbors, ages, norms, live."""
+    """Explore the bank of a live run in a browser: neighbors, ages, norms."""
     _check_installed()
     from raycl.serve.auth import checked_token, new_token
 
     secret = new_token() if token is None else checked_token(token)
     join(address, debug)
     from raycl.serve.deployment import head_address, is_loopback, served
-    from raycl.serve.target import look_at
+    from raycl.serve.target import find_target
 
-    exhibit = look_at(name, run=run, data=data, token=secret)
+    target = find_target(name, run=run, data=data, token=secret)
 
     if not is_loopback(host):
         print(
-            f"warning: the explorer listens on {host}, without encryption: whoever reaches port {port} and has the "
-            "token sees the bank, and the samples of --data"
+            f"warning: the explorer listens on {host}, without encryption: anyone who reaches port {port} and has the "
+            "token sees the bank and the samples of --data"
         )
-    with _until_told_to_stop(), served(exhibit, host, port) as route:
+    with _until_signal(), served(target, host, port) as route:
         head, is_here = head_address()
         print(f"bank {name}: {_url(host, head, port, route)}#token={secret}", flush=True)
         if is_loopback(host) and not is_here:
             print(
-                f"on the head, {head}, that is; from here: ssh -L {port}:127.0.0.1:{port} {head}", flush=True
+                f"the URL is valid on the head, {head}; from here: ssh -L {port}:127.0.0.1:{port} {head}",
+                flush=True,
             )
-        print("Ctrl-C closes it; the run goes on", flush=True)
+        print("Ctrl-C closes it; the run continues", flush=True)
         _wait()
 
 
@@ -70,7 +71,7 @@ def _check_installed() -> None:
 
 
 def _url(host: str, head: str, port: int, route: str) -> str:
-    """Return the address to open; of all interfaces that of the head."""
+    """Return the URL to open; with all interfaces, the head's."""
     shown = host
     with contextlib.suppress(ValueError):  # a name
         shown = head if ipaddress.ip_address(host).is_unspecified else host
@@ -78,16 +79,16 @@ def _url(host: str, head: str, port: int, route: str) -> str:
 
 
 @contextlib.contextmanager
-def _until_told_to_stop() -> Iterator[None]:
-    """Leave the block quietly at SIGINT, SIGTERM or SIGHUP; what is then closed is closed undisturbed."""
-    told = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def _until_signal() -> Iterator[None]:
+    """End the block at SIGINT, SIGTERM or SIGHUP; later signals do not interrupt closing."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(*_: object) -> None:
-        for each in told:
+        for each in signals:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, stop) for each in told}
+    before = {each: signal.signal(each, stop) for each in signals}
     try:
         with contextlib.suppress(KeyboardInterrupt):
             yield
@@ -98,11 +99,11 @@ def _until_told_to_stop() -> Iterator[None]:
 
 
 def _wait() -> None:
-    """Wait while the Ray is there; raises ``RunError`` when it has ended, and the explorer with it."""
+    """Wait while Ray is alive; raises ``RunError`` when it has ended, and the explorer with it."""
     from raycl.serve.deployment import ray_answers
 
     missed = 0
     while missed < _NUM_MISSED:
         time.sleep(_POLL_S)
         missed = 0 if ray_answers() else missed + 1
-    raise RunError("the Ray of this bank has ended, and the explorer with it; start both again")
+    raise RunError("the Ray cluster of this bank has ended, and the explorer with it; start both again")

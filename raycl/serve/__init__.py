@@ -1,1 +1,1 @@
-"""The explorer: a page and a JSON API over the bank of a run that goes on."""
+"""The explorer: a page and a JSON API over the bank of a live run."""

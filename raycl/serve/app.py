@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.serve import schemas
-from raycl.serve.auth import SecurityHeadersMiddleware, asks_for
+from raycl.serve.auth import SecurityHeadersMiddleware, require_token
 from raycl.serve.explorer import Explorer
 from raycl.serve.reconnecting_bank import UnknownSampleError
 from raycl.serve.requests import read_query
@@ -28,7 +28,7 @@ _FILES = {
     "/docs.js": ("docs.js", "text/javascript"),
 }
 _BOUND = 2**63
-_FLAG = re.compile(r"--(id|image|text|vector)\b")  # what the command has, and the page has not
+_FLAG = re.compile(r"--(id|image|text|vector)\b")  # flags of the command, which the page lacks
 _IMAGE = {
     "type": "object",
     "required": ["image"],
@@ -56,23 +56,23 @@ STATUS: dict[type[RayclError], int] = {
 
 SampleId = Annotated[int, PathParameter(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
 QueryId = Annotated[int, Query(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
-HowMany = Annotated[int, Query(ge=1, le=100, description="How many neighbors.")]
+NumNeighbors = Annotated[int, Query(ge=1, le=100, description="Number of neighbors.")]
 
 
 def create_app(explorer: Explorer, token: str) -> FastAPI:
-    """Return the page, which anyone may load, and the API, which answers to the token alone."""
+    """Return the page, which is public, and the API, which requires the token."""
     app = FastAPI(
         title="raycl explorer",
-        summary="Ask the bank of a run while it trains.",
+        summary="Query the bank of a run while it trains.",
         version="1",
-        docs_url=None,  # the usual page loads its scripts from elsewhere
+        docs_url=None,  # FastAPI's page loads scripts from other sites
         redoc_url=None,
     )
     app.add_middleware(SecurityHeadersMiddleware)
     for path, (name, kind) in _FILES.items():
         app.add_api_route(path, _file(PAGE / name, kind), include_in_schema=False)
     for error, status in STATUS.items():
-        app.add_exception_handler(error, _refusal(status))
+        app.add_exception_handler(error, _error_handler(status))
     app.add_exception_handler(RequestValidationError, _invalid)
     app.include_router(_router(_Api(explorer), token))
     return app
@@ -80,27 +80,27 @@ def create_app(explorer: Explorer, token: str) -> FastAPI:
 
 @final
 class _Api:
-    """The routes; those that are not async wait for the bank in threads of their own."""
+    """The routes; FastAPI runs those that are not async in threads."""
 
     def __init__(self, explorer: Explorer) -> None:
         self._explorer = explorer
 
     def stats(self) -> schemas.Stats:
-        """Count and measure the bank; a large one rarely, however many ask."""
+        """Return statistics of the bank, cached for all viewers."""
         return self._explorer.stats()
 
-    def nearest(self, sample_id: QueryId, k: HowMany = 10) -> schemas.Neighbors:
-        """Find the rows nearest to the newest row of a sample, its own left out."""
-        return self._explorer.nearest_of_sample(sample_id, k)
+    def nearest(self, sample_id: QueryId, k: NumNeighbors = 10) -> schemas.Neighbors:
+        """Find the rows nearest to the newest row of a sample, without its own rows."""
+        return self._explorer.nearest_to_sample(sample_id, k)
 
-    async def nearest_to_query(self, request: Request, k: HowMany = 10) -> schemas.Neighbors:
-        """Find the rows nearest to an image or a text, as the run's last checkpoint encodes it."""
+    async def nearest_to_query(self, request: Request, k: NumNeighbors = 10) -> schemas.Neighbors:
+        """Find the rows nearest to an image or a text, encoded by the run's last checkpoint."""
         kind, content = await read_query(request)
-        ask: Callable[[Any, int], schemas.Neighbors] = {
-            "image": self._explorer.nearest_of_image,
-            "text": self._explorer.nearest_of_text,
+        find: Callable[[Any, int], schemas.Neighbors] = {
+            "image": self._explorer.nearest_to_image,
+            "text": self._explorer.nearest_to_text,
         }[kind]
-        return await run_in_threadpool(ask, content, k)
+        return await run_in_threadpool(find, content, k)
 
     def rows(self, sample_id: SampleId) -> schemas.Rows:
         """Return the norms and ages of a sample's rows."""
@@ -112,11 +112,11 @@ class _Api:
 
 
 def _router(api: _Api, token: str) -> APIRouter:
-    refusals: dict[int | str, dict[str, Any]] = {
+    errors: dict[int | str, dict[str, Any]] = {
         status: {"model": schemas.ErrorResponse} for status in (400, 401, 404, 413, 422, 503)
     }
-    router = APIRouter(prefix="/api", dependencies=[Depends(asks_for(token))], responses=refusals)
-    router.add_api_route("/stats", api.stats, summary="The bank in numbers")
+    router = APIRouter(prefix="/api", dependencies=[Depends(require_token(token))], responses=errors)
+    router.add_api_route("/stats", api.stats, summary="Statistics of the bank")
     router.add_api_route("/nearest", api.nearest, summary="Neighbors of a sample")
     router.add_api_route(
         "/nearest",
@@ -135,16 +135,16 @@ def _file(path: Path, kind: str) -> Callable[[], Response]:
     return lambda: Response(content, media_type=f"{kind}; charset=utf-8")
 
 
-def _refusal(status: int) -> Callable[[Request, Exception], Response]:
-    def refuse(_: Request, error: Exception) -> Response:
+def _error_handler(status: int) -> Callable[[Request, Exception], Response]:
+    def handle(_: Request, error: Exception) -> Response:
         line = _FLAG.sub(r"\1", " ".join(str(error).split()))
         return JSONResponse({"detail": line}, status)
 
-    return refuse
+    return handle
 
 
 def _invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "this is registered for no other"
+    assert isinstance(error, RequestValidationError), "registered for this type only"
     first = error.errors()[0]
-    came = f", came {str(first['input'])[:100]!r}" if first["type"] != "missing" else ""
-    return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}{came}"}, 422)
+    got = f", got {str(first['input'])[:100]!r}" if first["type"] != "missing" else ""
+    return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}{got}"}, 422)

@@ -1,4 +1,4 @@
-"""Who may ask, and what a browser may do with the answers."""
+"""The token of the API, and the security headers of its responses."""
 
 import logging
 import re
@@ -15,11 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raycl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")  # what a header of this kind may carry
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")  # allowed in an Authorization header
 _BEARER = HTTPBearer(auto_error=False, description="The token that `raycl bank serve` prints with the URL.")
 
-# Nothing comes from elsewhere, nothing runs that is written into the page, nobody may frame it, and its
-# address is told to nobody.
+# No content from other sites, no inline scripts, no frames around the page, no referrer.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -34,29 +33,29 @@ HEADERS = {
 
 
 def new_token() -> str:
-    """Return a token that nobody can guess."""
+    """Return a random token."""
     return secrets.token_urlsafe(32)
 
 
 def checked_token(token: str) -> str:
-    """Return the token; raises ``ConfigError`` for one that is short or that a header cannot carry."""
+    """Return the token; raises ``ConfigError`` if it is too short or a header cannot carry it."""
     if not _TOKEN.fullmatch(token):
         raise ConfigError(
-            f"a token has 16 to 512 letters, digits and characters of -._~+/, one of {len(token)} characters "
-            "came; make one by `python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
+            f"a token has 16 to 512 letters, digits and characters of -._~+/, got one of {len(token)} characters; "
+            "make one by `python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
         )
     return token
 
 
-def asks_for(token: str) -> Callable[..., Awaitable[None]]:
-    """Return what lets a call pass that brings this token, and refuses others with 401."""
+def require_token(token: str) -> Callable[..., Awaitable[None]]:
+    """Return a dependency that refuses requests without this token with 401."""
 
     async def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)]) -> None:
         if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):
-            came = "none came" if given is None else "another one came"
+            got = "got none" if given is None else "got another one"
             raise HTTPException(
                 401,
-                f"the explorer asks for its token and {came}; open the URL that `raycl bank serve` printed",
+                f"the explorer requires its token and {got}; open the URL that `raycl bank serve` printed",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
@@ -65,17 +64,16 @@ def asks_for(token: str) -> Callable[..., Awaitable[None]]:
 
 @final
 class SecurityHeadersMiddleware:
-    """Put the headers on every answer, whoever gives it."""
+    """Add the headers to every response, error pages included."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-
+        """Handle one request."""
         has_begun = False
 
-        async def send_guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
@@ -83,11 +81,11 @@ class SecurityHeadersMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_guarded)
-        except Exception:  # a fault of ours: told without its text, which may be about anything
-            _log.exception("the explorer could not answer")
+            await self._app(scope, receive, send_with_headers)
+        except Exception:  # a bug: its text may hold secrets, so only the log has it
+            _log.exception("the explorer could not handle a request")
             if has_begun:
                 raise
-            await JSONResponse({"detail": "the explorer has a fault; its log says more"}, 500)(
-                scope, receive, send_guarded
+            await JSONResponse({"detail": "the explorer failed; its log has the traceback"}, 500)(
+                scope, receive, send_with_headers
             )

@@ -1,4 +1,4 @@
-"""The explorer behind Ray Serve: one small replica beside the driver, one proxy on the head."""
+"""The explorer on Ray Serve: one small replica on the driver's node, one proxy on the head."""
 
 import contextlib
 import ipaddress
@@ -22,31 +22,31 @@ from raycl.serve.target import ServeTarget
 
 _OURS = "raycl-bank-"
 _CONNECT_S = 2.0
-_AT_ONCE = 64
-_QUIET = {"log_level": "ERROR", "enable_access_log": False}  # an address may have the token in it
-_LONGEST_NAME = 40
+_MAX_REQUESTS = 64
+_QUIET = {"log_level": "ERROR", "enable_access_log": False}  # a logged URL may contain the token
+_MAX_NAME = 40
 
 
 @final
 class Ingress:
-    """The replica: made by Ray Serve, which asks it for the app."""
+    """The replica, from which Ray Serve gets the app."""
 
-    def __init__(self, exhibit: ServeTarget) -> None:
+    def __init__(self, target: ServeTarget) -> None:
         _call_replicas_on_the_loopback()
-        # Raylet's environment is that of whoever started it, and training comes first.
-        os.environ |= {"RAYCL_TRUSTED": exhibit.trusted, "OMP_NUM_THREADS": "1"}
+        # The raylet has another environment than the driver. Training has priority.
+        os.environ |= {"RAYCL_TRUSTED": target.trusted, "OMP_NUM_THREADS": "1"}
         with contextlib.suppress(OSError):
             os.nice(5)
-        self._exhibit = exhibit
+        self._target = target
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._exhibit.explorer(), self._exhibit.token)
+        return create_app(self._target.explorer(), self._target.token)
 
 
 def _call_replicas_on_the_loopback() -> None:
-    """Let Ray Serve open this replica's port on the loopback alone.
+    """Make Ray Serve open this replica's gRPC port on the loopback only, instead of on all interfaces.
 
-    It opens one on all interfaces, where other deployments may call by gRPC; nobody calls this one so.
+    Only calls between deployments use this port, and the explorer has none.
     """
     from ray.serve._private import replica
 
@@ -57,11 +57,11 @@ def _call_replicas_on_the_loopback() -> None:
 
 
 @contextlib.contextmanager
-def served(exhibit: ServeTarget, host: str, port: int) -> Iterator[str]:
+def served(target: ServeTarget, host: str, port: int) -> Iterator[str]:
     """Serve the explorer while the block runs; yields its route, which ends with ``/``.
 
-    A Ray Serve that is there already is used if it listens on this host and port, and is left as it was.
-    One that was started here ends with the last explorer, unless somebody else has put an application on it.
+    A running Ray Serve is used if it listens on this host and port, and is left running. A Ray Serve that
+    raycl started ends with the last explorer, unless it has other applications.
 
     Raises:
         ConfigError: Ray Serve listens elsewhere in this cluster, or the port is taken.
@@ -70,18 +70,18 @@ def served(exhibit: ServeTarget, host: str, port: int) -> Iterator[str]:
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     is_ours = _start(host, port)
-    name = f"{_OURS}{exhibit.bank}-{ray.get_runtime_context().get_job_id()}"
+    name = f"{_OURS}{target.bank}-{ray.get_runtime_context().get_job_id()}"
     try:
         _remove_orphans()
-        route = _free_route(exhibit.bank)
-        _deploy(exhibit, name, route)
+        route = _free_route(target.bank)
+        _deploy(target, name, route)
         yield f"{route.rstrip('/')}/"
     finally:
         _end(name, is_ours)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from its own machine only."""
+    """Whether an address is reachable from its own machine only."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -98,7 +98,7 @@ def head_address() -> tuple[str, bool]:
 
 
 def ray_answers() -> bool:
-    """Whether the Ray that was joined is still there."""
+    """Whether the connected Ray cluster is still alive."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
@@ -108,14 +108,14 @@ def ray_answers() -> bool:
 
 
 def _start(host: str, port: int) -> bool:
-    """Start Ray Serve, or find it; return whether raycl has started it, now or before."""
+    """Start or find Ray Serve; return whether raycl has started it, now or before."""
     client: Any = serve_context._get_global_client(raise_if_no_controller_running=False)
     if client is not None:
         at = client.http_config
         if (at.host, at.port) != (host, port):
             raise ConfigError(
                 f"Ray Serve runs in this cluster already and listens on {at.host}:{at.port}, not on {host}:{port}; "
-                f"give --host {at.host} --port {at.port}, or end that one first"
+                f"give --host {at.host} --port {at.port}, or shut down that Ray Serve first"
             )
         names = _applications()
         return bool(names) and all(name.startswith(_OURS) for name in names)
@@ -143,25 +143,25 @@ def _check_free(host: str, port: int) -> None:
         ) from error
 
 
-def _deploy(exhibit: ServeTarget, name: str, route: str) -> None:
+def _deploy(target: ServeTarget, name: str, route: str) -> None:
     here = ray.get_runtime_context().get_node_id()
     options: dict[str, Any] = {
-        "num_cpus": 0,  # a cluster whose cores all train has room for it
-        "label_selector": {"ray.io/node-id": here},  # paths are those of this machine
+        "num_cpus": 0,  # starts even if training uses all cores
+        "label_selector": {"ray.io/node-id": here},  # local paths are valid on this node
     }
     deployment = serve.deployment(
-        name="explorer", num_replicas=1, max_ongoing_requests=_AT_ONCE, ray_actor_options=options
+        name="explorer", num_replicas=1, max_ongoing_requests=_MAX_REQUESTS, ray_actor_options=options
     )(serve.ingress()(Ingress))
     try:
-        serve.run(deployment.bind(exhibit), name=name, route_prefix=route, logging_config=_QUIET)
+        serve.run(deployment.bind(target), name=name, route_prefix=route, logging_config=_QUIET)
     except (exceptions.RayError, RayServeException, RuntimeError) as error:
         raise RunError(f"the explorer did not start: {last_line(error)}; try again with --debug") from error
 
 
 def _free_route(bank: str) -> str:
-    """Return ``/``, or where that is taken the bank's name, or that with a number."""
+    """Return the first free route: ``/``, the bank's name, or the name with a number."""
     taken = {each["route_prefix"] for each in _details().values()}
-    own = re.sub(r"[^A-Za-z0-9._~-]+", "-", bank)[:_LONGEST_NAME]
+    own = re.sub(r"[^A-Za-z0-9._~-]+", "-", bank)[:_MAX_NAME]
     numbered = (f"/{own}-{number}" for number in range(2, len(taken) + 3))
     return next(route for route in ("/", f"/{own}", *numbered) if route not in taken)
 
@@ -176,7 +176,7 @@ def _applications() -> list[str]:
 
 
 def _remove_orphans() -> None:
-    """Remove the explorers whose commands were killed: Ray Serve keeps them for ever."""
+    """Remove explorers whose commands were killed: Ray Serve never does."""
     alive = {job["JobID"] for job in ray_state.jobs() if not job["IsDead"]}
     for name in _applications():
         if name.startswith(_OURS) and name.rpartition("-")[2] not in alive:
@@ -185,7 +185,7 @@ def _remove_orphans() -> None:
 
 def _end(name: str, is_ours: bool) -> None:
     if not ray_answers():
-        return  # and with it all that was in it; to ask it would take a minute
+        return  # its Serve has ended too; a request would wait a minute
     with contextlib.suppress(exceptions.RayError, RayServeException, RuntimeError, TimeoutError):
         _remove_orphans()
         names = _applications()

@@ -1,4 +1,4 @@
-"""What is sent to the explorer: read up to a limit, and taken apart."""
+"""Queries in the body of a request, read up to a limit."""
 
 from email.message import Message
 from typing import Literal
@@ -9,20 +9,20 @@ from pydantic import ValidationError
 from raycl.serve.schemas import TextQuery
 
 MAX_BYTES = 10_000_000
-_AROUND = 16_384  # bytes of a form beside the file in it
+_MAX_FORM_BYTES = 16_384  # of a form around its file
 _FIELD = "image"
 
 
 async def read_query(request: Request) -> tuple[Literal["image"], bytes] | tuple[Literal["text"], str]:
     """Return the image of a form, or the text of a JSON object.
 
-    Raises ``HTTPException``: 413 for more than 10 MB, 422 for what cannot be understood, 400 for another type.
+    Raises ``HTTPException``: 413 for more than 10 MB, 422 for invalid content, 400 for another type.
     """
     header = Message()
     header["Content-Type"] = request.headers.get("content-type", "")
     kind = header.get_content_type()
     if kind == "multipart/form-data":
-        image = _field(await _read(request), str(header.get_param("boundary", "")), _FIELD)
+        image = _field(await _read(request), str(header.get_param("boundary", "")))
         if len(image) > MAX_BYTES:
             raise _too_large()
         return "image", image
@@ -31,15 +31,17 @@ async def read_query(request: Request) -> tuple[Literal["image"], bytes] | tuple
             return "text", TextQuery.model_validate_json(await _read(request)).text
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise HTTPException(422, f'the JSON is no query: {reason}; send {{"text": "..."}}') from None
-    raise HTTPException(400, f"{kind} is no query; send a form with the file `{_FIELD}`, or JSON with `text`")
+            raise HTTPException(422, f'the JSON is not a query: {reason}; send {{"text": "..."}}') from None
+    raise HTTPException(
+        400, f"{kind} is not a query; send a form with the file `{_FIELD}`, or JSON with `text`"
+    )
 
 
 async def _read(request: Request) -> bytes:
     content = bytearray()
     async for part in request.stream():
         content += part
-        if len(content) > MAX_BYTES + _AROUND:
+        if len(content) > MAX_BYTES + _MAX_FORM_BYTES:
             raise _too_large()
     return bytes(content)
 
@@ -48,20 +50,17 @@ def _too_large() -> HTTPException:
     return HTTPException(413, f"the query has more than {MAX_BYTES // 10**6} MB; send a smaller one")
 
 
-def _field(content: bytes, boundary: str, name: str) -> bytes:
-    """Return what a form holds under a name (RFC 7578).
-
-    The package that FastAPI reads forms with does not come with Ray Serve.
-    """
+def _field(content: bytes, boundary: str) -> bytes:
+    """Return the image field of a form (RFC 7578): FastAPI's form parser does not come with Ray Serve."""
     if boundary:
         for part in (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"))[1:]:
             head, found, value = part.partition(b"\r\n\r\n")
-            if found and _name_in(head) == name:
+            if found and _field_name(head) == _FIELD:
                 return value
-    raise HTTPException(422, f"the form holds no file named `{name}`; send one under this name")
+    raise HTTPException(422, f"the form has no file named `{_FIELD}`; send one under this name")
 
 
-def _name_in(head: bytes) -> str:
+def _field_name(head: bytes) -> str:
     for line in head.decode("utf-8", "replace").split("\r\n"):
         title, _, value = line.partition(":")
         if title.strip().lower() == "content-disposition":

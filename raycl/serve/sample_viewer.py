@@ -1,10 +1,9 @@
-"""Samples by their id, as a person sees them: a thumbnail, or texts."""
+"""Samples by id, as a person sees them: a thumbnail, texts, a label."""
 
 import base64
 import io
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, final
 
@@ -14,34 +13,25 @@ from PIL import Image
 from raycl.data.columns import ColumnNames
 from raycl.data.images import BrokenImageError, ImageFormat, image_sides
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Fragment, RawRows, Source, find_source
+from raycl.data.sources import Fragment, Source, find_source
 from raycl.errors import ConfigError, DataError
+from raycl.serve.schemas import Sample, Text
 from raycl.tokenization import BrokenTextError, read_text
 
 THUMBNAIL = 128  # pixels of the longer side
-_NUM_KEPT = 512
-_SMALL = 64  # pixels a side up to which PNG is about as small as JPEG
-_LONGEST = 2_000  # characters of a text that are shown
-_TEXTS = ("text", "caption", "query", "document")
+_CACHE_SIZE = 512
+_MAX_PNG_SIDE = 64  # larger thumbnails are smaller as JPEG
+_MAX_TEXT = 2_000  # characters
+_TEXT_COLUMNS = ("text", "caption", "query", "document")
 
 
 class NoSampleError(ConfigError):
-    """The set has no sample of this id."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RenderedSample:
-    """What there is to see of a sample: a data: URL of its image, its texts by role, its label."""
-
-    image: str | None
-    texts: tuple[tuple[str, str], ...]
-    label: str | None
+    """The data set has no sample of this id."""
 
 
 @final
 class SampleViewer:
-    """The samples at an address, read one by one when somebody asks.
+    """Show samples of a data set, each read when needed.
 
     Raises ``DataError`` and ``StorageError`` as :func:`find_source` does.
     """
@@ -50,80 +40,77 @@ class SampleViewer:
         self._source = find_source(uri, columns)
         self._max_pixels = max_pixels
         self._positions: _Positions | None = None
-        self._looking = threading.Lock()
-        self.show = lru_cache(_NUM_KEPT)(self._show)
+        self._lock = threading.Lock()
+        self.show = lru_cache(_CACHE_SIZE)(self._show)
 
-    def _show(self, sample_id: int) -> RenderedSample:
-        """Return a sample; raises ``NoSampleError``, and ``DataError`` for one that is broken."""
-        rows = self._read(sample_id)
-        image = rows.values["image"][0] if "image" in rows.values else None
-        texts = [
-            (role, text) for role in _TEXTS if role in rows.values for text in _texts_in(rows.values[role][0])
-        ]
-        label = int(rows.label[0])
-        classes = self._source.classes
-        return RenderedSample(
-            image=None if image is None else self._thumbnail(image, sample_id),
-            texts=tuple(texts),
-            label=None if label == NO_LABEL else classes[label] if classes else str(label),
-        )
-
-    def _read(self, sample_id: int) -> RawRows:
-        with self._looking:  # a page asks for many pictures at once
+    def _show(self, sample_id: int) -> Sample:
+        """Return a sample; raises ``NoSampleError``, and ``DataError`` for an invalid image."""
+        with self._lock:  # a page requests many images at once
             if self._positions is None:
                 self._positions = _Positions(self._source)
-        piece, offset = self._positions.find(sample_id)
-        return next(iter(self._source.read(_one_row(self._source.pieces[piece], offset))))
-
-    def _thumbnail(self, content: Any, sample_id: int) -> str:
+        number, offset = self._positions.find(sample_id)
+        rows = next(iter(self._source.read(_one_row(self._source.pieces[number], offset))))
         try:
-            return thumbnail(content, max_pixels=self._max_pixels)
+            image = (
+                thumbnail(rows.values["image"][0], max_pixels=self._max_pixels)
+                if "image" in rows.values
+                else None
+            )
         except BrokenImageError as error:
             raise DataError(
-                f"the image of sample {sample_id} is broken: {error}; mend it in the set"
+                f"the image of sample {sample_id} is invalid: {error}; repair it in the data set"
             ) from None
+        texts = [
+            Text(role=role, text=text)
+            for role in _TEXT_COLUMNS
+            if role in rows.values
+            for text in _texts_of(rows.values[role][0])
+        ]
+        label, classes = int(rows.label[0]), self._source.classes
+        name = None if label == NO_LABEL else classes[label] if classes else str(label)
+        return Sample(sample_id=str(sample_id), image=image, texts=texts, label=name)
 
 
 @final
 class _Positions:
-    """Where each id is: counted, or looked up where the set has ids of its own."""
+    """The position of each id: counted, or looked up in a data set with its own ids."""
 
     def __init__(self, source: Source) -> None:
-        self._first = np.array([piece.first_id for piece in source.pieces])
-        self._num_rows, self._sorted = source.num_rows, None
+        self._first = np.array([fragment.first_id for fragment in source.pieces])
+        self._num_rows, self._order = source.num_rows, None
         if source.columns.sample_id is not None:
             ids = source.sample_ids(source.pieces)
-            self._sorted = np.argsort(ids, kind="stable")
-            self._ids = ids[self._sorted]
+            self._order = np.argsort(ids, kind="stable")
+            self._ids = ids[self._order]
 
     def find(self, sample_id: int) -> tuple[int, int]:
-        """Return the piece and the row in it; raises ``NoSampleError``."""
-        position = sample_id if self._sorted is None else self._position(sample_id)
+        """Return the number of the fragment and the row in it; raises ``NoSampleError``."""
+        position = sample_id
+        if self._order is not None:
+            at = int(np.searchsorted(self._ids, sample_id))
+            is_known = at < len(self._ids) and self._ids[at] == sample_id
+            position = int(self._order[at]) if is_known else -1
         if not 0 <= position < self._num_rows:
             raise NoSampleError(
-                f"the set of --data has no sample {sample_id}; give the set that the run trains on"
+                f"the data set of --data has no sample {sample_id}; give the training data of the run"
             )
-        piece = int(np.searchsorted(self._first, position, side="right")) - 1
-        return piece, position - int(self._first[piece])
-
-    def _position(self, sample_id: int) -> int:
-        assert self._sorted is not None, "only ids of a set's own are looked up"
-        at = int(np.searchsorted(self._ids, sample_id))
-        return int(self._sorted[at]) if at < len(self._ids) and self._ids[at] == sample_id else -1
+        number = int(np.searchsorted(self._first, position, side="right")) - 1
+        return number, position - int(self._first[number])
 
 
-def _one_row(piece: Fragment, offset: int) -> Fragment:
-    if piece.paths:
-        labels = piece.labels[offset : offset + 1]
-        return replace(piece, paths=(piece.paths[offset],), labels=labels, first_id=piece.first_id + offset)
-    start = piece.start + offset
-    return replace(piece, start=start, stop=start + 1, first_id=piece.first_id + offset)
+def _one_row(fragment: Fragment, offset: int) -> Fragment:
+    first_id = fragment.first_id + offset
+    if fragment.paths:
+        labels = fragment.labels[offset : offset + 1]
+        return replace(fragment, paths=(fragment.paths[offset],), labels=labels, first_id=first_id)
+    start = fragment.start + offset
+    return replace(fragment, start=start, stop=start + 1, first_id=first_id)
 
 
 def thumbnail(content: Any, *, max_pixels: int) -> str:
-    """Return a small picture of an encoded image, as a data: URL, in its own aspect.
+    """Return a thumbnail of an encoded image as a data: URL, in the image's aspect ratio.
 
-    Raises ``BrokenImageError`` for what training would not decode either.
+    Raises ``BrokenImageError`` for an image that training would skip too.
     """
     decoder = ImageFormat(size=THUMBNAIL, max_pixels=max_pixels)
     pixels, _ = decoder.decode(content)
@@ -133,20 +120,18 @@ def thumbnail(content: Any, *, max_pixels: int) -> str:
     scale = min(1.0, THUMBNAIL / max(width, height))
     sides = (max(1, round(width * scale)), max(1, round(height * scale)))
     picture = Image.fromarray(pixels).resize(sides, Image.Resampling.BILINEAR)
-    kind = "PNG" if max(sides) <= _SMALL else "JPEG"
+    kind = "PNG" if max(sides) <= _MAX_PNG_SIDE else "JPEG"
     stream = io.BytesIO()
     picture.save(stream, kind, quality=85)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
-def _texts_in(value: Any) -> Sequence[str]:
-    values = value if isinstance(value, list | tuple | np.ndarray) else [value]
-    return [_shortened(each) for each in values]
-
-
-def _shortened(value: Any) -> str:
-    try:
-        text = read_text(value)
-    except BrokenTextError as error:
-        return f"({error})"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+def _texts_of(value: Any) -> list[str]:
+    texts = []
+    for each in value if isinstance(value, list | tuple | np.ndarray) else [value]:
+        try:
+            text = read_text(each)
+        except BrokenTextError as error:
+            text = f"({error})"
+        texts.append(text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …")
+    return texts

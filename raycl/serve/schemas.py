@@ -1,13 +1,15 @@
-"""What the explorer answers, as JSON."""
+"""JSON schemas of the explorer's API."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
-Queries = Literal["id", "image", "text"]
+from raycl.negatives.bank_stats import BankStats
 
-# As text, since JavaScript counts exactly to 2**53 only.
-SampleId = Annotated[str, Field(description="Id of a sample, a whole number of 64 bits.", examples=["4711"])]
+QueryKind = Literal["id", "image", "text"]
+
+# A string, since JavaScript numbers are exact up to 2**53 only.
+SampleId = Annotated[str, Field(description="Id of a sample, a 64-bit integer.", examples=["4711"])]
 Age = Annotated[int, Field(description="The newest step that wrote to the bank, minus the row's own.")]
 
 
@@ -21,43 +23,32 @@ class Shard(BaseModel):
 
 
 class AgeBin(BaseModel):
-    """Rows that are younger than ``below`` steps, but not than the bin before."""
+    """Rows younger than ``below`` steps, but not younger than the bin before."""
 
     below: int
     rows: int
 
 
-class Stats(BaseModel):
-    """A bank in numbers, at most a second old. Ages and norms are null while no row is written."""
+_CHANGED = {"output", "shards", "age_histogram"}  # have another form in JSON
+_BANK_FIELDS: dict[str, Any] = {
+    name: (hint, ...) for name, hint in get_type_hints(BankStats).items() if name not in _CHANGED
+}
+_BankStats: Any = create_model("_BankStats", **_BANK_FIELDS)
 
-    name: str
-    kind: Literal["queue", "memory_bank"]
+
+class Stats(_BankStats):
+    """Statistics of a bank, at most a second old. Ages and norms are null while no row is written."""
+
     run: str
-    rows: Annotated[int, Field(description="Rows that the bank may hold.")]
-    filled: Annotated[int, Field(description="Rows that were written.")]
-    dim: int
-    dtype: str
-    num_bytes: int
     shards: list[Shard]
-    newest_step: int | None
-    age_mean: float | None
-    age_max: int | None
     age_histogram: list[AgeBin]
-    norm_mean: float | None
-    norm_min: float | None
-    norm_max: float | None
-    puts: Annotated[int, Field(description="Rows written by workers since the shards started.")]
-    reads: int
-    puts_per_second: Annotated[float, Field(description="Of the last 10 s.")]
-    reads_per_second: float
-    restarts: int
-    questions: Annotated[int, Field(description="Questions for neighbors and rows that were answered here.")]
-    queries: Annotated[list[Queries], Field(description="What one may ask with.")]
+    questions: Annotated[int, Field(description="Queries for neighbors and rows that were answered here.")]
+    queries: Annotated[list[QueryKind], Field(description="Kinds of queries that the run's encoder accepts.")]
     shows_samples: Annotated[bool, Field(description="Whether samples can be shown by their id.")]
 
 
 class Neighbor(BaseModel):
-    """A row near to the query. Its norm is null if it was replaced meanwhile."""
+    """A row near the query. Its norm is null if the row was replaced in between."""
 
     sample_id: SampleId
     similarity: Annotated[float, Field(description="Cosine, exact.")]
@@ -67,7 +58,7 @@ class Neighbor(BaseModel):
 
 
 class Neighbors(BaseModel):
-    """The rows of the highest cosine, nearest first; the checkpoint that encoded a picture or a text."""
+    """The rows of highest cosine, nearest first; and the checkpoint that encoded an image or a text."""
 
     neighbors: list[Neighbor]
     checkpoint: str | None = None
@@ -82,14 +73,14 @@ class Row(BaseModel):
 
 
 class Rows(BaseModel):
-    """The rows of a sample that are in the bank now, newest first."""
+    """The current rows of a sample, newest first."""
 
     sample_id: SampleId
     rows: list[Row]
 
 
 class Text(BaseModel):
-    """A text of a sample, and what it is there."""
+    """A text of a sample, and its column."""
 
     role: str
     text: str
@@ -105,12 +96,12 @@ class Sample(BaseModel):
 
 
 class TextQuery(BaseModel):
-    """A text to ask with."""
+    """A text as a query."""
 
     text: Annotated[str, Field(max_length=20_000)]
 
 
 class ErrorResponse(BaseModel):
-    """What is wrong, what came, and what to do: one line."""
+    """The problem, the value and the remedy in one line."""
 
     detail: str

@@ -1,4 +1,4 @@
-"""What is explored, as a value: a bank, the run that encodes for it, the set that its samples are of."""
+"""The bank, run and data set that an explorer serves."""
 
 import os
 from dataclasses import dataclass, replace
@@ -11,43 +11,42 @@ from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import RayclError
 from raycl.negatives.bank import Bank, connect_bank
-from raycl.serve.explorer import Explorer
-from raycl.serve.query_encoder import QueryEncoder
+from raycl.serve.explorer import Explorer, QueryEncoder
 from raycl.serve.reconnecting_bank import ReconnectingBank
 from raycl.serve.sample_viewer import SampleViewer
-from raycl.serve.schemas import Queries
+from raycl.serve.schemas import QueryKind
 from raycl.storage import Place, absolute
 
-_PATIENCE_S = 8.0  # a page waits for no shard as long as a worker does
+_PATIENCE_S = 8.0  # a page waits less long for a shard than a worker does
 
-# By the kind of a run's data: which columns a person looks at, and what the encoder takes.
+# By kind of data: the columns that the page shows, and the queries that the encoder accepts.
 _COLUMNS = {
     "image": ("image",),
     "text": ("text",),
     "image_text": ("image", "caption"),
     "pairs": ("query", "document"),
 }
-_QUERIES: dict[str, tuple[Queries, ...]] = {
+_QUERIES: dict[str, tuple[QueryKind, ...]] = {
     "image": ("image",),
     "text": ("text",),
     "image_text": ("image", "text"),
     "pairs": ("text",),
 }
-_NOTHING = dict.fromkeys(("image", "text", "caption", "query", "document"))
+_NO_COLUMNS = dict.fromkeys(("image", "text", "caption", "query", "document"))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServeTarget:
-    """A bank by its name, and where its run and its samples are.
+    """The name of a bank, and the addresses of its run and samples, to be pickled.
 
-    ``queries`` are what the run's encoder takes, nothing if there is none to ask; ``trusted`` are the
-    packages whose networks it may build, as RAYCL_TRUSTED has them.
+    ``queries`` are the kinds that the run's encoder accepts, if any; ``trusted`` is the value of
+    RAYCL_TRUSTED, the packages whose networks may be built.
     """
 
     bank: str
     run: str
-    queries: tuple[Queries, ...]
+    queries: tuple[QueryKind, ...]
     data: str | None
     columns: ColumnNames
     max_pixels: int
@@ -55,25 +54,25 @@ class ServeTarget:
     trusted: str
 
     def explorer(self) -> Explorer:
-        """Return what answers questions, in any process of the cluster."""
+        """Create the explorer, in any process of the cluster."""
         samples = SampleViewer(self.data, self.columns, max_pixels=self.max_pixels) if self.data else None
         return Explorer(
-            bank=ReconnectingBank(partial(_impatient_bank, self.bank)),
+            bank=ReconnectingBank(partial(_connect_impatiently, self.bank)),
             encoder=QueryEncoder(self.run),
             samples=samples,
             queries=self.queries,
         )
 
 
-def look_at(bank: str, *, run: str | None, data: str | None, token: str) -> ServeTarget:
-    """Look at the bank, the run (that of the bank, unless told) and the set, before anything starts.
+def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> ServeTarget:
+    """Check the bank, its ``run`` (by default the bank's own) and ``data`` before anything starts.
 
-    Raises what is wrong with them. Without ``run`` and ``data`` the run need not be there to be read.
+    Raises ``RayclError`` if one of them is invalid. Without ``run`` and ``data`` the run may be unreadable.
     """
     plan = connect_bank(bank).plan
     place = Place(absolute(run or plan.output))
     columns, queries, max_pixels = ColumnNames(), (), 0
-    config = _config_at(place, must_be=run is not None or data is not None)
+    config = _config_at(place, required=run is not None or data is not None)
     if config is not None:
         columns, queries, max_pixels = columns_of(config), _QUERIES[config.data.kind], config.data.max_pixels
     if data is not None:
@@ -91,22 +90,22 @@ def look_at(bank: str, *, run: str | None, data: str | None, token: str) -> Serv
 
 
 def columns_of(config: RunConfig) -> ColumnNames:
-    """Return the columns of what a person looks at, and those of labels and ids."""
+    """Return the columns that the page shows, with labels and ids."""
     named = config.data.columns
     shown = {role: getattr(named, role) for role in _COLUMNS[config.data.kind]}
-    return ColumnNames(**_NOTHING | shown, label=named.label, sample_id=named.sample_id)
+    return ColumnNames(**_NO_COLUMNS | shown, label=named.label, sample_id=named.sample_id)
 
 
-def _config_at(place: Place, *, must_be: bool) -> RunConfig | None:
+def _config_at(place: Place, *, required: bool) -> RunConfig | None:
     file = place / "config.yaml"
     try:
         return config_from_yaml(file.read_text(), name=file.uri)
     except RayclError:
-        if must_be:
+        if required:
             raise
         return None
 
 
-def _impatient_bank(name: str) -> Bank:
+def _connect_impatiently(name: str) -> Bank:
     bank = connect_bank(name)
     return Bank(replace(bank.plan, timeout_s=min(bank.plan.timeout_s, _PATIENCE_S)), bank.actors)

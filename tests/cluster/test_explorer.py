@@ -284,7 +284,7 @@ def test_a_page_without_the_token_shows_nothing_and_one_with_a_wrong_one_says_so
     for token in (None, "another-token-than-that", TOKEN[:-1]):
         assert texts.api("stats", token)[0] == 401
     page = look(f"{texts.url}#token=wrong", allowed=(401,))
-    expect(page.get_by_role("alert")).to_contain_text("asks for its token")
+    expect(page.get_by_role("alert")).to_contain_text("requires its token")
     expect(page.get_by_label("Token")).to_be_focused()
     assert not page.locator("#main").is_visible()
     assert_accessible(page)
@@ -343,7 +343,7 @@ def test_a_person_finds_neighbors_with_pictures_and_sees_the_bank_grow(
     expect(picture).to_be_visible()
     assert picture.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [16, 16]
     expect(page.locator("#neighbors .facts-of").first).to_contain_text("age")
-    wait_until(lambda: number(page, "Questions answered") >= 2, 10)  # the page looks every 2 s
+    wait_until(lambda: number(page, "Queries answered") >= 2, 10)  # the page looks every 2 s
     last = (page.locator("#filled").evaluate("bar => bar.value"), number(page, "Newest step"))
     assert last[0] > first[0] and last[1] > first[1]
 

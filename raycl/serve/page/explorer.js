@@ -1,18 +1,18 @@
-// The page of the explorer. What was typed or comes from data becomes text, never markup.
+// The page of the explorer. User input and data become text, never markup.
 
 const POLL_MS = 2000;
 const NUM_KEPT = 180; // points of a line: six minutes
 const TOKEN = "raycl-token";
 const MOST = 100;
-const REPEATS = 8; // a queue may hold a sample several times, and it is shown once: so many rows are asked for
+const REPEATS = 8; // a queue may hold a sample several times; request more rows to fill the list
 
 const find = (id) => document.getElementById(id);
 const count = new Intl.NumberFormat("en-US");
 const short = (value, digits = 1) => (value === null ? "none yet" : value.toLocaleString("en-US", { maximumFractionDigits: digits }));
 
-// The token leaves the address bar at once: it would stay in the history, and in a picture of the screen.
+// Remove the token from the address bar, the history and screenshots.
 function takeToken() {
-  const given = new URLSearchParams(location.hash.slice(1)).get("token"); // what follows # is sent to nobody
+  const given = new URLSearchParams(location.hash.slice(1)).get("token"); // the part after # is never sent
   if (given) {
     history.replaceState(null, "", location.pathname);
     sessionStorage.setItem(TOKEN, given);
@@ -22,7 +22,7 @@ function takeToken() {
 
 let token = takeToken();
 let shown = { samples: false, queries: "", repeats: 1 };
-let asked = 0; // answers to an earlier question come too late
+let asked = 0; // drop answers to earlier queries
 const history_ = [];
 const samples = new Map();
 
@@ -38,7 +38,7 @@ async function call(path, options = {}) {
   try {
     answer = await fetch(`api/${path}`, { ...options, headers: { ...options.headers, Authorization: `Bearer ${token}` } });
   } catch {
-    throw new Refused(0, "The explorer does not answer; look whether `raycl bank serve` still runs.");
+    throw new Refused(0, "The explorer does not answer; check that `raycl bank serve` still runs.");
   }
   if (answer.ok) return answer.json();
   const body = await answer.json().catch(() => ({}));
@@ -86,12 +86,12 @@ function tellStats(stats) {
     ["Newest step", short(stats.newest_step)],
     ["Mean age", short(stats.age_mean)],
     ["Oldest age", short(stats.age_max)],
-    ["Written a second", short(stats.puts_per_second)],
-    ["Read a second", short(stats.reads_per_second)],
-    ["Questions answered", count.format(stats.questions)],
+    ["Written per second", short(stats.puts_per_second)],
+    ["Read per second", short(stats.reads_per_second)],
+    ["Queries answered", count.format(stats.questions)],
     ["Shards", count.format(stats.shards.length) + (stats.restarts ? `, ${stats.restarts} restarts` : "")],
     ["Mean norm", norm(stats.norm_mean)],
-    ["Least norm", norm(stats.norm_min)],
+    ["Smallest norm", norm(stats.norm_min)],
     ["Largest norm", norm(stats.norm_max)],
   ]);
   history_.push({ filled: stats.filled, age: stats.age_mean ?? 0 });
@@ -181,7 +181,7 @@ async function poll() {
         sessionStorage.removeItem(TOKEN);
         askForToken(error.message);
       } else if (error.status === 503) {
-        setState("away", "Bank away", `The bank is gone: ${error.message} The page goes on when the run does.`);
+        setState("away", "Bank away", `The bank is gone: ${error.message} The page resumes with the run.`);
       } else {
         setState("away", "No answer", error.message);
       }
@@ -190,7 +190,7 @@ async function poll() {
   setTimeout(poll, POLL_MS);
 }
 
-// ---- questions
+// ---- queries
 
 const kindAsked = () => document.querySelector('input[name="kind"]:checked').value;
 
@@ -277,7 +277,7 @@ async function tellRows(id, box) {
   }
 }
 
-// Rows of one sample become one neighbor: the nearest of them, and how many more there are.
+// Merge the rows of a sample into one neighbor: the nearest row and the number of rows.
 function bySample(neighbors) {
   const found = new Map();
   for (const neighbor of neighbors) {
@@ -373,11 +373,11 @@ function drawSample(sample, place, isQuery) {
 }
 
 function markSmall(picture) {
-  // A digit of 16 pixels is blown up: its pixels are what there is to see.
+  // Magnify small images without smoothing.
   picture.classList.toggle("small", Math.max(picture.naturalWidth, picture.naturalHeight) <= 64);
 }
 
-// ---- doors
+// ---- events
 
 find("ask-form").addEventListener("submit", (event) => {
   event.preventDefault();
