@@ -23,10 +23,10 @@ from raycl.config.overrides import config_to_yaml
 from raycl.config.schema import TrackingConfig
 from raycl.errors import ConfigError
 from raycl.storage import Place
-from raycl.tracking import MetricsRecord, Trackers, check_trackers, event_files, open_trackers, trackers
-from raycl.tracking.background import MOST_WAITING, BackgroundTracker
-from raycl.tracking.event_files import EventFiles
-from raycl.tracking.mlflow_run import MlflowRun
+from raycl.tracking import MetricsRecord, Trackers, check_trackers, open_trackers, tensorboard, trackers
+from raycl.tracking.background import MAX_WAITING, BackgroundTracker
+from raycl.tracking.mlflow import MlflowRun
+from raycl.tracking.tensorboard import EventFiles
 from raycl.training.resume import check_output
 from tests.conftest import BUCKET
 
@@ -34,7 +34,7 @@ from tests.conftest import BUCKET
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports of trackers take long on a busy machine."""
-    monkeypatch.setattr(trackers, "PATIENCE_S", 200.0)
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 200.0)
 
 
 def run_of(**tracking: Any) -> RunConfig:
@@ -79,7 +79,7 @@ def tracked(
             },
         )
     opened.close(finished=finished)
-    assert opened.news() == []
+    assert opened.messages() == []
     assert opened.num_failures == 0
 
 
@@ -116,7 +116,7 @@ def test_tensorboard_shows_each_step_once_as_it_was_made_last(
     for number, (checkpoint, num_steps, rolls_back) in enumerate(lives):
         start = min(checkpoint, max(expected, default=0))
         if number and rolls_back:
-            files.write([MetricsRecord(step=start, time=0.0, metrics={}, goes_back=True)])
+            files.write([MetricsRecord(step=start, time=0.0, metrics={}, is_rollback=True)])
         elif number:
             files.flush()  # it is killed: nobody closes its file
             files = EventFiles(Place(str(folder)), resume_step=start)
@@ -143,7 +143,7 @@ def test_a_file_cut_within_a_record_costs_no_more_than_that_record(tmp_path: Pat
 def test_event_files_on_s3_come_in_pieces_and_go_on_after_a_restart(
     s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_files, "MAX_BYTES", 100)
+    monkeypatch.setattr(tensorboard, "MAX_BYTES", 100)
     place = Place(f"s3://{BUCKET}/tracking/board")
     files = EventFiles(place)
     for step in range(1, 31):
@@ -187,7 +187,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
     blocked = Blocked()
-    outbox = BackgroundTracker("tracking.mlflow", lambda: blocked, every_s=0.01)
+    outbox = BackgroundTracker("tracking.mlflow", lambda: blocked, interval_s=0.01)
     opened = Trackers([outbox])
     for step in range(1, 101):
         opened.write(step, {"loss": 1.0})
@@ -195,8 +195,8 @@ def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
     outbox.begin_closing(finished=True)
     outbox.wait(0.1)
     assert time.monotonic() - started < 5
-    assert opened.news() == [
-        "tracking.mlflow did not take the metrics of 100 logged steps; metrics.jsonl has them"
+    assert opened.messages() == [
+        "tracking.mlflow did not store the metrics of 100 logged steps; metrics.jsonl has them"
     ]
     blocked.may_answer.set()
     wait_for(lambda: blocked.steps == list(range(1, 101)))
@@ -207,18 +207,18 @@ def test_what_a_tracker_refused_comes_again_in_order_and_its_failure_is_told_onc
     in_the_way = tmp_path / "board"
     in_the_way.write_text("x")
     outbox = BackgroundTracker(
-        "tracking.tensorboard", lambda: EventFiles(Place(str(in_the_way))), every_s=0.01
+        "tracking.tensorboard", lambda: EventFiles(Place(str(in_the_way))), interval_s=0.01
     )
     opened = Trackers([outbox])
     opened.write(1, {"loss": 1.0})
     wait_for(lambda: outbox.num_failures >= 3)
     opened.write(2, {"loss": 0.5})
-    [told] = opened.news()
-    assert told.startswith("tracking.tensorboard takes no metrics: ")
+    [told] = opened.messages()
+    assert told.startswith("tracking.tensorboard failed: ")
     assert str(in_the_way) in told
     in_the_way.unlink()
     opened.close(finished=True)
-    assert opened.news() == []
+    assert opened.messages() == []
     assert seen_in_tensorboard(in_the_way) == [(1, 1.0), (2, 0.5)]
 
 
@@ -239,12 +239,12 @@ def test_what_a_server_refused_stays_before_what_came_meanwhile() -> None:
 
         def close(self, *, finished: bool) -> None: ...
 
-    outbox = BackgroundTracker("tracking.mlflow", Refusing, every_s=0.01)
+    outbox = BackgroundTracker("tracking.mlflow", Refusing, interval_s=0.01)
     outbox.put(point(1))
     wait_for(lambda: len(taken) == 3)
     assert taken == [1, 2, 3]
-    assert outbox.news() == [
-        "tracking.mlflow takes no metrics: too many requests; the run goes on, and they are offered again"
+    assert outbox.messages() == [
+        "tracking.mlflow failed: too many requests; training continues, and raycl retries"
     ]
 
 
@@ -265,14 +265,14 @@ def test_a_failed_flush_does_not_write_twice(s3_server: str, tmp_path: Path) -> 
         def close(self, *, finished: bool) -> None:
             files.close(finished=finished)
 
-    outbox = BackgroundTracker("tracking.tensorboard", Flaky, every_s=0.01)
+    outbox = BackgroundTracker("tracking.tensorboard", Flaky, interval_s=0.01)
     opened = Trackers([outbox])
     opened.write(1, {"loss": 1.0})
     wait_for(lambda: outbox.num_failures == 1)
     opened.write(2, {"loss": 0.5})
     opened.close(finished=True)
     assert seen_in_tensorboard(download(place, tmp_path)) == [(1, 1.0), (2, 0.5)]
-    [told] = opened.news()
+    [told] = opened.messages()
     assert "the network is away" in told  # and not that something is missing
 
 
@@ -284,14 +284,14 @@ def test_points_that_wait_are_limited_and_the_oldest_go_first() -> None:
             raise OSError("away")
         return blocked
 
-    outbox = BackgroundTracker("tracking.mlflow", never, every_s=3600)
-    for step in range(MOST_WAITING + 5):
+    outbox = BackgroundTracker("tracking.mlflow", never, interval_s=3600)
+    for step in range(MAX_WAITING + 5):
         outbox.put(point(step))
     blocked.may_answer.set()
     outbox.begin_closing(finished=True)
     outbox.wait(20)
-    assert blocked.steps == list(range(5, MOST_WAITING + 5))
-    assert "metrics of 5 logged steps" in outbox.news()[0]
+    assert blocked.steps == list(range(5, MAX_WAITING + 5))
+    assert "metrics of 5 logged steps" in outbox.messages()[0]
 
 
 # MLflow
@@ -341,10 +341,10 @@ def test_a_server_that_is_away_is_told_soon(tmp_path: Path) -> None:
         address = f"http://127.0.0.1:{closed_again.getsockname()[1]}"
     output = Place(str(tmp_path))
     outbox = BackgroundTracker(
-        "tracking.mlflow", lambda: MlflowRun(run_of(mlflow=address), output), every_s=0.01
+        "tracking.mlflow", lambda: MlflowRun(run_of(mlflow=address), output), interval_s=0.01
     )
     wait_for(lambda: outbox.num_failures > 0)
-    assert outbox.news()[0].startswith("tracking.mlflow takes no metrics: ")
+    assert outbox.messages()[0].startswith("tracking.mlflow failed: ")
     outbox.begin_closing(finished=True)
 
 
@@ -432,7 +432,7 @@ def test_a_missing_package_is_one_line_before_anything_starts(
         check_trackers(config)
     assert str(caught.value) == (
         f"tracking.{name} needs the package {name}, which is not installed: "
-        f"pip install 'raycl[{name}]', or leave it out"
+        f"pip install 'raycl[{name}]', or unset it"
     )
     with pytest.raises(ConfigError, match=f"needs the package {name}"):
         raycl.train(config, data=str(tmp_path / "none"), output=str(tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""Trackers of experiments: TensorBoard, MLflow, Weights & Biases. Training never waits for one, nor fails by one."""
+"""Experiment trackers: TensorBoard, MLflow, Weights & Biases. They never block training or make it fail."""
 
 from raycl.tracking.base import MetricsRecord, Tracker
 from raycl.tracking.trackers import Trackers, check_trackers, open_trackers

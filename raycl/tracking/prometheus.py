@@ -1,4 +1,4 @@
-"""What Ray exports to Prometheus: every metric by name, and what records it."""
+"""The metrics that Ray exports to Prometheus, and the thread that records them."""
 
 import contextlib
 import threading
@@ -10,17 +10,17 @@ from typing import Literal, NamedTuple, final
 import ray
 from ray.util.metrics import Counter, Gauge
 
-# Ray hands a gauge on once, at its next export, and forgets it two exports later: what is to stay
-# must be recorded again, as often as the shortest interval that Ray allows.
+# Ray exports a gauge once and forgets it two exports later: a lasting value must be recorded again, as
+# often as the shortest export interval of Ray.
 EVERY_S = 1.0
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric; readings of a counter are totals since its process began.
+    """One metric; readings of a counter are totals since the start of their process.
 
-    ``tags`` are the same for all readings of a process but the last one, if ``by`` names it.
+    ``tags`` are constant in a process; ``by`` names a further tag that differs between readings.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Metric:
 
 
 class Reading(NamedTuple):
-    """The value of a metric now, and that of the tag it is told apart by."""
+    """The current value of a metric, and the value of its tag ``by``."""
 
     name: str
     value: float
@@ -53,16 +53,16 @@ _OF_A_LINE = {
     "epoch": "Epochs over",
     "stage": "Stage of the run, from 0 on",
     "workers": "Workers that train",
-    "seconds": "Seconds of training, judgments and checkpoints left out",
+    "seconds": "Seconds of training, without evaluation and checkpoints",
     "loss": "Loss of the last logged step",
     "learning_rate": "Learning rate of the last logged step",
-    "samples_per_second": "Samples trained on a second, over all workers",
+    "samples_per_second": "Samples per second, over all workers",
     "data_wait_fraction": "Fraction of the time that the first worker waits for data",
     "negatives_wait_fraction": "Fraction of the time that the first worker waits for the bank",
-    "negatives_age_mean": "Mean age of the negatives lent, in steps",
-    "negatives_age_max": "Greatest age of the negatives lent, in steps",
-    "bank_restarts": "Shards of the bank that came back from their death",
-    "knn_top1": "Accuracy of the periodic kNN judge",
+    "negatives_age_mean": "Mean age of the negatives, in steps",
+    "negatives_age_max": "Maximum age of the negatives, in steps",
+    "bank_restarts": "Restarted shards of the bank",
+    "knn_top1": "Accuracy of the periodic kNN evaluation",
     "recall_at_1": "Held-out pairs whose key is the nearest one",
     "recall_at_10": "Held-out pairs whose key is among the nearest ten",
     "leakage": "How much easier shared BatchNorm statistics make the task",
@@ -71,7 +71,7 @@ _OF_A_LINE = {
     "uniformity": "Uniformity of the embeddings",
     "alignment": "Mean squared distance of positives",
     "positive_negative_gap": "Similarity of positives less that of other pairs",
-    "tracking_failures": "Failed attempts to hand metrics to a tracker",
+    "tracking_failures": "Failed attempts to write metrics to a tracker",
 }
 
 METRICS = {
@@ -80,28 +80,26 @@ METRICS = {
         *(Metric(name=name, description=text, tags=_RUN) for name, text in _OF_A_LINE.items()),
         Metric(
             name="trained_steps",
-            description="Steps made, also those made again after a restart",
+            description="Steps made, including repetitions after a restart",
             tags=_RUN,
             kind="counter",
         ),
         Metric(
             name="trained_samples",
-            description="Samples trained on, also those trained on again after a restart",
+            description="Samples trained on, including repetitions after a restart",
             tags=_RUN,
             kind="counter",
         ),
         Metric(name="rows_read", description="Rows of the data read so far, each once", tags=_RUN),
-        Metric(
-            name="rows_broken", description="Rows left out because they are broken", tags=_RUN, by="cause"
-        ),
-        Metric(name="rows_left_out", description="Rows that are sound but of no use", tags=_RUN, by="cause"),
+        Metric(name="rows_broken", description="Invalid rows that were skipped", tags=_RUN, by="cause"),
+        Metric(name="rows_left_out", description="Valid rows that were skipped", tags=_RUN, by="cause"),
         Metric(name="bank_rows", description="Rows that a shard of the bank holds", tags=_BANK),
         Metric(name="bank_bytes", description="Memory of a full shard, in bytes", tags=_BANK),
         Metric(name="bank_rows_written", description="Rows that workers wrote", tags=_BANK, kind="counter"),
         Metric(name="bank_rows_read", description="Rows that workers read", tags=_BANK, kind="counter"),
         Metric(
             name="bank_calls",
-            description="Calls to a shard: pushes, exchanges, questions",
+            description="Calls to a shard: writes, reads, queries",
             tags=_BANK,
             by="method",
             kind="counter",
@@ -112,15 +110,14 @@ METRICS = {
 
 @final
 class Exporter:
-    """Record the readings that ``look`` returns once a second, from a thread of its own.
+    """Record the readings that ``read`` returns once per second, from a thread of its own.
 
-    ``look`` is a method, and the thread ends with the object that has it. Readings of names that are
-    no metrics are passed over. Where Ray has no agent that takes metrics
-    (it comes with ``ray[default]``) or is not joined at all, nothing happens.
+    ``read`` is a method, and the thread ends with its object. Readings of unknown names are skipped.
+    Nothing happens without Ray, or without its metrics agent (part of ``ray[default]``).
     """
 
-    def __init__(self, tags: Mapping[str, str], look: Callable[[], Iterable[Reading]]) -> None:
-        self._tags, self._look = dict(tags), weakref.WeakMethod(look)
+    def __init__(self, tags: Mapping[str, str], read: Callable[[], Iterable[Reading]]) -> None:
+        self._tags, self._read = dict(tags), weakref.WeakMethod(read)
         self._instruments: dict[str, Counter | Gauge] = {}
         self._totals: dict[tuple[str, str], float] = {}
         self._closed = threading.Event()
@@ -136,15 +133,15 @@ class Exporter:
 
     def _watch(self) -> None:
         closed = False
-        while not closed and self._look() is not None:
+        while not closed and self._read() is not None:
             closed = self._closed.wait(EVERY_S)
-            # Its owner works on meanwhile, so a look may meet a change: the next one will do.
+            # A reading may fail while its owner changes; the next one will succeed.
             with contextlib.suppress(Exception):
                 self._record_all()
 
     def _record_all(self) -> None:
-        look = self._look()
-        for reading in look() if look else ():
+        read = self._read()
+        for reading in read() if read else ():
             if metric := METRICS.get(reading.name):
                 self._record(metric, reading)
 

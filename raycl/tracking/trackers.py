@@ -1,4 +1,4 @@
-"""The trackers that a run asks for: whether they can be had, and all of them as one."""
+"""The trackers of a run: check their packages, open them, and write to all of them."""
 
 import importlib.util
 import math
@@ -14,50 +14,50 @@ from raycl.tracking.background import BackgroundTracker
 from raycl.tracking.base import MetricsRecord, Tracker
 
 FOLDER = "tensorboard"  # below the output
-PATIENCE_S = 30.0
+CLOSE_TIMEOUT_S = 30.0
 
-_EXTRAS = ("mlflow", "wandb")  # settings, packages and extras of the same name
-_AXES = ("step", "time")  # of a line of metrics: every tracker has them anyway
+_EXTRAS = ("mlflow", "wandb")  # names of settings, packages and extras
+_AXES = ("step", "time")  # every tracker stores them beside the metrics
 
 
 @final
 class Trackers:
-    """Write to all trackers; returns at once, and never raises."""
+    """Write to all trackers, without blocking or raising."""
 
-    def __init__(self, outboxes: Sequence[BackgroundTracker]) -> None:
-        self._outboxes = outboxes
+    def __init__(self, trackers: Sequence[BackgroundTracker]) -> None:
+        self._trackers = trackers
 
     @property
     def num_failures(self) -> int:
-        """How often a tracker could not be written to."""
-        return sum(outbox.num_failures for outbox in self._outboxes)
+        """The number of failed writes."""
+        return sum(tracker.num_failures for tracker in self._trackers)
 
     def write(self, step: int, line: Mapping[str, Any]) -> None:
-        """Hand on the numbers of a line of metrics; NaN and infinity are left out."""
+        """Write the finite numbers of a line of metrics."""
         numbers = {
             name: float(value) for name, value in line.items() if name not in _AXES and _is_number(value)
         }
         self._put(MetricsRecord(step=step, time=time.time(), metrics=numbers))
 
-    def go_back(self, step: int) -> None:
-        """Tell that the run goes on from this step once more."""
-        self._put(MetricsRecord(step=step, time=time.time(), metrics={}, goes_back=True))
+    def roll_back(self, step: int) -> None:
+        """Record that the run returned to this step."""
+        self._put(MetricsRecord(step=step, time=time.time(), metrics={}, is_rollback=True))
 
-    def news(self) -> list[str]:
-        """Return what people must be told, each once."""
-        return [text for outbox in self._outboxes for text in outbox.news()]
+    def messages(self) -> list[str]:
+        """Return messages for the user, each once."""
+        return [text for tracker in self._trackers for text in tracker.messages()]
 
     def close(self, *, finished: bool) -> None:
-        """Hand over what waits, for some seconds; unless ``finished``, the run may be resumed."""
-        for outbox in self._outboxes:
-            outbox.begin_closing(finished=finished)
-        deadline = time.monotonic() + PATIENCE_S
-        for outbox in self._outboxes:
-            outbox.wait(max(0.0, deadline - time.monotonic()))
+        """Send the waiting records, for some seconds; unless ``finished``, the run may be resumed."""
+        for tracker in self._trackers:
+            tracker.begin_closing(finished=finished)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for tracker in self._trackers:
+            tracker.wait(max(0.0, deadline - time.monotonic()))
 
-    def _put(self, point: MetricsRecord) -> None:
-        for outbox in self._outboxes:
-            outbox.put(point)
+    def _put(self, record: MetricsRecord) -> None:
+        for tracker in self._trackers:
+            tracker.put(record)
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -66,13 +66,13 @@ def check_trackers(config: RunConfig) -> None:
         if getattr(config.tracking, name) is not None and not _is_installed(name):
             raise ConfigError(
                 f"tracking.{name} needs the package {name}, which is not installed: "
-                f"pip install 'raycl[{name}]', or leave it out"
+                f"pip install 'raycl[{name}]', or unset it"
             )
 
 
 def open_trackers(config: RunConfig, output: Place, *, resume_step: int) -> Trackers:
-    """Return the trackers of a run that goes on after ``resume_step``; they open in the background."""
-    # Their packages are slow to import, and training must not wait: each is imported in its thread.
+    """Return the trackers of a run that resumes after ``resume_step``; they open in the background."""
+    # Each thread imports its own package: some import slowly, and training must not wait.
     openers: dict[str, Callable[[], Tracker]] = {}
     if config.tracking.tensorboard:
         openers["tensorboard"] = partial(_open_tensorboard, output / FOLDER, resume_step)
@@ -84,25 +84,25 @@ def open_trackers(config: RunConfig, output: Place, *, resume_step: int) -> Trac
 
 
 def _open_tensorboard(folder: Place, resume_step: int) -> Tracker:
-    from raycl.tracking.event_files import EventFiles
+    from raycl.tracking.tensorboard import EventFiles
 
     return EventFiles(folder, resume_step=resume_step)
 
 
 def _open_mlflow(config: RunConfig, output: Place) -> Tracker:
-    from raycl.tracking.mlflow_run import MlflowRun
+    from raycl.tracking.mlflow import MlflowRun
 
     return MlflowRun(config, output)
 
 
 def _open_wandb(config: RunConfig, output: Place) -> Tracker:
-    from raycl.tracking.wandb_run import WandbRun
+    from raycl.tracking.wandb import WandbRun
 
     return WandbRun(config, output)
 
 
 def _is_installed(package: str) -> bool:
-    # A folder of that name, as W&B leaves it behind where it ran, passes for a package without a file.
+    # W&B leaves a folder of this name where it ran, which Python takes for a namespace package.
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -153,7 +153,7 @@ class MetricsLogger:
         self._log.write(line)
         self._gauges.show(position, line)
         self._trackers.write(position.step, line)
-        for text in self._trackers.news():
+        for text in self._trackers.messages():
             self.notify(position, "tracking", text)
 
     def show(self, position: Position, metrics: Mapping[str, float], *, now: bool = False) -> None:
@@ -174,7 +174,7 @@ class MetricsLogger:
     def notify(self, position: Position, event: str, text: str) -> None:
         """Tell people of an event at once, and write it down."""
         if event == ROLLBACK:
-            self._trackers.go_back(position.step)
+            self._trackers.roll_back(position.step)
         self.write(position, {"event": event, "text": text})
         self.flush()
         if self._log is not None:
@@ -193,5 +193,5 @@ class MetricsLogger:
         self._gauges.close()
         # What ends a run must not hide behind what the end of it meets.
         with contextlib.nullcontext() if finished else contextlib.suppress(StorageError):
-            for text in self._trackers.news():
+            for text in self._trackers.messages():
                 self.notify(self._position, "tracking", text)

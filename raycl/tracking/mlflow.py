@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, final
 
-# MLflow would try for minutes in silence; what fails is told, and offered again by the outbox.
+# By default MLflow retries silently for minutes; BackgroundTracker reports a failure and retries itself.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 
 from mlflow import MlflowClient
@@ -12,58 +12,57 @@ from mlflow.entities import Metric, Param
 
 from raycl.config import RunConfig, leaves
 from raycl.storage import Place
-from raycl.tracking.base import MetricsRecord
-from raycl.tracking.run_id import known_run, remember_run
+from raycl.tracking.base import MetricsRecord, known_run, remember_run
 
 EXPERIMENT = "raycl"  # unless MLFLOW_EXPERIMENT_NAME says otherwise
 
-# What one request may hold.
-_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1_000, 100, 500
+# Limits of one request.
+_MAX_METRICS, _MAX_PARAMS, _MAX_PARAM_LENGTH = 1_000, 100, 500
 
 
 @final
 class MlflowRun:
-    """Log metrics by step; a resumed run goes on with its MLflow run, and logs some steps once more."""
+    """Log metrics by step; a resumed run continues its MLflow run, and logs some steps twice."""
 
     def __init__(self, config: RunConfig, output: Place) -> None:
-        """Begin a run with the settings as its parameters, or go on with that of the output."""
+        """Create a run with the settings as its parameters, or continue the run of the output."""
         address = config.tracking.mlflow
-        assert address is not None, "asked for by tracking.mlflow"
+        assert address is not None, "set by tracking.mlflow"
         self._client = MlflowClient(tracking_uri=address)
         known = known_run(output, "mlflow", address)
         if known is None:
-            self._run = self._begin(config, output)
+            self._run = self._create(config, output)
             remember_run(output, "mlflow", address, self._run)
         else:
             self._run = known
             self._client.update_run(known, status="RUNNING")
 
-    def write(self, points: Sequence[MetricsRecord]) -> None:
-        """Log the metrics of all points."""
+    def write(self, records: Sequence[MetricsRecord]) -> None:
+        """Log the metrics of all records."""
         metrics = [
-            Metric(key=name, value=value, timestamp=int(1_000 * point.time), step=point.step)
-            for point in points
-            for name, value in point.metrics.items()
+            Metric(key=name, value=value, timestamp=int(1_000 * record.time), step=record.step)
+            for record in records
+            for name, value in record.metrics.items()
         ]
-        for some in _parts(metrics, _MOST_METRICS):
+        for some in _parts(metrics, _MAX_METRICS):
             self._client.log_batch(self._run, metrics=some)
 
     def flush(self) -> None:
-        """Do nothing: the server has what was written."""
+        """Do nothing: the server has all metrics."""
 
     def close(self, *, finished: bool) -> None:
-        """Say that the run is over, if it is."""
+        """Mark the run as finished, if it is."""
         if finished:
             self._client.set_terminated(self._run)
 
-    def _begin(self, config: RunConfig, output: Place) -> str:
+    def _create(self, config: RunConfig, output: Place) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run = self._client.create_run(experiment_id, run_name=output.name, tags={"output": output.uri})
         settings = leaves(config).items()
-        params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings]
-        for some in _parts(params, _MOST_PARAMS):
+        params = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings]
+        for some in _parts(params, _MAX_PARAMS):
             self._client.log_batch(run.info.run_id, params=some)
         return run.info.run_id
 

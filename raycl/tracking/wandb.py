@@ -8,21 +8,20 @@ import wandb
 
 from raycl.config import RunConfig
 from raycl.storage import Place
-from raycl.tracking.base import MetricsRecord
-from raycl.tracking.run_id import known_run, remember_run
+from raycl.tracking.base import MetricsRecord, known_run, remember_run
 
 
 @final
 class WandbRun:
-    """Log metrics with ``step`` as their axis; a resumed run goes on with its run, and logs some steps once more.
+    """Log metrics with ``step`` as their axis; a resumed run continues its run, and logs some steps twice.
 
-    W&B's own count of calls may not go back, so it cannot be the axis.
+    W&B's own step must not decrease, so it cannot be the axis.
     """
 
     def __init__(self, config: RunConfig, output: Place) -> None:
-        """Begin a run with the settings as its configuration, or go on with that of the output."""
+        """Create a run with the settings as its configuration, or continue the run of the output."""
         project = config.tracking.wandb
-        assert project is not None, "asked for by tracking.wandb"
+        assert project is not None, "set by tracking.wandb"
         entity, _, name = project.rpartition("/")
         known = known_run(output, "wandb", project)
         self._run = wandb.init(
@@ -41,15 +40,15 @@ class WandbRun:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, points: Sequence[MetricsRecord]) -> None:
-        """Log the metrics of all points."""
-        for point in points:
-            if point.metrics:
-                self._run.log({**point.metrics, "step": point.step})
+    def write(self, records: Sequence[MetricsRecord]) -> None:
+        """Log the metrics of all records."""
+        for record in records:
+            if record.metrics:
+                self._run.log({**record.metrics, "step": record.step})
 
     def flush(self) -> None:
-        """Do nothing: a process of W&B's own takes care of it."""
+        """Do nothing: W&B's own process uploads the metrics."""
 
     def close(self, *, finished: bool) -> None:
-        """Wait until W&B has all, and say how the run ended."""
+        """Wait for the upload, and report the status of the run."""
         self._run.finish(exit_code=0 if finished else 1)
