@@ -49,7 +49,7 @@ def demo(
     from raycl.joining import prestart_ray
 
     prestart_ray(None, debug=debug)
-    from raycl.demo.show import run_demo
+    from raycl.demo.run import run_demo
 
     with typed(sys.argv):
         run_demo(plan, debug=debug)

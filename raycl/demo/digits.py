@@ -1,7 +1,7 @@
 """Digits on a canvas: each at random positions, sizes and angles.
 
-On scikit-learn's plain 8x8 digits raw pixels already reach a kNN accuracy of 0.98, which shows
-nothing. Placed at random they do badly, and invariance is what has to be learned.
+On scikit-learn's plain 8x8 digits raw pixels already reach a kNN accuracy of 0.98. With random
+placement they fail, and an encoder must learn invariance.
 """
 
 import io
@@ -27,7 +27,7 @@ NUM_TEST = 500
 def write_digits(output: Place, *, seed: int = 0) -> tuple[str, str]:
     """Write ``train.parquet`` and ``test.parquet`` below ``output``; return their addresses.
 
-    Digits of the test set are never seen in training. Columns: ``image`` (PNG), ``label``.
+    Training and test set share no digit. Columns: ``image`` (PNG), ``label``.
     """
     digits: Any = load_digits()
     train, test = train_test_split(
@@ -51,7 +51,7 @@ def _to_parquet(images: NDArray[np.float64], labels: NDArray[np.int64], rng: np.
 
 
 def _place(digit: NDArray[np.float64], rng: np.random.Generator) -> Image.Image:
-    """Turn and scale a digit of 8x8 values up to 16, and set it somewhere on an empty canvas."""
+    """Rotate and scale a digit, 8x8 values up to 16, and place it on an empty canvas."""
     side = rng.uniform(*SIDES)
     picture = Image.fromarray((digit * (255 / 16)).astype(np.uint8))
     picture = picture.resize((round(side), round(side)), Image.Resampling.BICUBIC)

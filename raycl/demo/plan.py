@@ -1,4 +1,4 @@
-"""What the demo trains, and where: all that can be refused before torch is imported and Ray is there."""
+"""The plan of the demo, checked before torch is imported and Ray starts."""
 
 from dataclasses import dataclass
 from typing import final
@@ -18,14 +18,14 @@ EPOCHS = 40
 @final
 @dataclass(frozen=True, kw_only=True)
 class DemoPlan:
-    """A folder that can be written, and what is trained below it."""
+    """A writable folder, and the configuration of the run below it."""
 
     place: Place
     config: RunConfig
 
 
 def plan_demo(output: str, *, workers: int = 2, epochs: int | None = None) -> DemoPlan:
-    """Look at the output; raises ``ConfigError`` if an earlier demo lies there, or ``StorageError``."""
+    """Check the output; raises ``ConfigError`` if it holds an earlier demo, or ``StorageError``."""
     config = _config(workers=workers, epochs=EPOCHS if epochs is None else epochs)
     place = Place(output)
     if (place / RUN / CONFIG).exists():

@@ -10,7 +10,7 @@ from PIL import Image
 
 from raycl.demo.digits import NUM_PLACEMENTS, NUM_TEST, write_digits
 from raycl.demo.plan import plan_demo
-from raycl.demo.show import run_demo
+from raycl.demo.run import run_demo
 from raycl.errors import ConfigError
 from raycl.storage import Place
 
