@@ -20,7 +20,9 @@ _SETTINGS = tuple(
 
 
 def claims(results: Results) -> list[Claim]:
-    leakage, knn = results.by_setting("leakage"), results.by_setting("knn_top1")
+    leakage, knn = (
+        {name: results.number(name, number) for name in _LABELS} for number in ("leakage", "knn_top1")
+    )
     local, shuffled = leakage[LOCAL], leakage[SHUFFLED]
     is_notable = local.median > NOTABLE_LEAKAGE if local.is_enough else None
     return [

@@ -60,12 +60,13 @@ def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, floa
     )
     encoder = load_encoder(result.output)
     assert isinstance(encoder, ImageEncoder), "the demo trains on digits"
-    train, test = (read_rows(uri, ImageFormat(size=CANVAS, channels=1)) for uri in (train_uri, test_uri))
-    found = _represent(encoder, train, test)
-    scores = {each.name: _score(each, train, test) for each in found}
+    image_format = ImageFormat(size=CANVAS, channels=1)
+    train_rows, test_rows = (read_rows(uri, image_format) for uri in (train_uri, test_uri))
+    found = _represent(encoder, train_rows, test_rows)
+    scores = {each.name: _score(each, train_rows, test_rows) for each in found}
     console.print(_table(scores))
     picture = place / "neighbors.png"
-    picture.write_bytes(_draw_neighbors(found, train, test))
+    picture.write_bytes(_draw_neighbors(found, train_rows, test_rows))
     console.print(f"neighbors before and after: {picture}", soft_wrap=True)
     return scores
 
