@@ -14,7 +14,7 @@ import typer
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from raycl.report.writing import write_report
+from raycl.report.writer import write_report
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]

@@ -144,11 +144,11 @@ def write_report(runs: Address | Sequence[Address], output: Address | None = Non
     if len(set(asked)) < len(asked):
         twice = next(each for each in asked if asked.count(each) > 1)
         raise ConfigError(f"{twice} is named twice; name each run once")
-    from raycl.report import writing
+    from raycl.report import writer
 
     if len(asked) == 1:
-        return str(writing.write_report(asked[0], None if output is None else str(output)))
-    return str(writing.write_comparison(asked, str(output or writing.COMPARISON)))
+        return str(writer.write_report(asked[0], None if output is None else str(output)))
+    return str(writer.write_comparison(asked, str(output or writer.COMPARISON)))
 
 
 def run_doctor(

@@ -1,7 +1,8 @@
-"""Portraits of an encoder: what it makes of the same samples before the first step, and lately.
+"""Embedding snapshots: the embeddings of the same samples before the first step and most recently.
 
-Below ``OUTPUT/portrait/`` lie ``samples.parquet``, a row a sample with its picture or texts, and
-``first.parquet`` and ``latest.parquet`` with an embedding a row, in the same order.
+``OUTPUT/embedding_snapshots/`` holds ``samples.parquet``, one row per sample with its image or texts, and
+``first.parquet`` and ``latest.parquet`` with one embedding per row, in the same order. Outputs written before this
+name have the same files in ``OUTPUT/portrait/``.
 """
 
 import io
@@ -18,16 +19,16 @@ from numpy.typing import NDArray
 from raycl.errors import DataError
 from raycl.storage import Place, check_plain
 
-FOLDER = "portrait"
+FOLDER, OLD_FOLDER = "embedding_snapshots", "portrait"
 SAMPLES, FIRST, LATEST = "samples.parquet", "first.parquet", "latest.parquet"
 NUM_BINS = 100
-EDGES = np.linspace(-1.0, 1.0, NUM_BINS + 1)  # of the cosines that are counted
+EDGES = np.linspace(-1.0, 1.0, NUM_BINS + 1)  # of the histograms of cosines
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProbeSet:
-    """The samples of a portrait: ids and labels [num_samples], -1 for none, and columns of their contents.
+    """The samples of a snapshot: ids and labels [num_samples], label -1 for none, and columns of their contents.
 
     ``contents`` has ``image`` (an encoded thumbnail), ``text``, ``caption``, ``query`` or ``document``.
     ``held_out`` says that the run does not train on them.
@@ -42,7 +43,7 @@ class ProbeSet:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Similarities:
-    """How many cosines fell between successive ``EDGES``, [NUM_BINS] each: of positives, and of other pairs."""
+    """Counts of cosines between successive ``EDGES``, [NUM_BINS] each, for positives and for other pairs."""
 
     positives: NDArray[np.int64]
     negatives: NDArray[np.int64]
@@ -51,7 +52,7 @@ class Similarities:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingSnapshot:
-    """Unit rows [num_samples, dim] at a step, of pairs those of their queries and of their ``key``s."""
+    """Unit rows [num_samples, dim] at a step; for pairs, of the queries and of their ``key``."""
 
     step: int
     embedding: NDArray[np.float16]
@@ -59,59 +60,57 @@ class EmbeddingSnapshot:
     similarities: Similarities
 
 
-def write_gallery(output: Place, gallery: ProbeSet) -> None:
+def write_probe_set(output: Place, probes: ProbeSet) -> None:
     """Write ``samples.parquet``; raises ``StorageError``."""
-    columns = {"sample_id": gallery.sample_id, "label": gallery.label, **gallery.contents}
-    _write(output / FOLDER / SAMPLES, pa.table(columns), {"held_out": gallery.held_out})
+    columns = {"sample_id": probes.sample_id, "label": probes.label, **probes.contents}
+    _write(output / FOLDER / SAMPLES, pa.table(columns), {"held_out": probes.held_out})
 
 
-def read_gallery(output: Place) -> ProbeSet | None:
-    """Return the samples, or None where a run has no portrait; raises ``DataError`` for a damaged file."""
-    found = _read(output / FOLDER / SAMPLES)
+def read_probe_set(output: Place) -> ProbeSet | None:
+    """Return the samples, or None if a run has no snapshot; raises ``DataError`` for a damaged file."""
+    found = _read(output, SAMPLES)
     if found is None:
         return None
-    table, noted = found
-    contents = {name: table[name].to_pylist() for name in table.column_names[2:]}
+    table, metadata = found
     return ProbeSet(
         sample_id=table["sample_id"].to_numpy(),
         label=table["label"].to_numpy(),
-        contents=contents,
-        held_out=bool(noted["held_out"]),
+        contents={name: table[name].to_pylist() for name in table.column_names[2:]},
+        held_out=bool(metadata["held_out"]),
     )
 
 
-def write_portrait(output: Place, name: str, portrait: EmbeddingSnapshot) -> None:
-    """Write a portrait as ``FIRST`` or ``LATEST``; raises ``StorageError``."""
-    columns = {"embedding": _column(portrait.embedding)}
-    if portrait.key is not None:
-        columns["key"] = _column(portrait.key)
-    counted = {side: counts.tolist() for side, counts in vars(portrait.similarities).items()}
-    _write(output / FOLDER / name, pa.table(columns), {"step": portrait.step, "similarities": counted})
+def write_snapshot(output: Place, name: str, snapshot: EmbeddingSnapshot) -> None:
+    """Write a snapshot as ``FIRST`` or ``LATEST``; raises ``StorageError``."""
+    rows = {"embedding": snapshot.embedding} | ({} if snapshot.key is None else {"key": snapshot.key})
+    columns = {
+        column: pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+        for column, values in rows.items()
+    }
+    counts = {side: values.tolist() for side, values in vars(snapshot.similarities).items()}
+    metadata = {"step": snapshot.step, "similarities": counts}
+    _write(output / FOLDER / name, pa.table(columns), metadata)
 
 
-def read_portrait(output: Place, name: str) -> EmbeddingSnapshot | None:
-    """Return ``FIRST`` or ``LATEST``, or None where it is not; raises ``DataError`` for a damaged file."""
-    found = _read(output / FOLDER / name)
+def read_snapshot(output: Place, name: str) -> EmbeddingSnapshot | None:
+    """Return ``FIRST`` or ``LATEST``, or None if it does not exist; raises ``DataError`` for a damaged file."""
+    found = _read(output, name)
     if found is None:
         return None
-    table, noted = found
-    counted = {side: np.array(counts, np.int64) for side, counts in noted["similarities"].items()}
+    table, metadata = found
+    counts = {side: np.array(values, np.int64) for side, values in metadata["similarities"].items()}
     return EmbeddingSnapshot(
-        step=noted["step"],
+        step=metadata["step"],
         embedding=_rows(table["embedding"]),
         key=_rows(table["key"]) if "key" in table.column_names else None,
-        similarities=Similarities(**counted),
+        similarities=Similarities(**counts),
     )
 
 
 def count_cosines(cosines: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
-    """Return how many fall into each bin; those that rounding put outside count at the ends, NaN nowhere."""
+    """Return the counts per bin; cosines that rounding moved outside count in the outer bins, NaN nowhere."""
     finite = cosines[np.isfinite(cosines)]
     return np.histogram(np.clip(finite, -1.0, 1.0), EDGES)[0].astype(np.int64)
-
-
-def _column(rows: NDArray[np.float16]) -> pa.Array:
-    return pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), rows.shape[1])
 
 
 def _rows(column: pa.ChunkedArray) -> NDArray[np.float16]:
@@ -119,15 +118,20 @@ def _rows(column: pa.ChunkedArray) -> NDArray[np.float16]:
     return column.combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
 
 
-def _write(place: Place, table: pa.Table, noted: Mapping[str, Any]) -> None:
+def _write(place: Place, table: pa.Table, metadata: Mapping[str, Any]) -> None:
     stream = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({"raycl": json.dumps(noted)}), stream)
+    pq.write_table(table.replace_schema_metadata({"raycl": json.dumps(metadata)}), stream)
     place.write_bytes(stream.getvalue())
 
 
-def _read(place: Place) -> tuple[pa.Table, dict[str, Any]] | None:
-    if not place.exists():
-        return None
+def _read(output: Place, name: str) -> tuple[pa.Table, dict[str, Any]] | None:
+    for place in (output / FOLDER / name, output / OLD_FOLDER / name):
+        if place.exists():
+            return _read_parquet(place)
+    return None
+
+
+def _read_parquet(place: Place) -> tuple[pa.Table, dict[str, Any]]:
     content = place.read_bytes()
     try:
         check_plain(pq.read_schema(io.BytesIO(content)), place.uri)
@@ -135,6 +139,6 @@ def _read(place: Place) -> tuple[pa.Table, dict[str, Any]] | None:
         return table, json.loads((table.schema.metadata or {})[b"raycl"])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DataError(
-            f"{place} is no portrait of raycl's: {' '.join(str(error).split())[:200]}; remove it, and the report "
-            "does without"
+            f"{place} is not an embedding snapshot of raycl: {' '.join(str(error).split())[:200]}; remove it to "
+            "write the report without it"
         ) from error

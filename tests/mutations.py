@@ -424,10 +424,10 @@ MUTATIONS = [
         "tests/test_storage.py",
     ),
     Mutation(
-        "the first figure of a report shows another column",
-        "raycl/report/figures.py",
-        '_figure(history, "loss", "Loss",',
-        '_figure(history, "learning_rate", "Loss",',
+        "the first curve of a report shows another metric",
+        "raycl/report/sections.py",
+        "[_plot(history[name], PLOTS[name], timeline) for",
+        '[_plot(history["samples"], PLOTS[name], timeline) for',
         "tests/test_report.py",
     ),
     Mutation(

@@ -18,8 +18,8 @@ from raycl.embedding_snapshot import (
     ProbeSet,
     Similarities,
     count_cosines,
-    write_gallery,
-    write_portrait,
+    write_probe_set,
+    write_snapshot,
 )
 from raycl.recipes import recipe
 from raycl.records import MetricsLog, write_result
@@ -126,22 +126,22 @@ def similarities(first: np.ndarray, second: np.ndarray) -> Similarities:
     return Similarities(positives=count_cosines(cosines.diagonal()), negatives=count_cosines(cosines[others]))
 
 
-def write_portraits(
+def write_snapshots(
     folder: Path, *, num_samples: int = 60, labeled: bool = True, **contents: list[Any]
 ) -> None:
-    """Write a portrait whose labels fall apart with training; by default of pictures."""
+    """Write snapshots whose labels separate with training; by default of images."""
     output = Place(str(folder))
     classes = np.arange(num_samples) % 10
     shown = contents or {"image": [thumbnail(number) for number in range(num_samples)]}
     label = classes if labeled else np.full(num_samples, -1)
-    write_gallery(
+    write_probe_set(
         output, ProbeSet(sample_id=np.arange(num_samples), label=label, contents=shown, held_out=True)
     )
     has_keys = "document" in shown
     for name, step, spread in ((FIRST, 0, 3.0), (LATEST, 200, 0.2)):
         rows = embeddings(np.arange(num_samples) if has_keys else classes, spread=spread)
         other = embeddings(np.arange(num_samples) if has_keys else classes, spread=spread, seed=1)
-        write_portrait(
+        write_snapshot(
             output,
             name,
             EmbeddingSnapshot(

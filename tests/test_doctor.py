@@ -1,6 +1,7 @@
 """The doctor's parts that need no cluster: its files, its arithmetic, what it measures, how it is asked."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,24 @@ from torch import nn
 from raycl.api import plan_examined as plan
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.doctor.files import delete, parent_of, read, remove_folders, write
-from raycl.doctor.machine import _address_in_the_network, reachable_ports, versions
-from raycl.doctor.memory_estimate import ALLOCATOR, bank_bytes, worker_need
-from raycl.doctor.memory_profile import Measured, measure, peak_bytes
-from raycl.doctor.result import CheckResult, size
+from raycl.doctor.memory import (
+    ALLOCATOR,
+    MemoryProfile,
+    bank_bytes,
+    estimate_memory,
+    peak_bytes,
+    profile_memory,
+)
+from raycl.doctor.nodes import (
+    delete_file,
+    network_address,
+    reachable_ports,
+    read_files,
+    remove_folders,
+    versions,
+    write_file,
+)
+from raycl.doctor.result import CheckResult
 from raycl.errors import ConfigError, StorageError
 from raycl.recipes import recipe
 from raycl.storage import Place
@@ -23,9 +37,11 @@ from raycl.training import build
 from tests.images import write_digits
 from tests.test_cli import run_raycl
 
-ONE = Measured(process=1e6, parameters=4e3, buffers=0.0, row=(100.0,), waiting=(7.0,), input=(10.0,))
-TWO = Measured(
-    process=0.0, parameters=4.0, buffers=0.0, row=(100.0, 10.0), waiting=(0.0, 0.0), input=(0.0, 0.0)
+ONE = MemoryProfile(
+    process=1e6, parameters=4e3, buffers=0.0, activations=(100.0,), waiting=(7.0,), inputs=(10.0,)
+)
+TWO = MemoryProfile(
+    process=0.0, parameters=4.0, buffers=0.0, activations=(100.0, 10.0), waiting=(0.0, 0.0), inputs=(0.0, 0.0)
 )
 
 
@@ -33,62 +49,45 @@ def small(name: str = "simclr", **settings: Any) -> RunConfig:
     return override(recipe(name, image_size=32), settings)
 
 
-def need(config: RunConfig, measured: Measured = ONE, **given: float) -> dict[str, float]:
-    facts: Any = {"num_samples": 1_000, "row_bytes": 0.0, "negatives": 0.0} | given
-    return worker_need(config, [measured] * len(config.stages), **facts).parts
+def parts(config: RunConfig, measured: MemoryProfile = ONE, negatives: float = 0.0) -> dict[str, float]:
+    profiles = [measured] * len(config.stages)
+    return estimate_memory(
+        config, profiles, num_samples=1_000, row_bytes=0.0, negatives_per_pair=negatives
+    ).parts
 
 
-def test_a_finding_is_one_line_whatever_an_error_held() -> None:
+def test_a_result_is_one_line_whatever_the_error_contains() -> None:
     assert (
         str(CheckResult(good=False, name="data", seen="a\n  b", remedy="mend it")) == "✗ data: a b -> mend it"
     )
-    assert [size(n) for n in (12, 2_048, 3 * 2**20, 2**31)] == ["12 B", "2.0 KiB", "3.0 MiB", "2.0 GiB"]
 
 
-@pytest.mark.parametrize(
-    ("output", "parent"),
-    [
-        ("/runs/first", "/runs"),
-        ("s3://bucket/runs/first", "s3://bucket/runs"),
-        ("s3://bucket/runs/first/", "s3://bucket/runs"),
-        ("s3://bucket/first", "s3://bucket"),
-        (
-            "s3://bucket/a/b?scheme=http&endpoint_override=h:1",
-            "s3://bucket/a?scheme=http&endpoint_override=h:1",
-        ),
-    ],
-)
-def test_files_lie_beside_the_output(output: str, parent: str) -> None:
-    assert parent_of(Place(output)).root == parent
-
-
-def test_a_file_is_seen_as_it_was_written_and_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_a_file_is_read_as_written_and_leaves_no_folder_behind(tmp_path: Path) -> None:
     folder = Place(str(tmp_path / "deep" / "runs"))
-    written = write(folder, "mine")
-    assert written.made == (str(tmp_path / "deep" / "runs"), str(tmp_path / "deep"))
-    assert read(folder, ["mine"]) == {}
+    written = write_file(folder, "mine")
+    assert written.created == (str(tmp_path / "deep" / "runs"), str(tmp_path / "deep"))
+    assert read_files(folder, ["mine"]) == {}
     (tmp_path / "deep" / "runs" / "mine").write_text("yours")
-    assert read(folder, ["mine", "other"]) == {"mine": "sees other bytes in", "other": "does not see"}
-    assert delete(folder, "mine") == ""
-    assert delete(folder, "mine") == ""
-    remove_folders(written.made)
+    assert read_files(folder, ["mine", "other"]) == {"mine": "sees other bytes in", "other": "does not see"}
+    assert delete_file(folder, "mine") == delete_file(folder, "mine") == ""
+    remove_folders(written.created)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_others_use_meanwhile_stay(tmp_path: Path) -> None:
+def test_folders_that_others_use_are_kept(tmp_path: Path) -> None:
     folder = Place(str(tmp_path / "deep" / "runs"))
-    made = write(folder, "mine").made
+    created = write_file(folder, "mine").created
     (tmp_path / "deep" / "theirs").write_text("")
-    delete(folder, "mine")
-    remove_folders(made)
+    delete_file(folder, "mine")
+    remove_folders(created)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["theirs"]
 
 
-def test_a_place_that_cannot_be_written_is_told_and_nothing_is_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_and_nothing_is_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    written = write(Place(str(tmp_path / "file" / "runs")), "mine")
+    written = write_file(Place(str(tmp_path / "file" / "runs")), "mine")
     assert "cannot write" in written.problem
-    assert written.made == ()
+    assert written.created == ()
 
 
 def test_a_port_is_open_to_others_unless_it_listens_on_loopback_alone() -> None:
@@ -101,7 +100,7 @@ def test_a_port_is_open_to_others_unless_it_listens_on_loopback_alone() -> None:
         found = reachable_ports(ports)
     # A machine without a network has no address that others could use.
     assert found in ([ports[1]], [])
-    assert bool(found) == (_address_in_the_network() is not None)
+    assert bool(found) == (network_address() is not None)
 
 
 def test_versions_name_the_source_of_raycl_and_not_its_number_alone() -> None:
@@ -113,19 +112,20 @@ def test_versions_name_the_source_of_raycl_and_not_its_number_alone() -> None:
 
 def test_memory_follows_rows_workers_and_chunks() -> None:
     config = small(**{"stages.0.batch_size": 64})
-    assert need(config)["activations"] == 128 * 100  # both views
-    assert need(small(**{"stages.0.batch_size": 64, "workers": 2}))["activations"] == 64 * 100
+    assert parts(config)["activations"] == 128 * 100  # both views
+    assert parts(small(**{"stages.0.batch_size": 64, "workers": 2}))["activations"] == 64 * 100
     chunked = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16})
     # Of all views a part waits, of one chunk there is the graph.
-    assert need(chunked)["activations"] == pytest.approx(16 * 100 + 128 * 7)
+    assert parts(chunked)["activations"] == pytest.approx(16 * 100 + 128 * 7)
     kept = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16, "stages.0.kept_chunks": 3})
-    assert need(kept)["activations"] == pytest.approx(48 * 100 + 128 * 7)
+    assert parts(kept)["activations"] == pytest.approx(48 * 100 + 128 * 7)
 
 
 def test_the_stage_that_needs_most_counts() -> None:
     stages = [{"epochs": 1, "batch_size": size} for size in (32, 256, 64)]
     config = small(stages=stages)
-    assert worker_need(config, [ONE] * 3, num_samples=9, row_bytes=0, negatives=0).stage == 1
+    estimate = estimate_memory(config, [ONE] * 3, num_samples=9, row_bytes=0, negatives_per_pair=0)
+    assert estimate.stage == 1
 
 
 @pytest.mark.parametrize(("name", "states"), [("adamw", 2), ("sgd", 1), ("lars", 1)])
@@ -138,16 +138,16 @@ def test_optimizers_keep_so_many_numbers_for_each_weight(name: str, states: int)
     kept = sum(each.nbytes for state in made.state.values() for each in state.values() if each.numel() > 1)
     weights = sum(each.nbytes for each in module.parameters())
     assert kept == states * weights
-    assert need(config)["optimizer"] == states * ONE.parameters
+    assert parts(config)["optimizer"] == states * ONE.parameters
 
 
 def test_a_momentum_encoder_is_another_copy_and_a_queue_a_ring_on_each_worker() -> None:
-    moco = need(small("moco_v2"))
+    moco = parts(small("moco_v2"))
     assert moco["momentum encoder"] == ONE.parameters
-    assert need(small())["momentum encoder"] == 0
+    assert parts(small())["momentum encoder"] == 0
     capacity, dim = small("moco_v2").negatives.capacity, small("moco_v2").projection_head.dim
     assert moco["negatives"] >= capacity * dim * 4
-    assert need(small())["negatives"] == 0
+    assert parts(small())["negatives"] == 0
 
 
 def test_shards_share_the_bank() -> None:
@@ -161,19 +161,33 @@ def test_shards_share_the_bank() -> None:
 
 def test_explicit_negatives_are_rows_of_the_keys_side() -> None:
     config = small("two_tower", **{"stages.0.batch_size": 8})
-    assert need(config, TWO)["activations"] == 8 * 100 + 8 * 10
-    assert need(config, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 4 * 10
+    assert parts(config, TWO)["activations"] == 8 * 100 + 8 * 10
+    assert parts(config, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 4 * 10
     without = override(config, {"negatives.explicit": False})
-    assert need(without, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 10
+    assert parts(without, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 10
 
 
-def test_a_gpu_takes_all_but_the_process_and_the_rows_that_wait() -> None:
-    on_cpu = worker_need(small(), [ONE], num_samples=9, row_bytes=50, negatives=0)
-    on_gpu = worker_need(small(gpu=True), [ONE], num_samples=9, row_bytes=50, negatives=0)
-    assert on_cpu.on(gpu=True) == 0
-    assert on_cpu.on(gpu=False) == pytest.approx(on_gpu.on(gpu=True) + on_gpu.on(gpu=False))
-    assert on_cpu.total == on_cpu.on(gpu=False)
-    assert on_gpu.on(gpu=False) == pytest.approx(ALLOCATOR * (1e6 + 4 * 256 * 50))
+def test_a_gpu_holds_everything_but_the_process_and_the_waiting_rows() -> None:
+    on_cpu, on_gpu = (
+        estimate_memory(small(gpu=gpu), [ONE], num_samples=9, row_bytes=50, negatives_per_pair=0)
+        for gpu in (False, True)
+    )
+    assert on_cpu.gpu == 0
+    assert on_cpu.host == on_cpu.total == pytest.approx(on_gpu.total)
+    assert on_gpu.host == pytest.approx(ALLOCATOR * (1e6 + 4 * 256 * 50))
+
+
+@pytest.mark.parametrize(
+    ("name", "measured", "says"),
+    [
+        ("simclr", ONE, "stages.0.chunk_size"),
+        ("moco_v2", ONE, "lower negatives.capacity"),
+        ("simclr", replace(ONE, parameters=1e9), "smaller encoder"),
+    ],
+)
+def test_the_remedy_lowers_the_largest_part(name: str, measured: MemoryProfile, says: str) -> None:
+    estimate = estimate_memory(small(name), [measured], num_samples=9, row_bytes=0, negatives_per_pair=0)
+    assert says in estimate.remedy()
 
 
 def test_the_peak_of_a_call_is_what_torch_held_at_most() -> None:
@@ -194,17 +208,17 @@ def test_what_rows_take_is_measured_with_and_without_chunks() -> None:
         "batchnorm": "group",
     }
     config = small(**settings)
-    whole = measure(config, config.stages[0], None)
+    whole = profile_memory(config, config.stages[0], None)
     towers = build.towers(config, build.modality(config))
     assert whole.parameters == sum(each.nbytes for each in towers.parameters())
-    assert whole.input == (3 * 16 * 16 * 4,)
+    assert whole.inputs == (3 * 16 * 16 * 4,)
     assert whole.waiting == (0.0,)
-    larger = measure(override(config, {"data.image_size": 32}), config.stages[0], None)
-    assert larger.row[0] > 3 * whole.row[0] > 0  # four times the pixels
+    larger = profile_memory(override(config, {"data.image_size": 32}), config.stages[0], None)
+    assert larger.activations[0] > 3 * whole.activations[0] > 0  # four times the pixels
     chunked = override(config, {"stages.0.chunk_size": 8})
-    in_chunks = measure(chunked, chunked.stages[0], None)
+    in_chunks = profile_memory(chunked, chunked.stages[0], None)
     # Without statistics over the batch, only embeddings and their gradients wait.
-    assert in_chunks.waiting[0] < 0.2 * whole.row[0]
+    assert in_chunks.waiting[0] < 0.2 * whole.activations[0]
 
 
 def test_a_vocabulary_that_is_yet_to_come_counts_with_its_full_size() -> None:
@@ -217,7 +231,7 @@ def test_a_vocabulary_that_is_yet_to_come_counts_with_its_full_size() -> None:
                 "text.max_document_length": 8, "text.max_length": 8,
             }
         )  # fmt: skip
-        sizes[size_] = measure(config, config.stages[0], None).parameters
+        sizes[size_] = profile_memory(config, config.stages[0], None).parameters
     assert sizes[2_000] - sizes[1_000] >= 1_000 * 16 * 4
 
 

@@ -192,7 +192,7 @@ def test_the_slots_of_a_bank_begin_at_embeddings() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["simclr", "simcse", "two_tower"])
-def test_a_portrait_is_made(name: str, workers: int, tmp_path: Path) -> None:
+def test_a_snapshot_is_written(name: str, workers: int, tmp_path: Path) -> None:
     with pretended(workers):
         worker = Worker(CASES[name], workers)
         rows: Any = InMemoryDataset(worker, 64)
@@ -205,5 +205,5 @@ def test_a_portrait_is_made(name: str, workers: int, tmp_path: Path) -> None:
             held_out=True,
             seed=0,
         )
-        portrayer.portray(worker.learner.tower, CUDA, step=5)
-    assert (tmp_path / "portrait" / "latest.parquet").exists()
+        portrayer.write(worker.learner.tower, CUDA, step=5)
+    assert (tmp_path / "embedding_snapshots" / "latest.parquet").exists()

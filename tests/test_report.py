@@ -24,27 +24,25 @@ from raycl.embedding_snapshot import (
     LATEST,
     EmbeddingSnapshot,
     count_cosines,
-    read_gallery,
-    read_portrait,
-    write_portrait,
+    read_probe_set,
+    read_snapshot,
+    write_snapshot,
 )
 from raycl.errors import ConfigError, DataError, RunError, StoppedError
 from raycl.provenance import read_commands, save_command_line, typed
 from raycl.records import ROLLBACK
 from raycl.report import curves
-from raycl.report.curves import envelope
-from raycl.report.embeddings import place_on_map, told
-from raycl.report.ending import reported
-from raycl.report.figures import batch_sizes
+from raycl.report.curves import downsample
 from raycl.report.history import read_history
-from raycl.report.neighbors import neighborhoods, right_fraction
-from raycl.report.page import comparison_of
+from raycl.report.page import query_neighbors, render_comparison
 from raycl.report.run import read_run
-from raycl.report.tables import final_figures
-from raycl.report.writing import write_comparison, write_report
+from raycl.report.sections import batch_sizes
+from raycl.report.snapshots import NeighborSearch, project, summarize
+from raycl.report.tables import final_metrics
+from raycl.report.writer import reported, write_comparison, write_report
 from raycl.storage import Place
 from tests.conftest import BUCKET
-from tests.outputs import embeddings, judgment, line_of, similarities, write_portraits, write_run
+from tests.outputs import embeddings, judgment, line_of, similarities, write_run, write_snapshots
 from tests.test_cli import run_raycl
 
 MOST_BYTES = 3 * 2**20
@@ -94,7 +92,7 @@ def drawings(page: Page) -> list[str]:
 
 
 def test_a_finished_run_has_every_drawing(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path / "run"))
+    write_snapshots(write_run(tmp_path / "run"))
     page = page_of(tmp_path / "run")
     for drawn in (
         "Loss",
@@ -143,7 +141,7 @@ def test_each_drawing_shows_the_column_of_its_title(tmp_path: Path, monkeypatch:
         return draw(*parts, label=label, **more)
 
     monkeypatch.setattr(Axes, "plot", noted)
-    monkeypatch.setattr("raycl.report.figures.draw_curves", named)
+    monkeypatch.setattr("raycl.report.sections.draw_curves", named)
     rng = np.random.default_rng(0)
     values = {name: rng.uniform(size=9).round(3).tolist() for names in COLUMNS.values() for name in names}
     lines = [
@@ -157,7 +155,7 @@ def test_each_drawing_shows_the_column_of_its_title(tmp_path: Path, monkeypatch:
 
 
 def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path / "run"))
+    write_snapshots(write_run(tmp_path / "run"))
     page = page_of(tmp_path / "run")
     addresses = [
         value
@@ -172,13 +170,13 @@ def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path / "run"))
+    write_snapshots(write_run(tmp_path / "run"))
     pages = [write_report(str(tmp_path / "run"), str(tmp_path / name)).read_bytes() for name in "ab"]
     assert pages[0] == pages[1]
 
 
 def test_drawings_take_their_colors_from_the_page(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path / "run"))
+    write_snapshots(write_run(tmp_path / "run"))
     write_report(str(tmp_path / "run"))
     text = (tmp_path / "run" / "report.html").read_text()
     drawn = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
@@ -195,7 +193,7 @@ def test_what_users_wrote_is_text_and_no_part_of_the_page(tmp_path: Path) -> Non
     folder = tmp_path / name
     write_run(folder, result={"status": "failed", "error": EVIL})
     texts = [f"{EVIL} number {number}" for number in range(60)]
-    write_portraits(folder, query=texts, document=texts)
+    write_snapshots(folder, query=texts, document=texts)
     with typed(["raycl", "train", EVIL]):
         save_command_line(Place(str(folder)))
     data = folder / "data.json"
@@ -216,8 +214,8 @@ def test_a_cause_of_broken_rows_is_counted(tmp_path: Path) -> None:
         result={"status": "finished", "broken_rows": {"not an image": 1_234}, "left_out": {"repeated": 7}},
     )
     text = page_of(tmp_path).text
-    assert re.search(r"not an image\s+1,234\s+broken", text)
-    assert re.search(r"repeated\s+7\s+sound", text)
+    assert re.search(r"not an image\s+1,234\s+invalid", text)
+    assert re.search(r"repeated\s+7\s+valid", text)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +240,9 @@ def test_a_run_that_is_not_finished_says_so(tmp_path: Path, status: dict[str, An
         ([], "No step has been logged"),
         ([judgment(0, knn_top1=0.2)], "No step has been logged"),
         ([line_of(10)], "One step has been logged"),
-        ([line_of(10), line_of(20)], "no periodic judgment"),
+        ([line_of(10), line_of(20)], "no periodic evaluation"),
         ([line_of(10), line_of(20, loss=float("nan"))], "loss 1 times"),
-        ([line_of(10, loss=float("nan"))], "1 of 1 values were no number"),
+        ([line_of(10, loss=float("nan"))], "1 of 1 values were not finite"),
     ],
 )
 def test_few_or_broken_lines_still_make_a_page(
@@ -286,7 +284,7 @@ def test_a_run_that_ends_right_after_a_rollback_has_the_figures_from_before(tmp_
     run = read_run(str(write_run(tmp_path / "a", lines)))
     assert run.history["loss"].last == 3.3
     assert run.history["knn_top1"].last is None
-    (row,) = final_figures([run]).rows
+    (row,) = final_metrics([run]).rows
     assert "3.3" in row
     assert "9.9" not in row
 
@@ -333,7 +331,7 @@ def test_a_rolled_back_run_shows_events_with_marks(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path, lines)).text
     assert re.search(r"A\s+30\s+collapse\s+nearly one point", text)
     assert re.search(r"B\s+10\s+rollback\s+went back from step 30", text)
-    assert re.search(r"C\s+20\s+workers\s+went on with 1 workers, before with 2", text)
+    assert re.search(r"C\s+20\s+workers\s+continued with 1 workers, 2 before", text)
     assert "rolled back once" in text
 
 
@@ -354,7 +352,7 @@ def test_stages_are_named_on_the_drawings_and_give_the_batch(tmp_path: Path) -> 
 )
 def test_a_cut_curve_keeps_every_extreme_in_few_points(value: np.ndarray, columns: int) -> None:
     x = np.arange(len(value), dtype=float)
-    cut = envelope(x, value, columns=columns)
+    cut = downsample(x, value, columns=columns)
     assert len(cut.x) <= max(2 * columns, int(np.isnan(value).sum()) + 2 * columns)
     if not cut.is_whole:
         assert len(cut.x) <= columns
@@ -374,64 +372,72 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
 
 
 def test_portraits_come_back_as_they_were_written(tmp_path: Path) -> None:
-    write_portraits(tmp_path, num_samples=23)
-    gallery = read_gallery(Place(str(tmp_path)))
-    portrait = read_portrait(Place(str(tmp_path)), LATEST)
-    assert gallery is not None
+    write_snapshots(tmp_path, num_samples=23)
+    probes = read_probe_set(Place(str(tmp_path)))
+    portrait = read_snapshot(Place(str(tmp_path)), LATEST)
+    assert probes is not None
     assert portrait is not None
     assert portrait.embedding.dtype == np.float16
     assert np.array_equal(portrait.embedding, embeddings(np.arange(23) % 10, spread=0.2))
     assert portrait.step == 200
     assert portrait.key is None
-    assert gallery.label.tolist() == [number % 10 for number in range(23)]
-    assert gallery.held_out
+    assert probes.label.tolist() == [number % 10 for number in range(23)]
+    assert probes.held_out
 
 
-def test_a_damaged_portrait_is_told_in_one_line(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path))
-    (tmp_path / "portrait" / "latest.parquet").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"latest.parquet is no portrait"):
+def test_snapshots_in_the_folder_of_older_versions_are_read(tmp_path: Path) -> None:
+    write_snapshots(write_run(tmp_path))
+    (tmp_path / "embedding_snapshots").rename(tmp_path / "portrait")
+    run = read_run(str(tmp_path))
+    assert run.probes is not None and run.first is not None and run.latest is not None
+    write_snapshot(Place(str(tmp_path)), LATEST, replace(run.latest, step=900))
+    run = read_run(str(tmp_path))
+    assert run.first is not None and run.latest is not None
+    assert (run.first.step, run.latest.step) == (0, 900)
+
+
+def test_a_damaged_snapshot_is_reported_in_one_line(tmp_path: Path) -> None:
+    write_snapshots(write_run(tmp_path))
+    (tmp_path / "embedding_snapshots" / "latest.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"latest.parquet is not an embedding snapshot"):
         write_report(str(tmp_path))
 
 
-def test_neighbors_are_those_of_the_highest_cosine_and_never_the_query(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path))
+def test_neighbors_have_the_highest_cosines_and_exclude_the_query(tmp_path: Path) -> None:
+    write_snapshots(write_run(tmp_path))
     run = read_run(str(tmp_path))
-    assert run.gallery is not None
-    assert run.latest is not None
-    found = neighborhoods(run.gallery, run.first, run.latest)
+    assert run.probes is not None and run.first is not None and run.latest is not None
+    found = query_neighbors(run)
     assert [each.query.label for each in found] == list("01235679")
     rows = run.latest.embedding.astype(np.float32)
     for query, each in zip((0, 1, 2, 3, 5, 6, 7, 9), found, strict=True):
         assert each.now is not None
-        cosines = np.delete(rows @ rows[query], query)
-        assert [one.cosine for one in each.now] == pytest.approx(
-            np.sort(cosines)[::-1][:6].tolist(), abs=1e-5
-        )
+        cosines = np.sort(np.delete(rows @ rows[query], query))[::-1][:6]
+        assert [one.cosine for one in each.now] == pytest.approx(cosines.tolist(), abs=1e-5)
         assert [one.is_right for one in each.now] == [
             one.sample.label == each.query.label for one in each.now
         ]
-    assert right_fraction(run.gallery, run.latest) > right_fraction(run.gallery, run.first)  # type: ignore[operator]
+    before, now = (NeighborSearch(run.probes, each).right_fraction() for each in (run.first, run.latest))
+    assert before is not None and now is not None and before < now
 
 
-def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path) -> None:
-    documents = [f"document {number // 2}" for number in range(60)]
-    write_portraits(
-        write_run(tmp_path), query=[f"query {number}" for number in range(60)], document=documents
+@pytest.mark.parametrize("per_document", [2, 20])
+def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path, per_document: int) -> None:
+    write_snapshots(
+        write_run(tmp_path),
+        query=[f"query {number}" for number in range(60)],
+        document=[f"document {number // per_document}" for number in range(60)],
     )
     run = read_run(str(tmp_path))
-    assert run.gallery is not None
-    found = neighborhoods(run.gallery, run.first, run.latest)
-    for each in found:
-        assert each.now is not None
-        assert each.query.text is not None
-        own = f"document {int(each.query.text.split()[1]) // 2}"
+    for each in query_neighbors(run):
+        assert each.now is not None and each.query.text is not None
+        own = f"document {int(each.query.text.split()[1]) // per_document}"
         assert [one.is_right for one in each.now] == [one.sample.text == own for one in each.now]
         assert any(one.is_right for one in each.now)
 
 
 def test_classes_are_called_what_the_data_call_them(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path))
+    write_snapshots(write_run(tmp_path))
     told = json.loads((tmp_path / "data.json").read_text())
     names = [f"a class of a long name, {number}" for number in range(10)]
     (tmp_path / "data.json").write_text(json.dumps(told | {"classes": names}))
@@ -440,40 +446,40 @@ def test_classes_are_called_what_the_data_call_them(tmp_path: Path) -> None:
     assert re.search(r"a class of a lon(?!g)", page.text)  # on the map, cut
 
 
-def test_pairs_of_one_document_count_as_found_where_they_are_ticked(tmp_path: Path) -> None:
-    write_portraits(
+def test_every_query_finds_its_key_if_all_lie_on_their_documents(tmp_path: Path) -> None:
+    write_snapshots(
         write_run(tmp_path),
         query=[f"query {number}" for number in range(60)],
         document=[f"document {number // 20}" for number in range(60)],
     )
     run = read_run(str(tmp_path))
-    assert run.gallery is not None and run.latest is not None
-    # Each query lies on its document, which lies at 20 places: six of them are shown.
+    assert run.probes is not None and run.latest is not None
     rows = np.eye(3, dtype=np.float16)[np.arange(60) // 20]
     perfect = replace(run.latest, embedding=rows, key=rows)
-    for each in neighborhoods(run.gallery, None, perfect):
+    for each in query_neighbors(replace(run, first=None, latest=perfect)):
+        assert each.before is None
         assert all(one.is_right for one in each.now or ())
-    assert right_fraction(run.gallery, perfect) == 1.0
+    assert NeighborSearch(run.probes, perfect).right_fraction() == 1.0
 
 
 def test_embeddings_that_are_no_numbers_are_left_out_and_told(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path))
-    portrait = read_portrait(Place(str(tmp_path)), LATEST)
+    write_snapshots(write_run(tmp_path))
+    portrait = read_snapshot(Place(str(tmp_path)), LATEST)
     assert portrait is not None
     rows = portrait.embedding.copy()
     rows[:7] = np.nan
-    write_portrait(Place(str(tmp_path)), LATEST, replace(portrait, embedding=rows))
-    assert "7 that were no numbers are left out" in page_of(tmp_path).text
+    write_snapshot(Place(str(tmp_path)), LATEST, replace(portrait, embedding=rows))
+    assert "7 that were not finite are skipped" in page_of(tmp_path).text
     rows[:] = np.nan
-    write_portrait(Place(str(tmp_path)), LATEST, replace(portrait, embedding=rows))
+    write_snapshot(Place(str(tmp_path)), LATEST, replace(portrait, embedding=rows))
     page_of(tmp_path)
 
 
 def test_a_collapsed_encoder_has_no_map(tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path))
+    write_snapshots(write_run(tmp_path))
     rows = np.tile(embeddings(np.zeros(1, int), spread=0.0), (60, 1))
     portrait = EmbeddingSnapshot(step=300, embedding=rows, key=None, similarities=similarities(rows, rows))
-    write_portrait(Place(str(tmp_path)), LATEST, portrait)
+    write_snapshot(Place(str(tmp_path)), LATEST, portrait)
     page = page_of(tmp_path)
     assert "nearly one point" in page.text
     assert sum(label.startswith("Map") for label in drawings(page)) == 1
@@ -481,7 +487,7 @@ def test_a_collapsed_encoder_has_no_map(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_rows", [2, 3, 5, 29, 40])
 def test_a_map_has_a_place_for_every_sample(num_rows: int) -> None:
-    places = place_on_map(embeddings(np.arange(num_rows), spread=1.0).astype(np.float32))
+    places = project(embeddings(np.arange(num_rows), spread=1.0).astype(np.float32))
     if num_rows < 3:
         assert places is None
     else:
@@ -508,14 +514,14 @@ def test_the_figures_of_a_histogram_are_those_of_its_pairs() -> None:
     second /= np.linalg.norm(second, axis=1, keepdims=True)
     cosines = first @ second.T
     positives, negatives = cosines.diagonal(), cosines[~np.eye(80, dtype=bool)]
-    figures = told(similarities(first, second))
-    assert figures is not None
-    assert figures.positives == pytest.approx(positives.mean(), abs=0.01)
-    assert figures.negatives == pytest.approx(negatives.mean(), abs=0.01)
-    assert figures.nearer == pytest.approx((positives[:, None] > negatives).mean(), abs=0.01)
+    summary = summarize(similarities(first, second))
+    assert summary is not None
+    assert summary.positives == pytest.approx(positives.mean(), abs=0.01)
+    assert summary.negatives == pytest.approx(negatives.mean(), abs=0.01)
+    assert summary.positive_is_closer == pytest.approx((positives[:, None] > negatives).mean(), abs=0.01)
 
 
-def test_a_comparison_shows_what_differs_and_final_figures(tmp_path: Path) -> None:
+def test_a_comparison_shows_what_differs_and_final_metrics(tmp_path: Path) -> None:
     first = write_run(tmp_path / "low")
     second = write_run(
         tmp_path / "high",
@@ -543,7 +549,7 @@ def test_runs_of_one_name_are_told_apart_by_their_addresses(tmp_path: Path) -> N
 def test_more_runs_than_colors_and_dashes_are_refused(tmp_path: Path) -> None:
     run = read_run(str(write_run(tmp_path)))
     with pytest.raises(ConfigError, match="33 runs are more than the 32"):
-        comparison_of([run] * 33)
+        render_comparison([run] * 33)
 
 
 @pytest.mark.parametrize(
@@ -570,7 +576,7 @@ def test_a_signal_while_the_page_is_drawn_does_not_change_how_a_finished_run_end
     def interrupted(_: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raycl.report.writing.write_report", interrupted)
+    monkeypatch.setattr("raycl.report.writer.write_report", interrupted)
     with reported(str(tmp_path)):
         write_run(tmp_path)
     assert "no report was written: KeyboardInterrupt" in capsys.readouterr().err
@@ -648,7 +654,7 @@ def test_what_is_no_run_is_refused_in_one_line(
 
 
 def test_a_run_on_s3_gets_its_page_there(s3_server: str, tmp_path: Path) -> None:
-    write_portraits(write_run(tmp_path / "run"))
+    write_snapshots(write_run(tmp_path / "run"))
     there = Place(f"s3://{BUCKET}/reported/run")
     for path, _ in Place(str(tmp_path / "run")).files():
         (there / path).write_bytes((tmp_path / "run" / path).read_bytes())
@@ -659,7 +665,7 @@ def test_a_run_on_s3_gets_its_page_there(s3_server: str, tmp_path: Path) -> None
 
 
 def test_the_report_needs_neither_torch_nor_ray() -> None:
-    code = "import raycl.report.writing, sys; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    code = "import raycl.report.page, sys; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

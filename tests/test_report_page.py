@@ -10,8 +10,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from raycl.records import ROLLBACK
-from raycl.report.writing import write_comparison, write_report
-from tests.outputs import judgment, line_of, thumbnail, write_portraits, write_run
+from raycl.report.writer import write_comparison, write_report
+from tests.outputs import judgment, line_of, thumbnail, write_run, write_snapshots
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -46,7 +46,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of every kind, with long words wherever users may write some."""
     root = tmp_path_factory.mktemp("pages")
     images = write_run(root / "images")
-    write_portraits(images)
+    write_snapshots(images)
     texts = write_run(
         root / LONG_WORD[:120],
         _eventful(),
@@ -54,10 +54,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         result={"status": "failed", "error": f"it broke at {LONG_WORD}"},
     )
     words = [f"{LONG_WORD} {number}" for number in range(40)]
-    write_portraits(texts, num_samples=40, query=words, document=words)
+    write_snapshots(texts, num_samples=40, query=words, document=words)
     captions = write_run(root / "captions")
     pictures = [thumbnail(number, "JPEG") for number in range(30)]
-    write_portraits(captions, num_samples=30, labeled=False, image=pictures)
+    write_snapshots(captions, num_samples=30, labeled=False, image=pictures)
     empty = write_run(root / "empty", [], result={"status": "running"})
     found = {}
     for name, folder in {"images": images, "texts": texts, "unlabeled": captions, "empty": empty}.items():

@@ -1,4 +1,4 @@
-"""What ``raycl doctor`` does: plans the recipe as ``raycl train`` would, and prints what was found."""
+"""The command ``raycl doctor``: checks the recipe as ``raycl train`` would read it, and prints the results."""
 
 import json
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def report(recipe: str | None, flags: Mapping[str, Any], *, as_json: bool, **options: Any) -> bool:
-    """Print the findings, each as it comes or all as JSON; return whether all are good."""
+    """Print the results, each as it comes or all as JSON; return whether all checks passed."""
     from raycl.doctor import examinations
 
-    findings: list[CheckResult] = []
-    for finding in examinations(doctor_request(recipe, flags, **options)):
-        findings.append(finding)
+    results: list[CheckResult] = []
+    for result in examinations(doctor_request(recipe, flags, **options)):
+        results.append(result)
         if not as_json:
-            print(finding, flush=True)
+            print(result, flush=True)
     if as_json:
-        print(json.dumps([vars(finding) for finding in findings]))
-    return all(finding.good for finding in findings)
+        print(json.dumps([vars(result) for result in results]))
+    return all(result.good for result in results)

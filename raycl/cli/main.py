@@ -15,7 +15,7 @@ from raycl.cli.bank import bank
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
 from raycl.lease import writing
 from raycl.provenance import typed
-from raycl.report.ending import reported
+from raycl.report.writer import reported
 from raycl.storage import Place, absolute
 
 INTERRUPTED = 128 + signal.SIGINT

@@ -1,7 +1,6 @@
-"""The doctor: are this cluster, this storage, these data and this recipe ready for a run?
+"""The doctor: checks whether a cluster, its storage, the data and a recipe are ready for a run.
 
-Names are loaded when they are first used: the tasks that look at each node import one small module of
-this room, and must not pay for torch.
+Names are loaded on first use: tasks on every node import only ``raycl.doctor.nodes`` and must not load torch.
 """
 
 import importlib
@@ -11,17 +10,11 @@ if TYPE_CHECKING:
     from raycl.doctor.result import CheckResult
     from raycl.doctor.run import DoctorRequest, examinations, examine
 
-_HOME = {
-    "CheckResult": "result",
-    "DoctorRequest": "run",
-    "examinations": "run",
-    "examine": "run",
-}
-
 __all__ = ["CheckResult", "DoctorRequest", "examinations", "examine"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'raycl.doctor' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"raycl.doctor.{_HOME[name]}"), name)
+    module = "result" if name == "CheckResult" else "run"
+    return getattr(importlib.import_module(f"raycl.doctor.{module}"), name)

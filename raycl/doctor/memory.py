@@ -1,216 +1,421 @@
-"""Whether a recipe fits: its workers' memory, its bank and its decoded data beside what the nodes have."""
+"""Checks of a recipe: whether its workers, its decoded data and its bank fit into the memory of the nodes.
 
-from collections.abc import Iterator, Sequence
+The memory of a worker follows from a formula, and from a measurement of how much memory a row of the batch
+takes in a forward and backward pass.
+"""
+
+import json
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import ray
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
+from raycl.batchnorm import split_batchnorm
 from raycl.cluster import check_resources
-from raycl.config import RunConfig
-from raycl.doctor.cluster import GROW, gpu_memory
-from raycl.doctor.data import Seen
-from raycl.doctor.machine import Machine
-from raycl.doctor.memory_estimate import Need, bank_bytes, worker_need
-from raycl.doctor.memory_profile import Measured, measure
-from raycl.doctor.nodes import Answer, Node, ask, why
-from raycl.doctor.result import CheckResult, size
-from raycl.errors import RayclError
+from raycl.config import RunConfig, Stage
+from raycl.display import format_bytes
+from raycl.doctor.checks import AUTOSCALING
+from raycl.doctor.data import DataSummary
+from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory, process_memory
+from raycl.doctor.result import CheckResult, failed, passed, passed_if
+from raycl.errors import RayclError, last_line
+from raycl.gradient_cache import embed_in_chunks
+from raycl.models.towers import TwoTowers
 from raycl.negatives.bank_actor import nodes_for_a_bank
 from raycl.storage import Place
+from raycl.tokenization import Tokenizer, Vocabulary
+from raycl.training import build
 from raycl.training.data_module import known_tokenizer
 from raycl.training.driver import cpus_of_a_worker, spare_cpus
+from raycl.training.process import autocast, available_cores
 
-_PATIENCE_S = 180.0
-_RESERVED = 0.05  # of a node's memory: above 95% Ray ends workers
-_CUDA_BYTES = 2.0**30  # of a GPU: context, cuDNN's workspaces, blocks that the allocator keeps
-_SMALLER = "lower --batch-size, set stages.{stage}.chunk_size, or use more workers and nodes"
+FEW_ROWS = (
+    4  # measured along with twice as many: the difference excludes costs that do not grow with the rows
+)
+# Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
+ALLOCATOR = 4 / 3
+OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # numbers per weight
+_BATCHES = 4  # of decoded rows: two wait, one is in use and one is being made
+_EMBEDDINGS = (
+    8  # copies of the gathered embeddings: both views, their gradients, and intermediates of the loss
+)
+_RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
+_CUDA_BYTES = 2.0**30  # context, workspaces of cuDNN, blocks that the allocator keeps
+_TIMEOUT_S = 180.0
+
+Answers = Sequence[NodeAnswer[NodeInfo]]
 
 
 @final
-class RoomExam:
-    """Measure what a recipe needs by a task, and compare; ``seen`` are the data, if they were looked at."""
+@dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """Measured bytes of a worker: its process without a network, and the network's parameters and buffers.
 
-    def __init__(self, config: RunConfig, seen: Seen | None, machines: Sequence[Answer[Machine]]) -> None:
-        self._config, self._seen = config, seen
-        self._machines = [answer for answer in machines if answer.value is not None]
-        self.gradient_bytes = 0.0
+    The tuples have one entry per side (the only tower, or query and key towers): the activations of a row, its
+    part that stays while the chunks of other rows are embedded, and the row's own input.
+    """
+
+    process: float
+    parameters: float
+    buffers: float
+    activations: tuple[float, ...]
+    waiting: tuple[float, ...]
+    inputs: tuple[float, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of a worker by purpose, in its largest stage, whose index is ``stage``.
+
+    ``on_gpu`` names the parts that are on the GPU, if the run has one.
+    """
+
+    stage: int
+    parts: dict[str, float]
+    on_gpu: frozenset[str]
 
     @property
-    def num_samples(self) -> int:
-        """Rows of the data; none are known without them."""
-        return 0 if self._seen is None else self._seen.source.num_rows
+    def total(self) -> float:
+        """All bytes of a worker, with the allocator's share."""
+        return ALLOCATOR * sum(self.parts.values())
 
-    def findings(self) -> Iterator[CheckResult]:
-        """Yield what was found; never raises raycl's own errors."""
-        yield from self._judged_workers()
-        try:
-            need = self._need()
-        # An encoder of the user's own may raise anything.
-        except Exception as error:
-            seen = str(error) if isinstance(error, RayclError) else why(error)
-            yield CheckResult(good=False, name="memory of a worker", seen=seen, remedy=_UNMEASURED)
-            return
-        yield self._judged_worker(need)
-        if self._config.gpu:
-            yield self._judged_gpu(need)
-        if self._seen is not None:
-            yield self._judged_data(self._seen)
-        yield from self._judged_bank()
+    @property
+    def gpu(self) -> float:
+        """The bytes on the GPU, with the allocator's share."""
+        return ALLOCATOR * sum(num_bytes for name, num_bytes in self.parts.items() if name in self.on_gpu)
 
-    def _need(self) -> Need:
-        config, seen = self._config, self._seen
-        tokenizer = known_tokenizer(config, Place("."), resumed=False) if config.has_texts else None
-        # A process of its own each: what one has left behind would count for the next.
-        task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(measure)  # pyright: ignore
-        refs = [task.remote(config, stage, tokenizer) for stage in config.stages]
-        measured: list[Measured] = ray.get(refs, timeout=_PATIENCE_S)
-        self.gradient_bytes = measured[0].parameters
-        rows = max(1, self.num_samples)
-        return worker_need(
-            config,
-            measured,
-            num_samples=self.num_samples,
-            row_bytes=0.0 if seen is None else seen.decoded_bytes / rows,
-            negatives=0.0 if seen is None else seen.negatives_a_row,
-        )
+    @property
+    def host(self) -> float:
+        """The bytes in the node's memory, with the allocator's share."""
+        return self.total - self.gpu
 
-    def _judged_workers(self) -> Iterator[CheckResult]:
-        """Refuse what a run refuses: more workers than the cluster has room for."""
-        config = self._config
-        if config.autoscaling:
-            return
-        workers = max(config.worker_range(stage)[0] for stage in config.stages)
-        streamed = self._is_streamed()
-        try:
-            check_resources(
-                workers=workers,
-                cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
-                gpu=config.gpu,
-                spare_cpus=spare_cpus(streamed),
-            )
-        except RayclError as error:
-            yield CheckResult(good=False, name="workers", seen=str(error))
+    def __str__(self) -> str:
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        shown = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes >= 2**20]
+        return ", ".join([*shown, "and a third for the allocator"])
 
-    def _judged_worker(self, need: Need) -> CheckResult:
-        host = need.on(gpu=False)
-        seen = f"about {size(host)} ({need})"
-        if self._config.gpu:
-            seen = f"about {size(host)} beside the GPU"
-        nodes = [(answer, self._workers_on(answer.node)) for answer in self._machines]
-        nodes = [(answer, count) for answer, count in nodes if count]
-        if not nodes:
-            return CheckResult(
-                good=True,
-                name="memory of a worker",
-                seen=f"{seen}; no node is here now that would hold one, so nothing to compare ({GROW})",
-            )
-        answer, count = min(nodes, key=lambda each: _room_of(each[0]) - each[1] * host)
-        room = _room_of(answer)
-        good = count * host <= room
-        held = f"{count} on {answer.node.name}, which has {size(max(0.0, room))} free"
-        return CheckResult(
-            good=good,
-            name="memory of a worker",
-            seen=f"{seen}; {held}",
-            remedy="" if good else self._smaller(need),
-        )
-
-    def _judged_gpu(self, need: Need) -> CheckResult:
-        name, wanted = "memory of a GPU", need.on(gpu=True) + _CUDA_BYTES
-        seen = f"about {size(wanted)} ({need})"
-        nodes = [answer.node for answer in self._machines if answer.node.num_gpus >= 1]
-        found = [memory for answer in ask(nodes, gpu_memory, num_gpus=1) for _, memory in answer.value or ()]
-        if not found:
-            return CheckResult(
-                good=True, name=name, seen=f"{seen}; no GPU could be looked at now, so nothing to compare"
-            )
-        good = wanted <= min(found)
-        remedy = "" if good else self._smaller(need)
-        return CheckResult(
-            good=good, name=name, seen=f"{seen}; the smallest has {size(min(found))}", remedy=remedy
-        )
-
-    def _judged_data(self, seen: Seen) -> CheckResult:
-        """Compare the decoded rows with the object stores, by the rule that a run follows."""
-        wanted = seen.decoded_bytes
-        rows = f"{seen.source.num_rows:,} decoded rows take {size(wanted)}"
-        if self._is_streamed():
-            return CheckResult(
-                good=True, name="decoded data", seen=f"{rows}; they are streamed, read anew each epoch"
-            )
-        store = sum(self._stores())
-        good = wanted <= store
-        return CheckResult(
-            good=good,
-            name="decoded data",
-            seen=f"{rows}, held in object stores of {size(store)}",
-            remedy="" if good else "set data.cache=stream, or lower data.image_size",
-        )
-
-    def _is_streamed(self) -> bool:
-        """Whether a run would read the rows anew in each epoch; without data, as far as the recipe says."""
-        cache = self._config.data.cache
-        if cache != "auto" or self._seen is None:
-            return cache == "stream"
-        return self._seen.decoded_bytes > min(self._stores()) / 2
-
-    def _stores(self) -> list[float]:
-        return [answer.node.object_store for answer in self._machines] or [0.0]
-
-    def _judged_bank(self) -> Iterator[CheckResult]:
-        config = self._config
-        if config.negatives.store == "memory_bank" and not self.num_samples:
-            return  # a slot a sample, and nobody said how many
-        shards = bank_bytes(config, self.num_samples)
-        chosen = {node["NodeID"] for node in nodes_for_a_bank()}
-        machines = [answer for answer in self._machines if answer.node.node_id in chosen]
-        if not shards or not self._machines:
-            return
-        if not machines:
-            yield CheckResult(
-                good=False,
-                name="bank",
-                seen="nodes are labeled by their roles, and none of those that answered is for a bank",
-                remedy="label one raycl.io/role=memory or raycl.io/role=head",
-            )
-            return
-        most = max(machines, key=_room_of)
-        good = max(shards) <= _room_of(most)
-        seen = (
-            f"{len(shards)} shard{'' if len(shards) == 1 else 's'} of {size(max(shards))}, "
-            f"the most free memory is {size(_room_of(most))} ({most.node.name})"
-        )
-        remedy = "" if good else "raise bank.shards, set bank.dtype=float16, or add a node with more memory"
-        yield CheckResult(good=good, name="bank", seen=seen, remedy=remedy)
-
-    def _workers_on(self, node: Node) -> int:
-        """Return how many workers may come to lie on a node: Ray fills one before it takes the next."""
-        config = self._config
-        most = max(config.workers_of(stage) for stage in config.stages)
-        if config.gpu:
-            return min(most, int(node.num_gpus))
-        cpus = config.cpus_per_worker
-        if cpus is None:
-            # Where workers are more than CPUs, each takes a part of one.
-            return min(most, int(node.num_cpus)) if self._all_cpus() >= most else most if node.num_cpus else 0
-        return min(most, int(node.num_cpus / cpus))
-
-    def _all_cpus(self) -> float:
-        return sum(answer.node.num_cpus for answer in self._machines)
-
-    def _smaller(self, need: Need) -> str:
-        parts = need.parts
-        if parts["negatives"] > max(parts["activations"], parts["rows that wait"]):
+    def remedy(self) -> str:
+        """Return how to lower the largest part."""
+        parts = self.parts
+        if parts["negatives"] > max(parts["activations"], parts["waiting rows"]):
             return "lower negatives.capacity, or set bank.dtype=float16"
         if parts["weights"] > parts["activations"]:
             return "take a smaller encoder, or nodes with more memory"
-        return _SMALLER.format(stage=need.stage)
+        return f"lower --batch-size, set stages.{self.stage}.chunk_size, or use more workers and nodes"
 
 
-_UNMEASURED = "mend the recipe; what a step needs could not be measured"
+def check_memory(
+    config: RunConfig, data: DataSummary | None, answers: Answers
+) -> Generator[CheckResult, None, float]:
+    """Yield the results for a recipe; return the bytes of its gradients, 0 if they could not be measured."""
+    answers = [answer for answer in answers if answer.value is not None]
+    num_samples = 0 if data is None else data.source.num_rows
+    yield from _check_workers(config, is_streamed(config, data, answers))
+    try:
+        profiles = _profile_stages(config)
+        row_bytes, negatives = (0.0, 0.0) if data is None else (data.decoded_bytes, data.negatives_per_pair)
+        estimate = estimate_memory(
+            config,
+            profiles,
+            num_samples=num_samples,
+            row_bytes=row_bytes / max(1, num_samples),
+            negatives_per_pair=negatives,
+        )
+    # An encoder of the user's may raise anything.
+    except Exception as error:
+        remedy = "fix the recipe; the memory of a step could not be measured"
+        yield failed("memory of a worker", last_line(error), remedy)
+        return 0.0
+    yield _check_worker(config, estimate, answers)
+    if config.gpu:
+        yield _check_gpu(estimate, [answer.node for answer in answers])
+    if data is not None:
+        yield check_decoded_data(config, data, answers)
+    yield from _check_bank(config, num_samples, answers)
+    return profiles[0].parameters
 
 
-def _room_of(answer: Answer[Machine]) -> float:
-    """Return what may still be used of a node's memory."""
-    machine = answer.value
-    return 0.0 if machine is None else machine.free_memory - _RESERVED * machine.memory
+def _check_workers(config: RunConfig, streamed: bool) -> Iterator[CheckResult]:
+    """Refuse more workers than the cluster has resources for, as a run does."""
+    if config.autoscaling:
+        return
+    workers = max(config.worker_range(stage)[0] for stage in config.stages)
+    try:
+        check_resources(
+            workers=workers,
+            cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
+            gpu=config.gpu,
+            spare_cpus=spare_cpus(streamed),
+        )
+    except RayclError as error:
+        yield failed("workers", str(error))
+
+
+def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers) -> CheckResult:
+    """Compare the memory of each node with the workers that it may get: Ray fills one node before the next."""
+    name, host = "memory of a worker", estimate.host
+    seen = f"about {format_bytes(host)} " + ("beside the GPU" if config.gpu else f"({estimate})")
+    num_cpus = sum(answer.node.num_cpus for answer in answers)
+    counts = [(answer, _workers_on(answer.node, config, num_cpus)) for answer in answers]
+    counts = [(answer, count) for answer, count in counts if count]
+    if not counts:
+        return passed(name, f"{seen}; no node can hold one now, so nothing to compare ({AUTOSCALING})")
+    answer, count = min(counts, key=lambda each: _available(each[0]) - each[1] * host)
+    available = _available(answer)
+    seen += f"; {count} on {answer.node.name}, which has {format_bytes(max(0.0, available))} free"
+    return passed_if(count * host <= available, name, seen, estimate.remedy())
+
+
+def _workers_on(node: Node, config: RunConfig, num_cpus: float) -> int:
+    """Return the most workers that Ray may place on a node of a cluster with ``num_cpus``."""
+    workers = max(config.workers_of(stage) for stage in config.stages)
+    if config.gpu:
+        return min(workers, int(node.num_gpus))
+    if config.cpus_per_worker is not None:
+        return min(workers, int(node.num_cpus / config.cpus_per_worker))
+    if num_cpus >= workers:
+        return min(workers, int(node.num_cpus))
+    return workers if node.num_cpus else 0  # each takes a fraction of a CPU
+
+
+def _available(answer: NodeAnswer[NodeInfo]) -> float:
+    """Return the bytes of a node's memory that Ray lets workers use."""
+    info = answer.value
+    return 0.0 if info is None else info.free_memory - _RESERVED * info.memory
+
+
+def _check_gpu(estimate: MemoryEstimate, nodes: Sequence[Node]) -> CheckResult:
+    name, num_bytes = "memory of a GPU", estimate.gpu + _CUDA_BYTES
+    seen = f"about {format_bytes(num_bytes)} ({estimate})"
+    answers = ask_nodes([node for node in nodes if node.num_gpus >= 1], gpu_memory, num_gpus=1)
+    found = [memory for answer in answers for _, memory in answer.value or ()]
+    if not found:
+        return passed(name, f"{seen}; no GPU is free now, so nothing to compare")
+    seen += f"; the smallest has {format_bytes(min(found))}"
+    return passed_if(num_bytes <= min(found), name, seen, estimate.remedy())
+
+
+def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -> CheckResult:
+    """Compare the decoded rows with the object stores, by the rule of a run."""
+    name = "decoded data"
+    rows = f"{data.source.num_rows:,} decoded rows take {format_bytes(data.decoded_bytes)}"
+    if is_streamed(config, data, answers):
+        return passed(name, f"{rows}; they are streamed: each epoch reads them again")
+    total = sum(answer.node.object_store for answer in answers)
+    seen = f"{rows}, held in object stores of {format_bytes(total)}"
+    remedy = "set data.cache=stream, or lower data.image_size"
+    return passed_if(data.decoded_bytes <= total, name, seen, remedy)
+
+
+def is_streamed(config: RunConfig, data: DataSummary | None, answers: Answers) -> bool:
+    """Return whether a run would read the rows again in each epoch; without data, if the recipe says so."""
+    if config.data.cache != "auto" or data is None:
+        return config.data.cache == "stream"
+    return data.decoded_bytes > min((answer.node.object_store for answer in answers), default=0.0) / 2
+
+
+def _check_bank(config: RunConfig, num_samples: int, answers: Answers) -> Iterator[CheckResult]:
+    if config.negatives.store == "memory_bank" and not num_samples:
+        return  # its size is the number of samples
+    shards = bank_bytes(config, num_samples)
+    if not shards or not answers:
+        return
+    ids = {node["NodeID"] for node in nodes_for_a_bank()}
+    answers = [answer for answer in answers if answer.node.node_id in ids]
+    if not answers:
+        seen = "nodes are labeled by their roles, and none that answered is for a bank"
+        yield failed("bank", seen, "label one raycl.io/role=memory or raycl.io/role=head")
+        return
+    largest = max(answers, key=_available)
+    seen = (
+        f"{len(shards)} shard{'' if len(shards) == 1 else 's'} of {format_bytes(max(shards))}, "
+        f"the most free memory is {format_bytes(_available(largest))} ({largest.node.name})"
+    )
+    remedy = "raise bank.shards, set bank.dtype=float16, or add a node with more memory"
+    yield passed_if(max(shards) <= _available(largest), "bank", seen, remedy)
+
+
+def bank_bytes(config: RunConfig, num_samples: int) -> list[float]:
+    """Return the bytes of each shard of the run's bank actors; nothing if it has none."""
+    if config.negatives.store == "none" or config.bank.held_by == "workers":
+        return []
+    spec = build.bank_spec(config, output="bank", name="bank", num_samples=num_samples)
+    return [float(spec.bytes_of(shard)) for shard in range(spec.num_shards)]
+
+
+def estimate_memory(
+    config: RunConfig,
+    profiles: Sequence[MemoryProfile],
+    *,
+    num_samples: int,
+    row_bytes: float,
+    negatives_per_pair: float,
+) -> MemoryEstimate:
+    """Return the memory of a worker in its largest stage.
+
+    ``profiles`` has one profile per stage; ``row_bytes`` is the size of a decoded row.
+    """
+    estimates = []
+    for number, (stage, measured) in enumerate(zip(config.stages, profiles, strict=True)):
+        rows = _rows_of_sides(config, stage, negatives_per_pair)
+        weights = measured.parameters
+        momentum = config.optimizer.momentum or config.optimizer.name != "sgd"
+        parts = {
+            "process": measured.process,
+            "weights": weights + measured.buffers,
+            "gradients": weights,
+            "optimizer": weights * (OPTIMIZER_STATES[config.optimizer.name] if momentum else 0),
+            "momentum encoder": weights + measured.buffers if config.key == "momentum_encoder" else 0.0,
+            "activations": sum(
+                row * _rows_with_graph(count, stage) + (waiting * count if stage.chunk_size else 0.0)
+                for count, row, waiting in zip(rows, measured.activations, measured.waiting, strict=True)
+            ),
+            "views": sum(count * each for count, each in zip(rows, measured.inputs, strict=True)),
+            "waiting rows": _BATCHES * config.local_batch_size(stage) * row_bytes,
+            "embeddings": _EMBEDDINGS * stage.batch_size * config.projection_head.dim * 4.0,
+            "negatives": _store_bytes(config, num_samples),
+        }
+        on_host = {"process", "waiting rows"} | (
+            {"negatives"} if config.negatives.store == "memory_bank" else set()
+        )
+        on_gpu = frozenset(parts) - on_host if config.gpu else frozenset[str]()
+        estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _rows_of_sides(config: RunConfig, stage: Stage, negatives_per_pair: float) -> list[float]:
+    """Return the number of rows that a worker embeds with gradients, for each side."""
+    if not config.has_two_towers:
+        return [float(config.local_views(stage))]
+    explicit = negatives_per_pair if config.negatives.explicit else 0.0
+    local_batch = config.local_batch_size(stage)
+    return [float(local_batch), local_batch * (1.0 + explicit)]
+
+
+def _rows_with_graph(num_rows: float, stage: Stage) -> float:
+    """Return how many rows keep their graph at the same time."""
+    if stage.chunk_size is None:
+        return num_rows
+    return min(num_rows, stage.chunk_size * max(1, stage.kept_chunks))
+
+
+def _store_bytes(config: RunConfig, num_samples: int) -> float:
+    """Return the bytes of the store in a worker: the whole queue, its part of a memory bank, or fetched rows."""
+    if config.negatives.store == "none":
+        return 0.0
+    spec = build.bank_spec(config, output="bank", name="bank", num_samples=num_samples)
+    whole = float(sum(spec.bytes_of(shard) for shard in range(spec.num_shards)))
+    if config.negatives.store == "queue":
+        # The loss reads rows of float16 as float32.
+        return whole + (4.0 * spec.capacity * spec.dim if spec.dtype == "float16" or config.gpu else 0.0)
+    fetched = 2.0 * 4 * spec.dim * (config.negatives.num_negatives + config.stages[0].batch_size)
+    return 16.0 * num_samples + fetched + (whole if config.bank.held_by == "workers" else 0.0)
+
+
+def _profile_stages(config: RunConfig) -> list[MemoryProfile]:
+    tokenizer = known_tokenizer(config, Place("."), resumed=False) if config.has_texts else None
+    # A new process for each: memory that an earlier one left behind would count.
+    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(profile_memory)  # pyright: ignore
+    return ray.get([task.remote(config, stage, tokenizer) for stage in config.stages], timeout=_TIMEOUT_S)
+
+
+def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None) -> MemoryProfile:
+    """Build the towers and measure a step of few rows, with the graph of all and, if set, in chunks."""
+    process = process_memory()
+    torch.set_num_threads(available_cores())
+    towers = build.towers(config, build.modality(config, _vocabulary(config, tokenizer)))
+    towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    if config.batchnorm == "shuffled":
+        split_batchnorm(towers, 2)  # the groups have no influence on the sizes
+    make_inputs = _input_makers(config, tokenizer)
+    sides = [towers.query, towers.key_tower] if isinstance(towers, TwoTowers) else [towers]
+    measured = [_profile_tower(config, stage, *side) for side in zip(sides, make_inputs, strict=True)]
+    return MemoryProfile(
+        process=process,
+        parameters=sum(each.nbytes for each in towers.parameters()),
+        buffers=sum(each.nbytes for each in towers.buffers()),
+        activations=tuple(activations for activations, _ in measured),
+        waiting=tuple(waiting for _, waiting in measured),
+        inputs=tuple(make(1).nbytes for make in make_inputs),
+    )
+
+
+def _profile_tower(
+    config: RunConfig, stage: Stage, tower: nn.Module, make_inputs: Callable[[int], Tensor]
+) -> tuple[float, float]:
+    """Return the bytes of a row with its graph, and while it waits for other chunks."""
+
+    def peak(num_rows: int, chunk_size: int | None = None) -> float:
+        inputs = make_inputs(num_rows)
+
+        def step() -> None:
+            with autocast(config.tower_precision, torch.device("cpu")):
+                if chunk_size is None:
+                    embeddings = tower(inputs)
+                else:
+                    embeddings = embed_in_chunks(
+                        tower, inputs, chunk_size=chunk_size, milestone_every=stage.milestone_every
+                    )
+            embeddings.square().sum().backward()
+
+        step()  # allocates the gradients
+        return peak_bytes(step)
+
+    activations = max(0.0, peak(2 * FEW_ROWS) - peak(FEW_ROWS)) / FEW_ROWS
+    if stage.chunk_size is None:
+        return activations, 0.0
+    waiting = max(0.0, peak(4 * FEW_ROWS, 2) - peak(2 * FEW_ROWS, 2)) / (2 * FEW_ROWS)
+    return activations, waiting
+
+
+def peak_bytes(call: Callable[[], object]) -> float:
+    """Return the most memory that torch allocates during a call, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    results: Any = recorded.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    return float(peak)
+
+
+def _input_makers(config: RunConfig, tokenizer: Tokenizer | None) -> list[Callable[[int], Tensor]]:
+    """Return functions that make a number of rows, for each side: images, or texts of the greatest length."""
+    data, text = config.data, config.text
+    num_tokens = text.vocabulary_size if tokenizer is None else tokenizer.num_tokens
+
+    def images(count: int) -> Tensor:
+        return torch.randn(count, data.channels, data.image_size, data.image_size)
+
+    def tokens(length: int) -> Callable[[int], Tensor]:
+        return lambda count: torch.randint(5, num_tokens, (count, length))
+
+    texts = tokens(text.max_length)
+    documents = tokens(text.max_document_length or text.max_length)
+    by_kind: dict[str, list[Callable[[int], Tensor]]] = {
+        "image": [images],
+        "text": [texts],
+        "image_text": [images, texts],
+        "pairs": [texts, documents],
+    }
+    return by_kind[data.kind]
+
+
+def _vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> Vocabulary | None:
+    """Return the run's vocabulary, or one of the greatest size that a run would train."""
+    if not config.has_texts:
+        return None
+    if tokenizer is not None:
+        return Vocabulary(tokenizer)
+    stand_in = json.loads(Vocabulary.stand_in().tokenizer.to_json())
+    tokens = stand_in["model"]["vocab"]
+    for number in range(len(tokens), config.text.vocabulary_size):
+        tokens[f"unseen{number}"] = number
+    return Vocabulary(Tokenizer.from_json(json.dumps(stand_in)))

@@ -1,15 +1,30 @@
-"""The nodes of a cluster, and one question put to all of them, which none can hold up."""
+"""The nodes of a cluster: how to ask all of them at once, and the functions that run there.
 
+This module must not import torch: tasks on every node import it.
+"""
+
+import functools
+import hashlib
+import platform
+import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
+import numpy as np
 import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-PATIENCE_S = 60.0  # a process of Ray's may take ten seconds to start on a busy node
+from raycl.errors import RayclError, last_line
+from raycl.storage import Place
+
+TIMEOUT_S = 60.0  # Ray may need ten seconds to start a process on a busy node
+PACKAGES = ("ray", "torch", "pyarrow", "raycl")
 
 Value = TypeVar("Value")
 
@@ -17,7 +32,7 @@ Value = TypeVar("Value")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node as Ray counts it; memory and object store in bytes."""
+    """A node as Ray counts it; the object store's size is in bytes."""
 
     node_id: str
     name: str
@@ -29,83 +44,242 @@ class Node:
 
 @final
 @dataclass(frozen=True)
-class Answer(Generic[Value]):
-    """What a node answered, or why it did not."""
+class NodeAnswer(Generic[Value]):
+    """The answer of a node, or why there is none."""
 
     node: Node
     value: Value | None = None
     problem: str = ""
 
-    @property
-    def came(self) -> bool:
-        """Whether there is a value."""
-        return not self.problem
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NodeInfo:
+    """Versions by package, and memory in bytes: the limit of the node or its container, and how much is free."""
+
+    versions: dict[str, str]
+    memory: float
+    free_memory: float
 
 
 def alive_nodes() -> tuple[Node, ...]:
-    """Return the nodes that are alive, the head first; a name that several share gets the id's beginning."""
+    """Return the nodes that are alive, the head first; names that several nodes share get a prefix of their id."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    shared = Counter(node["NodeManagerHostname"] for node in alive)
-    nodes = [_described(node, shared) for node in alive]
+    counts = Counter(node["NodeManagerHostname"] for node in alive)
+    nodes = []
+    for each in alive:
+        name, resources = each["NodeManagerHostname"], each["Resources"]
+        node = Node(
+            node_id=each["NodeID"],
+            name=name if counts[name] == 1 else f"{name}/{each['NodeID'][:6]}",
+            is_head="node:__internal_head__" in resources,
+            num_cpus=resources.get("CPU", 0.0),
+            num_gpus=resources.get("GPU", 0.0),
+            object_store=resources.get("object_store_memory", 0.0),
+        )
+        nodes.append(node)
     return tuple(sorted(nodes, key=lambda node: (not node.is_head, node.name)))
 
 
-def ask(
+def ask_nodes(
     nodes: Iterable[Node],
     question: Callable[..., Value],
     *arguments: Any,
-    of_each: Mapping[str, Sequence[Any]] | None = None,
+    by_node: Mapping[str, Sequence[Any]] | None = None,
     num_gpus: float = 0,
-    timeout_s: float = PATIENCE_S,
-) -> list[Answer[Value]]:
-    """Put a question to each node, in a task that takes no CPU there; wait no longer than ``timeout_s``.
+    timeout_s: float = TIMEOUT_S,
+) -> list[NodeAnswer[Value]]:
+    """Call a function on each node, in tasks that take no CPU, and wait for at most ``timeout_s``.
 
-    ``of_each`` holds further arguments by the id of a node.
+    ``by_node`` holds further arguments by node id.
     """
     pending = {}
     for node in nodes:
         task = ray.remote(question).options(
-            num_cpus=0,
-            num_gpus=num_gpus,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+            num_cpus=0, num_gpus=num_gpus, max_retries=0, scheduling_strategy=on_node(node)
         )
-        further = (of_each or {}).get(node.node_id, ())
+        further = (by_node or {}).get(node.node_id, ())
         pending[task.remote(*arguments, *further)] = node  # pyright: ignore[reportCallIssue]
-    ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s) if pending else None
+    if pending:
+        ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s)
     return [_answer(ref, node, timeout_s) for ref, node in pending.items()]
 
 
-def describe_problems(answers: Iterable[Answer[Any]]) -> str:
-    """Return what kept nodes from answering, in one line."""
-    return "; ".join(f"{answer.node.name}: {answer.problem}" for answer in answers if not answer.came)
+def on_node(node: Node) -> NodeAffinitySchedulingStrategy:
+    """Return the strategy that places a task on this node and on no other."""
+    return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
 
 
-def why(error: BaseException) -> str:
-    """Return the last line of an error that came from another process."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
-
-
-def _answer(ref: Any, node: Node, timeout_s: float) -> Answer[Any]:
+def _answer(ref: Any, node: Node, timeout_s: float) -> NodeAnswer[Any]:
     try:
-        return Answer(node, ray.get(ref, timeout=0))
+        return NodeAnswer(node, ray.get(ref, timeout=0))
     except exceptions.GetTimeoutError:
-        # It is left alone, and ends with this process at the latest: to cancel a task that is done at that
-        # very moment ends this process (Ray 2.60).
-        return Answer(node, problem=f"no answer within {timeout_s:g} s")
-    # Whatever went wrong there, the other nodes are asked all the same.
+        # The task ends with this process at the latest: canceling a task that finishes at that very moment
+        # kills this process (Ray 2.60).
+        return NodeAnswer(node, problem=f"no answer within {timeout_s:g} s")
+    # Whatever failed on this node, the other nodes still answer.
     except Exception as error:
-        return Answer(node, problem=why(error))
+        return NodeAnswer(node, problem=last_line(error))
 
 
-def _described(node: dict[str, Any], shared: Counter[str]) -> Node:
-    name, resources = node["NodeManagerHostname"], node["Resources"]
-    return Node(
-        node_id=node["NodeID"],
-        name=name if shared[name] == 1 else f"{name}/{node['NodeID'][:6]}",
-        is_head="node:__internal_head__" in resources,
-        num_cpus=resources.get("CPU", 0.0),
-        num_gpus=resources.get("GPU", 0.0),
-        object_store=resources.get("object_store_memory", 0.0),
-    )
+# The functions below run on the nodes.
+
+
+def describe_node() -> NodeInfo:
+    """Describe the node of this process."""
+    memory, free_memory = _memory()
+    return NodeInfo(versions=versions(), memory=memory, free_memory=free_memory)
+
+
+def versions() -> dict[str, str]:
+    """Return versions by package; raycl's has a fingerprint of the source, since jobs may ship their own."""
+    found = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["raycl"] += f" ({_fingerprint()})"
+    return found
+
+
+@functools.cache
+def _fingerprint() -> str:
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _memory() -> tuple[float, float]:
+    """Return total and free memory in bytes, within the container's limit; infinite on systems without /proc."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf"), float("inf")
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    total, free = kib["MemTotal"] * 1024.0, kib["MemAvailable"] * 1024.0
+    container = Path("/sys/fs/cgroup")
+    try:
+        limit = float((container / "memory.max").read_text())  # "max" without a limit
+        used = float((container / "memory.current").read_text())
+    except (OSError, ValueError):
+        return total, free
+    return min(total, limit), min(free, limit - used)
+
+
+def gpu_memory() -> list[tuple[str, float]]:
+    """Return name and memory in bytes of the GPUs that torch sees in this process."""
+    import torch
+
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    if found:  # torch counts GPUs even if CUDA itself fails to start
+        torch.zeros(1, device="cuda").item()
+    return [(each.name, float(each.total_memory)) for each in found]
+
+
+def reachable_ports(ports: Sequence[int]) -> list[int]:
+    """Return the ports of this machine that answer at its network address, not only on loopback."""
+    address = network_address()
+    return [port for port in ports if address is not None and _answers(address, port)]
+
+
+def network_address() -> str | None:
+    """Return the address that this machine sends from, without sending; None without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # reserved for documentation
+            address = probe.getsockname()[0]
+        except OSError:
+            return None
+    return None if address.startswith("127.") else address
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=10.0).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True  # only a refusal proves that the port is closed
+    return True
+
+
+@final
+@dataclass(frozen=True)
+class WrittenFile:
+    """The error of writing a file, if any, and the folders that were created for it, the deepest first."""
+
+    problem: str = ""
+    created: tuple[str, ...] = ()
+
+
+def write_file(folder: Place, file: str) -> WrittenFile:
+    """Write a small file that contains its own name."""
+    created: tuple[str, ...] = ()
+    if folder.is_local:
+        path = Path(folder.root)
+        created = tuple(str(each) for each in (path, *path.parents) if not each.exists())
+    try:
+        (folder / file).write_bytes(file.encode())
+    except RayclError as error:
+        remove_folders(created)
+        return WrittenFile(problem=str(error))
+    return WrittenFile(created=created)
+
+
+def read_files(folder: Place, files: Sequence[str]) -> dict[str, str]:
+    """Return the problem of each file that is missing or differs from the one written."""
+    problems = {}
+    for file in files:
+        place = folder / file
+        try:
+            if not place.exists():
+                problems[file] = "does not see"
+            elif place.read_bytes() != file.encode():
+                problems[file] = "sees other bytes in"
+        except RayclError as error:
+            problems[file] = f"{error}:"
+    return problems
+
+
+def delete_file(folder: Place, file: str) -> str:
+    """Delete a file if it exists; return the error, if any."""
+    place = folder / file
+    try:
+        if place.exists():
+            place.delete()
+    except RayclError as error:
+        return str(error)
+    return ""
+
+
+def remove_folders(folders: Sequence[str]) -> None:
+    """Remove these local folders, the deepest first, until one is missing or in use."""
+    for folder in folders:
+        try:
+            Path(folder).rmdir()
+        except OSError:
+            return
+
+
+def random_bytes(num_bytes: int) -> np.ndarray:
+    """Return bytes that cannot be compressed."""
+    return np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+
+
+def fetch_seconds(boxes: list[Any], timeout_s: float) -> float:
+    """Fetch an object from another node's object store; return the seconds that it took."""
+    started = time.perf_counter()
+    ray.get(boxes[0], timeout=timeout_s)
+    return time.perf_counter() - started
+
+
+def process_memory() -> float:
+    """Return the memory of this process alone, in bytes; 0 on systems without /proc."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0.0
+    return 1024.0 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))

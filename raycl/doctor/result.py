@@ -1,4 +1,4 @@
-"""A finding: one line, green or red."""
+"""The result of a check: one line, green or red."""
 
 import sys
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import final
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """One thing looked at: whether it is good, what was seen, and what to do if it is not."""
+    """Whether a check passed, what it found, and how to fix it if it failed."""
 
     good: bool
     name: str
@@ -23,9 +23,16 @@ class CheckResult:
         return f"{mark} {self.name}: {seen}" + (f" -> {self.remedy}" if self.remedy else "")
 
 
-def size(num_bytes: float) -> str:
-    """Return a number of bytes as people read it."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:,.1f} {name}"
-    return f"{num_bytes:,.0f} B"
+def passed(name: str, seen: str) -> CheckResult:
+    """Return a green result."""
+    return CheckResult(good=True, name=name, seen=seen)
+
+
+def failed(name: str, seen: str, remedy: str = "") -> CheckResult:
+    """Return a red result."""
+    return CheckResult(good=False, name=name, seen=seen, remedy=remedy)
+
+
+def passed_if(good: bool, name: str, seen: str, remedy: str) -> CheckResult:
+    """Return a green result if ``good``, otherwise a red one with its remedy."""
+    return passed(name, seen) if good else failed(name, seen, remedy)

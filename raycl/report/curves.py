@@ -9,18 +9,16 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from numpy.typing import NDArray
 
 from raycl.records import ROLLBACK
-from raycl.report.history import Event, Numbers, Series
-from raycl.report.theme import BAND, DASHES, HUES, INK, LINE, MUTED, NUM_HUES, WARNING, Drawing
+from raycl.report.drawing import BAND, DASHES, HUES, INK, MUTED, NUM_HUES, WARNING, Drawing
+from raycl.report.history import Event, Floats, Series
 
-COLUMNS = 320  # into which a long curve is cut: about one a pixel
-_FEW = 40  # points, each of which gets a mark
-_LOG_FROM = 50  # times between the least and the greatest value
+MAX_POINTS = 320  # of a curve: about one per pixel
+_MAX_MARKED = 40  # points of a curve that each get a mark
+_LOG_RATIO = 50  # between largest and smallest value, from which on the axis is logarithmic
 _LETTERS = string.ascii_uppercase
-_WEIGHTY = ("collapse", ROLLBACK)  # events
-NUM_STYLES = NUM_HUES * len(DASHES)
+_SERIOUS = ("collapse", ROLLBACK)  # kinds of events
 
 
 @final
@@ -36,9 +34,9 @@ class Curve:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What is drawn over what: the unit of the values, and how they are shown.
+    """The unit of the values and how they are drawn, over ``step`` or ``samples``.
 
-    ``over`` is step or samples. Values from ``healthy_from`` on are good.
+    Values from ``healthy_from`` on are healthy.
     """
 
     unit: str
@@ -53,40 +51,42 @@ class Axis:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What all drawings of a run share: where its stages begin, and what happened."""
+    """The background of all curves of a run: the steps at which its stages start, and its events."""
 
     stage_starts: tuple[int, ...] = ()
     events: tuple[Event, ...] = ()
 
     def lettered(self) -> list[tuple[str, Event]]:
-        """Return all events with the letter of their mark; where there are many, only the weightiest have one."""
-        weighty = sorted(self.events, key=lambda event: event.kind not in _WEIGHTY)[: len(_LETTERS)]
-        marked = {id(event) for event in weighty}
+        """Return all events with their letters; if there are too many, the most serious ones get a letter."""
+        by_weight = sorted(self.events, key=lambda event: event.kind not in _SERIOUS)
+        marked = {id(event) for event in by_weight[: len(_LETTERS)]}
         letters = iter(_LETTERS)
         return [(next(letters) if id(event) in marked else "", event) for event in self.events]
 
 
-NO_COURSE = Timeline()
+_NO_TIMELINE = Timeline()
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DownsampledCurve:
-    """A curve in so few points that a drawing shows them all: the mean, and between what it moved."""
+    """Mean, minimum and maximum of the values in each column of a drawing.
 
-    x: Numbers
-    low: Numbers
-    mean: Numbers
-    high: Numbers
-    is_whole: bool  # each point is one of the curve's own
+    ``is_whole`` says that every point of the curve has its own column.
+    """
+
+    x: Floats
+    low: Floats
+    mean: Floats
+    high: Floats
+    is_whole: bool
 
 
-def envelope(x: Numbers, value: Numbers, *, columns: int = COLUMNS) -> DownsampledCurve:
-    """Cut a curve into columns of equal width; no extreme value gets lost, NaN is left out."""
+def downsample(x: Floats, value: Floats, *, columns: int = MAX_POINTS) -> DownsampledCurve:
+    """Reduce a curve to columns of equal width without losing an extreme value; NaN is skipped."""
     good = ~np.isnan(value) & ~np.isnan(x)
     if good.sum() <= 2 * columns:
-        # A gap stays a gap.
-        return DownsampledCurve(x=x, low=value, mean=value, high=value, is_whole=True)
+        return DownsampledCurve(x=x, low=value, mean=value, high=value, is_whole=True)  # gaps stay gaps
     x, value = x[good], value[good]
     span = max(float(x.max() - x.min()), 1e-9)
     column = np.minimum(((x - x.min()) / span * columns).astype(np.int64), columns - 1)
@@ -103,36 +103,39 @@ def envelope(x: Numbers, value: Numbers, *, columns: int = COLUMNS) -> Downsampl
     )
 
 
-def draw_curves(curves: Sequence[Curve], axis: Axis, *, label: str, course: Timeline = NO_COURSE) -> Markup:
+def draw_curves(
+    curves: Sequence[Curve], axis: Axis, *, label: str, timeline: Timeline = _NO_TIMELINE
+) -> Markup:
     """Return a drawing of one or more curves; ``label`` describes it in words."""
-    with Drawing() as drawing:
-        axes = drawing.figure.add_subplot()
-        _set_up(axes, axis, curves)
+    with Drawing(label) as drawing:
+        _set_up(drawing.axes, axis, curves)
         for curve in curves:
-            _draw(axes, curve, axis)
-        _draw_limit(axes, axis)
-        _draw_course(axes, course)
+            _draw_curve(drawing.axes, curve, axis)
+        if axis.healthy_from is not None:
+            _draw_limit(drawing.axes, axis.healthy_from)
+        _draw_timeline(drawing.axes, timeline)
         if any(curve.label for curve in curves) and len(curves) > 1:
-            axes.legend(loc="best", handlelength=2.4)
-        return drawing.svg(label=label)
+            drawing.axes.legend(loc="best", handlelength=2.4)
+        return drawing.to_svg()
 
 
-def draw_shares(parts: Sequence[tuple[str, Series]], *, label: str, course: Timeline = NO_COURSE) -> Markup:
-    """Return how a whole is shared out, from the bottom up; the parts lie at the same steps."""
-    cut = [envelope(series.step, series.value) for _, series in parts]
-    with Drawing() as drawing:
-        axes = drawing.figure.add_subplot()
+def draw_shares(
+    parts: Sequence[tuple[str, Series]], *, label: str, timeline: Timeline = _NO_TIMELINE
+) -> Markup:
+    """Return the parts of a whole, stacked from the bottom up; all parts have the same steps."""
+    curves = [downsample(series.step, series.value) for _, series in parts]
+    x, values = curves[0].x, [np.nan_to_num(curve.mean) for curve in curves]
+    with Drawing(label) as drawing:
+        axes = drawing.axes
         _set_up(axes, Axis(unit="share of training time", percent=True), [])
-        values = [np.nan_to_num(each.mean) for each in cut]
-        if len(cut[0].x) == 1:
-            axes.bar(cut[0].x, [1.0], width=0.5, color="none", edgecolor="none")
-        colors = [HUES[number] for number in range(len(parts))]
-        kind: dict[str, Any] = {"colors": colors, "labels": [name for name, _ in parts], "linewidth": 0}
-        axes.stackplot(_widened(cut[0].x), *[_twice_if_alone(value) for value in values], **kind)
+        if len(x) == 1:  # a point becomes as wide as a step
+            x, values = np.array([x[0] - 0.5, x[0] + 0.5]), [np.repeat(value, 2) for value in values]
+        style: dict[str, Any] = {"colors": list(HUES[: len(parts)]), "labels": [name for name, _ in parts]}
+        axes.stackplot(x, *values, linewidth=0, **style)
         axes.set_ylim(0, 1)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=1.2)
-        _draw_course(axes, course)
-        return drawing.svg(label=label)
+        _draw_timeline(axes, timeline)
+        return drawing.to_svg()
 
 
 def _set_up(axes: Axes, axis: Axis, curves: Sequence[Curve]) -> None:
@@ -143,7 +146,7 @@ def _set_up(axes: Axes, axis: Axis, curves: Sequence[Curve]) -> None:
     values = np.concatenate([np.empty(0), *(curve.series.value for curve in curves)])
     values = values[np.isfinite(values)]
     is_positive = len(values) > 0 and values.min() > 0
-    if axis.may_be_log and is_positive and values.max() > _LOG_FROM * values.min():
+    if axis.may_be_log and is_positive and values.max() > _LOG_RATIO * values.min():
         axes.set_yscale("log")
         return
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
@@ -155,36 +158,34 @@ def _set_up(axes: Axes, axis: Axis, curves: Sequence[Curve]) -> None:
         axes.set_ylim(0, max(values.max() * 1.08, 1e-9))
 
 
-def _draw(axes: Axes, curve: Curve, axis: Axis) -> None:
+def _draw_curve(axes: Axes, curve: Curve, axis: Axis) -> None:
     color, dashes = HUES[curve.style % NUM_HUES], DASHES[curve.style // NUM_HUES % len(DASHES)]
     kept, dropped = curve.series.kept(), curve.series.dropped()
     if len(dropped.value):
-        cut = envelope(_x_of(dropped, axis), dropped.value)
-        axes.plot(cut.x, cut.mean, color=MUTED, linewidth=1.0, linestyle=(0, (1, 1.5)))
-    x = _x_of(kept, axis)
-    cut = envelope(x, kept.value)
-    if not cut.is_whole:
-        axes.fill_between(cut.x, cut.low, cut.high, color=color, alpha=0.25, linewidth=0)
+        points = downsample(_x(dropped, axis), dropped.value)
+        axes.plot(points.x, points.mean, color=MUTED, linewidth=1.0, linestyle=(0, (1, 1.5)))
+    x = _x(kept, axis)
+    points = downsample(x, kept.value)
+    if not points.is_whole:
+        axes.fill_between(points.x, points.low, points.high, color=color, alpha=0.25, linewidth=0)
     style: dict[str, Any] = {"drawstyle": "steps-post"} if axis.stairs else {}
-    if len(cut.x) <= _FEW and (not axis.stairs or len(cut.x) == 1):
+    if len(points.x) <= _MAX_MARKED and (not axis.stairs or len(points.x) == 1):
         style |= {"marker": "o", "markersize": 3.2}
-    axes.plot(cut.x, cut.mean, color=color, linestyle=dashes, label=curve.label or "_", **style)
-    bad = x[np.isnan(kept.value)][:COLUMNS]
+    axes.plot(points.x, points.mean, color=color, linestyle=dashes, label=curve.label or "_", **style)
+    bad = x[np.isnan(kept.value)][:MAX_POINTS]
     if len(bad):
         transform = axes.get_xaxis_transform()
         axes.plot(bad, np.full(len(bad), 0.04), "x", color=WARNING, transform=transform, markersize=5)
 
 
-def _draw_limit(axes: Axes, axis: Axis) -> None:
-    if axis.healthy_from is None:
-        return
-    # A limit outside the axes would take the room of the drawing for its name.
+def _draw_limit(axes: Axes, limit: float) -> None:
+    # A label outside the axes would shrink them.
     low, high = axes.get_ylim()
-    axes.set_ylim(min(low, axis.healthy_from), max(high, 1.08 * axis.healthy_from))
-    axes.axhline(axis.healthy_from, color=WARNING, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.set_ylim(min(low, limit), max(high, 1.08 * limit))
+    axes.axhline(limit, color=WARNING, linewidth=1.2, linestyle=(0, (4, 2)))
     axes.annotate(
         "healthy above",
-        (1, axis.healthy_from),
+        (1, limit),
         xycoords=("axes fraction", "data"),
         xytext=(0, 3),
         textcoords="offset points",
@@ -194,23 +195,22 @@ def _draw_limit(axes: Axes, axis: Axis) -> None:
     )
 
 
-def _draw_course(axes: Axes, course: Timeline) -> None:
-    right = axes.get_xlim()[1]
+def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     top: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "fontsize": 11}
-    edges = [*course.stage_starts, right]
-    for number, start in enumerate(course.stage_starts if len(course.stage_starts) > 1 else ()):
+    starts = timeline.stage_starts if len(timeline.stage_starts) > 1 else ()
+    ends = [*starts[1:], axes.get_xlim()[1]]
+    for number, (start, end) in enumerate(zip(starts, ends, strict=False)):
         if number % 2:
-            axes.axvspan(start, max(start, edges[number + 1]), color=BAND, linewidth=0, zorder=0)
+            axes.axvspan(start, max(start, end), color=BAND, linewidth=0, zorder=0)
         axes.text(start, 1.01, f" stage {number + 1}", color=MUTED, va="bottom", **top)
-    for letter, event in course.lettered():
-        if not letter:
-            continue
-        color = MUTED if event.kind == "workers" else WARNING
-        axes.axvline(event.step, color=color, linewidth=1.0, linestyle=(0, (3, 2)))
-        axes.text(event.step, 0.98, f" {letter}", color=INK, va="top", weight="bold", **top)
+    for letter, event in timeline.lettered():
+        if letter:
+            color = MUTED if event.kind == "workers" else WARNING
+            axes.axvline(event.step, color=color, linewidth=1.0, linestyle=(0, (3, 2)))
+            axes.text(event.step, 0.98, f" {letter}", color=INK, va="top", weight="bold", **top)
 
 
-def _x_of(series: Series, axis: Axis) -> Numbers:
+def _x(series: Series, axis: Axis) -> Floats:
     return series.samples if axis.over == "samples" else series.step
 
 
@@ -220,24 +220,3 @@ def _short(value: float, _: Any = None) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
     return f"{value:g}"
-
-
-def _widened(x: Numbers) -> Numbers:
-    return x if len(x) > 1 else np.array([x[0] - 0.5, x[0] + 0.5])
-
-
-def _twice_if_alone(value: NDArray[np.float64]) -> Numbers:
-    return value if len(value) > 1 else np.repeat(value, 2)
-
-
-__all__ = [
-    "LINE",
-    "NO_COURSE",
-    "NUM_STYLES",
-    "Axis",
-    "Curve",
-    "Timeline",
-    "draw_curves",
-    "draw_shares",
-    "envelope",
-]

@@ -1,102 +1,88 @@
-"""What must be said of a run before anybody looks at its curves."""
+"""Notes at the top of a report: warnings, and reasons for missing sections."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 from raycl.records import ROLLBACK
-from raycl.report.figures import JUDGMENTS
 from raycl.report.run import Run
+from raycl.report.sections import EVALUATION_METRICS
 
 
 @final
 @dataclass(frozen=True)
 class Note:
-    """A sentence; ``is_bad`` if it warns."""
+    """One or two sentences; ``is_bad`` marks a warning."""
 
     text: str
     is_bad: bool = False
 
 
-def remarks(run: Run) -> list[Note]:
-    """Return what is special about a run: that it goes on, failed, collapsed, has no labels, and so on."""
-    return [*_of_status(run), *_of_course(run), *_of_what_is_missing(run)]
+def make_notes(run: Run) -> list[Note]:
+    """Return what a reader must know before the curves: whether the run failed, collapsed, has no labels, and so on."""
+    return [*_status_notes(run), *_history_notes(run), *_missing_notes(run)]
 
 
-def _of_status(run: Run) -> list[Note]:
+def _status_notes(run: Run) -> Iterator[Note]:
     last = int(run.history["step"].last or 0)
-    if run.status == "finished":
-        return []
     if run.status == "running":
-        return [
-            Note(
-                f"The run is still going, or was killed: this page knows of it up to step {last:,}. Write it again "
-                "for more."
-            )
-        ]
-    if run.status == "stopped":
-        return [Note(f"The run was stopped at about step {last:,}; raycl train --resume goes on.")]
-    if run.status == "failed":
-        error = str(run.result.get("error", "nobody wrote down why"))
-        return [Note(f"The run failed at about step {last:,}: {error}", is_bad=True)]
-    return [Note("Nobody knows whether the run is over: it has no result.json.", is_bad=True)]
-
-
-def _of_course(run: Run) -> list[Note]:
-    history, found = run.history, []
-    num_bad = {name: series.num_bad for name, series in history.series.items() if series.num_bad}
-    if num_bad:
-        named = ", ".join(f"{name} {count:,} times" for name, count in num_bad.items())
-        found.append(Note(f"Some figures were no numbers (NaN or infinite): {named}.", is_bad=True))
-    if history.num_unreadable:
-        found.append(
-            Note(f"{history.num_unreadable:,} lines of metrics.jsonl could not be read.", is_bad=True)
+        yield Note(
+            f"The run is still going or was killed: this page ends at step {last:,}. Write it again for more."
         )
+    elif run.status == "stopped":
+        yield Note(f"The run was stopped at about step {last:,}; raycl train --resume continues it.")
+    elif run.status == "failed":
+        error = run.result.get("error", "the reason is not recorded")
+        yield Note(f"The run failed at about step {last:,}: {error}", is_bad=True)
+    elif run.status != "finished":
+        yield Note("It is unknown whether the run is over: it has no result.json.", is_bad=True)
+
+
+def _history_notes(run: Run) -> Iterator[Note]:
+    history = run.history
+    bad = [f"{name} {series.num_bad:,} times" for name, series in history.series.items() if series.num_bad]
+    if bad:
+        yield Note(f"Some metrics were NaN or infinite: {', '.join(bad)}.", is_bad=True)
+    if history.num_unreadable:
+        yield Note(f"{history.num_unreadable:,} lines of metrics.jsonl could not be read.", is_bad=True)
     kinds = [event.kind for event in history.events]
     if "collapse" in kinds:
-        found.append(Note("The embeddings collapsed; see What happened below.", is_bad=True))
+        yield Note("The embeddings collapsed; see Events below.", is_bad=True)
     if num_rollbacks := kinds.count(ROLLBACK):
         times = "once" if num_rollbacks == 1 else f"{num_rollbacks} times"
-        found.append(
-            Note(
-                f"The run was rolled back {times}: what that undid is drawn dotted, and counts nowhere else."
-            )
-        )
-    return found
+        yield Note(f"The run was rolled back {times}: undone steps are drawn dotted and count nowhere else.")
 
 
-def _of_what_is_missing(run: Run) -> list[Note]:
-    history, found = run.history, []
-    num_steps = history.num_steps()
+def _missing_notes(run: Run) -> Iterator[Note]:
+    num_steps = run.history.num_steps()
     if num_steps == 0:
-        found.append(Note("No step has been logged."))
+        yield Note("No step has been logged.")
     elif num_steps == 1:
-        found.append(Note("One step has been logged: a point, no curve."))
-    if not any(history.has(name) for name in JUDGMENTS):
-        found.append(Note(f"There is no periodic judgment: {_why_unjudged(run)}."))
-    if run.gallery is None:
-        found.append(Note(f"There are no embeddings to show: {_why_unportrayed(run)}."))
-    elif run.latest is None:
-        found.append(Note("Embeddings are those of the untrained encoder: nothing has been judged since."))
+        yield Note("One step has been logged: a point instead of a curve.")
+    if not any(run.history.has(name) for name in EVALUATION_METRICS):
+        yield Note(f"There is no periodic evaluation: {_why_not_evaluated(run)}.")
+    if run.probes is None:
+        yield Note(f"There are no embeddings to show: {_why_no_snapshots(run)}.")
+        return
+    if run.latest is None:
+        yield Note("The embeddings are from the untrained encoder: there has been no evaluation since.")
     elif run.first is None:
-        found.append(Note("There is no picture of the encoder before training."))
-    if run.gallery is not None and not run.gallery.held_out:
-        found.append(
-            Note("Embeddings, neighbors and maps are of samples that the run trained on: it holds none out.")
-        )
-    return found
+        yield Note("There is no embedding snapshot from before training.")
+    if not run.probes.held_out:
+        yield Note("Embeddings, neighbors and maps show training samples: the run holds none out.")
 
 
-def _why_unjudged(run: Run) -> str:
+def _why_not_evaluated(run: Run) -> str:
     if run.config.evaluation.every_epochs == 0:
         return "evaluation.every_epochs is 0"
     if run.config.has_two_towers:
-        return "too few pairs were held out, or none was judged yet"
-    return "the samples have no labels, or none was judged yet"
+        return "too few pairs were held out, or the first evaluation is yet to come"
+    return "the samples have no labels, or the first evaluation is yet to come"
 
 
-def _why_unportrayed(run: Run) -> str:
+def _why_no_snapshots(run: Run) -> str:
     if run.config.evaluation.portrait < 2:
         return f"evaluation.portrait is {run.config.evaluation.portrait}"
     if run.data.get("streamed"):
-        return "the data are streamed, and no rows are held out to be looked at"
-    return "the run has not come to it, or was made before there were portraits"
+        return "the data are streamed and no rows are held out"
+    return "the run has not reached its first snapshot"

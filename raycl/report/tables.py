@@ -1,46 +1,32 @@
-"""Tables of a report: what a run is, what came of it, and in what several runs differ."""
+"""Tables of a report: the facts of a run, its skipped rows, and the differences of several runs."""
 
 import datetime
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from raycl.config import leaves
 from raycl.config.overrides import differences
-from raycl.report.figures import JUDGMENTS
+from raycl.display import Table
 from raycl.report.run import Run
+from raycl.report.sections import EVALUATION_METRICS, timeline_of
 
 NONE = "-"
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows of text under a head; the first cell of a row names it."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-
-
-def facts(run: Run) -> list[tuple[str, str]]:
-    """Return what the run is, by name."""
+def run_facts(run: Run) -> list[tuple[str, str]]:
+    """Return the facts of a run by name."""
     config, history, result = run.config, run.history, run.result
-    store = config.negatives.store.replace("_", " ")
-    negatives = [
-        *(["in the batch"] if config.negatives.in_batch else []),
-        *([] if store == "none" else [store]),
-    ]
-    found = {
+    negatives = ["in the batch"] if config.negatives.in_batch else []
+    if config.negatives.store != "none":
+        negatives.append(config.negatives.store.replace("_", " "))
+    facts = {
         "Recipe": config.recipe,
         "Data": str(run.data.get("data") or "a Ray Dataset"),
         "Rows": _count(run.data.get("num_rows")),
         "Encoder": config.encoder.name,
         "Loss": ", ".join(dict.fromkeys(stage.loss for stage in config.stages)),
-        "Negatives": " and ".join(negatives) or "those of the pairs",
+        "Negatives": " and ".join(negatives) or "explicit ones of the pairs",
         "Batch size": ", ".join(f"{stage.batch_size:,}" for stage in config.stages),
         "Workers": _count(history["workers"].last),
         "Steps": _count(result.get("steps", history["step"].last)),
@@ -50,66 +36,63 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Flat images": _count(result.get("flat_images") or None),
         "Last line": _time(history["time"].last),
     }
-    return [(name, value) for name, value in found.items() if value != NONE]
+    return [(name, value) for name, value in facts.items() if value != NONE]
 
 
-def broken_rows(run: Run) -> Table | None:
-    """Return how many rows were left out, by cause; None if the run is not over or none was."""
-    broken, left_out = (run.result.get(name) or {} for name in ("broken_rows", "left_out"))
-    rows = [[str(cause), _count(count), "broken"] for cause, count in broken.items()]
-    rows += [[str(cause), _count(count), "sound, of no use"] for cause, count in left_out.items()]
-    if not rows:
-        return None
-    return Table(title="Rows left out", head=["cause", "rows", "kind"], rows=rows)
+def event_table(run: Run) -> Table | None:
+    """Return the events of a run with the letters of their marks, None if there are none."""
+    rows = [
+        (letter, f"{event.step:,}", event.kind, event.text) for letter, event in timeline_of(run).lettered()
+    ]
+    return Table(title="Events", columns=("mark", "step", "event", "text"), rows=rows) if rows else None
 
 
-def final_figures(runs: Sequence[Run]) -> Table:
-    """Return the last figures of several runs, a row each."""
+def skipped_rows(run: Run) -> Table | None:
+    """Return the number of skipped rows by cause, None if the run is not over or skipped none."""
+    invalid, unused = (run.result.get(name) or {} for name in ("broken_rows", "left_out"))
+    rows = [(str(cause), _count(count), "invalid") for cause, count in invalid.items()]
+    rows += [(str(cause), _count(count), "valid, but not used") for cause, count in unused.items()]
+    return Table(title="Skipped rows", columns=("cause", "rows", "kind"), rows=rows) if rows else None
+
+
+def final_metrics(runs: Sequence[Run]) -> Table:
+    """Return the last metrics of several runs, one row per run."""
     columns: dict[str, Callable[[Run], str]] = {
         "status": lambda run: run.status,
         "steps": lambda run: _count(run.history["step"].last),
         "samples": lambda run: _count(run.history["samples"].last),
         "training time": lambda run: duration(run.result.get("seconds", run.history["seconds"].last)),
-        "samples/s": lambda run: number(
-            run.result.get("samples_per_second", _mean(run, "samples_per_second"))
+        "samples/s": lambda run: _number(
+            run.result.get("samples_per_second", run.history["samples_per_second"].mean)
         ),
-        "loss": lambda run: number(run.history["loss"].last),
+        "loss": lambda run: _number(run.history["loss"].last),
     }
-    for name, text in JUDGMENTS.items():
+    for name, text in EVALUATION_METRICS.items():
         columns[text] = lambda run, name=name: _percent(run.history[name].last)
-        columns[f"best {text}"] = lambda run, name=name: _percent(_best(run, name))
+        columns[f"best {text}"] = lambda run, name=name: _percent(run.history[name].max)
     columns |= {
-        "effective rank": lambda run: number(run.history["effective_rank"].last),
-        "gap": lambda run: number(run.history["positive_negative_gap"].last),
-        "waits for data": lambda run: _percent(_mean(run, "data_wait_fraction")),
+        "effective rank": lambda run: _number(run.history["effective_rank"].last),
+        "gap": lambda run: _number(run.history["positive_negative_gap"].last),
+        "waits for data": lambda run: _percent(run.history["data_wait_fraction"].mean),
     }
-    cells = {name: [look(run) for run in runs] for name, look in columns.items()}
-    used = [name for name, values in cells.items() if set(values) != {NONE}]
-    rows = [[run.name, *(cells[name][place] for name in used)] for place, run in enumerate(runs)]
-    return Table(title="Final figures", head=["run", *used], rows=rows)
+    cells = {name: [column(run) for run in runs] for name, column in columns.items()}
+    cells = {name: values for name, values in cells.items() if set(values) != {NONE}}
+    rows = list(zip([run.name for run in runs], *cells.values(), strict=True))
+    return Table(title="Final metrics", columns=("run", *cells), rows=rows)
 
 
 def differing_settings(runs: Sequence[Run]) -> Table:
-    """Return the settings in which the runs differ, a row each."""
+    """Return the settings in which the runs differ, one row per setting."""
     first, *others = runs
     keys = dict.fromkeys(key for other in others for key in differences(first.config, other.config))
-    flat = [leaves(run.config) for run in runs]
-    rows = [[key, *(_setting(values, key) for values in flat)] for key in keys]
-    return Table(title="Settings that differ", head=["setting", *(run.name for run in runs)], rows=rows)
-
-
-def number(value: Any) -> str:
-    """Return a number with four digits that count, or a dash."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return NONE
-    if abs(value) >= 1_000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    settings = [leaves(run.config) for run in runs]
+    rows = [(key, *(_setting(values.get(key, NONE)) for values in settings)) for key in keys]
+    return Table(title="Settings that differ", columns=("setting", *(run.name for run in runs)), rows=rows)
 
 
 def duration(seconds: Any) -> str:
     """Return 3 h 5 min, 12 min 4 s, or 9 s."""
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if not _is_finite(seconds):
         return NONE
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -118,34 +101,30 @@ def duration(seconds: Any) -> str:
     return f"{minutes} min {left} s" if minutes else f"{left} s"
 
 
-def _setting(values: Mapping[str, Any], key: str) -> str:
-    value = values.get(key, NONE)
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _mean(run: Run, name: str) -> float | None:
-    value = run.history[name].kept().value
-    good = value[~np.isnan(value)]
-    return float(good.mean()) if len(good) else None
-
-
-def _best(run: Run, name: str) -> float | None:
-    value = run.history[name].kept().value
-    good = value[~np.isnan(value)]
-    return float(good.max()) if len(good) else None
-
-
-def _percent(value: float | None) -> str:
-    return NONE if value is None or not math.isfinite(value) else f"{value:.1%}"
+def _number(value: Any) -> str:
+    """Return a number with four significant digits, or a dash."""
+    if not _is_finite(value):
+        return NONE
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
 
 
 def _count(value: Any) -> str:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return NONE
-    return f"{int(value):,}"
+    return f"{int(value):,}" if _is_finite(value) else NONE
+
+
+def _percent(value: float | None) -> str:
+    return f"{value:.1%}" if value is not None and _is_finite(value) else NONE
 
 
 def _time(value: float | None) -> str:
     if value is None:
         return NONE
     return f"{datetime.datetime.fromtimestamp(value, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _setting(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -30,7 +30,7 @@ from raycl.training.job import Finished, Job, Outcome, ResizeRequested, Stopped
 from raycl.training.metrics_logger import Clock, MetricsLogger
 from raycl.training.objectives import Objective
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
-from raycl.training.snapshot_writer import open_portrayer
+from raycl.training.snapshot_writer import open_snapshot_writer
 from raycl.training.stages import Position, momentum_schedule, stage_plans
 from raycl.training.step import StepOutput, train_step
 from raycl.training.stores import BankStore, Store
@@ -70,7 +70,7 @@ class _Loop:
         maker = build.view_maker(self._config, self._modality, device)
         self._epochs = Epochs(job.stream or self._shuffled(train_rows), maker)
         self._judge = self._build_judge(rows, maker.drawing)
-        self._portrayer = open_portrayer(job, rows, maker.drawing)
+        self._portrayer = open_snapshot_writer(job, rows, maker.drawing)
         self._towers = build.towers(self._config, self._modality, job.network).to(device)
         self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._frequencies = build.frequencies(self._config, train_rows)
@@ -377,7 +377,7 @@ class _Loop:
     def _portray(self, position: Position) -> None:
         if self._portrayer is not None:
             with self._clock.paused():
-                self._portrayer.portray(self._towers, self._device, step=position.step)
+                self._portrayer.write(self._towers, self._device, step=position.step)
 
     def _finish(self, position: Position) -> Finished | None:
         already_saved = position.step == self._saver.step

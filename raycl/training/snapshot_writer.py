@@ -1,7 +1,7 @@
-"""The portrait of a run's encoder: embeddings and similarities of some samples, for the report.
+"""Embedding snapshots of a run for its report: embeddings and similarities of some samples.
 
-Rows that the run holds out; where it holds none out, rows that it trains on. A streamed run without a
-judge has no rows at hand, and no portrait.
+The samples are held-out rows or, if the run holds none out, training rows. A streamed run without evaluation
+keeps no rows in memory and writes no snapshot.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from raycl.embedding_snapshot import (
     ProbeSet,
     Similarities,
     count_cosines,
-    write_gallery,
-    write_portrait,
+    write_probe_set,
+    write_snapshot,
 )
 from raycl.evaluation.embed import embed
 from raycl.models.towers import Tower, Towers, TwoTowers
@@ -49,7 +49,7 @@ THUMBNAIL = 64  # pixels of the longer side
 @final
 @dataclass(frozen=True, kw_only=True)
 class SnapshotWriter:
-    """Portray the towers by the rows at ``positions``; all workers call it together, the first one writes."""
+    """Embeds the rows at ``positions``; all workers call it together, and the first one writes."""
 
     rows: InMemoryDataset
     positions: NDArray[np.int64]
@@ -59,65 +59,62 @@ class SnapshotWriter:
     held_out: bool
     seed: int
 
-    def portray(self, towers: Towers, device: torch.device, *, step: int) -> None:
-        """Write what the towers make of the samples: before the first step, or in place of the latest one.
-
-        Raises ``StorageError``.
-        """
+    def write(self, towers: Towers, device: torch.device, *, step: int) -> None:
+        """Write the snapshot before the first step, or replace the latest one; raises ``StorageError``."""
         number = len(self.positions)
         if isinstance(towers, TwoTowers):
             embedding, key = self._both(towers, number, device)
             compared, key_id = (embedding, key), self._key_ids(number, device)
         else:
             inputs = self._inputs(self.drawing.plain, number, device)
-            embedding, key = self._gathered(embed(towers.encoder, inputs), number, device), None
+            embedding, key = self._gather(embed(towers.encoder, inputs), number, device), None
             few = min(NUM_COMPARED, number)
             compared, key_id = self._two_views(towers, few, device), self._key_ids(few, device)
         if rank() != 0:
             return
         if step == 0:
-            write_gallery(self.output, self._gallery())
-        portrait = EmbeddingSnapshot(
+            write_probe_set(self.output, self._probe_set())
+        snapshot = EmbeddingSnapshot(
             step=step,
             embedding=embedding.half().numpy(),
             key=None if key is None else key.half().numpy(),
             similarities=_similarities(*compared, key_id),
         )
-        write_portrait(self.output, FIRST if step == 0 else LATEST, portrait)
+        write_snapshot(self.output, FIRST if step == 0 else LATEST, snapshot)
 
     def _both(self, towers: TwoTowers, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of queries and of their keys."""
+        """Return the embeddings of the queries and of their keys."""
         query = embed(towers.query, self._inputs(self.drawing.plain, number, device))
         key = embed(towers.key_tower, self._inputs(self.drawing.plain_key, number, device))
-        return self._gathered(query, number, device), self._gathered(key, number, device)
+        return self._gather(query, number, device), self._gather(key, number, device)
 
     def _two_views(self, tower: Tower, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of two views, as the loss sees them but for BatchNorm's running statistics."""
-        torch.manual_seed(hash((self.seed, rank())) % 2**63)  # dropout alone may tell views apart
-        with torch.no_grad(), _but_for_dropout(tower):
+        """Return the embeddings of two views, as in the loss except that BatchNorm uses its running statistics."""
+        torch.manual_seed(hash((self.seed, rank())) % 2**63)  # views may differ by dropout alone
+        with torch.no_grad(), _eval_with_dropout(tower):
             first, second = (
                 torch.cat(
                     [tower(inputs) for inputs in self._inputs(partial(self._view, which), number, device)]
                 )
                 for which in (0, 1)
             )
-        return self._gathered(first, number, device), self._gathered(second, number, device)
+        return self._gather(first, number, device), self._gather(second, number, device)
 
     def _view(self, which: int, batch: Batch) -> Draft:
         return self.drawing.view(batch, which)
 
     def _inputs(self, draw: Callable[[Batch], Draft], number: int, device: torch.device) -> Iterator[Tensor]:
-        """Draw this worker's share of the first rows."""
+        """Make the inputs of this worker's share of the first rows."""
         return (draw(batch).on(device) for batch in self._share(number))
 
     def _share(self, number: int) -> Iterator[Batch]:
-        """Yield this worker's share of the first rows: as many on each, so the last may begin again at the first."""
+        """Yield this worker's share of the first rows, of equal size on each: the last one may wrap around."""
         share = np.arange(-(-number // num_workers())) * num_workers() + rank()
         for start in range(0, len(share), BATCH_SIZE):
             chosen = share[start : start + BATCH_SIZE] % number
             yield self.rows.take(self.positions[chosen])
 
-    def _gathered(self, rows: Tensor, number: int, device: torch.device) -> Tensor:
+    def _gather(self, rows: Tensor, number: int, device: torch.device) -> Tensor:
         """Return the unit rows [number, dim] of all shares on the CPU, in the order of the samples."""
         return self._in_order(F.normalize(rows.float(), dim=1).to(device), number)
 
@@ -129,7 +126,7 @@ class SnapshotWriter:
         shares = gather_detached(own).unflatten(0, (num_workers(), -1))
         return shares.transpose(0, 1).flatten(0, 1)[:number].cpu()
 
-    def _gallery(self) -> ProbeSet:
+    def _probe_set(self) -> ProbeSet:
         batch = self.rows.take(self.positions)
         reader = None if self.vocabulary is None else Reader(self.vocabulary.tokenizer)
         contents: dict[str, list[bytes] | list[str]] = {}
@@ -144,8 +141,8 @@ class SnapshotWriter:
         )
 
 
-def open_portrayer(job: Job, rows: InMemoryDataset, drawing: Transform) -> SnapshotWriter | None:
-    """Choose the samples, the same on all workers; None if the run wants no portrait, or has no rows at hand."""
+def open_snapshot_writer(job: Job, rows: InMemoryDataset, drawing: Transform) -> SnapshotWriter | None:
+    """Choose the samples, the same on all workers; None if the run wants no snapshot or keeps no rows in memory."""
     held_out = rows.where(job.holdout.is_test)
     is_held_out = len(held_out) >= 2
     shown = held_out if is_held_out else rows.where(job.holdout.is_train)
@@ -154,7 +151,7 @@ def open_portrayer(job: Job, rows: InMemoryDataset, drawing: Transform) -> Snaps
     number = min(job.config.evaluation.portrait, len(shown))
     if number < 2:
         return None
-    # Rows lie in the order of their ids, in which the classes of a folder follow each other.
+    # Rows are sorted by id, so that those of one class may be next to each other.
     positions = np.random.default_rng(job.config.seed).permutation(len(shown))[:number]
     return SnapshotWriter(
         rows=shown,
@@ -168,8 +165,8 @@ def open_portrayer(job: Job, rows: InMemoryDataset, drawing: Transform) -> Snaps
 
 
 @contextlib.contextmanager
-def _but_for_dropout(network: nn.Module) -> Iterator[None]:
-    """Let a network be in evaluation, where it keeps no count of anything, but for its dropout."""
+def _eval_with_dropout(network: nn.Module) -> Iterator[None]:
+    """Switch a network to evaluation mode, which leaves its state unchanged, except for its dropout."""
     modes = {module: module.training for module in network.modules()}
     for module in modes:
         module.training = isinstance(module, _DropoutNd)
@@ -181,7 +178,7 @@ def _but_for_dropout(network: nn.Module) -> Iterator[None]:
 
 
 def _similarities(query: Tensor, key: Tensor, key_id: Tensor) -> Similarities:
-    """Count the cosines of queries with their own keys, and with those of others that are no equal ones."""
+    """Count the cosines of queries with their own keys, and with other keys that differ from these."""
     cosines = query @ key.T
     others = key_id[:, None] != key_id[None, :]
     return Similarities(
@@ -192,12 +189,12 @@ def _similarities(query: Tensor, key: Tensor, key_id: Tensor) -> Similarities:
 def _first_texts(content: object) -> list[NDArray[np.int32]]:
     if isinstance(content, TokenLists):
         content = content.picked(np.zeros(len(content), np.int64))
-    assert isinstance(content, Tokens), "the role holds texts"
+    assert isinstance(content, Tokens), "the column has texts"
     return np.split(content.values, np.cumsum(content.lengths)[:-1])
 
 
 def _thumbnail(pixels: NDArray[np.uint8], aspect: float) -> bytes:
-    """Return a small picture in the original's proportions."""
+    """Return a small image with the proportions of the original."""
     side = min(THUMBNAIL, len(pixels))
     size = (side, max(1, round(side / aspect))) if aspect > 1 else (max(1, round(side * aspect)), side)
     picture = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
@@ -205,7 +202,7 @@ def _thumbnail(pixels: NDArray[np.uint8], aspect: float) -> bytes:
         picture = picture.resize(size, Image.Resampling.LANCZOS)
     stream = io.BytesIO()
     if side <= THUMBNAIL // 2:
-        picture.save(stream, "PNG")  # of few pixels each one counts
+        picture.save(stream, "PNG")  # lossless, since every pixel is visible
     else:
         picture.save(stream, "JPEG", quality=85)
     return stream.getvalue()

@@ -35,8 +35,7 @@ from ray.cluster_utils import Cluster
 import raycl
 from raycl.config.overrides import override
 from raycl.doctor import CheckResult, examine
-from raycl.doctor.auth import examine_access
-from raycl.doctor.cluster import can_grow
+from raycl.doctor.checks import check_access, has_autoscaler
 from raycl.doctor.nodes import alive_nodes
 from raycl.recipes import recipe
 from tests.ports import free_ports
@@ -104,7 +103,7 @@ def token_head(folder: Path) -> list[list[CheckResult]]:
     """A head that asks for a token, which this process has."""
     with _head(folder, {}, with_autoscaler=False) as address:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        found = [examine_access(alive_nodes())]
+        found = [check_access(alive_nodes())]
         ray.shutdown()
     return [found]
 
@@ -115,7 +114,7 @@ def _examine_head(
     with _head(folder, environment, with_autoscaler=with_autoscaler) as address:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         deadline = time.monotonic() + 60
-        while can_grow() is None and time.monotonic() < deadline:
+        while has_autoscaler() is None and time.monotonic() < deadline:
             time.sleep(0.5)  # its first report
         asked = override(recipe("simclr", image_size=16), {"encoder.name": "resnet10", "encoder.width": 0.25})
         found = examine(recipe=asked, quiet=False)

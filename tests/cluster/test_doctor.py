@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from raycl.config.overrides import override
 from raycl.data.coordinator import start_coordinator
 from raycl.data.sources import find_source
 from raycl.doctor import CheckResult, examine
-from raycl.doctor.auth import examine_access, refuses_strangers
-from raycl.doctor.cluster import can_grow
-from raycl.doctor.data import DataExam
-from raycl.doctor.machine import look_around
-from raycl.doctor.memory import RoomExam
-from raycl.doctor.nodes import Node, alive_nodes, ask
-from raycl.doctor.shared_storage import Visit, examine_storage
+from raycl.doctor.checks import (
+    StorageTest,
+    check_access,
+    check_storage,
+    has_autoscaler,
+    refuses_calls_without_token,
+)
+from raycl.doctor.data import DataSummary, check_data
+from raycl.doctor.memory import check_decoded_data, check_memory
+from raycl.doctor.nodes import Node, alive_nodes, ask_nodes, describe_node
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.training.data_module import DataModule
@@ -42,8 +46,25 @@ def write_table(path: Path, **columns: Any) -> str:
     return str(path)
 
 
-def look(data: str, config: Any = None) -> dict[str, CheckResult]:
-    return {finding.name: finding for finding in DataExam(data, None, config).findings()}
+def collect(checks: Generator[CheckResult, None, Any]) -> tuple[dict[str, CheckResult], Any]:
+    """Return the results by name, and the value that the checks return."""
+    results = {}
+    while True:
+        try:
+            result = next(checks)
+        except StopIteration as end:
+            return results, end.value
+        results[result.name] = result
+
+
+def check(data: str, config: Any = None) -> dict[str, CheckResult]:
+    return collect(check_data(data, None, config))[0]
+
+
+def summary_of(data: str, config: Any = None) -> DataSummary:
+    results, summary = collect(check_data(data, None, config))
+    assert summary is not None, results
+    return summary
 
 
 def test_a_node_that_does_not_answer_holds_up_no_one_and_is_named() -> None:
@@ -59,31 +80,31 @@ def test_a_node_that_does_not_answer_holds_up_no_one_and_is_named() -> None:
     nodes = alive_nodes()
     assert [node.is_head for node in nodes] == [True]
     gone = Node(node_id="0" * 56, name="gone", is_head=False, num_cpus=1, num_gpus=0, object_store=0)
-    answers = {answer.node.name: answer for answer in ask([*nodes, gone], look_around, timeout_s=60)}
+    answers = {answer.node.name: answer for answer in ask_nodes([*nodes, gone], describe_node, timeout_s=60)}
     assert answers[nodes[0].name].value is not None
     assert answers["gone"].problem
-    (late,) = ask(nodes, answer_late, 10.0, timeout_s=1.0)
+    (late,) = ask_nodes(nodes, answer_late, 10.0, timeout_s=1.0)
     assert late.problem == "no answer within 1 s"
-    (refusing,) = ask(nodes, refuse)
+    (refusing,) = ask_nodes(nodes, refuse)
     assert "not today" in refusing.problem
 
 
 def test_a_cluster_without_a_token_is_red_where_others_reach_it() -> None:
-    assert refuses_strangers(ray.get_runtime_context().gcs_address) is False
-    finding = examine_access(alive_nodes())
+    assert refuses_calls_without_token(ray.get_runtime_context().gcs_address) is False
+    finding = check_access(alive_nodes())
     assert not finding.good
     assert "other machines reach its head" in finding.seen
     assert "RAY_AUTH_MODE=token" in finding.remedy
 
 
-def test_a_cluster_that_nobody_extends_is_not_taken_for_one_that_grows() -> None:
-    assert can_grow() is not True
+def test_a_cluster_without_an_autoscaler_is_not_taken_for_one_with() -> None:
+    assert has_autoscaler() is not True
 
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_storage_is_tried_from_everywhere_and_left_as_it_was(tmp_path: Path, kind: str) -> None:
     output = str(tmp_path / "deep" / "run") if kind == "local" else f"s3://{BUCKET}/doctor/deep/run"
-    finding = examine_storage(output, alive_nodes())
+    finding = check_storage(output, alive_nodes())
     assert finding.good, finding
     assert "written, read and deleted" in finding.seen
     assert list(tmp_path.iterdir()) == []
@@ -95,48 +116,48 @@ def test_storage_is_tried_from_everywhere_and_left_as_it_was(tmp_path: Path, kin
 
 def test_storage_that_cannot_be_written_is_red_and_nothing_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    finding = examine_storage(str(tmp_path / "file" / "runs" / "first"), alive_nodes())
+    finding = check_storage(str(tmp_path / "file" / "runs" / "first"), alive_nodes())
     assert not finding.good
     assert "cannot write" in finding.seen
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_an_output_that_is_there_is_told(tmp_path: Path) -> None:
+def test_an_existing_output_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
-    finding = examine_storage(str(tmp_path / "run"), alive_nodes())
+    finding = check_storage(str(tmp_path / "run"), alive_nodes())
     assert finding.good
     assert "exists already" in finding.seen
 
 
-def test_a_file_that_another_sees_otherwise_is_told(tmp_path: Path) -> None:
-    visit = Visit(Place(str(tmp_path)), alive_nodes())
-    assert visit._write() == []
+def test_a_file_that_another_node_reads_differently_is_reported(tmp_path: Path) -> None:
+    test = StorageTest(Place(str(tmp_path)), alive_nodes())
+    assert test.write() == []
     for path in tmp_path.iterdir():
         path.write_bytes(b"other")
-    problems = visit._read()
+    problems = test.read()
     assert any("sees other bytes in the file of this machine" in problem for problem in problems)
-    visit.clean()
+    test.delete()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_images_have_sizes_and_labels_and_their_broken_rows_have_causes(tmp_path: Path) -> None:
-    found = look(str(write_digits(tmp_path / "digits.parquet", 400, broken=8)))
+    found = check(str(write_digits(tmp_path / "digits.parquet", 400, broken=8)))
     assert "400 rows with labels, images, parquet in 1 piece" in found["data"].seen
     assert not found["sample"].good
     assert (
-        "400 rows decoded, 8 broken, images of 16x16 to 16x16 pixels: 8 not an image" in found["sample"].seen
+        "400 rows decoded, 8 invalid, images of 16x16 to 16x16 pixels: 8 not an image" in found["sample"].seen
     )
     assert "row 392 (not an image)" in found["sample"].seen
     assert "10 different ones" in found["labels"].seen
-    few = look(str(write_digits(tmp_path / "few.parquet", 400, broken=4)))
+    few = check(str(write_digits(tmp_path / "few.parquet", 400, broken=4)))
     assert few["sample"].good  # a hundredth may be broken
 
 
 def test_a_column_of_labels_that_holds_none_is_red(tmp_path: Path) -> None:
     images = pa.array([encode(photograph()[:32, :24])] * 5, pa.binary())
     data = write_table(tmp_path / "a.parquet", image=images, label=pa.array([None] * 5, pa.int64()))
-    found = look(data)
+    found = check(data)
     assert "images of 24x32 to 24x32" in found["sample"].seen
     assert not found["labels"].good
     assert "'label' holds no label in the 5 rows" in found["labels"].seen
@@ -144,83 +165,83 @@ def test_a_column_of_labels_that_holds_none_is_red(tmp_path: Path) -> None:
 
 def test_texts_have_lengths_and_lists_are_counted(tmp_path: Path) -> None:
     data = write_table(tmp_path / "a.parquet", text=[["one", "two words"], ["three"], ["", "x"]])
-    found = look(data)
+    found = check(data)
     assert "3 rows without labels, texts" in found["data"].seen
     assert (
-        "1 broken, text of 3 to 9 characters, 6 on average in 1.5 a row: 1 empty text" in found["sample"].seen
+        "1 invalid, text of 3 to 9 characters, 6 on average in 1.5 per row: 1 empty text"
+        in found["sample"].seen
     )
 
 
 def test_captioned_images_are_known_by_their_columns(tmp_path: Path) -> None:
     images = pa.array([encode(photograph()[:20, :20])] * 3, pa.binary())
-    found = look(write_table(tmp_path / "a.parquet", image=images, caption=["a", "bb", "ccc"]))
+    found = check(write_table(tmp_path / "a.parquet", image=images, caption=["a", "bb", "ccc"]))
     assert "images with captions" in found["data"].seen
     assert (
         "images of 20x20 to 20x20 pixels, caption of 1 to 3 characters, 2 on average" in found["sample"].seen
     )
 
 
-def test_a_click_log_has_labels_that_may_be_wrong_and_negatives(tmp_path: Path) -> None:
+def test_a_click_log_has_negatives_and_may_have_invalid_labels(tmp_path: Path) -> None:
     log = {"query": ["a"] * 5, "document": list("vwxyz"), "label": [1, 0, 0, 0, 7]}
-    exam = DataExam(write_table(tmp_path / "a.parquet", **log), None, recipe("two_tower"))
-    found = {finding.name: finding for finding in exam.findings()}
-    assert "5 rows with labels, pairs" in found["data"].seen
-    assert "1 label other than 0 and 1" in found["sample"].seen
-    assert exam.seen is not None
-    assert exam.seen.negatives_a_row == 3.0
+    results, summary = collect(
+        check_data(write_table(tmp_path / "a.parquet", **log), None, recipe("two_tower"))
+    )
+    assert "5 rows with labels, pairs" in results["data"].seen
+    assert "1 label other than 0 and 1" in results["sample"].seen
+    assert summary.negatives_per_pair == 3.0
     lists = {"query": ["a", "b"], "document": ["v", "w"], "negatives": [["x"], ["y", "z"]]}
-    exam = DataExam(write_table(tmp_path / "b.parquet", **lists), None, None)
-    assert all(finding.good for finding in exam.findings())
-    assert exam.seen is not None
-    assert exam.seen.negatives_a_row == 1.5
+    results, summary = collect(check_data(write_table(tmp_path / "b.parquet", **lists), None, None))
+    assert all(result.good for result in results.values())
+    assert summary.negatives_per_pair == 1.5
 
 
 def test_a_recipe_reads_its_own_columns(tmp_path: Path) -> None:
     data = write_table(tmp_path / "a.parquet", question=["a", "b"], answer=["c", "d"])
     columns = {"data.columns.query": "question", "data.columns.document": "answer"}
-    assert not look(data)["data"].good
-    assert look(data, override(recipe("two_tower"), columns))["sample"].good
-    assert "no column 'query'" in look(data, recipe("two_tower"))["data"].seen
+    assert not check(data)["data"].good
+    assert check(data, override(recipe("two_tower"), columns))["sample"].good
+    assert "no column 'query'" in check(data, recipe("two_tower"))["data"].seen
 
 
 @pytest.mark.parametrize("cache", ["auto", "stream", "materialize"])
 @pytest.mark.parametrize("size", [16, 2_048])
-def test_what_is_said_of_decoded_data_is_what_a_run_does(tmp_path: Path, cache: str, size: int) -> None:
+def test_decoded_data_is_streamed_exactly_where_a_run_streams(tmp_path: Path, cache: str, size: int) -> None:
     data = str(write_digits(tmp_path / "digits.parquet", 24))
     config = override(
         recipe("simclr", image_size=16),
         {"data.stored_size": size, "data.cache": cache, "evaluation.every_epochs": 0},
     )
-    exam = DataExam(data, None, config)
-    assert all(finding.good for finding in exam.findings())
-    assert exam.seen is not None
-    finding = RoomExam(config, exam.seen, ask(alive_nodes(), look_around))._judged_data(exam.seen)
+    result = check_decoded_data(config, summary_of(data, config), ask_nodes(alive_nodes(), describe_node))
     with start_coordinator() as logbook:
         streamed = DataModule(config, logbook, find_source(data, column_names(config)), None).must_stream()
-    assert ("streamed" in finding.seen) == streamed
-    # 24 images of 12 MiB are held in a store of 300 MiB, by the skin of their teeth.
-    assert finding.good
+    assert ("streamed" in result.seen) == streamed
+    # 24 images of 12 MiB just fit into a store of 300 MiB.
+    assert result.good
 
 
-def test_a_recipe_that_fits_is_green_and_one_that_does_not_says_what_to_do(tmp_path: Path) -> None:
+def test_a_recipe_that_fits_is_green_and_one_that_does_not_has_a_remedy() -> None:
     settings = {"encoder.name": "resnet10", "encoder.width": 0.25}
     config = override(recipe("simclr", image_size=16), settings)
-    machines = ask(alive_nodes(), look_around)
-    found = {finding.name: finding for finding in RoomExam(config, None, machines).findings()}
-    assert found["memory of a worker"].good, found
+    answers = ask_nodes(alive_nodes(), describe_node)
+    results, gradient_bytes = collect(check_memory(config, None, answers))
+    assert results["memory of a worker"].good, results
+    assert gradient_bytes > 0
     huge = override(config, {"stages.0.batch_size": 2**24})
-    found = {finding.name: finding for finding in RoomExam(huge, None, machines).findings()}
-    assert not found["memory of a worker"].good
-    assert "stages.0.chunk_size" in found["memory of a worker"].remedy
-    assert "workers" not in found
+    results, _ = collect(check_memory(huge, None, answers))
+    assert not results["memory of a worker"].good
+    assert "stages.0.chunk_size" in results["memory of a worker"].remedy
+    assert "workers" not in results
     on_gpus = override(config, {"workers": 8, "gpu": True})
-    found = {finding.name: finding for finding in RoomExam(on_gpus, None, machines).findings()}
-    assert "8 workers ask for a GPU each, the cluster has 0" in found["workers"].seen
-    assert not found["workers"].good
+    results, _ = collect(check_memory(on_gpus, None, answers))
+    assert "8 workers ask for a GPU each, the cluster has 0" in results["workers"].seen
+    assert not results["workers"].good
     wrong = override(config, {"encoder.name": "tests.cluster.networks:no_such"})
-    (red,) = RoomExam(wrong, None, machines).findings()
+    results, gradient_bytes = collect(check_memory(wrong, None, answers))
+    (red,) = results.values()
     assert not red.good
     assert "no_such" in red.seen
+    assert gradient_bytes == 0
 
 
 def test_the_command_prints_json_and_ends_with_status_1_if_anything_is_red(
@@ -302,7 +323,7 @@ def test_a_head_without_cpus_and_without_an_autoscaler_is_red() -> None:
 
 
 @pytest.mark.drill
-def test_a_cluster_that_refuses_strangers_is_green() -> None:
+def test_a_cluster_that_refuses_calls_without_token_is_green() -> None:
     (found,) = drill("token_head")
     assert found["access"] == {
         "good": True, "name": "access", "seen": "Ray refuses calls without its token", "remedy": ""

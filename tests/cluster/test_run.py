@@ -17,10 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import raycl
 from raycl.config import RunConfig
 from raycl.data.split import make_split
-from raycl.embedding_snapshot import FIRST, LATEST, read_gallery, read_portrait
+from raycl.embedding_snapshot import FIRST, LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, StorageError
 from raycl.records import read_metrics, read_result
-from raycl.report.writing import write_report
+from raycl.report.writer import write_report
 from raycl.storage import Place
 from raycl.training.resume import LISTED
 from tests.images import write_digits
@@ -173,7 +173,11 @@ def test_a_tracker_has_all_numbers_when_the_run_is_over(finished: Finished) -> N
 
 def test_a_run_leaves_portraits_of_held_out_samples_and_a_report_of_them(finished: Finished) -> None:
     output = Place(str(finished.output))
-    gallery, first, latest = read_gallery(output), read_portrait(output, FIRST), read_portrait(output, LATEST)
+    gallery, first, latest = (
+        read_probe_set(output),
+        read_snapshot(output, FIRST),
+        read_snapshot(output, LATEST),
+    )
     assert gallery is not None
     assert first is not None
     assert latest is not None
@@ -296,7 +300,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
     ]
     assert losses[0] == losses[1]
     for name in (FIRST, LATEST):
-        portraits = [read_portrait(Place(str(place)), name) for place in (finished.output, output)]
+        portraits = [read_snapshot(Place(str(place)), name) for place in (finished.output, output)]
         assert portraits[0] is not None
         assert portraits[1] is not None
         assert portraits[0].step == portraits[1].step

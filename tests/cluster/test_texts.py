@@ -18,13 +18,13 @@ from raycl.config import RunConfig
 from raycl.data.click_logs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
 from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import rows_in, start_coordinator
-from raycl.embedding_snapshot import LATEST, read_gallery, read_portrait
+from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_tower
 from raycl.preparation.pairs import group_pairs
 from raycl.preparation.texts import gather_texts, make_tokenizer
 from raycl.records import read_metrics
-from raycl.report.writing import write_report
+from raycl.report.writer import write_report
 from raycl.storage import Place
 from raycl.training.data_module import DataModule
 from tests.cluster.test_negatives import assert_equal_runs
@@ -109,7 +109,7 @@ def test_the_portrait_of_pairs_has_their_texts_and_both_towers(
 ) -> None:
     output, result = click_run
     place = Place(str(output))
-    gallery, latest = read_gallery(place), read_portrait(place, LATEST)
+    gallery, latest = read_probe_set(place), read_snapshot(place, LATEST)
     assert gallery is not None
     assert latest is not None
     assert latest.step == result.steps

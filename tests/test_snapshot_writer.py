@@ -1,4 +1,4 @@
-"""The portrait that a run takes of its encoder: the same on any number of workers, and without a trace."""
+"""Embedding snapshots of a run: the same on any number of workers, and without a change to the towers."""
 
 import io
 import tempfile
@@ -19,7 +19,7 @@ from raycl.augment.images import ImageAugmentation
 from raycl.data.codecs import store_all
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of
-from raycl.embedding_snapshot import FIRST, LATEST, read_gallery, read_portrait
+from raycl.embedding_snapshot import FIRST, LATEST, read_probe_set, read_snapshot
 from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower, TwoTowers
 from raycl.storage import Place
@@ -67,7 +67,7 @@ def digits() -> InMemoryDataset:
     return InMemoryDataset([pa.table(store_all(formats, decoded) | numbers)], formats)
 
 
-def portrayer(folder: Path, **changed: Any) -> SnapshotWriter:
+def snapshot_writer(folder: Path, **changed: Any) -> SnapshotWriter:
     rows = digits()
     augmentation = ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.25,), **changed)
     return SnapshotWriter(
@@ -81,21 +81,21 @@ def portrayer(folder: Path, **changed: Any) -> SnapshotWriter:
     )
 
 
-def portray(rank: int, num_workers: int, folder: str, step: int, two_towers: bool) -> None:
+def write(rank: int, num_workers: int, folder: str, step: int, two_towers: bool) -> None:
     towers = TwoTowers(tower(), tower()) if two_towers else tower()
-    portrayer(Path(folder)).portray(towers, CPU, step=step)
+    snapshot_writer(Path(folder)).write(towers, CPU, step=step)
 
 
 @pytest.mark.parametrize("two_towers", [False, True])
-def test_any_number_of_workers_gives_one_portrait(two_towers: bool) -> None:
+def test_any_number_of_workers_gives_one_snapshot(two_towers: bool) -> None:
     found = []
     for num_workers in (1, 2, 3):
         with tempfile.TemporaryDirectory() as folder:
-            run_workers(portray, num_workers, folder, 0, two_towers)
-            portrait, gallery = read_portrait(Place(folder), FIRST), read_gallery(Place(folder))
-            assert portrait is not None
-            assert gallery is not None
-            found.append((portrait, gallery.sample_id))
+            run_workers(write, num_workers, folder, 0, two_towers)
+            snapshot, probes = read_snapshot(Place(folder), FIRST), read_probe_set(Place(folder))
+            assert snapshot is not None
+            assert probes is not None
+            found.append((snapshot, probes.sample_id))
     (first, ids), *others = found
     for other, other_ids in others:
         assert np.array_equal(ids, other_ids)
@@ -108,38 +108,38 @@ def test_any_number_of_workers_gives_one_portrait(two_towers: bool) -> None:
 
 def test_rows_are_the_unit_representations_of_the_samples_named(tmp_path: Path) -> None:
     built = tower()
-    portrayer(tmp_path).portray(built, CPU, step=0)
-    portrait, gallery = read_portrait(Place(str(tmp_path)), FIRST), read_gallery(Place(str(tmp_path)))
-    assert portrait is not None
-    assert gallery is not None
+    snapshot_writer(tmp_path).write(built, CPU, step=0)
+    snapshot, probes = read_snapshot(Place(str(tmp_path)), FIRST), read_probe_set(Place(str(tmp_path)))
+    assert snapshot is not None
+    assert probes is not None
     by_id = {int(number): place for place, number in enumerate(digits().sample_id)}
-    batch = digits().take(np.array([by_id[int(number)] for number in gallery.sample_id]))
-    images = portrayer(tmp_path).drawing.plain(batch).on(CPU)
+    batch = digits().take(np.array([by_id[int(number)] for number in probes.sample_id]))
+    images = snapshot_writer(tmp_path).drawing.plain(batch).on(CPU)
     with torch.no_grad():
         expected = F.normalize(built.eval().encoder(images), dim=1)
-    assert np.allclose(portrait.embedding, expected.numpy(), atol=2e-3)
-    assert gallery.label.tolist() == batch.label.tolist()
-    assert portrait.similarities.positives.sum() == NUM_ROWS
-    assert portrait.similarities.negatives.sum() == NUM_ROWS * (NUM_ROWS - 1)
-    for content, pixels in zip(gallery.contents["image"], pixels_of(batch).images, strict=True):
+    assert np.allclose(snapshot.embedding, expected.numpy(), atol=2e-3)
+    assert probes.label.tolist() == batch.label.tolist()
+    assert snapshot.similarities.positives.sum() == NUM_ROWS
+    assert snapshot.similarities.negatives.sum() == NUM_ROWS * (NUM_ROWS - 1)
+    for content, pixels in zip(probes.contents["image"], pixels_of(batch).images, strict=True):
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), pixels.squeeze(-1))
 
 
-def test_a_portrait_leaves_no_trace_in_the_towers(tmp_path: Path) -> None:
+def test_a_snapshot_leaves_no_trace_in_the_towers(tmp_path: Path) -> None:
     built = tower(dropout=0.5).train()
     before = {name: value.clone() for name, value in built.state_dict().items()}
-    portrayer(tmp_path).portray(built, CPU, step=0)
+    snapshot_writer(tmp_path).write(built, CPU, step=0)
     assert all(torch.equal(value, before[name]) for name, value in built.state_dict().items())
     assert all(module.training for module in built.modules())
     assert built.encoder.num_trained == 0
 
 
-def test_the_first_portrait_is_kept_and_the_latest_replaced(tmp_path: Path) -> None:
+def test_the_first_snapshot_is_kept_and_the_latest_replaced(tmp_path: Path) -> None:
     steps = []
     for step in (0, 5, 9):
-        portrayer(tmp_path).portray(tower(), CPU, step=step)
-        portraits = [read_portrait(Place(str(tmp_path)), name) for name in (FIRST, LATEST)]
-        steps.append([each.step for each in portraits if each is not None])
+        snapshot_writer(tmp_path).write(tower(), CPU, step=step)
+        snapshots = [read_snapshot(Place(str(tmp_path)), name) for name in (FIRST, LATEST)]
+        steps.append([each.step for each in snapshots if each is not None])
     assert steps == [[0], [0, 5], [0, 9]]
 
 
@@ -147,11 +147,11 @@ def test_dropout_tells_the_views_of_a_sample_apart(tmp_path: Path) -> None:
     def mean_bin(dropout: float) -> float:
         # Views that are drawn without any randomness.
         unchanged = {"crop_scale": (1.0, 1.0), "crop_ratio": (1.0, 1.0), "flip": 0.0, "jitter": 0.0}
-        quiet = portrayer(tmp_path, **unchanged, grayscale=0.0, blur=0.0)
-        quiet.portray(tower(dropout=dropout), CPU, step=0)
-        portrait = read_portrait(Place(str(tmp_path)), FIRST)
-        assert portrait is not None
-        counts = portrait.similarities.positives
+        quiet = snapshot_writer(tmp_path, **unchanged, grayscale=0.0, blur=0.0)
+        quiet.write(tower(dropout=dropout), CPU, step=0)
+        snapshot = read_snapshot(Place(str(tmp_path)), FIRST)
+        assert snapshot is not None
+        counts = snapshot.similarities.positives
         return float(counts @ np.arange(len(counts)) / counts.sum())
 
     assert mean_bin(0.0) == 99.0  # the last of a hundred: cosines of 1
@@ -171,12 +171,12 @@ def test_equal_keys_are_no_negatives_of_each_other(tmp_path: Path) -> None:
         def plain_key_id(self, batch: Batch) -> Tensor:
             return torch.from_numpy((batch.sample_id == 100).astype(np.int64))
 
-    made = portrayer(tmp_path)
+    made = snapshot_writer(tmp_path)
     alike = SnapshotWriter(**{**vars(made), "drawing": Alike(made.drawing)})  # type: ignore[arg-type]
-    alike.portray(tower(), CPU, step=0)
-    portrait = read_portrait(Place(str(tmp_path)), FIRST)
-    assert portrait is not None
-    assert portrait.similarities.negatives.sum() == 2 * (NUM_ROWS - 1)
+    alike.write(tower(), CPU, step=0)
+    snapshot = read_snapshot(Place(str(tmp_path)), FIRST)
+    assert snapshot is not None
+    assert snapshot.similarities.negatives.sum() == 2 * (NUM_ROWS - 1)
 
 
 @pytest.mark.parametrize(("aspect", "size"), [(1.0, (64, 64)), (2.0, (64, 32)), (0.5, (32, 64))])

@@ -1,7 +1,7 @@
-"""Colors and type: drawings that follow the page from light to dark.
+"""SVG drawings whose colors follow the page from light to dark.
 
-Matplotlib draws in stand-in colors, which become variables of the page's style: one drawing serves
-both. The hues are Okabe's and Ito's, which color-blind people tell apart.
+Matplotlib draws with placeholder colors, which are replaced by variables of the page's style. The hues are the
+palette of Okabe and Ito, which color-blind readers can distinguish.
 """
 
 import io
@@ -10,11 +10,12 @@ from typing import Any, final
 
 import matplotlib as mpl
 from markupsafe import Markup, escape
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 NUM_HUES = 8
-HUES = tuple(f"#a1b2{number:02x}" for number in range(NUM_HUES))  # stand-ins for --hue-0 to --hue-7
+HUES = tuple(f"#a1b2{number:02x}" for number in range(NUM_HUES))  # placeholders for --hue-0 to --hue-7
 INK, MUTED, LINE, PAPER, BAND, WARNING = (f"#a1b3{number:02x}" for number in range(6))
 _VARIABLES = {color: f"--hue-{number}" for number, color in enumerate(HUES)} | {
     INK: "--ink",
@@ -25,8 +26,10 @@ _VARIABLES = {color: f"--hue-{number}" for number, color in enumerate(HUES)} | {
     WARNING: "--warning",
 }
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+SVG_DASHES = ("", "5 2", "1.5 1.5", "6 2 1.5 2")
+NUM_STYLES = NUM_HUES * len(DASHES)
 MARKERS = "os^Dv<>pP*"
-WIDTH, HEIGHT = 380, 236  # of a drawing, in the units of its viewBox: pixels on a phone
+_WIDTH, _HEIGHT = 380, 236  # in the units of the viewBox: pixels on a phone
 _STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -59,39 +62,36 @@ _STYLE: Any = {
 
 @final
 class Drawing:
-    """A figure being drawn; within ``with``, matplotlib takes the page's style."""
+    """A drawing in progress: within ``with``, matplotlib uses the page's style; ``label`` describes it in words."""
 
-    def __init__(self, *, height: int = HEIGHT, width: int = WIDTH) -> None:
-        self._size = (width / 72, height / 72)
-        self._context = mpl.rc_context(_STYLE)
+    def __init__(self, label: str, *, height: int = _HEIGHT) -> None:
+        self._label, self._size = label, (_WIDTH / 72, height / 72)
+        # The label is the salt, so that two drawings never share the name of a shape.
+        self._context = mpl.rc_context({**_STYLE, "svg.hashsalt": label})
 
     def __enter__(self) -> "Drawing":
         self._context.__enter__()
-        self.figure = Figure(figsize=self._size, layout="constrained")
-        FigureCanvasSVG(self.figure)
+        self._figure = Figure(figsize=self._size, layout="constrained")
+        FigureCanvasSVG(self._figure)
+        self.axes: Axes = self._figure.add_subplot()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
 
-    def svg(self, *, label: str) -> Markup:
-        """Return the drawing as part of a page; ``label`` is what those hear who do not see it."""
+    def to_svg(self) -> Markup:
+        """Return the drawing as an element of a page."""
         stream = io.StringIO()
-        # The label as salt: shapes that drawings share by name must not be another drawing's.
-        with mpl.rc_context({"svg.hashsalt": label}):
-            self.figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
-        return Markup(_as_part_of_a_page(stream.getvalue(), label))
-
-
-def _as_part_of_a_page(svg: str, label: str) -> str:
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<[^<>]*>", _restyled, svg)  # tags alone: what stands between them is a user's
-    svg = re.sub(r"\n\s*", "\n", svg)
-    view = re.search(r'viewBox="([^"]*)"', svg)
-    assert view is not None, "matplotlib says how large a drawing is"
-    head = f'<svg viewBox="{view[1]}" role="img" aria-label="{escape(label)}" '
-    return head + 'xmlns:xlink="http://www.w3.org/1999/xlink"' + svg[svg.index(">") :]
+        self._figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+        svg = stream.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r"<[^<>]*>", _restyled, svg)  # only tags: the text between them is a user's
+        svg = re.sub(r"\n\s*", "\n", svg)
+        view = re.search(r'viewBox="([^"]*)"', svg)
+        assert view is not None, "matplotlib writes the size of a drawing"
+        head = f'<svg viewBox="{view[1]}" role="img" aria-label="{escape(self._label)}" '
+        return Markup(head + 'xmlns:xlink="http://www.w3.org/1999/xlink"' + svg[svg.index(">") :])
 
 
 def _restyled(tag: re.Match[str]) -> str:

@@ -1,0 +1,73 @@
+"""Write a report: the page of one run, a comparison of several, or the page at the end of a run.
+
+The drawing library takes a second to import, so that it is imported only when a page is written.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+
+from raycl.errors import RayclError
+from raycl.records import RESULT
+from raycl.storage import Place
+
+PAGE = "report.html"
+COMPARISON = "comparison.html"
+
+
+def write_report(run: str, output: str | None = None) -> Place:
+    """Write the page of the run at ``run``, by default to ``report.html`` in it; return its address.
+
+    Raises ``DataError`` if there is no run or it has not logged anything, ``StorageError`` if a file cannot be
+    read or written.
+    """
+    from raycl.report.page import render_run
+    from raycl.report.run import read_run
+
+    return _write(Place(run) / PAGE if output is None else Place(output), render_run(read_run(run)))
+
+
+def write_comparison(runs: Sequence[str], output: str = COMPARISON) -> Place:
+    """Write one page about several runs; return its address. Raises as ``write_report`` does."""
+    from raycl.report.page import render_comparison
+    from raycl.report.run import read_run
+
+    page = render_comparison([read_run(run, with_snapshots=False) for run in runs])
+    return _write(Place(output), page)
+
+
+@contextlib.contextmanager
+def reported(output: str) -> Iterator[None]:
+    """Write the page of the run inside when it ends, finished or failed, unless it was refused."""
+    before = _result_of(output)
+    try:
+        yield
+    except RayclError:
+        if _result_of(output) != before:  # a refused run writes no result
+            _report_at_the_end(output)
+        raise
+    _report_at_the_end(output)
+
+
+def _write(place: Place, page: str) -> Place:
+    # Lone surrogates, for example from file names that are not UTF-8, cannot be encoded.
+    place.write_text(page.encode("utf-8", "replace").decode("utf-8"))
+    return place
+
+
+def _result_of(output: str) -> str | None:
+    with contextlib.suppress(RayclError):
+        place = Place(output) / RESULT
+        return place.read_text() if place.exists() else None
+    return None
+
+
+def _report_at_the_end(output: str) -> None:
+    """Print the address of the page, or why there is none."""
+    try:
+        place = str(write_report(output))
+    except (Exception, KeyboardInterrupt) as error:  # the exit status of the run must not change
+        text = str(error) if isinstance(error, RayclError) else repr(error)
+        print(f"raycl: no report was written: {' '.join(text.split())[:500]}", file=sys.stderr)
+    else:
+        print(f"report: {place}", file=sys.stderr)
