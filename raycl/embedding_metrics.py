@@ -1,7 +1,7 @@
-"""What embeddings look like: figures that tell a healthy run from a collapsed one.
+"""Metrics of embeddings that distinguish a healthy run from a collapsed one.
 
-Rows are of unit length; what a figure is computed in is float32, whatever the rows came in. Rows of
-NaN or infinity count as zeros, for no figure may stop a training: such rows are the loss's to refuse.
+Rows have unit length; all metrics are computed in float32, whatever the type of the rows. NaN and infinity count
+as zero, since a metric must not stop training: the loss refuses such rows.
 """
 
 import math
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 
-MAX_ROWS = 256  # that measure looks at: the eigenvalues of more would take longer than they tell
-_STRIP_ROWS = 256  # that meet all others at a time
+MAX_ROWS = 256  # of a batch that are measured: the eigenvalues of more would take too long
+_STRIP_ROWS = 256  # compared with all others at a time
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """What :func:`measure` found; ``alignment`` and ``positive_negative_gap`` are None without keys.
+    """The metrics of :func:`measure`; ``alignment`` and ``positive_negative_gap`` are None without keys.
 
-    ``num_rows`` were looked at, of ``dim``; the lesser one is the greatest effective rank they could have.
+    The smaller of ``num_rows`` measured and ``dim`` is the largest possible effective rank.
     """
 
     num_rows: int
@@ -34,7 +34,7 @@ class Measures:
     positive_negative_gap: float | None = None
 
     def known(self) -> dict[str, float]:
-        """Return the figures by name, without those that would need keys."""
+        """Return the metrics by name, without the ones that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -42,14 +42,13 @@ class Measures:
 def measure(query: Tensor, key: Tensor | None = None) -> Measures:
     """Measure embeddings [n, dim] and, if given, the keys [n, dim] whose row i is query i's positive.
 
-    Looks at the first ``MAX_ROWS`` rows, on the CPU: there it takes a few milliseconds, and a GPU
-    is asked once instead of once a figure.
+    Measures the first ``MAX_ROWS`` rows on the CPU, which takes a few milliseconds and waits for a GPU only once.
 
     Raises:
-        ConfigError: The tensors are not [n, dim] of one shape, with a row at least.
+        ConfigError: The tensors are not [n, dim] of one shape, with at least one row.
     """
     _check_rows("the queries", query)
-    rows = _plain(query[:MAX_ROWS]).cpu()
+    rows = _clean(query[:MAX_ROWS]).cpu()
     found = Measures(
         num_rows=len(rows),
         dim=rows.shape[1],
@@ -60,7 +59,7 @@ def measure(query: Tensor, key: Tensor | None = None) -> Measures:
     if key is None:
         return found
     _check_pair(query, key)
-    keys = _plain(key[:MAX_ROWS]).cpu()
+    keys = _clean(key[:MAX_ROWS]).cpu()
     gap = positive_negative_gap(rows, keys)
     return replace(found, alignment=alignment(rows, keys), positive_negative_gap=gap)
 
@@ -69,27 +68,27 @@ def measure(query: Tensor, key: Tensor | None = None) -> Measures:
 def alignment(query: Tensor, key: Tensor) -> float:
     """Return the mean squared distance of positives (Wang and Isola, 2020); unit rows [n, dim].
 
-    It is 0 where every query lies on its key, and 4 at the most.
+    It is between 0, for equal queries and keys, and 4.
 
     Raises:
-        ConfigError: The tensors are not [n, dim] of one shape, with a row at least.
+        ConfigError: The tensors are not [n, dim] of one shape, with at least one row.
     """
     _check_pair(query, key)
-    return (_plain(query) - _plain(key)).square().sum(1).mean().item()
+    return (_clean(query) - _clean(key)).square().sum(1).mean().item()
 
 
 @torch.no_grad()
 def uniformity(rows: Tensor, t: float = 2.0) -> float:
     """Return log mean exp(-t * squared distance) over pairs of distinct rows (Wang and Isola, 2020).
 
-    It is 0 for unit rows [n, dim] at one point, and falls as they spread over the sphere, at t = 2
-    to about -4. One row alone is a point. No [n, n] is held, only strips of it.
+    It is 0 for unit rows [n, dim] at one point and for a single row, and falls as they spread over the sphere,
+    to about -4 at t = 2. Only strips of the [n, n] distances are in memory.
 
     Raises:
-        ConfigError: The rows are not [n, dim], with a row at least.
+        ConfigError: The rows are not [n, dim], with at least one row.
     """
     _check_rows("the rows", rows)
-    rows = _plain(rows)
+    rows = _clean(rows)
     num_rows = len(rows)
     if num_rows == 1:
         return 0.0
@@ -101,20 +100,20 @@ def uniformity(rows: Tensor, t: float = 2.0) -> float:
 def effective_rank(rows: Tensor) -> float:
     """Return exp(entropy of the normalized singular values) of rows [n, dim] (Roy and Vetterli, 2007).
 
-    The rows are **not centered**: at one point they have rank 1. Centered, they would leave nothing
-    but rounding errors, which look like a full rank. The greatest value is min(n, dim).
+    The rows are **not centered**, so that rows at one point have rank 1: centering would leave only rounding
+    errors, which look like full rank. The largest value is min(n, dim).
 
     Raises:
-        ConfigError: The rows are not [n, dim], with a row at least.
+        ConfigError: The rows are not [n, dim], with at least one row.
     """
     _check_rows("the rows", rows)
-    # Squares of singular values down to 1e-7 of the largest: float32 would not hold them.
-    exact = _plain(rows).cpu().double()
+    # float64, for squares of singular values down to 1e-7 of the largest.
+    exact = _clean(rows).cpu().double()
     square = exact.T @ exact if len(exact) > exact.shape[1] else exact @ exact.T
     singular = torch.linalg.eigvalsh(square).clamp(min=0).sqrt()
     total = singular.sum()
     if total == 0:
-        return 1.0  # rows of zeros are a point as well
+        return 1.0  # rows of zeros are a point, too
     share = singular / total
     return torch.special.entr(share).sum().exp().item()
 
@@ -123,31 +122,31 @@ def effective_rank(rows: Tensor) -> float:
 def spread(rows: Tensor) -> float:
     """Return the mean over dims of the rows' standard deviation, times sqrt(dim); unit rows [n, dim].
 
-    It is about 1 for rows evenly on the sphere, 0 at one point (after Chen and He, 2021, who tell a
-    collapse by it). One row alone is a point.
+    It is about 1 for rows evenly spread over the sphere and 0 for rows at one point or a single row (Chen and He,
+    2021, detect collapse by it).
 
     Raises:
-        ConfigError: The rows are not [n, dim], with a row at least.
+        ConfigError: The rows are not [n, dim], with at least one row.
     """
     _check_rows("the rows", rows)
-    rows = _plain(rows)
-    # By hand: torch's std over the first dim takes five times as long.
+    rows = _clean(rows)
+    # torch's std over the first dim takes five times as long.
     deviation = (rows - rows.mean(0)).square_().mean(0).sqrt_()
     return deviation.mean().item() * math.sqrt(rows.shape[1])
 
 
 @torch.no_grad()
 def positive_negative_gap(query: Tensor, key: Tensor) -> float:
-    """Return the mean similarity of positives minus that of all other pairs of query and key.
+    """Return the mean similarity of positives minus the mean of all other pairs of query and key.
 
-    Rows [n, dim] cost O(n * dim), for the sum over all pairs is a product of two sums. One pair
-    alone has no others and no gap: 0.
+    It takes O(n * dim) for rows [n, dim], since the sum over all pairs is a product of two sums. A single pair has
+    a gap of 0.
 
     Raises:
-        ConfigError: The tensors are not [n, dim] of one shape, with a row at least.
+        ConfigError: The tensors are not [n, dim] of one shape, with at least one row.
     """
     _check_pair(query, key)
-    query, key = _plain(query), _plain(key)
+    query, key = _clean(query), _clean(key)
     num_rows = len(query)
     if num_rows == 1:
         return 0.0
@@ -165,7 +164,7 @@ def _log_kernel_sum(rows: Tensor, start: int, t: float) -> Tensor:
     return exponent.flatten().logsumexp(0)
 
 
-def _plain(rows: Tensor) -> Tensor:
+def _clean(rows: Tensor) -> Tensor:
     """Return float32 rows without NaN and infinity."""
     return rows.detach().float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -173,8 +172,8 @@ def _plain(rows: Tensor) -> Tensor:
 def _check_rows(name: str, rows: Tensor) -> None:
     if rows.ndim != 2 or 0 in rows.shape:
         raise ConfigError(
-            f"{name} are not [n, dim] with a row at least: they came as {list(rows.shape)}; "
-            "pass one embedding a row"
+            f"{name} are not [n, dim] with at least one row: got {list(rows.shape)}; "
+            "pass one embedding per row"
         )
 
 
@@ -182,6 +181,6 @@ def _check_pair(query: Tensor, key: Tensor) -> None:
     _check_rows("the queries", query)
     if key.shape != query.shape:
         raise ConfigError(
-            f"the keys do not match the queries: {list(key.shape)} came for {list(query.shape)}; "
+            f"the keys do not match the queries: got {list(key.shape)} for {list(query.shape)}; "
             "pass one key, the positive, for each query"
         )

@@ -448,8 +448,8 @@ MUTATIONS = [
     Mutation(
         "effective rank of centered rows",
         "raycl/embedding_metrics.py",
-        "exact = _plain(rows).cpu().double()\n",
-        "exact = _plain(rows).cpu().double()\n    exact = exact - exact.mean(0)\n",
+        "exact = _clean(rows).cpu().double()\n",
+        "exact = _clean(rows).cpu().double()\n    exact = exact - exact.mean(0)\n",
         "tests/test_measures.py",
     ),
     Mutation(

@@ -259,13 +259,13 @@ def test_uniformity_holds_no_square_of_all_rows() -> None:
 @pytest.mark.parametrize("rows", BAD_ROWS, ids=lambda rows: str(list(rows.shape)))
 @pytest.mark.parametrize("function", (*ALONE, measure))
 def test_what_is_no_list_of_rows_is_refused(function: Callable[[Tensor], object], rows: Tensor) -> None:
-    with pytest.raises(ConfigError, match=rf"{re.escape(str(list(rows.shape)))}; pass one embedding a row"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(list(rows.shape)))}; pass one embedding per row"):
         function(rows)
 
 
 @pytest.mark.parametrize("function", (*PAIRED, measure))
 def test_keys_that_do_not_match_the_queries_are_refused(function: Callable[..., object]) -> None:
-    with pytest.raises(ConfigError, match=r"\[5, 4\] came for \[6, 4\]; pass one key"):
+    with pytest.raises(ConfigError, match=r"\[5, 4\] for \[6, 4\]; pass one key"):
         function(make_rows(6, 4), make_rows(5, 4))
-    with pytest.raises(ConfigError, match=r"\[6, 5\] came for \[6, 4\]"):
+    with pytest.raises(ConfigError, match=r"\[6, 5\] for \[6, 4\]"):
         function(make_rows(6, 4), make_rows(6, 5))

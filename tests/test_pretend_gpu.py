@@ -196,7 +196,7 @@ def test_a_snapshot_is_written(name: str, workers: int, tmp_path: Path) -> None:
     with pretended(workers):
         worker = Worker(CASES[name], workers)
         rows: Any = InMemoryDataset(worker, 64)
-        portrayer = SnapshotWriter(
+        writer = SnapshotWriter(
             rows=rows,
             positions=np.arange(20),
             drawing=worker.maker.drawing,
@@ -205,5 +205,5 @@ def test_a_snapshot_is_written(name: str, workers: int, tmp_path: Path) -> None:
             held_out=True,
             seed=0,
         )
-        portrayer.write(worker.learner.tower, CUDA, step=5)
+        writer.write(worker.learner.tower, CUDA, step=5)
     assert (tmp_path / "embedding_snapshots" / "latest.parquet").exists()

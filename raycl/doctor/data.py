@@ -40,10 +40,9 @@ _FIX_ACCESS = "check that every node reaches the data, with the same credentials
 class SampleStats:
     """Statistics of some rows.
 
-    ``errors`` counts the invalid rows by cause, ``labels`` the rows by label, ``clicks`` them by whether they are
-    clicks. ``sizes`` are width and height of images in pixels; all pixels of ``num_flat`` images have one value.
-    ``num_characters`` of each text and ``num_texts`` of each row are by role. ``decoded_bytes`` is what the valid
-    rows take in the object store.
+    ``errors`` counts invalid rows by cause, ``labels`` rows by label, ``clicks`` rows by whether they are clicks. ``sizes`` are width and height of images in pixels; all pixels of ``num_flat`` images have one value.
+    ``num_characters`` of each text and ``num_texts`` of each row are by role. ``decoded_bytes`` is the size of the
+    valid rows in the object store.
     """
 
     num_rows: int = 0

@@ -1,7 +1,7 @@
 """Checks of a recipe: whether its workers, its decoded data and its bank fit into the memory of the nodes.
 
-The memory of a worker follows from a formula, and from a measurement of how much memory a row of the batch
-takes in a forward and backward pass.
+The memory of a worker follows from a formula, and from measuring how much memory a row of the batch needs
+in a forward and backward pass.
 """
 
 import json

@@ -151,7 +151,7 @@ def open_snapshot_writer(job: Job, rows: InMemoryDataset, drawing: Transform) ->
     number = min(job.config.evaluation.portrait, len(shown))
     if number < 2:
         return None
-    # Rows are sorted by id, so that those of one class may be next to each other.
+    # Rows are sorted by id, which may be the order of their classes.
     positions = np.random.default_rng(job.config.seed).permutation(len(shown))[:number]
     return SnapshotWriter(
         rows=shown,
