@@ -23,7 +23,7 @@ from raycl.evaluation.linear import linear_accuracy
 from raycl.inference.classification import raw_pixels
 from raycl.inference.read_rows import read_rows
 from raycl.models.encoder_io import ImageEncoder, load_encoder
-from raycl.report.ending import reported
+from raycl.report.writer import reported
 from raycl.training.launch import train
 
 LABELS_PER_CLASS = 10
