@@ -1,7 +1,6 @@
-"""Ask a bank as a submitted job: ``ray job submit --working-dir . -- python jobs/bank.py stats NAME``.
+"""Query a bank in a submitted job: ``ray job submit --working-dir . -- python jobs/bank.py stats NAME``.
 
-Takes the commands and flags of ``raycl bank``: from a machine that is no node of the cluster this is
-the way to ask.
+Takes the commands and flags of ``raycl bank``. Use it from a machine outside the cluster.
 """
 
 from raycl.cli.bank import bank

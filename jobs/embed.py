@@ -1,4 +1,4 @@
-"""Embed a set as a submitted job: ``ray job submit --working-dir . -- python jobs/embed.py --run ...``.
+"""Embed a data set in a submitted job: ``ray job submit --working-dir . -- python jobs/embed.py --run ...``.
 
 Takes the flags of ``raycl embed``.
 """

@@ -1,4 +1,4 @@
-"""Judge a run as a submitted job: ``ray job submit --working-dir . -- python jobs/evaluate.py knn --run ...``.
+"""Evaluate a run in a submitted job: ``ray job submit --working-dir . -- python jobs/evaluate.py knn --run ...``.
 
 Takes the flags of ``raycl evaluate``.
 """

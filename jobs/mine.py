@@ -1,4 +1,4 @@
-"""Mine hard negatives as a submitted job: ``ray job submit --working-dir . -- python jobs/mine.py --run ...``.
+"""Mine hard negatives in a submitted job: ``ray job submit --working-dir . -- python jobs/mine.py --run ...``.
 
 Takes the flags of ``raycl mine``.
 """

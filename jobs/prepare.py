@@ -1,8 +1,8 @@
-"""Prepare a set once, as a submitted job: ``ray job submit --working-dir . -- python jobs/prepare.py ...``.
+"""Prepare data once, in a submitted job: ``ray job submit --working-dir . -- python jobs/prepare.py ...``.
 
-``images`` packs a folder of images into parquet files, ``tokenizer`` trains one on a corpus, ``pairs`` groups
-a labeled click log by its queries, and ``groups`` gathers texts that say the same. Addresses are
-local paths or s3://.
+``images`` packs a folder of images into parquet files, ``tokenizer`` trains a tokenizer on a corpus, ``pairs``
+groups a labeled click log by query, and ``groups`` collects equivalent texts into lists. Addresses are local
+paths or s3://.
 """
 
 from typing import Annotated
@@ -18,16 +18,16 @@ from raycl.preparation.pairs import group_pairs
 from raycl.preparation.texts import gather_texts, make_tokenizer
 from raycl.training.data_module import ROLES
 
-app = typer.Typer(help="Prepare a set once, so that many runs read it well.", add_completion=False)
+app = typer.Typer(help="Prepare data once for many runs.", add_completion=False)
 Data = Annotated[str, typer.Option(help="Parquet file or folder, or folder of images.")]
-Output = Annotated[str, typer.Option(help="What to write; nothing may be there.")]
+Output = Annotated[str, typer.Option(help="Output address; must not exist.")]
 
 
 @app.command()
 def images(
     data: Data,
     output: Output,
-    rows_per_file: Annotated[int, typer.Option(help="Images a file, about.")] = 10_000,
+    rows_per_file: Annotated[int, typer.Option(help="Approximate images per file.")] = 10_000,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
@@ -42,10 +42,10 @@ def images(
 def tokenizer(
     data: Data,
     output: Output,
-    columns: Annotated[str, typer.Option(help="Columns of texts, as role or role=NAME, by commas.")] = "text",
-    vocabulary_size: Annotated[int, typer.Option(help="Tokens at most.")] = 16_384,
-    keep_case: Annotated[bool, typer.Option("--keep-case", help="Tell capitals from small letters.")] = False,
-    num_texts: Annotated[int, typer.Option(help="Texts to look at, at most.")] = 1_000_000,
+    columns: Annotated[str, typer.Option(help="Text columns, as role or role=NAME, separated by commas.")] = "text",
+    vocabulary_size: Annotated[int, typer.Option(help="Maximum number of tokens.")] = 16_384,
+    keep_case: Annotated[bool, typer.Option("--keep-case", help="Distinguish upper and lower case.")] = False,
+    num_texts: Annotated[int, typer.Option(help="Maximum number of texts to read.")] = 1_000_000,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
@@ -78,7 +78,7 @@ def pairs(
     address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Group a labeled click log: a row a positive, with the documents its query was not clicked for."""
+    """Group a labeled click log: one row per positive, with its query's unclicked documents as negatives."""
     found = embedding_settings(settings or [])
     columns = found.pop("columns", ColumnNames())
     names = {"image": None, "query": columns.query or "query", "document": columns.document or "document"}
@@ -93,10 +93,10 @@ def pairs(
 def groups(
     data: Data,
     output: Output,
-    group: Annotated[str, typer.Option(help="Column whose equal values say that texts mean the same.")],
-    text: Annotated[str, typer.Option(help="Column of texts.")] = "text",
+    group: Annotated[str, typer.Option(help="Column whose equal values mark equivalent texts.")],
+    text: Annotated[str, typer.Option(help="Text column.")] = "text",
 ) -> None:
-    """Gather texts that mean the same into one row, for `raycl train simcse`; OUTPUT ends in .parquet."""
+    """Collect equivalent texts into one row, for `raycl train simcse`; OUTPUT ends in .parquet."""
     found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
     print(f"left out: {found.num_alone:,} texts that are alone, {found.num_broken:,} that are broken")

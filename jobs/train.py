@@ -1,4 +1,4 @@
-"""Pretrain as a submitted job: ``ray job submit --working-dir . -- python jobs/train.py simclr --data ...``.
+"""Pretrain in a submitted job: ``ray job submit --working-dir . -- python jobs/train.py simclr --data ...``.
 
 Takes the flags of ``raycl train``.
 """
