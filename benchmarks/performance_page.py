@@ -73,15 +73,15 @@ def introduction(suite: Sequence[Benchmark], done: Sequence[Benchmark], records:
     for benchmark in done:
         circumstances.setdefault(describe(records[benchmark.name]), []).append(benchmark.name)
     lines = [
-        "`python benchmarks/run.py --data FOLDER --write docs/performance.md` measures and writes all that",
-        "follows. Figures are medians, with least and most where a side ran several times. *Times* is how many",
-        "times faster or smaller raycl is: below 1 it is behind. The machine is shared, and its speed varies by a",
-        "third: only ratios of one run carry over.",
+        "`python benchmarks/run.py --data FOLDER --write docs/performance.md` measures and writes this section.",
+        "Values are medians, with minimum and maximum in parentheses if a side ran several times. *Times* is how",
+        "many times faster or smaller raycl is; below 1 it is behind. The machine is shared and its speed varies",
+        "by a third, so compare only ratios from one run.",
         "",
         *(f"- {told}: {', '.join(names)}" for told, names in circumstances.items()),
     ]
     if quick := [each.name for each in done if is_quick(each, records[each.name])]:
-        lines.append(f"- tried at other sizes only, and held to no aim: {', '.join(quick)}")
+        lines.append(f"- run at other sizes only, without an aim: {', '.join(quick)}")
     if left := [each.name for each in suite if each not in done]:
         lines.append(f"- not measured: {', '.join(left)}")
     return "\n".join(lines)
@@ -107,7 +107,7 @@ def section(
 ) -> list[str]:
     """Return heading, what is measured, the table, what is absent, and the commands."""
     lines = [line for benchmark in members for line in found[benchmark.name]]
-    table = ["| | raycl | peer | its figure | times | aim |", "|---|---|---|---|---|---|"]
+    table = ["| | raycl | peer | peer's figure | times | aim |", "|---|---|---|---|---|---|"]
     table += [row(line) for line in lines if isinstance(line, Headline)]
     parts = [f"## {title}", SECTIONS[title], "\n".join(table)]
     if absent := [f"- {line}" for line in lines if isinstance(line, AbsentError)]:

@@ -24,10 +24,10 @@ CHUNK_SIDES = {
     "raycl-4": "raycl, 4 kept",
     "gradcache": "GradCache",
     "sentence-transformers": "sentence-transformers' cached loss",
-    "whole-batchnorm": "whole batch, BatchNorm over it",
+    "whole-batchnorm": "whole batch with BatchNorm",
     "lockstep": "raycl, BatchNorm over the whole batch",
     "lockstep-milestones": "... `milestone_every=1`",
-    "gradcache-batchnorm": "GradCache, BatchNorm by chunk",
+    "gradcache-batchnorm": "GradCache, BatchNorm per chunk",
 }
 WHOLE, WHOLE_BATCHNORM = "whole", "whole-batchnorm"
 BATCHNORM_SIDES = (WHOLE_BATCHNORM, "lockstep", "lockstep-milestones", "gradcache-batchnorm")
@@ -47,8 +47,8 @@ def step_table(result: dict[str, Any]) -> str:
 
 
 def growth_table(result: dict[str, Any]) -> str:
-    """Return the power with which seconds grow, beside that of the work itself."""
-    lines = ["| work | from, to | seconds | power | of the work itself |", "|---|---|---|---|---|"]
+    """Return the power with which seconds grow, beside that of the work."""
+    lines = ["| work | from, to | seconds | power | of the work |", "|---|---|---|---|---|"]
     for kind, points in result["points"].items():
         least, most = points[0], points[-1]
         cells = [kind, f"{least['size']:,} to {most['size']:,} {UNITS[kind]}"]
@@ -60,7 +60,7 @@ def growth_table(result: dict[str, Any]) -> str:
 
 def chunk_table(result: dict[str, Any]) -> str:
     """Return time, memory and error of every side, beside the whole batch of the same network."""
-    lines = ["| network | side | CPU s | of the whole | MB | of the whole | gradient off float64 |"]
+    lines = ["| network | side | CPU s | of the whole | MB | of the whole | gradient error against float64 |"]
     lines.append("|---" * 7 + "|")
     by_side = {(line["network"], line["side"]): line for line in result["lines"]}
     for line in result["lines"]:
@@ -77,7 +77,7 @@ def chunk_table(result: dict[str, Any]) -> str:
 def bank_table(result: dict[str, Any]) -> str:
     """Return what a step spends on its store, and the microseconds of rows read and written."""
     lines = [
-        "| method | store | step, ms | blocked on it | lending and taking in all |",
+        "| method | store | step, ms | blocked on the store | reads and writes in all |",
         "|---|---|---|---|---|",
     ]
     for found in result["results"]:
@@ -87,7 +87,7 @@ def bank_table(result: dict[str, Any]) -> str:
             cells = [found["method"], title, f"{step['median']:.0f} ({step['min']:.0f}-{step['max']:.0f})"]
             lines.append(f"| {' | '.join([*cells, *(f'{share:.2f}%' for share in shares)])} |")
     rates = {found["method"]: found for found in result["results"]}["instance_discrimination"]["rates"]
-    lines += ["", "| of the memory bank | µs | million rows/s |", "|---|---|---|"]
+    lines += ["", "| memory bank | µs | million rows/s |", "|---|---|---|"]
     lines += [
         f"| {what} | {rate['us']:,.0f} | {rate['rows_per_s'] / 1e6:.2f} |" for what, rate in rates.items()
     ]

@@ -13,34 +13,61 @@ from result_tables import bank_table, chunk_table, growth_table, step_table
 IMAGES, PAIRS = "{data}/cifar10/train.parquet", "{data}/medquad/train.parquet"
 # What each section of the page is about, in the page's order.
 SECTIONS = {
-    "Whole training": "Two workers with half of the cores each, batch 256; every side has processes of its own, and "
-    "they take turns. lightly is its transform and loss in plain `DistributedDataParallel` with a `DataLoader`, as "
-    "it comes; sentence-transformers is its own trainer. The encoder alone is forward and backward and nothing "
-    "else, in raycl's layout and with its allocator settings: no pipeline can exceed it. `lightly in "
-    "float32` beside bfloat16 is of another run.",
-    "Data path": "Images a second by the clock, two views each, without an encoder. Rows that are held were decoded "
-    "before the first epoch; streamed ones are read and decoded anew. `own views` is a `DataLoader` that draws "
-    "raycl's batched views in its workers.",
-    "Views": "SimCLR's augmentation of decoded images, 96 pixels from 120 and 224 from 280, CPU time of one thread.",
-    "Losses and layers": "Forward and backward, CPU time of one thread; memory is the peak above what a fresh process "
-    "held. The queue: 256 queries, 65,536 keys of 128 numbers. BatchNorm: 256 x 64 x 32 x 32.",
-    "Batches in chunks": "A step's gradient of 1,024 pairs in 16 chunks on one thread, CPU time and peak memory; so many "
-    "chunks' graphs are kept from the first pass. A small ResNet at 32 pixels with GroupNorm unless BatchNorm is said, and "
-    "a transformer of four layers with dropout over 32 tokens. The aim is 1.30 times the time at a quarter of the memory.",
-    "Neighbors": "The weighted vote of 10,000 queries of 128 numbers, CPU time of one thread; both have the same accuracy.",
-    "Bank": "Training steps with the negatives in an actor beside the same steps with them in process: a queue of 65,536 "
-    "keys, a memory bank of 1,281,167 slots of which 4,096 are drawn, 128 numbers each; one worker with two threads, the "
-    "small encoder in bfloat16, batch 256. 4,352 rows are read and 256 written.",
-    "A step's time": "Two workers with one thread each, batch 256, float32, ResNet-18 of images, logged every tenth step; "
-    "means of twenty steps after ten. *Messages* are also the wait for the other worker. Waiting for rows is to take "
-    "less than 3% of a step.",
-    "Start": "From the command to the first step of two workers, a Ray of its own included; 15 s are hoped for. raycl is "
-    "compiled beforehand, as an installed package is.",
-    "Growth": "Seconds of CPU at the largest size of each, and memory above what the process held. An epoch of rows is "
-    "the clock's time on both cores. Powers are fitted over the upper half of the sizes.",
-    "Large batches": "Steps in chunks, one worker with all cores; the losses in a process of their own, InfoNCE of 1,024 "
-    "queries with both gradients.",
-    "Messages": "What one of four workers sends for a call, beside the formulas of [scale](scale.md).",
+    "Whole training": (
+        "Two workers with half of the cores each, batch size 256. Each side runs in its own processes, "
+        "and the sides alternate. lightly runs with its transform and loss in plain "
+        "`DistributedDataParallel` with a `DataLoader`; sentence-transformers with its own trainer. The "
+        "encoder alone runs only forward and backward, in raycl's memory layout and with its allocator "
+        "settings, an upper bound for any pipeline. `lightly in float32` in the rows of bfloat16 comes "
+        "from another run."
+    ),
+    "Data path": (
+        "Images per second of wall time, two views each, without an encoder. Held rows were decoded "
+        "before the first epoch; streamed ones are read and decoded in each epoch. `own views` is a "
+        "`DataLoader` that computes raycl's batched views in its workers."
+    ),
+    "Views": (
+        "SimCLR's augmentation of decoded images, 96 pixels from 120 and 224 from 280, CPU time of one "
+        "thread."
+    ),
+    "Losses and layers": (
+        "Forward and backward, CPU time of one thread; memory is the peak above a fresh process. The "
+        "queue: 256 queries, 65,536 keys of 128 numbers. BatchNorm: 256 x 64 x 32 x 32."
+    ),
+    "Batches in chunks": (
+        "One step's gradient of 1,024 pairs in 16 chunks on one thread, CPU time and peak memory, with "
+        "the given number of graphs kept from the first pass. A small ResNet at 32 pixels, with GroupNorm "
+        "unless noted, and a transformer of four layers with dropout over 32 tokens. The aim is 1.30 "
+        "times the time at a quarter of the memory."
+    ),
+    "Neighbors": (
+        "The weighted vote for 10,000 queries of 128 numbers, CPU time of one thread; both have the same "
+        "accuracy."
+    ),
+    "Bank": (
+        "Training steps with the negatives in an actor, compared with the same steps in process: a queue "
+        "of 65,536 keys, and a memory bank of 1,281,167 slots of which 4,096 are drawn, 128 numbers each; "
+        "one worker with two threads, the small encoder in bfloat16, batch size 256. A step reads 4,352 "
+        "rows and writes 256."
+    ),
+    "A step's time": (
+        "Two workers with one thread each, batch size 256, float32, ResNet-18 for images, logged every "
+        "tenth step; means of twenty steps after ten. *Messages* include the wait for the other worker. "
+        "The aim for waiting for rows is less than 3% of a step."
+    ),
+    "Start": (
+        "From the command to the first step of two workers, including the start of Ray; the aim is 15 s. "
+        "raycl is compiled beforehand, like an installed package."
+    ),
+    "Growth": (
+        "CPU seconds at the largest size of each, and memory above the process's. An epoch of rows is "
+        "wall time on both cores. Powers are fitted over the upper half of the sizes."
+    ),
+    "Large batches": (
+        "Steps in chunks, one worker with all cores; the losses in their own process, InfoNCE of 1,024 "
+        "queries with both gradients."
+    ),
+    "Messages": "Bytes sent by one of four workers per call, compared with the formulas of [scale](scale.md).",
 }
 NAMES = {
     "encoder": "encoder alone",
@@ -339,9 +366,9 @@ SUITE = (
         comparisons=[
             Comparison(what=what, unit="s", own=("seconds", key))
             for key, what in {
-                "accepted": "the run is checked",
-                "worker up": "a worker is there",
-                "first step": "the first step is made",
+                "accepted": "command validated",
+                "worker up": "first worker ready",
+                "first step": "first step done",
             }.items()
         ],
     ),
@@ -358,7 +385,7 @@ SUITE = (
             for kind, size, title in (
                 ("rows", 1_000_000, "an epoch of 1,000,000 rows"),
                 ("queue", 1_048_576, "a step with a queue of 1,048,576 keys"),
-                ("bank", 10_000_000, "lending and taking of a bank of 10,000,000 rows"),
+                ("bank", 10_000_000, "reads and writes of a bank of 10,000,000 rows"),
                 ("batch", 65_536, "NT-Xent of 65,536 pairs"),
             )
             for what, unit, key in ((title, "s", "seconds"), (f"{title}, memory", "MB", "mb"))

@@ -437,7 +437,7 @@ def test_text_around_the_marks_stays(start: Callable[..., int], tmp_path: Path) 
     once = page.read_text()
     assert once.startswith(f"# Mine\n\nBefore.\n\n{BEGIN}\n") and once.endswith(f"{END}\n\nBehind.\n")
     assert "old" not in once
-    assert "tried at other sizes only, and held to no aim: one, two, three\n" in once
+    assert "run at other sizes only, without an aim: one, two, three\n" in once
     assert "aim: " not in once.partition("## Views")[2] and " --small --json two.json" in once
     assert start("--quick", "--write", str(page)) == 0
     assert page.read_text() == once
