@@ -42,7 +42,7 @@ def images(
 def tokenizer(
     data: Data,
     output: Output,
-    columns: Annotated[str, typer.Option(help="Text columns, as role or role=NAME, separated by commas.")] = "text",
+    columns: Annotated[str, typer.Option(help="Text columns: role or role=NAME, comma-separated.")] = "text",
     vocabulary_size: Annotated[int, typer.Option(help="Maximum number of tokens.")] = 16_384,
     keep_case: Annotated[bool, typer.Option("--keep-case", help="Distinguish upper and lower case.")] = False,
     num_texts: Annotated[int, typer.Option(help="Maximum number of texts to read.")] = 1_000_000,
