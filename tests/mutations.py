@@ -433,7 +433,7 @@ MUTATIONS = [
     Mutation(
         "a row of the README's table of commands is gone",
         "README.md",
-        "| `raycl mine` | add hard negatives to pairs, by what an encoder finds nearest |\n",
+        "| `raycl mine` | add an encoder's nearest documents to pairs as hard negatives |\n",
         "",
         "tests/test_docs.py",
     ),

@@ -24,6 +24,7 @@ from raycl.report.writer import write_report
 from raycl.storage import Place
 from raycl.training.resume import LISTED
 from tests.images import write_digits
+from tests.test_docs import documented_metrics
 from tests.towers import without_encoder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -160,6 +161,13 @@ def test_metrics_have_a_line_a_step_and_judgments_between(finished: Finished) ->
     judged = [line["step"] for line in lines if "knn_top1" in line]
     assert judged[0] == 0
     assert judged[-1] == finished.result.steps
+
+
+def test_the_metrics_of_a_run_are_those_that_the_documents_explain(finished: Finished) -> None:
+    written = {name for line in read_metrics(Place(str(finished.output))) for name in line}
+    assert written <= documented_metrics()
+    of_others = {"keys_fraction", "recall_at_10", "bank_restarts", "negatives_wait_fraction"}
+    assert documented_metrics() - written == of_others | {"negatives_age_mean", "negatives_age_max"}
 
 
 def test_a_tracker_has_all_numbers_when_the_run_is_over(finished: Finished) -> None:
