@@ -22,7 +22,7 @@ def ask(bank: Bank) -> float:
     """Ask twice; return the seconds that it took."""
     since = time.perf_counter()
     bank.stats()
-    bank.nearest(np.random.default_rng().standard_normal(bank.plan.dim, np.float32), k=10)
+    bank.nearest(np.random.default_rng().standard_normal(bank.spec.dim, np.float32), k=10)
     return time.perf_counter() - since
 
 

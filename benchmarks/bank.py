@@ -27,13 +27,13 @@ import ray
 import torch
 from measuring import describe_machine, summarize
 
-from raycl.cluster import connect_cluster
 from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.negatives import MemoryBank
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_actor import start_bank
-from raycl.negatives.bank_client import MemoryBankClient
+from raycl.negatives.client import MemoryBankClient
+from raycl.negatives.start import start_bank
+from raycl.ray_runtime import connect_cluster
 from raycl.recipes import recipe
 from raycl.training import build
 from raycl.training.process import prepare_process
@@ -55,14 +55,17 @@ class Timed:
     def __init__(self, store: Store) -> None:
         self.store, self.spent_s = store, 0.0
 
-    def lend(self, views: Views, *, step: int) -> Any:
+    def fetch(self, views: Views, *, step: int) -> Any:
         with self.timing():
-            return self.store.lend(views, step=step)
+            return self.store.fetch(views, step=step)
 
-    def take(self, rows: torch.Tensor, views: Views, key_id: torch.Tensor, *, step: int) -> None:
+    def start_download(self, rows: torch.Tensor, views: Views, key_id: torch.Tensor) -> None:
         with self.timing():
-            self.store.fetch(rows, views, key_id)
-            self.store.take(step=step)
+            self.store.start_download(rows, views, key_id)
+
+    def update(self, *, step: int) -> None:
+        with self.timing():
+            self.store.update(step=step)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -186,16 +189,16 @@ def resident_mb(pid: int) -> float:
 def measure(method: str, num_samples: int, arguments: argparse.Namespace) -> dict[str, Any]:
     sample_id = np.arange(num_samples)
     with tempfile.TemporaryDirectory() as folder:
-        plan = build.bank_spec(config_of(method), output=folder, name=method, num_samples=num_samples)
+        spec = build.bank_spec(config_of(method), output=folder, name=method, num_samples=num_samples)
         # What a process takes before it holds any rows to speak of.
-        tiny = replace(plan, name="tiny", capacity=1_024, output=f"{folder}/tiny")
+        tiny = replace(spec, name="tiny", capacity=1_024, output=f"{folder}/tiny")
         small = start_bank(tiny, np.arange(1_024))
-        bank = start_bank(plan, sample_id)
+        bank = start_bank(spec, sample_id)
         result = measure_steps(method, bank, sample_id, arguments.blocks, arguments.steps)
-        if plan.kind == "memory_bank":
+        if spec.kind == "memory_bank":
             result["rates"] = measure_rates(bank, sample_id, arguments.repeats)
         held = [resident_mb(each.stats().shards[0].pid) for each in (bank, small)]
-        row_mb = plan.capacity * plan.dim * plan.row_dtype.itemsize / 1e6
+        row_mb = spec.capacity * spec.dim * spec.row_dtype.itemsize / 1e6
         result["memory"] = {
             "held_mb": held[0] - held[1],
             "rows_mb": row_mb,

@@ -94,12 +94,12 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     import torch
 
     import raycl
-    from raycl.cluster import connect_cluster, fetch_tables
     from raycl.data.coordinator import start_coordinator
     from raycl.data.in_memory import InMemoryDataset
     from raycl.data.prefetch import Prefetched
     from raycl.data.sampler import BatchShard, InMemorySampler
     from raycl.data.sources import find_source
+    from raycl.ray_runtime import connect_cluster, fetch_tables
     from raycl.training import build
     from raycl.training.data_module import DataModule
     from raycl.training.preflight import column_names

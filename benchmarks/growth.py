@@ -93,10 +93,10 @@ def cost(work: Callable[[], Any], clock: Callable[[], float] = time.process_time
 
 def rows(size: int) -> dict[str, float]:
     import raycl
-    from raycl.cluster import connect_cluster
     from raycl.data.coordinator import start_coordinator
     from raycl.data.sampler import BatchShard
     from raycl.data.sources import find_source
+    from raycl.ray_runtime import connect_cluster
     from raycl.training.data_module import DataModule
     from raycl.training.preflight import column_names
     from raycl.training.process import prepare_process

@@ -32,11 +32,12 @@ from scale_drill import lose_a_shard, num_wrong_keys
 from scale_model import bank_payload, queue_payload
 from scale_report import draw, fit, show_tables
 
-from raycl.joining import enter
+from raycl.negatives.actor import BankActor
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.start import start_bank
 from raycl.progress import ProgressLine
+from raycl.ray_runtime import init_ray
 
 ITEMSIZE = 2  # float16, as rows travel by default
 AT_REST_S = 2.0
@@ -57,7 +58,7 @@ class Progress:
 def started(kind: str, shards: int, rows: int, dim: int) -> Iterator[Bank]:
     """Hold a bank for a while; slots keep nothing of themselves, so that rows are known."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = BankSpec(
+        spec = BankSpec(
             name=f"scale {kind} {shards} {rows}",
             kind=kind,  # pyright: ignore[reportArgumentType]
             dim=dim,
@@ -68,7 +69,7 @@ def started(kind: str, shards: int, rows: int, dim: int) -> Iterator[Bank]:
             num_shards=shards,
             timeout_s=600.0,
         )
-        bank = start_bank(plan, np.arange(rows) if kind == "memory_bank" else None)
+        bank = start_bank(spec, np.arange(rows) if kind == "memory_bank" else None)
         try:
             yield bank
         finally:
@@ -77,7 +78,7 @@ def started(kind: str, shards: int, rows: int, dim: int) -> Iterator[Bank]:
 
 
 def pids_of(bank: Bank) -> list[int]:
-    return [line.ask("hello").pid for line in bank.lines()]
+    return [connection.ask(BankActor.info).pid for connection in bank.connections()]
 
 
 def seconds_of(pids: list[int]) -> float:
@@ -129,7 +130,7 @@ def measure(groups: list[Any], bank: Bank, work: Work, arguments: argparse.Names
     return {
         "kind": work.kind,
         "workers": work.num_workers,
-        "shards": bank.plan.num_shards,
+        "shards": bank.spec.num_shards,
         "rows": work.num_rows,
         "step_ms": summarize(walls),
         "calls_a_step": total.num_calls / made,
@@ -146,7 +147,7 @@ def measure(groups: list[Any], bank: Bank, work: Work, arguments: argparse.Names
         },
         "tcp": {"sent": total.tcp_sent / made, "received": total.tcp_received / made},
         "shard_mb": summarize(list(map(private_mb, pids))),
-        "plan_mb": bank.plan.bytes_of(0) / 1e6,
+        "plan_mb": bank.spec.bytes_of(0) / 1e6,
         "wrong": total.num_wrong + counted.num_wrong + num_wrong_keys(bank, work, step + 2),
     }
 
@@ -182,8 +183,7 @@ def plan_cells(arguments: argparse.Namespace) -> list[tuple[str, int, int, list[
     for rows in arguments.rows:
         if rows != middle:
             banks.append(("memory_bank", max(arguments.shards), rows, sorted({1, most})))
-    ends = sorted({min(arguments.shards), max(arguments.shards)})
-    return banks + [("queue", shards, arguments.queue, arguments.workers[::2]) for shards in ends]
+    return [*banks, ("queue", 1, arguments.queue, arguments.workers[::2])]
 
 
 def measure_all(
@@ -259,7 +259,7 @@ def main() -> None:
     """Measure, print the tables, write the JSON, draw the picture."""
     arguments = parse_arguments()
     started_at = time.monotonic()
-    enter(os.environ.get("RAY_ADDRESS") or "local")
+    init_ray(os.environ.get("RAY_ADDRESS") or "local")
     plan = plan_cells(arguments)
     line = Progress(sum(len(numbers) for *_, numbers in plan) + 1)
     model = {

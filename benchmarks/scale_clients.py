@@ -5,6 +5,7 @@ it is the one that belongs there.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -17,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import ray
 
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.store import Negatives
 
 NUM_PATTERNS = 4_096
@@ -103,7 +105,7 @@ class CountedActor:
     """A shard's handle that counts what is sent through it."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor, self._actor_id, self.call = actor, actor._actor_id, self
+        self._actor, self._actor_id = actor, actor._actor_id
         self.keeps_answers = False
         self.forget()
 
@@ -116,18 +118,23 @@ class CountedActor:
         """Return the bytes of the arrays in the answers that were kept."""
         return sum(array_bytes(ray.get(answer)) for answer in self.answers)
 
-    def remote(self, *arguments: Any) -> Any:
-        """Make the call."""
+    def __getattr__(self, method: str) -> Any:
+        """Return a remote method of the actor."""
+        return SimpleNamespace(remote=functools.partial(self._call, method))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
         self.num_calls += 1
         self.sent += array_bytes(arguments)
-        reference = self._actor.call.remote(*arguments)
+        reference = getattr(self._actor, method).remote(*arguments)
         if self.keeps_answers:
             self.answers.append(reference)
         return reference
 
 
 def array_bytes(message: Any) -> int:
-    """Return the bytes of all arrays in nested tuples."""
+    """Return the bytes of all arrays in nested tuples and rows of a store."""
+    if isinstance(message, Negatives):
+        return array_bytes(message.arrays())
     if isinstance(message, np.ndarray):
         return message.nbytes
     return sum(map(array_bytes, message)) if isinstance(message, tuple) else 0
@@ -190,9 +197,9 @@ class ClientGroup:
         since = time.perf_counter()
         self._clients: list[Any] = []
         for rank, actors in zip(ranks, self._actors, strict=True):
-            counted = Bank(bank.plan, actors)
+            counted = Bank(bank.spec, actors)
             if work.kind == "queue":
-                self._clients.append(QueueClient(counted, rank=rank, num_workers=work.num_workers))
+                self._clients.append(QueueClient(counted, rank=rank))
             else:
                 self._clients.append(MemoryBankClient(counted, np.arange(work.num_rows), rank=rank))
                 # The ids of one process's clients are held once: a real worker has a process of its own.
@@ -206,7 +213,7 @@ class ClientGroup:
             first, stop = (each * work.num_rows // work.num_workers for each in (rank, rank + 1))
             for start in range(first, stop, _FILLED_A_CALL):
                 ids = np.arange(start, min(start + _FILLED_A_CALL, stop))
-                client.fill(ids, self._patterns[pattern_of(ids, -1)])
+                client.initialize(ids, self._patterns[pattern_of(ids, -1)])
 
     def run(self, first_step: int, num_steps: int, *, keeps_answers: bool = False) -> Spent:
         """Make steps, all threads abreast; every step's rows are looked at."""

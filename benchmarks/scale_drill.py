@@ -9,8 +9,8 @@ import numpy as np
 import ray
 from scale_clients import Work, join, num_wrong, run
 
+from raycl.negatives.actor import BankActor, MemoryBankActor
 from raycl.negatives.bank import Bank
-from raycl.negatives.store import Negatives
 
 ROWS_A_QUESTION = 65_536
 
@@ -19,11 +19,10 @@ def num_wrong_keys(bank: Bank, work: Work, num_steps: int) -> int:
     """Count the slots of a queue that do not hold what was pushed last, all workers together."""
     if work.kind != "queue":
         return 0
-    queue = bank.read_queue()
-    numbers, state = queue.numbers(), queue.state_dict()
-    held = Negatives(*(np.asarray(state[name]) for name in ("rows", "sample_id", "step")))
+    held, sequence = bank.read_queue().since(0)
+    numbers = np.arange(sequence - len(held), sequence)
     strange = (held.sample_id != work.samples_of(numbers)) | (held.step != numbers // work.batch_size)
-    not_pushed = queue.sequence != num_steps * work.batch_size
+    not_pushed = sequence != num_steps * work.batch_size
     return int(strange.sum()) + num_wrong(held, work.patterns()) + not_pushed
 
 
@@ -44,16 +43,16 @@ def check(bank: Bank, work: Work, *, num_steps: int, saved: int, killed: int) ->
     expected, patterns = written_until(work, num_steps), work.patterns()
     kept = written_until(work, saved)
     found = {"rows": 0, "wrong_rows": 0, "wrong_ids": 0, "missing": 0, "lost_since_snapshot": 0}
-    for shard, line in enumerate(bank.lines()):
-        first, stop = bank.plan.first_slots[shard : shard + 2]
+    for shard, connection in enumerate(bank.connections()):
+        first, stop = bank.spec.first_slots[shard : shard + 2]
         for start in range(0, int(stop - first), ROWS_A_QUESTION):
-            part = line.ask("read_slots", start, start + ROWS_A_QUESTION)
+            part = connection.ask(MemoryBankActor.read_slots, start, start + ROWS_A_QUESTION)
             ids = np.arange(first + start, min(first + start + ROWS_A_QUESTION, stop))
             old = part.step != expected[ids]
             excused = old & (part.step == kept[ids]) & (shard == killed)
             found["rows"] += len(part.rows)
             found["wrong_ids"] += int((part.sample_id != ids).sum())
-            found["wrong_rows"] += num_wrong(Negatives(part.rows, part.sample_id, part.step), patterns)
+            found["wrong_rows"] += num_wrong(part, patterns)
             found["lost_since_snapshot"] += int(excused.sum())
             found["missing"] += int((old & ~excused).sum())
     return found
@@ -70,14 +69,14 @@ def lose_a_shard(groups: list[Any], bank: Bank, work: Work, num_steps: int) -> d
     since = time.perf_counter()
     bank.save(num_steps)
     save_s = time.perf_counter() - since
-    killed = bank.plan.num_shards // 2
+    killed = bank.spec.num_shards // 2
     going_on = [group.run.remote(num_steps, 2 * num_steps) for group in active]
     since = time.perf_counter()
     time.sleep(half_s)
-    line = bank.lines()[killed]
-    os.kill(line.ask("hello").pid, signal.SIGKILL)
+    connection = bank.connections()[killed]
+    os.kill(connection.ask(BankActor.info).pid, signal.SIGKILL)
     killed_at = time.perf_counter()
-    line.ask("hello")
+    connection.ask(BankActor.info)
     back_s = time.perf_counter() - killed_at
     wrong = sum(spent.num_wrong for spent in ray.get(going_on))
     whole_s = time.perf_counter() - since
@@ -90,7 +89,7 @@ def lose_a_shard(groups: list[Any], bank: Bank, work: Work, num_steps: int) -> d
         "acknowledged": int((written_until(work, 3 * num_steps) >= 0).sum()),
         "fill_rows_per_s": work.num_rows / fill_s,
         "save_s": save_s,
-        "save_mb": work.num_rows * (work.dim * bank.plan.row_dtype.itemsize + 16) / 1e6,
+        "save_mb": work.num_rows * (work.dim * bank.spec.row_dtype.itemsize + 16) / 1e6,
         "back_s": back_s,
         "step_ms_before": 1e3 * half_s / num_steps,
         "step_ms_with_loss": 1e3 * whole_s / (2 * num_steps),

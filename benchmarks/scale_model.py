@@ -6,7 +6,7 @@ of a number on its way: 4 for float32, 2 for float16.
 
 from typing import NamedTuple
 
-_ID = 8  # bytes of an id, a step, a slot or a row's number: all int64
+_ID = 8  # bytes of an id, a step or a slot: all int64
 
 
 class Payload(NamedTuple):
@@ -40,8 +40,8 @@ def loss_flop(num_workers: int, batch_size: int, dim: int) -> float:
 
 
 def queue_payload(local_batch: int, dim: int, *, itemsize: int) -> Payload:
-    """Return what a worker's part of a batch takes: rows, and their numbers, ids and steps."""
-    return Payload(sent=local_batch * (dim * itemsize + 3 * _ID), received=0)
+    """Return what a worker's part of a batch takes: rows with ids and steps. Rank 0 sends those of all."""
+    return Payload(sent=local_batch * (dim * itemsize + 2 * _ID), received=0)
 
 
 def bank_payload(local_batch: int, num_negatives: int, dim: int, *, itemsize: int) -> Payload:

@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--minutes 60] [--every 120] [--output docs/images/soak.png]
 
 Starts a Ray of its own and ``jobs/train.py`` as a process of its own: MoCo v2 on scikit-learn's digits, two workers,
-streamed data, the queue in two shards. In turn a worker, a shard, Ray Train's controller and a task that reads
+streamed data. In turn a worker, a shard, Ray Train's controller and a task that reads
 are ended by SIGKILL. Read is what each process holds for itself alone (``RssAnon``), every five seconds,
 and what Ray's object store holds. At last the run is asked to stop, and what is alive of it is
 counted. Beside the picture lies a JSON file of the same name with every number in it.
@@ -59,7 +59,6 @@ SETTINGS = {
     "evaluation.every_epochs": 50,
     "checkpoints.every_s": 20,
     "negatives.capacity": 1_024,
-    "bank.shards": 2,
     "log_every_steps": 5,
 }
 

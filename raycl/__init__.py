@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raycl import losses
     from raycl.api import evaluate, run_doctor, train, write_report
-    from raycl.banks import connect_bank, list_banks
     from raycl.config import RunConfig, Stage
     from raycl.config.overrides import config_from_yaml, config_to_yaml, override
     from raycl.data.columns import ColumnNames
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from raycl.inference.encoder import load_encoder
     from raycl.inference.export import export_encoder
     from raycl.inference.mining import mine_negatives as mine
+    from raycl.negatives.bank import connect_bank, list_banks
     from raycl.recipes import recipe
     from raycl.training.launch import RunResult
 
@@ -30,11 +30,11 @@ _HOME = {
     "Stage": "raycl.config:Stage",
     "config_from_yaml": "raycl.config.overrides:config_from_yaml",
     "config_to_yaml": "raycl.config.overrides:config_to_yaml",
-    "connect_bank": "raycl.banks:connect_bank",
+    "connect_bank": "raycl.negatives.bank:connect_bank",
     "embed": "raycl.inference.embed:embed_to_parquet",
     "evaluate": "raycl.api:evaluate",
     "export_encoder": "raycl.inference.export:export_encoder",
-    "list_banks": "raycl.banks:list_banks",
+    "list_banks": "raycl.negatives.bank:list_banks",
     "load_encoder": "raycl.inference.encoder:load_encoder",
     "mine": "raycl.inference.mining:mine_negatives",
     "override": "raycl.config.overrides:override",

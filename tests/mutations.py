@@ -42,8 +42,8 @@ MUTATIONS = [
     Mutation(
         "the keys are pushed into the store before the update, and twice",
         "raycl/training/step.py",
-        "        store.take(step=step)\n",
-        "        store.take(step=step)\n        store.take(step=step)\n",
+        "        store.update(step=step)\n",
+        "        store.update(step=step)\n        store.update(step=step)\n",
         STEPS,
     ),
     Mutation(
@@ -270,8 +270,8 @@ MUTATIONS = [
     Mutation(
         "the age of a bank's rows counts those that were never written",
         "raycl/training/stores.py",
-        "self._lent_step[self._lent_step >= 0]",
-        "self._lent_step",
+        "self._fetched_step[self._fetched_step >= 0]",
+        "self._fetched_step",
         "tests/test_training_stores.py",
     ),
     Mutation(

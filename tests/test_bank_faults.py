@@ -1,4 +1,4 @@
-"""Clients of a bank whose calls get lost and whose shards die, without Ray: nothing is lost or done twice."""
+"""Clients of a bank whose calls get lost and whose actors die, without Ray: nothing is lost or done twice."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -14,9 +14,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives, rpc
+from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_actor import BankActor
-from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
 from raycl.negatives.sample_index import SampleIndex
@@ -34,26 +34,28 @@ lost_calls = st.lists(st.sampled_from(("", "", "lost", "unanswered")), max_size=
 
 
 class Cluster:
-    """Actors in this process, and what becomes of each call to them."""
+    """Actors in this process, and the fate of each call to them."""
 
-    def __init__(self, plan: BankSpec, fates: list[str] | None = None) -> None:
+    def __init__(self, spec: BankSpec, fates: list[str] | None = None) -> None:
         self.fates = iter(fates or [])
-        self.actors = [FakeActor(self, plan, shard) for shard in range(plan.num_shards)]
-        self.bank = Bank(plan, self.actors)
+        self.actors = [FakeActor(self, spec, shard) for shard in range(spec.num_shards)]
+        self.bank = Bank(spec, self.actors)
 
     def heal(self) -> None:
         self.fates = iter(())
 
 
 class FakeActor:
-    """A shard's actor as Ray would hold it; ``on_death`` tells the test what it comes back with."""
+    """An actor as Ray would hold it; ``on_death`` tells the test with which state it comes back."""
 
-    def __init__(self, cluster: Cluster, plan: BankSpec, shard: int) -> None:
-        self.cluster, self.plan, self.shard = cluster, plan, shard
-        self.actor = BankActor(plan, shard)
-        self.call = SimpleNamespace(remote=self.remote)
+    def __init__(self, cluster: Cluster, spec: BankSpec, shard: int) -> None:
+        self.cluster, self.spec, self.shard = cluster, spec, shard
+        self.actor = self.start()
         self.on_call: Callable[[FakeActor, str, Any], None] = lambda *_: None
         self.on_death: Callable[[FakeActor], None] = lambda *_: None
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *arguments: self.remote(method, *arguments))
 
     def remote(self, *call: Any) -> Any:
         fate = next(self.cluster.fates, "")
@@ -71,12 +73,16 @@ class FakeActor:
         method, arguments = pickle.loads(pickle.dumps((method, arguments)))
         self.on_call(self, method, arguments)
         try:
-            return pickle.loads(pickle.dumps(self.actor.call(method, *arguments)))
+            return pickle.loads(pickle.dumps(getattr(self.actor, method)(*arguments)))
         except RayclError as error:
-            return RayTaskError("call", "traceback\nof many lines", error).as_instanceof_cause()
+            return RayTaskError(method, "traceback\nof many lines", error).as_instanceof_cause()
+
+    def start(self) -> BankActor[Any]:
+        kind = QueueActor if self.spec.kind == "queue" else MemoryBankActor
+        return kind(self.spec, self.shard)
 
     def die(self) -> None:
-        self.actor = BankActor(self.plan, self.shard)
+        self.actor = self.start()
         self.on_death(self)
 
 
@@ -88,7 +94,7 @@ def fake_get(answer: Any, timeout: float) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def without_ray() -> Iterator[None]:
-    """Let lines ask the actors of this process, and sleep for no time."""
+    """Let connections call the actors of this process, and sleep for no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc, "ray", SimpleNamespace(get=fake_get))
         clock = Clock()
@@ -107,7 +113,7 @@ class Clock:
         self.now += seconds
 
 
-def a_plan(kind: Any, output: Path, **changed: Any) -> BankSpec:
+def a_spec(kind: Any, output: Path, **changed: Any) -> BankSpec:
     capacity = 30 if kind == "queue" else len(IDS)
     return BankSpec(
         **{"name": "bank", "kind": kind, "dim": DIM, "output": str(output), "capacity": capacity, **changed}
@@ -119,12 +125,17 @@ def a_batch(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return random.standard_normal((size, DIM), np.float32), random.integers(0, 99, size)
 
 
-def plain(store: Any) -> dict[str, Any]:
-    return {name: np.asarray(value).tolist() for name, value in store.state_dict().items()}
+def state_of(queue: KeyQueue) -> dict[str, Any]:
+    return {name: np.asarray(value).tolist() for name, value in queue.state_dict().items()}
 
 
 def rows_of(negatives: Negatives) -> list[Any]:
-    return [array.tolist() for array in (negatives.rows, negatives.sample_id, negatives.step)]
+    return [array.tolist() for array in negatives.arrays()]
+
+
+def all_rows(cluster: Cluster, client: MemoryBankClient) -> list[Any]:
+    client.flush()
+    return rows_of(cluster.bank.negatives())
 
 
 wire = st.sampled_from([None, "float16"])
@@ -133,44 +144,33 @@ actions = st.lists(
 )
 
 
-def test_what_others_sent_before_a_shard_died_is_sent_again_by_rank_0(tmp_path: Path) -> None:
-    cluster = Cluster(a_plan("queue", tmp_path))
-    first, other = (QueueClient(cluster.bank, rank=rank, num_workers=2) for rank in (0, 1))
-    rows, ids = a_batch(4, 0)
-    cluster.fates = iter(["lost"])
-    first.push(rows, ids, 0)
-    other.push(rows, ids, 0)
-    rows, ids = a_batch(70, 1)  # all that stays of it is sent by the other one
-    other.push(rows, ids, 1)
-    other.flush()
-    cluster.actors[0].die()
-    first.push(rows, ids, 1)
-    first.flush()
-    assert plain(cluster.bank.read_queue()) == plain(first)
-
-
 @SETTINGS
-@given(st.integers(1, 3), st.integers(1, 3), wire, actions, faults, st.randoms(use_true_random=False))
-def test_rings_and_bank_are_the_queue_of_one_whatever_gets_lost_or_dies(
+@given(
+    st.integers(1, 3),
+    st.sampled_from(["float32", "float16"]),
+    actions,
+    faults,
+    st.randoms(use_true_random=False),
+)
+def test_queues_of_workers_and_bank_are_the_queue_of_one_whatever_gets_lost_or_dies(
     tmp_path_factory: pytest.TempPathFactory,
-    num_shards: int,
     num_workers: int,
-    wire_dtype: Any,
+    dtype: Any,
     actions: list[Any],
     fates: list[str],
     order: Any,
 ) -> None:
-    plan = a_plan("queue", tmp_path_factory.mktemp("bank"), num_shards=num_shards, wire_dtype=wire_dtype)
-    cluster, queue = Cluster(plan, fates), KeyQueue(plan.capacity, DIM)
-    saved: dict[int, Any] = {0: KeyQueue(plan.capacity, DIM).state_dict()}
+    spec = a_spec("queue", tmp_path_factory.mktemp("bank"), dtype=dtype)
+    cluster, queue = Cluster(spec, fates), KeyQueue(spec.capacity, DIM, dtype)
+    saved: dict[int, Any] = {0: KeyQueue(spec.capacity, DIM, dtype).state_dict()}
 
     def join() -> list[QueueClient]:
-        return [QueueClient(cluster.bank, rank=rank, num_workers=num_workers) for rank in range(num_workers)]
+        return [QueueClient(cluster.bank, rank=rank) for rank in range(num_workers)]
 
     workers = join()
     for step, action in enumerate(actions, start=1):
         if action == "save":
-            for worker in reversed(workers):  # rank 0 last: what the barrier is for
+            for worker in order.sample(workers, num_workers):
                 worker.save(step)
             saved[step] = pickle.loads(pickle.dumps(queue.state_dict()))
         elif action == "restore":
@@ -182,15 +182,14 @@ def test_rings_and_bank_are_the_queue_of_one_whatever_gets_lost_or_dies(
             order.choice(workers).flush()
         else:
             rows, ids = a_batch(action, step)
-            queue.push(rows.astype(plan.sent_dtype), ids, step)
+            queue.push(rows, ids, step)
             for worker in order.sample(workers, num_workers):
                 worker.push(rows, ids, step)
     cluster.heal()
-    for worker in reversed(workers):
-        worker.flush()
+    workers[0].flush()
     for worker in workers:
-        assert plain(worker) == plain(queue)
-    assert plain(cluster.bank.read_queue()) == plain(queue)
+        assert state_of(worker.queue) == state_of(queue)
+    assert state_of(cluster.bank.read_queue()) == state_of(queue)
 
 
 class Deaths:
@@ -203,7 +202,7 @@ class Deaths:
             actor.on_call, actor.on_death = self.note, self.go_back
 
     def part(self, actor: FakeActor) -> Negatives:
-        first, stop = actor.plan.first_slots[actor.shard : actor.shard + 2]
+        first, stop = actor.spec.first_slots[actor.shard : actor.shard + 2]
         return self.bank.read(np.arange(first, stop))
 
     def note(self, actor: FakeActor, method: str, arguments: Any) -> None:
@@ -213,7 +212,7 @@ class Deaths:
             self.bank.load_part(self.saved[arguments[0], actor.shard])
 
     def go_back(self, actor: FakeActor) -> None:
-        self.bank.load_part(self.saved[read_current(actor.plan).step, actor.shard])
+        self.bank.load_part(self.saved[read_current(actor.spec).step, actor.shard])
 
 
 @SETTINGS
@@ -223,9 +222,9 @@ class Deaths:
 def test_memory_bank_is_its_snapshot_and_all_since_with_each_update_done_once(
     tmp_path_factory: pytest.TempPathFactory, num_shards: int, actions: list[Any], fates: list[str]
 ) -> None:
-    plan = a_plan("memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, seed=1)
-    write_samples(plan, SampleIndex(IDS).sample_id)
-    cluster, bank = Cluster(plan, fates), MemoryBank(IDS, DIM, seed=1)
+    spec = a_spec("memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, seed=1)
+    write_samples(spec, SampleIndex(IDS).sample_id)
+    cluster, bank = Cluster(spec, fates), MemoryBank(IDS, DIM, seed=1)
     deaths = Deaths(cluster, bank)
     client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
     for step, action in enumerate(actions, start=1):
@@ -239,7 +238,7 @@ def test_memory_bank_is_its_snapshot_and_all_since_with_each_update_done_once(
             client.update(IDS[choice % 7], rows, step)
             bank.update(IDS[choice % 7], rows, step)
     cluster.heal()
-    assert rows_of(client.negatives()) == rows_of(bank.negatives())
+    assert all_rows(cluster, client) == rows_of(bank.negatives())
 
 
 def order_of(saved: Any, number: int) -> int:
@@ -259,11 +258,11 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
     steps: list[tuple[int, bool]],
     fates: list[str],
 ) -> None:
-    plan = a_plan(
+    spec = a_spec(
         "memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, wire_dtype=wire_dtype
     )
-    write_samples(plan, SampleIndex(IDS).sample_id)
-    cluster, bank = Cluster(plan, fates), MemoryBank(IDS, DIM, seed=0)
+    write_samples(spec, SampleIndex(IDS).sample_id)
+    cluster, bank = Cluster(spec, fates), MemoryBank(IDS, DIM, seed=0)
     client = MemoryBankClient(cluster.bank, IDS)
     for step, (size, is_prefetched) in enumerate(steps):
         slots = client.draw(4, step=step)
@@ -276,17 +275,17 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
         read, expected = client.read(slots), bank.read(slots)
         assert read.sample_id.tolist() == expected.sample_id.tolist()
         if not is_prefetched:
-            assert read.rows.tolist() == expected.rows.astype(plan.sent_dtype).tolist()
+            assert read.rows.tolist() == expected.rows.astype(spec.sent_dtype).tolist()
             assert read.step.tolist() == expected.step.tolist()
-    assert rows_of(client.negatives()) == rows_of(bank.negatives())
+    assert all_rows(cluster, client) == rows_of(bank.negatives())
 
 
-def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_anew(tmp_path: Path) -> None:
-    plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleIndex(IDS).sample_id)
+def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_again(tmp_path: Path) -> None:
+    spec = a_spec("memory_bank", tmp_path)
+    write_samples(spec, SampleIndex(IDS).sample_id)
     slots, updates = np.arange(7), [(IDS[:3], a_batch(3, step)[0], step) for step in range(3)]
     for max_staleness, lags in ((0, (0, 0)), (1, (1, 0)), (2, (1, 2))):
-        cluster, bank = Cluster(plan), MemoryBank(IDS, DIM, seed=0)
+        cluster, bank = Cluster(spec), MemoryBank(IDS, DIM, seed=0)
         client = MemoryBankClient(cluster.bank, IDS, max_staleness=max_staleness)
         for num_updates, lag in enumerate(lags, start=1):
             seen = [rows_of(bank.read(slots))]
@@ -296,13 +295,13 @@ def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_anew(
                 bank.update(*update)
                 seen.append(rows_of(bank.read(slots)))
             assert rows_of(client.read(slots)) == seen[-1 - lag]
-        assert rows_of(client.get(IDS[:2])) == rows_of(bank.get(IDS[:2]))
+        assert rows_of(client.read(client.slots_of(IDS[:2]))) == rows_of(bank.get(IDS[:2]))
 
 
-def test_flush_forgets_what_was_prefetched(tmp_path: Path) -> None:
-    plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleIndex(IDS).sample_id)
-    client, bank = MemoryBankClient(Cluster(plan).bank, IDS), MemoryBank(IDS, DIM, seed=0)
+def test_flush_forgets_prefetched_rows(tmp_path: Path) -> None:
+    spec = a_spec("memory_bank", tmp_path)
+    write_samples(spec, SampleIndex(IDS).sample_id)
+    client, bank = MemoryBankClient(Cluster(spec).bank, IDS), MemoryBank(IDS, DIM, seed=0)
     client.prefetch(np.arange(7))
     for store in (client, bank):
         store.update(IDS[:3], a_batch(3, 0)[0], 0)
@@ -311,10 +310,10 @@ def test_flush_forgets_what_was_prefetched(tmp_path: Path) -> None:
 
 
 def test_arrays_given_away_may_be_overwritten_at_once(tmp_path: Path) -> None:
-    plans = [a_plan("memory_bank", tmp_path), a_plan("queue", tmp_path / "queue")]
-    write_samples(plans[0], SampleIndex(IDS).sample_id)
+    specs = [a_spec("memory_bank", tmp_path), a_spec("queue", tmp_path / "queue")]
+    write_samples(specs[0], SampleIndex(IDS).sample_id)
     bank, queue = MemoryBank(IDS, DIM, seed=0), KeyQueue(30, DIM)
-    clusters = [Cluster(plan, ["", "", "", "lost", "lost"]) for plan in plans]
+    clusters = [Cluster(spec, ["", "", "", "lost", "lost"]) for spec in specs]
     slots_client, keys = MemoryBankClient(clusters[0].bank, IDS), QueueClient(clusters[1].bank)
     rows, ids, slots = a_batch(3, 0)[0], IDS[:3].copy(), np.arange(3)
     bank.update(ids, rows, 0)
@@ -323,24 +322,24 @@ def test_arrays_given_away_may_be_overwritten_at_once(tmp_path: Path) -> None:
     slots_client.prefetch(slots)
     keys.push(rows, ids, 0)
     rows[:], ids[:], slots[:] = 9, 9, 9
-    assert rows_of(slots_client.negatives()) == rows_of(bank.negatives())
+    assert all_rows(clusters[0], slots_client) == rows_of(bank.negatives())
     keys.flush()
     assert rows_of(clusters[1].bank.negatives()) == rows_of(queue.negatives())
 
 
 def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
-    plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleIndex(IDS).sample_id)
-    client = MemoryBankClient(Cluster(plan).bank, IDS)
+    spec = a_spec("memory_bank", tmp_path)
+    write_samples(spec, SampleIndex(IDS).sample_id)
+    client = MemoryBankClient(Cluster(spec).bank, IDS)
     read = client.read(np.arange(7))
     for array in (read.rows, read.sample_id, read.step):
         array[:] = 0
 
 
 def test_workers_of_an_earlier_attempt_are_refused(tmp_path: Path) -> None:
-    plan = a_plan("memory_bank", tmp_path, num_shards=2)
-    write_samples(plan, SampleIndex(IDS).sample_id)
-    slots, keys = Cluster(plan).bank, Cluster(a_plan("queue", tmp_path / "queue", num_shards=2)).bank
+    spec = a_spec("memory_bank", tmp_path, num_shards=2)
+    write_samples(spec, SampleIndex(IDS).sample_id)
+    slots, keys = Cluster(spec).bank, Cluster(a_spec("queue", tmp_path / "queue")).bank
     late_slots, late_keys = MemoryBankClient(slots, IDS), QueueClient(keys)
     for bank in (slots, keys):
         bank.restore(0)
@@ -358,80 +357,97 @@ def test_workers_of_an_earlier_attempt_are_refused(tmp_path: Path) -> None:
     assert len(keys.negatives()) == 0
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("saved_after", [None, 0, 1, 2])
-def test_a_shard_that_died_has_all_rows_again(
-    tmp_path: Path, num_shards: int, saved_after: int | None
-) -> None:
-    cluster = Cluster(a_plan("queue", tmp_path, num_shards=num_shards))
-    workers = [QueueClient(cluster.bank, rank=rank, num_workers=2) for rank in (0, 1)]
+def test_an_actor_that_died_gets_all_rows_again(tmp_path: Path, saved_after: int | None) -> None:
+    cluster = Cluster(a_spec("queue", tmp_path))
+    client = QueueClient(cluster.bank)
     for step in range(4):
-        for worker in workers:
-            worker.push(*a_batch(7, step), step)
+        client.push(*a_batch(7, step), step)
         if step == saved_after:
-            for worker in reversed(workers):
-                worker.save(step + 1)
-    cluster.actors[-1].die()
+            client.save(step + 1)
+    cluster.actors[0].die()
     cluster.fates = iter(["lost", "", "unanswered"])
-    for worker in reversed(workers):
-        worker.flush()
-    assert plain(cluster.bank.read_queue()) == plain(workers[0])
+    client.flush()
+    assert client.restarts == 1
+    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
+
+
+def test_an_actor_that_lost_more_rows_than_it_can_hold_gets_the_newest(tmp_path: Path) -> None:
+    cluster = Cluster(a_spec("queue", tmp_path))
+    client = QueueClient(cluster.bank)
+    client.push(*a_batch(7, 0), 0)
+    client.save(1)
+    for step in range(1, 6):
+        client.push(*a_batch(20, step), step)
+    cluster.actors[0].die()
+    client.push(*a_batch(4, 6), 6)
+    client.flush()
+    assert client.queue.sequence == 111
+    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    cluster, calls = Cluster(a_spec("queue", tmp_path)), []
+    other = QueueClient(cluster.bank, rank=1)
+    cluster.actors[0].on_call = lambda _, method, __: calls.append(method)
+    other.push(*a_batch(7, 0), 0)
+    other.flush()
+    other.save(1)
+    assert (calls, len(other.queue)) == ([], 7)
 
 
 @pytest.mark.parametrize("back_to", [0, 1])
-def test_a_shard_that_dies_after_the_bank_went_back_has_gone_back_too(tmp_path: Path, back_to: int) -> None:
-    cluster = Cluster(a_plan("queue", tmp_path))
+def test_an_actor_that_dies_after_the_bank_was_restored_restores_the_same(
+    tmp_path: Path, back_to: int
+) -> None:
+    cluster = Cluster(a_spec("queue", tmp_path))
     client = QueueClient(cluster.bank)
     for step in (1, 2):
         client.push(*a_batch(7, step), step)
         client.save(step)
     cluster.bank.restore(back_to)
-    before = plain(cluster.bank.read_queue())
+    before = state_of(cluster.bank.read_queue())
     cluster.actors[0].die()
-    assert plain(cluster.bank.read_queue()) == before
+    assert state_of(cluster.bank.read_queue()) == before
     assert len(cluster.bank.negatives()) == 7 * back_to
     client = QueueClient(cluster.bank)
     client.push(*a_batch(7, 3), 3)
     client.flush()
-    assert plain(cluster.bank.read_queue()) == plain(client)
+    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
 
 
-def test_a_shard_that_dies_again_while_it_gets_its_rows_has_all_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raycl.negatives.bank_client._ROWS_A_CALL", 4)
-    cluster = Cluster(a_plan("queue", tmp_path))
+def test_an_actor_that_dies_again_after_it_got_its_rows_gets_them_again(tmp_path: Path) -> None:
+    cluster = Cluster(a_spec("queue", tmp_path))
     client = QueueClient(cluster.bank)
     client.push(*a_batch(20, 0), 0)
     client.flush()
     cluster.actors[0].die()
-    cluster.fates = iter(["", "", "", "", "done, then dies"])  # two hellos, and parts of the rows
+    cluster.fates = iter(["", "done, then dies", ""])  # what it lacks, all rows, and what it lacks now
     client.flush()
     assert client.restarts == 2
-    assert plain(cluster.bank.read_queue()) == plain(client)
+    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
 
 
-def test_a_shard_that_dies_as_it_saves_leaves_no_snapshot_with_rows_missing(tmp_path: Path) -> None:
-    cluster = Cluster(a_plan("queue", tmp_path, num_shards=2))
+def test_an_actor_that_dies_as_it_saves_leaves_no_snapshot_without_its_rows(tmp_path: Path) -> None:
+    cluster = Cluster(a_spec("queue", tmp_path))
     client = QueueClient(cluster.bank)
     client.push(*a_batch(20, 0), 0)
     client.flush()
-    cluster.fates = iter(["", "", "dies"])  # two hellos, and the first shard's saving
+    cluster.fates = iter(["", "dies"])  # the flush, and the save
     client.save(1)
     cluster.bank.restore(1)
-    assert plain(cluster.bank.read_queue()) == plain(client)
+    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
 
 
-def test_a_bank_restored_to_a_step_that_is_not_there_is_as_before(tmp_path: Path) -> None:
-    cluster = Cluster(a_plan("queue", tmp_path, num_shards=2))
+def test_a_bank_restored_to_a_step_without_snapshot_is_unchanged(tmp_path: Path) -> None:
+    cluster = Cluster(a_spec("queue", tmp_path))
     client = QueueClient(cluster.bank)
     client.push(*a_batch(5, 0), 0)
     client.save(1)
-    with pytest.raises(RayclError, match="no whole snapshot"):
+    with pytest.raises(RayclError, match="no complete snapshot"):
         cluster.bank.restore(7)
-    for actor in cluster.actors:
-        actor.die()
-    assert plain(cluster.bank.read_queue()) == plain(client)
+    cluster.actors[0].die()
+    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
 
 
 @pytest.mark.parametrize(
@@ -439,8 +455,8 @@ def test_a_bank_restored_to_a_step_that_is_not_there_is_as_before(tmp_path: Path
     [
         (lambda client: client.read(np.array([3, 7, -1])), "slots -1, 7 are not here: these are 0 to 6"),
         (lambda client: client.prefetch(np.array([7])), "slots 7 are not here"),
-        (lambda client: client.get(np.array([4])), "no slot for the samples 4"),
-        (lambda client: client.update(IDS[:2], np.full((2, DIM), np.nan), 0), "no embedding's"),
+        (lambda client: client.slots_of(np.array([4])), "no slot for the samples 4"),
+        (lambda client: client.update(IDS[:2], np.full((2, DIM), np.nan), 0), "not embeddings"),
         (lambda client: client.update(IDS[:2], np.ones((3, DIM)), 0), "3 rows came with 2 ids"),
         (lambda client: client.update(IDS[:2] + 100, np.ones((2, DIM)), 0), "no slot for the samples"),
         (lambda client: MemoryBankClient(client._bank, IDS[1:]), "has 7 slots and 6 ids came"),
@@ -450,13 +466,14 @@ def test_a_bank_restored_to_a_step_that_is_not_there_is_as_before(tmp_path: Path
 def test_broken_calls_are_refused_in_one_line_and_nothing_is_written(
     tmp_path: Path, make: Callable[[MemoryBankClient], object], message: str
 ) -> None:
-    plan = a_plan("memory_bank", tmp_path)
-    write_samples(plan, SampleIndex(IDS).sample_id)
-    client = MemoryBankClient(Cluster(plan).bank, IDS)
+    spec = a_spec("memory_bank", tmp_path)
+    write_samples(spec, SampleIndex(IDS).sample_id)
+    cluster = Cluster(spec)
+    client = MemoryBankClient(cluster.bank, IDS)
     with pytest.raises(ConfigError, match=message) as error:
         make(client)
     assert "\n" not in str(error.value)
-    assert rows_of(client.negatives()) == rows_of(MemoryBank(IDS, DIM, seed=0).negatives())
+    assert all_rows(cluster, client) == rows_of(MemoryBank(IDS, DIM, seed=0).negatives())
 
 
 @pytest.mark.parametrize(
@@ -464,10 +481,10 @@ def test_broken_calls_are_refused_in_one_line_and_nothing_is_written(
     [
         (
             ActorUnavailableError("gone\nfar", None),
-            "did not answer 'hello': The actor None is unavailable: gone; look",
+            "did not answer 'info': The actor None is unavailable: gone; check",
         ),
         (GetTimeoutError("slow"), "no answer within 5 s"),
-        (ActorDiedError(), "did not answer 'hello': The actor died unexpectedly"),
+        (ActorDiedError(), "did not answer 'info': The actor died unexpectedly"),
         (RayTaskError("call", "a\nb", KeyError("k")), r"it failed with KeyError\('k'\)"),
     ],
 )
@@ -475,22 +492,21 @@ def test_a_shard_that_stays_away_is_an_error_in_one_line(
     monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ) -> None:
     monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "DEAD"})
-    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: answer))
-    line = ShardConnection(actor, "bank/0", timeout_s=5)
+    actor = SimpleNamespace(info=SimpleNamespace(remote=lambda: answer))
+    connection = ShardConnection(actor, "bank/0", timeout_s=5)
     with pytest.raises(RunError, match=message) as error:
-        line.ask("hello")
+        connection.ask(BankActor.info)
     assert "\n" not in str(error.value) and "'bank/0'" in str(error.value)
-    assert line.waited_s <= 5
+    assert connection.waited_s <= 5
 
 
 def test_a_shard_that_ray_is_restarting_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "RESTARTING"})
-    (actor,) = Cluster(a_plan("queue", tmp_path)).actors
-    answers = iter([ActorDiedError(), actor.remote("hello")])
-    line = ShardConnection(
-        SimpleNamespace(call=SimpleNamespace(remote=lambda *_: next(answers))), "bank/0", timeout_s=5
-    )
-    assert line.ask("hello").plan.capacity == 30
-    assert line.waited_s > 0
+    (actor,) = Cluster(a_spec("queue", tmp_path)).actors
+    answers = iter([ActorDiedError(), actor.info.remote()])
+    restarting = SimpleNamespace(info=SimpleNamespace(remote=lambda: next(answers)))
+    connection = ShardConnection(restarting, "bank/0", timeout_s=5)
+    assert connection.ask(BankActor.info).attempt == 0
+    assert connection.waited_s > 0

@@ -42,7 +42,9 @@ def run_raycl(
 
 @pytest.fixture
 def raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("raycl.joining.prestart_ray", lambda *_, **__: None)  # the session has its own Ray
+    monkeypatch.setattr(
+        "raycl.ray_runtime.prestart_ray", lambda *_, **__: None
+    )  # the session has its own Ray
     return lambda *arguments: run_raycl(monkeypatch, capsys, *arguments)
 
 
@@ -236,7 +238,7 @@ def test_a_wrong_question_to_a_bank_is_one_line_and_status_2(
     raycl, question: list[object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests of the session have joined a Ray; a command line has not.
-    monkeypatch.setattr("raycl.joining.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("raycl.ray_runtime.ray.is_initialized", lambda: False)
     status, out, err = raycl("bank", *question)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err

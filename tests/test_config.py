@@ -107,7 +107,11 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         ("moco_v2", ["batchnorm_groups=1"], "256 does not split into 1 groups .* 2 groups or more"),
         ("moco_v2", ["batchnorm_groups=200"], "256 does not split into 200 groups"),
         ("moco_v2", ["batchnorm_groups=6", "workers=4"], "groups 6 do not divide over 4 workers"),
-        ("moco_v2", ["bank.shards=3"], "capacity 4096 does not divide over 3 shards"),
+        (
+            "moco_v2",
+            ["bank.shards=3"],
+            "bank.shards 3 is for a memory bank, .*: one actor holds a queue; leave it out",
+        ),
         ("moco_v2", ["bank.held_by=workers", "bank.detached=true"], "are an actor's"),
         ("instance_discrimination", ["batchnorm=shuffled"], "shuffled does not go with key slot"),
         ("simclr", ["stages.0.chunk_size=513"], "chunk_size 513 is larger than a worker's 512 views"),

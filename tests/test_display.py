@@ -21,8 +21,8 @@ from raycl.display import (
     text_table,
 )
 from raycl.errors import first_line, last_line
-from raycl.negatives.bank_stats import BankStats, ShardStats
 from raycl.negatives.search import Neighbors
+from raycl.negatives.stats import BankStats, ShardStats
 from raycl.recipes import RECIPES, recipe
 
 EVIL = "<script>alert(1)</script>&\"'"

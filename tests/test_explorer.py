@@ -24,12 +24,11 @@ from raycl.cli import serve
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, RunError
 from raycl.negatives import bank as bank_module
+from raycl.negatives.actor import MemoryBankActor, QueueActor, Update
 from raycl.negatives.bank import Bank
-from raycl.negatives.memory_bank_shard import MemoryBankShard
-from raycl.negatives.messages import Part, Update
-from raycl.negatives.queue_shard import QueueShard
 from raycl.negatives.snapshot import write_samples
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.store import Negatives
 from raycl.serve import sample_viewer as samples_module
 from raycl.serve.app import create_app
 from raycl.serve.auth import HEADERS, checked_token, new_token
@@ -48,25 +47,31 @@ DIM, CAPACITY = 8, 64
 LARGE_ID = 2**62 + 1  # a JavaScript number cannot hold it
 
 
-class CalledLine:
-    """A line to a shard of this process, or to one that died."""
+class DirectConnection:
+    """A connection to an actor of this process, or to one that died."""
 
-    def __init__(self, shard: Any, name: str, *, timeout_s: float) -> None:
-        self._shard, self._answer = shard, None
+    def __init__(self, actor: Any, name: str, *, timeout_s: float) -> None:
+        self._actor = actor
 
-    def send(self, method: str, *arguments: Any) -> None:
-        if getattr(self._shard, "is_dead", False):
+    def send(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if getattr(self._actor, "is_dead", False):
             raise RunError("the bank's shard 'test/0' did not answer")
-        self._answer = getattr(self._shard, method)(*arguments)
+        answer = getattr(self._actor, method.__name__)(*arguments)
+        return SimpleNamespace(result=lambda: answer)
 
-    def collect(self) -> Any:
-        return self._answer
+    def ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return self.send(method, *arguments).result()
+
+
+def push(bank: Bank, rows: np.ndarray, sample_id: np.ndarray, step: int) -> None:
+    (actor,) = bank.actors
+    actor.push(0, Negatives(rows, sample_id, np.full(len(rows), step)), actor.store.sequence + len(rows))
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"Address": {"NodeID": "here", "IPAddress": "127.0.0.1"}, "NumRestarts": 0}
-    monkeypatch.setattr(bank_module, "ShardConnection", CalledLine)
+    monkeypatch.setattr(bank_module, "ShardConnection", DirectConnection)
     monkeypatch.setattr(bank_module, "actor_facts", lambda actor: facts)
 
 
@@ -78,13 +83,12 @@ def unit_rows(num_rows: int, seed: int) -> np.ndarray:
 @pytest.fixture
 def bank(called: None, tmp_path: Path) -> Bank:
     """Hold a queue; steps 1 to 3 wrote 10 rows each, of samples 0 to 29; then one of a large id."""
-    plan = BankSpec(name="test", kind="queue", dim=DIM, capacity=CAPACITY, output=str(tmp_path / "run"))
-    shard = QueueShard(plan, 0)
+    spec = BankSpec(name="test", kind="queue", dim=DIM, capacity=CAPACITY, output=str(tmp_path / "run"))
+    bank = Bank(spec, [QueueActor(spec)])
     for step in range(3):
-        numbers = np.arange(10) + 10 * step
-        shard.push(0, Part(numbers, unit_rows(10, step), numbers, np.full(10, step + 1)))
-    shard.push(0, Part(np.array([30]), 0.5 * unit_rows(1, 9), np.array([LARGE_ID]), np.array([5])))
-    return Bank(plan, [shard])
+        push(bank, unit_rows(10, step), np.arange(10) + 10 * step, step + 1)
+    push(bank, 0.5 * unit_rows(1, 9), np.array([LARGE_ID]), 5)
+    return bank
 
 
 Open = Callable[..., TestClient]
@@ -195,21 +199,21 @@ def test_an_id_beyond_javascripts_numbers_comes_back_whole(opened: Open) -> None
 
 
 def test_rows_of_a_sample_are_told_newest_first(opened: Open, bank: Bank) -> None:
-    bank.actors[0].push(0, Part(np.array([31]), unit_rows(1, 4), np.array([3]), np.array([6])))
+    push(bank, unit_rows(1, 4), np.array([3]), 6)
     told = opened().get("/api/rows/3").json()
     assert [(row["step"], row["age"]) for row in told["rows"]] == [(6, 0), (1, 5)]
     assert told["rows"][0]["norm"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_slot_that_no_step_has_written_has_no_age(called: None, tmp_path: Path) -> None:
-    plan = BankSpec(name="slots", kind="memory_bank", dim=DIM, capacity=4, output=str(tmp_path / "run"))
+    spec = BankSpec(name="slots", kind="memory_bank", dim=DIM, capacity=4, output=str(tmp_path / "run"))
     ids = np.array([1, 2, 3, 4])
-    write_samples(plan, ids)
-    shard = MemoryBankShard(plan, 0)
+    write_samples(spec, ids)
+    actor = MemoryBankActor(spec)
     written = Update("a client", 1, ids[:2], unit_rows(2, 0), 7)
-    shard.exchange(0, (written,), np.empty(0, np.int64))
+    actor.push_pull(0, (written,), np.empty(0, np.int64))
     client = TestClient(
-        create_app(Explorer(bank=ReconnectingBank(lambda: Bank(plan, [shard]))), TOKEN), headers=BEARER
+        create_app(Explorer(bank=ReconnectingBank(lambda: Bank(spec, [actor]))), TOKEN), headers=BEARER
     )
     assert client.get("/api/rows/1").json()["rows"][0]["age"] == 0
     assert [(row["step"], row["age"]) for row in client.get("/api/rows/3").json()["rows"]] == [(None, None)]
@@ -335,22 +339,22 @@ def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pyte
     for path in ("stats", "nearest?id=3", "rows/3", "stats"):
         assert refusal(client.get(f"/api/{path}"))[0] == 503
     # The run that goes on has another bank of that name.
-    there.append(Bank(bank.plan, [QueueShard(bank.plan, 0)]))
+    there.append(Bank(bank.spec, [QueueActor(bank.spec)]))
     assert client.get("/api/stats").json()["filled"] == 0
 
 
 def test_a_row_younger_than_the_last_count_has_age_0(opened: Open, bank: Bank) -> None:
     client = opened(bank=ReconnectingBank(lambda: bank, keep_s=60))
     assert client.get("/api/stats").json()["newest_step"] == 5
-    bank.actors[0].push(0, Part(np.array([31]), unit_rows(10, 0)[4:5], np.array([40]), np.array([9])))
+    push(bank, unit_rows(10, 0)[4:5], np.array([40]), 9)
     assert client.get("/api/nearest?id=4&k=1").json()["neighbors"][0]["age"] == 0
     assert client.get("/api/rows/40").json()["rows"][0]["age"] == 0
 
 
 def test_many_viewers_cost_one_count_a_second(opened: Open, bank: Bank) -> None:
     counted: list[int] = []
-    census = bank.actors[0].census
-    bank.actors[0].census = lambda *slots: counted.append(1) or census(*slots)
+    row_stats = bank.actors[0].row_stats
+    bank.actors[0].row_stats = lambda *slots: counted.append(1) or row_stats(*slots)
     client = opened(bank=ReconnectingBank(lambda: bank, keep_s=60))
     for _ in range(20):
         assert client.get("/api/stats").status_code == 200
@@ -361,15 +365,15 @@ def test_a_bank_that_takes_long_to_count_is_counted_rarely_and_not_for_a_questio
     opened: Open, bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    census, now = bank.actors[0].census, [0.0]
+    row_stats, now = bank.actors[0].row_stats, [0.0]
     monkeypatch.setattr("raycl.serve.reconnecting_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def slow_census(*slots: Any) -> Any:
+    def slow_count(*slots: Any) -> Any:
         counted.append(1)
         now[0] += 3.0
-        return census(*slots)
+        return row_stats(*slots)
 
-    bank.actors[0].census = slow_census
+    bank.actors[0].row_stats = slow_count
     client = opened(bank=ReconnectingBank(lambda: bank, keep_s=1))
     for _ in range(29):
         assert client.get("/api/stats").status_code == 200

@@ -13,6 +13,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"errors", "display"},
     {"address", "gpus"},
     {
+        "ray_runtime",
         "storage",
         "schedules",
         "distributed.shared_memory",
@@ -28,8 +29,7 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"evaluation"},
     {"config"},
     {"recipes", "config.overrides", "tracking"},
-    {"joining"},
-    {"cluster", "progress", "banks", "cli_joining"},
+    {"progress", "cli.ray_options"},
     {"training"},
     {"inference", "cli.bank_tables", "preparation", "report"},
     {"cli.plan", "doctor", "demo", "serve"},

@@ -185,8 +185,8 @@ def test_the_slots_of_a_bank_begin_at_embeddings() -> None:
         with torch.no_grad():
             rows = worker.learner.encode(samples)
         store: Any = worker.store
-        store.fill(rows, ids)
-        lent = store.lend(next(worker.maker.views(worker.batches(1))), step=0)
+        store.initialize(rows, ids)
+        lent = store.fetch(next(worker.maker.views(worker.batches(1))), step=0)
         torch.testing.assert_close(F.normalize(lent.key, dim=1), F.normalize(rows, dim=1))
 
 

@@ -34,7 +34,7 @@ from raycl.models.encoder_io import ImageEncoder, load_encoder, load_state, save
 from raycl.models.images import build_image_encoder
 from raycl.models.specs import ImageEncoderSpec, TextEncoderSpec
 from raycl.models.trust import TRUSTED, check_trusted
-from raycl.negatives.queue_shard import QueueShard
+from raycl.negatives.actor import QueueActor
 from raycl.negatives.snapshot import read_current, shard_file, snapshot_folder, snapshot_steps
 from raycl.negatives.spec import BankSpec
 from raycl.storage import Place
@@ -343,27 +343,27 @@ def a_plan(output: Path) -> BankSpec:
 
 def a_saved_queue(output: Path) -> BankSpec:
     plan = a_plan(output)
-    QueueShard(plan, 0).save(3)
+    QueueActor(plan).save(3)
     return plan
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_bank_does_not_run_a_snapshot(form: Callable[[Path], bytes], tmp_path: Path, marker: Path) -> None:
     plan = a_saved_queue(tmp_path)
-    QueueShard(plan, 0).restore(3, 1)
+    QueueActor(plan).restore(3, 1)
     Path((snapshot_folder(plan, 3) / shard_file(0, 1)).uri).write_bytes(form(marker))
     with pytest.raises(StorageError, match="cannot read"):
-        QueueShard(plan, 0).restore(3, 1)
+        QueueActor(plan).restore(3, 1)
 
 
 def test_a_bank_does_not_run_the_objects_in_a_snapshot(tmp_path: Path, marker: Path) -> None:
     plan = a_saved_queue(tmp_path)
     path = Path((snapshot_folder(plan, 3) / shard_file(0, 1)).uri)
     write_parquet(path, {"step": pa.array([1])}, "sample_id", pickled_column(marker, 1))
-    import raycl.cluster  # noqa: F401  (Ray Data teaches Arrow to unpickle)
+    import ray.data  # noqa: F401  (Ray Data teaches Arrow to unpickle)
 
     with pytest.raises(DataError, match="pickled Python objects in 'sample_id'"):
-        QueueShard(plan, 0).restore(3, 1)
+        QueueActor(plan).restore(3, 1)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ STS = {"sentence1": pa.array(["a"]), "sentence2": pa.array(["b"]), "score": pa.a
 def test_rows_of_pickled_objects_are_refused_before_one_is_read(
     column: str, in_list: bool, tmp_path: Path, marker: Path
 ) -> None:
-    import raycl.cluster  # noqa: F401  (Ray Data teaches Arrow to unpickle)
+    import ray.data  # noqa: F401  (Ray Data teaches Arrow to unpickle)
 
     plain = {name: values for name, values in IMAGES.items() if name != column}
     path = write_parquet(tmp_path / "rows.parquet", plain, column, pickled_column(marker, 1), in_list=in_list)
@@ -430,7 +430,7 @@ def test_rows_of_pickled_objects_are_refused_before_one_is_read(
 
 
 def test_that_such_rows_would_run_is_no_idle_fear(tmp_path: Path) -> None:
-    import raycl.cluster  # noqa: F401
+    import ray.data  # noqa: F401
 
     marker = tmp_path / "executed"
     path = write_parquet(tmp_path / "rows.parquet", TEXTS, "id", pickled_column(marker, 1))
@@ -441,7 +441,7 @@ def test_that_such_rows_would_run_is_no_idle_fear(tmp_path: Path) -> None:
 def test_sentences_to_judge_by_are_not_run(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import raycl.cluster  # noqa: F401
+    import ray.data  # noqa: F401
 
     path = write_parquet(tmp_path / "sts.parquet", STS, "dataset", pickled_column(marker, 1))
     run = text_run(tmp_path / "run")
@@ -595,7 +595,7 @@ def test_what_is_written_is_not_for_others_to_write(tmp_path: Path) -> None:
 def test_a_token_that_raycl_writes_is_for_its_owner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raycl.joining import _keep_token_private
+    from raycl.ray_runtime import _keep_token_private
 
     token = tmp_path / ".ray" / "auth_token"
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycl.errors import ConfigError, RayclError, RunError
-from raycl.negatives import KeyQueue, MemoryBank, Negatives, NegativeStore, draw_slots, memory_bank
+from raycl.negatives import KeyQueue, MemoryBank, Negatives, draw_slots, memory_bank
 
 DIM = 5
 SETTINGS = settings(deadline=None, max_examples=100)
@@ -51,7 +51,7 @@ def plain_pushes(pushes: list[Push], dtype: Any = np.float32) -> list[tuple[list
     ]
 
 
-def image_of(store: NegativeStore) -> dict[str, Any]:
+def image_of(store: KeyQueue | MemoryBank) -> dict[str, Any]:
     """The state as plain values that a later write does not change."""
     state = store.state_dict()
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in state.items()}
@@ -145,7 +145,7 @@ def test_reader_ahead_of_a_queue_that_went_back_is_told_to_start_over() -> None:
     replica.apply(*queue.since(0))
     queue.load_state_dict(older)
     for seen in (replica.sequence, -1):
-        with pytest.raises(RunError, match=f"seen {seen} rows and 5 were pushed; start the reader over"):
+        with pytest.raises(RunError, match=f"seen {seen} rows and 5 were pushed; start the reader again"):
             queue.since(seen)
     with pytest.raises(RunError, match="does not continue this queue"):
         replica.apply(*queue.since(0))
@@ -157,59 +157,6 @@ def test_queue_keeps_all_of_a_batch_that_wraps_round() -> None:
     for step in range(4):
         queue.push(np.ones((32, DIM), np.float32), np.arange(32) + 32 * step, step)
     assert sorted(queue.negatives().sample_id) == list(range(28, 128))
-
-
-@SETTINGS
-@given(capacities, push_sizes, dtypes, seeds, st.data())
-def test_rows_placed_by_number_in_any_order_and_twice_make_the_queue_that_was_pushed(
-    capacity: int, sizes: list[int], dtype: Any, seed: int, data: st.DataObject
-) -> None:
-    queue, placed, first = KeyQueue(capacity, DIM, dtype), KeyQueue(capacity, DIM, dtype), 0
-    parts: list[tuple[np.ndarray, Push]] = []
-    for rows, ids, step in some_pushes(sizes, seed):
-        queue.push(rows, ids, step)
-        owner = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(ids), max_size=len(ids))), int)
-        for worker in range(3):
-            own = np.flatnonzero(owner == worker)
-            parts.append((first + own, (rows[own], ids[own], step)))
-        first += len(ids)
-    again = data.draw(st.lists(st.sampled_from(parts), max_size=5)) if parts else []
-    for numbers, push in data.draw(st.permutations([*parts, *again])):
-        placed.place(numbers, *push)
-    assert image_of(placed) == image_of(queue)
-    assert (len(placed), placed.first_missing) == (len(queue), queue.sequence)
-
-
-@SETTINGS
-@given(capacities, st.sets(st.integers(0, 30)), seeds)
-def test_rows_that_have_not_come_are_seen_by_nobody(capacity: int, came: set[int], seed: int) -> None:
-    queue, numbers = KeyQueue(capacity, DIM), sorted(came)
-    rows = np.random.default_rng(seed).standard_normal((len(numbers), DIM), np.float32)
-    for number, row in zip(numbers, rows, strict=True):
-        queue.place(np.array([number]), row[None], np.array([number]), step=number + 3)
-    newest = [number for number in numbers if number >= numbers[-1] + 1 - capacity]
-    assert sorted(queue.negatives().sample_id) == newest
-    assert sorted(queue.get(np.arange(31)).sample_id) == newest
-    assert len(queue) == len(newest)
-    window = range(max(0, queue.sequence - capacity), queue.sequence)
-    missing = [number for number in window if number not in came]
-    assert queue.first_missing == min(missing, default=queue.sequence)
-    restored, replica = KeyQueue(capacity, DIM), KeyQueue(capacity, DIM)
-    restored.load_state_dict(queue.state_dict())
-    replica.apply(*queue.since(0))
-    for copy in (restored, replica):
-        assert image_of(copy) == image_of(queue) and len(copy) == len(queue)
-        copy.push(*some_pushes([capacity], seed)[0])
-        assert len(copy) == capacity
-
-
-def test_row_whose_slot_has_a_newer_one_is_not_put_back() -> None:
-    queue = KeyQueue(4, DIM)
-    rows = np.arange(8, dtype=np.float32)[:, None].repeat(DIM, 1)
-    queue.place(np.arange(4, 8), rows[4:], np.arange(4, 8), 9)
-    before = image_of(queue)
-    queue.place(np.arange(4), rows[:4], np.arange(4), 8)
-    assert image_of(queue) == before
 
 
 def test_unfilled_rows_do_not_exist() -> None:
@@ -474,7 +421,7 @@ def test_draws_of_other_seeds_and_steps_are_other_draws() -> None:
 
 def test_first_rows_and_draws_do_not_share_random_numbers() -> None:
     streams = [
-        memory_bank._generator(0, 0, purpose) for purpose in (memory_bank._FIRST_ROWS, memory_bank._DRAWS)
+        memory_bank._generator(0, 0, purpose) for purpose in (memory_bank._INITIAL_ROWS, memory_bank._DRAWS)
     ]
     assert not np.isin(*(stream.random(100) for stream in streams)).any()
 
@@ -495,12 +442,12 @@ def test_rows_without_direction_leave_the_slot_as_it_is(momentum: float) -> None
     np.testing.assert_allclose(bank.negatives().rows, rows, atol=1e-6)
 
 
-def test_filled_slots_are_first_rows_of_length_1_that_updates_move_on_from() -> None:
+def test_initialized_slots_have_length_1_and_step_minus_1_until_an_update() -> None:
     bank, other = some_bank(range(5)), some_bank(range(5))
     bank.update(np.array([1, 2]), with_value(3.0)[:2], step=4)
     rows = np.arange(3 * DIM, dtype=np.float32).reshape(3, DIM)
     rows[2] = 0.0
-    bank.fill(np.array([3, 1, 0]), rows)
+    bank.initialize(np.array([3, 1, 0]), rows)
     held, first = bank.negatives(), other.negatives()
     assert held.step.tolist() == [-1, -1, 4, -1, -1]
     assert held.rows[3] == pytest.approx(direction(rows[0]), abs=1e-6)
@@ -575,14 +522,14 @@ def with_value(value: float) -> np.ndarray:
     ("rows", "ids", "message"),
     [
         (np.ones((3, DIM + 1), np.float32), IDS, r"do not fit the store: they came as \[3, 6\]"),
-        (np.ones(DIM, np.float32), IDS, r"came as \[5\]; give one row of 5 a sample"),
+        (np.ones(DIM, np.float32), IDS, r"came as \[5\]; give a row of 5 for each sample"),
         (np.ones((3, DIM), np.int64), IDS, "came as int64; give float32"),
         (ROWS, IDS[:2], "3 rows came with 2 ids"),
         (ROWS, IDS.astype(np.float64), r"came as float64 \[3\]; give int64"),
         (ROWS, IDS[:, None], r"came as int64 \[3, 1\]"),
         (ROWS, IDS == 2, "came as bool"),
         (ROWS, IDS.astype(np.uint64), "came as uint64"),
-        *((with_value(value), IDS, "no embedding's") for value in (np.nan, np.inf, -np.inf, 1e5, -1e300)),
+        *((with_value(value), IDS, "not embeddings") for value in (np.nan, np.inf, -np.inf, 1e5, -1e300)),
     ],
 )
 def test_broken_rows_are_refused_in_one_line_and_nothing_is_written(
@@ -662,11 +609,8 @@ def test_state_of_another_store_is_refused_and_nothing_is_loaded(kind: str, arra
             lambda: KeyQueue(3, DIM).load_state_dict(KeyQueue(4, DIM).state_dict()),
             "of 4 keys, this one keeps 3",
         ),
-        (lambda: KeyQueue(3, DIM).load_state_dict({"capacity": 3}), "the state is not one of this store"),
+        (lambda: KeyQueue(3, DIM).load_state_dict({"capacity": 3}), "the state does not fit this store"),
         (lambda: KeyQueue(3, DIM).push(ROWS, IDS, -1), "cannot be of step -1"),
-        (lambda: KeyQueue(3, DIM).place(np.arange(2), ROWS, IDS, 1), "3 rows came with 2 numbers"),
-        (lambda: KeyQueue(3, DIM).place(np.array([1, 1, 2]), ROWS, IDS, 1), "not ascending from 0 on"),
-        (lambda: KeyQueue(3, DIM).place(np.array([-1, 1, 2]), ROWS, IDS, 1), "not ascending from 0 on"),
         (lambda: some_bank([1, 2]).load_part(some_bank([1, 3]).negatives()), "no slot for the samples 3"),
         (lambda: some_bank([]), "no samples"),
         (lambda: some_bank([4, 3, 4, 4]), "not distinct: 4 came"),

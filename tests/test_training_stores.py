@@ -22,12 +22,12 @@ def test_a_copy_on_a_device_is_the_queue_whatever_the_batches(sizes: list[int], 
         ids = np.arange(size) + 100 * step
         copy.write(torch.from_numpy(rows), torch.from_numpy(ids), first=queue.sequence)
         queue.push(rows, ids, step)
-        held, lent = queue.negatives(), copy.lend(len(queue))
-        assert lent.negatives is not None
-        assert lent.negative_id is not None
-        assert np.array_equal(lent.negatives.numpy(), held.rows)
-        assert np.array_equal(lent.negative_id.numpy(), held.sample_id)
-    filled = _DeviceCopy(queue, CAPACITY, torch.device("cpu")).lend(len(queue)).negatives
+        held, fetched = queue.negatives(), copy.fetch(len(queue))
+        assert fetched.negatives is not None
+        assert fetched.negative_id is not None
+        assert np.array_equal(fetched.negatives.numpy(), held.rows)
+        assert np.array_equal(fetched.negative_id.numpy(), held.sample_id)
+    filled = _DeviceCopy(queue, CAPACITY, torch.device("cpu")).fetch(len(queue)).negatives
     assert filled is not None
     assert np.array_equal(filled.numpy(), queue.negatives().rows)
 
@@ -47,7 +47,7 @@ def test_the_ages_of_a_bank_are_those_of_the_rows_read_that_were_ever_written() 
     for step, sample in ((1, 4), (2, 5)):
         bank.update(np.array([sample]), np.ones((1, DIM), np.float32), step)
     ids = np.array([4])
-    store.lend(Views(view_a=torch.zeros(1), view_b=None, sample_id=torch.from_numpy(ids), ids=ids), step=5)
+    store.fetch(Views(view_a=torch.zeros(1), view_b=None, sample_id=torch.from_numpy(ids), ids=ids), step=5)
     # Sample 4 is read twice: as the batch's own slot and as one of the six that are drawn.
     ages = {"negatives_age_mean": pytest.approx(11 / 3), "negatives_age_max": 4.0}
     assert store.metrics(step=5, seconds=1.0) == ages | {"negatives_wait_fraction": 0.0}
@@ -62,6 +62,6 @@ def test_a_copy_on_a_gpu_is_the_queue() -> None:
         rows, ids = torch.randn(4, DIM), torch.arange(4) + step
         copy.write(rows.cuda(), ids.cuda(), first=queue.sequence)
         queue.push(rows.numpy(), ids.numpy(), step)
-    lent = copy.lend(len(queue)).negatives
-    assert lent is not None
-    assert np.array_equal(lent.cpu().numpy(), queue.negatives().rows)
+    fetched = copy.fetch(len(queue)).negatives
+    assert fetched is not None
+    assert np.array_equal(fetched.cpu().numpy(), queue.negatives().rows)

@@ -14,8 +14,8 @@ from claims.images import Evaluator, training_subset
 from claims.markdown import Page
 from claims.results import METRICS, MetricCurve, Outcome, Results, read_curves
 from claims.runs import PlannedRun, outcome_of, perform, plan_runs
-from raycl.cluster import connect_cluster
 from raycl.errors import ConfigError
+from raycl.ray_runtime import connect_cluster
 from raycl.storage import Place, absolute
 
 

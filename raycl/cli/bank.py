@@ -1,4 +1,4 @@
-"""``raycl bank``: questions to a bank while training goes on. Imports wait until they are needed."""
+"""``raycl bank``: queries to a bank during training. Each command imports its own modules."""
 
 import dataclasses
 import io
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from raycl.cli.ray_options import Address, Debug, Name, connect
 from raycl.cli.serve import serve
-from raycl.cli_joining import Address, Debug, Name, join
 from raycl.errors import ConfigError, DataError, RunError
 from raycl.lease import writing_new
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raycl.negatives.spec import BankSpec
 
 bank = typer.Typer(
-    help="Ask the banks of negatives of runs that go on.",
+    help="Query the banks of running jobs.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -28,36 +28,36 @@ bank = typer.Typer(
 
 bank.command()(serve)
 
-LEAST_ID, LARGEST_ID = -(2**63), 2**63 - 1
+MIN_ID, MAX_ID = -(2**63), 2**63 - 1
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @bank.callback(invoke_without_command=True)
 def explain(context: typer.Context) -> None:
-    """Ask the banks of negatives of runs that go on."""
+    """Query the banks of running jobs."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 @bank.command("list")
 def list_(address: Address = None, as_json: Json = False, debug: Debug = False) -> None:
-    """List the banks: what they are and whose."""
-    join(address, debug)
-    from raycl.cli.bank_tables import print_plans
+    """List the banks with their kind, size and run."""
+    connect(address, debug)
+    from raycl.cli.bank_tables import print_specs
     from raycl.negatives.bank import list_banks
 
-    plans = {name: _plan_of(name) for name in list_banks()}
+    specs = {name: _spec_of(name) for name in list_banks()}
     if as_json:
-        _print_json([_described(name, plan) for name, plan in plans.items()])
-    elif plans:
-        print_plans(plans)
+        _print_json([_described(name, spec) for name, spec in specs.items()])
+    elif specs:
+        print_specs(specs)
     else:
         print("no bank is here; a run with a queue or a memory bank starts one")
 
 
 @bank.command()
 def stats(name: Name, address: Address = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Count and measure: rows, ages, norms, traffic, and where the shards are."""
+    """Show statistics: rows, ages, norms, throughput, and the nodes of the shards."""
     found = _connect(name, address, debug).stats()
     if as_json:
         return _print_json(dataclasses.asdict(found))
@@ -71,23 +71,24 @@ def nearest(
     name: Name,
     sample_id: Annotated[
         int | None,
-        typer.Option("--id", min=LEAST_ID, max=LARGEST_ID, help="Ask with the newest row of this sample."),
+        typer.Option("--id", min=MIN_ID, max=MAX_ID, help="Query by the newest row of this sample."),
     ] = None,
     image: Annotated[
-        str | None, typer.Option(help="Ask with this picture, by the run's last checkpoint; local or s3://.")
+        str | None,
+        typer.Option(help="Query by this picture, encoded by the run's last checkpoint; local or s3://."),
     ] = None,
     text: Annotated[
-        str | None, typer.Option(help="Ask with this text, by the run's last checkpoint.")
+        str | None, typer.Option(help="Query by this text, encoded by the run's last checkpoint.")
     ] = None,
     vector: Annotated[
-        str | None, typer.Option(help="Ask with an embedding: a .npy file or a JSON list; local or s3://.")
+        str | None, typer.Option(help="Query by an embedding: a .npy file or a JSON list; local or s3://.")
     ] = None,
-    k: Annotated[int, typer.Option("-k", help="How many neighbors.")] = 10,
+    k: Annotated[int, typer.Option("-k", help="Number of neighbors.")] = 10,
     address: Address = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Find the rows of highest cosine to a sample, a picture, a text or an embedding."""
+    """Find the rows with the highest cosine to a sample, a picture, a text or an embedding."""
     asked = {"id": sample_id, "image": image, "text": text, "vector": vector}
     query = {kind: value for kind, value in asked.items() if value is not None}
     if len(query) != 1:
@@ -100,27 +101,27 @@ def nearest(
     content = None if image is None else _read_file(image)
     holder = _connect(name, address, debug)
     if content is not None:
-        embedding, query["checkpoint"] = _embed(holder.plan.output, image=content)
+        embedding, query["checkpoint"] = _embed(holder.spec.output, image=content)
     if text is not None:
-        embedding, query["checkpoint"] = _embed(holder.plan.output, text=text)
+        embedding, query["checkpoint"] = _embed(holder.spec.output, text=text)
     if embedding is None:
         found = holder.nearest_of(query["id"], k)
     else:
         (found,) = holder.nearest(embedding, k)
-    _tell_neighbors(name, query, found, as_json=as_json)
+    _print_found(name, query, found, as_json=as_json)
 
 
 @bank.command()
 def get(
     name: Name,
     sample_ids: Annotated[
-        list[int], typer.Option("--id", min=LEAST_ID, max=LARGEST_ID, help="A sample; may be given again.")
+        list[int], typer.Option("--id", min=MIN_ID, max=MAX_ID, help="A sample; repeat it for several.")
     ],
     address: Address = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Print the rows of samples; a step of -1 (never) is a row that no step has written yet."""
+    """Print the rows of samples; a row that no step has written yet has step -1 (never)."""
     holder = _connect(name, address, debug)
     import numpy as np
 
@@ -150,7 +151,7 @@ def export(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write all rows as parquet, a file a shard: sample_id, step, embedding."""
+    """Write all rows as parquet files: sample_id, step, embedding."""
     with writing_new(output) as place:
         holder = _connect(name, address, debug)
         num_rows = holder.export(place.uri)
@@ -160,24 +161,24 @@ def export(
 
 
 def _connect(name: str, address: str | None, debug: bool) -> "Bank":
-    join(address, debug)
+    connect(address, debug)
     from raycl.negatives.bank import connect_bank
 
     return connect_bank(name)
 
 
-def _plan_of(name: str) -> "BankSpec | None":
-    """Return a bank's plan, None if it does not answer: the others are listed all the same."""
+def _spec_of(name: str) -> "BankSpec | None":
+    """Return a bank's specification; None if it does not answer, so that the others are still listed."""
     from raycl.negatives.bank import connect_bank
 
     try:
-        return connect_bank(name).plan
+        return connect_bank(name).spec
     except (ConfigError, RunError):
         return None
 
 
-def _described(name: str, plan: "BankSpec | None") -> dict[str, Any]:
-    return {"name": name, "answers": plan is not None, **(dataclasses.asdict(plan) if plan else {})}
+def _described(name: str, spec: "BankSpec | None") -> dict[str, Any]:
+    return {"name": name, "answers": spec is not None, **(dataclasses.asdict(spec) if spec else {})}
 
 
 def _embed(run: str, *, image: bytes | None = None, text: str | None = None) -> tuple["np.ndarray", str]:
@@ -208,7 +209,7 @@ def _read_vector(uri: str) -> "np.ndarray":
     return vector
 
 
-def _tell_neighbors(name: str, query: dict[str, Any], found: "Neighbors", *, as_json: bool) -> None:
+def _print_found(name: str, query: dict[str, Any], found: "Neighbors", *, as_json: bool) -> None:
     if as_json:
         parts = zip(found.sample_id.tolist(), found.similarity.tolist(), found.step.tolist(), strict=True)
         rows = [dict(zip(("sample_id", "similarity", "step"), part, strict=True)) for part in parts]

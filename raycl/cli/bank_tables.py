@@ -1,26 +1,26 @@
-"""What a bank answers, for people: plain tables, a fact a line, so that grep finds them."""
+"""Tables of a bank's answers, with one fact on each line, so that grep finds them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from raycl.display import format_value, text_table
-from raycl.negatives.bank_stats import BankStats
 from raycl.negatives.search import Neighbors
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.stats import BankStats
 from raycl.negatives.store import Negatives
 
 _BAR = 40  # characters of the longest bar
 _NUM_SHOWN = 4  # numbers of an embedding
 
 
-def print_plans(plans: Mapping[str, BankSpec | None]) -> None:
-    """Print a line a bank: what it is and whose."""
+def print_specs(specs: Mapping[str, BankSpec | None]) -> None:
+    """Print a line for each bank: kind, size and run."""
     rows = [
         (name, each.kind, str(each.capacity), str(each.dim), each.dtype, str(each.num_shards), each.output)
         if each
         else (name, "does not answer", *[""] * 5)
-        for name, each in plans.items()
+        for name, each in specs.items()
     ]
     print_table(("bank", "kind", "rows", "dim", "dtype", "shards", "run"), rows)
 
@@ -41,7 +41,7 @@ def print_stats(stats: BankStats) -> None:
 
 
 def print_neighbors(found: Neighbors) -> None:
-    """Print a line a neighbor, nearest first."""
+    """Print a line for each neighbor, nearest first."""
     rows = zip(
         found.sample_id.tolist(), map("{:.4f}".format, found.similarity), found.step.tolist(), strict=True
     )
@@ -51,7 +51,7 @@ def print_neighbors(found: Neighbors) -> None:
 
 
 def print_rows(found: Negatives) -> None:
-    """Print a line a row: its sample, the step that wrote it, its length and its first numbers."""
+    """Print a line for each row: sample, step, norm and the first numbers."""
     lengths = np.linalg.norm(found.rows.astype(np.float32), axis=1)
     rows = [
         (

@@ -46,7 +46,7 @@ def demo(
     from raycl.demo.plan import plan_demo
 
     plan = plan_demo(output, workers=workers, epochs=epochs)
-    from raycl.joining import prestart_ray
+    from raycl.ray_runtime import prestart_ray
 
     prestart_ray(None, debug=debug)
     from raycl.demo.run import run_demo
@@ -99,7 +99,7 @@ def train(
     config = plan_run(recipe, data=data, flags=flags, settings=settings or [])
     with admitted(config, output=output, resume=resume, data=data, address=address) as admission:
         # What is refused up to here is refused without waiting for Ray and torch.
-        from raycl.joining import prestart_ray
+        from raycl.ray_runtime import prestart_ray
 
         prestart_ray(address, debug=debug)
         from raycl.training.launch import train_admitted

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from raycl.cli_joining import Address, Debug, Name, join
+from raycl.cli.ray_options import Address, Debug, Name, connect
 from raycl.errors import ConfigError, RunError
 
 _POLL_S, _NUM_MISSED = 2.0, 3
@@ -39,7 +39,7 @@ def serve(
     from raycl.serve.auth import checked_token, new_token
 
     secret = new_token() if token is None else checked_token(token)
-    join(address, debug)
+    connect(address, debug)
     from raycl.serve.deployment import head_address, is_loopback, served
     from raycl.serve.target import find_target
 

@@ -263,10 +263,10 @@ class RunConfig(Section):
             raise ValueError(
                 "bank.shards, bank.detached and bank.name are an actor's; with bank.held_by workers leave them out"
             )
-        if negatives.store == "queue" and negatives.capacity % bank.shards:
+        if negatives.store != "memory_bank" and bank.shards > 1:
             raise ValueError(
-                f"negatives.capacity {negatives.capacity} does not divide over {bank.shards} shards; "
-                "make it a multiple of bank.shards"
+                f"bank.shards {bank.shards} is for a memory bank, negatives.store is {negatives.store}: one actor "
+                "holds a queue; leave it out"
             )
         return self
 

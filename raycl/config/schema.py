@@ -191,9 +191,9 @@ class NegativesConfig(Section):
 class BankConfig(Section):
     """How a store is held: by an actor that outlives the workers, or in each worker's process.
 
-    ``name`` is what others ask it by; None takes the last part of ``--output``. ``shards`` cut it
-    over actors, for more memory than one node has. A ``detached`` bank stays when the run is over.
-    ``max_staleness=1`` reads a memory bank one step ahead, so that no worker waits for it, and misses
+    ``name`` is what others ask it by; None takes the last part of ``--output``. ``shards`` is the
+    number of actors of a memory bank, for more memory than one node has. A ``detached`` bank stays
+    when the run is over. ``max_staleness=1`` reads a memory bank one step ahead, so that no worker waits for it, and misses
     what this worker wrote in the previous step, and others in up to two; its rows then travel as
     float16. 0 waits, and they travel as they are. ``dtype`` is that of the rows. ``timeout_s`` is how
     long a shard may take to start or to come back; where the cluster grows, at least 900 s.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from raycl.batchnorm import split_batchnorm
-from raycl.cluster import check_resources
 from raycl.config import RunConfig, Stage
 from raycl.display import format_bytes
 from raycl.doctor.checks import AUTOSCALING
@@ -25,7 +24,8 @@ from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
 from raycl.gradient_cache import embed_in_chunks
 from raycl.models.towers import TwoTowers
-from raycl.negatives.bank_actor import nodes_for_a_bank
+from raycl.negatives.start import nodes_for_a_bank
+from raycl.ray_runtime import check_resources
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training import build

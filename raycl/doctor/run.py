@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from raycl.cluster import connect_cluster
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
 from raycl.doctor.checks import (
@@ -23,6 +22,7 @@ from raycl.doctor.nodes import alive_nodes, ask_nodes, describe_node
 from raycl.doctor.result import CheckResult, failed
 from raycl.errors import RayclError, last_line
 from raycl.progress import ProgressLine
+from raycl.ray_runtime import connect_cluster
 
 _QUIET_S = 3.0  # before the progress line appears
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from raycl.augment.images import center_view
-from raycl.cluster import connect_cluster, fetch_tables, unwrap_ray_errors
 from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.data.decode import Decoder, decode_source
@@ -29,6 +28,7 @@ from raycl.inference.read_rows import read_rows
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.progress import ProgressLine, rows_read
+from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
 
 Measure = Literal["knn", "linear"]
 # Raw pixels have thousands of columns: of more rows the floor takes an even part.

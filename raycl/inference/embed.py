@@ -8,7 +8,6 @@ import ray
 import torch
 from torch import nn
 
-from raycl.cluster import connect_cluster, unwrap_ray_errors
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
@@ -26,6 +25,7 @@ from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName
 from raycl.models.trust import trusted_packages
 from raycl.progress import ProgressLine, rows_read
+from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 
 BATCH_SIZE = 256
 

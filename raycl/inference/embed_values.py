@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.cluster import connect_cluster, fetch_tables, unwrap_ray_errors
 from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.data.decode import Decoder, decode_dataset, row_error
@@ -22,6 +21,7 @@ from raycl.errors import DataError
 from raycl.inference.embed import embed_dataset, formats_of
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder
 from raycl.progress import ProgressLine, rows_read
+from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
 from raycl.tokenization import BrokenTextError, read_text
 
 BLOCK_ROWS = 4_096

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from raycl.cluster import unwrap_ray_errors
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.search import search
@@ -23,6 +22,7 @@ from raycl.inference.embed_values import Values, embed_values, read_pairs
 from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import admit, check_mining
 from raycl.lease import writing_new
+from raycl.ray_runtime import unwrap_ray_errors
 
 QUERIES_A_TASK = 4_096
 SPARE = 50  # looked at as well, since the nearest may be too near

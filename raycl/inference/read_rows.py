@@ -1,12 +1,12 @@
 """A small set, decoded and at hand in this process."""
 
-from raycl.cluster import connect_cluster, fetch_tables, unwrap_ray_errors
 from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.data.decode import Decoder, Keep, decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.sources import Source, find_source
 from raycl.progress import ProgressLine, rows_read
+from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
 
 
 def read_rows(

@@ -1,11 +1,11 @@
-"""Stores of negatives: the newest keys first in, first out; or one slot for every sample.
+"""Stores of negatives: a queue of the newest keys, and a memory bank with a slot for every sample.
 
-They are plain classes over numpy arrays, in the training process or in an actor, and know of
-neither.
+Both are plain classes over numpy arrays. A training process holds them itself, or the actors of a
+bank hold them for all workers and answer questions from any process.
 """
 
 from raycl.negatives.memory_bank import MemoryBank, draw_slots
 from raycl.negatives.queue import KeyQueue
-from raycl.negatives.store import Negatives, NegativeStore
+from raycl.negatives.store import Negatives
 
-__all__ = ["KeyQueue", "MemoryBank", "NegativeStore", "Negatives", "draw_slots"]
+__all__ = ["KeyQueue", "MemoryBank", "Negatives", "draw_slots"]

@@ -1,32 +1,33 @@
-"""A bank as its holders see it: snapshots, and questions that any process may ask at any time."""
+"""The handle of a bank: snapshots, and questions from any process at any time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import numpy as np
 import ray
 from ray import exceptions
 
 from raycl.errors import ConfigError, RunError, first_line
-from raycl.negatives.bank_stats import BankStats, ShardStats, sum_up
-from raycl.negatives.messages import Part, ShardInfo
+from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.queue import KeyQueue
-from raycl.negatives.queue_shard import place_part
 from raycl.negatives.rpc import ShardConnection, actor_facts
 from raycl.negatives.sample_index import named
-from raycl.negatives.search import Neighbors, RowStats, checked_query, merge
-from raycl.negatives.snapshot import ROWS_A_GROUP, Current, prune_snapshots, read_current, write_current
+from raycl.negatives.search import Neighbors, checked_query, merge, no_neighbors
+from raycl.negatives.snapshot import ROWS_PER_GROUP, Current, prune_snapshots, read_current, write_current
 from raycl.negatives.spec import BankSpec
-from raycl.negatives.store import Negatives, checked_ids
-from raycl.negatives.throughput import Throughput
+from raycl.negatives.stats import BankStats, ShardStats, sum_up
+from raycl.negatives.store import Negatives, checked_ids, concatenate
+from raycl.ray_runtime import connect
 from raycl.storage import absolute
 
 NAMESPACE = "raycl"
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
-# A question is asked of so many rows, and so many queries, at a time: training goes on in between.
-_ROWS_A_CALL, _QUERIES_A_CALL = ROWS_A_GROUP, 64
-_PATIENCE_S = 30.0
+# A question covers so many rows, and so many queries, a call: training's calls come in between.
+_ROWS_PER_CALL, _QUERIES_PER_CALL = ROWS_PER_GROUP, 64
+_CONNECT_TIMEOUT_S = 30.0
 _SLOW_STORAGE = 10e6  # bytes a second
 
 
@@ -37,100 +38,101 @@ class Bank:
     Every method may raise ``RunError`` (a shard stays away) and ``StorageError``.
     """
 
-    def __init__(self, plan: BankSpec, actors: list[Any]) -> None:
-        """Hold the actors of the shards, in order."""
-        self.plan, self.actors = plan, actors
+    def __init__(self, spec: BankSpec, actors: list[Any]) -> None:
+        """Keep the specification and the actors of the shards, in order."""
+        self.spec, self.actors = spec, actors
 
-    def lines(self, *, longer_s: float = 0.0) -> list[ShardConnection]:
-        """Return a line of the caller's own to each shard, which waits so much longer than usual."""
+    def connections(self, *, longer_s: float = 0.0) -> list[ShardConnection]:
+        """Return a new connection to each shard, which waits ``longer_s`` more than usual."""
         return [
-            ShardConnection(actor, self.plan.actor_name(shard), timeout_s=self.plan.timeout_s + longer_s)
+            ShardConnection(actor, self.spec.actor_name(shard), timeout_s=self.spec.timeout_s + longer_s)
             for shard, actor in enumerate(self.actors)
         ]
 
     def save(self, step: int) -> None:
-        """Write a snapshot, all shards at once; from now on a shard that dies comes back with it.
+        """Write a snapshot of all shards; from now on a shard that restarts restores it.
 
-        Writes that are under way may or may not be in it: let every client ``flush`` before, and
-        none write meanwhile. The clients' own ``save`` sees to that.
+        Writes in flight may or may not be in it: let every client ``flush`` before, and none write
+        until it is done. The clients' own ``save`` does so.
         """
-        self._ask_all("save", step, at_storage=True)
-        write_current(self.plan, replace(read_current(self.plan), step=step))
+        self._ask_storage(BankActor.save, step)
+        write_current(self.spec, replace(read_current(self.spec), step=step))
 
     def restore(self, step: int) -> None:
-        """Become what the bank was at ``save(step)``, or as new at step 0.
+        """Restore the snapshot of ``save(step)``, or the initial state at step 0.
 
-        Done once, by one worker, when a group of workers starts, and before any of them makes its
-        client. Writes of clients made earlier are refused from now on.
+        One worker does this when a worker group starts, before any of them makes its client. Writes
+        of clients made earlier are refused from then on.
 
         Raises:
             StorageError: There is no such snapshot.
             ConfigError: It is of a bank of another shape.
         """
-        before = read_current(self.plan)
+        before = read_current(self.spec)
         after = Current(step, before.attempt + 1)
-        write_current(self.plan, after)  # first, for a shard that dies meanwhile
+        write_current(self.spec, after)  # first, for a shard that restarts before it is asked
         try:
-            self._ask_all("restore", after.step, after.attempt, at_storage=True)
+            self._ask_storage(BankActor.restore, after.step, after.attempt)
         except Exception:
-            write_current(self.plan, before)
+            write_current(self.spec, before)
             raise
 
     def prune(self, keep_steps: list[int]) -> None:
         """Delete the snapshots of all other steps, but never the latest saved or restored."""
-        prune_snapshots(self.plan, keep_steps)
+        prune_snapshots(self.spec, keep_steps)
 
     def stop(self) -> None:
-        """End the actors; the snapshots stay."""
+        """Kill the actors; the snapshots stay."""
         for actor in self.actors:
             ray.kill(actor)
 
     def negatives(self) -> Negatives:
-        """Return a copy of all rows there are, in the order of slots."""
-        if self.plan.kind == "queue":
+        """Return a copy of all rows in the order of slots."""
+        if self.spec.kind == "queue":
             return self.read_queue().negatives()
-        all_rows = self._empty(self.plan.capacity)
-        for part in self._walk("read_slots"):
-            all_rows.rows[part.numbers] = part.rows
-            all_rows.sample_id[part.numbers] = part.sample_id
-            all_rows.step[part.numbers] = part.step
-        return all_rows
+        slices: list[list[Negatives]] = [[] for _ in self.actors]
+        for shard, rows in self._slice_by_slice(MemoryBankActor.read_slots):
+            slices[shard].append(rows)
+        return concatenate([rows for of_shard in slices for rows in of_shard])
 
     def read_queue(self) -> KeyQueue:
         """Return a copy of the queue, each row in its slot."""
-        queue = KeyQueue(self.plan.capacity, self.plan.dim, self.plan.row_dtype)
-        for part in self._walk("read_slots"):
-            place_part(queue, part)
+        queue = KeyQueue(self.spec.capacity, self.spec.dim, self.spec.row_dtype)
+        queue.load_state_dict(self.connections()[0].ask(QueueActor.state_dict))
         return queue
 
     def get(self, sample_id: np.ndarray) -> Negatives:
-        """Return the rows of these samples, int64 [n], as the bank's store would.
+        """Return the rows of these samples, int64 [n].
 
-        Of a queue: all rows that are in it, in the order of slots. Of a memory bank: one each, in
-        the order asked; its step is -1 if it was never written.
+        A queue returns all their rows, in the order of slots. A memory bank returns one row each, in
+        the order of ``sample_id``; its step is -1 if it was never written.
 
         Raises:
             ConfigError: The memory bank has no such sample.
         """
         ids = checked_ids(sample_id)
-        found = Part(*map(np.concatenate, zip(*self._ask_all("find", ids), strict=True)))
-        if self.plan.kind == "queue":
-            there = np.flatnonzero(found.step >= 0)
-            order = there[np.argsort(found.numbers[there] % self.plan.capacity)]
-        else:
-            order = self._positions(ids, found.sample_id)
-        return Negatives(found.rows[order], found.sample_id[order], found.step[order])
+        found = concatenate(self._ask_all(BankActor.find, ids))
+        if self.spec.kind == "queue":
+            return found
+        unknown = ~np.isin(ids, found.sample_id)
+        if unknown.any():
+            raise ConfigError(
+                f"the bank {self.spec.name!r} has no slot for the samples {named(ids[unknown])}: it holds "
+                f"{self.spec.capacity} others; ask for ids of its training data"
+            )
+        # Shards are ranges of the sorted samples, so the rows found are sorted as well.
+        return found[np.searchsorted(found.sample_id, ids)]
 
     def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
         """Return for each query, [dim] or [n, dim], the k written rows of the highest cosine: exact.
 
         Raises:
-            ConfigError: Another dim, numbers that are not finite, zeros, or ``k`` below 1.
+            ConfigError: Another dim, values that are not finite, zeros, or ``k`` below 1.
         """
-        return self._nearest(checked_query(query, k, dim=self.plan.dim), k, without=None)
+        return self._nearest(checked_query(query, k, dim=self.spec.dim), k, without=None)
 
     def nearest_of(self, sample_id: int, k: int = 10) -> Neighbors:
-        """Return the rows nearest to the newest row of a sample, its own left out.
+        """Return the rows nearest to the newest row of a sample, without the sample's own.
 
         Raises:
             ConfigError: The sample is not in the bank, or was never written.
@@ -138,110 +140,117 @@ class Bank:
         own = self.get(np.array([sample_id]))
         if len(own) == 0 or own.step.max() < 0:
             raise ConfigError(
-                f"the bank {self.plan.name!r} holds no row of sample {sample_id} now; ask for another sample, "
+                f"the bank {self.spec.name!r} holds no row of sample {sample_id} now; ask for another sample, "
                 "or ask with an embedding"
             )
         row = own.rows[own.step.argmax()]
-        return self._nearest(checked_query(row, k, dim=self.plan.dim), k, without=sample_id)[0]
+        return self._nearest(checked_query(row, k, dim=self.spec.dim), k, without=sample_id)[0]
 
     def stats(self) -> BankStats:
-        """Count and measure all rows, and how many come and go."""
-        hellos: list[ShardInfo] = self._ask_all("hello")
-        traffic: list[Throughput] = self._ask_all("traffic")
+        """Count and measure all rows, and the throughput of the workers."""
+        infos, throughput = self._ask_all(BankActor.info), self._ask_all(BankActor.throughput)
         facts = [actor_facts(actor) for actor in self.actors]
         shards = [
             ShardStats(
                 node_id=fact["Address"]["NodeID"],
                 node_ip=fact["Address"]["IPAddress"],
-                pid=hello.pid,
-                rows=self.plan.rows_of(shard),
-                num_bytes=self.plan.bytes_of(shard),
+                pid=info.pid,
+                rows=self.spec.rows_of(shard),
+                num_bytes=self.spec.bytes_of(shard),
                 restarts=fact["NumRestarts"],
             )
-            for shard, (hello, fact) in enumerate(zip(hellos, facts, strict=True))
+            for shard, (info, fact) in enumerate(zip(infos, facts, strict=True))
         ]
-        census: list[RowStats] = list(self._walk("census"))
-        return sum_up(self.plan, shards, census, traffic)
+        row_parts = [part for _, part in self._slice_by_slice(BankActor.row_stats)]
+        return sum_up(self.spec, shards, row_parts, throughput)
 
     def export(self, uri: str) -> int:
-        """Let each shard write its rows as parquet below ``uri``; return how many were written.
+        """Let each shard write its written rows as parquet below ``uri``; return how many.
 
-        A file for every slice of rows, so that training goes on in between. Columns: ``sample_id``,
-        ``step``, ``embedding``. Rows never written are left out.
+        Each slice of rows has a file, so that training's calls come in between. Columns: ``sample_id``,
+        ``step``, ``embedding``.
         """
-        return sum(self._walk("export", absolute(uri)))
+        return sum(num_rows for _, num_rows in self._slice_by_slice(BankActor.export, absolute(uri)))
 
     def _nearest(self, queries: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
         found: list[Neighbors] = []
-        for start in range(0, len(queries), _QUERIES_A_CALL):
-            some = queries[start : start + _QUERIES_A_CALL]
-            parts = list(self._walk("nearest", some, k, without)) or [[_nobody()] * len(some)]
+        for start in range(0, len(queries), _QUERIES_PER_CALL):
+            some = queries[start : start + _QUERIES_PER_CALL]
+            parts = [part for _, part in self._slice_by_slice(BankActor.nearest, some, k, without)]
+            parts = parts or [[no_neighbors()] * len(some)]
             found += [merge(of_one, k) for of_one in zip(*parts, strict=True)]
         return found
 
-    def _ask_all(self, method: str, *arguments: Any, at_storage: bool = False) -> list[Any]:
-        """Ask all shards at once; what they read or write at a storage takes time by their size."""
-        lines = self.lines(longer_s=self.plan.bytes_of(0) / _SLOW_STORAGE if at_storage else 0.0)
-        for line in lines:
-            line.send(method, *arguments)
-        return [line.collect() for line in lines]
+    def _ask_all(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Answer]:
+        """Call a method of all shards at once."""
+        calls = [connection.send(method, *args, **kwargs) for connection in self.connections()]
+        return [call.result() for call in calls]
 
-    def _walk(self, method: str, *arguments: Any) -> Iterator[Any]:
-        """Ask a question slice by slice, all shards at the same time, and yield the answers."""
-        sizes = [hello.num_slots for hello in self._ask_all("hello")]
-        lines = self.lines()
-        for start in range(0, max(sizes), _ROWS_A_CALL):
-            asked = [line for line, size in zip(lines, sizes, strict=True) if start < size]
-            for line in asked:
-                line.send(method, start, start + _ROWS_A_CALL, *arguments)
-            yield from [line.collect() for line in asked]
+    def _ask_storage(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        """Call a method that reads or writes a snapshot, which takes time by its size."""
+        longer_s = self.spec.bytes_of(0) / _SLOW_STORAGE
+        calls = [
+            connection.send(method, *args, **kwargs) for connection in self.connections(longer_s=longer_s)
+        ]
+        for call in calls:
+            call.result()
 
-    def _positions(self, ids: np.ndarray, found: np.ndarray) -> np.ndarray:
-        # Shards are ranges of the sorted samples: what they found is sorted as well.
-        positions = np.searchsorted(found, ids)
-        unknown = ~np.isin(ids, found)
-        if unknown.any():
-            raise ConfigError(
-                f"the bank {self.plan.name!r} has no slot for the samples {named(ids[unknown])}: it holds "
-                f"{self.plan.capacity} others; ask for ids of its training data"
-            )
-        return positions
+    def _slice_by_slice(
+        self,
+        method: Callable[Concatenate[Any, int, int, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Iterator[tuple[int, Answer]]:
+        """Call a method for slices of rows, all shards at the same time; yield shards and answers."""
+        sizes = [info.num_slots for info in self._ask_all(BankActor.info)]
+        connections = self.connections()
+        for start in range(0, max(sizes), _ROWS_PER_CALL):
+            calls = [
+                (shard, connections[shard].send(method, start, start + _ROWS_PER_CALL, *args, **kwargs))
+                for shard, size in enumerate(sizes)
+                if start < size
+            ]
+            yield from [(shard, call.result()) for shard, call in calls]
 
-    def _empty(self, num_rows: int) -> Negatives:
-        rows = np.empty((num_rows, self.plan.dim), self.plan.row_dtype)
-        return Negatives(rows, np.empty(num_rows, np.int64), np.empty(num_rows, np.int64))
 
+def connect_bank(name: str, address: str | None = None) -> Bank:
+    """Return the bank of this name, to ask it during training.
 
-def connect_bank(name: str) -> Bank:
-    """Return the bank of this name in the Ray that this process has joined.
+    Joins the Ray at ``address`` (HOST:PORT), or in RAY_ADDRESS, or else the one on this machine,
+    unless this process has joined one already; never starts one.
 
     Raises:
-        ConfigError: There is none; those there are, are named.
-        RunError: It does not answer, or no Ray is joined.
+        ConfigError: There is no such bank (the message lists the others), or no Ray to join, or several.
+        RunError: The Ray or the bank does not answer.
     """
-    names = list_banks()
+    names = list_banks(address)
     if name not in names:
         those = f"the banks here are {', '.join(map(repr, names))}" if names else "no bank is here"
         raise ConfigError(f"there is no bank {name!r}: {those}; check the name and the cluster's address")
     try:
-        plan: Any = ray.get(ray.get_actor(f"{name}/0", NAMESPACE).plan.remote(), timeout=_PATIENCE_S)
-        actors = [ray.get_actor(plan.actor_name(shard), NAMESPACE) for shard in range(plan.num_shards)]
+        actor: Any = ray.get_actor(f"{name}/0", NAMESPACE)
+        spec: Any = ray.get(actor.spec.remote(), timeout=_CONNECT_TIMEOUT_S)
+        actors = [ray.get_actor(spec.actor_name(shard), NAMESPACE) for shard in range(spec.num_shards)]
     except (exceptions.RayError, ValueError) as error:
         raise RunError(
             f"the bank {name!r} does not answer: {first_line(error)}; try again when it has started"
         ) from error
-    return Bank(plan, actors)
+    return Bank(spec, actors)
 
 
-def list_banks() -> list[str]:
-    """Return the names of the banks in the Ray that this process has joined; raises ``RunError``."""
-    if not ray.is_initialized():
-        raise RunError("no Ray is joined, so there are no banks to see; join a cluster first")
+def list_banks(address: str | None = None) -> list[str]:
+    """Return the names of all banks; joins a Ray, and raises, as ``connect_bank`` does."""
+    connect(address)
     named_actors: Any = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in named_actors if actor["namespace"] == NAMESPACE]
     return sorted({name.rpartition("/")[0] for name in names if "/" in name})
-
-
-def _nobody() -> Neighbors:
-    nothing = np.empty(0, np.int64)
-    return Neighbors(sample_id=nothing, similarity=nothing.astype(np.float32), step=nothing)

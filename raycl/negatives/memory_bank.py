@@ -10,7 +10,6 @@ from raycl.errors import ConfigError
 from raycl.negatives.sample_index import SampleIndex, named, repeated
 from raycl.negatives.store import (
     Negatives,
-    NegativeStore,
     State,
     check_lengths,
     checked_ids,
@@ -19,27 +18,27 @@ from raycl.negatives.store import (
     negatives_in,
 )
 
-# The first rows are drawn in blocks of this many slots of the whole bank, each by its own number,
+# The initial rows are drawn in blocks of this many slots of the whole bank, each with its own seed,
 # so that a shard draws its blocks only. Another size would give other rows.
 _BLOCK = 4_096
 
-# What a random stream is for: it never meets another of the same seed.
-_FIRST_ROWS, _DRAWS = 0, 1
+# The purposes of random streams, which keep those of one seed apart.
+_INITIAL_ROWS, _DRAWS = 0, 1
 
-# Shorter sums of rows of length 1 are rounding errors, whose direction says nothing.
-_NO_DIRECTION = 1e-6
+# Shorter sums of rows of length 1 are rounding errors, and their direction is meaningless.
+_MIN_LENGTH = 1e-6
 
-# Rows of one sample are added up as multiples of this: whole numbers have the same sum in any order.
+# Rows of one sample are summed as multiples of this: integers have the same sum in any order.
 _GRAIN = 2.0**-40
 
 
 @final
-class MemoryBank(NegativeStore):
+class MemoryBank:
     """Keep one row of length 1 for every sample, moved towards each new one (Wu et al., 2018).
 
-    Slots are the samples in the order of their ids. The bank may be cut into shards, contiguous
-    ranges of slots: a shard is made with the ids of its range and with ``first_slot`` and
-    ``num_slots``, speaks of slots as the whole bank does, and holds the same rows, to the last bit.
+    Slots are in the order of the samples' ids. A shard of a bank is a contiguous range of slots, made
+    with the ids of its range, ``first_slot`` and ``num_slots``. It numbers slots as the whole bank
+    does, and holds the same rows, to the last bit.
     """
 
     def __init__(
@@ -55,24 +54,22 @@ class MemoryBank(NegativeStore):
     ) -> None:
         """Make a bank of random rows for samples of any distinct ids, int64 [n], in any order.
 
-        The rows are uniform on the sphere, a function of seed and slot. ``num_slots`` are those of
-        the whole bank, which ends with this shard unless told.
+        The rows are uniform on the sphere, a function of seed and slot. ``num_slots`` is the number
+        of slots of the whole bank, by default up to the end of this shard.
 
         Raises:
             ConfigError: There are no ids, one comes twice, ``dim`` is below 1, ``dtype`` is neither
-                float32 nor float16, ``momentum`` is not in [0, 1), or the shard does not lie in
-                the bank.
+                float32 nor float16, ``momentum`` is not in [0, 1), or the shard is not in the
+                bank.
         """
         if not 0 <= momentum < 1:
-            raise ConfigError(
-                f"the bank's momentum is not in [0, 1): it is {momentum:g}; the usual one is 0.5"
-            )
+            raise ConfigError(f"the bank's momentum is not in [0, 1): it is {momentum:g}; the default is 0.5")
         self._samples = SampleIndex(sample_id)
         self._first_slot, self._stop = first_slot, first_slot + len(sample_id)
         self._num_slots = self._stop if num_slots is None else num_slots
         if not 0 <= first_slot <= self._stop <= self._num_slots:
             raise ConfigError(
-                f"the shard does not lie in the bank: its slots are {first_slot} to {self._stop} of "
+                f"the shard is not in the bank: its slots are {first_slot} to {self._stop} of "
                 f"{self._num_slots}; give the first slot of its range and the bank's number of slots"
             )
         self._seed, self._momentum = seed, momentum
@@ -80,7 +77,7 @@ class MemoryBank(NegativeStore):
         self._step = np.full(len(sample_id), -1)
         self._calls: list[_Call] = []  # of the latest step
         self._latest_step: int | None = None
-        _draw_first_rows(self._rows, first_slot, seed)
+        _draw_initial_rows(self._rows, first_slot, seed)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -118,7 +115,7 @@ class MemoryBank(NegativeStore):
         return self._take(positions)
 
     def negatives(self) -> Negatives:
-        """Lend all rows in the order of slots: the bank's memory, not a copy."""
+        """Return all rows in the order of slots: the bank's memory, not a copy."""
         return Negatives(self._rows, self._samples.sample_id, self._step)
 
     def get(self, sample_id: np.ndarray) -> Negatives:
@@ -132,18 +129,17 @@ class MemoryBank(NegativeStore):
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
         """Move the slots of ``sample_id`` [n] towards ``rows`` [n, dim], written at ``step``.
 
-        A slot becomes normalize(momentum * slot + (1 - momentum) * row), the row being normalized
-        before, all in float32. Where this has no direction (the row is opposite to the slot, or
-        zeros) the slot keeps its own.
+        A slot becomes normalize(momentum * slot + (1 - momentum) * normalize(row)), in float32. It
+        stays unchanged if the result has no direction: the row is opposite to the slot, or zeros.
 
-        Several rows of one sample count as one, the direction of their sum; and so do rows that
-        come in several calls of one ``step``, as when they are of different workers. So a batch
-        gives the same bank, to the last bit, whatever its order and however it is split, as long
-        as no call of another step comes between. To that end the rows of the latest step are kept.
+        Several rows of one sample count as one row in the direction of their sum, also if they come
+        in several calls of one ``step``, for example from different workers. So a batch gives the
+        same bank, to the last bit, in any order and however it is split, unless a call of another
+        step comes in between. For this the bank keeps the rows of the latest step.
 
         Raises:
             ConfigError: Shapes or types do not fit, a sample has no slot here, or a value is NaN,
-                infinite or above 65,504; the bank is as before.
+                infinite or above 65,504; the bank is unchanged.
         """
         rows = checked_rows(rows, dim=self._rows.shape[1], dtype=np.float32)
         check_lengths(rows, checked_ids(sample_id))
@@ -157,20 +153,21 @@ class MemoryBank(NegativeStore):
         self._rows[distinct] = _moved(before, directions, self._momentum)
         self._step[distinct] = step
 
-    def fill(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
-        """Give the samples [n] first rows [n, dim] that are better than random ones, made unit length.
+    def initialize(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
+        """Initialize the slots of the samples [n] with rows [n, dim]; rows are normalized.
 
-        Their steps are those of first rows, -1. What was written before is lost; a row of zeros has
-        no direction and leaves the slot as it is.
+        Their step is -1: never updated. Earlier rows are replaced, except by a row of zeros, which has
+        no direction.
 
         Raises:
-            ConfigError: As for ``update``; the bank is as before.
+            ConfigError: As for ``update``; the bank is unchanged.
         """
         rows = checked_rows(rows, dim=self._rows.shape[1], dtype=np.float32)
         check_lengths(rows, checked_ids(sample_id))
         positions = self._samples.positions_of(sample_id)
-        there = _lengths(rows)[:, 0] > _NO_DIRECTION
-        self._rows[positions[there]], self._step[positions[there]] = normalized(rows[there]), -1
+        has_direction = _lengths(rows)[:, 0] > _MIN_LENGTH
+        positions, rows = positions[has_direction], rows[has_direction]
+        self._rows[positions], self._step[positions] = normalized(rows), -1
         self._calls = []
 
     def state_dict(self) -> State:
@@ -182,10 +179,10 @@ class MemoryBank(NegativeStore):
         return {"rows": self._rows, "sample_id": self._samples.sample_id, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray | int]) -> None:
-        """Become the bank that ``state`` was taken from.
+        """Restore what ``state_dict`` returned.
 
         Raises:
-            ConfigError: It held other samples, or rows of another dim or type; the bank is as before.
+            ConfigError: It held other samples, or rows of another dim or type; the bank is unchanged.
         """
         kept = negatives_in(state, num_rows=len(self), dim=self._rows.shape[1], dtype=self._rows.dtype)
         if not np.array_equal(kept.sample_id, self._samples.sample_id):
@@ -198,7 +195,7 @@ class MemoryBank(NegativeStore):
         self._calls = []
 
     def load_part(self, part: Negatives) -> None:
-        """Become what ``part`` of a state says in the slots of its samples.
+        """Restore the slots of the samples in ``part`` of a state.
 
         Raises:
             ConfigError: A sample has no slot here, or the rows are of another dim.
@@ -209,7 +206,7 @@ class MemoryBank(NegativeStore):
         self._calls = []
 
     def _with_earlier(self, positions: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Add the rows that earlier calls of the step gave these slots, and undo what they did there."""
+        """Return these rows and those of earlier calls of the step for the same slots, whose effect is undone."""
         if not (self._step[positions] == self._latest_step).any():
             return positions, units
         owners, came = [positions], [units]
@@ -227,7 +224,7 @@ class MemoryBank(NegativeStore):
 
 
 class _Call(NamedTuple):
-    """What one call of ``update`` brought, and what it found."""
+    """The rows of one call of ``update``, and the slots before its step."""
 
     positions: np.ndarray  # [n]
     units: np.ndarray  # [n, dim]
@@ -238,8 +235,8 @@ class _Call(NamedTuple):
 def draw_slots(num_slots: int, num: int, *, seed: int, step: int) -> np.ndarray:
     """Draw ``num`` of ``num_slots`` slots uniformly without replacement, int64 [num].
 
-    A function of its arguments alone: every worker draws the same, in the same order, which is not
-    itself random.
+    It depends on its arguments only, so every worker draws the same slots. Their order is the same
+    too, and not random.
 
     Raises:
         ConfigError: ``num`` is below 0 or above ``num_slots``.
@@ -253,7 +250,7 @@ def draw_slots(num_slots: int, num: int, *, seed: int, step: int) -> np.ndarray:
 
 def normalized(rows: np.ndarray) -> np.ndarray:
     """Return rows of length 1, [n, dim]; rows of zeros stay zeros."""
-    # The smallest length is that of torch's normalize.
+    # torch's normalize has the same smallest length.
     return rows / np.maximum(_lengths(rows), 1e-12)
 
 
@@ -262,12 +259,12 @@ def _generator(seed: int, number: int, purpose: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, purpose], np.uint64)))
 
 
-def _draw_first_rows(rows: np.ndarray, first_slot: int, seed: int) -> None:
-    """Fill ``rows``, whose first one is in ``first_slot`` of the whole bank."""
+def _draw_initial_rows(rows: np.ndarray, first_slot: int, seed: int) -> None:
+    """Draw ``rows``, of which the first is in ``first_slot`` of the whole bank."""
     stop = first_slot + len(rows)
     for start in range(first_slot // _BLOCK * _BLOCK, stop, _BLOCK):
         size = min(_BLOCK, stop - start)
-        drawn = _generator(seed, start // _BLOCK, _FIRST_ROWS).standard_normal(
+        drawn = _generator(seed, start // _BLOCK, _INITIAL_ROWS).standard_normal(
             (size, rows.shape[1]), np.float32
         )
         skipped = max(0, first_slot - start)
@@ -285,18 +282,18 @@ def _directions(owners: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.n
     np.add.at(total, index, np.rint(units / _GRAIN).astype(np.int64))
     sums = total[count > 1] * _GRAIN
     length = _lengths(sums)
-    directions[count > 1] = np.where(length > _NO_DIRECTION, sums / np.maximum(length, _NO_DIRECTION), 0)
+    directions[count > 1] = np.where(length > _MIN_LENGTH, sums / np.maximum(length, _MIN_LENGTH), 0)
     return distinct, directions
 
 
 def _moved(before: np.ndarray, directions: np.ndarray, momentum: float) -> np.ndarray:
-    """Return rows moved towards their directions, normalized; where nothing is left, as before."""
+    """Return rows moved towards their directions, normalized; unchanged if the result has no direction."""
     mixed = before.astype(np.float32)
     mixed *= momentum
     mixed += (1 - momentum) * directions
     length = _lengths(mixed)
-    mixed /= np.maximum(length, _NO_DIRECTION)
-    lost = length[:, 0] <= _NO_DIRECTION
+    mixed /= np.maximum(length, _MIN_LENGTH)
+    lost = length[:, 0] <= _MIN_LENGTH
     mixed[lost] = before[lost]
     return mixed
 

@@ -1,115 +1,119 @@
-"""A line to one shard: one call in flight, asked again while the shard is away."""
+"""Calls to the actors of a bank, repeated while an actor is away."""
 
 import time
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
 import ray
 from ray import exceptions
 from ray._private import state as ray_state
 
 from raycl.errors import RayclError, RunError, first_line
-from raycl.negatives.messages import Reply
 
-# What Ray raises for a shard that may come back, or whose answer was lost on the way.
-_PASSING = (exceptions.ActorUnavailableError, exceptions.ObjectLostError, exceptions.OutOfMemoryError)
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.05, 1.0
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+# Ray raises these for an actor that may come back, or whose answer was lost on the way.
+_TRANSIENT = (exceptions.ActorUnavailableError, exceptions.ObjectLostError, exceptions.OutOfMemoryError)
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 
 
 @final
 class ShardConnection:
-    """One caller's line to one shard.
+    """One caller's connection to one actor of a bank.
 
-    A call that is lost is made again, so what it asks for must bear being done twice.
+    Give methods of the actor's class: ``connection.ask(QueueActor.push, ...)``. A call that is lost is
+    sent again, so every method must be safe to call twice.
     """
 
     def __init__(self, actor: Any, name: str, *, timeout_s: float) -> None:
-        """Take the actor's handle, its name for errors, and how long to wait for an answer."""
-        self._actor, self._name, self._timeout_s = actor, name, timeout_s
-        self._call: tuple[Any, ...] = ()
-        self._reference: Any = None
-        self._has_restarted = False
+        """Keep the actor's handle, its name for errors, and how long to wait for an answer."""
+        self.actor, self.name, self.timeout_s = actor, name, timeout_s
         self.incarnation = ""
         self.num_restarts = 0
         self.waited_s = 0.0
 
-    def send(self, method: str, *arguments: Any) -> None:
-        """Make a call without waiting; the one before must have been collected."""
-        assert not self._call, f"{self._call[0]} is still in flight"
-        self._call = (method, *arguments)
-        self._issue()
+    def send(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> "PendingCall[Answer]":
+        """Call a method of the actor without waiting."""
+        return PendingCall(self, method.__name__, args, kwargs)
 
-    def collect(self) -> Any:
-        """Wait for the answer to the call in flight; None if there is none.
+    def ask(
+        self,
+        method: Callable[Concatenate[Any, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Answer:
+        """Call a method of the actor and wait for its answer; raises as ``PendingCall.result`` does."""
+        return PendingCall[Answer](self, method.__name__, args, kwargs).result()
+
+    def note_incarnation(self, incarnation: str) -> None:
+        """Count a restart if the actor's process is another than at the last answer."""
+        self.num_restarts += self.incarnation not in ("", incarnation)
+        self.incarnation = incarnation
+
+
+@final
+class PendingCall(Generic[Answer]):
+    """A call in flight."""
+
+    def __init__(
+        self, connection: ShardConnection, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._connection, self._method, self._args, self._kwargs = connection, method, args, kwargs
+        self._send()
+
+    def result(self) -> Answer:
+        """Wait for the answer; the call is repeated while the actor restarts.
 
         Raises:
-            RunError: The shard stays away, or gives no answer in time.
-            RayclError: What the shard itself raises.
+            RunError: The actor stays away, or does not answer in time.
+            RayclError: The actor itself raised it.
         """
-        if not self._call:
-            return None
         started = time.monotonic()
         try:
-            reply = self._patiently(started + self._timeout_s)
+            return self._with_retries(started + self._connection.timeout_s)
         finally:
-            self.drop()
-            self.waited_s += time.monotonic() - started
-        self._note(reply.incarnation)
-        return reply.value
+            self._connection.waited_s += time.monotonic() - started
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Make a call and wait for its answer; raises what ``collect`` raises."""
-        self.send(method, *arguments)
-        return self.collect()
+    def _send(self) -> None:
+        self._reference = getattr(self._connection.actor, self._method).remote(*self._args, **self._kwargs)
 
-    def drop(self) -> None:
-        """Forget the call in flight."""
-        self._call, self._reference = (), None
-
-    def has_restarted(self) -> bool:
-        """Whether the shard has begun a new life since this was asked last."""
-        restarted, self._has_restarted = self._has_restarted, False
-        return restarted
-
-    def _issue(self) -> None:
-        self._reference = self._actor.call.remote(*self._call)
-
-    def _patiently(self, deadline: float) -> Reply:
-        nap_s = _SHORTEST_NAP_S
+    def _with_retries(self, deadline: float) -> Answer:
+        backoff_s = _MIN_BACKOFF_S
         while True:
             try:
                 return ray.get(self._reference, timeout=max(0.0, deadline - time.monotonic()))
             except exceptions.RayTaskError as error:
-                raise self._own(error) from error
+                if isinstance(error.cause, RayclError):
+                    raise error.cause from error
+                raise self._failure(f"it failed with {error.cause!r}") from error
             except exceptions.GetTimeoutError as error:
-                raise self._gone(f"no answer within {self._timeout_s:g} s") from error
+                raise self._failure(f"no answer within {self._connection.timeout_s:g} s") from error
             except exceptions.RayError as error:
-                if not self._may_come_back(error) or time.monotonic() + nap_s > deadline:
-                    raise self._gone(first_line(error)) from error
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-            self._issue()
+                if not self._may_come_back(error) or time.monotonic() + backoff_s > deadline:
+                    raise self._failure(first_line(error)) from error
+            time.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            self._send()
 
     def _may_come_back(self, error: exceptions.RayError) -> bool:
-        return isinstance(error, _PASSING) or actor_facts(self._actor).get("State") not in (None, "DEAD")
+        if isinstance(error, _TRANSIENT):
+            return True
+        return actor_facts(self._connection.actor).get("State") not in (None, "DEAD")
 
-    def _note(self, incarnation: str) -> None:
-        if self.incarnation and incarnation != self.incarnation:
-            self._has_restarted = True
-            self.num_restarts += 1
-        self.incarnation = incarnation
-
-    def _own(self, error: exceptions.RayTaskError) -> RayclError:
-        cause = error.cause
-        return cause if isinstance(cause, RayclError) else self._gone(f"it failed with {cause!r}")
-
-    def _gone(self, reason: str) -> RunError:
+    def _failure(self, reason: str) -> RunError:
         return RunError(
-            f"the bank's shard {self._name!r} did not answer {self._call[0]!r}: {reason}; look whether its node is "
-            "alive, or raise bank.timeout_s"
+            f"the bank's shard {self._connection.name!r} did not answer {self._method!r}: {reason}; "
+            "check that its node is alive, or raise bank.timeout_s"
         )
 
 
 def actor_facts(actor: Any) -> dict[str, Any]:
-    """Return what Ray knows of an actor (State, NumRestarts, Address, Pid); empty if nothing."""
-    # Ray's public state API needs its dashboard, which small clusters go without.
+    """Return Ray's record of an actor (State, NumRestarts, Address, Pid); empty if there is none."""
+    # Ray's public state API needs its dashboard, which small clusters do not have.
     return ray_state.actors(actor._actor_id.hex()) or {}

@@ -1,4 +1,4 @@
-"""Samples in the order of their ids: which one lies where."""
+"""Positions of samples in the order of their ids."""
 
 from typing import final
 
@@ -10,13 +10,13 @@ from raycl.negatives.store import checked_ids
 
 @final
 class SampleIndex:
-    """Distinct ids in ascending order; the position of a sample is its place among them."""
+    """Distinct ids in ascending order; a sample's position is its index among them."""
 
     def __init__(self, sample_id: np.ndarray) -> None:
-        """Order ids, int64 [n], that come in any order.
+        """Sort ids, int64 [n], that come in any order.
 
         Raises:
-            ConfigError: There are none, one comes twice, or they are no integers.
+            ConfigError: There are none, one comes twice, or they are not integers.
         """
         self.sample_id = _sorted_distinct(checked_ids(sample_id))
         self._is_gapless = int(self.sample_id[-1]) - int(self.sample_id[0]) == len(sample_id) - 1
@@ -46,7 +46,7 @@ class SampleIndex:
 
     def ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions, int64 [n]."""
-        # Each array read at random costs cache misses: spare the ids where they are known.
+        # Random reads of an array cost cache misses: compute the ids where that is possible.
         return positions + self.sample_id[0] if self._is_gapless else np.take(self.sample_id, positions)
 
 
@@ -58,7 +58,7 @@ def named(numbers: np.ndarray) -> str:
 
 
 def repeated(ordered: np.ndarray) -> np.ndarray:
-    """Return the numbers that are equal to the one before."""
+    """Return the numbers that are equal to their predecessor."""
     return ordered[1:][ordered[1:] == ordered[:-1]]
 
 
@@ -70,6 +70,6 @@ def _sorted_distinct(sample_id: np.ndarray) -> np.ndarray:
     if len(twice):
         raise ConfigError(
             f"the bank's sample ids are not distinct: {named(twice)} came more than once; "
-            "a bank has one slot a sample"
+            "a bank has a slot for every sample"
         )
     return ordered

@@ -1,7 +1,8 @@
-"""Snapshots of a bank: parquet files that anyone can open, one a shard, and which of them counts.
+"""Snapshots of a bank: a parquet file for each shard, and the file that names the current snapshot.
 
-Below ``<output>/bank`` lie folders ``step-XXXXXXXX``, and the file ``current.json`` that names the
-snapshot in force: it is written when all shards have theirs, and again when a run goes back.
+The folder ``<output>/bank`` has a folder ``step-XXXXXXXX`` for each snapshot, and ``current.json``,
+which names the current snapshot. It is written when all shards have saved theirs, and again when a
+run restores an earlier one.
 """
 
 import contextlib
@@ -20,15 +21,16 @@ from pyarrow import fs
 
 from raycl.errors import ConfigError, StorageError, first_line
 from raycl.negatives.spec import BankSpec
-from raycl.negatives.store import Negatives
+from raycl.negatives.store import Negatives, State, concatenate
 from raycl.storage import Place, check_plain, is_out_of_reach
 
 # Rows are written and read in groups of this many, so that a snapshot takes little memory.
-ROWS_A_GROUP = 65_536
+ROWS_PER_GROUP = 65_536
 
 _STEP = re.compile(r"step-[0-9]{8,}")
+_SHARD_FILE = re.compile(r"shard-0-of-([0-9]+)\.parquet")
 
-# What must agree for a snapshot to fit a bank, and the setting that says it.
+# A snapshot fits a bank if these agree; the values are the settings to name in an error.
 _SHAPE = {
     "kind": "negatives.store",
     "num_shards": "bank.shards",
@@ -39,71 +41,74 @@ _SHAPE = {
 
 
 def shard_file(shard: int, num_shards: int, *, first_row: int | None = None) -> str:
-    """Return the name of a shard's file in a snapshot, or of its rows from ``first_row`` on in an export."""
+    """Return the name of a shard's file in a snapshot, or in an export of its rows from ``first_row`` on."""
     rows = "" if first_row is None else f"-from-{first_row:010d}"
     return f"shard-{shard}-of-{num_shards}{rows}.parquet"
 
 
-def snapshot_folder(plan: BankSpec, step: int) -> Place:
-    """Return where the snapshot of a step lies."""
-    return plan.place / f"step-{step:08d}"
+def snapshot_folder(spec: BankSpec, step: int) -> Place:
+    """Return the folder of a step's snapshot."""
+    return spec.place / f"step-{step:08d}"
 
 
 @final
 @dataclass(frozen=True)
 class Current:
-    """What a shard comes back with: the snapshot of ``step``, 0 for none, and the attempt under way.
+    """The step of the current snapshot (0: none), and the number of the current attempt.
 
-    ``attempt`` tells one group of workers from the next: it rises with each ``restore``.
+    ``attempt`` rises with each ``restore``, so that calls of an earlier worker group are refused.
     """
 
     step: int = 0
     attempt: int = 0
 
 
-def read_current(plan: BankSpec) -> Current:
-    """Return what is in force; raises ``StorageError``."""
-    place = plan.place / "current.json"
+def read_current(spec: BankSpec) -> Current:
+    """Return the current snapshot; raises ``StorageError``."""
+    place = spec.place / "current.json"
     if not place.exists():
         return Current()
     try:
-        return _checked(json.loads(place.read_text()))
+        current = Current(**json.loads(place.read_text()))
+        if all(type(number) is int and number >= 0 for number in (current.step, current.attempt)):
+            return current
     except (ValueError, TypeError, RecursionError):
-        raise StorageError(
-            f"{place} does not name a snapshot and an attempt; put it back from a copy, or begin a new run "
-            "with another --output"
-        ) from None
+        pass
+    raise StorageError(
+        f"{place} does not name a snapshot and an attempt; restore it from a copy, or begin a new run "
+        "with another --output"
+    )
 
 
-def write_current(plan: BankSpec, current: Current) -> None:
-    """Put a snapshot in force; raises ``StorageError``."""
-    (plan.place / "current.json").write_text(json.dumps(asdict(current)) + "\n")
+def write_current(spec: BankSpec, current: Current) -> None:
+    """Make a snapshot the current one; raises ``StorageError``."""
+    (spec.place / "current.json").write_text(json.dumps(asdict(current)) + "\n")
 
 
-def snapshot_steps(plan: BankSpec) -> list[int]:
-    """Return the steps that have a snapshot, whole or not, in order."""
-    if not plan.place.is_folder():
+def snapshot_steps(spec: BankSpec) -> list[int]:
+    """Return the steps that have a snapshot, complete or not, in order."""
+    if not spec.place.is_folder():
         return []
-    folders = {path.split("/")[0] for path, _ in plan.place.files()}
+    folders = {path.split("/")[0] for path, _ in spec.place.files()}
     return sorted(int(name.removeprefix("step-")) for name in folders if _STEP.fullmatch(name))
 
 
-def prune_snapshots(plan: BankSpec, keep_steps: list[int]) -> None:
-    """Delete the snapshots of all other steps, but never the one in force."""
-    for step in set(snapshot_steps(plan)) - {*keep_steps, read_current(plan).step}:
-        snapshot_folder(plan, step).remove()
+def prune_snapshots(spec: BankSpec, keep_steps: list[int]) -> None:
+    """Delete the snapshots of all other steps, but never the current one."""
+    for step in set(snapshot_steps(spec)) - {*keep_steps, read_current(spec).step}:
+        snapshot_folder(spec, step).remove()
 
 
-def describe(plan: BankSpec, shard: int) -> dict[str, str]:
-    """Return the metadata of a shard's snapshot that follow from the plan."""
-    first_slot = plan.first_slots[shard] if plan.kind == "memory_bank" else 0
+def shape_metadata(spec: BankSpec, shard: int) -> dict[str, str]:
+    """Return the metadata of a shard's snapshot that follow from the specification."""
+    first_slot = spec.first_slots[shard] if spec.kind == "memory_bank" else 0
     names = ("kind", "num_shards", "capacity", "dim", "dtype", "seed", "momentum")
-    values = {name: getattr(plan, name) for name in names} | {"shard": shard, "first_slot": first_slot}
+    values = {name: getattr(spec, name) for name in names} | {"shard": shard, "first_slot": first_slot}
     return {name: str(value) for name, value in values.items()}
 
 
 def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> int:
-    """Write rows as parquet, whole or not at all, and return how many; raises ``StorageError``.
+    """Write rows as a parquet file, atomically, and return how many; raises ``StorageError``.
 
     Columns: ``sample_id`` and ``step``, int64, and ``embedding``, a list of dim float32 or float16.
     """
@@ -113,102 +118,124 @@ def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> in
         metadata=dict(metadata),
     )
     with (
-        _whole_file(place) as sink,
+        _atomic_file(place) as sink,
         pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False) as writer,
     ):
-        for start in range(0, len(rows), ROWS_A_GROUP):
-            writer.write_table(_table(rows, slice(start, start + ROWS_A_GROUP), schema))
+        for start in range(0, len(rows), ROWS_PER_GROUP):
+            writer.write_table(_table(rows[start : start + ROWS_PER_GROUP], schema))
     return len(rows)
 
 
-def has_snapshot(plan: BankSpec, shard: int, step: int) -> bool:
+def has_snapshot(spec: BankSpec, shard: int, step: int) -> bool:
     """Whether a shard has a snapshot of this step; raises ``StorageError``."""
-    return (snapshot_folder(plan, step) / shard_file(shard, plan.num_shards)).exists()
+    return (snapshot_folder(spec, step) / shard_file(shard, spec.num_shards)).exists()
 
 
-def read_metadata(plan: BankSpec, shard: int, step: int) -> dict[str, str]:
-    """Return the metadata of a shard's snapshot.
+def read_metadata(spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None) -> dict[str, str]:
+    """Return the metadata of a shard's snapshot; None stands for the number of shards of the specification.
 
     Raises:
         StorageError: There is no such snapshot.
         ConfigError: It is of a bank of another shape.
     """
-    folder = snapshot_folder(plan, step)
-    place = folder / shard_file(shard, plan.num_shards)
+    folder = snapshot_folder(spec, step)
+    place = folder / shard_file(shard, num_shards or spec.num_shards)
     if not place.exists():
-        _refuse_missing(plan, folder)
+        _refuse_missing(spec, folder)
     with _open(place) as file:
         found = {key.decode(): value.decode() for key, value in (file.schema_arrow.metadata or {}).items()}
+    expected = shape_metadata(spec, 0) | {"num_shards": str(num_shards or spec.num_shards)}
     for name, setting in _SHAPE.items():
-        expected = str(getattr(plan, name))
-        if found.get(name) != expected:
+        if found.get(name) != expected[name]:
             raise ConfigError(
                 f"the snapshot {folder} is of another bank: its {name} is {found.get(name)}, this one's is "
-                f"{expected}; set {setting} as it was, or begin a new run with another --output"
+                f"{expected[name]}; set {setting} as it was, or begin a new run with another --output"
             )
     return found
 
 
-def read_parts(plan: BankSpec, shard: int, step: int) -> Iterator[Negatives]:
+def read_parts(
+    spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None
+) -> Iterator[Negatives]:
     """Yield the rows of a shard's snapshot, in the order of slots; raises ``StorageError``."""
-    with _open(snapshot_folder(plan, step) / shard_file(shard, plan.num_shards)) as file:
+    with _open(snapshot_folder(spec, step) / shard_file(shard, num_shards or spec.num_shards)) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group).combine_chunks()
             flat = table["embedding"].combine_chunks().flatten().to_numpy()
             yield Negatives(
-                flat.reshape(-1, plan.dim), table["sample_id"].to_numpy(), table["step"].to_numpy()
+                flat.reshape(-1, spec.dim), table["sample_id"].to_numpy(), table["step"].to_numpy()
             )
 
 
-def write_samples(plan: BankSpec, sample_id: np.ndarray) -> None:
-    """Write the sorted ids of a memory bank's samples, for each shard its own; raises ``StorageError``."""
-    for shard in range(plan.num_shards):
-        first, stop = plan.first_slots[shard : shard + 2]
-        with _whole_file(_samples_place(plan, shard)) as sink:
+def read_queue(spec: BankSpec, step: int) -> State:
+    """Return the state of a queue from its snapshot; raises what ``read_metadata`` raises.
+
+    A snapshot of raycl 0.1.0 may have several shards: row number n was in shard n % num_shards.
+    """
+    num_shards, sequence = _num_shards_in(snapshot_folder(spec, step)), 0
+    empty = Negatives(np.empty((0, spec.dim), spec.row_dtype), np.empty(0, np.int64), np.empty(0, np.int64))
+    parts, slots = [empty], [np.empty(0, np.int64)]
+    for shard in range(num_shards):
+        sequence += int(read_metadata(spec, shard, step, num_shards=num_shards)["sequence"])
+        rows = concatenate([empty, *read_parts(spec, shard, step, num_shards=num_shards)])
+        parts.append(rows)
+        slots.append(np.arange(len(rows)) * num_shards + shard)
+    rows = concatenate(parts)[np.argsort(np.concatenate(slots))]
+    if len(rows) and rows.step.min() < 0:
+        raise StorageError(
+            f"the snapshot {snapshot_folder(spec, step)} lacks keys; resume from a checkpoint of another step"
+        )
+    return {
+        "rows": rows.rows,
+        "sample_id": rows.sample_id,
+        "step": rows.step,
+        "sequence": sequence,
+        "capacity": spec.capacity,
+    }
+
+
+def write_samples(spec: BankSpec, sample_id: np.ndarray) -> None:
+    """Write the sorted ids of a memory bank's samples, a file for each shard; raises ``StorageError``."""
+    for shard in range(spec.num_shards):
+        first, stop = spec.first_slots[shard : shard + 2]
+        with _atomic_file(_samples_place(spec, shard)) as sink:
             pq.write_table(pa.table({"sample_id": sample_id[first:stop]}), sink)
 
 
-def read_samples(plan: BankSpec, shard: int) -> np.ndarray:
+def read_samples(spec: BankSpec, shard: int) -> np.ndarray:
     """Return the ids of a shard's samples, int64; raises ``StorageError``."""
-    with _open(_samples_place(plan, shard)) as file:
+    with _open(_samples_place(spec, shard)) as file:
         return file.read()["sample_id"].to_numpy()
 
 
-def _checked(found: Mapping[str, int]) -> Current:
-    current = Current(**found)
-    if not all(type(number) is int and number >= 0 for number in (current.step, current.attempt)):
-        raise ValueError
-    return current
+def _samples_place(spec: BankSpec, shard: int) -> Place:
+    return spec.place / "samples" / shard_file(shard, spec.num_shards)
 
 
-def _samples_place(plan: BankSpec, shard: int) -> Place:
-    return plan.place / "samples" / shard_file(shard, plan.num_shards)
+def _num_shards_in(folder: Place) -> int:
+    """Return the number of shards that a snapshot has; 1 if there is none."""
+    names = [name for name, _ in folder.files()] if folder.is_folder() else []
+    found = [int(match[1]) for name in names if (match := _SHARD_FILE.fullmatch(name))]
+    return 1 if not found or 1 in found else found[0]
 
 
-def _table(rows: Negatives, part: slice, schema: pa.Schema) -> pa.Table:
-    # Flat numbers with their list length: Arrow takes the rows as they lie, without a copy.
-    flat = pa.array(rows.rows[part].reshape(-1))
-    embedding = pa.FixedSizeListArray.from_arrays(flat, rows.rows.shape[1])
-    return pa.Table.from_arrays(
-        [pa.array(rows.sample_id[part]), pa.array(rows.step[part]), embedding], schema=schema
-    )
+def _table(rows: Negatives, schema: pa.Schema) -> pa.Table:
+    # A flat array and a list length: Arrow uses the rows without a copy.
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(rows.rows.reshape(-1)), rows.rows.shape[1])
+    return pa.Table.from_arrays([pa.array(rows.sample_id), pa.array(rows.step), embedding], schema=schema)
 
 
-def _refuse_missing(plan: BankSpec, folder: Place) -> None:
-    others = (
-        {name.rpartition("-of-")[2].removesuffix(".parquet") for name, _ in folder.files()}
-        if folder.is_folder()
-        else set()
-    )
-    others -= {str(plan.num_shards)}
-    if others:
+def _refuse_missing(spec: BankSpec, folder: Place) -> None:
+    num_shards = _num_shards_in(folder)
+    is_other = num_shards not in (1, spec.num_shards) or (folder / shard_file(0, 1)).exists()
+    if spec.kind == "memory_bank" and is_other:
         raise ConfigError(
-            f"the snapshot {folder} is of another bank: its num_shards is {min(others)}, this one's is "
-            f"{plan.num_shards}; set bank.shards as it was, or begin a new run with another --output"
+            f"the snapshot {folder} is of another bank: its num_shards is {num_shards}, this one's is "
+            f"{spec.num_shards}; set bank.shards as it was, or begin a new run with another --output"
         )
-    steps = ", ".join(map(str, snapshot_steps(plan))) or "none"
+    steps = ", ".join(map(str, snapshot_steps(spec))) or "none"
     raise StorageError(
-        f"there is no whole snapshot {folder} of the bank; the steps that have one: {steps}; "
+        f"there is no complete snapshot {folder} of the bank; the steps that have one: {steps}; "
         "resume from a checkpoint of one of them"
     )
 
@@ -223,16 +250,17 @@ def _open(place: Place) -> Iterator[pq.ParquetFile]:
         if isinstance(error, OSError) and is_out_of_reach(error):
             raise place.failure("read", error) from error
         raise StorageError(
-            f"cannot read {place}: {first_line(error)}; check the address and that the file is whole"
+            f"cannot read {place}: {first_line(error)}; check the address and that the file is complete"
         ) from error
 
 
 @contextlib.contextmanager
-def _whole_file(place: Place) -> Iterator[pa.NativeFile]:
+def _atomic_file(place: Place) -> Iterator[pa.NativeFile]:
     """Open a file that appears under its name when it is complete."""
     filesystem, path = place.resolve()
-    # An S3 object appears only when its upload is complete.
-    partial = path if not place.is_local else _hidden_beside(path)
+    partial = path
+    if place.is_local:  # an S3 object appears only when its upload is complete
+        partial = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.{uuid.uuid4().hex}")
     try:
         filesystem.create_dir(posixpath.dirname(path), recursive=True)
         try:
@@ -241,16 +269,12 @@ def _whole_file(place: Place) -> Iterator[pa.NativeFile]:
             if partial != path:
                 filesystem.move(partial, path)
         except BaseException as error:
-            # A failed upload to S3 leaves no object: what has this name is the snapshot from before.
+            # A failed upload to S3 leaves no object: one of this name is the snapshot from before.
             if partial != path or not isinstance(error, OSError):
                 _discard(filesystem, partial)
             raise
     except OSError as error:
         raise place.failure("write", error) from error
-
-
-def _hidden_beside(path: str) -> str:
-    return posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.{uuid.uuid4().hex}")
 
 
 def _discard(filesystem: fs.FileSystem, path: str) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pyarrow as pa
 import ray
 
-from raycl.cluster import connect_cluster, unwrap_ray_errors
 from raycl.data.labels import NO_LABEL
 from raycl.data.sources import Fragment, Source, find_source
 from raycl.lease import writing_new
+from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 
 
 def pack_images(

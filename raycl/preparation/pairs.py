@@ -1,12 +1,12 @@
 """Click logs grouped once: a row a positive, with the documents that its query was not clicked for."""
 
-from raycl.cluster import connect_cluster, unwrap_ray_errors
 from raycl.data.click_logs import check_labels, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
 from raycl.data.sources import find_source
 from raycl.errors import DataError
 from raycl.lease import writing_new
+from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 
 
 def group_pairs(

@@ -6,13 +6,13 @@ from typing import final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raycl.cluster import connect_cluster
 from raycl.config.overrides import override
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.sources import find_source, plain_values
 from raycl.errors import DataError
 from raycl.lease import writing_new
+from raycl.ray_runtime import connect_cluster
 from raycl.recipes import recipe
 from raycl.tokenization import BrokenTextError, Tokenizer, read_text
 from raycl.training.data_module import count_tokens

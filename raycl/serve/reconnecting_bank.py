@@ -9,8 +9,8 @@ import numpy as np
 
 from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_stats import BankStats
 from raycl.negatives.search import Neighbors
+from raycl.negatives.stats import BankStats
 from raycl.negatives.store import Negatives
 
 Answer = TypeVar("Answer")

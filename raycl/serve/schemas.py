@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
-from raycl.negatives.bank_stats import BankStats
+from raycl.negatives.stats import BankStats
 
 QueryKind = Literal["id", "image", "text"]
 

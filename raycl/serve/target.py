@@ -69,7 +69,7 @@ def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> 
 
     Raises ``RayclError`` if one of them is invalid. Without ``run`` and ``data`` the run may be unreadable.
     """
-    plan = connect_bank(bank).plan
+    plan = connect_bank(bank).spec
     place = Place(absolute(run or plan.output))
     columns, queries, max_pixels = ColumnNames(), (), 0
     config = _config_at(place, required=run is not None or data is not None)
@@ -108,4 +108,4 @@ def _config_at(place: Place, *, required: bool) -> RunConfig | None:
 
 def _connect_impatiently(name: str) -> Bank:
     bank = connect_bank(name)
-    return Bank(replace(bank.plan, timeout_s=min(bank.plan.timeout_s, _PATIENCE_S)), bank.actors)
+    return Bank(replace(bank.spec, timeout_s=min(bank.spec.timeout_s, _PATIENCE_S)), bank.actors)

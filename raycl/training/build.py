@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig, Stage
 from raycl.data.in_memory import InMemoryDataset
-from raycl.distributed import all_sum, num_workers, rank
+from raycl.distributed import all_sum, rank
 from raycl.errors import ConfigError
 from raycl.losses import NormalizingConstant
 from raycl.models.heads import build_projection_head
@@ -21,7 +21,7 @@ from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec
 from raycl.optimizers import build_optimizer
 from raycl.tokenization import Vocabulary
@@ -249,7 +249,7 @@ def store(
         queue = (
             KeyQueue(negatives.capacity, config.projection_head.dim, config.bank.dtype)
             if bank is None
-            else QueueClient(bank, rank=rank(), num_workers=num_workers(), barrier=barrier)
+            else QueueClient(bank, rank=rank())
         )
         return QueueStore(queue, capacity=negatives.capacity, device=device)
     assert sample_id is not None, "a memory bank is made for the samples of the run"

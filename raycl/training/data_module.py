@@ -9,7 +9,6 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raycl.cluster import fetch_tables, object_store_bytes, unwrap_ray_errors
 from raycl.config import RunConfig, TextConfig
 from raycl.data.click_logs import check_labels, group_dataset, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
@@ -20,6 +19,7 @@ from raycl.data.split import Holdout, make_split
 from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import ConfigError, DataError
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
+from raycl.ray_runtime import fetch_tables, object_store_bytes, unwrap_ray_errors
 from raycl.storage import Place
 from raycl.tokenization import BrokenTextError, Tokenizer, Vocabulary, read_text
 from raycl.training import build

@@ -15,10 +15,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 
-from raycl.cluster import cpus_for_a_worker, find_raycl_error
 from raycl.config import RunConfig
 from raycl.errors import RunError, StoppedError, StorageError, last_line
 from raycl.progress import ProgressLine, notices_of, steps_made
+from raycl.ray_runtime import cpus_for_a_worker, find_raycl_error
 from raycl.records import write_result
 from raycl.storage import Place
 from raycl.training.checkpoint import SCORE, saved_steps

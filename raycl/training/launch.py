@@ -11,7 +11,6 @@ from typing import Any, final
 import ray
 from torch import nn
 
-from raycl.cluster import check_resources, connect_cluster, crowding, unwrap_ray_errors
 from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.data.coordinator import rows_in, start_coordinator
@@ -22,9 +21,10 @@ from raycl.errors import ConfigError, RayclError, RunError, StoppedError, Storag
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.models.registry import SPEC, TOKENIZER
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_actor import start_bank
+from raycl.negatives.start import start_bank
 from raycl.progress import ProgressLine, rows_read
 from raycl.provenance import save_command_line
+from raycl.ray_runtime import check_resources, connect_cluster, crowding, unwrap_ray_errors
 from raycl.records import write_result
 from raycl.storage import Place, absolute
 from raycl.tokenization import Tokenizer, Vocabulary

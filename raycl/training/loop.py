@@ -222,7 +222,7 @@ class _Loop:
         for samples, sample_id in self._epochs.plain(self._share):
             with autocast(self._config.tower_precision, self._device):
                 rows = self._learner.encode(samples)
-            self._store.fill(rows, sample_id)
+            self._store.initialize(rows, sample_id)
         # Nobody reads before all have written; and a shard that dies comes back with these rows.
         self._store.save(step=0)
 

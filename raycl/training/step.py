@@ -56,7 +56,7 @@ def train_step(
     """
     set_learning_rate(learner.optimizer, learning_rate)
     with phase("store"):
-        lent = store.lend(views, step=step)
+        lent = store.fetch(views, step=step)
     with phase("forward"), autocast(precision, views.view_a.device):
         query, key, negatives = learner.embed(views, step=step)
     with phase("loss"):
@@ -66,7 +66,7 @@ def train_step(
             lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
         loss = contrast(query, key, lent, ids)
     with phase("store"):
-        store.fetch(query if key is None else key, views, ids.key_name)
+        store.start_download(query if key is None else key, views, ids.key_name)
     positive = lent.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     watched = _few(query, positive) if is_watched else None
@@ -83,7 +83,7 @@ def train_step(
         learner.follow(momentum)
     # After the update and once: what a failed step would have written is never lent.
     with phase("store"):
-        store.take(step=step)
+        store.update(step=step)
     return StepOutput(
         loss=value,
         is_to_stop=num_asked > 0,

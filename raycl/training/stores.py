@@ -1,6 +1,7 @@
-"""The step's side of a store of negatives: rows lent before the loss, keys taken after the update.
+"""A worker's store of negatives: rows fetched before the loss, embeddings stored after the update.
 
-The copies of the keys begin before the loss is read, which the host waits for anyway: so it never waits for them.
+The download of the embeddings starts before the loss is read. The host waits for the loss anyway, so
+the download costs no wait of its own.
 """
 
 from collections.abc import Mapping
@@ -14,73 +15,73 @@ from torch import Tensor
 from raycl.device_copy import Download, upload
 from raycl.distributed import gather_detached
 from raycl.negatives import KeyQueue, MemoryBank
-from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.training.objectives import StoreBatch
 from raycl.training.views import Views
 
 
 class Store(Protocol):
-    """What a step asks of a store, whichever it is and wherever it is held."""
+    """The interface of a training step to its store."""
 
-    def lend(self, views: Views, *, step: int) -> StoreBatch:
-        """Return what the queries of this batch are compared with."""
+    def fetch(self, views: Views, *, step: int) -> StoreBatch:
+        """Return the stored rows that the queries of this batch are compared with."""
         ...
 
-    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
-        """Begin to fetch the embeddings [local_batch, dim] of this batch, known by these ids; collective."""
+    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Start to copy the embeddings [local_batch, dim] with these ids to the host; collective."""
         ...
 
-    def take(self, *, step: int) -> None:
-        """Keep the fetched embeddings."""
+    def update(self, *, step: int) -> None:
+        """Store the downloaded embeddings."""
         ...
 
     def save(self, *, step: int) -> None:
-        """Let an actor that holds the rows write its snapshot of this step; collective."""
+        """Write the bank's snapshot of this step, if actors hold the rows; collective."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep: nothing, if an actor writes its own snapshot."""
+        """Return the state for a checkpoint; empty if actors hold the rows."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         ...
 
     def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
-        """Return how old the rows are, in steps, and the fraction of ``seconds`` spent waiting for them.
+        """Return the ages of the rows, in steps, and the fraction of ``seconds`` spent waiting for them.
 
-        The seconds are those since this was asked last; ``step`` was just made. A queue's ages are
-        those at the next step, a bank's those of the rows lent last.
+        ``seconds`` is the time since the last call; ``step`` was just made. The ages of a queue are
+        at the next step, the ages of a memory bank are of the rows fetched last.
         """
         ...
 
 
 @final
 class NoStore:
-    """All negatives are of the batch."""
+    """No store: all negatives are in the batch."""
 
-    def lend(self, views: Views, *, step: int) -> StoreBatch:
-        """Lend nothing."""
+    def fetch(self, views: Views, *, step: int) -> StoreBatch:
+        """Return no rows."""
         return StoreBatch()
 
-    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
-        """Fetch nothing."""
+    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Do nothing."""
 
-    def take(self, *, step: int) -> None:
-        """Take nothing."""
+    def update(self, *, step: int) -> None:
+        """Do nothing."""
 
     def save(self, *, step: int) -> None:
-        """Write nothing."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load nothing."""
+        """Do nothing."""
 
     def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
-        """Return nothing."""
+        """Return no metrics."""
         return {}
 
 
@@ -88,52 +89,54 @@ class NoStore:
 class QueueStore:
     """The newest keys of all workers, the same on each of them."""
 
-    def __init__(self, queue: KeyQueue | QueueClient, *, capacity: int, device: torch.device) -> None:
-        self._queue, self._waiting = queue, _Waiting(queue)
-        self._on_device = None if device.type == "cpu" else _DeviceCopy(queue, capacity, device)
+    def __init__(self, store: KeyQueue | QueueClient, *, capacity: int, device: torch.device) -> None:
+        self._store, self._client = store, store if isinstance(store, QueueClient) else None
+        self._queue = store.queue if isinstance(store, QueueClient) else store
+        self._wait = _WaitMeter(self._client)
+        self._on_device = None if device.type == "cpu" else _DeviceCopy(self._queue, capacity, device)
 
-    def lend(self, views: Views, *, step: int) -> StoreBatch:
-        """Lend all keys there are, the queue's own memory."""
+    def fetch(self, views: Views, *, step: int) -> StoreBatch:
+        """Return all keys: the queue's own memory, on the host or on the device."""
         if self._on_device is not None:
-            return self._on_device.lend(len(self._queue))
+            return self._on_device.fetch(len(self._queue))
         held = self._queue.negatives()
         return StoreBatch(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
 
-    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
-        """Begin to fetch the keys of all workers, in the order of ranks."""
+    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Gather the keys of all workers, in the order of ranks, and start to copy them to the host."""
         self._keys = gather_detached(rows), gather_detached(key_id)
-        self._fetched = Download(*self._keys)
+        self._download = Download(*self._keys)
 
-    def take(self, *, step: int) -> None:
+    def update(self, *, step: int) -> None:
         """Push the keys."""
         if self._on_device is not None:
             self._on_device.write(*self._keys, first=self._queue.sequence)
-        keys, ids = self._fetched.arrived()
-        self._queue.push(keys.numpy(), ids.numpy(), step)
+        keys, ids = self._download.arrived()
+        self._store.push(keys.numpy(), ids.numpy(), step)
 
     def save(self, *, step: int) -> None:
-        """Let the actor write its snapshot, with the keys of all workers."""
-        self._waiting.save(step)
+        """Write the actor's snapshot, with the keys of all workers."""
+        self._wait.save(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queue, unless an actor holds it."""
-        return {} if isinstance(self._queue, QueueClient) else _as_tensors(self._queue.state_dict())
+        return {} if self._client else _as_tensors(self._queue.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Fill the queue, unless an actor held it."""
-        if isinstance(self._queue, KeyQueue):
+        """Restore the queue, unless an actor held it."""
+        if not self._client:
             self._queue.load_state_dict(_as_arrays(state))
         if self._on_device is not None:
-            self._on_device.fill(self._queue)
+            self._on_device.copy(self._queue)
 
     def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
         """Return ages, waiting time and restarts."""
-        return _ages(self._queue.negatives().step, step + 1) | self._waiting.metrics(seconds)
+        return _ages(self._queue.negatives().step, step + 1) | self._wait.metrics(seconds)
 
 
 @final
 class BankStore:
-    """A slot for every sample: the batch's own slots as keys, slots drawn at random as negatives.
+    """A memory bank: the batch's own slots as keys, and random slots as negatives.
 
     Every worker draws the same slots, and all queries of a step share them.
     """
@@ -142,53 +145,53 @@ class BankStore:
         self, bank: MemoryBank | MemoryBankClient, *, num_negatives: int, device: torch.device
     ) -> None:
         self._bank, self._num_negatives, self._device = bank, num_negatives, device
-        self._waiting = _Waiting(bank)
-        self._lent_step: NDArray[np.int64] = np.empty(0, np.int64)
+        self._wait = _WaitMeter(bank if isinstance(bank, MemoryBankClient) else None)
+        self._fetched_step: NDArray[np.int64] = np.empty(0, np.int64)
 
-    def lend(self, views: Views, *, step: int) -> StoreBatch:
-        """Lend own and drawn slots; ask for those of the next step, which then come meanwhile."""
-        lent = self._bank.read(self._slots(views.ids, step))
+    def fetch(self, views: Views, *, step: int) -> StoreBatch:
+        """Return own and random slots, and prefetch those of the next step."""
+        found = self._bank.read(self._slots(views.ids, step))
         if isinstance(self._bank, MemoryBankClient) and views.next_ids is not None:
             self._bank.prefetch(self._slots(views.next_ids, step + 1))
-        self._lent_step = lent.step
-        rows, ids = upload([_tensor(lent.rows), _tensor(lent.sample_id)], self._device)
+        self._fetched_step = found.step
+        rows, ids = upload([_tensor(found.rows), _tensor(found.sample_id)], self._device)
         own = len(views)
         return StoreBatch(key=rows[:own], negatives=rows[own:], negative_id=ids[own:])
 
-    def fill(self, rows: Tensor, sample_id: Tensor) -> None:
-        """Let the slots of these samples [local_batch] begin at these embeddings; collective."""
+    def initialize(self, rows: Tensor, sample_id: Tensor) -> None:
+        """Set the slots of these samples [local_batch] to these embeddings; collective."""
         if isinstance(self._bank, MemoryBank):
             rows, sample_id = gather_detached(rows), gather_detached(sample_id)
-        self._bank.fill(sample_id.cpu().numpy(), rows.cpu().numpy())
+        self._bank.initialize(sample_id.cpu().numpy(), rows.cpu().numpy())
 
-    def fetch(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
-        """Begin to fetch the batch's embeddings, and those of other workers if each holds a bank."""
+    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+        """Start to copy the batch's embeddings, of all workers if each holds a bank, to the host."""
         if isinstance(self._bank, MemoryBankClient):
-            self._fetched = Download(torch.from_numpy(views.ids), rows)
+            self._download = Download(torch.from_numpy(views.ids), rows)
         else:
-            self._fetched = Download(gather_detached(views.sample_id), gather_detached(rows))
+            self._download = Download(gather_detached(views.sample_id), gather_detached(rows))
 
-    def take(self, *, step: int) -> None:
+    def update(self, *, step: int) -> None:
         """Move the slots towards their new embeddings."""
-        ids, embeddings = self._fetched.arrived()
+        ids, embeddings = self._download.arrived()
         self._bank.update(ids.numpy(), embeddings.numpy(), step)
 
     def save(self, *, step: int) -> None:
-        """Let the actors write their snapshots, with the updates of all workers."""
-        self._waiting.save(step)
+        """Write the actors' snapshot, with the updates of all workers."""
+        self._wait.save(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the bank, unless an actor holds it."""
+        """Return the bank, unless actors hold it."""
         return {} if isinstance(self._bank, MemoryBankClient) else _as_tensors(self._bank.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Fill the bank, unless an actor held it."""
+        """Restore the bank, unless actors held it."""
         if isinstance(self._bank, MemoryBank):
             self._bank.load_state_dict(_as_arrays(state))
 
     def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
-        """Return ages, of the rows lent last that were ever written, waiting time and restarts."""
-        return _ages(self._lent_step[self._lent_step >= 0], step) | self._waiting.metrics(seconds)
+        """Return the ages of the fetched rows that were ever written, waiting time and restarts."""
+        return _ages(self._fetched_step[self._fetched_step >= 0], step) | self._wait.metrics(seconds)
 
     def _slots(self, ids: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         drawn = self._bank.draw(self._num_negatives, step=step)
@@ -196,52 +199,52 @@ class BankStore:
 
 
 @final
-class _Waiting:
-    """How long steps were blocked on the actors, their snapshots left out."""
+class _WaitMeter:
+    """The time that steps wait for actors, except to write snapshots."""
 
-    def __init__(self, store: KeyQueue | QueueClient | MemoryBank | MemoryBankClient) -> None:
-        self._client = store if isinstance(store, QueueClient | MemoryBankClient) else None
-        self._excluded_s = self._told_s = 0.0
+    def __init__(self, client: QueueClient | MemoryBankClient | None) -> None:
+        self._client = client
+        self._excluded_s = self._reported_s = 0.0
 
     def save(self, step: int) -> None:
-        """Let the actors write their snapshots, if there are any; collective."""
+        """Write the actors' snapshot, if there are any; collective."""
         if self._client is not None:
             before = self._client.waited_s
             self._client.save(step)
             self._excluded_s += self._client.waited_s - before
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return the fraction of these seconds spent waiting, and how often a shard came back."""
+        """Return the fraction of these seconds spent waiting, and the number of restarts."""
         if self._client is None:
             return {"negatives_wait_fraction": 0.0}
         waited_s = self._client.waited_s - self._excluded_s
-        fraction, self._told_s = (waited_s - self._told_s) / max(seconds, 1e-9), waited_s
+        fraction, self._reported_s = (waited_s - self._reported_s) / max(seconds, 1e-9), waited_s
         return {"negatives_wait_fraction": fraction, "bank_restarts": float(self._client.restarts)}
 
 
 @final
 class _DeviceCopy:
-    """The queue's rows on an accelerator, written slot by slot as the queue is."""
+    """The queue's rows on an accelerator, in the same slots."""
 
-    def __init__(self, queue: KeyQueue | QueueClient, capacity: int, device: torch.device) -> None:
+    def __init__(self, queue: KeyQueue, capacity: int, device: torch.device) -> None:
         held = queue.negatives()
         self._rows = torch.empty(capacity, held.rows.shape[1], dtype=_tensor(held.rows).dtype, device=device)
         self._ids = torch.empty(capacity, dtype=torch.int64, device=device)
-        self.fill(queue)
+        self.copy(queue)
 
-    def fill(self, queue: KeyQueue | QueueClient) -> None:
+    def copy(self, queue: KeyQueue) -> None:
         """Copy the whole queue."""
         held = queue.negatives()
         self._rows[: len(held)], self._ids[: len(held)] = upload(
             [_tensor(held.rows), _tensor(held.sample_id)], self._rows.device
         )
 
-    def lend(self, num_rows: int) -> StoreBatch:
-        """Lend the rows there are."""
+    def fetch(self, num_rows: int) -> StoreBatch:
+        """Return the first slots."""
         return StoreBatch(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows])
 
     def write(self, keys: Tensor, ids: Tensor, *, first: int) -> None:
-        """Put the keys into the slots of the numbers from ``first`` on; of too many, the last."""
+        """Put the keys into the slots of the numbers from ``first`` on; of too many, the last stay."""
         capacity = len(self._rows)
         kept = slice(max(0, len(keys) - capacity), len(keys))
         slots = (torch.arange(len(keys), device=keys.device)[kept] + first) % capacity
@@ -250,7 +253,7 @@ class _DeviceCopy:
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    # What came from an actor may be read-only, and torch has no such tensors.
+    # An array from an actor may be read-only, which torch does not support.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives
 from raycl.negatives.bank import Bank, connect_bank, list_banks
-from raycl.negatives.bank_actor import nodes_for_a_bank, start_bank
-from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.start import nodes_for_a_bank, start_bank
 from tests.cluster.strikes import alive, extra_node, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -33,37 +33,33 @@ SETTINGS = settings(
 )
 
 
-def a_plan(output: Path, **changed: Any) -> BankSpec:
+def a_spec(output: Path, **changed: Any) -> BankSpec:
     usual = {"name": "test", "kind": "queue", "dim": DIM, "capacity": CAPACITY, "seed": SEED}
     return BankSpec(**{**usual, "output": str(output), **changed})
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["one shard", "three shards"])
-def banks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Bank]]:
-    """Start a bank of each kind; tests begin with ``restore(0)``."""
+@pytest.fixture(scope="module")
+def banks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bank]]:
+    """Start a queue, and a memory bank of three shards; tests begin with ``restore(0)``."""
     output = tmp_path_factory.mktemp("banks")
+    slots = a_spec(output / "slots", name="memory bank", kind="memory_bank", num_shards=3)
     started = {
-        kind: start_bank(
-            a_plan(output / kind, name=kind.replace("_", " "), kind=kind, num_shards=request.param),
-            IDS if kind == "memory_bank" else None,
-        )
-        for kind in ("queue", "memory_bank")
+        "queue": start_bank(a_spec(output / "queue", name="queue")),
+        "memory_bank": start_bank(slots, IDS),
     }
     yield started
     for bank in started.values():
         bank.stop()
 
 
-def client_of(bank: Bank, rank: int = 0, num_workers: int = 1) -> Any:
-    if bank.plan.kind == "queue":
-        return QueueClient(bank, rank=rank, num_workers=num_workers)
+def client_of(bank: Bank, rank: int = 0) -> Any:
+    if bank.spec.kind == "queue":
+        return QueueClient(bank, rank=rank)
     return MemoryBankClient(bank, IDS, rank=rank, max_staleness=0)
 
 
 def store_of(bank: Bank) -> Any:
-    return KeyQueue(CAPACITY, DIM) if bank.plan.kind == "queue" else MemoryBank(IDS, DIM, seed=SEED)
+    return KeyQueue(CAPACITY, DIM) if bank.spec.kind == "queue" else MemoryBank(IDS, DIM, seed=SEED)
 
 
 def a_batch(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +76,15 @@ def write(store: Any, size: int, step: int) -> None:
 
 
 def plain(negatives: Negatives) -> list[Any]:
-    return [array.tolist() for array in (negatives.rows, negatives.sample_id, negatives.step)]
+    return [array.tolist() for array in negatives.arrays()]
+
+
+def rows_of(bank: Bank, client: Any) -> list[Any]:
+    """All rows as a client sees them."""
+    if isinstance(client, QueueClient):
+        return plain(client.queue.negatives())
+    client.flush()
+    return plain(bank.negatives())
 
 
 def kill(bank: Bank, shard: int) -> None:
@@ -91,62 +95,58 @@ KINDS = pytest.mark.parametrize("kind", ["queue", "memory_bank"])
 
 
 @KINDS
-@pytest.mark.parametrize("where", ["store", "client"])
-def test_store_and_client_answer_alike(banks: dict[str, Bank], kind: str, where: str) -> None:
+def test_a_client_has_the_rows_of_the_store(banks: dict[str, Bank], kind: str) -> None:
     bank = banks[kind]
     bank.restore(0)
-    tested, store = (client_of(bank) if where == "client" else store_of(bank)), store_of(bank)
+    client, store = client_of(bank), store_of(bank)
     asked = np.unique(IDS)[3:9]
     for step, size in enumerate([5, 0, 19, 1, 50, 7]):
-        for each in (tested, store):
-            write(each, size, step)
-        assert plain(tested.negatives()) == plain(store.negatives())
-        assert plain(tested.get(asked)) == plain(store.get(asked))
-        assert (len(tested), tested.num_bytes) == (len(store), store.num_bytes)
-        if kind == "queue":
-            assert tested.sequence == store.sequence
-            assert tested.state_dict()["sequence"] == store.state_dict()["sequence"]
+        write(client, size, step)
+        write(store, size, step)
+        assert rows_of(bank, client) == plain(store.negatives())
+        if isinstance(client, QueueClient):
+            assert client.queue.sequence == store.sequence
+            client.flush()
         else:
-            slots = tested.draw(9, step=step)
+            slots = client.draw(9, step=step)
             assert np.array_equal(slots, store.draw(9, step=step))
-            assert np.array_equal(tested.slots_of(asked), store.slots_of(asked))
-            assert plain(tested.read(slots)) == plain(store.read(slots))
-    if where == "client":
-        tested.flush()
+            assert np.array_equal(client.slots_of(asked), store.slots_of(asked))
+            assert plain(client.read(slots)) == plain(store.read(slots))
+        assert plain(bank.get(asked)) == plain(store.get(asked))
         assert plain(bank.negatives()) == plain(store.negatives())
+    assert sum(bank.spec.bytes_of(shard) for shard in range(bank.spec.num_shards)) == store.num_bytes
 
 
-def test_first_rows_reach_the_bank_as_the_store(banks: dict[str, Bank]) -> None:
+def test_initial_rows_reach_the_bank_as_the_store(banks: dict[str, Bank]) -> None:
     bank = banks["memory_bank"]
     bank.restore(0)
     client, store = client_of(bank), store_of(bank)
     rows, ids = a_batch(9, 3)[0], IDS[4:13]
     for each in (client, store):
-        each.fill(ids, rows)
-    assert plain(client.negatives()) == plain(store.negatives())
-    assert (client.get(ids).step == -1).all()
+        each.initialize(ids, rows)
+    assert rows_of(bank, client) == plain(store.negatives())
+    assert (bank.get(ids).step == -1).all()
     with pytest.raises(ConfigError, match="9 rows came with 8 ids"):
-        client.fill(ids[1:], rows)
+        client.initialize(ids[1:], rows)
 
 
 @KINDS
-@pytest.mark.parametrize("where", ["store", "client"])
-def test_store_and_client_refuse_alike(banks: dict[str, Bank], kind: str, where: str) -> None:
+def test_a_client_refuses_what_the_store_refuses(banks: dict[str, Bank], kind: str) -> None:
     bank = banks[kind]
     bank.restore(0)
-    tested = client_of(bank) if where == "client" else store_of(bank)
-    before = plain(tested.negatives())
-    add = tested.push if kind == "queue" else (lambda rows, ids, step: tested.update(ids, rows, step))
+    client = client_of(bank)
+    before = rows_of(bank, client)
+    add = client.push if kind == "queue" else (lambda rows, ids, step: client.update(ids, rows, step))
     rows, ids = a_batch(3, 0)
     for broken, message in (
-        ((rows[:, 1:], ids, 0), r"came as \[3, 7\]; give one row of 8 a sample"),
-        ((rows * np.nan, ids, 0), "no embedding's"),
+        ((rows[:, 1:], ids, 0), r"came as \[3, 7\]; give a row of 8 for each sample"),
+        ((rows * np.nan, ids, 0), "not embeddings"),
         ((rows, ids[1:], 0), "3 rows came with 2 ids"),
         ((rows, ids.astype(float), 0), "came as float64"),
     ):
         with pytest.raises(ConfigError, match=message):
             add(*broken)
-    assert plain(tested.negatives()) == before
+    assert rows_of(bank, client) == before
 
 
 @KINDS
@@ -175,8 +175,7 @@ def test_bank_is_the_store_whatever_happens_in_any_order(
             write(store, action, step)
     client.flush()
     bank.prune([])
-    for seen in (client, bank):
-        assert plain(seen.negatives()) == plain(store.negatives())
+    assert rows_of(bank, client) == plain(bank.negatives()) == plain(store.negatives())
 
 
 @KINDS
@@ -194,10 +193,10 @@ def test_shards_that_are_killed_come_back(
         if action == "save":
             client.save(step)
             saved = {name: np.copy(value) for name, value in store.state_dict().items()}
-        elif action == "kill" and bank.plan.num_shards > shard:
+        elif action == "kill" and bank.spec.num_shards > shard:
             kill(bank, shard)
             if kind == "memory_bank":
-                first, stop = bank.plan.first_slots[shard : shard + 2]
+                first, stop = bank.spec.first_slots[shard : shard + 2]
                 store.load_part(
                     Negatives(*(saved[name][first:stop] for name in ("rows", "sample_id", "step")))
                 )
@@ -208,29 +207,28 @@ def test_shards_that_are_killed_come_back(
     assert plain(bank.negatives()) == plain(store.negatives())
 
 
-def test_queue_is_whole_again_when_a_shard_dies_between_two_pushes(banks: dict[str, Bank]) -> None:
+def test_a_queue_has_all_rows_again_when_its_actor_dies_between_two_pushes(banks: dict[str, Bank]) -> None:
     bank = banks["queue"]
     bank.restore(0)
-    workers = [client_of(bank, rank, 2) for rank in (0, 1)]
+    workers = [client_of(bank, rank) for rank in (0, 1)]
     restarts = bank.stats().restarts
     for step in range(9):
         for worker in workers:
             write(worker, 10, step)
         if step == 2:
-            for worker in reversed(workers):
+            for worker in workers:
                 worker.save(step)
         if step == 5:
-            kill(bank, bank.plan.num_shards - 1)
-    for worker in reversed(workers):
-        worker.flush()
-    assert plain(bank.negatives()) == plain(workers[0].negatives()) == plain(workers[1].negatives())
+            kill(bank, 0)
+    workers[0].flush()
+    assert plain(bank.negatives()) == rows_of(bank, workers[0]) == rows_of(bank, workers[1])
     assert len(bank.negatives()) == CAPACITY
     assert bank.stats().restarts == restarts + 1
-    assert [worker.restarts for worker in workers] == [1, 1]
+    assert [worker.restarts for worker in workers] == [1, 0]
     assert workers[0].waited_s > 0
 
 
-def test_snapshot_after_a_death_is_whole(banks: dict[str, Bank]) -> None:
+def test_a_snapshot_after_a_death_has_all_rows(banks: dict[str, Bank]) -> None:
     bank = banks["queue"]
     bank.restore(0)
     client = client_of(bank)
@@ -240,7 +238,7 @@ def test_snapshot_after_a_death_is_whole(banks: dict[str, Bank]) -> None:
     kill(bank, 0)
     client.save(4)
     bank.restore(4)
-    assert plain(bank.negatives()) == plain(client.negatives())
+    assert plain(bank.negatives()) == rows_of(bank, client)
 
 
 def test_two_workers_parts_make_the_bank_of_one(banks: dict[str, Bank]) -> None:
@@ -261,37 +259,33 @@ def test_two_workers_parts_make_the_bank_of_one(banks: dict[str, Bank]) -> None:
     assert len(meetings) == 8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_half_precision_on_the_wire_is_what_rings_hold_too(tmp_path: Path, dtype: str) -> None:
-    bank = start_bank(a_plan(tmp_path, dtype=dtype, wire_dtype="float16"))
-    client = client_of(bank)
+def test_a_queue_in_half_precision_is_the_same_everywhere(tmp_path: Path) -> None:
+    bank = start_bank(a_spec(tmp_path, dtype="float16"))
+    client, store = client_of(bank), KeyQueue(CAPACITY, DIM, "float16")
     for step in range(4):
         write(client, 10, step)
+        write(store, 10, step)
     client.save(4)
-    assert plain(bank.negatives()) == plain(client.negatives()) == plain(client_of(bank).negatives())
-    rows, ids = a_batch(10, 3)
-    assert np.array_equal(
-        client.get(ids[:1]).rows[-1], rows[np.flatnonzero(ids == ids[0])[-1]].astype("float16")
-    )
+    assert plain(bank.negatives()) == rows_of(bank, client_of(bank)) == plain(store.negatives())
     bank.restore(4)
-    assert plain(bank.negatives()) == plain(client.negatives())
-    assert bank.negatives().rows.dtype == dtype
+    assert plain(bank.negatives()) == plain(store.negatives())
+    assert bank.negatives().rows.dtype == "float16"
     bank.stop()
 
 
 def test_a_bank_of_the_same_output_is_taken_over_and_of_another_is_left_alone(tmp_path: Path) -> None:
-    first = start_bank(a_plan(tmp_path / "a", detached=True, num_shards=2))
+    first = start_bank(a_spec(tmp_path / "a", detached=True))
     client = client_of(first)
     write(client, 10, 1)
     client.save(1)
     with pytest.raises(
         ConfigError, match=f"'test' belongs to the run at {tmp_path / 'a'}; set bank.name"
     ) as error:
-        start_bank(a_plan(tmp_path / "b"))
+        start_bank(a_spec(tmp_path / "b"))
     assert "\n" not in str(error.value)
-    assert plain(first.negatives()) == plain(client.negatives())
-    second = start_bank(a_plan(tmp_path / "a", num_shards=2))
-    assert plain(second.negatives()) == plain(client.negatives())
+    assert plain(first.negatives()) == rows_of(first, client)
+    second = start_bank(a_spec(tmp_path / "a"))
+    assert plain(second.negatives()) == rows_of(second, client)
     with pytest.raises(RunError, match="did not answer") as error:
         client.flush()
     assert "\n" not in str(error.value)
@@ -304,25 +298,24 @@ def test_a_bank_of_the_same_output_is_taken_over_and_of_another_is_left_alone(tm
     [
         ({"dim": 9}, "its dim is 8, this one's is 9"),
         ({"capacity": 48}, "its capacity is 24, this one's is 48"),
-        ({"num_shards": 2}, "its num_shards is 1, this one's is 2; set bank.shards"),
     ],
 )
 def test_a_bank_of_another_shape_does_not_start_from_the_snapshot(
     tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
-    bank = start_bank(a_plan(tmp_path))
+    bank = start_bank(a_spec(tmp_path))
     bank.save(1)
     bank.stop()
     with pytest.raises(ConfigError, match=message) as error:
-        start_bank(a_plan(tmp_path, **changed))
+        start_bank(a_spec(tmp_path, **changed))
     assert "\n" not in str(error.value)
     assert "test" not in list_banks()
 
 
 def test_a_shard_that_no_node_can_hold_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    message = r"a shard of the bank needs 51,409.0 GiB of memory and the largest node for it has \d+\.\d GiB; raise bank.shards"
+    message = r"a shard of the bank needs 51,409.0 GiB of memory and the largest node for it has \d+\.\d GiB; set bank.dtype=float16"
     with pytest.raises(ConfigError, match=message) as error:
-        start_bank(a_plan(tmp_path, capacity=10**12))
+        start_bank(a_spec(tmp_path, capacity=10**12))
     assert "\n" not in str(error.value)
     assert "test" not in list_banks() and not (tmp_path / "bank").exists()
 
@@ -330,11 +323,11 @@ def test_a_shard_that_no_node_can_hold_is_refused_before_anything_starts(tmp_pat
 def test_a_bank_that_finds_no_place_is_refused_in_time(tmp_path: Path) -> None:
     have = min(node["Resources"]["memory"] for node in ray.nodes())
     rows = int(0.7 * have / 1.15 / (DIM * 4 + 16))
-    plan = a_plan(tmp_path, capacity=2 * rows, num_shards=2, timeout_s=5.0)
+    spec = a_spec(tmp_path, kind="memory_bank", capacity=2 * rows, num_shards=2, timeout_s=5.0)
     with pytest.raises(
         RunError, match="no place within 5 s: 2 shards need up to .* raise bank.shards"
     ) as error:
-        start_bank(plan)
+        start_bank(spec, np.arange(2 * rows))
     assert "\n" not in str(error.value)
     assert "test" not in list_banks()
 
@@ -347,19 +340,19 @@ def test_a_bank_that_finds_no_place_is_refused_in_time(tmp_path: Path) -> None:
         ({}, np.zeros(24, int), "not distinct: 0 came"),
     ],
 )
-def test_samples_that_do_not_fit_the_plan_are_refused(
+def test_samples_that_do_not_fit_the_specification_are_refused(
     tmp_path: Path, changed: dict[str, Any], ids: np.ndarray | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        start_bank(a_plan(tmp_path, kind="memory_bank", **changed), ids)
+        start_bank(a_spec(tmp_path, kind="memory_bank", **changed), ids)
 
 
 @KINDS
 def test_questions_are_answered_exactly(
     banks: dict[str, Bank], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycl.negatives.bank._ROWS_A_CALL", 5)
-    monkeypatch.setattr("raycl.negatives.bank._QUERIES_A_CALL", 2)
+    monkeypatch.setattr("raycl.negatives.bank._ROWS_PER_CALL", 5)
+    monkeypatch.setattr("raycl.negatives.bank._QUERIES_PER_CALL", 2)
     bank = banks[kind]
     bank.restore(0)
     client, num_puts = client_of(bank), bank.stats().puts
@@ -386,7 +379,10 @@ def test_questions_are_answered_exactly(
     found = [one for one in bank.nearest(newest, k=500)[0].sample_id if one != sample]
     assert found == bank.nearest_of(sample, k=500).sample_id.tolist()
 
-    assert plain(bank.get(IDS[2:7])) == plain(client.get(IDS[2:7]))
+    if kind == "queue":
+        assert plain(bank.get(IDS[2:7])) == plain(client.queue.get(IDS[2:7]))
+    else:
+        assert plain(bank.get(IDS[2:7])) == plain(client.read(client.slots_of(IDS[2:7])))
     stats = bank.stats()
     assert (stats.rows, stats.filled, stats.newest_step, stats.puts) == (
         CAPACITY,
@@ -401,7 +397,7 @@ def test_questions_are_answered_exactly(
     )
 
     assert bank.export(str(tmp_path / "export")) == len(written)
-    assert len(list((tmp_path / "export").iterdir())) >= bank.plan.num_shards
+    assert len(list((tmp_path / "export").iterdir())) >= bank.spec.num_shards
     frame = pd.concat(map(pd.read_parquet, (tmp_path / "export").iterdir()))
     assert sorted(frame.sample_id) == sorted(seen.sample_id[written])
 
@@ -469,14 +465,13 @@ def test_a_bank_travels_to_workers_that_write_to_it(banks: dict[str, Bank]) -> N
     bank.restore(0)
 
     def work(bank: Bank, rank: int, barrier: Any) -> list[Any]:
-        worker = QueueClient(bank, rank=rank, num_workers=2)
+        worker = QueueClient(bank, rank=rank)
         ray.get(barrier.wait.remote())
         for step in range(3):
             random = np.random.default_rng(step)
             worker.push(random.standard_normal((7, 8), np.float32), np.arange(7) + 10 * step, step)
         worker.flush()
-        seen = worker.negatives()
-        return [array.tolist() for array in (seen.rows, seen.sample_id, seen.step)]
+        return [array.tolist() for array in worker.queue.negatives().arrays()]
 
     class Meeting:
         def __init__(self) -> None:
@@ -505,19 +500,19 @@ def test_a_worker_that_joined_before_the_bank_was_restored_is_refused(banks: dic
         assert "\n" not in str(error.value)
 
 
-def test_the_plan_of_a_bank_is_found_by_its_name(banks: dict[str, Bank]) -> None:
-    assert connect_bank("memory bank").plan == banks["memory_bank"].plan
-    assert connect_bank("queue").plan == banks["queue"].plan
+def test_the_specification_of_a_bank_is_found_by_its_name(banks: dict[str, Bank]) -> None:
+    assert connect_bank("memory bank").spec == banks["memory_bank"].spec
+    assert connect_bank("queue").spec == banks["queue"].spec
 
 
 @pytest.mark.drill
 def test_a_bank_lives_on_nodes_labeled_for_it_if_nodes_are_labeled(tmp_path: Path) -> None:
     with extra_node(1, **{"raycl.io/role": "gpu"}) as passing:
         with pytest.raises(ConfigError, match="none of them is for a bank; label one as memory or head"):
-            start_bank(a_plan(tmp_path / "none"))
+            start_bank(a_spec(tmp_path / "none"))
         assert nodes_for_a_bank() == []
         with extra_node(0, **{"raycl.io/role": "memory"}) as lasting:
-            bank = start_bank(a_plan(tmp_path / "some", num_shards=3))
+            bank = start_bank(a_spec(tmp_path / "some"))
             assert [node["NodeID"] for node in nodes_for_a_bank()] == [lasting.id]
             assert all(lasting.has(shard.pid) for shard in bank.stats().shards)
             bank.stop()

@@ -17,9 +17,9 @@ import ray
 import raycl
 from raycl.inference.checkpoint_encoder import load_tower
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_actor import start_bank
-from raycl.negatives.bank_client import MemoryBankClient, QueueClient
+from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.start import start_bank
 from tests.images import digit_files, write_digits
 from tests.test_cli import run_raycl
 
@@ -60,15 +60,17 @@ def unit_rows(num_rows: int, seed: int) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def plan(folder: Path, **settings: Any) -> BankSpec:
-    return BankSpec(**{"dim": DIM, "output": str(folder), "num_shards": 2} | settings)
+def spec(folder: Path, **settings: Any) -> BankSpec:
+    return BankSpec(**{"dim": DIM, "output": str(folder)} | settings)
 
 
 @pytest.fixture(scope="module")
 def slots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
     """Hold a memory bank of two shards; steps 1 to 4 wrote 50 slots each, and 100 were never written."""
     folder = tmp_path_factory.mktemp("slots")
-    bank = start_bank(plan(folder, name="slots", kind="memory_bank", capacity=NUM_SAMPLES), SAMPLE_ID)
+    bank = start_bank(
+        spec(folder, name="slots", kind="memory_bank", capacity=NUM_SAMPLES, num_shards=2), SAMPLE_ID
+    )
     client = MemoryBankClient(bank, SAMPLE_ID)
     order = np.random.default_rng(0).permutation(SAMPLE_ID)[:NUM_WRITTEN].reshape(4, -1)
     for step, ids in enumerate(order, 1):
@@ -82,7 +84,7 @@ def slots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
     """Hold a queue of 128 keys; sample 5 is in it twice."""
     folder = tmp_path_factory.mktemp("keys")
-    bank = start_bank(plan(folder, name="keys", kind="queue", capacity=128))
+    bank = start_bank(spec(folder, name="keys", kind="queue", capacity=128))
     client = QueueClient(bank)
     client.push(unit_rows(4, 1), np.array([5, 6, 7, 8]), 1)
     client.push(unit_rows(4, 2), np.array([9, 5, 10, 11]), 2)
@@ -102,7 +104,7 @@ def test_all_banks_are_listed_with_what_they_are(slots: Bank, keys: Bank) -> Non
     listed = {each["name"]: each for each in ask("list")}
     assert {"slots", "keys"} <= set(listed)
     assert (listed["slots"]["kind"], listed["slots"]["capacity"]) == ("memory_bank", NUM_SAMPLES)
-    assert listed["keys"]["output"] == keys.plan.output
+    assert listed["keys"]["output"] == keys.spec.output
 
 
 def test_stats_are_those_that_numpy_counts(slots: Bank) -> None:
@@ -111,11 +113,11 @@ def test_stats_are_those_that_numpy_counts(slots: Bank) -> None:
     there = rows.step >= 0
     lengths = np.linalg.norm(rows.rows[there], axis=1)
     assert (told["rows"], told["filled"], told["dim"], told["dtype"]) == (300, 200, DIM, "float32")
-    assert told["num_bytes"] == sum(slots.plan.bytes_of(shard) for shard in range(2))
+    assert told["num_bytes"] == sum(slots.spec.bytes_of(shard) for shard in range(2))
     assert (told["newest_step"], told["age_mean"], told["age_max"]) == (4, 1.5, 3)
     assert told["age_histogram"] == [[1, 50], [2, 50], [4, 100]]
     assert told["norm_mean"] == pytest.approx(float(lengths.mean()), rel=1e-5)
-    assert (told["puts"], told["restarts"], told["output"]) == (NUM_WRITTEN, 0, slots.plan.output)
+    assert (told["puts"], told["restarts"], told["output"]) == (NUM_WRITTEN, 0, slots.spec.output)
     assert [shard["rows"] for shard in told["shards"]] == [150, 150]
     assert len({shard["pid"] for shard in told["shards"]} - {os.getpid()}) == 2
     (node,) = (each["NodeID"] for each in ray.nodes() if each["Alive"])
@@ -175,7 +177,7 @@ def test_people_get_a_fact_a_line(bank_command, slots: Bank) -> None:
     status, out, err = bank_command("stats", "slots")
     assert (status, err) == (0, "")
     facts = dict(line.split(maxsplit=1) for line in out.splitlines() if " " in line)
-    assert (facts["filled"], facts["run"], facts["restarts"]) == ("200", slots.plan.output, "0")
+    assert (facts["filled"], facts["run"], facts["restarts"]) == ("200", slots.spec.output, "0")
     (bars,) = ([line.count("#") for line in out.splitlines() if line.startswith("below")],)
     assert bars == [20, 20, 40]
     _, out, _ = bank_command("get", "slots", "--id", 7)

@@ -27,9 +27,9 @@ from ray._private import state as ray_state
 import raycl
 from raycl.config.overrides import config_to_yaml
 from raycl.negatives.bank import Bank, connect_bank, list_banks
-from raycl.negatives.bank_actor import start_bank
-from raycl.negatives.bank_client import QueueClient
+from raycl.negatives.client import QueueClient
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.start import start_bank
 from tests.cluster.test_security import family, is_loopback, listening
 from tests.images import digit_files, write_digits
 from tests.ports import free_ports

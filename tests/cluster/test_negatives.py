@@ -17,8 +17,8 @@ from raycl.config import RunConfig
 from raycl.data.split import make_split
 from raycl.errors import ConfigError, DataError, RunError
 from raycl.negatives.bank import Bank, connect_bank, list_banks
-from raycl.negatives.bank_actor import start_bank
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.start import start_bank
 from raycl.records import read_metrics
 from raycl.storage import Place
 from raycl.training.launch import RunResult

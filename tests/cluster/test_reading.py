@@ -16,7 +16,6 @@ import ray
 from PIL import Image
 
 import raycl
-from raycl.cluster import connect_cluster
 from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
 from raycl.data.decode import Decoder, decode_dataset, decode_source
@@ -29,6 +28,7 @@ from raycl.data.texts import TextFormat
 from raycl.errors import DataError, StorageError
 from raycl.inference.read_rows import read_rows
 from raycl.preparation.images import pack_images
+from raycl.ray_runtime import connect_cluster
 from raycl.tokenization import Vocabulary
 from raycl.training.data_module import DataModule
 from tests.images import digit_files, encode, photograph, write_digits

@@ -13,9 +13,9 @@ from scale_drill import check, num_wrong_keys  # pyright: ignore[reportMissingIm
 from scale_model import bank_payload, queue_payload  # pyright: ignore[reportMissingImports]
 
 from raycl.negatives.bank import Bank
-from raycl.negatives.bank_actor import start_bank
-from raycl.negatives.bank_client import MemoryBankClient
+from raycl.negatives.client import MemoryBankClient
 from raycl.negatives.spec import BankSpec
+from raycl.negatives.start import start_bank
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -31,7 +31,7 @@ def a_bank(kind: str, output: Path) -> Bank:
         capacity=ROWS,
         dtype="float16",
         momentum=0.0,
-        num_shards=SHARDS,
+        num_shards=SHARDS if kind == "memory_bank" else 1,
     )
     return start_bank(plan, np.arange(ROWS) if kind == "memory_bank" else None)
 

@@ -1,4 +1,4 @@
-"""Which Ray a question is put to: the only one here, or the one that is named."""
+"""Start, join and resources of Ray: which Ray is asked, and what its processes inherit."""
 
 import inspect
 import os
@@ -15,15 +15,15 @@ from ray._private import utils
 from ray._private.node import Node
 from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
 
-from raycl import joining
+from raycl import ray_runtime
 from raycl.errors import ConfigError, RunError
-from raycl.joining import _TOO_SLOW, enter, join_running, prestart_ray, require_single
+from raycl.ray_runtime import _START_TIMEOUT, connect, init_ray, prestart_ray, require_single
 
 
 @pytest.fixture(autouse=True)
 def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Act as a process that has joined no Ray, though other tests of the session have."""
-    monkeypatch.setattr("raycl.joining.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("raycl.ray_runtime.ray.is_initialized", lambda: False)
 
 
 def test_the_only_ray_of_a_machine_is_asked() -> None:
@@ -43,19 +43,19 @@ def test_none_and_several_are_one_line(addresses: set[str], says: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["nonsense", "ray://127.0.0.1:10001", "127.0.0.1:many"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        join_running(address)
+        connect(address)
 
 
-@pytest.mark.parametrize("join", [join_running, enter])
+@pytest.mark.parametrize("join", [connect, init_ray])
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "localhost:1"])
-def test_a_ray_that_is_gone_is_told_at_once(address: str, join: Callable[[str], object]) -> None:
+def test_a_ray_that_is_gone_is_reported_at_once(address: str, join: Callable[[str], object]) -> None:
     with pytest.raises(RunError, match="nothing answers"):
         join(address)
 
 
-@pytest.mark.parametrize("module", ["raycl.banks", "raycl.cli.bank_tables", "raycl.cli.main"])
+@pytest.mark.parametrize("module", ["raycl.negatives.bank", "raycl.cli.bank_tables", "raycl.cli.main"])
 def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray.data', 'ray.train', 'pandas'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -79,13 +79,13 @@ def test_only_a_ray_of_its_own_is_started_early(
         assert entered.wait(10), "torch is not imported while Ray starts"
         imported.append(name)
 
-    def enter(where: str, *, debug: bool) -> None:
+    def init(where: str, *, debug: bool) -> None:
         # Ray's processes end with the thread that starts them.
         assert (where, threading.current_thread()) == ("local", threading.main_thread())
         entered.set()
 
-    monkeypatch.setattr("raycl.joining.import_module", import_module)
-    monkeypatch.setattr("raycl.joining.enter", enter)
+    monkeypatch.setattr("raycl.ray_runtime.import_module", import_module)
+    monkeypatch.setattr("raycl.ray_runtime.init_ray", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
@@ -97,8 +97,8 @@ def test_what_cannot_be_imported_is_told_by_who_starts_ray(monkeypatch: pytest.M
     def import_module(name: str) -> None:
         raise ImportError(f"no {name} here")
 
-    monkeypatch.setattr("raycl.joining.import_module", import_module)
-    monkeypatch.setattr("raycl.joining.enter", lambda *_, **__: None)
+    monkeypatch.setattr("raycl.ray_runtime.import_module", import_module)
+    monkeypatch.setattr("raycl.ray_runtime.init_ray", lambda *_, **__: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ImportError, match="no torchvision here"):
         prestart_ray(None)
@@ -108,7 +108,7 @@ def test_what_cannot_be_imported_is_told_by_who_starts_ray(monkeypatch: pytest.M
 def test_the_processes_of_a_ray_of_its_own_are_told_that_no_node_is_announced_as_lost(
     monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
-    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
+    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
     monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, raising=False)  # that the tests set themselves
     if given is not None:
         monkeypatch.setenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, given)
@@ -118,10 +118,10 @@ def test_the_processes_of_a_ray_of_its_own_are_told_that_no_node_is_announced_as
         told.append(os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR))
         return SimpleNamespace(dashboard_url="")
 
-    monkeypatch.setattr("raycl.joining.ray.init", init)
-    monkeypatch.setattr("raycl.joining._check_that_it_answers", lambda _: None)
-    enter("local")
-    enter("10.0.0.1:6379")
+    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
+    monkeypatch.setattr("raycl.ray_runtime._check_that_it_answers", lambda _: None)
+    init_ray("local")
+    init_ray("10.0.0.1:6379")
     assert told == [given or "0", given]
     assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given
 
@@ -138,7 +138,7 @@ def as_before() -> Iterator[None]:
 def test_ray_takes_sigterm_only_from_a_process_that_has_no_handler_of_its_own(
     monkeypatch: pytest.MonkeyPatch, own: Any
 ) -> None:
-    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
+    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
     seen: list[Any] = []
 
     def of_ray(*_: object) -> None:
@@ -149,9 +149,9 @@ def test_ray_takes_sigterm_only_from_a_process_that_has_no_handler_of_its_own(
         seen.append(signal.getsignal(signal.SIGTERM))
         return SimpleNamespace(dashboard_url="")
 
-    monkeypatch.setattr("raycl.joining.ray.init", init)
+    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
     signal.signal(signal.SIGTERM, own)
-    enter("local")
+    init_ray("local")
     seen.append(signal.getsignal(signal.SIGTERM))
     assert seen == [own if callable(own) else of_ray] * 2
 
@@ -177,20 +177,20 @@ class SlowNode(Node):
 def test_a_start_of_ray_that_takes_too_long_is_retried_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failures: int
 ) -> None:
-    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
+    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
     shut: list[int] = []
-    monkeypatch.setattr("raycl.joining.ray.shutdown", lambda: shut.append(SlowNode.ended))
+    monkeypatch.setattr("raycl.ray_runtime.ray.shutdown", lambda: shut.append(SlowNode.ended))
     monkeypatch.setattr(SlowNode, "ended", 0)
 
     def init(**_: object) -> object:
         return SlowNode() if len(shut) < failures else SimpleNamespace(dashboard_url="")
 
-    monkeypatch.setattr("raycl.joining.ray.init", init)
+    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
     if failures == 1:
-        assert enter("local") is None
+        assert init_ray("local") is None
     else:
         with pytest.raises(RunError, match="twice: this machine is too busy.*--address HOST:PORT"):
-            enter("local")
+            init_ray("local")
     assert shut == [1, 2][:failures]
     assert capsys.readouterr().err.count("retrying once") == 1
 
@@ -201,15 +201,15 @@ def test_a_start_of_ray_that_fails_otherwise_is_not_retried(
     def init(**_: object) -> object:
         raise Exception("no such file")
 
-    monkeypatch.setattr("raycl.joining._keep_token_private", lambda: None)
-    monkeypatch.setattr("raycl.joining.ray.init", init)
+    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
+    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
     with pytest.raises(Exception, match="no such file"):
-        enter("local")
+        init_ray("local")
     assert capsys.readouterr().err == ""
 
 
 def test_ray_still_says_so_when_its_start_takes_too_long() -> None:
-    assert _TOO_SLOW in inspect.getsource(Node)
+    assert _START_TIMEOUT in inspect.getsource(Node)
 
 
 @pytest.mark.parametrize(
@@ -233,17 +233,42 @@ def test_rays_core_is_quiet_in_this_process_alone_unless_asked_for_more(
 
     def init(**_: object) -> SimpleNamespace:
         levels.append(os.environ.get("RAY_BACKEND_LOG_LEVEL"))
-        joining.worker.connect()
+        ray_runtime.worker.connect()
         os.write(2, b"what others write\n")
         return SimpleNamespace(dashboard_url="")
 
-    monkeypatch.setattr("raycl.joining.worker.connect", connect)
-    monkeypatch.setattr("raycl.joining.ray.init", init)
-    monkeypatch.setattr("raycl.joining._check_that_it_answers", lambda _: None)
-    enter("10.0.0.1:6379", debug=debug, quiet_core=True)
+    monkeypatch.setattr("raycl.ray_runtime.worker.connect", connect)
+    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
+    monkeypatch.setattr("raycl.ray_runtime._check_that_it_answers", lambda _: None)
+    init_ray("10.0.0.1:6379", debug=debug, quiet_core=True)
     assert levels == [given, level]
     assert os.environ.get("RAY_BACKEND_LOG_LEVEL") == given
-    assert joining.worker.connect is connect
+    assert ray_runtime.worker.connect is connect
     told = capfd.readouterr().err.splitlines()
     assert ("logging.cc:303: Set ray log level" in told) is debug
     assert told[-1] == "what others write"
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "line"),
+    [
+        (2, 2.0, None),
+        (
+            8,
+            2.0,
+            "8 workers share 2 CPUs, which makes each of them slower; "
+            "lower --workers to 2, or join a larger cluster by --address",
+        ),
+        (
+            2,
+            1.0,
+            "2 workers share 1 CPU, which makes each of them slower; "
+            "lower --workers to 1, or join a larger cluster by --address",
+        ),
+    ],
+)
+def test_workers_that_share_cpus_are_one_line(
+    workers: int, cpus: float, line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runtime.ray, "cluster_resources", lambda: {"CPU": cpus})
+    assert ray_runtime.crowding(workers) == line

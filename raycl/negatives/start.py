@@ -1,0 +1,167 @@
+"""Start of a bank's actors: memory, nodes, and one bank of a name."""
+
+import time
+from typing import Any
+
+import numpy as np
+import ray
+from ray import exceptions
+
+from raycl.display import format_bytes
+from raycl.errors import ConfigError, RayclError, RunError, first_line
+from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
+from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
+from raycl.negatives.sample_index import SampleIndex
+from raycl.negatives.snapshot import write_samples
+from raycl.negatives.spec import BankSpec
+
+# Rows, ids and steps, and the memory of a call.
+_MEMORY_MARGIN = 1.15
+
+# Where nodes have roles (see cluster.yaml), a bank belongs on nodes that stay.
+_ROLE, _ROLES = "raycl.io/role", ("memory", "head")
+
+# How long a bank may outlive its driver.
+_EXIT_TIMEOUT_S = 15.0
+
+
+def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_grows: bool = False) -> Bank:
+    """Start a bank's actors and wait until all answer.
+
+    They restore the current snapshot below ``spec.output``, if there is one. A detached bank of
+    this name and output is stopped first. A bank that is not detached ends with its driver.
+
+    Args:
+        spec: The specification of the bank.
+        sample_id: For a memory bank, the ids of all training data, int64 [capacity], in any order.
+        cluster_grows: Wait for nodes that are not there yet, rather than refuse.
+
+    Raises:
+        ConfigError: Another run has a bank of this name, this run is still running, no node has
+            enough memory, or the ids do not fit the specification.
+        RunError: The cluster has no place for all shards in time.
+        StorageError: The output cannot be read or written.
+    """
+    ordered = _ordered(spec, sample_id)
+    if not cluster_grows:
+        _check_memory(spec)
+    _stop_predecessor(spec)
+    if ordered is not None:
+        write_samples(spec, ordered)
+    bank = Bank(spec, _create_actors(spec))
+    try:
+        ray.get([actor.info.remote() for actor in bank.actors], timeout=spec.timeout_s)
+    except exceptions.RayError as error:
+        bank.stop()
+        raise _start_error(spec, error) from error
+    return bank
+
+
+def nodes_for_a_bank() -> list[dict[str, Any]]:
+    """Return the living nodes that are labeled for a bank; all nodes if none has a role."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if not _have_roles(nodes):
+        return nodes
+    return [node for node in nodes if node["Labels"].get(_ROLE) in _ROLES]
+
+
+def _have_roles(nodes: list[dict[str, Any]]) -> bool:
+    return any(_ROLE in node["Labels"] for node in nodes)
+
+
+def _ordered(spec: BankSpec, sample_id: np.ndarray | None) -> np.ndarray | None:
+    if spec.kind == "queue":
+        return None
+    num_ids = 0 if sample_id is None else len(sample_id)
+    if sample_id is None or num_ids != spec.capacity:
+        raise ConfigError(
+            f"the memory bank is planned for {spec.capacity} samples and {num_ids} ids came; "
+            "give the ids of all training data, and their number as capacity"
+        )
+    return SampleIndex(sample_id).sample_id
+
+
+def _check_memory(spec: BankSpec) -> None:
+    need, nodes = _largest_shard(spec), nodes_for_a_bank()
+    if not nodes:
+        raise ConfigError(
+            f"nodes are labeled by {_ROLE} and none of them is for a bank; label one as {' or '.join(_ROLES)}"
+        )
+    have = max(node["Resources"].get("memory", 0.0) for node in nodes)
+    if need > have:
+        raise ConfigError(
+            f"a shard of the bank needs {format_bytes(need)} of memory and the largest node for it has {format_bytes(have)}; "
+            f"{_remedy(spec)}, or add a larger node"
+        )
+
+
+def _stop_predecessor(spec: BankSpec) -> None:
+    if spec.name not in list_banks():
+        return
+    holder = connect_bank(spec.name)
+    if holder.spec.output != spec.output:
+        raise ConfigError(
+            f"the bank {spec.name!r} belongs to the run at {holder.spec.output}; set bank.name to another name"
+        )
+    if holder.spec.detached:
+        holder.stop()
+        return
+    # It ends with its driver, which may just have ended.
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    while spec.name in list_banks():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"the run at {spec.output} is still running: its bank {spec.name!r} answers; stop that run first"
+            )
+        time.sleep(0.2)
+
+
+def _create_actors(spec: BankSpec) -> list[Any]:
+    kind: type[BankActor[Any]] = QueueActor if spec.kind == "queue" else MemoryBankActor
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "namespace": NAMESPACE,
+        "label_selector": {_ROLE: f"in({','.join(_ROLES)})"} if _have_roles(alive) else {},
+    }
+    if spec.detached:
+        options["lifetime"] = "detached"
+    actors: list[Any] = []
+    try:
+        for shard in range(spec.num_shards):
+            own = {"name": spec.actor_name(shard), "memory": _memory_of(spec, shard)}
+            actors.append(ray.remote(kind).options(**options, **own).remote(spec, shard))
+    except ValueError as error:
+        Bank(spec, actors).stop()
+        raise ConfigError(
+            f"another run started a bank {spec.name!r} at the same moment; set bank.name to another name"
+        ) from error
+    return actors
+
+
+def _start_error(spec: BankSpec, error: exceptions.RayError) -> RayclError:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, RayclError):
+        return cause
+    if isinstance(error, exceptions.GetTimeoutError):
+        return RunError(
+            f"the bank found no place within {spec.timeout_s:g} s: {spec.num_shards} shards need up to "
+            f"{format_bytes(_largest_shard(spec))} of memory each, which others use; end them, add a node, or {_remedy(spec)}"
+        )
+    return RunError(f"the bank did not start: {first_line(error)}; try again with --debug")
+
+
+def _remedy(spec: BankSpec) -> str:
+    return (
+        "set bank.dtype=float16, or lower negatives.capacity" if spec.kind == "queue" else "raise bank.shards"
+    )
+
+
+def _largest_shard(spec: BankSpec) -> int:
+    return max(_memory_of(spec, shard) for shard in range(spec.num_shards))
+
+
+def _memory_of(spec: BankSpec, shard: int) -> int:
+    return int(_MEMORY_MARGIN * spec.bytes_of(shard)) + 1

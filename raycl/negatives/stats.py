@@ -1,0 +1,200 @@
+"""Statistics of a bank: rows, ages, norms and throughput."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import numpy as np
+
+from raycl.display import Displayable, Table, format_bytes
+from raycl.negatives.search import written
+from raycl.negatives.spec import BankSpec
+from raycl.negatives.store import Negatives
+
+_WINDOW_S = 10  # rates are means over so many seconds
+
+
+class RowStats(NamedTuple):
+    """Counts of the written rows by step, and their norms."""
+
+    steps: np.ndarray  # distinct, int64
+    num_rows: np.ndarray  # of each of these steps, int64
+    norm_sum: float
+    norm_min: float
+    norm_max: float
+
+
+def row_stats(rows: Negatives) -> RowStats:
+    """Count the written rows by step, and measure their norms."""
+    rows = written(rows)
+    steps, num_rows = np.unique(rows.step, return_counts=True)
+    norms = np.linalg.norm(rows.rows.astype(np.float32), axis=1)
+    norm_min, norm_max = float(norms.min(initial=np.inf)), float(norms.max(initial=0))
+    return RowStats(steps, num_rows, float(norms.sum()), norm_min, norm_max)
+
+
+class Throughput(NamedTuple):
+    """Rows written and read since the shard started, and a second over the last seconds."""
+
+    puts: int
+    reads: int
+    puts_per_second: float
+    reads_per_second: float
+
+
+@final
+class RateMeter:
+    """Count in total and over the last seconds."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._started = time.monotonic()
+        self._recent: deque[list[float]] = deque()  # [second, count]
+
+    def count(self, num: int) -> None:
+        """Add to the count of this second."""
+        self.total += num
+        second = int(time.monotonic())
+        if not self._recent or self._recent[-1][0] != second:
+            self._recent.append([second, 0])
+        self._recent[-1][1] += num
+        self._expire(second)
+
+    def per_second(self) -> float:
+        """Return the mean of the last seconds, or since the start."""
+        now = time.monotonic()
+        self._expire(int(now))
+        window = min(_WINDOW_S, max(now - self._started, 1.0))
+        return sum(num for _, num in self._recent) / window
+
+    def _expire(self, second: int) -> None:
+        while self._recent and self._recent[0][0] <= second - _WINDOW_S:
+            self._recent.popleft()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShardStats:
+    """Node, process, capacity and restarts of one shard."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+    rows: int
+    num_bytes: int
+    restarts: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BankStats(Displayable):
+    """Statistics of a bank.
+
+    ``rows`` is the capacity, ``filled`` the number of written rows. An age is the newest step minus
+    the row's own. ``age_histogram`` has pairs (bound, rows): the number of rows younger than the
+    bound, but not than the bound before. Ages and norms are over the written rows, None while there
+    are none. ``puts`` and ``reads`` count rows that workers wrote and read since the shards started;
+    the rates are over the last 10 s. ``restarts`` counts the restarts of all shards.
+    """
+
+    name: str
+    kind: str
+    output: str
+    rows: int
+    filled: int
+    dim: int
+    dtype: str
+    num_bytes: int
+    shards: tuple[ShardStats, ...]
+    newest_step: int | None
+    age_mean: float | None
+    age_max: int | None
+    age_histogram: tuple[tuple[int, int], ...]
+    norm_mean: float | None
+    norm_min: float | None
+    norm_max: float | None
+    puts: int
+    reads: int
+    puts_per_second: float
+    reads_per_second: float
+    restarts: int
+
+    def to_table(self) -> Table:
+        """Return the facts of the bank and a row for each shard."""
+        facts = {
+            "kind": self.kind,
+            "run": self.output,
+            "rows": self.rows,
+            "filled": self.filled,
+            "dim": self.dim,
+            "dtype": self.dtype,
+            "memory": format_bytes(self.num_bytes),
+            "newest step": _or_none(self.newest_step, ",d"),
+            "mean age": _or_none(self.age_mean, ",.1f"),
+            "oldest age": _or_none(self.age_max, ",d"),
+            "mean norm": _or_none(self.norm_mean, ".4f"),
+            "least norm": _or_none(self.norm_min, ".4f"),
+            "largest norm": _or_none(self.norm_max, ".4f"),
+            "puts": f"{self.puts:,} ({self.puts_per_second:,.1f} a second)",
+            "reads": f"{self.reads:,} ({self.reads_per_second:,.1f} a second)",
+            "restarts": self.restarts,
+        }
+        shards = [
+            (i, s.node_ip, s.node_id[:12], str(s.pid), s.rows, format_bytes(s.num_bytes), s.restarts)
+            for i, s in enumerate(self.shards)
+        ]
+        columns = ("shard", "node", "node id", "pid", "rows", "memory", "restarts")
+        return Table(title=f"bank {self.name}", facts=facts, columns=columns, rows=shards)
+
+
+def sum_up(
+    spec: BankSpec,
+    shards: Sequence[ShardStats],
+    row_parts: Sequence[RowStats],
+    throughput: Sequence[Throughput],
+) -> BankStats:
+    """Return the statistics of a bank from the statistics of its shards and slices of rows."""
+    steps = np.concatenate([np.empty(0, np.int64), *(part.steps for part in row_parts)])
+    steps, index = np.unique(steps, return_inverse=True)  # ascending
+    num_rows = np.zeros(len(steps), np.int64)
+    np.add.at(
+        num_rows, index, np.concatenate([np.empty(0, np.int64), *(part.num_rows for part in row_parts)])
+    )
+    filled = int(num_rows.sum())
+    ages = steps.max(initial=0) - steps
+    return BankStats(
+        name=spec.name,
+        kind=spec.kind,
+        output=spec.output,
+        rows=spec.capacity,
+        filled=filled,
+        dim=spec.dim,
+        dtype=spec.dtype,
+        num_bytes=sum(shard.num_bytes for shard in shards),
+        shards=tuple(shards),
+        newest_step=int(steps[-1]) if filled else None,
+        age_mean=float(ages @ num_rows / filled) if filled else None,
+        age_max=int(ages[0]) if filled else None,
+        age_histogram=_histogram(ages, num_rows) if filled else (),
+        norm_mean=sum(part.norm_sum for part in row_parts) / filled if filled else None,
+        norm_min=min(part.norm_min for part in row_parts) if filled else None,
+        norm_max=max(part.norm_max for part in row_parts) if filled else None,
+        puts=sum(each.puts for each in throughput),
+        reads=sum(each.reads for each in throughput),
+        puts_per_second=sum(each.puts_per_second for each in throughput),
+        reads_per_second=sum(each.reads_per_second for each in throughput),
+        restarts=sum(shard.restarts for shard in shards),
+    )
+
+
+def _histogram(ages: np.ndarray, num_rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Count rows whose age is below 1, 2, 4, 8 and so on."""
+    bins = np.array([int(age).bit_length() for age in ages])
+    counts = np.bincount(bins, weights=num_rows)
+    return tuple((1 << index, int(count)) for index, count in enumerate(counts))
+
+
+def _or_none(value: float | None, form: str) -> str:
+    return "none yet" if value is None else format(value, form)
