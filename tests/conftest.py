@@ -33,7 +33,6 @@ CORE = (  # the mathematics of a step: an answer within a minute, by `pytest -n 
     "test_accumulation.py",
     "test_augment.py",
     "test_bidirectional.py",
-    "test_blocks.py",
     "test_cures.py",
     "test_epochs.py",
     "test_every_loss.py",

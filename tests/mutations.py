@@ -197,8 +197,8 @@ MUTATIONS = [
     ),
     Mutation(
         "NT-Xent keeps false negatives",
-        "raycl/losses/nt_xent.py",
-        "mask_same(tile, self._ids[across], self._ids[down])",
+        "raycl/losses/mutual.py",
+        "self._mask.apply_(tile, across, down)",
         "pass",
         "tests/test_nt_xent.py",
     ),
@@ -290,7 +290,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the normalizing constant forgets what it was",
-        "raycl/losses/normalizer.py",
+        "raycl/losses/nce.py",
         "weights = torch.tensor([self._momentum, 1 - self._momentum]",
         "weights = torch.tensor([0.0, 1.0]",
         STEPS,

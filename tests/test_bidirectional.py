@@ -13,7 +13,8 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import bidirectional_cross_entropy, info_nce, tiled
-from raycl.losses.known_pairs import KnownPairs
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.tiled import read_sizes
 from tests.embeddings import make_rows, make_views, of_worker, worker_spans
 from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import are_pairs, plain_bidirectional
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEMPERATURES = (1.0, 0.2, 0.07, 0.03, 0.01)
 COMPANIONS = ("query_id", "key_id", "key_log_frequency")
-tiny_tiles = partial(tiny_tiles_in, "directions", "both_ways", "known_pairs")
+tiny_tiles = partial(tiny_tiles_in, "softmax", "clip")
 
 
 def compare_with_plain(
@@ -216,11 +217,14 @@ def test_a_batch_of_few_ids_costs_no_more_room_than_a_strip() -> None:
     batch = 2000
     query_id, key_id = torch.arange(batch) % 2, torch.arange(batch) % 3
     with MetricsLogger() as recorder:
-        known = KnownPairs((query_id, key_id), query_id, key_id)
-        mask = known.mask(slice(0, 256))
+        mask = FalseNegativeMask(
+            (query_id, key_id), query_id, key_id, row_blocks=[slice(0, 256), slice(256, batch)]
+        )
+        read_sizes(mask)
+        tile = torch.zeros(256, batch)
+        mask.apply_(tile, slice(0, 256), slice(0, batch))
     expected = are_pairs(query_id[:256], key_id, {"query_id": query_id, "key_id": key_id})
-    assert mask is not None
-    assert torch.equal(mask, expected)
+    assert torch.equal(tile.isinf(), expected)
     assert 0 < recorder.largest <= 2 * 256 * batch  # numbers of 8 bytes count twice
 
 
@@ -348,7 +352,7 @@ def test_no_product_meets_numbers_too_small_to_be_normal(
         smallest.append(left.abs().masked_fill(left == 0, 1.0).amin())
         return original(left, *others)
 
-    for room in ("directions", "both_ways"):
+    for room in ("softmax", "mutual"):
         monkeypatch.setattr(f"raycl.losses.{room}.product", watched)
     for temperature in (0.02, 0.01, 0.005):
         query, key = make_views(600, 64, noise=0.05)
@@ -421,8 +425,8 @@ def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
 def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
     batch, dim = 4096, 64
     inputs = leaves(*make_views(batch, dim))
-    companions = make_companions(batch, 0, num_ids=4000)
-    del companions["negative_id"], companions["negative_log_frequency"]
+    companions = make_companions(batch, 0, num_ids=4000, frequencies=False)
+    del companions["negative_id"]
     with MetricsLogger() as alone:
         bidirectional_cross_entropy(*inputs, temperature=temperature, **companions).backward()
     assert 0 < alone.largest <= 256 * 1024  # one tile, the 64th part of all pairs
@@ -438,13 +442,17 @@ def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
 
 
 def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
-    """The batch: one product for the sums, one more for weights, one for each gradient. Negatives: one each."""
+    """The batch alone: one product for the sums, one more for weights, one for each gradient."""
     inputs = (*make_views(5, 4), torch.tensor(0.1), make_rows(3, 4))
-    expected = {(): 2, (0,): 5, (1,): 4, (2,): 5, (3,): 3, (0, 1): 6, (0, 2): 5, (1, 3): 5, (0, 1, 2, 3): 7}
-    for wanted, num_products in expected.items():
-        query, key, degrees, queue = wanting(inputs, wanted)
-        loss = partial(bidirectional_cross_entropy, query, key, temperature=degrees, negatives=queue)
-        assert count_products(loss, "directions", "both_ways") == num_products, wanted
+    local = {(): 1, (0,): 3, (1,): 3, (2,): 3, (0, 1): 4, (0, 2): 3}
+    # With negatives each direction has its own products: for logits and for each gradient.
+    wider = {(): 3, (0,): 6, (1,): 5, (2,): 6, (3,): 4, (0, 1): 8, (0, 2): 6, (1, 3): 6, (0, 1, 2, 3): 9}
+    for expected, has_negatives in ((local, False), (wider, True)):
+        for wanted, num_products in expected.items():
+            query, key, degrees, queue = wanting(inputs, wanted)
+            others = {"negatives": queue} if has_negatives else {}
+            loss = partial(bidirectional_cross_entropy, query, key, temperature=degrees, **others)
+            assert count_products(loss, "softmax", "mutual") == num_products, wanted
 
 
 def test_distinct_ids_cost_no_mask() -> None:
@@ -514,29 +522,29 @@ BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
         ),
         (BOTH | {"offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
         ({"negatives": ROWS[:, :2]}, "the negatives are not [rows, dim] with the dim of the queries"),
-        ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] numbers came for 4 rows; pass one"),
-        ({"key_id": torch.eye(4)}, "key_id does not match its rows: [4, 4] numbers came for 4 rows"),
-        ({"gathered_key_id": IDS}, "gathered_key_id came without gathered rows: [4] numbers of no rows"),
-        (BOTH | {"key_id": IDS}, "key_id came without gathered_key_id, which is None; pass both"),
-        (BOTH | {"gathered_query_id": IDS}, "gathered_query_id came without query_id, which is None"),
+        ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] ids came for 4 rows; pass one"),
+        ({"key_id": torch.eye(4)}, "key_id does not match its rows: [4, 4] ids came for 4 rows"),
+        ({"gathered_key_id": IDS}, "gathered_key_id came without gathered_key: [4] ids of no rows"),
+        (BOTH | {"key_id": IDS}, "gathered_key_id is None; pass both or neither"),
+        (BOTH | {"gathered_query_id": IDS}, "query_id is None; pass both or neither"),
         (
             BOTH | {"key_id": IDS, "gathered_key_id": IDS[:3]},
-            "gathered_key_id does not match its rows: [3] numbers came for 4 rows",
+            "gathered_key_id does not match its rows: [3] ids came for 4 rows",
         ),
-        ({"negative_id": IDS}, "negative_id came without negatives: [4] numbers of no rows; pass both"),
-        ({"negatives": ROWS, "negative_id": IDS}, "negative_id came without key_id, which is None"),
-        ({"negatives": ROWS, "key_id": IDS}, "key_id came without negative_id, which is None; pass both"),
+        ({"negative_id": IDS}, "negative_id came without negatives: [4] ids of no rows; pass both"),
+        ({"negatives": ROWS, "negative_id": IDS}, "key_id is None; pass both or neither"),
+        ({"negatives": ROWS, "key_id": IDS}, "negative_id is None; pass both or neither"),
         (
             {"negatives": ROWS, "key_id": IDS, "negative_id": IDS[:3]},
-            "negative_id does not match its rows: [3] numbers came for 4 rows",
+            "negative_id does not match its rows: [3] ids came for 4 rows",
         ),
         (
             {"negatives": ROWS, "key_log_frequency": ROWS[0]},
-            "key_log_frequency came without negative_log_frequency, which is None",
+            "negative_log_frequency is None; pass all of them or none",
         ),
         (
             {"negatives": ROWS, "negative_log_frequency": ROWS[0]},
-            "negative_log_frequency came without key_log_frequency, which is None",
+            "key_log_frequency is None; pass all of them or none",
         ),
         ({"key_log_frequency": ROWS[0, :2]}, "key_log_frequency does not match its rows: [2] numbers"),
     ],

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import bidirectional_cross_entropy, hinge
-from raycl.losses.known_pairs import KnownColumns
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.tiled import read_sizes
 from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids, of_worker, worker_spans
 from tests.gradients import assert_close, assert_zero, leaves, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_hinge
@@ -34,7 +35,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "hardest": st.booleans(),
     "direction": st.sampled_from(("rows", "both", "negatives only")),
 }
-tiny_tiles = partial(tiny_tiles_in, "margins", "margins", "violations")
+tiny_tiles = partial(tiny_tiles_in, "hinge")
 
 
 def compare_with_plain(
@@ -548,7 +549,7 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
     for (wanted, num_products), hardest in itertools.product(expected.items(), (False, True)):
         query, key, queue = wanting(inputs, wanted)
         loss = partial(hinge, query, key, margin=0.3, hardest=hardest, negatives=queue)
-        assert count_products(loss, "margins") == (2 if hardest else num_products), wanted
+        assert count_products(loss, "hinge") == (2 if hardest else num_products), wanted
 
 
 def test_distinct_ids_cost_no_mask_and_without_ids_nothing_is_looked_for() -> None:
@@ -575,24 +576,20 @@ def test_distinct_ids_cost_no_mask_and_without_ids_nothing_is_looked_for() -> No
     assert not recorder.functions & {"sort", "argsort", "searchsorted", "masked_fill_"}
 
 
-def test_a_few_false_negatives_cost_a_pass_over_a_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    query_id, key_id, tile, looked_at = torch.arange(600), torch.arange(600), torch.zeros(256, 600), []
+def test_only_blocks_of_rows_with_false_negatives_cost_a_pass() -> None:
+    query_id, key_id = torch.arange(600), torch.arange(600)
     # Query 3 is query 500, and key 7 is key 300.
     query_id[3], key_id[7] = 500, 300
-    strip, whole = slice(0, 256), slice(0, 600)
-    known = KnownColumns(
-        (query_id, key_id), query_id, key_id, strips=[strip], pieces=[whole], positives=whole
-    )
-    original = Tensor.index_select
-
-    def noted(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
-        looked_at.extend(index.tolist())
-        return original(tensor, dim, index)
-
-    monkeypatch.setattr(Tensor, "index_select", noted)
-    known.mask(tile, strip, 0)
-    assert looked_at == [3, 7, 300, 500]
-    assert tile.isinf().nonzero().tolist() == [[3, 3], [3, 500], [7, 7], [7, 300]]
+    blocks, whole = [slice(0, 256), slice(256, 400), slice(400, 450)], slice(0, 600)
+    mask = FalseNegativeMask((query_id, key_id), query_id, key_id, row_blocks=blocks, num_own=1)
+    read_sizes(mask)
+    tile = torch.zeros(256, 600)
+    mask.apply_(tile, blocks[0], whole)
+    others = tile.fill_diagonal_(0).isinf().nonzero().tolist()
+    assert others == [[3, 500], [7, 300]]
+    with MetricsLogger() as recorder:
+        mask.apply_(torch.zeros(50, 600), blocks[2], whole)
+    assert "masked_fill_" not in recorder.functions
 
 
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))

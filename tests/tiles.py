@@ -13,12 +13,13 @@ from raycl.losses import tiled
 
 
 @contextmanager
-def tiny_tiles_in(tiled_room: str, *strip_rooms: str) -> Iterator[None]:
-    """Cut even a few rows into several tiles, in these rooms of the losses."""
+def tiny_tiles_in(*rooms: str) -> Iterator[None]:
+    """Cut even a few rows into several tiles, in these modules of the losses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"raycl.losses.{tiled_room}.tile_size", lambda rows: 2)
-        for room in strip_rooms:
-            patch.setattr(f"raycl.losses.{room}.STRIP_ROWS", 3)
+        for room in rooms:
+            # Not by a path: the function hinge hides the module of its name.
+            patch.setattr(sys.modules[f"raycl.losses.{room}"], "tile_size", lambda rows: 2)
+            patch.setattr(sys.modules[f"raycl.losses.{room}"], "BLOCK_ROWS", 3)
         yield
 
 

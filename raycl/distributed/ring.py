@@ -12,16 +12,14 @@ All workers call a loss alike, with equal local batches. Which gradients are wan
 on all of them too, but is agreed upon, so that one which wants none stops nobody.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from raycl.distributed import gather_detached, num_workers, pass_on
+from raycl.distributed import gather_detached, num_workers, pass_on, rank
 from raycl.losses import info_nce, nt_xent
-from raycl.losses.blocks import BlockWalk, add_column_gradient, subtract_positives
 from raycl.losses.checks import (
     check_columns,
     check_companion,
@@ -30,8 +28,21 @@ from raycl.losses.checks import (
     checked_ids,
     checked_temperature,
 )
-from raycl.losses.rectangle import Block, Ids, Side, scaled_gradients
-from raycl.losses.tiled import LOG2_E, Gradients, Softmax, fused, has_duplicates, longest, working_precision
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.nt_xent import two_views
+from raycl.losses.softmax import ColumnBlock, RowGroup, Softmax, SoftmaxRows, row_blocks
+from raycl.losses.tiled import (
+    LOG2_E,
+    Gradients,
+    fused,
+    gradient_buffers,
+    longest,
+    product,
+    read_bound_and,
+    scaled_gradients,
+    working_precision,
+    zero_denormals,
+)
 
 
 def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor) -> Tensor:
@@ -59,9 +70,8 @@ def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperatu
     check_pair("the two views", view_a, view_b)
     check_sample_id(sample_id, view_a)
     rows = working_precision(torch.cat([view_a, view_b]))
-    batch, end = len(view_a), len(rows)
-    sides = (Side(slice(0, batch), positive=batch, own=0), Side(slice(batch, end), positive=0, own=batch))
-    evaluate = partial(_evaluate_views, sides=sides, sample_id=sample_id)
+    groups = two_views(len(view_a), len(view_a), 0)
+    evaluate = partial(_evaluate_views, groups=groups, sample_id=sample_id)
     return fused(evaluate, rows, checked_temperature(temperature, rows))
 
 
@@ -96,35 +106,52 @@ def ring_info_nce(
     Raises:
         ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
     """
-    lent: dict[str, Any] = {"negatives": negatives, "negative_id": negative_id}
     if num_workers() == 1:
-        return info_nce(query, key, temperature=temperature, sample_id=sample_id, **lent)
+        return info_nce(
+            query,
+            key,
+            temperature=temperature,
+            sample_id=sample_id,
+            negatives=negatives,
+            negative_id=negative_id,
+        )
     check_pair("query and key", query, key)
     check_sample_id(sample_id, query)
     check_companion("negative_id", negative_id, "negatives", negatives)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
-    negative_ids = None
     if negatives is not None:
-        negative_ids = checked_ids(("sample_id", sample_id), ("negative_id", negative_id), len(others))
+        checked_ids(("sample_id", sample_id), ("negative_id", negative_id), len(others))
     rows = working_precision(query)
     others = others.to(rows) if others.requires_grad else others
-    sides = (Side(slice(0, len(rows)), positive=0, own=None),)
-    evaluate = partial(_evaluate, sides=sides, sample_id=sample_id, negative_ids=negative_ids)
+    groups = (RowGroup(slice(0, len(rows)), positive=0),)
+    evaluate = partial(_evaluate, groups=groups, sample_id=sample_id, negative_id=negative_id)
     return fused(evaluate, rows, key.to(rows), others, checked_temperature(temperature, rows))
 
 
 def _evaluate_views(
-    rows: Tensor, temperature: Tensor, *, sides: tuple[Side, ...], sample_id: Tensor, with_gradient: bool
+    rows: Tensor,
+    temperature: Tensor,
+    *,
+    groups: Sequence[RowGroup],
+    sample_id: Tensor,
+    with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Let the rows of both views be the columns too, and have one gradient for both parts."""
+    """Use the rows of both views as columns too; return one gradient for both roles."""
     no_others = rows.new_empty(0, rows.shape[1])
-    loss, (as_rows, as_columns, _, degrees) = _evaluate(
-        rows, rows, no_others, temperature, sides=sides, sample_id=sample_id, with_gradient=with_gradient
+    loss, (as_rows, as_columns, _, at_temperature) = _evaluate(
+        rows,
+        rows,
+        no_others,
+        temperature,
+        groups=groups,
+        sample_id=sample_id,
+        negative_id=None,
+        with_gradient=with_gradient,
     )
     if as_rows is not None and as_columns is not None:
         as_rows += as_columns
-    return loss, (as_rows, degrees)
+    return loss, (as_rows, at_temperature)
 
 
 def _evaluate(
@@ -133,88 +160,113 @@ def _evaluate(
     negatives: Tensor,
     temperature: Tensor,
     *,
-    sides: tuple[Side, ...],
+    groups: Sequence[RowGroup],
     sample_id: Tensor,
-    negative_ids: Ids | None = None,
+    negative_id: Tensor | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Classify each row's positive among the columns of all workers and the negatives.
 
-    As ``evaluate_rectangle``, but columns [num_columns, dim] are those of this worker only, and one
-    side of rows, as one of columns, is a local batch with the ids ``sample_id``.
+    rows and columns [num_rows, dim] are this worker's: for each group a local batch with these ids.
     """
-    wants_rows = with_gradient and (rows.requires_grad or temperature.requires_grad)
-    longest_candidate, anyone_asks = _agree(columns, negatives, asks=with_gradient and columns.requires_grad)
+    wants_columns = with_gradient and columns.requires_grad
+    lengths = torch.stack([longest(each, columns.dtype) for each in (columns, negatives)]).amax()
+    agreed = gather_detached(torch.stack([lengths, lengths.new_full((), wants_columns)])[None]).amax(0)
+    mask = _mask(groups, sample_id, negative_id)
+    # Every worker must go the second round if one does: it needs the rows of all.
+    bound, goes_again = read_bound_and(rows, agreed[0], temperature, mask, flag=agreed[1])
     scale = LOG2_E / temperature
-    walk = BlockWalk(
-        rows, columns, sides, scale=scale, longest_column=longest_candidate, wants_gradient=wants_rows
+    at_rows, at_negatives = gradient_buffers(
+        rows, negatives, temperature=temperature, with_gradient=with_gradient
     )
-    walk.meet(Block(negatives, negative_ids))
-    ring = _Ring(sample_id, num_sides=len(sides))
-    for block, is_own, _ in ring.visits(columns):
-        walk.meet(block, holds_positives=is_own)
-    softmax = walk.finish()
-    at_columns = at_negatives = None
-    if anyone_asks:
-        at_columns = _gradient_at_columns(rows, columns, softmax, sides, scale, ring)
-    if with_gradient and negatives.requires_grad:
-        at_negatives = _gradient_at_negatives(rows, negatives, negative_ids, softmax, scale)
-    return softmax.loss.mean(), scaled_gradients(rows, (walk.gradient, at_columns, at_negatives), temperature)
+    blocks = [
+        SoftmaxRows(
+            rows,
+            columns[group.match(block)],
+            block,
+            scale=scale,
+            bound=bound,
+            gradient=at_rows,
+            diagonals=group.diagonals,
+        )
+        for group in groups
+        for block in group.blocks
+    ]
+    others = ColumnBlock(negatives, mask=mask, first=num_workers() * len(columns))
+    for block in blocks:
+        block.meet(others)
+
+    def meet(worker: int, visiting: Tensor) -> None:
+        visitors = ColumnBlock(visiting, mask=mask, first=worker * len(columns))
+        for block in blocks:
+            block.meet(visitors, holds_positives=worker == rank())
+
+    _visit_all(meet, columns)
+    softmax = Softmax(*(torch.cat(parts) for parts in zip(*(each.finish() for each in blocks), strict=True)))
+    at_columns = None
+    if goes_again:
+        at_columns = _column_gradient(rows, columns, softmax, groups, scale, mask)
+    if at_negatives is not None:
+        for block in row_blocks(groups):
+            logsumexp = softmax.logsumexp[block, None]
+            for k, _, tile in others.tiles(rows[block] * scale, block):
+                weights = zero_denormals(tile.sub_(logsumexp)).exp2_()
+                at_negatives[others.pieces[k]] += product(weights.T, rows[block].T)
+    gradients = scaled_gradients(rows, (at_rows, at_columns, at_negatives), temperature, len(rows))
+    return softmax.loss.mean(), gradients
 
 
-def _agree(columns: Tensor, negatives: Tensor, *, asks: bool) -> tuple[Tensor, bool]:
-    """Return the length of the longest candidate of all workers, and whether any asks for a gradient.
+def _mask(groups: Sequence[RowGroup], sample_id: Tensor, negative_id: Tensor | None) -> FalseNegativeMask:
+    """Return the mask of this worker's rows with the columns of all workers, by rank, and the negatives."""
+    everyone = gather_detached(sample_id)
+    column_ids = everyone.view(num_workers(), -1).repeat(1, len(groups)).flatten()
+    if negative_id is not None:
+        column_ids = torch.cat([column_ids, negative_id])
+    own = sample_id.repeat(len(groups))
+    blocks = row_blocks(groups)
+    return FalseNegativeMask((everyone, everyone), own, column_ids, row_blocks=blocks, num_own=len(groups))
 
-    All must go the second round if one does, for it needs the rows of all.
+
+def _column_gradient(
+    rows: Tensor,
+    columns: Tensor,
+    softmax: Softmax,
+    groups: Sequence[RowGroup],
+    scale: Tensor,
+    mask: FalseNegativeMask,
+) -> Tensor:
+    """Return the gradient of this worker's columns from the rows of all workers, yet to be scaled.
+
+    A column's false negatives are those of the row in its place: ids are symmetric.
     """
-    length = torch.maximum(*(longest(each, columns.dtype) for each in (columns, negatives)))
-    length, asked = gather_detached(torch.stack([length, length.new_tensor(asks)])[None]).amax(0)
-    return length, bool(asked)
-
-
-def _gradient_at_columns(
-    rows: Tensor, columns: Tensor, softmax: Softmax, sides: tuple[Side, ...], scale: Tensor, ring: "_Ring"
-) -> Tensor:
-    """Return what the rows of all workers ask of this worker's columns, yet to be scaled."""
     gradient = torch.zeros_like(columns)
-    diagonals = [-diagonal for side in sides for diagonal in side.diagonals]
-    for block, is_own, (logsumexp,) in ring.visits(rows, softmax.logsumexp):
-        masked = diagonals if is_own else ()
-        add_column_gradient(gradient, columns, block, logsumexp, scale=scale, diagonals=masked)
-    subtract_positives(gradient, rows, softmax.missing, sides)
+    diagonals = [-diagonal for group in groups for diagonal in group.diagonals]
+
+    def meet(worker: int, visiting: Tensor, logsumexp: Tensor) -> None:
+        # No logit exceeds its row's logsumexp: nothing here can overflow.
+        visitors = ColumnBlock(visiting, mask=mask, first=worker * len(rows), bias=-logsumexp)
+        for block in row_blocks(groups):
+            masked = diagonals if worker == rank() else ()
+            for _, piece, tile in visitors.tiles(
+                columns[block] * scale, block, diagonals=masked, bias=visitors.bias
+            ):
+                gradient[block] += product(zero_denormals(tile).exp2_(), piece.T)
+
+    _visit_all(meet, rows, softmax.logsumexp)
+    for group in groups:
+        gradient[group.match(group.rows)] -= softmax.one_minus_p[group.rows, None] * rows[group.rows]
     return gradient
 
 
-def _gradient_at_negatives(
-    rows: Tensor, negatives: Tensor, ids: Ids | None, softmax: Softmax, scale: Tensor
-) -> Tensor:
-    """Return what this worker's rows ask of its negatives, yet to be scaled."""
-    gradient = torch.zeros_like(negatives)
-    block = Block(rows, None if ids is None else (ids[1], ids[0]))
-    add_column_gradient(gradient, negatives, block, softmax.logsumexp, scale=scale)
-    return gradient
+def _visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
+    """Call ``meet`` with each worker's rank and tensors, this worker's first; the next ones travel
+    at the same time.
 
-
-@final
-class _Ring:
-    """The workers, each of which lends its block to all; the ids say who is the same sample."""
-
-    def __init__(self, sample_id: Tensor, *, num_sides: int) -> None:
-        self._ids = sample_id.repeat(num_sides)
-        self._masks_own = has_duplicates(sample_id)
-
-    def visits(self, rows: Tensor, *companions: Tensor) -> Iterator[tuple[Block, bool, list[Tensor]]]:
-        """Yield this worker's block, then those of the others; whether it is ours; its companions."""
-        for visit, (theirs, their_ids, *more) in enumerate(_round(rows, self._ids, *companions)):
-            is_own = visit == 0
-            ids = (self._ids, their_ids) if self._masks_own or not is_own else None
-            yield Block(theirs, ids), is_own, more
-
-
-def _round(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield this worker's tensors, then those of each other one; the next travel while these are met."""
-    for visits_left in reversed(range(num_workers())):
-        passing = pass_on(*tensors) if visits_left else None
-        yield tensors
+    A function, so that it holds no tensors while the next but one arrive.
+    """
+    for visit in range(num_workers()):
+        passing = pass_on(*tensors) if visit < num_workers() - 1 else None
+        meet((rank() - visit) % num_workers(), *tensors)
         if passing is not None:
             tensors = passing.arrived()
+            del passing

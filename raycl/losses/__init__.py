@@ -3,8 +3,7 @@
 from raycl.losses.clip import bidirectional_cross_entropy
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
-from raycl.losses.nce import nce, noise_mass, proximal_term
-from raycl.losses.normalizer import NormalizingConstant
+from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
 from raycl.losses.nt_xent import nt_xent
 
 __all__ = [

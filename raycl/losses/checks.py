@@ -1,32 +1,26 @@
-"""What the losses ask of their input: each refusal says what is wrong, what came and what to do."""
+"""Checks of the input of losses: each error names the problem, the value and the remedy."""
 
 import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
+from raycl.losses.tiled import check_temperature
 
 
 def checked_temperature(temperature: float | Tensor, rows: Tensor) -> Tensor:
-    """Return the temperature as a 0-d tensor above 0, of the type and on the device of the rows."""
+    """Return the temperature as a 0-d tensor of the type and on the device of the rows.
+
+    A tensor is checked later, with all else that is read from its device.
+    """
     if not isinstance(temperature, Tensor):
-        _check_positive(temperature)
+        check_temperature(temperature)
         return rows.new_full((), temperature)  # a copy of the number would make the host wait
-    degrees = temperature
-    if degrees.ndim != 0:
+    if temperature.ndim != 0:
         raise ConfigError(
-            f"the temperature is not one number: its shape is {list(degrees.shape)}; "
+            f"the temperature is not one number: its shape is {list(temperature.shape)}; "
             "pass a float or a 0-d tensor"
         )
-    _check_positive(degrees.item())
-    return degrees.to(rows)
-
-
-def _check_positive(temperature: float) -> None:
-    if temperature <= 0:
-        raise ConfigError(
-            f"the temperature is not above 0: it is {temperature:g}; "
-            "usual values lie between 0.01 and 1 (learn its logarithm, which cannot cross 0)"
-        )
+    return temperature.to(rows)
 
 
 def check_pair(name: str, left: Tensor, right: Tensor) -> None:
@@ -97,3 +91,76 @@ def check_passes_gradient(name: str, own: Tensor, gathered: Tensor) -> None:
             f"{name} would get no gradient: it requires one, but gathered_{name}, from which it is "
             "read, came without; gather it by raycl.distributed.gather"
         )
+
+
+def check_gathered(name: str, own: Tensor, gathered: Tensor) -> Tensor:
+    """Return the gathered rows, which must have the dim of this worker's and pass on their gradient."""
+    check_columns(f"the rows of gathered_{name}", gathered, own)
+    check_passes_gradient(name, own, gathered)
+    return gathered
+
+
+def checked_pair_ids(
+    *,
+    sample_id: tuple[Tensor | None, Tensor | None] | None,
+    query_id: tuple[Tensor | None, Tensor | None],
+    key_id: tuple[Tensor | None, Tensor | None],
+    negative_id: Tensor | None,
+    own: slice,
+    batch: int | None,
+    in_batch: bool,
+    num_negatives: int | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Return the ids of the queries and of the keys of all pairs, or None where none came.
+
+    Args:
+        sample_id: this worker's and the gathered ids, for both sides at once; None if the loss takes none.
+        query_id: this worker's and the gathered ids of queries.
+        key_id: the same of keys.
+        negative_id: the ids of the negatives.
+        own: the place of this worker's pairs among the gathered ones.
+        batch: the number of gathered pairs, None without.
+        in_batch: whether keys are gathered; without, ids may be.
+        num_negatives: None without negatives.
+    """
+    given = {"query_id": query_id, "key_id": key_id}
+    names = [name for name, ids in given.items() if ids != (None, None)]
+    if names and sample_id is not None and sample_id != (None, None):
+        raise ConfigError(
+            f"the pairs have two kinds of ids: sample_id came beside {' and '.join(names)}; "
+            "pass sample_id where a pair is one sample, query_id and key_id otherwise"
+        )
+    sides = list(given.items()) if names or sample_id is None else [("sample_id", sample_id)] * 2
+    local_batch = own.stop - own.start
+    if not in_batch:
+        batch = next((ids[1].numel() for _, ids in sides if ids[1] is not None), None)
+        check_offset(own.start, local_batch, local_batch if batch is None else batch)
+    queries, keys = (_checked_side(name, *ids, local_batch, batch) for name, ids in sides)
+    if num_negatives is None:
+        check_companion("negative_id", negative_id, "negatives", None)
+    else:
+        name, ids = sides[1]
+        checked_ids((name, ids[0]), ("negative_id", negative_id), num_negatives)
+    if queries is None and keys is None:
+        return None
+    # Ids of one side identify the pairs: without ids every query, or every key, counts as another.
+    queries, keys = keys if queries is None else queries, queries if keys is None else keys
+    assert queries is not None, "one side has ids"
+    assert keys is not None, "one side has ids"
+    return queries, keys
+
+
+def _checked_side(
+    name: str, own: Tensor | None, gathered: Tensor | None, local_batch: int, batch: int | None
+) -> Tensor | None:
+    """Return the ids of all pairs of the batch on one side, if they came."""
+    if own is not None and own.shape != (local_batch,):
+        raise ConfigError(
+            f"{name} does not match its rows: {list(own.shape)} ids came for {local_batch} rows; "
+            "pass one id per row"
+        )
+    if batch is None:
+        check_companion(f"gathered_{name}", gathered, "gathered_key", None)
+        return own
+    ids = checked_ids((name, own), (f"gathered_{name}", gathered), batch)
+    return None if ids is None else ids[1]

@@ -6,15 +6,32 @@ import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses.both_ways import evaluate_both_ways
 from raycl.losses.checks import (
     check_columns,
+    check_companion,
+    check_gathered,
     check_offset,
     check_pair,
-    check_passes_gradient,
+    checked_pair_ids,
     checked_temperature,
 )
-from raycl.losses.tiled import LOG2_E, fused, working_precision
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.info_nce import query_mask
+from raycl.losses.mutual import MutualSoftmax
+from raycl.losses.softmax import RowGroup, evaluate_softmax
+from raycl.losses.tiled import (
+    BLOCK_ROWS,
+    LOG2_E,
+    Gradients,
+    fused,
+    gradient_buffers,
+    longest,
+    read_bound,
+    scaled_gradients,
+    spans,
+    tile_size,
+    working_precision,
+)
 
 
 def bidirectional_cross_entropy(
@@ -86,30 +103,117 @@ def bidirectional_cross_entropy(
     check_offset(offset, len(query), len(keys))
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
-    of_batch = partial(
-        _of_batch, local_batch=len(query), batch=len(keys), is_gathered=gathered_key is not None
+    own = slice(offset, offset + len(query))
+    batch = None if gathered_key is None else len(keys)
+    num_negatives = None if negatives is None else len(others)
+    ids = checked_pair_ids(
+        sample_id=None,
+        query_id=(query_id, gathered_query_id),
+        key_id=(key_id, gathered_key_id),
+        negative_id=negative_id,
+        own=own,
+        batch=batch,
+        in_batch=True,
+        num_negatives=num_negatives,
     )
-    all_query_id = of_batch("query_id", query_id, gathered_query_id)
-    all_key_id = of_batch("key_id", key_id, gathered_key_id)
-    _check_of_negatives("negative_id", negative_id, "key_id", all_key_id, negatives=negatives)
-    log_frequency = of_batch("key_log_frequency", key_log_frequency, gathered_key_log_frequency)
-    _check_of_negatives(
-        "negative_log_frequency",
+    frequencies = checked_log_frequency(
+        key_log_frequency,
+        gathered_key_log_frequency,
         negative_log_frequency,
-        "key_log_frequency",
-        log_frequency,
-        negatives=negatives,
+        local_batch=len(query),
+        batch=batch,
+        num_negatives=num_negatives,
     )
     rows = working_precision(queries)
-    evaluate = partial(
-        evaluate_both_ways,
-        own=slice(offset, offset + len(query)),
-        discounts=_discounts(rows, len(others), log_frequency, negative_log_frequency),
-        ids=(*_pair_ids(all_query_id, all_key_id, rows), negative_id),
-    )
-    # A queue in half precision that wants no gradient is taken up piece by piece.
+    biases = None if frequencies is None else _biases(*frequencies, rows)
+    is_local = gathered_key is None and len(others) == 0 and not others.requires_grad and biases is None
+    if is_local:
+        evaluate = partial(_evaluate_local, pair_ids=ids)
+        return fused(evaluate, rows, keys.to(rows), checked_temperature(temperature, rows))
+    evaluate = partial(_evaluate, own=own, pair_ids=ids, negative_id=negative_id, biases=biases)
+    # A half-precision queue that requires no gradient is converted piece by piece.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, keys.to(rows), others, checked_temperature(temperature, rows))
+
+
+def _evaluate_local(
+    queries: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    *,
+    pair_ids: tuple[Tensor, Tensor] | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Gradients]:
+    """Return the loss of queries and keys [batch, dim] against each other: one product for both directions."""
+    batch = len(queries)
+    cuts = list(spans(0, batch, BLOCK_ROWS)), list(spans(0, batch, 2 * tile_size(keys)))
+    mask = query_mask(pair_ids, slice(0, batch), None, cuts[0], in_batch=True)
+    bound = read_bound(queries, longest(keys, queries.dtype), temperature, mask)
+    scale = LOG2_E / temperature
+    mutual = MutualSoftmax(queries, keys, scale=scale, bound=bound, diagonals=(0,), spans=cuts, mask=mask)
+    of_queries, of_keys = mutual.sums((queries * scale * keys).sum(1))
+    loss = (of_queries.loss + of_keys.loss).mean() / 2
+    wanted = queries.requires_grad or temperature.requires_grad, keys.requires_grad
+    if not with_gradient or not any(wanted):
+        return loss, (None, None, None)
+    gradients = mutual.gradients(of_queries, of_keys, wanted=wanted)
+    grad = (of_queries.one_minus_p + of_keys.one_minus_p)[:, None]
+    for gradient, positives in zip(gradients, (keys, queries), strict=True):
+        if gradient is not None:
+            gradient.addcmul_(grad, positives, value=-1)
+    return loss, scaled_gradients(queries, tuple(gradients), temperature, 2 * batch)
+
+
+def _evaluate(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor,
+    temperature: Tensor,
+    *,
+    own: slice,
+    pair_ids: tuple[Tensor, Tensor] | None,
+    negative_id: Tensor | None,
+    biases: tuple[Tensor, Tensor] | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Gradients]:
+    """Return the loss of own pairs among those of all workers and negatives, a pass for each direction."""
+    group = RowGroup(slice(0, own.stop - own.start), positive=own.start)
+    to_keys = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=True)
+    to_queries = None
+    if pair_ids is not None:
+        query_id, key_id = pair_ids
+        to_queries = FalseNegativeMask(
+            (key_id, query_id), key_id[own], query_id, row_blocks=group.blocks, num_own=1
+        )
+    length = torch.stack([longest(each, queries.dtype) for each in (keys, negatives)]).amax()
+    spread = 0.0 if biases is None else -torch.cat(biases).amin()
+    bound = read_bound(queries, length, temperature, to_keys, to_queries, spread=spread)
+    gradients = gradient_buffers(
+        queries, keys, negatives, temperature=temperature, with_gradient=with_gradient
+    )
+    at_queries, at_keys, at_negatives = gradients
+    directions = (
+        (queries, keys, negatives, to_keys, biases, (at_queries, at_keys, at_negatives)),
+        (keys, queries, negatives[:0], to_queries, None, (at_keys, at_queries, None)),
+    )
+    loss = queries.new_zeros(())
+    for rows, columns, others, mask, of_columns, (at_rows, at_columns, at_others) in directions:
+        at_own = None if at_rows is None else torch.zeros_like(rows[own])
+        loss = loss + evaluate_softmax(
+            rows[own],
+            columns,
+            others,
+            groups=(group,),
+            scale=LOG2_E / temperature,
+            bound=bound,
+            mask=mask,
+            biases=of_columns,
+            gradients=(at_own, at_columns, at_others),
+        )
+        if at_rows is not None and at_own is not None:
+            at_rows[own] += at_own
+    # Every logit is one of a query: the gradient of all queries is the whole gradient of the temperature.
+    return loss / 2, scaled_gradients(queries, tuple(gradients), temperature, 2 * (own.stop - own.start))
 
 
 def _checked_batch(
@@ -127,78 +231,50 @@ def _checked_batch(
             f"{list(gathered_query.shape)} and {list(gathered_key.shape)} for rows of {list(key.shape)}; "
             "gather every worker's rows of each"
         )
-    for name, own, gathered in (("query", query, gathered_query), ("key", key, gathered_key)):
-        check_passes_gradient(name, own, gathered)
-    return gathered_query, gathered_key
+    return check_gathered("query", query, gathered_query), check_gathered("key", key, gathered_key)
 
 
-def _of_batch(
-    name: str,
+def checked_log_frequency(
     own: Tensor | None,
     gathered: Tensor | None,
+    of_negatives: Tensor | None,
     *,
     local_batch: int,
-    batch: int,
-    is_gathered: bool,
-) -> Tensor | None:
-    """Return what goes with the rows of the batch: one number for each, or None."""
-    _check_numbers(name, own, local_batch)
-    if not is_gathered and gathered is not None:
-        raise ConfigError(
-            f"gathered_{name} came without gathered rows: {list(gathered.shape)} numbers of no rows; "
-            "pass gathered_query and gathered_key too"
-        )
-    if is_gathered:
-        _check_both(name, own, f"gathered_{name}", gathered)
-    _check_numbers(f"gathered_{name}", gathered, batch)
-    return gathered if is_gathered else own
+    batch: int | None,
+    num_negatives: int | None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return the log frequencies of all keys and of the negatives, or None where none came."""
+    names = ("key_log_frequency", "gathered_key_log_frequency", "negative_log_frequency")
+    if batch is None:
+        check_companion(names[1], gathered, "gathered_key", None)
+    if num_negatives is None:
+        check_companion(names[2], of_negatives, "negatives", None)
+    expected = (local_batch, batch, num_negatives)
+    given = [
+        (name, each, size)
+        for name, each, size in zip(names, (own, gathered, of_negatives), expected, strict=True)
+        if size is not None
+    ]
+    if all(each is None for _, each, _ in given):
+        return None
+    for name, each, size in given:
+        if each is None:
+            raise ConfigError(
+                f"half of the log frequencies is missing: {name} is None; pass all of them or none"
+            )
+        if each.shape != (size,):
+            raise ConfigError(
+                f"{name} does not match its rows: {list(each.shape)} numbers came for {size} rows; pass one per row"
+            )
+    of_keys = own if batch is None else gathered
+    assert of_keys is not None, "it was just checked"
+    return of_keys, of_negatives
 
 
-def _check_of_negatives(
-    name: str, value: Tensor | None, name_of_keys: str, key_tower: Tensor | None, *, negatives: Tensor | None
-) -> None:
-    """Refuse what goes with the negatives unless they are there, and it came for the keys too."""
-    if negatives is not None:
-        _check_both(name, value, name_of_keys, key_tower)
-        _check_numbers(name, value, len(negatives))
-    elif value is not None:
-        raise ConfigError(f"{name} came without negatives: {list(value.shape)} numbers of no rows; pass both")
-
-
-def _check_both(name: str, value: Tensor | None, other_name: str, other: Tensor | None) -> None:
-    if (value is None) != (other is None):
-        missing, given = (name, other_name) if value is None else (other_name, name)
-        raise ConfigError(f"{given} came without {missing}, which is None; pass both or neither")
-
-
-def _check_numbers(name: str, numbers: Tensor | None, num_rows: int) -> None:
-    if numbers is not None and numbers.shape != (num_rows,):
-        raise ConfigError(
-            f"{name} does not match its rows: {list(numbers.shape)} numbers came for {num_rows} rows; "
-            "pass one per row"
-        )
-
-
-def _pair_ids(
-    query_id: Tensor | None, key_id: Tensor | None, rows: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids of all queries and keys; where only one came, the others are all different."""
-    if query_id is None and key_id is None:
-        return None, None
-    different = torch.arange(len(rows), device=rows.device)
-    return different if query_id is None else query_id, different if key_id is None else key_id
-
-
-def _discounts(
-    rows: Tensor, num_negatives: int, log_frequency: Tensor | None, negative_log_frequency: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is off the logits of queries, keys and negatives as candidates, in base 2."""
-    none = rows.new_zeros(len(rows))
-    if log_frequency is None:
-        return none, none, rows.new_zeros(num_negatives)
-    of_negatives = log_frequency[:0] if negative_log_frequency is None else negative_log_frequency
-    both = torch.cat([log_frequency, of_negatives]).detach()
-    both = both.to(torch.promote_types(both.dtype, rows.dtype))
-    # A constant changes nothing, and none below 0 leaves the bound of the logits what it is.
-    both = ((both - both.amin()) * LOG2_E).to(rows)
-    return none, both[: len(rows)], both[len(rows) :]
+def _biases(of_keys: Tensor, of_negatives: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the biases of the logits of keys and negatives as candidates, in base 2, at most 0."""
+    both = of_keys if of_negatives is None else torch.cat([of_keys, of_negatives])
+    both = both.detach().to(torch.promote_types(both.dtype, rows.dtype))
+    # A constant changes nothing, and no bias above 0 keeps the bound of the logits valid.
+    both = ((both.amin() - both) * LOG2_E).to(rows)
+    return both[: len(of_keys)], both[len(of_keys) :]

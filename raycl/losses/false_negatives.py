@@ -1,41 +1,116 @@
-"""Candidates that are the query's own sample, and so no negatives."""
+"""False negatives: candidates that are positives of a row, so that its loss must not push them away."""
 
-import itertools
+import math
 from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from raycl.losses.tiled import mask_same
-
 
 @final
-class FalseNegatives:
-    """Know which columns carry the id of some row: mostly few, so only they are compared.
+class FalseNegativeMask:
+    """Mask the candidates whose id makes a pair with the row's id anywhere in the batch.
 
-    row_ids [num_rows] and column_ids [num_columns] are int64; ``pieces`` cut the columns, in
-    order and without gaps, as the walk over tiles does.
+    A row and a column match if some pair of the batch has both of their ids. So the matches of a query
+    are all candidates with the id of its key, of any other key of the same query, and of any other
+    query of the same key. Pairs are sorted once; a mask is built for one block of rows at a time.
     """
 
-    def __init__(self, row_ids: Tensor, column_ids: Tensor, pieces: Sequence[slice]) -> None:
-        self._row_ids, self._column_ids, self._pieces = row_ids, column_ids, pieces
-        self._suspects = torch.isin(column_ids, row_ids).nonzero()[:, 0]
-        starts = torch.tensor([piece.start for piece in pieces], dtype=torch.int64, device=row_ids.device)
-        # Asked once: a question at each tile would halt an accelerator.
-        bounds = [*torch.searchsorted(self._suspects, starts).tolist(), len(self._suspects)]
-        self._suspects_of = [self._suspects[begin:end] for begin, end in itertools.pairwise(bounds)]
+    def __init__(
+        self,
+        pairs: tuple[Tensor, Tensor],
+        row_ids: Tensor,
+        column_ids: Tensor,
+        *,
+        row_blocks: Sequence[slice],
+        num_own: int = 0,
+    ) -> None:
+        """Sort the ids.
 
-    def mask(self, tile: Tensor, rows: slice, piece: int) -> None:
-        """Rule out, in place, the false negatives of a tile: rows against one piece of the columns."""
-        columns = self._suspects_of[piece]
-        if len(columns) == 0:
+        Args:
+            pairs: ids of the rows and of the columns of all pairs, int64 [num_pairs] each.
+            row_ids: [num_rows] int64.
+            column_ids: [num_columns] int64.
+            row_blocks: the rows that :meth:`apply_` is called for.
+            num_own: how many columns of each row need no mask although they match: its positive and itself.
+        """
+        left, right, is_new = _sort_pairs(*pairs)
+        ordered, self._by_id = column_ids.sort()
+        # Columns with equal ids are neighbors in this order, and so are the pairs of a row's id.
+        self._first_column, num_columns = _find(ordered, right)
+        self._num_columns = num_columns * is_new
+        self._first_pair, self._num_pairs = _find(left, row_ids)
+        before = _count_before(self._num_columns)
+        self.num_matches = before[self._first_pair + self._num_pairs] - before[self._first_pair]
+        totals = torch.stack([self._num_pairs, self.num_matches, self.num_matches - num_own])
+        self._row_blocks = list(row_blocks)
+        #: What the host must know of each block, [num_blocks, 3]: pass it to :meth:`set_sizes`.
+        sums = [totals[:, rows].sum(1) for rows in row_blocks]
+        self.sizes = torch.stack(sums) if sums else totals.new_empty(0, 3)
+        self._sizes: dict[int, Sequence[float]] = {}
+        self._mask: tuple[slice, Tensor] | None = None
+
+    def set_sizes(self, sizes: Sequence[float]) -> None:
+        """Take the values of :attr:`sizes`, flattened, which the loss reads from the device with others."""
+        starts = [block.start for block in self._row_blocks]
+        self._sizes = {start: sizes[3 * k : 3 * k + 3] for k, start in enumerate(starts)}
+
+    def apply_(self, tile: Tensor, rows: slice, columns: slice) -> None:
+        """Set the logits of false negatives to -inf: tile [rows, columns], the rows one of the blocks.
+
+        Columns after the last id are never masked.
+        """
+        num_pairs, num_places, num_masked = map(int, self._sizes[rows.start])
+        if num_masked <= 0 or columns.start >= len(self._by_id):
             return
-        within = columns - self._pieces[piece].start
-        part = tile.index_select(1, within)
-        mask_same(part, self._row_ids[rows], self._column_ids[columns])
-        tile.index_copy_(1, within, part)
+        # A block of rows meets its columns one piece after another: its mask is built once.
+        if self._mask is None or self._mask[0] != rows:
+            self._mask = rows, self._build(rows, num_pairs, num_places)
+        tile.masked_fill_(self._mask[1][:, columns], -math.inf)
 
-    def count(self) -> Tensor:
-        """Return how many columns are false negatives of each row, [num_rows]."""
-        return (self._row_ids[:, None] == self._column_ids[self._suspects]).sum(1)
+    def _build(self, rows: slice, num_pairs: int, num_places: int) -> Tensor:
+        row, pair = _expand(self._first_pair[rows], self._num_pairs[rows], num_pairs)
+        which, place = _expand(self._first_column[pair], self._num_columns[pair], num_places)
+        mask = torch.zeros(rows.stop - rows.start, len(self._by_id), dtype=torch.bool, device=row.device)
+        mask.view(-1).index_fill_(0, row[which] * mask.shape[1] + self._by_id[place], True)
+        return mask
+
+
+def mask_same(tile: Tensor, row_ids: Tensor, column_ids: Tensor) -> None:
+    """Set, in place, the logits of candidates with the row's own id to -inf."""
+    tile.masked_fill_(row_ids[:, None] == column_ids, -math.inf)
+
+
+def count_same(row_ids: Tensor, column_ids: Tensor) -> Tensor:
+    """Return how many columns have the id of each row, [num_rows]."""
+    return _find(column_ids.sort().values, row_ids)[1]
+
+
+def _sort_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pairs in order of the left ids, and whether each differs from the one before."""
+    order = right.argsort()
+    order = order[left[order].argsort(stable=True)]
+    left, right = left[order], right[order]
+    is_new = torch.ones_like(left, dtype=torch.bool)
+    is_new[1:] = (left[1:] != left[:-1]) | (right[1:] != right[:-1])
+    return left, right, is_new
+
+
+def _find(ordered: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first place of each value in ``ordered``, and how often it occurs."""
+    values = values.contiguous()
+    first = torch.searchsorted(ordered, values)
+    return first, torch.searchsorted(ordered, values, right=True) - first
+
+
+def _count_before(counts: Tensor) -> Tensor:
+    """Return the sum of the counts before each place, and of all, [num_counts + 1]."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _expand(first: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """List the elements of ranges: the number of the range, and the place in it, of each of ``total``."""
+    owner = torch.repeat_interleave(counts, output_size=total)
+    within = torch.arange(total, device=counts.device) - _count_before(counts)[owner]
+    return owner, first[owner] + within

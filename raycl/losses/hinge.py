@@ -1,16 +1,36 @@
 """The hinge loss: every positive is to be nearer than the negatives, by a margin."""
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses.checks import check_columns, check_offset, check_pair, check_passes_gradient
-from raycl.losses.margins import Pairs
-from raycl.losses.pair_ids import GivenIds, checked_pair_ids
-from raycl.losses.tiled import fused, working_precision
-from raycl.losses.violations import evaluate_margins
+from raycl.losses.checks import (
+    check_columns,
+    check_gathered,
+    check_offset,
+    check_pair,
+    checked_pair_ids,
+)
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.info_nce import query_mask
+from raycl.losses.tiled import (
+    BLOCK_ROWS,
+    Gradients,
+    fused,
+    gradient_buffers,
+    mask_diagonals,
+    product,
+    read_sizes,
+    spans,
+    tile_size,
+    working_precision,
+)
 
 
 def hinge(
@@ -68,7 +88,7 @@ def hinge(
             the whole batch.
         offset: where this worker's rows begin in the gathered ones, and their ids in the gathered ids.
         sample_id: [local_batch] int64, the short form where a pair is one sample, as two views are:
-            stands for ``query_id`` and ``key_id``. Distinct ids cost one sort.
+            stands for ``query_id`` and ``key_id``. Distinct ids cost no mask.
         gathered_sample_id: [batch] int64, the ids of the gathered rows.
         query_id: [local_batch] int64; equal ids are the same query.
         gathered_query_id: [batch] int64, the ids of all workers' queries, with ``gathered_key`` needed
@@ -92,29 +112,37 @@ def hinge(
     check_pair("query and key", query, key)
     both_ways = _checked_directions(bidirectional, in_batch=in_batch, has_negatives=negatives is not None)
     _check_gathered(gathered_query, gathered_key, in_batch=in_batch, bidirectional=both_ways)
-    queries = _gathered_or_own("query", query, gathered_query)
-    keys = _gathered_or_own("key", key, gathered_key)
+    queries = query if gathered_query is None else check_gathered("query", query, gathered_query)
+    keys = key if gathered_key is None else check_gathered("key", key, gathered_key)
     _check_same_length(queries, keys, bidirectional=both_ways)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
     own = slice(offset, offset + len(key))
     if in_batch:
         check_offset(offset, len(key), len(keys))
-    given = GivenIds(
-        sample_id, gathered_sample_id, query_id, gathered_query_id, key_id, gathered_key_id, negative_id
-    )
     ids = checked_pair_ids(
-        given,
+        sample_id=(sample_id, gathered_sample_id),
+        query_id=(query_id, gathered_query_id),
+        key_id=(key_id, gathered_key_id),
+        negative_id=negative_id,
         own=own,
         batch=None if gathered_key is None else len(keys),
         in_batch=in_batch,
         num_negatives=None if negatives is None else len(others),
     )
     alone = slice(0, len(query))
-    pairs = Pairs(alone if gathered_query is None else own, own if in_batch else alone, in_batch, both_ways)
+    pairs = _Pairs(
+        rows=alone if gathered_query is None else own,
+        columns=own if in_batch else alone,
+        in_batch=in_batch,
+        bidirectional=both_ways,
+        ids=ids,
+        own_ids=own,
+        negative_id=negative_id,
+    )
     rows = working_precision(queries)
-    evaluate = partial(evaluate_margins, pairs=pairs, margin=margin, hardest=hardest, ids=ids)
-    # A queue in half precision that wants no gradient is taken up piece by piece.
+    evaluate = partial(_evaluate, pairs=pairs, margin=margin, hardest=hardest)
+    # A half-precision queue that requires no gradient is converted piece by piece.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, keys.to(rows), others)
 
@@ -163,18 +191,292 @@ def _check_gathered(
         )
 
 
-def _gathered_or_own(name: str, own: Tensor, gathered: Tensor | None) -> Tensor:
-    """Return the rows of all workers, which must pass on the gradient of this worker's own."""
-    if gathered is None:
-        return own
-    check_columns(f"the rows of gathered_{name}", gathered, own)
-    check_passes_gradient(name, own, gathered)
-    return gathered
-
-
 def _check_same_length(queries: Tensor, keys: Tensor, *, bidirectional: bool) -> None:
     if bidirectional and len(queries) != len(keys):
         raise ConfigError(
             f"the gathered rows are no pairs: {len(queries)} queries came with {len(keys)} keys; "
             "gather every worker's rows of each"
         )
+
+
+class _Pairs(NamedTuple):
+    """The place of this worker's pairs, and their candidates."""
+
+    rows: slice  # of the queries
+    columns: slice  # of the keys: the positives of those queries, in their order
+    in_batch: bool  # whether the other keys are candidates of the queries
+    bidirectional: bool  # whether the other queries are candidates of the keys
+    ids: tuple[Tensor, Tensor] | None  # of the queries and keys of all pairs
+    own_ids: slice  # of this worker's pairs among them
+    negative_id: Tensor | None
+
+    @property
+    def weight(self) -> float:
+        """The weight of a pair in each direction: the mean over pairs, then over directions."""
+        return 1 / ((self.rows.stop - self.rows.start) * (2 if self.bidirectional else 1))
+
+
+class _Columns(NamedTuple):
+    """Candidates, in pieces that fit the cache."""
+
+    columns: Tensor  # [num_columns, dim], possibly in half precision
+    pieces: list[slice]
+    gradient: Tensor | None  # [num_columns, dim], if it is wanted
+    mask: FalseNegativeMask | None
+    first: int = 0  # the place of the first column in the mask
+
+
+class _Tile(NamedTuple):
+    """Some queries against a piece of candidates; pairs are counted from this worker's first."""
+
+    similarity: Tensor  # [num_rows, num_columns], -inf where the candidate is not a negative
+    rows: slice  # of the queries
+    row_pairs: slice | None  # the pairs of these queries; None for other workers'
+    block: _Columns
+    columns: slice  # the piece of the block
+    column_pairs: slice | None  # the pairs of these keys; None unless these queries are their candidates
+
+
+def _evaluate(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor,
+    *,
+    pairs: _Pairs,
+    margin: float,
+    hardest: bool,
+    with_gradient: bool,
+) -> tuple[Tensor, Gradients]:
+    """Return the mean violation over pairs, and its gradients. Holds two tiles of similarities.
+
+    queries [num_queries, dim]; keys [num_keys, dim]; negatives [num_negatives, dim], candidates of
+    this worker's queries. Queries of other workers are candidates of this worker's keys only.
+    """
+    tiles = _Tiles(queries, keys, negatives, pairs=pairs, with_gradient=with_gradient)
+    limit = margin - tiles.positives()
+    rule = _HardestNegative(tiles, limit) if hardest else _MeanOfNegatives(tiles, limit)
+    for tile in tiles:
+        rule.add(tile)
+    return rule.finish(), tiles.gradients
+
+
+@final
+class _Tiles:
+    """The tiles of similarities between this worker's pairs and their candidates, each visited once."""
+
+    def __init__(
+        self, queries: Tensor, keys: Tensor, negatives: Tensor, *, pairs: _Pairs, with_gradient: bool
+    ) -> None:
+        self.pairs, self.queries = pairs, queries
+        own, mine = pairs.rows, pairs.columns
+        self._blocks = _cut((0, own.start, own.stop, len(queries)), BLOCK_ROWS)
+        self.gradients = tuple(gradient_buffers(queries, keys, negatives, with_gradient=with_gradient))
+        self.wants_gradient = any(gradient is not None for gradient in self.gradients)
+        self.to_keys, self.to_queries, to_own_keys = self._masks()
+        _, at_keys, at_negatives = self.gradients
+        size = 2 * tile_size(queries)
+        pieces = _cut((0, mine.start, mine.stop, len(keys)), size) if pairs.in_batch else []
+        self.batch = _Columns(keys, pieces, at_keys, self.to_keys)
+        self.others = _Columns(
+            negatives,
+            list(spans(0, len(negatives), size)),
+            at_negatives,
+            self.to_keys,
+            len(keys) if pairs.in_batch else 0,
+        )
+        # The keys of this worker, whose candidates are queries of other workers too.
+        own_pieces = list(spans(0, mine.stop - mine.start, size)) if pairs.bidirectional else []
+        at_own = None if at_keys is None else at_keys[mine]
+        self._own_keys = _Columns(keys[mine], own_pieces, at_own, to_own_keys)
+
+    def positives(self) -> Tensor:
+        """Return the similarity of each pair of this worker, [num_pairs]."""
+        return (self.queries[self.pairs.rows] * self.batch.columns[self.pairs.columns]).sum(1)
+
+    def __iter__(self) -> Iterator[_Tile]:
+        """Yield the tiles in order of their place."""
+        for rows in self._blocks:
+            row_pairs = _within(rows, self.pairs.rows)
+            for block in (self._own_keys,) if row_pairs is None else (self.batch, self.others):
+                for piece in block.pieces:
+                    yield self._tile(rows, row_pairs, block, piece)
+
+    def num_negatives(self) -> tuple[Tensor, Tensor]:
+        """Return how many negatives each pair's query has, and each pair's key, [num_pairs] each."""
+        pairs, num_keys = self.pairs, len(self.batch.columns) if self.pairs.in_batch else 0
+        each = torch.ones(pairs.rows.stop - pairs.rows.start, dtype=torch.int64, device=self.queries.device)
+        of_queries = each * (num_keys + len(self.others.columns))
+        # The positive matches too, where it is a candidate.
+        of_queries = of_queries - (
+            each * pairs.in_batch if self.to_keys is None else self.to_keys.num_matches
+        )
+        of_keys = each * num_keys - (each if self.to_queries is None else self.to_queries.num_matches)
+        return of_queries, of_keys
+
+    def push(self, tile: _Tile, weights: Tensor) -> None:
+        """Add the gradient of the sum of weights * similarities, both [num_rows, num_columns]."""
+        gradient, piece = self.gradients[0], tile.block.columns[tile.columns].to(self.queries)
+        if gradient is not None:
+            gradient[tile.rows] += product(weights, piece.T)
+        if tile.block.gradient is not None:
+            tile.block.gradient[tile.columns] += product(weights.T, self.queries[tile.rows].T)
+
+    def push_at(
+        self, rows: slice | Tensor, block: _Columns, columns: slice | Tensor, weights: Tensor
+    ) -> None:
+        """Add the gradient of the sum of weights * the similarities of these rows with these columns."""
+        if self.gradients[0] is not None:
+            _add_rows(self.gradients[0], rows, weights[:, None] * block.columns[columns])
+        if block.gradient is not None:
+            _add_rows(block.gradient, columns, weights[:, None] * self.queries[rows])
+
+    def _masks(self) -> tuple[FalseNegativeMask | None, ...]:
+        """Return the masks of own queries with candidates, own keys with queries, other queries with own keys."""
+        pairs = self.pairs
+        in_pairs = [(rows, _within(rows, pairs.rows)) for rows in self._blocks]
+        own_blocks = [own for _, own in in_pairs if own is not None]
+        to_keys = query_mask(pairs.ids, pairs.own_ids, pairs.negative_id, own_blocks, in_batch=pairs.in_batch)
+        to_queries = to_own_keys = None
+        if pairs.ids is not None and pairs.bidirectional:
+            query_id, key_id = pairs.ids
+            own_key_id = key_id[pairs.own_ids]
+            to_queries = FalseNegativeMask((key_id, query_id), own_key_id, query_id, row_blocks=[])
+            if other_blocks := [rows for rows, own in in_pairs if own is None]:
+                to_own_keys = FalseNegativeMask(pairs.ids, query_id, own_key_id, row_blocks=other_blocks)
+        read_sizes(to_keys, to_own_keys)
+        return to_keys, to_queries, to_own_keys
+
+    def _tile(self, rows: slice, row_pairs: slice | None, block: _Columns, columns: slice) -> _Tile:
+        similarity = product(self.queries[rows], block.columns[columns].to(self.queries))
+        if block is self.batch:
+            positive = self.pairs.columns.start - self.pairs.rows.start
+            mask_diagonals(similarity, rows, columns, (positive,))
+        if block.mask is not None:
+            within = slice(block.first + columns.start, block.first + columns.stop)
+            block.mask.apply_(similarity, rows if row_pairs is None else row_pairs, within)
+        return _Tile(similarity, rows, row_pairs, block, columns, self._column_pairs(block, columns))
+
+    def _column_pairs(self, block: _Columns, columns: slice) -> slice | None:
+        if block is self._own_keys:
+            return columns
+        is_met = self.pairs.bidirectional and block is self.batch
+        return _within(columns, self.pairs.columns) if is_met else None
+
+
+@final
+class _MeanOfNegatives:
+    """The mean violation of the negatives of each pair."""
+
+    def __init__(self, tiles: _Tiles, limit: Tensor) -> None:
+        self._tiles, self._limit = tiles, limit
+        weight = tiles.pairs.weight
+        self._shares = [weight / count.clamp(min=1).to(limit) for count in tiles.num_negatives()]
+        self._total, self._pushed = torch.zeros_like(limit), torch.zeros_like(limit)
+        # Allocated once: the allocator would return a tile to the kernel after each visit.
+        widest = max((piece.stop - piece.start for piece in tiles.batch.pieces), default=0)
+        self._buffer = limit.new_empty(BLOCK_ROWS if tiles.pairs.bidirectional else 0, widest)
+
+    def add(self, tile: _Tile) -> None:
+        """Add the violations of both directions, and their gradients."""
+        weights, similarity = None, tile.similarity
+        if tile.column_pairs is not None and tile.row_pairs is not None:
+            similarity = self._buffer[: similarity.shape[0], : similarity.shape[1]].copy_(similarity)
+        if tile.row_pairs is not None:
+            weights = self._weigh(tile.similarity, tile.row_pairs, self._shares[0])
+        if tile.column_pairs is not None:
+            of_columns = self._weigh(similarity.T, tile.column_pairs, self._shares[1]).T
+            weights = of_columns if weights is None else weights.add_(of_columns)
+        if self._tiles.wants_gradient and weights is not None:
+            self._tiles.push(tile, weights)
+
+    def finish(self) -> Tensor:
+        """Return the loss; pull the positives."""
+        pairs = self._tiles.pairs
+        self._tiles.push_at(pairs.rows, self._tiles.batch, pairs.columns, -self._pushed)
+        return self._total.sum()
+
+    def _weigh(self, similarity: Tensor, pairs: slice, shares: Tensor) -> Tensor:
+        """Turn [num_pairs, num_candidates] into the weight of each similarity, in place."""
+        share = shares[pairs]
+        excess = similarity.add_(self._limit[pairs, None]).clamp_(min=0)
+        self._total[pairs] += share * excess.sum(1)
+        if self._tiles.wants_gradient:
+            excess.sign_().mul_(share[:, None])
+            self._pushed[pairs] += excess.sum(1)
+        return excess
+
+
+@final
+class _HardestNegative:
+    """The violation of the hardest negative of each pair."""
+
+    def __init__(self, tiles: _Tiles, limit: Tensor) -> None:
+        self._tiles = tiles
+        self._rows, self._columns = _Nearest(limit), _Nearest(limit)
+
+    def add(self, tile: _Tile) -> None:
+        """Compare the similarities of both directions."""
+        if tile.row_pairs is not None:
+            before = len(self._tiles.batch.columns) if tile.block is self._tiles.others else 0
+            self._rows.add(tile.similarity, tile.row_pairs, before + tile.columns.start)
+        if tile.column_pairs is not None:
+            self._columns.add(tile.similarity.T, tile.column_pairs, tile.rows.start)
+
+    def finish(self) -> Tensor:
+        """Return the loss; push the hardest negatives away and pull the positives."""
+        tiles, pairs = self._tiles, self._tiles.pairs
+        violations = self._rows.violation(), self._columns.violation()
+        of_rows, of_columns = (pairs.weight * violation.sign() for violation in violations)
+        # The hardest candidate of a query is a key or one of the negatives.
+        index, num_keys = self._rows.index, len(tiles.batch.columns)
+        tiles.push_at(pairs.rows, tiles.batch, index.clamp(max=num_keys - 1), of_rows * (index < num_keys))
+        if len(tiles.others.columns):
+            place = (index - num_keys).clamp(min=0)
+            tiles.push_at(pairs.rows, tiles.others, place, of_rows * (index >= num_keys))
+        if pairs.bidirectional:
+            tiles.push_at(self._columns.index, tiles.batch, pairs.columns, of_columns)
+        tiles.push_at(pairs.rows, tiles.batch, pairs.columns, -(of_rows + of_columns))
+        return pairs.weight * torch.cat(violations).sum()
+
+
+@final
+class _Nearest:
+    """The most similar negative of each pair so far, in one direction; of equal ones the first."""
+
+    def __init__(self, limit: Tensor) -> None:
+        self._limit, self._best = limit, torch.full_like(limit, -math.inf)
+        self.index = torch.zeros_like(limit, dtype=torch.int64)
+
+    def add(self, similarity: Tensor, pairs: slice, first: int) -> None:
+        """Compare [num_pairs, num_candidates], whose first candidate has the index ``first``."""
+        best, index = similarity.max(1)
+        so_far = self._best[pairs]
+        self.index[pairs] = torch.where(best > so_far, index + first, self.index[pairs])
+        self._best[pairs] = torch.maximum(best, so_far)  # not by where: NaN must stay
+
+    def violation(self) -> Tensor:
+        """Return by how much it violates the margin, [num_pairs]."""
+        return (self._best + self._limit).clamp_(min=0)
+
+
+def _add_rows(total: Tensor, places: slice | Tensor, rows: Tensor) -> None:
+    """Add rows [num_rows, dim] to total at their places, in the same order in every run."""
+    if isinstance(places, slice):
+        total[places] += rows
+    # On CUDA index_add_ adds in no fixed order, but index_put_ sorts first; on a CPU it is the reverse.
+    elif total.is_cuda:
+        total.index_put_((places,), rows, accumulate=True)
+    else:
+        total.index_add_(0, places, rows)
+
+
+def _cut(bounds: Sequence[int], size: int) -> list[slice]:
+    """Cut the ranges between the bounds into pieces of at most ``size``, none across a bound."""
+    return [piece for start, stop in itertools.pairwise(bounds) for piece in spans(start, stop, size)]
+
+
+def _within(span: slice, whole: slice) -> slice | None:
+    """Return the span counted from the start of ``whole``; None where it lies outside."""
+    if not whole.start <= span.start < whole.stop:
+        return None
+    return slice(span.start - whole.start, span.stop - whole.start)

@@ -2,13 +2,29 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses.checks import check_columns, check_offset, check_pair, checked_temperature
-from raycl.losses.pair_ids import GivenIds, checked_pair_ids
-from raycl.losses.rectangle import Side, evaluate_rectangle
-from raycl.losses.tiled import fused, working_precision
+from raycl.losses.checks import (
+    check_columns,
+    check_offset,
+    check_pair,
+    checked_pair_ids,
+    checked_temperature,
+)
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.softmax import RowGroup, evaluate_softmax
+from raycl.losses.tiled import (
+    LOG2_E,
+    Gradients,
+    fused,
+    gradient_buffers,
+    longest,
+    read_bound,
+    scaled_gradients,
+    working_precision,
+)
 
 
 def info_nce(
@@ -48,7 +64,7 @@ def info_nce(
             the whole batch.
         offset: where this worker's keys begin in the gathered ones, and their ids in the gathered ids.
         sample_id: [local_batch] int64, the short form where a pair is one sample, as two views are:
-            stands for ``query_id`` and ``key_id``. Distinct ids cost one sort.
+            stands for ``query_id`` and ``key_id``. Distinct ids cost no mask.
         gathered_sample_id: [batch] int64, the ids of the gathered keys.
         query_id: [local_batch] int64; equal ids are the same query. Without them all are different.
         gathered_query_id: [batch] int64, the ids of all workers' queries, needed with ``gathered_key``.
@@ -71,26 +87,78 @@ def info_nce(
     columns = _checked_columns(query, key, gathered_key, offset, in_batch=in_batch, negatives=negatives)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
     check_columns("the negatives", others, query)
-    given = GivenIds(
-        sample_id, gathered_sample_id, query_id, gathered_query_id, key_id, gathered_key_id, negative_id
-    )
+    own = slice(offset, offset + len(key))
     ids = checked_pair_ids(
-        given,
-        own=slice(offset, offset + len(key)),
+        sample_id=(sample_id, gathered_sample_id),
+        query_id=(query_id, gathered_query_id),
+        key_id=(key_id, gathered_key_id),
+        negative_id=negative_id,
+        own=own,
         batch=None if gathered_key is None else len(columns),
         in_batch=in_batch,
         num_negatives=None if negatives is None else len(others),
     )
     rows = working_precision(query)
-    evaluate = partial(
-        evaluate_rectangle,
-        sides=(Side(slice(0, len(rows)), positive=offset if in_batch else 0, own=None),),
-        in_batch=in_batch,
-        pair_ids=ids,
-    )
-    # A queue in half precision that wants no gradient is taken up piece by piece.
+    evaluate = partial(evaluate_info_nce, own=own, in_batch=in_batch, pair_ids=ids, negative_id=negative_id)
+    # A half-precision queue that requires no gradient is converted piece by piece.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, columns.to(rows), others, checked_temperature(temperature, rows))
+
+
+def evaluate_info_nce(
+    rows: Tensor,
+    columns: Tensor,
+    negatives: Tensor,
+    temperature: Tensor,
+    *,
+    own: slice,
+    in_batch: bool,
+    pair_ids: tuple[Tensor, Tensor] | None,
+    negative_id: Tensor | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Gradients]:
+    """Return the mean over rows [num_rows, dim], whose positives are ``own`` columns, and its gradients."""
+    group = RowGroup(slice(0, len(rows)), positive=own.start if in_batch else 0)
+    mask = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=in_batch)
+    length = torch.maximum(*(longest(each, rows.dtype) for each in (columns, negatives)))
+    bound = read_bound(rows, length, temperature, mask)
+    gradients = gradient_buffers(
+        rows, columns, negatives, temperature=temperature, with_gradient=with_gradient
+    )
+    loss = evaluate_softmax(
+        rows,
+        columns,
+        negatives,
+        groups=(group,),
+        scale=LOG2_E / temperature,
+        bound=bound,
+        mask=mask,
+        in_batch=in_batch,
+        gradients=gradients,
+    )
+    return loss, scaled_gradients(rows, tuple(gradients), temperature, len(rows))
+
+
+def query_mask(
+    pair_ids: tuple[Tensor, Tensor] | None,
+    own: slice,
+    negative_id: Tensor | None,
+    row_blocks: list[slice],
+    *,
+    in_batch: bool,
+) -> FalseNegativeMask | None:
+    """Return the false negatives of this worker's queries among all keys, if ``in_batch``, and negatives."""
+    column_ids = [] if pair_ids is None or not in_batch else [pair_ids[1]]
+    column_ids += [] if negative_id is None else [negative_id]
+    if pair_ids is None or not column_ids:
+        return None
+    return FalseNegativeMask(
+        pair_ids,
+        pair_ids[0][own],
+        torch.cat(column_ids),
+        row_blocks=row_blocks,
+        num_own=int(in_batch),
+    )
 
 
 def _checked_columns(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, RunError
 from raycl.losses.checks import (
     check_columns,
     check_pair,
@@ -17,10 +17,11 @@ from raycl.losses.checks import (
     checked_ids,
     checked_temperature,
 )
-from raycl.losses.false_negatives import FalseNegatives
+from raycl.losses.false_negatives import count_same, mask_same
 from raycl.losses.tiled import (
-    STRIP_ROWS,
+    BLOCK_ROWS,
     Gradients,
+    check_temperature,
     fused,
     product,
     spans,
@@ -71,10 +72,11 @@ def nce(
     tiles = _NoiseTiles(query, noise, sample_id, noise_id)
     rows = working_precision(query)
     # log(m Z / num_samples): a logit above it is likelier data than noise.
-    log_share = torch.as_tensor(log_normalizer, dtype=torch.float64).detach() - math.log(num_samples)
-    threshold = tiles.num_left().to(rows).log() + log_share.to(rows)
+    if isinstance(log_normalizer, Tensor):
+        log_normalizer = log_normalizer.detach().double().to(rows.device)
+    threshold = (tiles.num_left().double().log() + (log_normalizer - math.log(num_samples))).to(rows)
     evaluate = partial(_evaluate, positive=positive.to(rows), tiles=tiles, threshold=threshold)
-    return fused(evaluate, rows, checked_temperature(temperature, rows))
+    return fused(evaluate, rows, _temperature(temperature, rows))
 
 
 @torch.no_grad()
@@ -99,13 +101,13 @@ def noise_mass(
     """
     tiles = _NoiseTiles(query, noise, sample_id, noise_id)
     rows = working_precision(query)
-    scaled = rows / checked_temperature(temperature, rows)
+    scaled = rows / _temperature(temperature, rows)
     no_threshold = scaled.new_zeros(len(scaled))
-    none = scaled.new_tensor(-math.inf, dtype=torch.float64)
+    none = torch.full((), -math.inf, dtype=torch.float64, device=scaled.device)
     with torch.autocast(rows.device.type, enabled=False):
         logarithms = [
             tile.flatten().logsumexp(0).double()
-            for span in spans(0, len(rows), STRIP_ROWS)
+            for span in spans(0, len(rows), BLOCK_ROWS)
             for tile, _ in tiles.meet(scaled[span], span, no_threshold[span])
         ]
     return torch.stack([torch.stack([none, *logarithms]).logsumexp(0), tiles.num_left().sum().double()])
@@ -141,22 +143,21 @@ class _NoiseTiles:
         ids = checked_ids(("sample_id", sample_id), ("noise_id", noise_id), len(noise))
         self._noise = noise
         self._pieces = list(spans(0, len(noise), 2 * tile_size(noise)))
-        self._false_negatives = None if ids is None else FalseNegatives(*ids, self._pieces)
-        self._num_queries = len(query)
+        self._ids, self._num_queries = ids, len(query)
 
     def meet(self, scaled: Tensor, span: slice, threshold: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a strip's logits less its threshold, -inf where masked, with each piece of noise."""
-        for k, piece in enumerate(self._pieces):
+        for piece in self._pieces:
             columns = self._noise[piece].to(scaled)
             tile = product(scaled, columns).sub_(threshold[:, None])
-            if self._false_negatives is not None:
-                self._false_negatives.mask(tile, span, k)
+            if self._ids is not None:
+                mask_same(tile, self._ids[0][span], self._ids[1][piece])
             yield tile, columns
 
     def num_left(self) -> Tensor:
         """Return how many noise rows each query has, [num_queries]."""
         drawn = torch.full((self._num_queries,), len(self._noise), device=self._noise.device)
-        return drawn if self._false_negatives is None else drawn - self._false_negatives.count()
+        return drawn if self._ids is None else drawn - count_same(*self._ids)
 
 
 def _evaluate(
@@ -170,7 +171,7 @@ def _evaluate(
 ) -> tuple[Tensor, Gradients]:
     """Return the mean loss, and the gradients of rows and temperature."""
     loss, gradient = torch.empty_like(threshold), torch.zeros_like(rows)
-    for span in spans(0, len(rows), STRIP_ROWS):
+    for span in spans(0, len(rows), BLOCK_ROWS):
         query, own, limit = rows[span] / temperature, positive[span], threshold[span]
         log_odds = (query * own).sum(1) - limit
         loss[span] = -F.logsigmoid(log_odds)
@@ -181,6 +182,12 @@ def _evaluate(
                 gradient[span] += product(tile.sigmoid_(), columns.T)
     gradient.div_(temperature * len(rows))
     return loss.mean(), (gradient, temperature_gradient(rows, gradient, temperature))
+
+
+def _temperature(temperature: float | Tensor, rows: Tensor) -> Tensor:
+    if isinstance(temperature, Tensor) and temperature.ndim == 0:
+        check_temperature(temperature.item())
+    return checked_temperature(temperature, rows)
 
 
 def _check_slots(num_samples: int, positive: Tensor, noise: Tensor) -> None:
@@ -194,3 +201,88 @@ def _check_slots(num_samples: int, positive: Tensor, noise: Tensor) -> None:
             f"{name} requires grad, but a bank's rows get none here; detach them, "
             "or compare embeddings by info_nce"
         )
+
+
+@final
+class NormalizingConstant:
+    """Estimate log Z from the first batch; then hold it, or let Z follow the batches.
+
+    Z is num_samples times the mean of exp(query . slot / temperature) over queries and noise.
+
+    Args:
+        num_samples: how many slots the bank has.
+        momentum: None holds the first estimate (Wu et al., 2018); a number in [0, 1), usually
+            0.99, is what a new batch leaves of the old Z: an exponential moving average.
+
+    Raises:
+        ConfigError: ``num_samples`` or ``momentum`` is out of range.
+    """
+
+    def __init__(self, num_samples: int, *, momentum: float | None = None) -> None:
+        if num_samples < 1:
+            raise ConfigError(
+                f"the bank has no slots: num_samples is {num_samples}; pass how many samples it holds"
+            )
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ConfigError(
+                f"the momentum of the normalizing constant is not in [0, 1): it is {momentum:g}; "
+                "0.99 is usual, None holds the first estimate"
+            )
+        self._num_samples, self._momentum = num_samples, momentum
+        self._log_normalizer: float | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether further batches change nothing, so that their mass need not be summed."""
+        return self._momentum is None and self._log_normalizer is not None
+
+    @property
+    def log_normalizer(self) -> float:
+        """Log Z, natural; RunError before the first batch."""
+        if self._log_normalizer is None:
+            raise RunError(
+                "the normalizing constant is not known: no batch came; call update before the first loss"
+            )
+        return self._log_normalizer
+
+    def update(self, masses: Tensor) -> None:
+        """Take in a batch: :func:`noise_mass` of each worker, [num_workers, 2].
+
+        All workers pass the same rows (``gather_detached(noise_mass(...)[None])``), so that all
+        hold the same Z, whatever their number.
+
+        Raises:
+            ConfigError: the masses are not [num_workers, 2], or no query has any noise.
+        """
+        if masses.ndim != 2 or masses.shape[1] != 2:
+            raise ConfigError(
+                f"the masses are not [num_workers, 2]: they came as {list(masses.shape)}; "
+                "gather noise_mass(...)[None]"
+            )
+        if self.is_settled:
+            return
+        log_mass, num_pairs = torch.stack([masses[:, 0].logsumexp(0), masses[:, 1].sum()]).tolist()
+        if num_pairs == 0:
+            raise ConfigError(
+                "there is nothing to estimate the normalizing constant from: 0 pairs of query and noise "
+                "came; draw noise, and see that it has other ids than the queries"
+            )
+        log_mean = log_mass - math.log(num_pairs)
+        self._follow(math.log(self._num_samples) + log_mean)
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Return what a checkpoint keeps."""
+        return {"log_normalizer": self._log_normalizer}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Go on from what a checkpoint kept."""
+        self._log_normalizer = state["log_normalizer"]
+
+    def _follow(self, estimate: float) -> None:
+        if self._log_normalizer is None or self._momentum is None:
+            self._log_normalizer = estimate
+            return
+        # Z itself is averaged, in logarithms: at temperature 0.01 it overflows float32.
+        parts = torch.tensor([self._log_normalizer, estimate], dtype=torch.float64)
+        weights = torch.tensor([self._momentum, 1 - self._momentum], dtype=torch.float64)
+        self._log_normalizer = (parts + weights.log()).logsumexp(0).item()

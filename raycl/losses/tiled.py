@@ -1,30 +1,33 @@
-"""The fused core of the losses: value and gradients in one walk over tiles of the logits.
+"""The primitives of the tiled losses: value and gradients in one pass over tiles of the logits.
 
 The gradient of a softmax loss at its embeddings needs each row's logsumexp and nothing else.
-So the forward takes the gradients too, tile by tile, and the backward is a multiplication.
-Logits are kept in base 2: torch's ``exp2`` is several times faster than ``exp`` on some CPUs.
+So the forward computes the gradients too, tile by tile, and the backward only scales them.
+Logits are in base 2: torch's ``exp2`` is several times faster than ``exp`` on some CPUs.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from raycl.errors import ConfigError
+from raycl.losses.false_negatives import FalseNegativeMask
+
 LOG2_E = math.log2(math.e)
-# Where 2**-x is still far from underflow in float32 (which ends at 2**-126).
+# 2**-x is still far from underflow in float32, which ends at 2**-126.
 SAFE_SPREAD = 115.0
-STRIP_ROWS = 256  # of rows that meet all columns: with a piece of them, as much as the cache holds
+BLOCK_ROWS = 256  # rows that meet all columns; with a piece of the columns they fill the cache
 
 Gradients = tuple[Tensor | None, ...]
 Evaluate = Callable[..., tuple[Tensor, Gradients]]
 
 
 class _Fused(torch.autograd.Function):
-    """Save the gradients that the forward found."""
+    """Save the gradients that the forward computed."""
 
     @staticmethod
     def forward(ctx: Any, evaluate: Evaluate, *inputs: Tensor) -> Tensor:
@@ -41,7 +44,7 @@ class _Fused(torch.autograd.Function):
 
 
 def fused(evaluate: Evaluate, *inputs: Tensor) -> Tensor:
-    """Return ``evaluate``'s value; take its gradients at once, and only where they are wanted.
+    """Return the value of ``evaluate``; compute its gradients at once, and only if an input requires one.
 
     ``evaluate(*inputs, with_gradient=...)`` returns a scalar and one gradient per input.
     """
@@ -56,10 +59,81 @@ def working_precision(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def has_duplicates(ids: Tensor) -> bool:
-    """Say whether an id occurs twice: a mask costs a pass over each tile, so ask first."""
-    ordered = ids.sort().values
-    return bool((ordered[1:] == ordered[:-1]).any())
+def gradient_buffers(
+    rows: Tensor, *columns: Tensor, temperature: Tensor | None = None, with_gradient: bool
+) -> list[Tensor | None]:
+    """Return zeros for the gradients of rows and columns, None where none is required.
+
+    The temperature's gradient is computed from the rows'.
+    """
+    wanted = [rows.requires_grad or (temperature is not None and temperature.requires_grad)]
+    wanted += [each.requires_grad for each in columns]
+    return [
+        torch.zeros_like(each) if with_gradient and is_wanted else None
+        for each, is_wanted in zip((rows, *columns), wanted, strict=True)
+    ]
+
+
+def read_together(*tensors: Tensor) -> list[list[float]]:
+    """Copy tensors to the host, flattened, in one read: each read makes the host wait for the device."""
+    values = torch.cat([each.detach().flatten().double() for each in tensors]).tolist()
+    sizes = [each.numel() for each in tensors]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [values[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def read_sizes(*masks: FalseNegativeMask | None) -> None:
+    """Read from the device what the masks need on the host, at once."""
+    given = [mask for mask in masks if mask is not None]
+    if given:
+        for mask, sizes in zip(given, read_together(*(mask.sizes for mask in given)), strict=True):
+            mask.set_sizes(sizes)
+
+
+def read_bound(
+    rows: Tensor,
+    longest_column: Tensor,
+    temperature: Tensor,
+    *masks: FalseNegativeMask | None,
+    spread: float | Tensor = 0.0,
+) -> Tensor | None:
+    """Return a bound of |logit| in base 2 (Cauchy-Schwarz), or None if it is too large to be a safe shift.
+
+    A shift known before the logits saves a pass over them. At a low temperature whole rows would
+    underflow; there the shift follows the logits. ``spread`` is how far biases lower the logits further.
+    The only read from the device of a softmax loss: checks the temperature and reads the masks' sizes too.
+    """
+    return read_bound_and(rows, longest_column, temperature, *masks, spread=spread)[0]
+
+
+def read_bound_and(
+    rows: Tensor,
+    longest_column: Tensor,
+    temperature: Tensor,
+    *masks: FalseNegativeMask | None,
+    spread: float | Tensor = 0.0,
+    flag: Tensor | None = None,
+) -> tuple[Tensor | None, bool]:
+    """Return the bound of :func:`read_bound`, and a flag that is on the device, by the same read."""
+    bound = longest_column * longest(rows, rows.dtype) * (LOG2_E / temperature)
+    given = [mask for mask in masks if mask is not None]
+    flag = rows.new_zeros(()) if flag is None else flag
+    (value,), (span,), (is_set,), *sizes = read_together(
+        temperature, 2 * bound + spread, flag, *(mask.sizes for mask in given)
+    )
+    check_temperature(value)
+    for mask, its_sizes in zip(given, sizes, strict=True):
+        mask.set_sizes(its_sizes)
+    return (bound if span <= SAFE_SPREAD else None), bool(is_set)
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that is not above 0."""
+    if temperature <= 0:
+        raise ConfigError(
+            f"the temperature is not above 0: it is {temperature:g}; "
+            "usual values lie between 0.01 and 1 (learn its logarithm, which cannot cross 0)"
+        )
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -75,7 +149,7 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn,
 
 
 def longest(rows: Tensor, precision: torch.dtype) -> Tensor:
-    """Return the length of the longest row, 0 if there is none; half precision piece by piece."""
+    """Return the length of the longest row, 0 without rows; half precision is converted piece by piece."""
     pieces = [
         torch.linalg.vector_norm(rows[span].to(precision), dim=1).amax() for span in spans(0, len(rows), 4096)
     ]
@@ -83,7 +157,7 @@ def longest(rows: Tensor, precision: torch.dtype) -> Tensor:
 
 
 def tile_size(tensor: Tensor) -> int:
-    """Return the rows of a square tile: it should fit the cache, or fill the GPU."""
+    """Return the rows of a square tile that fits the cache, or fills the GPU."""
     return 512 if tensor.device.type == "cpu" else 2048
 
 
@@ -93,40 +167,32 @@ def spans(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def mask_diagonals(tile: Tensor, rows: slice, columns: slice, diagonals: Sequence[int]) -> None:
-    """Rule out, in place, the entries with column - row in ``diagonals`` (whole-matrix counts)."""
+    """Set, in place, the entries with column - row in ``diagonals`` (whole-matrix counts) to -inf."""
     for diagonal in diagonals:
         tile.diagonal(diagonal + rows.start - columns.start).fill_(-math.inf)
-
-
-def mask_same(tile: Tensor, row_ids: Tensor, column_ids: Tensor) -> None:
-    """Rule out, in place, the candidates that carry their row's id."""
-    tile.masked_fill_(row_ids[:, None] == column_ids, -math.inf)
-
-
-class Softmax(NamedTuple):
-    """What the negatives' sum says of each row; the positive was never rounded into it."""
-
-    loss: Tensor  # -log p(positive), natural
-    missing: Tensor  # 1 - p(positive)
-    logsumexp: Tensor  # over positive and negatives, base 2
-
-
-def finish(positive: Tensor, shift: Tensor, total: Tensor) -> Softmax:
-    """Join positives (base-2 logits) with their negatives, whose sum is total * 2**shift."""
-    excess = (shift - positive + total.log2()) / LOG2_E
-    loss = torch.logaddexp(excess, torch.zeros_like(excess))
-    return Softmax(loss, excess.sigmoid(), positive + loss * LOG2_E)
 
 
 def temperature_gradient(
     rows: Tensor, gradient: Tensor, temperature: Tensor, share: float = 1.0
 ) -> Tensor | None:
-    """Read the temperature's gradient off the rows': a logit is similarity / temperature."""
+    """Return the temperature's gradient from the rows' gradient: a logit is similarity / temperature."""
     if not temperature.requires_grad:
         return None
     return (gradient * rows).sum() * (-share / temperature)
 
 
-def flush(logits: Tensor) -> Tensor:
-    """Rule out, in place, whose 2**logit would be no normal number: arithmetic on those takes 50 times as long."""
+def scaled_gradients(rows: Tensor, gradients: Gradients, temperature: Tensor, num_terms: int) -> Gradients:
+    """Divide the gradients, in place, by temperature x ``num_terms``; add the temperature's.
+
+    The first gradient is the rows', from which the temperature's is computed.
+    """
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.div_(temperature * num_terms)
+    own = gradients[0]
+    return (*gradients, None if own is None else temperature_gradient(rows, own, temperature))
+
+
+def zero_denormals(logits: Tensor) -> Tensor:
+    """Set, in place, logits to -inf if 2**logit is denormal: arithmetic on those takes 50 times as long."""
     return torch.threshold_(logits, -SAFE_SPREAD, -math.inf)

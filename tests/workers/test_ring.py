@@ -32,9 +32,8 @@ Case = dict[str, Any]
 def small_tiles() -> Iterator[None]:
     """Cut a small batch into as many strips and pieces as a large one has."""
     with (
-        patch("raycl.losses.rectangle.STRIP_ROWS", 4),
-        patch("raycl.losses.blocks.STRIP_ROWS", 3),
-        patch("raycl.losses.rectangle.tile_size", lambda _: 3),
+        patch("raycl.losses.softmax.BLOCK_ROWS", 4),
+        patch("raycl.losses.softmax.tile_size", lambda _: 3),
     ):
         yield
 

@@ -1,0 +1,148 @@
+"""The softmax of rows and columns that are each other's candidates: local NT-Xent and local CLIP.
+
+A logit serves its row and its column, but its weight needs the logsumexp of both: the tiles are
+visited twice, first for the sums, then for the gradients.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import Tensor
+
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.softmax import Softmax, finish_softmax
+from raycl.losses.tiled import mask_diagonals, product, zero_denormals
+
+
+@final
+class MutualSoftmax:
+    """The tiles of the logits of rows with columns, or of rows with themselves.
+
+    Logits of rows with themselves are symmetric: the tiles on and above the diagonal suffice.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        columns: Tensor | None,
+        *,
+        scale: Tensor,
+        bound: Tensor | None,
+        diagonals: tuple[int, ...],
+        spans: tuple[list[slice], list[slice]],
+        mask: FalseNegativeMask | None,
+    ) -> None:
+        """Take rows [num_rows, dim] and columns [num_columns, dim]; columns None are the rows themselves.
+
+        Args:
+            rows: the rows.
+            columns: the columns.
+            scale: log2(e) / temperature.
+            bound: above every logit, or None if each row's shift must follow its logits.
+            diagonals: of the logits, without negatives.
+            spans: cuts of rows and columns.
+            mask: the false negatives.
+        """
+        self._rows, self._columns = rows, rows if columns is None else columns
+        self._is_symmetric = columns is None
+        self._scale, self._bound, self._diagonals, self._spans, self._mask = (
+            scale,
+            bound,
+            diagonals,
+            spans,
+            mask,
+        )
+        # Allocated once: the allocator returns big blocks to the kernel, and page faults cost more
+        # than the arithmetic on them.
+        self._buffer = rows.new_empty(spans[0][0].stop, spans[1][0].stop)
+
+    def sums(self, positive: Tensor) -> tuple[Softmax, Softmax]:
+        """Return the softmax of rows and of columns, whose positives have these base-2 logits, [num_rows]."""
+        follows = self._bound is None
+        of_rows = (
+            positive.clone() if self._bound is None else self._bound.expand_as(positive),
+            torch.zeros_like(positive),
+        )
+        of_columns = (
+            of_rows
+            if self._is_symmetric
+            else (of_rows[0].clone() if follows else of_rows[0], torch.zeros_like(positive))
+        )
+        for across, down in self._tiles():
+            tile = self._logits(across, down)
+            twice = not self._is_symmetric or across != down
+            if self._bound is None:
+                _add_sums(tile, of_rows, across)
+                if twice:
+                    _add_sums(tile.T, of_columns, down)
+            else:
+                tile.sub_(self._bound).exp2_()
+                of_rows[1][across] += tile.sum(1)
+                if twice:
+                    of_columns[1][down] += tile.sum(0)
+        softmax = finish_softmax(positive, *of_rows)
+        return softmax, softmax if self._is_symmetric else finish_softmax(positive, *of_columns)
+
+    def gradients(
+        self, of_rows: Softmax, of_columns: Softmax, *, wanted: tuple[bool, bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients of rows and of columns from their negatives, yet to be scaled.
+
+        Of rows with themselves the first is the whole gradient.
+        """
+        # Blocks of [dim, num_rows]: contiguous, and what the products read and write fastest.
+        rows = {span.start: self._rows[span].T.contiguous() for span in self._spans[0]}
+        columns = (
+            rows
+            if self._is_symmetric
+            else {span.start: self._columns[span].T.contiguous() for span in self._spans[1]}
+        )
+        to_rows = {start: torch.zeros_like(block) for start, block in rows.items()}
+        to_columns = (
+            to_rows
+            if self._is_symmetric
+            else {start: torch.zeros_like(block) for start, block in columns.items()}
+        )
+        for across, down in self._tiles():
+            weights = self._weights(across, down, of_rows.logsumexp, of_columns.logsumexp)
+            if wanted[0]:
+                to_rows[across.start] += product(columns[down.start], weights)
+            if wanted[1] and (not self._is_symmetric or across != down):
+                to_columns[down.start] += product(rows[across.start], weights.T)
+        return [
+            torch.cat(list(found.values()), 1).T if is_wanted else None
+            for found, is_wanted in zip((to_rows, to_columns), wanted, strict=True)
+        ]
+
+    def _weights(self, across: slice, down: slice, of_rows: Tensor, of_columns: Tensor) -> Tensor:
+        """Return p(column | row) + p(row | column) of each negative pair."""
+        tile = self._logits(across, down)
+        other = self._buffer[: tile.shape[0], : tile.shape[1]]
+        if self._bound is not None:
+            shares = (self._bound - of_rows[across]).exp2_(), (self._bound - of_columns[down]).exp2_()
+            torch.add(shares[0][:, None], shares[1], out=other)
+            return tile.sub_(self._bound).exp2_().mul_(other)
+        zero_denormals(torch.sub(tile, of_columns[down], out=other))
+        return zero_denormals(tile.sub_(of_rows[across, None])).exp2_().add_(other.exp2_())
+
+    def _logits(self, across: slice, down: slice) -> Tensor:
+        tile = product(self._rows[across] * self._scale, self._columns[down])
+        mask_diagonals(tile, across, down, self._diagonals)
+        if self._mask is not None:
+            self._mask.apply_(tile, across, down)
+        return tile
+
+    def _tiles(self) -> Iterator[tuple[slice, slice]]:
+        if self._is_symmetric:
+            return itertools.combinations_with_replacement(self._spans[0], 2)
+        return itertools.product(*self._spans)
+
+
+def _add_sums(tile: Tensor, sums: tuple[Tensor, Tensor], span: slice) -> None:
+    """Add each row's sum of 2**logits to total * 2**shift; the shift follows the maximum."""
+    shift, total = (each[span] for each in sums)
+    peak = torch.maximum(shift, tile.amax(1))
+    total.mul_((shift - peak).exp2_()).add_(zero_denormals(tile - peak[:, None]).exp2_().sum(1))
+    shift.copy_(peak)

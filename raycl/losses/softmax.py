@@ -1,0 +1,281 @@
+"""The engine of the softmax losses: row blocks against column blocks, one pass, no matrix of all logits.
+
+Columns may be local, gathered, stored in a queue, or visiting from other workers: each is a
+:class:`ColumnBlock`. Each :class:`SoftmaxRows` sums 2**(logit - shift) over the blocks it has met.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.tiled import (
+    BLOCK_ROWS,
+    LOG2_E,
+    mask_diagonals,
+    product,
+    spans,
+    tile_size,
+    zero_denormals,
+)
+
+
+class RowGroup(NamedTuple):
+    """Rows whose positives, and own copies, lie on one diagonal of the logits."""
+
+    rows: slice
+    positive: int  # column of the first row's positive
+    own: int | None = None  # column of the first row itself; None where it is not a candidate
+
+    @property
+    def diagonals(self) -> list[int]:
+        """Return the diagonals of the logits (column - row) without negatives."""
+        columns = [column for column in (self.positive, self.own) if column is not None]
+        return [column - self.rows.start for column in columns]
+
+    def match(self, block: slice) -> slice:
+        """Return the columns of the positives of a block of rows."""
+        first = self.positive - self.rows.start
+        return slice(first + block.start, first + block.stop)
+
+    @property
+    def blocks(self) -> list[slice]:
+        """Cut the rows into blocks that meet the columns together."""
+        return list(spans(self.rows.start, self.rows.stop, BLOCK_ROWS))
+
+
+def row_blocks(groups: Sequence[RowGroup]) -> list[slice]:
+    """Return the blocks of all groups of rows."""
+    return [block for group in groups for block in group.blocks]
+
+
+class Softmax(NamedTuple):
+    """The loss of each row; the positive is never rounded into the sum over its negatives."""
+
+    loss: Tensor  # -log p(positive), natural
+    one_minus_p: Tensor  # 1 - p(positive)
+    logsumexp: Tensor  # over positive and negatives, base 2
+
+
+def finish_softmax(positive: Tensor, shift: Tensor, total: Tensor) -> Softmax:
+    """Join positives (base-2 logits) with their negatives, whose sum is total * 2**shift."""
+    excess = (shift - positive + total.log2()) / LOG2_E
+    loss = torch.logaddexp(excess, torch.zeros_like(excess))
+    return Softmax(loss, excess.sigmoid(), positive + loss * LOG2_E)
+
+
+@final
+class ColumnBlock:
+    """Columns that all rows meet, cut into pieces that fit the cache."""
+
+    def __init__(
+        self,
+        columns: Tensor,
+        *,
+        mask: FalseNegativeMask | None = None,
+        first: int = 0,
+        bias: Tensor | None = None,
+        is_met: bool = True,
+        gradient: Tensor | None = None,
+    ) -> None:
+        """Take columns [num_columns, dim], possibly in half precision.
+
+        Args:
+            columns: the candidates.
+            mask: the false negatives; ``first`` is the place of the first column in it.
+            first: see ``mask``.
+            bias: [num_columns], added to the logits, in base 2, at most 0.
+            is_met: whether the columns are negatives; otherwise they are only positives.
+            gradient: [num_columns, dim], where the gradient of the columns goes, yet to be scaled; None
+                if it is not wanted from this pass.
+        """
+        self.columns, self.bias = columns, bias
+        self.pieces = list(spans(0, len(columns) if is_met else 0, 2 * tile_size(columns)))
+        self.gradient = gradient
+        self._mask, self._first = mask, first
+        self._buffer: Tensor | None = None
+
+    def tiles(
+        self, query: Tensor, rows: slice, *, diagonals: Sequence[int] = (), bias: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the number of each piece, its columns, and their logits (+ bias per column).
+
+        query [rows, dim], scaled; the caller may overwrite the logits [rows, piece]. Those of false
+        negatives and on the diagonals are -inf.
+        """
+        for k, piece in enumerate(self.pieces):
+            columns = self.columns[piece].to(query.dtype)
+            tile = product(query, columns, None if bias is None else bias[piece])
+            mask_diagonals(tile, rows, piece, diagonals)
+            if self._mask is not None:
+                self._mask.apply_(tile, rows, slice(self._first + piece.start, self._first + piece.stop))
+            yield k, columns, tile
+
+    def buffer(self, tile: Tensor, k: int) -> Tensor:
+        """Return where the weights of the k-th tile go: apart from it if they are needed again."""
+        if self.gradient is None:
+            return tile
+        if self._buffer is None:
+            # Allocated once: the allocator would return a block to the kernel after each visit.
+            widest = max(piece.stop - piece.start for piece in self.pieces)
+            self._buffer = tile.new_empty(len(self.pieces), len(tile), widest)
+        return self._buffer[k, : tile.shape[0], : tile.shape[1]]
+
+
+class KeptWeights(NamedTuple):
+    """The weights 2**(logit - shift) of a tile, for the gradient of its columns."""
+
+    gradient: Tensor
+    weights: Tensor
+    shift: Tensor
+
+
+@final
+class SoftmaxRows:
+    """A block of rows and the sum of 2**(logit - shift) over the negatives met so far."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        positives: Tensor | None,
+        block: slice,
+        *,
+        scale: Tensor,
+        bound: Tensor | None,
+        gradient: Tensor | None,
+        diagonals: Sequence[int] = (),
+        positive_bias: Tensor | None = None,
+    ) -> None:
+        """Take the block of rows [num_rows, dim] and its positives [block, dim].
+
+        Args:
+            rows: all rows.
+            positives: of this block; None if the loss adds them itself.
+            block: which rows.
+            scale: log2(e) / temperature.
+            bound: above every logit without bias, or None if the shift must follow the logits.
+            gradient: [num_rows, dim], zeros, where the gradient of the rows goes, yet to be scaled.
+            diagonals: logits (column - row) that are not negatives, in the block with the positives.
+            positive_bias: [block], added to the logits of the positives.
+        """
+        self.rows, self._positives = rows[block], positives
+        self._block, self._diagonals, self._scale, self._bound = block, diagonals, scale, bound
+        self._positive = None
+        self._shift = (
+            rows.new_full((block.stop - block.start,), -1e30)
+            if bound is None
+            else bound.repeat(block.stop - block.start)
+        )
+        if positives is not None:
+            self._positive = (self.rows * scale * positives).sum(1)
+            if positive_bias is not None:
+                self._positive = self._positive + positive_bias
+            self._shift = self._positive if bound is None else self._shift
+        self._total = torch.zeros_like(self._shift)
+        self._grad = None if gradient is None else gradient[block]
+
+    def meet(self, columns: ColumnBlock, *, holds_positives: bool = False) -> list[KeptWeights]:
+        """Add a block of columns; return what their gradient needs."""
+        kept, bias = [], columns.bias
+        if self._bound is not None:
+            bias = -self._bound.repeat(len(columns.columns)) if bias is None else bias - self._bound
+        diagonals = self._diagonals if holds_positives else ()
+        query = self.rows * self._scale
+        for k, piece, tile in columns.tiles(query, self._block, diagonals=diagonals, bias=bias):
+            if self._bound is None:
+                self._raise_shift(tile)
+            weights = torch.exp2(tile, out=columns.buffer(tile, k))
+            self._total += weights.sum(1)
+            if self._grad is not None:
+                self._grad += product(weights, piece.T)
+            if columns.gradient is not None:
+                kept.append(KeptWeights(columns.gradient[columns.pieces[k]], weights, self._shift))
+        return kept
+
+    def finish(self) -> Softmax:
+        """Return each row's loss after all blocks; complete the rows' gradient."""
+        if self._positive is None:
+            logsumexp = self._shift + self._total.log2()
+            softmax = Softmax(logsumexp / LOG2_E, torch.ones_like(logsumexp), logsumexp)
+        else:
+            softmax = finish_softmax(self._positive, self._shift, self._total)
+        if self._grad is not None:
+            self._grad *= (self._shift - softmax.logsumexp).exp2_()[:, None]
+            if self._positives is not None:
+                self._grad -= softmax.one_minus_p[:, None] * self._positives
+        return softmax
+
+    def add_column_gradients(self, kept: Sequence[KeptWeights], softmax: Softmax) -> None:
+        """Add the gradients of the columns, once the sums of all rows are known."""
+        for gradient, weights, shift in kept:
+            share = (shift - softmax.logsumexp).exp2_()[:, None]
+            gradient += product(weights.T, (share * self.rows).T)
+
+    def _raise_shift(self, tile: Tensor) -> None:
+        """Raise the shift to the greatest logit so far, and subtract it from the tile."""
+        peak = torch.maximum(self._shift, tile.amax(1))
+        ratio = (self._shift - peak).exp2_()
+        self._total *= ratio
+        if self._grad is not None:
+            self._grad *= ratio[:, None]
+        self._shift = peak
+        zero_denormals(tile.sub_(peak[:, None]))
+
+
+def evaluate_softmax(
+    rows: Tensor,
+    columns: Tensor,
+    negatives: Tensor,
+    *,
+    groups: Sequence[RowGroup],
+    scale: Tensor,
+    bound: Tensor | None,
+    mask: FalseNegativeMask | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    in_batch: bool = True,
+    gradients: Sequence[Tensor | None],
+) -> Tensor:
+    """Classify each row's positive among its candidates; return the mean over rows.
+
+    Holds one block of logits: 256 x the candidates that require a gradient.
+
+    Args:
+        rows: [num_rows, dim].
+        columns: [num_columns, dim], candidates of all rows if ``in_batch``, else only positives.
+        negatives: [num_negatives, dim], candidates of all rows, possibly in half precision.
+        groups: where the rows have their positives.
+        scale: log2(e) / temperature.
+        bound: see :func:`raycl.losses.tiled.read_bound`.
+        mask: false negatives among columns (if ``in_batch``) and then negatives.
+        biases: of columns and negatives, added to their logits in base 2.
+        in_batch: whether the columns are negatives too.
+        gradients: of rows, columns and negatives, to be added to, yet to be scaled; None if not wanted.
+    """
+    to_rows, to_columns, to_negatives = gradients
+    column_bias, negative_bias = biases or (None, None)
+    batch = ColumnBlock(columns, mask=mask, bias=column_bias, is_met=in_batch, gradient=to_columns)
+    first = len(columns) if in_batch else 0
+    others = ColumnBlock(negatives, mask=mask, first=first, bias=negative_bias, gradient=to_negatives)
+    losses = []
+    for group in groups:
+        for block in group.blocks:
+            match = group.match(block)
+            strip = SoftmaxRows(
+                rows,
+                columns[match],
+                block,
+                scale=scale,
+                bound=bound,
+                gradient=to_rows,
+                diagonals=group.diagonals,
+                positive_bias=None if column_bias is None else column_bias[match],
+            )
+            kept = strip.meet(batch, holds_positives=True) + strip.meet(others)
+            softmax = strip.finish()
+            if to_columns is not None:
+                to_columns[match] -= softmax.one_minus_p[:, None] * strip.rows
+            strip.add_column_gradients(kept, softmax)
+            losses.append(softmax.loss)
+    return torch.cat(losses).mean()
