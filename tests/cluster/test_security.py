@@ -31,8 +31,8 @@ OF_RAY = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS
 HOLDER = """
 import json, sys
 import ray
-from raycl.ray_runtime import join_cluster
-join_cluster()
+from raycl.ray_runtime import connect_cluster
+connect_cluster()
 ray.get(ray.remote(num_cpus=0)(lambda: 0).remote())
 print(json.dumps(ray.get_runtime_context().gcs_address), flush=True)
 sys.stdin.read()
