@@ -102,7 +102,7 @@ def measure_steps(method: str, bank: Bank, sample_id: np.ndarray, blocks: int, s
     towers = build.towers(config, build.modality(config)).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     learner = build.learner(config, towers, num_samples=len(sample_id))
     stage = config.stages[0]
-    learner.enter(build.manner(config, stage))
+    learner.set_embed_config(build.manner(config, stage))
     contrast = build.contrast(config, stage, learner, hinge_weight=0.0, num_samples=len(sample_id))
     stores = {
         "process": Timed(build.store(config, None, sample_id, CPU)),

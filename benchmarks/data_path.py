@@ -128,7 +128,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         views = build.view_maker(config, modality, torch.device("cpu"))
         share = BatchShard(batch_size=options.batch_size)
         for epoch in range(1_000):
-            batches = epochs.epoch_batches(share, epoch=epoch, follows=epoch > 0, another=True)
+            batches = epochs.epoch_batches(share, epoch=epoch, continues=epoch > 0, has_next=True)
             for drawn in views.views(Prefetched(batches)):
                 yield len(drawn)
             yield 0

@@ -35,8 +35,8 @@ MUTATIONS = [
     Mutation(
         "the momentum encoder follows before the update",
         "raycl/training/step.py",
-        "learner.update()\n        learner.follow(momentum)",
-        "learner.follow(momentum)\n        learner.update()",
+        "state.update()\n        state.update_momentum_encoder(momentum)",
+        "state.update_momentum_encoder(momentum)\n        state.update()",
         STEPS,
     ),
     Mutation(
@@ -49,8 +49,8 @@ MUTATIONS = [
     Mutation(
         "the learning rate of the step is ignored",
         "raycl/training/step.py",
-        "    set_learning_rate(learner.optimizer, learning_rate)\n",
-        "    set_learning_rate(learner.optimizer, 0.02)\n",
+        "    set_learning_rate(state.optimizer, learning_rate)\n",
+        "    set_learning_rate(state.optimizer, 0.02)\n",
         STEPS,
     ),
     Mutation(
@@ -398,8 +398,8 @@ MUTATIONS = [
     Mutation(
         "throughput is that of one worker",
         "raycl/training/loop.py",
-        "lap = self._clock.lap(position.samples)\n",
-        "lap = self._clock.lap(position.samples // num_workers())\n",
+        "timing = self._logger.clock.lap(position.samples)\n",
+        "timing = self._logger.clock.lap(position.samples // num_workers())\n",
         "tests/cluster/test_run.py",
     ),
     Mutation(
@@ -433,8 +433,8 @@ MUTATIONS = [
     Mutation(
         "a resumed epoch begins anew",
         "raycl/training/views.py",
-        "            start=position.epoch_step,\n",
-        "            start=0,\n",
+        "epoch=epoch, start=start, continues=continues",
+        "epoch=epoch, start=0, continues=continues",
         "tests/test_epochs.py",
     ),
     Mutation(

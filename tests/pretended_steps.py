@@ -108,7 +108,7 @@ class Worker:
         if self.config.data.kind in ("image", "image_text"):
             towers.to(memory_format=torch.channels_last)
         self.learner = build.learner(self.config, towers, num_samples=NUM_SAMPLES)
-        self.learner.enter(build.manner(self.config, self.stage))
+        self.learner.set_embed_config(build.manner(self.config, self.stage))
         self.maker = build.view_maker(self.config, self.modality, device)
         self.store = build.store(self.config, None, np.arange(NUM_SAMPLES), device)
         self.frequencies: Frequencies | None = None

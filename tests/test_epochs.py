@@ -14,7 +14,7 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.training.stages import Position, StagePlan, stage_plans
-from raycl.training.views import Epochs, ImageTransform, ViewMaker
+from raycl.training.views import Epochs, ImageTransform, ViewMaker, Views
 
 NUM_ROWS, SIZE, BATCH_SIZE = 22, 8, 4  # five batches an epoch
 SHARE = BatchShard(batch_size=BATCH_SIZE)
@@ -28,9 +28,15 @@ class Asked:
     calls: list[tuple[int, int, bool, bool]] = field(default_factory=list)
 
     def epoch_batches(
-        self, share: BatchShard, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
+        self,
+        share: BatchShard,
+        *,
+        epoch: int,
+        start: int = 0,
+        continues: bool = False,
+        has_next: bool = False,
     ) -> Iterator[Batch]:
-        self.calls.append((epoch, start, follows, another))
+        self.calls.append((epoch, start, continues, has_next))
         return self.shuffled.epoch_batches(share, epoch=epoch, start=start)
 
 
@@ -66,7 +72,14 @@ def plans_of(**settings: object) -> list[StagePlan]:
 
 
 def ids_of(epochs: Epochs, position: Position, plan: StagePlan) -> list[list[int]]:
-    return [views.ids.tolist() for views in epochs.views(position, plan, SHARE)]
+    return [views.ids.tolist() for views in views_of(epochs, position, plan)]
+
+
+def views_of(epochs: Epochs, position: Position, plan: StagePlan) -> Iterator[Views]:
+    """Return the views of the epoch that the position is in, as the trainer does."""
+    return epochs.views(
+        SHARE, epoch=position.epoch, start=position.epoch_step, has_next=plan.has_epoch_after(position)
+    )
 
 
 def after_an_epoch(position: Position, num_steps: int) -> Position:
@@ -109,7 +122,7 @@ def test_nothing_follows_an_epoch_that_was_left_in_its_middle_or_that_is_another
     epochs: Epochs, asked: Asked
 ) -> None:
     plan, first = plan_of(epochs=9), Position()
-    views = epochs.views(first, plan, SHARE)
+    views = views_of(epochs, first, plan)
     next(views)
     views.close()  # as when a stage ends
     second = after_an_epoch(first, 1)
@@ -131,7 +144,7 @@ def test_an_epoch_that_was_left_does_not_follow_a_second_time(epochs: Epochs, as
     plan, first = plan_of(epochs=9), Position()
     ids_of(epochs, first, plan)
     second = after_an_epoch(first, 5)
-    views = epochs.views(second, plan, SHARE)
+    views = views_of(epochs, second, plan)
     next(views)
     views.close()  # as when the run goes back to where the epoch began
     ids_of(epochs, second, plan)

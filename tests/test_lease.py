@@ -21,7 +21,7 @@ from raycl.errors import ConfigError, RunError, StorageError
 from raycl.lease import Lease, Writer, writing, writing_new
 from raycl.records import MetricsLog
 from raycl.storage import Place
-from raycl.training.preflight import admitted
+from raycl.training.preflight import validate_run
 from tests.conftest import BUCKET
 
 
@@ -280,12 +280,12 @@ def test_files_of_one_folder_have_writers_of_their_own(output: Place) -> None:
 
 def test_a_run_is_admitted_alone(tmp_path: Path) -> None:
     config = raycl.recipe("simclr")
-    with admitted(config, output=str(tmp_path / "run"), resume=False, data=None) as admission:
+    with validate_run(config, output=str(tmp_path / "run"), resume=False, data=None) as admission:
         admission.lease.check()
         for resume in (False, True):
             with (
                 pytest.raises(ConfigError, match="has been writing to"),
-                admitted(config, output=str(tmp_path / "run"), resume=resume, data=None),
+                validate_run(config, output=str(tmp_path / "run"), resume=resume, data=None),
             ):
                 raise AssertionError("two at once")
 

@@ -216,7 +216,7 @@ def look(
 
 def watch(monitor: CollapseMonitor, looks: Iterator[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return the steps at which the monitor spoke, and what it said."""
-    verdicts = [(each["step"], monitor.look(**each)) for each in looks]
+    verdicts = [(each["step"], monitor.update(**each)) for each in looks]
     return [(step, verdict) for step, verdict in verdicts if verdict is not None]
 
 
@@ -241,7 +241,7 @@ def test_a_run_that_collapses_after_the_loss_was_switched_is_told_within_three_l
         (
             110,
             "the embeddings collapsed to a point: the spread was 0.0954 at step 90 and 0.0341 at step 110 "
-            "(healthy from 0.1), bad for 3 looks in a row; the loss 0.201 is no better than the trivial 0.2",
+            "(healthy from 0.1), too low for 3 readings in a row; the loss 0.201 is no better than the trivial 0.2",
         )
     ]
 
@@ -250,8 +250,8 @@ def test_a_run_that_only_ever_sinks_is_told_when_the_grace_is_over() -> None:
     assert watch(CollapseMonitor(Limits()), SUNK.looks()) == [
         (
             210,
-            "the run never got going, its embeddings are nearly one point: the spread was 0.0744 at step 20 "
-            "and 0.0174 at step 210 (healthy from 0.1), bad for 20 looks in a row; the loss 0.2002 is no "
+            "the run never started to learn, its embeddings are nearly one point: the spread was 0.0744 at step 20 "
+            "and 0.0174 at step 210 (healthy from 0.1), too low for 20 readings in a row; the loss 0.2002 is no "
             "better than the trivial 0.2",
         )
     ]
@@ -262,7 +262,7 @@ def test_a_run_on_few_dims_is_told_although_its_loss_falls() -> None:
         (
             300,
             "the embeddings collapsed to few dimensions: the effective rank was 1.77 at step 110 and 1.93 at "
-            "step 300 (healthy from 2.3), bad for 20 looks in a row",
+            "step 300 (healthy from 2.3), too low for 20 readings in a row",
         )
     ]
 
@@ -270,7 +270,7 @@ def test_a_run_on_few_dims_is_told_although_its_loss_falls() -> None:
 def test_a_point_is_told_although_a_queue_holds_the_loss_below_its_trivial_value() -> None:
     ((step, verdict),) = watch(CollapseMonitor(Limits()), QUEUE.looks())
     assert step == 190
-    assert verdict.startswith("the run never got going")
+    assert verdict.startswith("the run never started to learn")
     assert "trivial" not in verdict
 
 
@@ -284,7 +284,7 @@ def test_a_good_run_is_told_after_as_many_bad_looks_as_patience(
     assert step == 50 + 10 * patience
     assert text in verdict
     assert f"at step 60 and {'0.01' if bad is POINT else '1.9'} at step {step}" in verdict
-    assert f"bad for {patience} looks in a row" in verdict
+    assert f"too low for {patience} readings in a row" in verdict
 
 
 @pytest.mark.parametrize("grace", [3, 7, 20])
@@ -298,7 +298,7 @@ def test_a_network_that_is_dead_from_the_first_step_never_got_going() -> None:
     dead = [POINT | {"spread": 1e-6}] * 25
     ((step, verdict),) = watch(CollapseMonitor(Limits()), sequence(*dead))
     assert step == 190
-    assert "never got going" in verdict
+    assert "never started to learn" in verdict
 
 
 def test_a_fall_after_a_long_rest_is_told_by_the_latest_looks() -> None:
@@ -345,7 +345,7 @@ def test_a_gap_that_is_lost_is_told_when_the_grace_is_over(trivial: float | None
     looks = sequence(*[GOOD | {"trivial": trivial}] * 4, *[LOST | {"trivial": trivial}] * 8)
     ((step, verdict),) = watch(monitor, looks)
     assert step == 90
-    assert verdict.startswith("the run lost what it had learned, positives are no nearer than other pairs")
+    assert verdict.startswith("the run lost its progress, positives are no nearer than other pairs")
     assert (
         "the positive negative gap was 0.002 at step 40 and 0.002 at step 90 (healthy from 0.01)" in verdict
     )
@@ -417,7 +417,7 @@ def test_the_last_look_says_whether_the_run_is_healthy() -> None:
         (GOOD, True),
     ]
     for step, (figures, healthy) in enumerate(expected):
-        monitor.look(**look(step, **figures))
+        monitor.update(**look(step, **figures))
         assert monitor.is_healthy == healthy
 
 
@@ -455,7 +455,7 @@ def test_a_monitor_that_was_reset_is_as_new(run: Run) -> None:
 )
 def test_a_restored_monitor_goes_on_as_the_uninterrupted_one(looks: list[dict[str, Any]]) -> None:
     def told(monitor: CollapseMonitor, looks: list[dict[str, Any]]) -> list[tuple[str | None, bool]]:
-        return [(monitor.look(**each), monitor.is_healthy) for each in looks]
+        return [(monitor.update(**each), monitor.is_healthy) for each in looks]
 
     whole = told(CollapseMonitor(Limits()), looks)
     for cut in range(len(looks)):

@@ -14,10 +14,9 @@ from raycl.evaluation.embed import ROWS_AHEAD, embed
 from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training import build, objectives
+from raycl.training import objectives
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator
 from raycl.training.snapshot_writer import SnapshotWriter
-from raycl.training.watch import Watch
 from tests.pretend_gpu import CPU, CUDA, is_on_device
 from tests.pretended_steps import CASES, PARTS, Worker, batch, count, on_host, pretended
 
@@ -107,13 +106,12 @@ def test_representations_come_to_the_host_few_thousand_rows_at_a_time() -> None:
 def test_a_watched_step_waits_no_more_but_for_the_mean_over_workers(workers: int) -> None:
     with pretended(workers) as trace:
         worker = Worker(CASES["simclr"], workers)
-        watch = Watch(build.monitor(worker.config))
         for step, views in enumerate(worker.maker.views(worker.batches(2))):
             trace.clear()
             stepped = worker.step(views, step, is_watched=True)
         assert trace.waits.total() == COUNTS[f"simclr|{workers}"]["step"][0]
         trace.clear()
-        watch.look(stepped, step=1)
+        stepped.measure()
         assert trace.waits.total() == 2 * (workers - 1)
 
 

@@ -116,7 +116,7 @@ def test_python_functions_refuse_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     digits = str(write_digits(tmp_path / "digits.parquet", 40))
     with pytest.raises(ConfigError, match="unknown measure 'foo'"):
         evaluate("foo", run="nowhere", train=digits, test=digits)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("raycl.training.launch.train_admitted", lambda *_, **__: "admitted")
+    monkeypatch.setattr("raycl.training.launch.train_validated", lambda *_, **__: "admitted")
     config = recipe("simclr", image_size=16)
     config = config.model_copy(update={"encoder": config.encoder.model_copy(update={"name": "mine"})})
     output = str(tmp_path / "run")

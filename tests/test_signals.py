@@ -28,14 +28,14 @@ def test_workers_are_asked_to_stop_only_between_the_beginning_and_the_end_of_tra
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
-    monkeypatch.setattr(GracefulShutdown, "ask_to_stop", lambda _: float(asked.set() or 0))
+    monkeypatch.setattr(GracefulShutdown, "request_stop", lambda _: float(asked.set() or 0))
     with GracefulShutdown(None, Place(str(tmp_path))) as signals:
         with pytest.raises(KeyboardInterrupt):  # nobody is there who would save
             send_sigterm()
         signals.begin()
         send_sigterm()
         assert asked.wait(10)
-        assert signals.last == signal.SIGTERM
+        assert signals.last_signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):  # a second one ends the process
             send_sigterm()
         signals.end()

@@ -37,8 +37,8 @@ def save(config: RunConfig, output: Path) -> Towers:
         stream=None,
         num_train=1,
         holdout=Holdout(seed=0),
-        logbook=None,
-        judged=False,
+        coordinator=None,
+        is_evaluated=False,
         columns=column_names(config),
         vocabulary=vocabulary(),
     )

@@ -91,21 +91,21 @@ def train(
 ) -> None:
     """Pretrain an encoder by contrast."""
     from raycl.cli.plan import plan_run, run_flags
-    from raycl.training.preflight import admitted
+    from raycl.training.preflight import validate_run
 
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
     config = plan_run(recipe, data=data, flags=flags, settings=settings or [])
-    with admitted(config, output=output, resume=resume, data=data, address=address) as admission:
+    with validate_run(config, output=output, resume=resume, data=data, address=address) as admission:
         # What is refused up to here is refused without waiting for Ray and torch.
         from raycl.ray_runtime import prestart_ray
 
         prestart_ray(address, debug=debug)
-        from raycl.training.launch import train_admitted
+        from raycl.training.launch import train_validated
 
         with typed(sys.argv), reported(output):
-            result = train_admitted(admission, address=address, debug=debug)
+            result = train_validated(admission, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     print(
         f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "

@@ -1,8 +1,9 @@
-"""The logbook: a small actor that workers and data tasks write to and the driver reads."""
+"""The coordinator of a run: a small actor that workers and data tasks report to and the driver reads."""
 
 import contextlib
 import json
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycl.errors import DataError
@@ -19,7 +20,8 @@ from raycl.tracking.prometheus import Exporter, Reading
 
 NUM_EXAMPLES = 3
 
-_PATIENCE_S = 30.0
+_RESTART_S = 30.0  # in which Ray restarts the actor
+_HEARTBEAT_S, _ANSWER_S = 1.0, 10.0
 
 
 @final
@@ -59,11 +61,11 @@ class ReadStats:
 
 @final
 class RunCoordinator:
-    """Keep the latest progress and what each piece of the data held.
+    """Keep the latest progress, the counts of each piece of the data, notices, heartbeats and stop requests.
 
-    A piece that is read again (an epoch later, or by a task that Ray retried) counts once. With
-    ``tags``, those of a run, its rows are metrics of Prometheus. What must not be forgotten if this process
-    dies is also written to the ``journal``, a file on the driver's node.
+    A piece that is read again (an epoch later, or by a task that Ray retried) counts once. With ``tags``
+    of a run, its rows are exported to Prometheus. The ``journal``, a file on the driver's node, restores
+    counts, notices and stop requests if the process is restarted.
     """
 
     def __init__(self, tags: Mapping[str, str] | None = None, journal: str | None = None) -> None:
@@ -72,16 +74,16 @@ class RunCoordinator:
         self._notices: list[str] = []
         self._left_out: dict[str, Counter[str]] = {}
         self._exporter = None if tags is None else Exporter(tags, self._readings)
-        self._is_to_stop = False
-        self._heard_at = time.monotonic()
+        self._stop_requested = False
+        self._last_heartbeat = time.monotonic()
         self._journal: TextIO | None = None
         if journal is not None:
             for name, arguments in _entries(Path(journal)):
                 getattr(self, name)(*arguments)
-            # Where the driver has a file system of its own, there is none.
+            # An actor without the driver's file system has no journal.
             with contextlib.suppress(OSError):
                 opened = Path(journal).open("a")
-                opened.write("\n")  # the last line may have been cut
+                opened.write("\n")  # the last line may be incomplete
                 opened.flush()
                 self._journal = opened
 
@@ -94,20 +96,20 @@ class RunCoordinator:
         examples: list[str],
         num_flat: int = 0,
     ) -> None:
-        """Note the rows of one piece; ``num_train`` of them are sound and not held out."""
+        """Count the rows of one piece; ``num_train`` of them are valid and not held out."""
         now = (num_rows, num_train, Counter(broken), examples, num_flat)
         if self._pieces.get(piece) != now:
             self._write("add_rows", piece, num_rows, num_train, dict(broken), examples, num_flat)
         self._pieces[piece] = now
 
     def add_left_out(self, piece: str, left_out: Mapping[str, int]) -> None:
-        """Note how much of one piece is sound but of no use, by cause."""
+        """Count the skipped rows of one piece by cause; they are valid but of no use."""
         if self._left_out.get(piece) != Counter(left_out):
             self._write("add_left_out", piece, dict(left_out))
         self._left_out[piece] = Counter(left_out)
 
     def add_progress(self, progress: Mapping[str, Any]) -> None:
-        """Note how far training is; what came before under the same names is replaced."""
+        """Update the progress of training; values of the same names are replaced."""
         self._progress |= progress
 
     def progress(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ class RunCoordinator:
         return dict(self._progress)
 
     def add_notice(self, text: str) -> None:
-        """Note something that people must see."""
+        """Add a line for the user."""
         self._write("add_notice", text)
         self._notices.append(text)
 
@@ -123,23 +125,23 @@ class RunCoordinator:
         """Return all notices so far."""
         return list(self._notices)
 
-    def ask_to_stop(self) -> None:
-        """Ask the run to save and end."""
-        if not self._is_to_stop:
-            self._write("ask_to_stop")
-        self._is_to_stop = True
+    def request_stop(self) -> None:
+        """Request that the run saves a checkpoint and stops."""
+        if not self._stop_requested:
+            self._write("request_stop")
+        self._stop_requested = True
 
-    def hear(self) -> bool:
-        """Note that a worker is there, and answer whether the run is to save and end."""
-        self._heard_at = time.monotonic()
-        return self._is_to_stop
+    def heartbeat(self) -> bool:
+        """Record that the workers are alive; return whether a stop was requested."""
+        self._last_heartbeat = time.monotonic()
+        return self._stop_requested
 
-    def seconds_alone(self) -> float:
-        """Return since when no worker was heard."""
-        return time.monotonic() - self._heard_at
+    def seconds_since_heartbeat(self) -> float:
+        """Return the age of the last heartbeat."""
+        return time.monotonic() - self._last_heartbeat
 
     def rows(self) -> ReadStats:
-        """Return what all pieces held together."""
+        """Return the counts over all pieces."""
         pieces = [self._pieces[name] for name in sorted(self._pieces)]
         return ReadStats(
             num_rows=sum(piece[0] for piece in pieces),
@@ -151,13 +153,13 @@ class RunCoordinator:
         )
 
     def _write(self, name: str, *arguments: Any) -> None:
-        """Write a call down, whole before it is answered."""
+        """Write a call to the journal before it is answered."""
         if self._journal is None:
             return
         try:
             self._journal.write(json.dumps([name, arguments]) + "\n")
             self._journal.flush()
-        except OSError:  # a full disk must not cost the run what only a death of this process would
+        except OSError:  # a full disk must not end the run: the journal matters only after a restart
             self._journal = None
 
     def _readings(self) -> Iterator[Reading]:
@@ -169,19 +171,19 @@ class RunCoordinator:
 
 
 def _entries(journal: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the calls that were written down; the last one may have been cut, and was not answered then."""
+    """Yield the calls of the journal; an incomplete last one was never answered."""
     for line in journal.read_text().splitlines() if journal.exists() else ():
         with contextlib.suppress(ValueError):
             name, arguments = json.loads(line)
             yield name, arguments
 
 
-def rows_in(logbook: Any) -> ReadStats:
-    """Ask a logbook actor what has been read so far; one that has died is waited for, it comes back."""
-    until = time.monotonic() + _PATIENCE_S
+def rows_in(coordinator: Any) -> ReadStats:
+    """Return the counts of the rows read so far; an actor that died is waited for, since Ray restarts it."""
+    until = time.monotonic() + _RESTART_S
     while True:
         try:
-            return ray.get(logbook.rows.remote())  # pyright: ignore[reportReturnType]
+            return ray.get(coordinator.rows.remote())  # pyright: ignore[reportReturnType]
         except (ActorDiedError, ActorUnavailableError):
             if time.monotonic() > until:
                 raise
@@ -189,16 +191,42 @@ def rows_in(logbook: Any) -> ReadStats:
 
 
 @contextlib.contextmanager
+def send_heartbeats(coordinator: Any, *, interval_s: float = _HEARTBEAT_S) -> Iterator[threading.Event]:
+    """Send a heartbeat every ``interval_s`` seconds; yield an event that is set once a stop is requested.
+
+    A thread sends them, since a step, an evaluation or a checkpoint may take minutes.
+    """
+    ended, stop_requested = threading.Event(), threading.Event()
+
+    def send() -> None:
+        while True:
+            # A coordinator that died is restarted, and answers the next one.
+            with contextlib.suppress(RayActorError, GetTimeoutError):
+                if ray.get(coordinator.heartbeat.remote(), timeout=_ANSWER_S):
+                    stop_requested.set()
+            if ended.wait(interval_s):
+                return
+
+    thread = threading.Thread(target=send, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield stop_requested
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
 def start_coordinator(tags: Mapping[str, str] | None = None) -> Iterator[Any]:
-    """Start the actor, which takes no CPU, and end it afterwards; ``tags`` are those of its metrics."""
-    # Beside the driver, so that no node takes it away while the run goes on.
+    """Start the actor, which takes no CPU, and end it afterwards; ``tags`` label its metrics."""
+    # On the driver's node, which no autoscaler removes during the run.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
     actor: Any = ray.remote(**options)(RunCoordinator)
-    with tempfile.TemporaryDirectory(prefix="raycl-logbook-") as folder:
-        logbook = actor.remote(tags, f"{folder}/journal")
+    with tempfile.TemporaryDirectory(prefix="raycl-coordinator-") as folder:
+        coordinator = actor.remote(tags, f"{folder}/journal")
         try:
-            yield logbook
+            yield coordinator
         finally:
-            # Ray would not: what Ray Data and Ray Train remember of a run holds on to it until the driver ends.
-            ray.kill(logbook)
+            # Ray Data and Ray Train hold references to it until the driver ends.
+            ray.kill(coordinator)

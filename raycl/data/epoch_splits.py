@@ -29,20 +29,20 @@ class EpochSplits:
         self._actors: dict[int, Any] = {}  # of the first worker, by epoch
 
     def tables(
-        self, open_epoch: OpenEpoch, share: BatchShard, *, epoch: int, follows: bool, another: bool
+        self, open_epoch: OpenEpoch, share: BatchShard, *, epoch: int, continues: bool, has_next: bool
     ) -> Iterator[pa.Table]:
         """Yield this worker's tables of an epoch; every worker calls this, with the same arguments but its rank.
 
-        ``follows`` says that the epoch before was used to its end, ``another`` that the next one will be asked for
-        after this one, with the same share.
+        ``continues`` says that the epoch before was used to its end, ``has_next`` that the next epoch will
+        follow, with the same share.
         """
-        reading = self._begun(share, epoch) if follows else None
+        reading = self._begun(share, epoch) if continues else None
         self._last = None
-        wanted = ([epoch] if reading is None else []) + ([epoch + 1] if another else [])
+        wanted = ([epoch] if reading is None else []) + ([epoch + 1] if has_next else [])
         parts = self._deal(open_epoch, share, wanted, kept=set() if reading is None else {epoch})
         if reading is None:
             reading = _Reading(parts[epoch])
-        if another:
+        if has_next:
             reading.turn.let_follow(parts[epoch + 1])
         self._last = share, epoch, reading
         yield from reading.tables

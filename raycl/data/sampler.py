@@ -39,11 +39,17 @@ class InMemorySampler:
     length_buckets: int = 1
 
     def epoch_batches(
-        self, share: BatchShard, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
+        self,
+        share: BatchShard,
+        *,
+        epoch: int,
+        start: int = 0,
+        continues: bool = False,
+        has_next: bool = False,
     ) -> Iterator[Batch]:
         """Yield this worker's batches of one epoch from step ``start`` on.
 
-        Rows at hand need no preparation, whether this epoch ``follows`` the one before or ``another`` follows this.
+        ``continues`` and ``has_next`` only matter to a stream, which reads the next epoch ahead.
         """
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.rows))

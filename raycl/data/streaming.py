@@ -37,16 +37,25 @@ class StreamingSampler:
     _dealing: EpochSplits = field(default_factory=EpochSplits, init=False, repr=False, compare=False)
 
     def epoch_batches(
-        self, share: BatchShard, *, epoch: int, start: int = 0, follows: bool = False, another: bool = False
+        self,
+        share: BatchShard,
+        *,
+        epoch: int,
+        start: int = 0,
+        continues: bool = False,
+        has_next: bool = False,
     ) -> Iterator[Batch]:
         """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this.
 
-        If ``another`` one is to follow, with the same share, its rows are read while the last of this one's are
-        used; it is told that it ``follows`` if this one was used to its end. All workers say the same.
+        ``has_next`` says that the next epoch will follow, with the same share: its rows are read while the
+        last rows of this one are used. ``continues`` says that the epoch before was used to its end. All
+        workers pass equal values.
         """
         window = max(self.shuffle_rows // share.num_workers, share.local_batch_size)
         seed = (self.seed, epoch, share.rank)
-        tables = self._dealing.tables(self.open_epoch, share, epoch=epoch, follows=follows, another=another)
+        tables = self._dealing.tables(
+            self.open_epoch, share, epoch=epoch, continues=continues, has_next=has_next
+        )
         shuffled = _shuffle(tables, self.formats, window, seed)
 
         def arranged(rows: InMemoryDataset, order: NDArray[np.int64], window: int) -> NDArray[np.int64]:

@@ -25,7 +25,6 @@ from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec
 from raycl.optimizers import build_optimizer
 from raycl.tokenization import Vocabulary
-from raycl.training.collapse_monitor import CollapseMonitor, Limits
 from raycl.training.logq import Frequencies
 from raycl.training.modality import ImageModality, ImageTowerBuilder, Modality, TowerBuilder
 from raycl.training.objectives import Bidirectional, Hinge, InfoNce, Nce, NtXent, Objective, WeightedObjective
@@ -207,11 +206,6 @@ def _cross_entropy(
 
 def _meets_the_batch(config: RunConfig) -> bool:
     return config.negatives.in_batch and config.key != "slot"
-
-
-def monitor(config: RunConfig) -> CollapseMonitor:
-    """Return what judges the measures of the embeddings."""
-    return CollapseMonitor(Limits(patience=config.monitor.patience, grace=config.monitor.grace))
 
 
 NEW_NODE_S = 900.0  # that a node may take to come, with all that is installed on it

@@ -1,9 +1,9 @@
-"""Tell a collapsed run from a healthy one, and from one that has not yet begun.
+"""Detection of collapse in the embeddings of a run.
 
-What a collapse looks like is also how many a healthy run begins: an untrained network without
-BatchNorm maps everything to nearly one point, and where the task is hard the first steps pull
-scattered embeddings together before they part them. So a bad sign counts at once only where the run
-was good before. Elsewhere it must last long, and embeddings near one point must still draw closer.
+A healthy run may start as a collapsed one ends: an untrained network without BatchNorm maps all inputs to
+nearly one point, and on a hard task the first steps contract the embeddings before they separate them.
+So a sign of collapse counts soon only if the run was healthy before. Before that, it must persist for
+``grace`` readings while the spread keeps falling.
 """
 
 from collections.abc import Mapping
@@ -12,35 +12,35 @@ from typing import Any, final
 
 from raycl.errors import ConfigError
 
-_FEWEST_ROWS = 8  # of fewer the figures are chance
-_TRIVIAL = 0.98  # of the trivial loss: one that is above it tells next to nothing apart
-_LEARNED_GAP = 0.05  # from here on; easy views give an untrained network as much, so the loss is asked too
-_FALLING = 0.9  # of the third of the looks before: what is left where embeddings draw closer
-_DEAD = 0.05  # of min_spread: embeddings this close need not draw closer any more
+_MIN_ROWS = 8  # statistics of fewer rows are noise
+_TRIVIAL = 0.98  # times the collapsed loss: a loss above that hardly distinguishes any pairs
+_LEARNED_GAP = 0.05  # easy views give an untrained network as much, so the loss must agree
+_FALLING = 0.9  # times the mean of the third of the readings before
+_DEAD = 0.05  # times min_spread: embeddings this close need not contract further
 
-# Sign -> the figure that shows it, and what it means.
-_FIGURES = {"point": "spread", "dims": "effective_rank", "gap": "positive_negative_gap"}
-_STORIES = {
+# Each sign of collapse, its metric, and its description.
+_METRICS = {"point": "spread", "dims": "effective_rank", "gap": "positive_negative_gap"}
+_DESCRIPTIONS = {
     "point": "the embeddings collapsed to a point",
     "dims": "the embeddings collapsed to few dimensions",
-    "gap": "the run lost what it had learned, positives are no nearer than other pairs",
+    "gap": "the run lost its progress, positives are no nearer than other pairs",
 }
-_NEVER_BEGAN = "the run never got going, its embeddings are nearly one point"
+_NEVER_STARTED = "the run never started to learn, its embeddings are nearly one point"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a figure of a logged step is bad, and for how many looks in a row it must be.
+    """The limits of the metrics, and the number of consecutive readings beyond a limit.
 
     Args:
-        min_spread: embeddings with less spread are nearly one point.
-        min_gap: with less gap positives are no nearer than other pairs; a sign only where the loss
-            is no better than a trivial one.
-        min_effective_rank: the least effective rank, as a power of the greatest that is possible:
-            0.2 asks for 2.3 of 64 dims, 3 of 256 and 1.15 of 2.
-        patience: so many bad looks make a collapse of a run that was good before.
-        grace: so many do where it never was.
+        min_spread: embeddings with a lower spread are nearly one point.
+        min_gap: with a lower gap, positives are no nearer than other pairs. This is a sign only if the
+            loss is no better than the collapsed loss.
+        min_effective_rank: the lowest effective rank, as a power of the highest possible one:
+            0.2 means 2.3 of 64 dimensions, 3 of 256 and 1.15 of 2.
+        patience: the number of readings if the run was healthy before.
+        grace: the number of readings if it was not.
 
     Raises:
         ConfigError: A limit is not between 0 and 1, ``patience`` is below 1, or ``grace`` is below
@@ -59,65 +59,65 @@ class Limits:
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} is not between 0 and 1: it is {value:g}; 0 switches its sign off")
         if self.patience < 1:
-            raise ConfigError(f"patience is below 1: it is {self.patience}; 3 looks in a row are usual")
+            raise ConfigError(f"patience is below 1: it is {self.patience}; 3 readings in a row are usual")
         if self.grace < max(3, self.patience):
             raise ConfigError(
                 f"grace is below 3 or below patience: it is {self.grace}, and patience {self.patience}; "
-                "20 looks in a row are usual"
+                "20 readings in a row are usual"
             )
 
 
 @final
 class CollapseMonitor:
-    """Watch the measures of every logged step; say once that the run has collapsed.
+    """Read the metrics of every logged step and report a collapse once.
 
-    Pure logic: workers that show it the same figures hear the same from it.
+    Pure logic: workers with equal metrics come to equal results.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.reset()
+        self._streak: _Streak | None = None
+        self._num_learned = 0  # consecutive readings that showed learning: a single one may be chance
+        self._was_good: set[str] = set()  # the signs that were absent from those readings
+        self._has_told = False
 
     def reset(self) -> None:
-        """Forget all looks, as after a rollback to a good checkpoint."""
-        self._streak: _Streak | None = None
-        self._num_learned = 0  # looks in a row that showed something learned: one may do so by chance
-        self._was_good: set[str] = set()  # the signs that a look then did not show
-        self._has_told = False
+        """Forget all readings, as after a rollback to a healthy checkpoint."""
+        self._streak, self._num_learned, self._was_good, self._has_told = None, 0, set(), False
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last look showed no loss, so that a checkpoint made now is a good one."""
+        """Whether the last reading showed no sign of collapse, so that a checkpoint is worth a rollback."""
         return self._streak is None or (self._streak.sign == "gap" and "gap" not in self._was_good)
 
-    def look(
+    def update(
         self, *, step: int, measures: Mapping[str, float], loss: float, collapsed_loss: float | None
     ) -> str | None:
-        """Return why the run counts as collapsed, the first time it does, else None.
+        """Add a reading; return the reason when the run first counts as collapsed, else None.
 
         Args:
-            step: of this look; looks come at equal distances.
-            measures: what :meth:`raycl.embedding_metrics.Measures.known` gives, of rows of all workers, so
-                that all come to the same verdict. Looks at fewer than 8 rows are passed over.
-            loss: of the step.
-            trivial_loss: the loss if all embeddings were equal: the logarithm of the number of
-                candidates, or the margin. None where there is no such value.
+            step: the step of the reading; readings are equally spaced.
+            measures: the metrics of :meth:`raycl.embedding_metrics.Measures.known`, over rows of all workers.
+                Readings of fewer than 8 rows are skipped.
+            loss: the loss of the step.
+            collapsed_loss: the loss if all embeddings were equal: the logarithm of the number of
+                candidates, or the margin. None if the loss has no such value.
         """
-        if measures["num_rows"] < _FEWEST_ROWS:
+        if measures["num_rows"] < _MIN_ROWS:
             return None
-        seen = _Look(self._limits, measures, loss, collapsed_loss)
-        sign = seen.sign
-        self._num_learned = self._num_learned + 1 if seen.has_learned else 0
+        reading = _Reading(self._limits, measures, loss, collapsed_loss)
+        sign = reading.sign
+        self._num_learned = self._num_learned + 1 if reading.has_learned else 0
         if self._num_learned >= self._limits.patience:
-            self._was_good |= _FIGURES.keys() - {sign}
-        self._streak = None if sign is None else self._longer(sign, measures[_FIGURES[sign]], step)
-        if self._streak is None or self._has_told or not self._is_over(self._streak):
+            self._was_good |= _METRICS.keys() - {sign}
+        self._streak = None if sign is None else self._extended(sign, measures[_METRICS[sign]], step)
+        if self._streak is None or self._has_told or not self._is_collapse(self._streak):
             return None
         self._has_told = True
-        return self._tell(self._streak, seen, step)
+        return self._describe(self._streak, reading, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as plain values."""
+        """Return the state for a checkpoint, as plain values."""
         return {
             "streak": None if self._streak is None else asdict(self._streak),
             "num_learned": self._num_learned,
@@ -126,45 +126,47 @@ class CollapseMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Restore the state of a checkpoint."""
         self._streak = None if state["streak"] is None else _Streak(**state["streak"])
         self._num_learned, self._was_good = state["num_learned"], set(state["was_good"])
         self._has_told = state["has_told"]
 
-    def _longer(self, sign: str, figure: float, step: int) -> "_Streak":
+    def _extended(self, sign: str, value: float, step: int) -> "_Streak":
         streak = self._streak
         if streak is None or streak.sign != sign:
-            streak = _Streak(sign=sign, began=step, num_looks=0, first=figure, latest=[])
-        latest = [*streak.latest, figure][-self._limits.grace :]
+            streak = _Streak(sign=sign, began=step, num_looks=0, first=value, latest=[])
+        latest = [*streak.latest, value][-self._limits.grace :]
         return replace(streak, num_looks=streak.num_looks + 1, latest=latest)
 
-    def _is_over(self, streak: "_Streak") -> bool:
+    def _is_collapse(self, streak: "_Streak") -> bool:
         was_good = streak.sign in self._was_good
-        # Of few rows the gap is noisy, and a run without one does no harm for a while.
+        # The gap of few rows is noisy, and a run without one does no harm for a while.
         is_urgent = was_good and streak.sign != "gap"
         if streak.num_looks < (self._limits.patience if is_urgent else self._limits.grace):
             return False
         if streak.sign == "point":
             return was_good or streak.falls or max(streak.latest) < _DEAD * self._limits.min_spread
-        return was_good or streak.sign == "dims"  # a gap that never was is no loss
+        return was_good or streak.sign == "dims"  # a gap that never existed was not lost
 
-    def _tell(self, streak: "_Streak", seen: "_Look", step: int) -> str:
-        never_began = streak.sign == "point" and streak.sign not in self._was_good
+    def _describe(self, streak: "_Streak", reading: "_Reading", step: int) -> str:
+        never_started = streak.sign == "point" and streak.sign not in self._was_good
         text = (
-            f"{_NEVER_BEGAN if never_began else _STORIES[streak.sign]}: "
-            f"the {_FIGURES[streak.sign].replace('_', ' ')} was {streak.first:.3g} at step {streak.began} "
-            f"and {streak.latest[-1]:.3g} at step {step} (healthy from {seen.limit_of(streak.sign):.3g}), "
-            f"bad for {streak.num_looks} looks in a row"
+            f"{_NEVER_STARTED if never_started else _DESCRIPTIONS[streak.sign]}: "
+            f"the {_METRICS[streak.sign].replace('_', ' ')} was {streak.first:.3g} at step {streak.began} "
+            f"and {streak.latest[-1]:.3g} at step {step} (healthy from {reading.limit_of(streak.sign):.3g}), "
+            f"too low for {streak.num_looks} readings in a row"
         )
-        if not seen.is_trivial:
+        if not reading.is_trivial:
             return text
-        return f"{text}; the loss {seen.loss:.4g} is no better than the trivial {seen.collapsed_loss:.4g}"
+        return (
+            f"{text}; the loss {reading.loss:.4g} is no better than the trivial {reading.collapsed_loss:.4g}"
+        )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Streak:
-    """A sign seen look after look: its first figure, and the latest ones."""
+    """Consecutive readings with one sign: the first value of its metric and the latest ones."""
 
     sign: str
     began: int  # a step
@@ -174,9 +176,9 @@ class _Streak:
 
     @property
     def falls(self) -> bool:
-        """Whether each third of the latest figures is clearly below the one before.
+        """Whether each third of the latest values is clearly below the one before.
 
-        Neither the noise of a run that has not begun nor one fall that is over looks so.
+        Neither noise before the start of learning nor a single past fall looks like that.
         """
         size = len(self.latest) // 3
         first, second, third = (sum(self.latest[at * size :][:size]) for at in range(3))
@@ -185,8 +187,8 @@ class _Streak:
 
 @final
 @dataclass(frozen=True)
-class _Look:
-    """One look, judged by itself."""
+class _Reading:
+    """The metrics of one logged step."""
 
     limits: Limits
     measures: Mapping[str, float]
@@ -195,12 +197,12 @@ class _Look:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether the loss is known to be no better than if all embeddings were equal."""
+        """Whether the loss is no better than with equal embeddings; False if that loss is unknown."""
         return self.collapsed_loss is not None and self.loss >= _TRIVIAL * self.collapsed_loss
 
     @property
     def has_learned(self) -> bool:
-        """Whether something shows that positives are told from other pairs, and nothing speaks against it."""
+        """Whether gap and loss, as far as they are known, separate positives from other pairs."""
         gap = self.measures.get("positive_negative_gap")
         if gap is None:
             return self.collapsed_loss is not None and not self.is_trivial
@@ -208,25 +210,25 @@ class _Look:
 
     @property
     def sign(self) -> str | None:
-        """What is bad, if anything is: the one sign that says most."""
+        """The most telling sign of collapse, if there is one."""
         if self._is_low("point"):
             return "point"
-        # Few dims mean something where they are in use; untrained networks have few as well.
+        # Untrained networks use few dimensions as well, so these count only after learning.
         if self.has_learned:
             return "dims" if self._is_low("dims") else None
         is_lost = self._is_low("gap") and (self.is_trivial or self.collapsed_loss is None)
         return "gap" if is_lost else None
 
     def limit_of(self, sign: str) -> float:
-        """Return from where on the sign's figure is good."""
-        greatest_rank = min(self.measures["num_rows"], self.measures["dim"])
+        """Return the lowest healthy value of the sign's metric."""
+        max_rank = min(self.measures["num_rows"], self.measures["dim"])
         limits = self.limits
         return {
             "point": limits.min_spread,
-            "dims": greatest_rank**limits.min_effective_rank,
+            "dims": max_rank**limits.min_effective_rank,
             "gap": limits.min_gap,
         }[sign]
 
     def _is_low(self, sign: str) -> bool:
-        figure = self.measures.get(_FIGURES[sign])
-        return figure is not None and figure < self.limit_of(sign)
+        value = self.measures.get(_METRICS[sign])
+        return value is not None and value < self.limit_of(sign)

@@ -1,4 +1,4 @@
-"""Ray's trainer, and what a lost controller leaves in the cluster: the room that it had taken for its workers."""
+"""Ray Train's trainer, and the placement groups that a crashed controller leaves in the cluster."""
 
 import time
 from collections.abc import Iterator
@@ -13,50 +13,50 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-# The controller reads it, and Ray brings it only what it has on this list.
+# The controller reads it, and Ray passes on only the variables of this list.
 constants.ENV_VARS_TO_PROPAGATE.add("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S")
 
 _Group: Any = gcs_pb2.PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @final
-class Trainer(TorchTrainer):
-    """A ``TorchTrainer`` without those of Ray's helpers that raycl has no use for.
+class RayTrainer(TorchTrainer):
+    """A ``TorchTrainer`` without two of Ray's callbacks.
 
-    The cleaner of placement groups is a detached actor a group, and where there is no dashboard, as in the Ray
-    that raycl starts on one machine, it neither sees that its controller has died nor ever ends: each death
-    costs the cluster what the workers had, until no task that reads finds a CPU. The driver removes what is
-    left instead, and where that dies, Ray does.
+    The placement group cleaner is a detached actor. Without a dashboard, as in the Ray that raycl starts on
+    one machine, it never notices that its controller died and never ends: each crash leaks the workers'
+    CPUs until data tasks can no longer be scheduled. The driver removes leaked placement groups
+    instead, and if the driver dies, Ray does.
 
-    The manager of data sets would be waited for by every group, and raycl streams its own.
+    The data set manager would delay every group, and raycl streams its own data.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
         found = super()._create_default_callbacks()
         kept = [each for each in found if not isinstance(each, PlacementGroupCleanerCallback)]
-        context = _DataContextAlone(self.train_run_context, datasets={})
+        context = _DataContextOnly(self.train_run_context, datasets={})
         return [context if isinstance(each, DatasetsCallback) else each for each in kept]
 
 
 @final
-class _DataContextAlone(DatasetsCallback):
-    """Bring the workers the driver's settings of Ray Data, and no data.
+class _DataContextOnly(DatasetsCallback):
+    """Pass the driver's settings of Ray Data to the workers, and no data sets.
 
-    The controller imports this module for it, and with it nothing that is only the workers'.
+    The controller imports this module to unpickle it, so the module imports no code of the workers.
     """
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         return {}
 
 
-def free_abandoned_room(*, patience_s: float = 5.0) -> int:
-    """Remove the placement groups of this driver's controllers that have died; return how many there were.
+def remove_leaked_placement_groups(*, patience_s: float = 5.0) -> int:
+    """Remove the placement groups of this driver's dead controllers; return their number.
 
-    Ray may know a moment later than the driver that a controller is dead: those that seem to live are looked
-    at again for a while.
+    Ray may learn of a dead controller after the driver does, so controllers that seem alive are checked
+    again for ``patience_s`` seconds.
     """
     until = time.monotonic() + patience_s
-    freed: set[bytes] = set()  # one that was removed may still be told of for a moment
+    freed: set[bytes] = set()  # Ray may list a removed group for a moment
     while True:
         groups = list(_groups_of_controllers())
         for group in groups:
@@ -69,7 +69,7 @@ def free_abandoned_room(*, patience_s: float = 5.0) -> int:
 
 
 def _groups_of_controllers() -> Iterator[Any]:
-    """Yield what Ray knows of the groups that Ray Train has made for this driver; nobody else's are touched."""
+    """Yield Ray's records of the placement groups that Ray Train created for this driver, and no others."""
     job = ray.get_runtime_context().get_job_id()
     accessor: Any = ray_state.state._connect_and_get_accessor()
     for group in map(_Group.FromString, accessor.get_placement_group_table()):
@@ -79,6 +79,6 @@ def _groups_of_controllers() -> Iterator[Any]:
 
 
 def _is_controller(actor_id: bytes) -> bool:
-    # Groups of the driver itself name an actor of nothing but ones, which nobody knows.
+    # Placement groups of the driver itself have an invalid actor id of ones only.
     facts = ray_state.actors(actor_id.hex()) if set(actor_id) - {0xFF} else None
     return bool(facts) and facts["ActorClassName"] == "TrainController"

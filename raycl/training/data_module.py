@@ -37,9 +37,9 @@ class DataModule:
     """
 
     def __init__(
-        self, config: RunConfig, logbook: Any, source: Source | None, dataset: ray.data.Dataset | None
+        self, config: RunConfig, coordinator: Any, source: Source | None, dataset: ray.data.Dataset | None
     ) -> None:
-        self._config, self._logbook, self._source, self._dataset = config, logbook, source, dataset
+        self._config, self._coordinator, self._source, self._dataset = config, coordinator, source, dataset
         asked = column_names(config)
         self._num_clicks: int | None = None
         self.columns = source.columns if source is not None else columns_of(_given(dataset), asked)
@@ -63,12 +63,9 @@ class DataModule:
             return self._source.has_labels
         return self.columns.label is not None
 
-    def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary | None:
-        """Count the tokens of the texts, if the samples have any; comes before anything is opened."""
-        if self._config.has_texts:
-            self._vocabulary = find_vocabulary(
-                self._config, tokenizer, self.columns, self._source, self._dataset
-            )
+    def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
+        """Count the tokens of the texts, by a new tokenizer unless one is given; comes before any decoding."""
+        self._vocabulary = find_vocabulary(self._config, tokenizer, self.columns, self._source, self._dataset)
         return self._vocabulary
 
     def must_stream(self) -> bool:
@@ -152,7 +149,7 @@ class DataModule:
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(
             formats=build.modality(self._config, self._vocabulary).formats(self.columns),
-            logbook=self._logbook,
+            logbook=self._coordinator,
             holdout=self.holdout,
             keep=keep,
             count=count,
@@ -161,12 +158,12 @@ class DataModule:
 
     def _group(self) -> None:
         grouped = (
-            group_source(self._source, self._logbook)
+            group_source(self._source, self._coordinator)
             if self._source is not None
-            else group_dataset(_given(self._dataset), self.columns, self._logbook)
+            else group_dataset(_given(self._dataset), self.columns, self._coordinator)
         )
         self._source, self._dataset = None, grouped.materialize()
-        rows = rows_in(self._logbook)
+        rows = rows_in(self._coordinator)
         rows.check(self._config.data.max_bad_fraction)
         self._num_clicks = rows.num_rows
         self.columns = grouped_columns(self.columns)

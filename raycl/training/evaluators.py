@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset
+from raycl.data.split import Holdout
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_predict, nearest
@@ -104,6 +106,29 @@ class RetrievalEvaluator:
     def _key_ids(self, rows: InMemoryDataset, share: NDArray[np.int64]) -> Tensor:
         parts = [self.drawing.plain_key_id(rows.take(part)) for part in _batches(share)]
         return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+
+def build_evaluator(
+    config: RunConfig, rows: InMemoryDataset, holdout: Holdout, drawing: Transform, *, wanted: bool
+) -> Evaluator | None:
+    """Return the evaluator of the run; None unless it is ``wanted`` and each worker has a row."""
+    if not wanted:
+        return None
+    bank, test = rows.where(holdout.is_bank), rows.where(holdout.is_test)
+    if not config.has_two_towers:
+        bank, test = bank.labeled(), test.labeled()
+    if min(len(bank), len(test)) < num_workers():
+        return None
+    if config.has_two_towers:
+        return RetrievalEvaluator(bank=bank, test=test, drawing=drawing, precision=config.tower_precision)
+    return KnnEvaluator(
+        bank=bank,
+        test=test,
+        prepare=drawing.plain,
+        k=config.evaluation.k,
+        temperature=config.evaluation.temperature,
+        precision=config.tower_precision,
+    )
 
 
 def _own_share(num_rows: int) -> NDArray[np.int64]:

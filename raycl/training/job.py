@@ -8,6 +8,8 @@ from torch import nn
 
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
+from raycl.data.coordinator import rows_in
+from raycl.data.in_memory import InMemoryDataset
 from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler
 from raycl.lease import Lease
@@ -17,16 +19,17 @@ from raycl.tokenization import Vocabulary
 from raycl.training import build
 from raycl.training.modality import Modality
 
+_MIN_ROWS_CHECKED = 1_000  # fewer rows of a stream say too little about its invalid fraction
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One run as its workers see it.
 
-    ``blocks`` hold all decoded rows, or with a ``stream`` only those of the periodic judge.
-    ``columns`` are those that were read, and ``vocabulary`` is that of texts. ``workers`` is the least and
-    the greatest number that were asked for. ``bank`` is the actors' that hold the store of negatives.
-    ``sample_id`` holds the ids of the ``num_samples`` that a memory bank has slots for.
+    ``blocks`` hold all decoded rows; of a stream only the rows for evaluation. ``workers`` is the minimum
+    and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
+    ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for.
     """
 
     config: RunConfig
@@ -35,8 +38,8 @@ class Job:
     stream: StreamingSampler | None
     num_train: int
     holdout: Holdout
-    logbook: Any
-    judged: bool
+    coordinator: Any
+    is_evaluated: bool
     columns: ColumnNames
     workers: tuple[int, int] = (1, 1)
     vocabulary: Vocabulary | None = None
@@ -51,15 +54,30 @@ class Job:
         if self.lease is not None:
             self.lease.check()
 
+    def workers_at(self, stage: int) -> tuple[int, int]:
+        """Return the minimum and maximum number of workers of a stage."""
+        return self.config.worker_range(self.config.stages[stage])
+
     def modality(self) -> Modality:
-        """Return what the samples are."""
+        """Return the formats and the towers of the samples."""
         return build.modality(self.config, self.vocabulary)
+
+    def load_rows(self, modality: Modality) -> InMemoryDataset:
+        """Fetch the decoded rows of ``blocks``."""
+        return InMemoryDataset(ray.get(list(self.blocks)), modality.formats(self.columns))
+
+    def check_streamed_rows(self) -> None:
+        """Raise ``DataError`` if too many rows of the stream were invalid so far."""
+        if self.stream is not None:
+            rows_in(self.coordinator).check(
+                self.config.data.max_bad_fraction, min_rows=min(_MIN_ROWS_CHECKED, self.num_train)
+            )
 
 
 @final
 @dataclass(frozen=True)
 class Finished:
-    """The run is over; ``metrics`` are its last ones, with ``step``, ``samples``, ``epoch`` and ``seconds``."""
+    """The end of the run; ``metrics`` are the last ones, with ``step``, ``samples``, ``epoch`` and ``seconds``."""
 
     metrics: dict[str, Any]
 
@@ -67,16 +85,16 @@ class Finished:
 @final
 @dataclass(frozen=True)
 class ResizeRequested:
-    """The next stage asks for another number of workers, at least and at most."""
+    """The next stage needs another number of workers, between these two."""
 
-    least: int
-    most: int
+    min_workers: int
+    max_workers: int
 
 
 @final
 @dataclass(frozen=True)
 class Stopped:
-    """Somebody asked the run to stop; it was saved at this step."""
+    """A stop was requested; the checkpoint of this step is saved."""
 
     step: int
 

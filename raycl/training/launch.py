@@ -1,7 +1,6 @@
-"""From a configuration to a finished run: check, read, train, record."""
+"""A run from its configuration to its result: check, read the data, train, report."""
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,31 +11,25 @@ import ray
 from torch import nn
 
 from raycl.config import RunConfig
-from raycl.config.overrides import config_to_yaml
 from raycl.data.coordinator import rows_in, start_coordinator
-from raycl.data.sources import Source
-from raycl.data.streaming import StreamingSampler
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
-from raycl.gpus import accelerators, check_accelerator, check_bfloat16
-from raycl.models.registry import SPEC, TOKENIZER
 from raycl.negatives.bank import Bank
 from raycl.negatives.start import start_bank
 from raycl.progress import ProgressLine, rows_read
-from raycl.provenance import save_command_line
-from raycl.ray_runtime import check_resources, connect_cluster, crowding, unwrap_ray_errors
+from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.records import write_result
-from raycl.storage import Place, absolute
+from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training import build
 from raycl.training.checkpoint import saved_steps
 from raycl.training.data_module import DataModule, known_tokenizer
-from raycl.training.driver import GracefulShutdown, WorkerGroups, cpus_of_a_worker, spare_cpus
+from raycl.training.driver import GracefulShutdown, Printer, check_cluster, train_in_groups
 from raycl.training.job import Job
-from raycl.training.preflight import ValidatedRun, admitted, check_size
-from raycl.training.resume import CONFIG, DATA, check_same_data
+from raycl.training.preflight import ValidatedRun, check_size, validate_run
+from raycl.training.resume import check_same_data, describe_data, save_run_files
 
-NOTABLE_LEAKAGE = 0.05  # an encoder that cannot read the mark measured up to 0.04
+NOTABLE_LEAKAGE = 0.05  # an encoder that cannot use the leak measured up to 0.04
 
 
 @final
@@ -88,21 +81,21 @@ def train(
     debug: bool = False,
 ) -> RunResult:
     """Pretrain an encoder as ``raycl.train`` does; one of ``data`` and ``dataset`` is given."""
-    with admitted(
+    with validate_run(
         config,
         output=output,
         resume=resume,
         data=data,
         own_encoder=encoder is not None,
         address=address,
-    ) as admission:
-        return train_admitted(
-            admission, dataset=dataset, encoder=encoder, address=address, quiet=quiet, debug=debug
+    ) as run:
+        return train_validated(
+            run, dataset=dataset, encoder=encoder, address=address, quiet=quiet, debug=debug
         )
 
 
-def train_admitted(
-    admission: ValidatedRun,
+def train_validated(
+    run: ValidatedRun,
     *,
     dataset: ray.data.Dataset | None = None,
     encoder: nn.Module | None = None,
@@ -110,30 +103,51 @@ def train_admitted(
     quiet: bool = False,
     debug: bool = False,
 ) -> RunResult:
-    """Pretrain an encoder as ``raycl.train`` does, once output and data are looked at.
+    """Pretrain an encoder as ``raycl.train`` does, after the checks of ``validate_run``.
 
-    ``dataset`` is for an admission without an address. Raises as ``raycl.train`` does.
+    ``dataset`` is given if the run has no address of data. Raises as ``raycl.train`` does.
     """
-    config, place = admission.config, admission.output
-    tokenizer = known_tokenizer(config, place, resumed=admission.resumed) if config.has_texts else None
-    _check_parts(config, encoder, tokenizer)
-    dashboard = connect_cluster(address, debug=debug)
-    if dashboard and not quiet:
-        print(f"dashboard: http://{dashboard}", file=sys.stderr)
-    if config.gpu and not quiet:
-        print(f"GPUs compute in {config.tower_precision} (precision={config.precision})", file=sys.stderr)
-    tags = {"run": place.name, "recipe": config.recipe}
+
+    def report(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr)
+
+    config, output = run.config, run.output
+    tokenizer = known_tokenizer(config, output, resumed=run.resumed) if config.has_texts else None
+    _check_towers(config, encoder, tokenizer)
+    if dashboard := connect_cluster(address, debug=debug):
+        report(f"dashboard: http://{dashboard}")
+    if config.gpu:
+        report(f"GPUs compute in {config.tower_precision} (precision={config.precision})")
     with (
         unwrap_ray_errors(),
-        start_coordinator(tags) as logbook,
-        GracefulShutdown(logbook, place, admission.lease.check) as signals,
+        start_coordinator({"run": output.name, "recipe": config.recipe}) as coordinator,
+        GracefulShutdown(coordinator, output, run.lease.check) as shutdown,
     ):
-        launch = _Launch(admission, encoder, logbook, signals, tokenizer, quiet=quiet)
-        return launch.run(dataset)
+        data = DataModule(config, coordinator, run.source, dataset)
+        streamed = data.must_stream()
+        _report_skipped(data, run, report)
+        described = describe_data(config, run.data, data.num_rows, data.classes, streamed=streamed)
+        _check_data(run, data, described)
+        check_cluster(config, streamed=streamed, report=report)
+        vocabulary = _learn_vocabulary(data, config, tokenizer, encoder, report)
+        job = _read_data(run, data, coordinator, quiet=quiet)
+        job = replace(job, vocabulary=vocabulary, network=encoder)
+        with _open_bank(job, report) as bank:
+            # Not before: a refused run must leave no output behind that would have to be resumed.
+            run.lease.check()
+            save_run_files(output, config, described, vocabulary)
+            shutdown.begin()
+            write_result(output, {"status": "running"})
+            with _write_error(run, shutdown), unwrap_ray_errors():
+                final = train_in_groups(replace(job, bank=bank), shutdown, report, quiet=quiet)
+                shutdown.end()
+                _warn_of_leakage(config, final, report)
+                return _write_result(run, final, coordinator)
 
 
-def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokenizer | None) -> None:
-    """Find an impossible view or encoder here, not on the workers."""
+def _check_towers(config: RunConfig, network: nn.Module | None, tokenizer: Tokenizer | None) -> None:
+    """Raise ``ConfigError`` for impossible views or towers here and not on the workers."""
     vocabulary = Vocabulary.stand_in() if tokenizer is None else Vocabulary(tokenizer)
     modality = build.modality(config, vocabulary)
     modality.drawing()
@@ -141,229 +155,151 @@ def _check_parts(config: RunConfig, network: nn.Module | None, tokenizer: Tokeni
         build.towers(config, modality)
 
 
-@final
-class _Launch:
-    def __init__(
-        self,
-        admission: ValidatedRun,
-        network: nn.Module | None,
-        logbook: Any,
-        signals: GracefulShutdown,
-        tokenizer: Tokenizer | None,
-        *,
-        quiet: bool,
-    ) -> None:
-        self._admission, self._network = admission, network
-        self._config, self._output = admission.config, admission.output
-        self._tokenizer = tokenizer
-        self._logbook, self._signals, self._quiet = logbook, signals, quiet
+def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> None:
+    if run.source is not None and run.source.ignored:
+        ignored = ", ".join(f"{count} {ending}" for ending, count in run.source.ignored)
+        report(f"ignored files that are not images: {ignored}")
+    if not data.can_be_judged and run.config.evaluation.every_epochs != 0:
+        report("the samples have no labels: no periodic kNN")
 
-    def run(self, dataset: ray.data.Dataset | None) -> RunResult:
-        data, source, lease = self._admission.data, self._admission.source, self._admission.lease
-        samples = DataModule(self._config, self._logbook, source, dataset)
-        self._tell_what_is_left_out(samples, source)
-        check_size(self._config, samples.num_rows)
-        streamed = samples.must_stream()
-        described = {
-            "data": data and absolute(data),
-            "num_rows": samples.num_rows,
-            "streamed": streamed,
-            "classes": samples.classes,
-            "workers": [_written(*self._config.worker_range(stage)) for stage in self._config.stages],
-        }
-        check_same_data(self._output, described)
-        if streamed and any(stage.discount_frequent for stage in self._config.stages):
-            raise ConfigError(
-                "discount_frequent counts how often each document occurs, which nobody knows of streamed data; "
-                "set data.cache=materialize, or leave it out"
-            )
-        self._check_cluster(streamed)
-        vocabulary = self._learn_vocabulary(samples)
-        decoded, stream = self._open(samples, streamed)
-        rows = rows_in(self._logbook)
-        rows.check(self._config.data.max_bad_fraction)
-        num_train = samples.num_train_expected() if streamed else rows.num_train
-        check_size(self._config, num_train)
-        job = Job(
-            config=self._config,
-            output=self._output,
-            blocks=tuple(_blocks(decoded)),
-            stream=stream,
-            num_train=num_train,
-            holdout=samples.holdout,
-            logbook=self._logbook,
-            judged=samples.holdout.test > 0 and samples.can_be_judged,
-            network=self._network,
-            columns=samples.columns,
-            vocabulary=vocabulary,
-            lease=lease,
-        )
-        if self._config.negatives.store == "memory_bank":
-            sample_id = samples.sample_ids(None if streamed else decoded)
-            job = replace(job, sample_id=ray.put(sample_id), num_samples=len(sample_id))
-        with self._bank(job) as bank:
-            # Only now: a run that is refused leaves no output that another one would have to resume.
-            lease.check()
-            (self._output / SPEC).delete()  # until the end, the encoder is that of the last checkpoint
-            (self._output / CONFIG).write_text(config_to_yaml(self._config))
-            (self._output / DATA).write_text(json.dumps(described) + "\n")
-            save_command_line(self._output)
-            if vocabulary is not None:
-                (self._output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
-            self._signals.begin()
-            write_result(self._output, {"status": "running"})
-            try:
-                with unwrap_ray_errors():
-                    final = self._groups().train(replace(job, bank=bank))
-                    self._signals.end()
-                    return self._conclude(final)
-            except (RayclError, KeyboardInterrupt, SystemExit) as error:
-                self._signals.end()
-                # What went wrong first is told, not that this cannot be written either.
-                with contextlib.suppress(StorageError, RunError):
-                    lease.check()
-                    write_result(self._output, _result_of(error))
-                raise
 
-    def _groups(self) -> WorkerGroups:
-        return WorkerGroups(
-            self._config, self._output, self._logbook, self._signals, self._tell, quiet=self._quiet
+def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` or ``DataError`` if the data do not suit the configuration or the run so far."""
+    config = run.config
+    check_size(config, data.num_rows)
+    check_same_data(run.output, described)
+    if described["streamed"] and any(stage.discount_frequent for stage in config.stages):
+        raise ConfigError(
+            "discount_frequent needs document counts, which are not available for streamed data; "
+            "set data.cache=materialize, or drop it"
         )
 
-    def _learn_vocabulary(self, samples: DataModule) -> Vocabulary | None:
-        """Count the tokens of the texts, and refuse what would not fit them."""
-        if self._config.has_texts:
-            self._tell(
-                "counting the tokens of the texts" if self._tokenizer else "training a tokenizer on the texts"
-            )
-        vocabulary = samples.learn_vocabulary(self._tokenizer)
-        if vocabulary is not None and self._network is None:
-            _check_parts(self._config, None, vocabulary.tokenizer)
-        return vocabulary
 
-    @contextlib.contextmanager
-    def _bank(self, job: Job) -> Iterator[Bank | None]:
-        """Hold the negatives in actors while the run goes on, if it wants that."""
-        negatives, held_by = self._config.negatives, self._config.bank.held_by
-        if job.num_samples is not None and negatives.num_negatives > job.num_samples:
-            raise ConfigError(
-                f"negatives.num_negatives {negatives.num_negatives} is more than the {job.num_samples} samples "
-                "of the memory bank; set it lower"
-            )
-        if negatives.store == "none" or held_by == "workers":
-            yield None
-            return
-        plan = build.bank_spec(
-            self._config, output=self._output.uri, name=_bank_name(self._output), num_samples=job.num_samples
+def _learn_vocabulary(
+    data: DataModule,
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    encoder: nn.Module | None,
+    report: Printer,
+) -> Vocabulary | None:
+    """Train a tokenizer unless there is one, and count the tokens of the texts."""
+    if not config.has_texts:
+        return None
+    report("counting the tokens of the texts" if tokenizer else "training a tokenizer on the texts")
+    vocabulary = data.learn_vocabulary(tokenizer)
+    if encoder is None:
+        _check_towers(config, None, vocabulary.tokenizer)
+    return vocabulary
+
+
+def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: bool) -> Job:
+    """Read all rows, or of a stream only the rows for evaluation; return the job without its bank."""
+    config, streamed = run.config, data.must_stream()
+    title = "reading the rows for evaluation" if streamed else "reading"
+    progress = rows_read(coordinator, data.num_read_first(streamed))
+    with ProgressLine(title, progress, quiet=quiet):
+        dataset = data.to_judge_on() if streamed else data.all()
+        decoded = None if dataset is None else dataset.materialize()
+    rows = rows_in(coordinator)
+    rows.check(config.data.max_bad_fraction)
+    num_train = data.num_train_expected() if streamed else rows.num_train
+    check_size(config, num_train)
+    job = Job(
+        config=config,
+        output=run.output,
+        blocks=() if decoded is None else tuple(decoded.to_arrow_refs()),
+        stream=data.stream() if streamed else None,
+        num_train=num_train,
+        holdout=data.holdout,
+        coordinator=coordinator,
+        is_evaluated=data.holdout.test > 0 and data.can_be_judged,
+        columns=data.columns,
+        lease=run.lease,
+    )
+    if config.negatives.store != "memory_bank":
+        return job
+    sample_id = data.sample_ids(None if streamed else decoded)
+    return replace(job, sample_id=ray.put(sample_id), num_samples=len(sample_id))
+
+
+@contextlib.contextmanager
+def _open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
+    """Start the actors of the store of negatives, if the run wants them, and stop them afterwards."""
+    config, negatives = job.config, job.config.negatives
+    if job.num_samples is not None and negatives.num_negatives > job.num_samples:
+        raise ConfigError(
+            f"negatives.num_negatives {negatives.num_negatives} is more than the {job.num_samples} samples "
+            "of the memory bank; set it lower"
         )
-        sample_id = None if job.sample_id is None else ray.get(job.sample_id)
-        bank = start_bank(plan, sample_id, cluster_grows=self._config.autoscaling)
-        self._tell(
-            f"bank: {plan.name} (raycl bank stats {plan.name} --address {ray.get_runtime_context().gcs_address})"
-        )
+    if negatives.store == "none" or config.bank.held_by == "workers":
+        yield None
+        return
+    spec = build.bank_spec(
+        config, output=job.output.uri, name=_bank_name(job.output), num_samples=job.num_samples
+    )
+    sample_id = None if job.sample_id is None else ray.get(job.sample_id)
+    bank = start_bank(spec, sample_id, cluster_grows=config.autoscaling)
+    address = ray.get_runtime_context().gcs_address
+    report(f"bank: {spec.name} (raycl bank stats {spec.name} --address {address})")
+    try:
+        yield bank
         try:
-            yield bank
-            self._prune(bank)
-        finally:
-            if not plan.detached:
-                bank.stop()
-
-    def _tell_what_is_left_out(self, samples: DataModule, source: Source | None) -> None:
-        if source is not None and source.ignored:
-            ignored = ", ".join(f"{count} {ending}" for ending, count in source.ignored)
-            self._tell(f"ignored files that are no images: {ignored}")
-        if not samples.can_be_judged and self._config.evaluation.every_epochs != 0:
-            self._tell("the samples have no labels: no periodic kNN")
-
-    def _prune(self, bank: Bank) -> None:
-        """Delete snapshots whose checkpoints Ray has deleted since; never a reason to fail."""
-        try:
-            bank.prune(sorted(saved_steps(self._output)))
+            bank.prune(sorted(saved_steps(job.output)))  # Ray Train has deleted checkpoints since
         except StorageError as error:
-            self._tell(f"snapshots of the bank were left behind: {error}")
-
-    def _tell(self, line: str) -> None:
-        if not self._quiet:
-            print(line, file=sys.stderr)
-
-    def _open(
-        self, samples: DataModule, streamed: bool
-    ) -> tuple[ray.data.Dataset | None, StreamingSampler | None]:
-        """Read all rows, or with a stream only those of the periodic judge."""
-        title = "reading the rows to judge on" if streamed else "reading"
-        look = rows_read(self._logbook, samples.num_read_first(streamed))
-        with ProgressLine(title, look, quiet=self._quiet):
-            lazy = samples.to_judge_on() if streamed else samples.all()
-            decoded = None if lazy is None else lazy.materialize()
-        return decoded, samples.stream() if streamed else None
-
-    def _check_cluster(self, streamed: bool) -> None:
-        """Refuse what the cluster could not place, if it does not grow."""
-        config = self._config
-        if config.gpu:
-            have = accelerators(ray.cluster_resources())
-            if not config.autoscaling:
-                check_accelerator(config.accelerator, have)
-            if config.precision == "bfloat16":
-                check_bfloat16(have if config.accelerator is None else [config.accelerator])
-        if not config.autoscaling:
-            workers = max(config.worker_range(stage)[0] for stage in config.stages)
-            check_resources(
-                workers=workers,
-                cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
-                gpu=config.gpu,
-                spare_cpus=spare_cpus(streamed),
-            )
-            if line := crowding(workers):
-                self._tell(line)
-
-    def _warn_of_leakage(self, leakage: float) -> None:
-        """Say what the probe found where the cure is not one for the negatives of a queue."""
-        if self._config.batchnorm in ("as_is", "synchronized") and leakage > NOTABLE_LEAKAGE:
-            self._tell(
-                f"BatchNorm gives positives away: with shared statistics the pretext task is easier by {leakage:.3f}; "
-                "set batchnorm to shuffled, group or layer"
-            )
-
-    def _conclude(self, final: dict[str, Any]) -> RunResult:
-        self._warn_of_leakage(final.get("leakage", 0.0))
-        rows = rows_in(self._logbook)
-        steps, seconds = final.pop("step"), final.pop("seconds")
-        result = RunResult(
-            output=self._output.uri,
-            steps=steps,
-            epochs=final.pop("epoch"),
-            seconds=seconds,
-            samples_per_second=final.pop("samples") / max(seconds, 1e-9),
-            final=final,
-            broken_rows=dict(rows.broken),
-            left_out=dict(rows.left_out),
-            flat_images=rows.num_flat,
-        )
-        self._admission.lease.check()
-        write_result(
-            self._output, {"status": "finished", **{k: v for k, v in vars(result).items() if k != "output"}}
-        )
-        return result
-
-
-def _result_of(error: RayclError | KeyboardInterrupt | SystemExit) -> dict[str, str]:
-    """Return the result of a run that ended by an error, or by a signal that did not wait for a checkpoint."""
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        text = "the run was interrupted before it had saved; resume it from the last checkpoint with --resume"
-        return {"status": "stopped", "error": text}
-    return {"status": "stopped" if isinstance(error, StoppedError) else "failed", "error": str(error)}
-
-
-def _blocks(decoded: ray.data.Dataset | None) -> list[Any]:
-    return [] if decoded is None else decoded.to_arrow_refs()
+            report(f"old snapshots of the bank were not deleted: {error}")
+    finally:
+        if not spec.detached:
+            bank.stop()
 
 
 def _bank_name(output: Place) -> str:
-    """Return the last part of the output's address, without what a name may not have."""
+    """Return the last part of the output's address, without characters that a name must not have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", output.name).lstrip("-._") or "bank"
 
 
-def _written(least: int, most: int) -> int | str:
-    """Return a number of workers as ``data.json`` holds it."""
-    return most if least == most else f"{least}:{most}"
+@contextlib.contextmanager
+def _write_error(run: ValidatedRun, shutdown: GracefulShutdown) -> Iterator[None]:
+    """Write the error that ends the run to ``result.json``, and raise it again."""
+    try:
+        yield
+    except (RayclError, KeyboardInterrupt, SystemExit) as error:
+        shutdown.end()
+        if isinstance(error, RayclError):
+            status, text = "stopped" if isinstance(error, StoppedError) else "failed", str(error)
+        else:
+            status = "stopped"
+            text = "the run was interrupted before it saved a checkpoint; resume the last one with --resume"
+        # An error here must not hide the one that ended the run.
+        with contextlib.suppress(StorageError, RunError):
+            run.lease.check()
+            write_result(run.output, {"status": status, "error": text})
+        raise
+
+
+def _write_result(run: ValidatedRun, final: dict[str, Any], coordinator: Any) -> RunResult:
+    rows = rows_in(coordinator)
+    steps, epochs, seconds = final.pop("step"), final.pop("epoch"), final.pop("seconds")
+    result = RunResult(
+        output=run.output.uri,
+        steps=steps,
+        epochs=epochs,
+        seconds=seconds,
+        samples_per_second=final.pop("samples") / max(seconds, 1e-9),
+        final=final,
+        broken_rows=dict(rows.broken),
+        left_out=dict(rows.left_out),
+        flat_images=rows.num_flat,
+    )
+    run.lease.check()
+    values = {name: value for name, value in vars(result).items() if name != "output"}
+    write_result(run.output, {"status": "finished", **values})
+    return result
+
+
+def _warn_of_leakage(config: RunConfig, final: dict[str, Any], report: Printer) -> None:
+    leakage = final.get("leakage", 0.0)
+    if config.batchnorm in ("as_is", "synchronized") and leakage > NOTABLE_LEAKAGE:
+        report(
+            f"BatchNorm leaks the positives: shared statistics make the pretext task easier by {leakage:.3f}; "
+            "set batchnorm to shuffled, group or layer"
+        )

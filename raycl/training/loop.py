@@ -1,7 +1,8 @@
-"""The loop that every worker runs: epochs of steps, records, judgments and checkpoints."""
+"""The training loop of one worker: epochs of steps, with evaluations and checkpoints between them."""
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, final
 
@@ -10,8 +11,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raycl.data.coordinator import rows_in
-from raycl.data.in_memory import InMemoryDataset
+from raycl.data.coordinator import send_heartbeats
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
@@ -20,187 +20,316 @@ from raycl.training import build
 from raycl.training.checkpoint import (
     Checkpointer,
     Restored,
-    restore_checkpoint,
-    restore_healthy_checkpoint,
+    load_checkpoint,
+    load_healthy_checkpoint,
     save_towers,
 )
-from raycl.training.evaluators import Evaluator, KnnEvaluator, RetrievalEvaluator
-from raycl.training.heartbeat import heartbeat
+from raycl.training.collapse_monitor import CollapseMonitor, Limits
+from raycl.training.evaluators import build_evaluator
 from raycl.training.job import Finished, Job, Outcome, ResizeRequested, Stopped
-from raycl.training.metrics_logger import Clock, MetricsLogger
+from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.objectives import Objective
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
 from raycl.training.snapshot_writer import open_snapshot_writer
-from raycl.training.stages import Position, momentum_schedule, stage_plans
+from raycl.training.stages import Position, StagePlan, momentum_schedule, stage_plans
 from raycl.training.step import StepOutput, train_step
 from raycl.training.stores import BankStore, Store
-from raycl.training.views import Epochs, Transform, Views
-from raycl.training.watch import Watch
+from raycl.training.views import Epochs, Views
 
 
 def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
-    """Train on this worker; return the final metrics, or the number of workers to go on with.
-
-    Only what the first worker returns counts.
-    """
+    """Train on this worker; return the outcome of the group, which the first worker reports."""
     job: Job = ray.get(settings["job"])
-    workers_here = ray.train.get_context().get_local_world_size()
-    prepare_process(max(1, available_cores() // workers_here))
-    # The first worker's process answers for the group: where another one dies, all are replaced.
-    living = heartbeat(job.logbook) if rank() == 0 else contextlib.nullcontext(threading.Event())
-    with use_shared_memory(), living as asked_to_stop:
-        return _Loop(job, ray.train.torch.get_device(), asked_to_stop).run()
+    prepare_process(max(1, available_cores() // ray.train.get_context().get_local_world_size()))
+    # Ray Train replaces all workers if one of them dies, so the first one sends heartbeats for all.
+    heartbeats = (
+        send_heartbeats(job.coordinator) if rank() == 0 else contextlib.nullcontext(threading.Event())
+    )
+    with use_shared_memory(), heartbeats as stop_requested:
+        restored = load_checkpoint()
+        workers = job.workers_at(0 if restored is None else restored.position.stage)
+        if workers != job.workers:
+            return ResizeRequested(*workers)
+        return Trainer(job, restored, ray.train.torch.get_device(), stop_requested).run()
 
 
 @final
-class _Loop:
-    def __init__(self, job: Job, device: torch.device, asked_to_stop: threading.Event) -> None:
-        asked = job.config.settled(num_workers())
-        self._job, self._config, self._device = job, prepare_device(asked, device), device
-        self._is_writer = rank() == 0
-        if self._is_writer and self._config.tower_precision != asked.tower_precision:
-            job.logbook.add_notice.remote("a GPU here has no bfloat16: the run computes in float32")
-        self._asked_to_stop, self._is_to_stop = asked_to_stop, False
+class Trainer:
+    """Train on one worker; all workers make the same collective calls in the same order."""
+
+    def __init__(
+        self, job: Job, restored: Restored | None, device: torch.device, stop_requested: threading.Event
+    ) -> None:
+        requested = job.config.settled(num_workers())
+        config = prepare_device(requested, device)
+        if rank() == 0 and config.tower_precision != requested.tower_precision:
+            job.coordinator.add_notice.remote("a GPU has no bfloat16: the run computes in float32")
+        self._job, self._config, self._device = job, config, device
+        self._stop_requested, self._is_stopping = stop_requested, False
+        self._is_new = restored is None
+        self._position = Position() if restored is None else restored.position
+        self._metrics = {} if restored is None else dict(restored.metrics)
+
         self._modality = job.modality()
-        rows = InMemoryDataset(ray.get(list(job.blocks)), self._modality.formats(job.columns))
+        rows = job.load_rows(self._modality)
         train_rows = rows.where(job.holdout.is_train)
-        self._plans = stage_plans(self._config, num_train=job.num_train)
-        self._num_steps = sum(plan.num_steps for plan in self._plans)
-        self._momentum = momentum_schedule(self._config, self._plans)
-        maker = build.view_maker(self._config, self._modality, device)
-        self._epochs = Epochs(job.stream or self._shuffled(train_rows), maker)
-        self._judge = self._build_judge(rows, maker.drawing)
-        self._portrayer = open_snapshot_writer(job, rows, maker.drawing)
-        self._towers = build.towers(self._config, self._modality, job.network).to(device)
-        self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self._frequencies = build.frequencies(self._config, train_rows)
-        self._learner = build.learner(self._config, self._towers, num_samples=job.num_samples)
         check_equal(len(train_rows), "the number of training rows")
+        views = build.view_maker(config, self._modality, device)
+        buckets = config.text.length_buckets
+        sampler = job.stream or InMemorySampler(rows=train_rows, seed=config.seed, length_buckets=buckets)
+        self._epochs = Epochs(sampler, views)
+        self._last_views: Views | None = None
+        self._frequencies = build.frequencies(config, train_rows)
+        self._evaluator = build_evaluator(config, rows, job.holdout, views.drawing, wanted=job.is_evaluated)
+        self._snapshots = open_snapshot_writer(job, rows, views.drawing)
+
+        self._plans = stage_plans(config, num_train=job.num_train)
+        self._num_steps = sum(plan.num_steps for plan in self._plans)
+        self._momentum = momentum_schedule(config, self._plans)
+
+        self._towers = build.towers(config, self._modality, job.network).to(device)
+        self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self._state = build.learner(config, self._towers, num_samples=job.num_samples)
+        limits = Limits(patience=config.monitor.patience, grace=config.monitor.grace)
+        self._monitor = CollapseMonitor(limits)
+        if restored is not None:
+            self._state.load_state_dict(restored.train_state)
+            self._monitor.load_state_dict(restored.monitor_state)
+        self._store = self._open_store(restored)
+        self._state.set_embed_config(build.manner(config, self._plan.stage))
+        self._state.wrap_ddp(device)
+        self._logger = MetricsLogger(
+            job, self._position, num_steps=self._num_steps, on_accelerator=device.type == "cuda"
+        )
+        self._checkpointer = Checkpointer(job, self._state, self._monitor, self._logger, self._position)
 
     def run(self) -> Outcome | None:
-        restored = restore_checkpoint(self._learner)
-        position = Position() if restored is None else restored.position
-        self._metrics = {} if restored is None else dict(restored.metrics)
-        if self._asked_for(position) != self._job.workers:
-            return ResizeRequested(*self._asked_for(position))
-        self._store = self._open_store(restored)
-        self._enter_stage(position)
-        self._learner.connect(self._device)
-        self._last_views: Views | None = None
-        self._watch = Watch(
-            build.monitor(self._config), state=None if restored is None else restored.watch_state
-        )
-        self._clock = Clock(position, on_accelerator=self._device.type == "cuda")
-        self._recorder = MetricsLogger(
-            self._job, position, self._clock, num_steps=self._num_steps, is_writer=self._is_writer
-        )
-        self._saver = Checkpointer(self._job, self._learner, self._watch, self._clock, self._recorder)
-        self._saver.begin_at(position)
+        """Train until the end of the run, a stop, or a stage with other numbers of workers."""
         outcome = None
         try:
-            with self._clock.counting():
-                outcome = self._train(position, is_new=restored is None)
+            with self._logger.clock.counting():
+                outcome = self._train()
         finally:
-            self._recorder.close(finished=isinstance(outcome, Finished))
+            self._logger.close(finished=isinstance(outcome, Finished))
         return outcome
 
-    def _train(self, position: Position, *, is_new: bool) -> Outcome | None:
-        """Make steps until the end, or until another group of workers must go on."""
-        if is_new:
-            self._begin(position)
-        while self._asked_for(position) == self._job.workers:
-            if self._is_to_stop:
-                self._save(position)
-                return Stopped(position.step)
-            if not self._is_done(position):
-                position = self._run_epoch(position)
-            elif position.stage == len(self._plans) - 1:
-                return self._finish(position)
+    def _train(self) -> Outcome | None:
+        if self._is_new:
+            self._prepare_first_step()
+        while (workers := self._job.workers_at(self._position.stage)) == self._job.workers:
+            if self._is_stopping:
+                self._save()
+                return Stopped(self._position.step)
+            if not self._is_stage_over():
+                self._run_epoch()
+            elif self._position.stage == len(self._plans) - 1:
+                return self._finish()
             else:
-                position = self._end_stage(position)
-        return ResizeRequested(*self._asked_for(position))
+                self._end_stage()
+        return ResizeRequested(*workers)
 
-    def _asked_for(self, position: Position) -> tuple[int, int]:
-        """Return how many workers the stage asks for; if others were asked for, the driver starts anew."""
-        return self._job.config.worker_range(self._plans[position.stage].stage)
-
-    def _begin(self, position: Position) -> None:
-        """Do what comes before the first step."""
-        self._judge_now(position)
-        self._fill_store()
+    def _prepare_first_step(self) -> None:
+        self._evaluate()
+        self._initialize_bank()
         if self._config.monitor.on_collapse == "rollback":
-            self._save(position, always=True)
+            self._save(always=True)
 
-    def _save(self, position: Position, *, judged: bool = False, always: bool = False) -> None:
-        self._saver.save(position, self._store, self._metrics, judged=judged, always=always)
-
-    def _run_epoch(self, position: Position) -> Position:
+    def _run_epoch(self) -> None:
+        """Make the remaining steps of the epoch, unless the stage or the group ends before."""
         self._towers.train()
-        for views in self._epochs.views(position, self._plan, self._share):
-            # Dropout must not depend on what ran before, or a resumed run would differ.
-            torch.manual_seed(hash((self._config.seed, position.step, rank())) % 2**63)
-            stepped = self._step(views, position)
-            position = position.next_step(batch_size=self._share.batch_size)
-            position = replace(position, seconds=self._clock.seconds())
-            self._is_to_stop = stepped.is_to_stop
-            if collapse := self._record(position, stepped):
-                return self._answer(collapse, position)
-            if position.stage_step == self._plan.stage.steps:
-                return position
-            if self._is_to_stop:
-                return position
-            if self._saver.is_due(position, self._device):
-                self._save(position)
-        if position.epoch_step == 0:
-            raise DataError(
-                f"epoch {position.epoch} gave worker {rank()} not one batch of {self._share.local_batch_size} rows; "
-                "lower --batch-size or give more data"
+        for views in self._epoch_views():
+            # Dropout must not depend on earlier steps, or a resumed run would differ.
+            torch.manual_seed(hash((self._config.seed, self._position.step, rank())) % 2**63)
+            output = self._step(views)
+            position = self._position.next_step(batch_size=self._plan.stage.batch_size)
+            self._position = replace(position, seconds=self._logger.clock.seconds())
+            self._is_stopping = output.stop_requested
+            if collapse := self._record(output):
+                return self._handle_collapse(collapse)
+            if self._is_stopping or self._position.stage_step == self._plan.stage.steps:
+                return None
+            if self._checkpointer.is_due(self._position, self._device):
+                self._save()
+        return self._end_epoch()
+
+    def _epoch_views(self) -> Iterator[Views]:
+        position, has_next = self._position, self._plan.has_epoch_after(self._position)
+        return self._epochs.views(
+            self._shard, epoch=position.epoch, start=position.epoch_step, has_next=has_next
+        )
+
+    def _step(self, views: Views) -> StepOutput:
+        position, plan = self._position, self._plan
+        self._last_views = views
+        try:
+            return train_step(
+                self._state,
+                self._store,
+                self._objective(),
+                views,
+                step=position.step,
+                learning_rate=plan.learning_rate(position.stage_step),
+                momentum=self._momentum(position.step),
+                precision=self._config.tower_precision,
+                stop_requested=self._stop_requested.is_set(),
+                is_watched=self._is_logged(position.step + 1),
             )
-        position = position.next_epoch()
-        if self._look_is_due(position):
-            if self._judge is not None:
-                self._save(position, judged=self._judge_now(position))
-            elif self._portrayer is not None:
-                self._learner.average_statistics()
-                self._portray(position)
-        return position
+        except NonFiniteLossError as error:
+            ids = gather_detached(views.sample_id).tolist()
+            shown = ", ".join(map(str, ids[:8]))
+            self._logger.flush()
+            raise NonFiniteLossError(
+                f"{error} at step {position.step + 1} (epoch {position.epoch}), on the batch of sample ids "
+                f"{shown}{', ...' if len(ids) > 8 else ''}; the last checkpoint (step "
+                f"{self._checkpointer.saved_step}) is kept: look at these samples, or lower "
+                f"stages.{position.stage}.learning_rate"
+            ) from None
 
-    def _is_done(self, position: Position) -> bool:
-        return self._plan.is_over(steps=position.stage_step, epochs=position.stage_epoch)
-
-    def _enter_stage(self, position: Position) -> None:
-        """Take up the batch size, the schedules and the loss of the stage that the position is in."""
-        self._plan = self._plans[position.stage]
-        stage = self._plan.stage
-        self._share = BatchShard(batch_size=stage.batch_size, rank=rank(), num_workers=num_workers())
-        self._learner.enter(build.manner(self._config, stage))
-
-    def _end_stage(self, position: Position) -> Position:
-        """Judge and keep what the stage came to; return the beginning of the next one."""
-        judged = self._judge_now(position)
-        position = position.next_stage()
-        self._save(position, judged=judged, always=True)
-        self._enter_stage(position)
-        return position
-
-    def _contrast(self, position: Position) -> Objective:
+    def _objective(self) -> Objective:
         """Return the loss of the next step."""
-        stage, hinge_weight = self._plan.stage, self._plan.hinge_weight(position.stage_step)
-        if position.step < position.cross_entropy_until:
+        stage, hinge_weight = self._plan.stage, self._plan.hinge_weight(self._position.stage_step)
+        if self._position.step < self._position.cross_entropy_until:
             stage, hinge_weight = build.without_hinge(self._config, stage), 0.0
         return build.contrast(
             self._config,
             stage,
-            self._learner,
+            self._state,
             hinge_weight=hinge_weight,
             num_samples=self._job.num_samples,
             frequencies=self._frequencies,
         )
 
+    def _record(self, output: StepOutput) -> str | None:
+        """Log the step if its turn has come; return the reason if the run has collapsed."""
+        position, collapse = self._position, None
+        if self._is_logged(position.step):
+            measures = output.measure()
+            collapse = self._monitor.update(
+                step=position.step,
+                measures=measures,
+                loss=output.loss,
+                collapsed_loss=output.collapsed_loss,
+            )
+            timing = self._logger.clock.lap(position.samples)
+            metrics = {
+                "loss": output.loss,
+                "learning_rate": self._plan.learning_rate(position.stage_step - 1),
+                **timing.metrics(),
+                **measures,
+                **self._store.metrics(step=position.step - 1, seconds=timing.seconds),
+            }
+            self._logger.write(position, metrics)
+            if rank() == 0:
+                self._job.check_streamed_rows()
+        self._logger.show_progress(position, output.loss)
+        return collapse
+
+    def _handle_collapse(self, collapse: str) -> None:
+        """Continue, roll back or raise ``CollapseError``, as ``monitor.on_collapse`` says."""
+        monitor, position = self._config.monitor, self._position
+        self._metrics["collapsed_at_step"] = position.step
+        self._logger.notify(position, "collapse", collapse)
+        if monitor.on_collapse == "warn":
+            return
+        if monitor.on_collapse == "rollback" and self._plan.stage.has_hinge:
+            if position.rollbacks < monitor.max_rollbacks:
+                self._roll_back()
+                return
+            collapse = f"{collapse}; {position.rollbacks} rollbacks did not help"
+        raise CollapseError(
+            f"{collapse}; the last checkpoint (step {self._checkpointer.saved_step}) is kept: lower the learning "
+            "rate, begin with a cross-entropy, or set monitor.on_collapse to warn"
+        )
+
+    def _roll_back(self) -> None:
+        """Return to the last healthy checkpoint and train with cross-entropy for some steps."""
+        position = self._position
+        restored = load_healthy_checkpoint()
+        if restored is None:
+            raise CollapseError(
+                f"no checkpoint from before the collapse of step {position.step} is left to roll back to; "
+                "set checkpoints.keep higher"
+            )
+        self._state.load_state_dict(restored.train_state)
+        self._position = replace(
+            restored.position,
+            seconds=position.seconds,
+            rollbacks=position.rollbacks + 1,
+            cross_entropy_until=restored.position.step + self._config.monitor.cross_entropy_steps,
+        )
+        until = self._position.cross_entropy_until
+        text = f"rolled back from step {position.step}; cross-entropy until step {until}"
+        self._logger.notify(self._position, ROLLBACK, text)
+        self._metrics["rollbacks"] = self._position.rollbacks
+        self._store = self._open_store(restored)
+        self._monitor.reset()
+        self._state.set_embed_config(build.manner(self._config, self._plan.stage))
+        self._logger.clock.lap(self._position.samples)  # or the next lap would count negative samples
+        self._save(always=True)  # or a lost worker would resume from the collapse
+
+    def _end_epoch(self) -> None:
+        if self._position.epoch_step == 0:
+            raise DataError(
+                f"epoch {self._position.epoch} gave worker {rank()} no batch of {self._shard.local_batch_size} rows; "
+                "lower --batch-size or give more data"
+            )
+        self._position = self._position.next_epoch()
+        if not self._is_evaluation_due():
+            return
+        if self._evaluator is not None:
+            self._save(evaluated=self._evaluate())
+        elif self._snapshots is not None:
+            self._state.average_statistics()
+            self._write_snapshot()
+
+    def _end_stage(self) -> None:
+        evaluated = self._evaluate()
+        self._position = self._position.next_stage()
+        self._save(evaluated=evaluated, always=True)
+        self._state.set_embed_config(build.manner(self._config, self._plan.stage))
+
+    def _finish(self) -> Finished | None:
+        position = self._position
+        already_saved = position.step == self._checkpointer.saved_step
+        evaluated = self._evaluate()
+        self._save(evaluated=evaluated and not already_saved)
+        if rank() != 0:
+            return None
+        self._logger.flush()
+        save_towers(self._towers, self._job, self._modality)
+        num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
+        totals = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
+        return Finished({**totals, "seconds": position.seconds, **self._metrics})
+
+    def _evaluate(self) -> bool:
+        """Evaluate the towers and measure the leak of BatchNorm; return whether there is an evaluator."""
+        measured: dict[str, float] = {}
+        with self._logger.clock.paused():
+            self._state.average_statistics()
+            if self._evaluator is not None:
+                measured |= self._evaluator.measure(self._towers, self._device)
+            if self._last_views is not None:
+                measured |= self._state.leakage(self._last_views, seed=self._config.seed)
+        self._metrics |= measured
+        if measured:
+            self._logger.write_evaluation(self._position, measured)
+        self._write_snapshot()
+        return self._evaluator is not None
+
+    def _write_snapshot(self) -> None:
+        if self._snapshots is not None:
+            with self._logger.clock.paused():
+                self._snapshots.write(self._towers, self._device, step=self._position.step)
+
+    def _save(self, *, evaluated: bool = False, always: bool = False) -> None:
+        self._checkpointer.save(
+            self._position, self._store, self._metrics, evaluated=evaluated, always=always
+        )
+
     def _open_store(self, restored: Restored | None) -> Store:
-        """Return the store as it was at the checkpoint, if there is one; a bank is set back to it."""
+        """Open the store in the state of the checkpoint; a bank in actors is set back to it."""
         if self._job.bank is not None:
-            if self._is_writer:
+            if rank() == 0:
                 self._job.bank.restore(0 if restored is None else restored.position.step)
             build.meet(self._device)
         sample_id: Any = None if self._job.sample_id is None else ray.get(self._job.sample_id)
@@ -210,183 +339,40 @@ class _Loop:
         return store
 
     @torch.no_grad()
-    def _fill_store(self) -> None:
-        """Let the slots of a memory bank begin at what the untrained tower makes of their samples.
+    def _initialize_bank(self) -> None:
+        """Fill the slots of a memory bank with the embeddings of the untrained tower.
 
-        The rows that make no whole batch keep random ones.
+        Samples after the last complete batch keep random rows.
         """
         if not isinstance(self._store, BankStore) or self._config.negatives.first_rows == "random":
             return
         self._towers.train()
         torch.manual_seed(hash((self._config.seed, rank())) % 2**63)
-        for samples, sample_id in self._epochs.plain(self._share):
+        for samples, sample_id in self._epochs.plain(self._shard):
             with autocast(self._config.tower_precision, self._device):
-                rows = self._learner.encode(samples)
+                rows = self._state.encode(samples)
             self._store.initialize(rows, sample_id)
-        # Nobody reads before all have written; and a shard that dies comes back with these rows.
+        # All workers must write before one reads; and a restarted shard needs these rows.
         self._store.save(step=0)
 
-    def _step(self, views: Views, position: Position) -> StepOutput:
-        try:
-            self._last_views = views
-            return train_step(
-                self._learner,
-                self._store,
-                self._contrast(position),
-                views,
-                step=position.step,
-                learning_rate=self._plan.learning_rate(position.stage_step),
-                momentum=self._momentum(position.step),
-                precision=self._config.tower_precision,
-                is_to_stop=self._asked_to_stop.is_set(),
-                is_watched=self._is_logged(position.step + 1),
-            )
-        except NonFiniteLossError as error:
-            ids = gather_detached(views.sample_id).tolist()
-            shown = ", ".join(map(str, ids[:8]))
-            self._recorder.flush()
-            raise NonFiniteLossError(
-                f"{error} at step {position.step + 1} (epoch {position.epoch}), on the batch of sample ids "
-                f"{shown}{', ...' if len(ids) > 8 else ''}; the last checkpoint (step {self._saver.step}) is kept: "
-                f"look at these samples, or lower stages.{position.stage}.learning_rate"
-            ) from None
+    @property
+    def _plan(self) -> StagePlan:
+        return self._plans[self._position.stage]
+
+    @property
+    def _shard(self) -> BatchShard:
+        stage = self._plan.stage
+        return BatchShard(batch_size=stage.batch_size, rank=rank(), num_workers=num_workers())
+
+    def _is_stage_over(self) -> bool:
+        return self._plan.is_over(steps=self._position.stage_step, epochs=self._position.stage_epoch)
 
     def _is_logged(self, step: int) -> bool:
         return step % self._config.log_every_steps == 0 or step == self._num_steps
 
-    def _record(self, position: Position, stepped: StepOutput) -> str | None:
-        """Write down what the step came to, if it is one to be logged; return why the run has collapsed."""
-        collapse = None
-        if self._is_logged(position.step):
-            measures, collapse = self._watch.look(stepped, step=position.step)
-            lap = self._clock.lap(position.samples)
-            self._recorder.write(
-                position,
-                {
-                    "loss": stepped.loss,
-                    "learning_rate": self._plan.learning_rate(position.stage_step - 1),
-                    **lap.metrics(),
-                    **measures,
-                    **self._store.metrics(step=position.step - 1, seconds=lap.seconds),
-                },
-            )
-            if self._is_writer:
-                self._check_broken_rows()
-        self._recorder.show(position, {"loss": stepped.loss})
-        return collapse
-
-    def _answer(self, collapse: str, position: Position) -> Position:
-        """Do what the configuration says about a collapse; return where the run goes on."""
-        monitor = self._config.monitor
-        self._metrics["collapsed_at_step"] = position.step
-        self._recorder.notify(position, "collapse", collapse)
-        if monitor.on_collapse == "warn":
-            return position
-        if monitor.on_collapse == "rollback" and self._plan.stage.has_hinge:
-            if position.rollbacks < monitor.max_rollbacks:
-                return self._roll_back(position)
-            collapse = f"{collapse}; {position.rollbacks} rollbacks did not help"
-        raise CollapseError(
-            f"{collapse}; the last checkpoint (step {self._saver.step}) is kept: lower the learning rate, begin "
-            "with a cross-entropy, or set monitor.on_collapse to warn"
-        )
-
-    def _roll_back(self, position: Position) -> Position:
-        """Go back to the last checkpoint that was made in health, and take cross-entropy for a while."""
-        restored = restore_healthy_checkpoint(self._learner)
-        if restored is None:
-            raise CollapseError(
-                f"no checkpoint from before the collapse of step {position.step} is left to roll back to; "
-                "set checkpoints.keep higher"
-            )
-        back = replace(
-            restored.position,
-            seconds=position.seconds,
-            rollbacks=position.rollbacks + 1,
-            cross_entropy_until=restored.position.step + self._config.monitor.cross_entropy_steps,
-        )
-        self._recorder.notify(
-            back,
-            ROLLBACK,
-            f"went back from step {position.step}; cross-entropy until step {back.cross_entropy_until}",
-        )
-        self._metrics |= {"rollbacks": back.rollbacks}
-        self._store = self._open_store(restored)
-        self._watch.begin_anew()
-        self._enter_stage(back)
-        self._clock.lap(back.samples)  # or the next lap would count from where the run was
-        self._save(back, always=True)  # or a worker that is lost would take all back to the collapse
-        return back
-
-    def _check_broken_rows(self) -> None:
-        if self._job.stream is not None:
-            rows_in(self._job.logbook).check(
-                self._config.data.max_bad_fraction, min_rows=min(1_000, self._job.num_train)
-            )
-
-    def _shuffled(self, rows: InMemoryDataset) -> InMemorySampler:
-        return InMemorySampler(
-            rows=rows, seed=self._config.seed, length_buckets=self._config.text.length_buckets
-        )
-
-    def _build_judge(self, rows: InMemoryDataset, drawing: Transform) -> Evaluator | None:
-        if not self._job.judged:
-            return None
-        settings, holdout = self._config.evaluation, self._job.holdout
-        bank, test = rows.where(holdout.is_bank), rows.where(holdout.is_test)
-        if not self._config.has_two_towers:
-            bank, test = bank.labeled(), test.labeled()
-        if min(len(bank), len(test)) < num_workers():
-            return None  # too few to share out
-        if self._config.has_two_towers:
-            return RetrievalEvaluator(
-                bank=bank, test=test, drawing=drawing, precision=self._config.tower_precision
-            )
-        return KnnEvaluator(
-            bank=bank,
-            test=test,
-            prepare=drawing.plain,
-            k=settings.k,
-            temperature=settings.temperature,
-            precision=self._config.tower_precision,
-        )
-
-    def _look_is_due(self, position: Position) -> bool:
-        if self._is_done(position):
+    def _is_evaluation_due(self) -> bool:
+        if self._is_stage_over():
             return False
         num_epochs = max(1, round(sum(plan.num_steps / max(1, plan.steps_per_epoch) for plan in self._plans)))
         every = self._config.evaluation.every_epochs or max(1, num_epochs // 10)
-        return position.epoch % every == 0
-
-    def _judge_now(self, position: Position) -> bool:
-        """Judge the encoder and measure what BatchNorm leaks; whether there was a judge for it."""
-        measured: dict[str, float] = {}
-        with self._clock.paused():
-            self._learner.average_statistics()
-            if self._judge is not None:
-                measured |= self._judge.measure(self._towers, self._device)
-            if self._last_views is not None:
-                measured |= self._learner.leakage(self._last_views, seed=self._config.seed)
-        self._metrics |= measured
-        if measured:
-            self._recorder.write(position, measured)
-            self._recorder.show(position, measured, now=True)
-        self._portray(position)
-        return self._judge is not None
-
-    def _portray(self, position: Position) -> None:
-        if self._portrayer is not None:
-            with self._clock.paused():
-                self._portrayer.write(self._towers, self._device, step=position.step)
-
-    def _finish(self, position: Position) -> Finished | None:
-        already_saved = position.step == self._saver.step
-        judged = self._judge_now(position)
-        self._save(position, judged=judged and not already_saved)
-        if not self._is_writer:
-            return None
-        self._recorder.flush()
-        save_towers(self._towers, self._job, self._modality)
-        num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
-        counted = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
-        return Finished({**counted, "seconds": position.seconds, **self._metrics})
+        return self._position.epoch % every == 0

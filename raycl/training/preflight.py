@@ -1,4 +1,4 @@
-"""What a run can be refused for in a moment, before torch is imported and Ray is there."""
+"""Checks that take a moment: before torch is imported and Ray is started."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from raycl.training.resume import check_output
 @final
 @dataclass(frozen=True, kw_only=True)
 class ValidatedRun:
-    """A run that alone writes to its output, and whose data are there; without an address they are a Ray Dataset."""
+    """A run whose data exist and whose output has no other writer; without ``data``, a Ray Dataset is passed."""
 
     config: RunConfig
     output: Place
@@ -31,7 +31,7 @@ class ValidatedRun:
 
 
 @contextlib.contextmanager
-def admitted(
+def validate_run(
     config: RunConfig,
     *,
     output: str,
@@ -40,10 +40,10 @@ def admitted(
     own_encoder: bool = False,
     address: str | None = None,
 ) -> Iterator[ValidatedRun]:
-    """Look at names, GPUs, output and data, and be the only writer of the output within.
+    """Check names, GPUs, output and data, and hold the lease of the output within.
 
-    ``own_encoder`` says that a module takes the place of the encoder that the configuration names. Raises
-    ``ConfigError``, ``DataError`` or ``StorageError``.
+    ``own_encoder`` says that a module replaces the encoder of the configuration. Raises ``ConfigError``,
+    ``DataError`` or ``StorageError``.
     """
     _check_encoder_names(config, own_encoder=own_encoder)
     if config.gpu and not config.autoscaling and are_missing(address):
@@ -67,7 +67,7 @@ def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
 
 
 def check_size(config: RunConfig, num_rows: int) -> None:
-    """Refuse a stage whose batch is larger than all there is."""
+    """Raise ``DataError`` if the batch of a stage is larger than the data."""
     for number, stage in enumerate(config.stages):
         if num_rows < stage.batch_size:
             raise DataError(
@@ -81,7 +81,7 @@ _ROLES = {"image": ("image",), "text": ("text",), "image_text": ("image", "capti
 
 
 def column_names(config: RunConfig) -> ColumnNames:
-    """Return the columns to read; those of another kind of samples are left alone."""
+    """Return the columns to read; columns of other kinds of samples are ignored."""
     named = config.data.columns.model_dump()
     unused = {role for roles in _ROLES.values() for role in roles} - set(_ROLES[config.data.kind])
     return ColumnNames(**named | dict.fromkeys(unused))

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from raycl.config import RunConfig
-from raycl.config.overrides import config_from_yaml, differences
+from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.errors import ConfigError, StorageError
-from raycl.models.registry import TOKENIZER
-from raycl.storage import Place
-from raycl.tokenization import Tokenizer
+from raycl.models.registry import SPEC, TOKENIZER
+from raycl.provenance import save_command_line
+from raycl.storage import Place, absolute
+from raycl.tokenization import Tokenizer, Vocabulary
 
 CONFIG = "config.yaml"
 DATA = "data.json"
@@ -78,6 +79,32 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
             f"a streamed epoch depends on the number of workers: the run began with {_listed(began)}, came "
             f"{_listed(now['workers'])}; repeat them, or give another --output"
         )
+
+
+def describe_data(
+    config: RunConfig, data: str | None, num_rows: int, classes: Any, *, streamed: bool
+) -> dict[str, Any]:
+    """Return the content of ``data.json``, which a resumed run is compared with."""
+    ranges = [config.worker_range(stage) for stage in config.stages]
+    return {
+        "data": data and absolute(data),
+        "num_rows": num_rows,
+        "streamed": streamed,
+        "classes": classes,
+        "workers": [most if least == most else f"{least}:{most}" for least, most in ranges],
+    }
+
+
+def save_run_files(
+    output: Place, config: RunConfig, described: dict[str, Any], vocabulary: Vocabulary | None
+) -> None:
+    """Write the files that a resumed run reads, and delete the encoder's spec until the run ends."""
+    (output / SPEC).delete()  # until then, the encoder is the one of the last checkpoint
+    (output / CONFIG).write_text(config_to_yaml(config))
+    (output / DATA).write_text(json.dumps(described) + "\n")
+    save_command_line(output)
+    if vocabulary is not None:
+        (output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
 
 
 def _listed(workers: list[int | str]) -> str:

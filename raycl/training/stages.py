@@ -72,6 +72,11 @@ class StagePlan:
             return steps >= self.stage.steps
         return epochs >= (self.stage.epochs or 0)
 
+    def has_epoch_after(self, position: Position) -> bool:
+        """Whether the stage continues after the epoch of this position."""
+        steps_left = max(0, self.steps_per_epoch - position.epoch_step)
+        return not self.is_over(steps=position.stage_step + steps_left, epochs=position.stage_epoch + 1)
+
 
 def stage_plans(config: RunConfig, *, num_train: int) -> list[StagePlan]:
     """Return the plans of all stages of a run on ``num_train`` rows."""

@@ -1,4 +1,4 @@
-"""One optimization step: embed, candidates, loss, backward, update, store."""
+"""One optimization step: embeddings, stored negatives, loss, backward pass, update, store."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from raycl.device_copy import Download
-from raycl.distributed import all_sum, gather_detached, gather_uneven, num_workers
-from raycl.embedding_metrics import MAX_ROWS
+from raycl.distributed import all_sum, gather_detached, gather_uneven, mean_over_workers, num_workers
+from raycl.embedding_metrics import MAX_ROWS, measure
 from raycl.errors import NonFiniteLossError
 from raycl.optimizers import set_learning_rate
 from raycl.step_timer import phase
@@ -24,75 +24,82 @@ from raycl.training.views import Views
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """The result of a step: the loss of the global batch, and a few embeddings if the step is watched.
+    """The loss of the global batch, and a few embeddings if the step is watched.
 
-    ``watched`` are queries of all workers and their positives, each an embedding or a slot, both [n, dim].
-    ``collapsed_loss`` is what the loss would be if all embeddings were one point, where that is known.
-    ``is_to_stop`` is true on all workers once one of them was asked to stop.
+    ``watched`` are queries of all workers and their positives, both [n, dim]. ``collapsed_loss`` is the
+    loss if all embeddings were equal, where that is known. ``stop_requested`` is true on all workers once
+    a stop was requested from one of them.
     """
 
     loss: float
     collapsed_loss: float | None
-    is_to_stop: bool = False
+    stop_requested: bool = False
     watched: Download | None = None
+
+    def measure(self) -> dict[str, float]:
+        """Return the metrics of the watched embeddings, equal on all workers; collective."""
+        assert self.watched is not None, "only a watched step keeps embeddings"
+        measures = measure(*self.watched.arrived()).known()
+        # Machines round differently: without the mean, one worker alone might detect a collapse.
+        return dict(zip(measures, mean_over_workers(list(measures.values())), strict=True))
 
 
 def train_step(
-    learner: TrainState,
+    state: TrainState,
     store: Store,
-    contrast: Objective,
+    objective: Objective,
     views: Views,
     *,
     step: int,
     learning_rate: float,
     momentum: float,
     precision: str,
-    is_to_stop: bool = False,
+    stop_requested: bool = False,
     is_watched: bool = False,
 ) -> StepOutput:
-    """Make one step, the ``step``-th from 0; ``is_to_stop`` says whether this worker was asked to stop.
+    """Make one step; ``step`` counts from 0, ``stop_requested`` is this worker's own.
 
-    Raises ``NonFiniteLossError`` on every worker before anything is changed.
+    Raises ``NonFiniteLossError`` on every worker before any state changes.
     """
-    set_learning_rate(learner.optimizer, learning_rate)
+    set_learning_rate(state.optimizer, learning_rate)
     with phase("store"):
-        lent = store.fetch(views, step=step)
+        stored = store.fetch(views, step=step)
     with phase("forward"), autocast(precision, views.view_a.device):
-        query, key, negatives = learner.embed(views, step=step)
+        query, key, negatives = state.embed(views, step=step)
     with phase("loss"):
         ids = assign_example_ids(views.known)
-        lent = lent.identified(ids)
+        stored = stored.identified(ids)
         if negatives is not None and ids.negative is not None:
-            lent = lent.joined(*gather_uneven(negatives, *ids.of_negatives()))
-        loss = contrast(query, key, lent, ids)
+            stored = stored.joined(*gather_uneven(negatives, *ids.of_negatives()))
+        loss = objective(query, key, stored, ids)
     with phase("store"):
         store.start_download(query if key is None else key, views, ids.key_name)
-    positive = lent.key if key is None else key
+    positive = stored.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     watched = _few(query, positive) if is_watched else None
     with phase("loss"):
-        # One message for both: a worker alone must not stop, and a further message would cost each step time.
-        total, num_asked = all_sum(torch.stack([loss, torch.full_like(loss, is_to_stop)])).tolist()
+        # One message for both: all workers must stop together, and a second message would slow each step.
+        total, num_requests = all_sum(torch.stack([loss, torch.full_like(loss, stop_requested)])).tolist()
         value = total / num_workers()
     if not math.isfinite(value):
         raise NonFiniteLossError(f"the loss became {value}")
     with phase("backward"):
-        learner.backward(loss)
+        state.backward(loss)
     with phase("update"):
-        learner.update()
-        learner.follow(momentum)
-    # After the update and once: what a failed step would have written is never lent.
+        state.update()
+        state.update_momentum_encoder(momentum)
+    # Once and after the update: the store never returns keys of a failed step.
     with phase("store"):
         store.update(step=step)
     return StepOutput(
         loss=value,
-        is_to_stop=num_asked > 0,
-        collapsed_loss=contrast.collapsed_loss(batch_size=len(query) * num_workers(), lent=lent),
+        stop_requested=num_requests > 0,
+        collapsed_loss=objective.collapsed_loss(batch_size=len(query) * num_workers(), lent=stored),
         watched=watched,
     )
 
 
 def _few(query: Tensor, positive: Tensor) -> Download:
-    """Begin to fetch as many rows as a look needs, of all workers: of one's own alone, some figures would be chance."""
+    """Start to copy some rows of all workers to the host: the rows of one worker may be too few for the metrics."""
     few = -(-MAX_ROWS // num_workers())
     return Download(gather_detached(query[:few]), gather_detached(positive[:few]))

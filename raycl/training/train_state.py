@@ -67,19 +67,19 @@ class TrainState:
         """``seed`` draws the company of rows in shuffled BatchNorm."""
         self.tower, self.optimizer, self.temperature = tower, optimizer, temperature
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
-        self._seed, self._manner = seed, EmbedConfig()
+        self._seed, self._embed_config = seed, EmbedConfig()
         self._parallel: nn.Module = tower
 
-    def connect(self, device: torch.device) -> None:
+    def wrap_ddp(self, device: torch.device) -> None:
         """Average gradients with the other workers from now on; collective."""
         self._parallel = average_gradients(self.tower, device)
 
-    def enter(self, manner: EmbedConfig) -> None:
+    def set_embed_config(self, config: EmbedConfig) -> None:
         """Embed in this manner from now on."""
-        self._manner = manner
-        if manner.rows_per_group is not None:
+        self._embed_config = config
+        if config.rows_per_group is not None:
             for network in filter(None, (self.tower, self.momentum_encoder)):
-                split_batchnorm(network, manner.rows_per_group)
+                split_batchnorm(network, config.rows_per_group)
 
     def embed(self, views: Views, *, step: int) -> Embedded:
         """Return the embeddings of a batch."""
@@ -92,14 +92,14 @@ class TrainState:
             return Embedded(self.encode(views.view_a), key)
         if views.view_b is None:
             return Embedded(self.encode(views.view_a), None)
-        if self._manner.rows_per_group is not None:
+        if self._embed_config.rows_per_group is not None:
             return self._encode_shuffled(views, step)
         query, key = self.encode(views.both()).chunk(2)
         return Embedded(query, key)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Embed rows by the tower, in chunks if the batch is larger than memory."""
-        if self._manner.chunk_size is None:
+        if self._embed_config.chunk_size is None:
             return self._parallel(rows)
         return self._in_chunks(self.tower, rows)
 
@@ -115,7 +115,7 @@ class TrainState:
         if self.temperature is not None:
             self.temperature.clamp_()
 
-    def follow(self, momentum: float) -> None:
+    def update_momentum_encoder(self, momentum: float) -> None:
         """Let the momentum encoder, if there is one, follow the tower."""
         if self.momentum_encoder is not None:
             self.momentum_encoder.update(self.tower, momentum)
@@ -133,7 +133,7 @@ class TrainState:
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
         """Return what BatchNorm gives away of the keys, if it can; collective."""
         num_rows = min(len(views), PROBED_ROWS)
-        group_size = min(self._manner.leak_group_size, num_rows // 2)
+        group_size = min(self._embed_config.leak_group_size, num_rows // 2)
         if views.view_b is None or group_size < 2 or isinstance(self.tower, TwoTowers):
             return {}
         found = leakage(
@@ -164,13 +164,13 @@ class TrainState:
 
     def _not_averaged(self) -> Iterator[nn.Parameter]:
         """Yield the parameters whose gradient is only this worker's after the backward pass."""
-        if self._manner.chunk_size is not None:
+        if self._embed_config.chunk_size is not None:
             yield from self.tower.parameters()
         if self.temperature is not None:
             yield from self.temperature.parameters()
 
     def _embed_pairs(self, towers: TwoTowers, views: Views) -> Embedded:
-        if self._manner.chunk_size is None:
+        if self._embed_config.chunk_size is None:
             query, keys = self._parallel(views.view_a, views.keys())
         else:
             query = self._in_chunks(towers.query, views.view_a)
@@ -189,20 +189,20 @@ class TrainState:
     @torch.no_grad()
     def _encode_keys(self, encoder: MomentumEncoder, views: Views, step: int) -> Tensor:
         assert views.view_b is not None, "a momentum encoder's keys are views"
-        encode = encoder if self._manner.chunk_size is None else partial(self._in_chunks, encoder)
-        if self._manner.rows_per_group is None:
+        encode = encoder if self._embed_config.chunk_size is None else partial(self._in_chunks, encoder)
+        if self._embed_config.rows_per_group is None:
             return encode(views.view_b)
         return encode_shuffled(encode, views.view_b, seed=self._seed, step=step)
 
     def _in_chunks(self, network: nn.Module, rows: Tensor) -> Tensor:
-        manner = self._manner
-        assert manner.chunk_size is not None, "only a batch with a chunk_size is cut"
+        config = self._embed_config
+        assert config.chunk_size is not None, "only a batch with a chunk_size is cut"
         return embed_in_chunks(
             network,
             rows,
-            chunk_size=manner.chunk_size,
-            kept_chunks=manner.kept_chunks,
-            milestone_every=manner.milestone_every,
+            chunk_size=config.chunk_size,
+            kept_chunks=config.kept_chunks,
+            milestone_every=config.milestone_every,
         )
 
     def _parts(self) -> dict[str, Any]:

@@ -281,7 +281,7 @@ def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) 
         batch.sample_id.tolist()
         for epoch in epochs
         for batch in stream.epoch_batches(
-            share, epoch=epoch, follows=epoch != epochs[0], another=epoch != epochs[-1]
+            share, epoch=epoch, continues=epoch != epochs[0], has_next=epoch != epochs[-1]
         )
     ]
 
@@ -306,12 +306,12 @@ def test_the_next_epoch_is_read_while_this_one_is_used(stream: StreamingSampler)
         return stream.open_epoch(epoch)
 
     mine, share = replace(stream, open_epoch=open_epoch), BatchShard(batch_size=20)
-    batches = mine.epoch_batches(share, epoch=0, another=True)
+    batches = mine.epoch_batches(share, epoch=0, has_next=True)
     next(batches)
     assert opened == [0, 1]
     following = begun_behind(mine)
     assert len(list(batches)) == 9
-    rest = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=1, follows=True)]
+    rest = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=1, continues=True)]
     assert opened == [0, 1]
     assert rest == ids_of(stream, share, 1)
     assert next(following.tables, None) is None  # these were the ones that were read
@@ -320,7 +320,7 @@ def test_the_next_epoch_is_read_while_this_one_is_used(stream: StreamingSampler)
 @pytest.mark.parametrize("epoch", [1, 4])
 def test_what_was_begun_for_nothing_ends(stream: StreamingSampler, epoch: int) -> None:
     mine, share = replace(stream), BatchShard(batch_size=20)
-    batches = mine.epoch_batches(share, epoch=0, another=True)
+    batches = mine.epoch_batches(share, epoch=0, has_next=True)
     next(batches)
     stopped = begun_behind(mine).tables._stopped
     del batches
@@ -333,7 +333,7 @@ def test_the_actor_of_an_epoch_that_is_dealt_again_ends(stream: StreamingSampler
     mine, share = replace(stream), BatchShard(batch_size=20)
     first: list[Any] = []
     for _ in range(3):
-        next(mine.epoch_batches(share, epoch=0, another=True))
+        next(mine.epoch_batches(share, epoch=0, has_next=True))
         first.append(mine._dealing._actors[0])
     assert len({actor._actor_id for actor in first}) == 3
     for actor in first[:2]:

@@ -368,7 +368,7 @@ def test_a_run_that_ended_in_the_middle_of_an_epoch_goes_on_from_there(
 
 def test_weights_that_are_no_numbers_are_never_saved(finished: Finished, tmp_path: Path) -> None:
     config = small_run(**{"workers": 1, "encoder.arguments": {"channels": 1, "nan_gradient_at": 10}})
-    with pytest.raises(NonFiniteLossError, match=r"no numbers after step 10; .*\(step 9\) is kept: lower"):
+    with pytest.raises(NonFiniteLossError, match=r"not finite after step 10; .*\(step 9\) is kept: lower"):
         raycl.train(config, data=str(finished.data), output=str(tmp_path / "run"), quiet=True)
     kept = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
     assert "step-00000009-judged" in kept

@@ -25,12 +25,12 @@ from ray.util.placement_group import (
 
 import raycl
 from raycl.data import coordinator
+from raycl.data.coordinator import send_heartbeats
 from raycl.errors import RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
-from raycl.training.controller import Trainer, free_abandoned_room
-from raycl.training.driver import GracefulShutdown, workers_with_room
-from raycl.training.heartbeat import heartbeat
+from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
+from raycl.training.driver import GracefulShutdown, workers_that_fit
 from tests.cluster.strikes import kill_process, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import small_run
@@ -87,7 +87,8 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
     assert stopped["status"] == "stopped"
     assert stopped["error"] in errors
     [reached] = map(
-        int, re.findall(r"stopped after step (\d+), which is saved; go on with --resume", stopped["error"])
+        int,
+        re.findall(r"stopped after step (\d+), which is saved; continue it with --resume", stopped["error"]),
     )
     assert 20 <= reached < 40  # which is not the next logged step
     assert (output / "checkpoints" / f"step-{reached:08d}").exists()
@@ -135,7 +136,7 @@ def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: 
         return process.returncode, errors
 
     status, errors = interrupted(tmp_path / "once", 1)
-    assert (status, "which is saved; go on with --resume" in errors) == (130, True), errors
+    assert (status, "which is saved; continue it with --resume" in errors) == (130, True), errors
     assert read_result(Place(str(tmp_path / "once")))["status"] == "stopped"
     assert list((tmp_path / "once" / "checkpoints").glob("step-*"))
     status, errors = interrupted(tmp_path / "twice", 2)
@@ -176,7 +177,7 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
     )
     (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     # Two views a step make 16 seconds of silence; a heartbeat comes every second.
-    impatient = "import raycl.training.driver as groups, raycl.cli.main; groups._ALONE_S = 11.0; raycl.cli.main.main()"
+    impatient = "import raycl.training.driver as groups, raycl.cli.main; groups._NO_HEARTBEAT_S = 11.0; raycl.cli.main.main()"
     flags = ["train", str(tmp_path / "run.yaml"), "--data", str(data), "--output", str(output)]
     process = subprocess.Popen(
         [sys.executable, "-c", impatient, *flags],
@@ -197,17 +198,17 @@ def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:
     with coordinator.start_coordinator() as book, GracefulShutdown(book, Place(str(tmp_path))) as signals:
         ray.get(book.add_rows.remote("piece", 9, 7, {"not an image": 2}, ["one.png (not an image)"]))
         ray.get(book.add_notice.remote("something happened"))
-        signals.ask_to_stop()
+        signals.request_stop()
         before = coordinator.rows_in(book)
         for deaths in (1, 2):
             ray.kill(book, no_restart=False)
             wait_until(lambda deaths=deaths: restarts_of(book) == deaths)
             assert coordinator.rows_in(book) == before
             assert ray.get(book.notices.remote()) == ["something happened"]
-            assert ray.get(book.hear.remote())
+            assert ray.get(book.heartbeat.remote())
         assert before.num_broken == 2
         ray.kill(book, no_restart=False)
-        assert signals.ask_to_stop() < 60  # whether it is there or not
+        assert signals.request_stop() < 60  # whether it is there or not
 
 
 def restarts_of(actor: Any) -> int:
@@ -235,12 +236,12 @@ def test_room_of_a_controller_that_died_is_free_again_and_that_of_others_is_not(
     lost, kept, given = ray.get([each.take_room.remote() for each in (dead, alive, users)])
     own = placement_group([{"CPU": 0.5}])
     ray.get(own.ready())
-    assert free_abandoned_room(patience_s=0) == 0
+    assert remove_leaked_placement_groups(patience_s=0) == 0
     for each in (dead, users):
         ray.kill(each)
-    assert free_abandoned_room(patience_s=3) == 1
+    assert remove_leaked_placement_groups(patience_s=3) == 1
     wait_until(lambda: placement_group_table(lost)["state"] == "REMOVED")
-    assert free_abandoned_room(patience_s=0) == 0
+    assert remove_leaked_placement_groups(patience_s=0) == 0
     others = (kept, given, own)
     assert [placement_group_table(each)["state"] for each in others] == ["CREATED"] * 3
     for each in others:
@@ -252,7 +253,7 @@ def test_ray_has_helpers_that_raycl_leaves_out() -> None:
         return {type(each).__name__ for each in trainer._create_default_callbacks()}
 
     settings = {"train_loop_per_worker": print, "scaling_config": ScalingConfig(num_workers=1)}
-    left_out = names(TorchTrainer(**settings)) - names(Trainer(**settings))
+    left_out = names(TorchTrainer(**settings)) - names(RayTrainer(**settings))
     assert left_out == {"PlacementGroupCleanerCallback", "DatasetsCallback"}
 
 
@@ -292,7 +293,7 @@ def test_controllers_that_die_leave_neither_room_nor_actors(tmp_path: Path) -> N
 
 def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
     def asked(*, streamed: bool, workers: tuple[int, int] = (1, 8), **settings: object) -> tuple[int, int]:
-        return workers_with_room(small_run(**settings), workers, streamed=streamed)
+        return workers_that_fit(small_run(**settings), workers, streamed=streamed)
 
     # Of 4 CPUs.
     assert asked(streamed=True, cpus_per_worker=1.0) == (1, 3)
@@ -305,14 +306,14 @@ def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
 
 def test_a_logbook_hears_a_worker_that_says_nothing_else_and_answers_when_it_is_to_stop() -> None:
     with coordinator.start_coordinator() as book:
-        with heartbeat(book, every_s=0.2) as asked_to_stop:
+        with send_heartbeats(book, interval_s=0.2) as asked_to_stop:
             time.sleep(2.0)
-            assert ray.get(book.seconds_alone.remote()) < 1.5
+            assert ray.get(book.seconds_since_heartbeat.remote()) < 1.5
             assert not asked_to_stop.is_set()
-            ray.get(book.ask_to_stop.remote())
+            ray.get(book.request_stop.remote())
             assert asked_to_stop.wait(10)
         time.sleep(2.0)
-        assert ray.get(book.seconds_alone.remote()) > 1.5
+        assert ray.get(book.seconds_since_heartbeat.remote()) > 1.5
 
 
 @pytest.mark.drill

@@ -21,7 +21,7 @@ from raycl.records import ROLLBACK, read_metrics
 from raycl.storage import Place
 from raycl.tracking.prometheus import METRICS
 from raycl.training.job import Job
-from raycl.training.metrics_logger import Clock, MetricsLogger
+from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.stages import Position
 from tests.cluster.networks import small
 from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, SMALL
@@ -74,12 +74,12 @@ def recorder_of(output: Path, logbook: Any) -> MetricsLogger:
         stream=None,
         num_train=0,
         holdout=Holdout(seed=0),
-        logbook=logbook,
-        judged=False,
+        coordinator=logbook,
+        is_evaluated=False,
         columns=ColumnNames(),
         workers=(1, 1),
     )
-    return MetricsLogger(job, Position(), Clock(Position()), num_steps=9, is_writer=True)
+    return MetricsLogger(job, Position(), num_steps=9)
 
 
 def shown_in_tensorboard(output: Path, name: str) -> list[tuple[int, float]]:

@@ -119,8 +119,8 @@ def losses_weights_and_rows_after_steps(
     samples, stage = build.modality(config, vocabulary()), config.stages[0]
     towers = build.towers(config, samples)
     learner = build.learner(config, towers, num_samples=None)
-    learner.enter(build.manner(config, stage))
-    learner.connect(device)
+    learner.set_embed_config(build.manner(config, stage))
+    learner.wrap_ddp(device)
     store = build.store(config, None, None, device)
     frequencies = build.frequencies(config, rows)
     losses = []

@@ -148,9 +148,9 @@ def losses_weights_and_rows_after_steps(
     learner = build.learner(config, tower, num_samples=50)
     stage = config.stages[0]
     contrast = build.contrast(config, stage, learner, hinge_weight=stage.hinge_weight, num_samples=50)
-    learner.enter(build.manner(config, stage))
+    learner.set_embed_config(build.manner(config, stage))
     store = build.store(config, None, np.arange(50), torch.device("cpu"))
-    learner.connect(torch.device("cpu"))
+    learner.wrap_ddp(torch.device("cpu"))
     rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
     view_a, view_b, _ = (each[rows] for each in make_views())
     losses = []
@@ -160,8 +160,8 @@ def losses_weights_and_rows_after_steps(
         views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy())
         settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
         asked = step == 3 and rank == num_workers - 1
-        stepped = train_step(learner, store, contrast, views, step=step, is_to_stop=asked, **settings)
-        assert stepped.is_to_stop == (step == 3)  # on all workers, whoever was asked
+        stepped = train_step(learner, store, contrast, views, step=step, stop_requested=asked, **settings)
+        assert stepped.stop_requested == (step == 3)  # on all workers, whoever was asked
         losses.append(stepped.loss)
     weights = [parameter.detach() for parameter in tower.parameters()]
     if learner.momentum_encoder is not None:

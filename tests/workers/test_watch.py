@@ -10,7 +10,6 @@ from raycl.embedding_metrics import measure
 from raycl.gradient_cache import embed_in_chunks
 from raycl.training.collapse_monitor import CollapseMonitor, Limits
 from raycl.training.step import StepOutput, _few
-from raycl.training.watch import Watch
 from tests.workers.processes import run_workers
 
 LOCAL = 3  # too few for the monitor, if each worker looked at its own
@@ -24,10 +23,14 @@ def embeddings() -> tuple[Tensor, Tensor]:
 
 def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
     query, key = (each[rank * LOCAL :][:LOCAL] for each in embeddings())
-    watch = Watch(CollapseMonitor(Limits(grace=3)))
-    measures, _ = watch.look(StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key)), step=1)
+    monitor = CollapseMonitor(Limits(grace=3))
+    measures = StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key)).measure()
+    monitor.update(step=1, measures=measures, loss=1.0, collapsed_loss=9.0)
     point = StepOutput(loss=1.0, collapsed_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))
-    told = [watch.look(point, step=step)[1] for step in (2, 3, 4)]
+    told = [
+        monitor.update(step=step, measures=point.measure(), loss=1.0, collapsed_loss=1.0)
+        for step in (2, 3, 4)
+    ]
     return measures, told[-1]
 
 
