@@ -478,7 +478,7 @@ MUTATIONS = [
         "raycl/embedding_metrics.py",
         "exact = _clean(rows).cpu().double()\n",
         "exact = _clean(rows).cpu().double()\n    exact = exact - exact.mean(0)\n",
-        "tests/test_measures.py",
+        "tests/test_embedding_metrics.py",
     ),
     Mutation(
         "recall counts a key of another pair",

@@ -84,7 +84,7 @@ VALUES: dict[str, Displayable] = {
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_value_shows_all_of_its_facts_as_sound_html_and_as_text(value: Displayable) -> None:
+def test_a_value_shows_all_of_its_facts_as_valid_html_and_as_text(value: Displayable) -> None:
     table, html, text = value.to_table(), value._repr_html_(), str(value)
     cells = Tags(html).cells
     assert [[name, format_value(fact)] for name, fact in table.facts.items()] == cells[: len(table.facts)]
@@ -95,7 +95,7 @@ def test_value_shows_all_of_its_facts_as_sound_html_and_as_text(value: Displayab
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_html_brings_no_color_so_that_dark_pages_can_be_read(value: Displayable) -> None:
+def test_html_has_no_colors_of_its_own(value: Displayable) -> None:
     html = value._repr_html_() + progress_html("training", 1, 2, "")
     assert "color" not in html and "background" not in html and "<style" not in html
 
@@ -108,7 +108,7 @@ def test_text_of_others_is_escaped() -> None:
         assert any(EVIL in text for text in tags.text)
 
 
-def test_the_repr_of_a_value_stays_that_of_its_fields() -> None:
+def test_the_repr_of_a_value_shows_its_fields() -> None:
     assert repr(stats()).startswith("BankStats(name='first', kind='queue'")
     assert repr(EvaluationResult({"top1": 0.5})) == "{'top1': 0.5}"
     assert repr(Stage(epochs=3)).startswith("Stage(epochs=3")
@@ -136,13 +136,13 @@ def test_scores_show_nested_values_by_path_and_count_examples() -> None:
     assert "measure" not in facts and SCORES.to_table().title == "retrieval"
 
 
-def test_ids_and_steps_of_neighbors_are_shown_as_they_are_written() -> None:
+def test_ids_and_steps_of_neighbors_are_shown_without_separators() -> None:
     assert NEIGHBORS.to_table().rows[1] == ("123456", "0.2500", "1000")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("image_size", [32, 224])
-def test_what_a_configuration_shows_makes_it_again_from_the_defaults(name: str, image_size: int) -> None:
+def test_the_shown_settings_of_a_configuration_reproduce_it(name: str, image_size: int) -> None:
     config = recipe(name, image_size=image_size)
     facts = dict(config.to_table().facts)
     blank = RunConfig(recipe="blank", stages=(Stage(epochs=1),))
@@ -150,7 +150,7 @@ def test_what_a_configuration_shows_makes_it_again_from_the_defaults(name: str, 
     assert len(facts) < len(flatten(config.model_dump())) / 2
 
 
-def test_flat_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
+def test_flatten_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
     assert flatten({"a": {"b": [1, 2]}, "c": [{"d": 1}, {"d": 2}], "e": {}}) == {"a.b": [1, 2], "c.0.d": 1, "c.1.d": 2, "e": {}}  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_flat_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
     ("value", "said"),
     [(None, "-"), (True, "yes"), (65_536, "65,536"), (0.123456789, "0.123457"), (12_345.67, "12,345.7"), (math.nan, "nan"), ("a\nb", "a b"), ([], "-"), ((0.2, 1.0), "0.2, 1"), ({"a": 1_000}, "a: 1,000")],
 )  # fmt: skip
-def test_plain_values_read_as_people_write_them(value: object, said: str) -> None:
+def test_values_are_formatted_for_readers(value: object, said: str) -> None:
     assert format_value(value) == said
 
 
@@ -184,7 +184,7 @@ def test_an_error_without_text_is_named_by_its_type() -> None:
     assert first_line(KeyError()) == last_line(KeyError()) == "KeyError"
 
 
-def test_bar_keeps_within_its_bounds() -> None:
+def test_the_progress_bar_stays_within_its_bounds() -> None:
     assert 'value="0" max="1"' in progress_html("reading", -1, 0, "")
     assert 'value="30" max="120"' in progress_html("training", 30, 120, "steps")
     assert "training 1,200/4,000  steps" in progress_html("training", 1_200, 4_000, "steps")

@@ -12,14 +12,8 @@ from torch import nn
 from raycl.api import plan_examined as plan
 from raycl.config import RunConfig
 from raycl.config.overrides import override
-from raycl.doctor.memory import (
-    ALLOCATOR,
-    MemoryProfile,
-    bank_bytes,
-    estimate_memory,
-    peak_bytes,
-    profile_memory,
-)
+from raycl.doctor.memory import ALLOCATOR, bank_bytes, estimate_memory
+from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
 from raycl.doctor.nodes import (
     delete_file,
     network_address,
@@ -103,7 +97,7 @@ def test_a_port_is_open_to_others_unless_it_listens_on_loopback_alone() -> None:
     assert bool(found) == (network_address() is not None)
 
 
-def test_versions_name_the_source_of_raycl_and_not_its_number_alone() -> None:
+def test_the_version_of_raycl_includes_a_fingerprint_of_its_source() -> None:
     found = versions()
     assert found["torch"] == torch.__version__.partition("+")[0] or found["torch"] == torch.__version__
     assert found["raycl"].count("(") == 1
@@ -129,7 +123,7 @@ def test_the_stage_that_needs_most_counts() -> None:
 
 
 @pytest.mark.parametrize(("name", "states"), [("adamw", 2), ("sgd", 1), ("lars", 1)])
-def test_optimizers_keep_so_many_numbers_for_each_weight(name: str, states: int) -> None:
+def test_the_state_of_each_optimizer_is_counted(name: str, states: int) -> None:
     config = small(**{"optimizer.name": name})
     module = nn.Linear(100, 50)
     made = build.optimizer(config, module)
@@ -159,7 +153,7 @@ def test_shards_share_the_bank() -> None:
     assert bank_bytes(small("instance_discrimination", **{"bank.held_by": "workers"}), 1_000) == []
 
 
-def test_explicit_negatives_are_rows_of_the_keys_side() -> None:
+def test_explicit_negatives_count_as_rows_of_the_key_tower() -> None:
     config = small("two_tower", **{"stages.0.batch_size": 8})
     assert parts(config, TWO)["activations"] == 8 * 100 + 8 * 10
     assert parts(config, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 4 * 10
@@ -190,7 +184,7 @@ def test_the_remedy_lowers_the_largest_part(name: str, measured: MemoryProfile, 
     assert says in estimate.remedy()
 
 
-def test_the_peak_of_a_call_is_what_torch_held_at_most() -> None:
+def test_the_peak_of_a_call_is_measured() -> None:
     def call() -> None:
         first = torch.empty(250_000)
         del first
@@ -200,7 +194,7 @@ def test_the_peak_of_a_call_is_what_torch_held_at_most() -> None:
     assert peak_bytes(call) == pytest.approx(3e6, rel=0.01)
 
 
-def test_what_rows_take_is_measured_with_and_without_chunks() -> None:
+def test_memory_per_row_is_measured_with_and_without_chunks() -> None:
     settings = {
         "encoder.name": "resnet10",
         "encoder.width": 0.25,
@@ -221,7 +215,7 @@ def test_what_rows_take_is_measured_with_and_without_chunks() -> None:
     assert in_chunks.waiting[0] < 0.2 * whole.activations[0]
 
 
-def test_a_vocabulary_that_is_yet_to_come_counts_with_its_full_size() -> None:
+def test_an_untrained_vocabulary_counts_with_its_full_size() -> None:
     arguments = {"dim": 16, "hidden_dim": 0}
     sizes = {}
     for size_ in (1_000, 2_000):
@@ -261,7 +255,7 @@ def test_a_wrong_recipe_is_refused_at_once() -> None:
         (["nonsense"], "nonsense"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line_and_status_2(
+def test_an_invalid_request_is_refused_in_one_line_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[object], says: str
 ) -> None:
     status, out, err = run_raycl(monkeypatch, capsys, "doctor", *arguments)

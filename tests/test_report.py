@@ -128,7 +128,7 @@ COLUMNS = {
 }
 
 
-def test_each_drawing_shows_the_column_of_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_drawing_shows_the_metric_of_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, list[list[float]]] = {}
     plot, draw = Axes.plot, curves.draw_curves
 
@@ -154,7 +154,7 @@ def test_each_drawing_shows_the_column_of_its_title(tmp_path: Path, monkeypatch:
         assert shown == [values[name] for name in names], title
 
 
-def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     write_snapshots(write_run(tmp_path / "run"))
     page = page_of(tmp_path / "run")
     addresses = [
@@ -188,7 +188,7 @@ def test_drawings_take_their_colors_from_the_page(tmp_path: Path) -> None:
     assert all(text.count(f"{name}: #") == 2 for name in used)  # light and dark
 
 
-def test_what_users_wrote_is_text_and_no_part_of_the_page(tmp_path: Path) -> None:
+def test_text_of_users_is_escaped(tmp_path: Path) -> None:
     name = "<script>alert(1)<'script>$x^$"
     folder = tmp_path / name
     write_run(folder, result={"status": "failed", "error": EVIL})
@@ -208,7 +208,7 @@ def test_what_users_wrote_is_text_and_no_part_of_the_page(tmp_path: Path) -> Non
     assert name in compared.text
 
 
-def test_a_cause_of_broken_rows_is_counted(tmp_path: Path) -> None:
+def test_skipped_rows_are_counted_by_cause(tmp_path: Path) -> None:
     write_run(
         tmp_path,
         result={"status": "finished", "broken_rows": {"not an image": 1_234}, "left_out": {"repeated": 7}},
@@ -258,14 +258,14 @@ def test_a_failed_run_without_metrics_has_a_page(tmp_path: Path) -> None:
     assert "no room" in page_of(tmp_path).text
 
 
-def test_a_line_that_is_no_json_is_counted_and_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_not_json_are_counted_and_skipped(tmp_path: Path) -> None:
     write_run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 210, "lo\n[]\n{"loss": 1}\n')
     assert "3 lines of metrics.jsonl could not be read" in page_of(tmp_path).text
 
 
-def test_what_a_rollback_undid_counts_nowhere_but_is_kept() -> None:
+def test_steps_undone_by_a_rollback_are_kept_apart() -> None:
     lines = [line_of(step) for step in (10, 20, 30)]
     lines.append({"step": 10, "event": ROLLBACK, "text": "went back"})
     lines += [line_of(step, loss=9.0) for step in (20, 30)]
@@ -278,7 +278,7 @@ def test_what_a_rollback_undid_counts_nowhere_but_is_kept() -> None:
     assert [(event.step, event.kind) for event in history.events] == [(10, ROLLBACK)]
 
 
-def test_a_run_that_ends_right_after_a_rollback_has_the_figures_from_before(tmp_path: Path) -> None:
+def test_a_run_that_ends_after_a_rollback_has_the_metrics_from_before(tmp_path: Path) -> None:
     lines = [line_of(10, loss=3.3), line_of(20, loss=9.9)]
     lines += [judgment(20, knn_top1=0.99), {"step": 10, "event": ROLLBACK, "text": "went back"}]
     run = read_run(str(write_run(tmp_path / "a", lines)))
@@ -297,7 +297,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, name: str, content:
         write_report(str(tmp_path))
 
 
-def test_numbers_and_texts_that_no_page_can_hold_do_not_hinder_it(tmp_path: Path) -> None:
+def test_huge_numbers_and_lone_surrogates_are_written(tmp_path: Path) -> None:
     lines = [line_of(10), line_of(20, loss=10**400), line_of(30, loss=1.5)]
     lines.append({"step": 30, "event": "tracking", "text": "half of a character: \udce9"})
     page = page_of(write_run(tmp_path, lines))
@@ -314,7 +314,7 @@ def test_of_many_events_all_are_listed_and_a_collapse_has_a_mark(tmp_path: Path)
     assert re.search(r"Z\s+50\s+collapse\s+nearly one point", text)
 
 
-def test_figures_of_the_same_lines_share_where_they_are() -> None:
+def test_metrics_of_the_same_lines_share_their_steps() -> None:
     lines = [json.dumps(line_of(step)) for step in range(1, 25_001)]
     history = read_history([*lines, json.dumps(judgment(25_000, knn_top1=0.5))])
     assert history["loss"].step is history["spread"].step
@@ -350,7 +350,7 @@ def test_stages_are_named_on_the_drawings_and_give_the_batch(tmp_path: Path) -> 
     ),
     st.integers(2, 50),
 )
-def test_a_cut_curve_keeps_every_extreme_in_few_points(value: np.ndarray, columns: int) -> None:
+def test_a_downsampled_curve_keeps_every_extreme(value: np.ndarray, columns: int) -> None:
     x = np.arange(len(value), dtype=float)
     cut = downsample(x, value, columns=columns)
     assert len(cut.x) <= max(2 * columns, int(np.isnan(value).sum()) + 2 * columns)
@@ -371,7 +371,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 600_000
 
 
-def test_portraits_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_snapshots_are_read_as_written(tmp_path: Path) -> None:
     write_snapshots(tmp_path, num_samples=23)
     probes = read_probe_set(Place(str(tmp_path)))
     portrait = read_snapshot(Place(str(tmp_path)), LATEST)
@@ -436,7 +436,7 @@ def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path, per_docu
         assert any(one.is_right for one in each.now)
 
 
-def test_classes_are_called_what_the_data_call_them(tmp_path: Path) -> None:
+def test_classes_have_their_names_in_the_data(tmp_path: Path) -> None:
     write_snapshots(write_run(tmp_path))
     told = json.loads((tmp_path / "data.json").read_text())
     names = [f"a class of a long name, {number}" for number in range(10)]
@@ -462,7 +462,7 @@ def test_every_query_finds_its_key_if_all_lie_on_their_documents(tmp_path: Path)
     assert NeighborSearch(run.probes, perfect).right_fraction() == 1.0
 
 
-def test_embeddings_that_are_no_numbers_are_left_out_and_told(tmp_path: Path) -> None:
+def test_embeddings_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:
     write_snapshots(write_run(tmp_path))
     portrait = read_snapshot(Place(str(tmp_path)), LATEST)
     assert portrait is not None
@@ -486,7 +486,7 @@ def test_a_collapsed_encoder_has_no_map(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 5, 29, 40])
-def test_a_map_has_a_place_for_every_sample(num_rows: int) -> None:
+def test_a_map_has_a_point_for_every_sample(num_rows: int) -> None:
     places = project(embeddings(np.arange(num_rows), spread=1.0).astype(np.float32))
     if num_rows < 3:
         assert places is None
@@ -506,7 +506,7 @@ def test_every_cosine_is_counted_once_in_its_bin(cosines: np.ndarray) -> None:
         assert counts @ middles / counts.sum() == pytest.approx(good.mean(), abs=0.0101)
 
 
-def test_the_figures_of_a_histogram_are_those_of_its_pairs() -> None:
+def test_the_summary_of_a_histogram_equals_the_statistics_of_its_pairs() -> None:
     rng = np.random.default_rng(0)
     first = rng.normal(size=(80, 8))
     first /= np.linalg.norm(first, axis=1, keepdims=True)
@@ -539,7 +539,7 @@ def test_a_comparison_shows_what_differs_and_final_metrics(tmp_path: Path) -> No
     assert "failed at about step 200: lost" in page.text
 
 
-def test_runs_of_one_name_are_told_apart_by_their_addresses(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_shown_with_their_addresses(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name / "run") for name in ("a", "b")]
     write_comparison([str(folder) for folder in folders], str(tmp_path / "both.html"))
     text = Page((tmp_path / "both.html").read_text()).text
@@ -587,7 +587,7 @@ def test_a_signal_while_the_page_is_drawn_does_not_change_how_a_finished_run_end
 )
 @settings(max_examples=60, deadline=None)
 @example(arguments=["data:\n  columns: {image: 'it\\'s'}\n", "\x85\u2028", "a\n"])
-def test_a_command_that_was_kept_is_what_was_typed_when_a_shell_reads_it(arguments: list[str]) -> None:
+def test_a_recorded_command_runs_in_a_shell_as_it_was_typed(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, typed(["printf", "%s\\0", *arguments, "end"]):
         save_command_line(Place(folder))
         (line,) = read_commands(Place(folder))
@@ -596,7 +596,7 @@ def test_a_command_that_was_kept_is_what_was_typed_when_a_shell_reads_it(argumen
     assert told.decode().split("\0")[:-1] == [*arguments, "end"]
 
 
-def test_the_command_is_kept_a_line_each_time(tmp_path: Path) -> None:
+def test_each_start_of_a_run_records_its_command(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     save_command_line(output)
     assert not (tmp_path / "command.txt").exists()  # nobody typed one
@@ -612,7 +612,7 @@ def test_the_command_is_kept_a_line_each_time(tmp_path: Path) -> None:
     assert "python jobs/train.py simclr --resume" in page_of(tmp_path).text
 
 
-def test_the_door_writes_a_page_and_says_where(
+def test_the_command_writes_a_page_and_prints_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [write_run(tmp_path / name) for name in ("one", "two")]
@@ -638,7 +638,7 @@ def test_the_door_writes_a_page_and_says_where(
         (lambda folder: (folder / "config.yaml").write_text("recipe: [") and [folder], "is no YAML"),
     ],
 )
-def test_what_is_no_run_is_refused_in_one_line(
+def test_an_output_without_a_run_is_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -669,7 +669,7 @@ def test_the_report_needs_neither_torch_nor_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_an_infinite_figure_counts_as_no_number() -> None:
+def test_infinite_values_count_as_not_finite() -> None:
     lines = [json.dumps(line_of(1)), json.dumps(line_of(2, loss=float("inf"), spread=1e999))]
     history = read_history(lines)
     assert (history["loss"].num_bad, history["spread"].num_bad) == (1, 1)

@@ -104,7 +104,7 @@ def opened(browser: Browser, path: Path, width: int, scheme: Any) -> tuple[Page,
         ("comparison", 1280, "light"),
     ],
 )
-def test_the_page_is_quiet_and_fits_and_can_be_read_by_everybody(
+def test_the_page_is_quiet_and_fits_and_is_accessible(
     browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
     path = pages[name]
@@ -137,7 +137,7 @@ def test_drawings_follow_light_and_dark(browser: Browser, pages: dict[str, Path]
     assert inks[1][1] != "rgb(255, 255, 255)"
 
 
-def test_on_paper_the_page_is_light_and_whole(browser: Browser, pages: dict[str, Path]) -> None:
+def test_the_printed_page_is_light(browser: Browser, pages: dict[str, Path]) -> None:
     page, _, _ = opened(browser, pages["images"], 1280, "dark")
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -106,7 +106,7 @@ def test_any_number_of_workers_gives_one_snapshot(two_towers: bool) -> None:
             assert np.abs(counts[0] - counts[1]).sum() <= 2  # rounding at the edge of a bin
 
 
-def test_rows_are_the_unit_representations_of_the_samples_named(tmp_path: Path) -> None:
+def test_rows_are_the_unit_representations_of_their_samples(tmp_path: Path) -> None:
     built = tower()
     snapshot_writer(tmp_path).write(built, CPU, step=0)
     snapshot, probes = read_snapshot(Place(str(tmp_path)), FIRST), read_probe_set(Place(str(tmp_path)))
@@ -125,7 +125,7 @@ def test_rows_are_the_unit_representations_of_the_samples_named(tmp_path: Path) 
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), pixels.squeeze(-1))
 
 
-def test_a_snapshot_leaves_no_trace_in_the_towers(tmp_path: Path) -> None:
+def test_a_snapshot_leaves_the_towers_unchanged(tmp_path: Path) -> None:
     built = tower(dropout=0.5).train()
     before = {name: value.clone() for name, value in built.state_dict().items()}
     snapshot_writer(tmp_path).write(built, CPU, step=0)
@@ -143,7 +143,7 @@ def test_the_first_snapshot_is_kept_and_the_latest_replaced(tmp_path: Path) -> N
     assert steps == [[0], [0, 5], [0, 9]]
 
 
-def test_dropout_tells_the_views_of_a_sample_apart(tmp_path: Path) -> None:
+def test_dropout_makes_the_views_of_a_sample_different(tmp_path: Path) -> None:
     def mean_bin(dropout: float) -> float:
         # Views that are drawn without any randomness.
         unchanged = {"crop_scale": (1.0, 1.0), "crop_ratio": (1.0, 1.0), "flip": 0.0, "jitter": 0.0}
@@ -158,7 +158,7 @@ def test_dropout_tells_the_views_of_a_sample_apart(tmp_path: Path) -> None:
     assert mean_bin(0.5) < 99.0
 
 
-def test_equal_keys_are_no_negatives_of_each_other(tmp_path: Path) -> None:
+def test_equal_keys_are_not_counted_as_negatives(tmp_path: Path) -> None:
     class Alike:
         """A drawing for which all samples show one thing but the first."""
 
@@ -186,7 +186,7 @@ def test_a_thumbnail_has_the_proportions_of_the_original(aspect: float, size: tu
         assert picture.size == size
 
 
-def test_texts_come_back_from_their_tokens() -> None:
+def test_texts_are_restored_from_their_tokens() -> None:
     texts = [*invented_texts(50), "Zürich, 今日は", "two  spaces"]
     for kind in ("bpe", "wordpiece"):
         tokenizer = train_tokenizer(texts, vocabulary_size=600, kind=kind, cls=True)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_texts_come_back_from_their_tokens() -> None:
         assert [text.replace(" ", "") for text in read] == plain
 
 
-def test_a_token_that_changed_places_with_the_padding_is_read() -> None:
+def test_a_token_that_was_swapped_with_the_padding_is_read() -> None:
     library = tokenizers.Tokenizer(
         models.WordLevel({"sea": 0, "boat": 1, "[UNK]": 2, "[PAD]": 3}, unk_token="[UNK]")
     )

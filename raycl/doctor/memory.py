@@ -1,70 +1,40 @@
 """Checks of a recipe: whether its workers, its decoded data and its bank fit into the memory of the nodes.
 
-The memory of a worker follows from a formula, and from measuring how much memory a row of the batch needs
-in a forward and backward pass.
+The memory of a worker follows from a formula, and from the memory of a row in a forward and backward pass,
+which is measured.
 """
 
-import json
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import ray
-import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from raycl.batchnorm import split_batchnorm
 from raycl.config import RunConfig, Stage
 from raycl.display import format_bytes
 from raycl.doctor.checks import AUTOSCALING
 from raycl.doctor.data import DataSummary
-from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory, process_memory
+from raycl.doctor.memory_profile import MemoryProfile, profile_memory
+from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
-from raycl.gradient_cache import embed_in_chunks
-from raycl.models.towers import TwoTowers
 from raycl.negatives.start import nodes_for_a_bank
 from raycl.ray_runtime import check_resources
 from raycl.storage import Place
-from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training import build
 from raycl.training.data_module import known_tokenizer
 from raycl.training.driver import cpus_of_a_worker, spare_cpus
-from raycl.training.process import autocast, available_cores
 
-FEW_ROWS = (
-    4  # measured along with twice as many: the difference excludes costs that do not grow with the rows
-)
 # Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
 ALLOCATOR = 4 / 3
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lars": 1}  # numbers per weight
 _BATCHES = 4  # of decoded rows: two wait, one is in use and one is being made
-_EMBEDDINGS = (
-    8  # copies of the gathered embeddings: both views, their gradients, and intermediates of the loss
-)
+_EMBEDDINGS = 8  # copies of the gathered ones: both views, their gradients, and intermediates of the loss
 _RESERVED = 0.05  # of a node's memory: above 95% Ray kills workers
 _CUDA_BYTES = 2.0**30  # context, workspaces of cuDNN, blocks that the allocator keeps
 _TIMEOUT_S = 180.0
 
 Answers = Sequence[NodeAnswer[NodeInfo]]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MemoryProfile:
-    """Measured bytes of a worker: its process without a network, and the network's parameters and buffers.
-
-    The tuples have one entry per side (the only tower, or query and key towers): the activations of a row, its
-    part that stays while the chunks of other rows are embedded, and the row's own input.
-    """
-
-    process: float
-    parameters: float
-    buffers: float
-    activations: tuple[float, ...]
-    waiting: tuple[float, ...]
-    inputs: tuple[float, ...]
 
 
 @final
@@ -322,100 +292,3 @@ def _profile_stages(config: RunConfig) -> list[MemoryProfile]:
     # A new process for each: memory that an earlier one left behind would count.
     task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(profile_memory)  # pyright: ignore
     return ray.get([task.remote(config, stage, tokenizer) for stage in config.stages], timeout=_TIMEOUT_S)
-
-
-def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None) -> MemoryProfile:
-    """Build the towers and measure a step of few rows, with the graph of all and, if set, in chunks."""
-    process = process_memory()
-    torch.set_num_threads(available_cores())
-    towers = build.towers(config, build.modality(config, _vocabulary(config, tokenizer)))
-    towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    if config.batchnorm == "shuffled":
-        split_batchnorm(towers, 2)  # the groups have no influence on the sizes
-    make_inputs = _input_makers(config, tokenizer)
-    sides = [towers.query, towers.key_tower] if isinstance(towers, TwoTowers) else [towers]
-    measured = [_profile_tower(config, stage, *side) for side in zip(sides, make_inputs, strict=True)]
-    return MemoryProfile(
-        process=process,
-        parameters=sum(each.nbytes for each in towers.parameters()),
-        buffers=sum(each.nbytes for each in towers.buffers()),
-        activations=tuple(activations for activations, _ in measured),
-        waiting=tuple(waiting for _, waiting in measured),
-        inputs=tuple(make(1).nbytes for make in make_inputs),
-    )
-
-
-def _profile_tower(
-    config: RunConfig, stage: Stage, tower: nn.Module, make_inputs: Callable[[int], Tensor]
-) -> tuple[float, float]:
-    """Return the bytes of a row with its graph, and while it waits for other chunks."""
-
-    def peak(num_rows: int, chunk_size: int | None = None) -> float:
-        inputs = make_inputs(num_rows)
-
-        def step() -> None:
-            with autocast(config.tower_precision, torch.device("cpu")):
-                if chunk_size is None:
-                    embeddings = tower(inputs)
-                else:
-                    embeddings = embed_in_chunks(
-                        tower, inputs, chunk_size=chunk_size, milestone_every=stage.milestone_every
-                    )
-            embeddings.square().sum().backward()
-
-        step()  # allocates the gradients
-        return peak_bytes(step)
-
-    activations = max(0.0, peak(2 * FEW_ROWS) - peak(FEW_ROWS)) / FEW_ROWS
-    if stage.chunk_size is None:
-        return activations, 0.0
-    waiting = max(0.0, peak(4 * FEW_ROWS, 2) - peak(2 * FEW_ROWS, 2)) / (2 * FEW_ROWS)
-    return activations, waiting
-
-
-def peak_bytes(call: Callable[[], object]) -> float:
-    """Return the most memory that torch allocates during a call, in bytes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    results: Any = recorded.profiler
-    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for change in sorted(changes, key=lambda event: event.start_ns()):
-        held += change.nbytes()
-        peak = max(peak, held)
-    return float(peak)
-
-
-def _input_makers(config: RunConfig, tokenizer: Tokenizer | None) -> list[Callable[[int], Tensor]]:
-    """Return functions that make a number of rows, for each side: images, or texts of the greatest length."""
-    data, text = config.data, config.text
-    num_tokens = text.vocabulary_size if tokenizer is None else tokenizer.num_tokens
-
-    def images(count: int) -> Tensor:
-        return torch.randn(count, data.channels, data.image_size, data.image_size)
-
-    def tokens(length: int) -> Callable[[int], Tensor]:
-        return lambda count: torch.randint(5, num_tokens, (count, length))
-
-    texts = tokens(text.max_length)
-    documents = tokens(text.max_document_length or text.max_length)
-    by_kind: dict[str, list[Callable[[int], Tensor]]] = {
-        "image": [images],
-        "text": [texts],
-        "image_text": [images, texts],
-        "pairs": [texts, documents],
-    }
-    return by_kind[data.kind]
-
-
-def _vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> Vocabulary | None:
-    """Return the run's vocabulary, or one of the greatest size that a run would train."""
-    if not config.has_texts:
-        return None
-    if tokenizer is not None:
-        return Vocabulary(tokenizer)
-    stand_in = json.loads(Vocabulary.stand_in().tokenizer.to_json())
-    tokens = stand_in["model"]["vocab"]
-    for number in range(len(tokens), config.text.vocabulary_size):
-        tokens[f"unseen{number}"] = number
-    return Vocabulary(Tokenizer.from_json(json.dumps(stand_in)))

@@ -67,7 +67,7 @@ def summary_of(data: str, config: Any = None) -> DataSummary:
     return summary
 
 
-def test_a_node_that_does_not_answer_holds_up_no_one_and_is_named() -> None:
+def test_a_node_that_does_not_answer_is_named_and_delays_no_other() -> None:
     # Functions of a function travel whole: the task has nothing to import.
     def answer_late(seconds: float) -> None:
         import time
@@ -102,7 +102,7 @@ def test_a_cluster_without_an_autoscaler_is_not_taken_for_one_with() -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
-def test_storage_is_tried_from_everywhere_and_left_as_it_was(tmp_path: Path, kind: str) -> None:
+def test_storage_is_tested_from_every_node_and_left_unchanged(tmp_path: Path, kind: str) -> None:
     output = str(tmp_path / "deep" / "run") if kind == "local" else f"s3://{BUCKET}/doctor/deep/run"
     finding = check_storage(output, alive_nodes())
     assert finding.good, finding
@@ -141,7 +141,7 @@ def test_a_file_that_another_node_reads_differently_is_reported(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_images_have_sizes_and_labels_and_their_broken_rows_have_causes(tmp_path: Path) -> None:
+def test_images_are_described_with_sizes_labels_and_invalid_rows(tmp_path: Path) -> None:
     found = check(str(write_digits(tmp_path / "digits.parquet", 400, broken=8)))
     assert "400 rows with labels, images, parquet in 1 piece" in found["data"].seen
     assert not found["sample"].good
@@ -154,7 +154,7 @@ def test_images_have_sizes_and_labels_and_their_broken_rows_have_causes(tmp_path
     assert few["sample"].good  # a hundredth may be broken
 
 
-def test_a_column_of_labels_that_holds_none_is_red(tmp_path: Path) -> None:
+def test_a_label_column_without_labels_is_red(tmp_path: Path) -> None:
     images = pa.array([encode(photograph()[:32, :24])] * 5, pa.binary())
     data = write_table(tmp_path / "a.parquet", image=images, label=pa.array([None] * 5, pa.int64()))
     found = check(data)
@@ -163,7 +163,7 @@ def test_a_column_of_labels_that_holds_none_is_red(tmp_path: Path) -> None:
     assert "'label' holds no label in the 5 rows" in found["labels"].seen
 
 
-def test_texts_have_lengths_and_lists_are_counted(tmp_path: Path) -> None:
+def test_texts_are_described_with_lengths_and_counts(tmp_path: Path) -> None:
     data = write_table(tmp_path / "a.parquet", text=[["one", "two words"], ["three"], ["", "x"]])
     found = check(data)
     assert "3 rows without labels, texts" in found["data"].seen
@@ -173,7 +173,7 @@ def test_texts_have_lengths_and_lists_are_counted(tmp_path: Path) -> None:
     )
 
 
-def test_captioned_images_are_known_by_their_columns(tmp_path: Path) -> None:
+def test_captioned_images_are_recognized_by_their_columns(tmp_path: Path) -> None:
     images = pa.array([encode(photograph()[:20, :20])] * 3, pa.binary())
     found = check(write_table(tmp_path / "a.parquet", image=images, caption=["a", "bb", "ccc"]))
     assert "images with captions" in found["data"].seen
@@ -288,7 +288,7 @@ def drill(kind: str) -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.drill
-def test_a_path_that_each_node_has_for_itself_is_red_and_the_node_that_differs_is_named() -> None:
+def test_a_path_that_is_local_to_each_node_is_red_and_differing_nodes_are_named() -> None:
     local, shared = drill("two_nodes")
     assert not local["storage"]["good"]
     assert "does not see the file of" in local["storage"]["seen"]

@@ -99,7 +99,7 @@ def test_uniformity_is_finite_where_every_term_is_below_the_smallest_float() -> 
     assert uniformity(rows, t=500.0) == pytest.approx(-1000.0)
 
 
-def test_measures_in_a_narrow_cone_are_as_exact() -> None:
+def test_metrics_are_exact_in_a_narrow_cone() -> None:
     query = F.normalize(point(200, 32) + 1e-2 * make_rows(200, 32, 5), dim=1)
     key = F.normalize(query + 1e-3 * make_rows(200, 32, 6), dim=1)
     assert spread(query) == pytest.approx(plain_spread(query), rel=1e-4)
@@ -178,7 +178,7 @@ def test_one_row_is_a_point() -> None:
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_rows_that_say_nothing_give_numbers_and_no_error(num_rows: int, value: float) -> None:
+def test_degenerate_rows_give_finite_metrics(num_rows: int, value: float) -> None:
     rows = torch.full((num_rows, 4), value)
     figures = measure(rows, rows).known()
     assert all(math.isfinite(figure) for figure in figures.values())
@@ -186,7 +186,7 @@ def test_rows_that_say_nothing_give_numbers_and_no_error(num_rows: int, value: f
     assert figures["spread"] == figures["alignment"] == figures["positive_negative_gap"] == 0.0
 
 
-def test_one_row_of_nan_leaves_the_figures_of_the_others() -> None:
+def test_a_row_with_nan_does_not_change_the_others() -> None:
     rows = make_rows(9, 4)
     rows[3, 2] = math.nan
     cleaned = rows.clone()
@@ -194,7 +194,7 @@ def test_one_row_of_nan_leaves_the_figures_of_the_others() -> None:
     assert measure(rows, rows) == measure(cleaned, cleaned)
 
 
-def test_measure_gives_what_the_functions_give() -> None:
+def test_measure_equals_the_single_functions() -> None:
     query, key = make_pair(100, 24)
     assert vars(measure(query, key)) == {
         "uniformity": uniformity(query),
@@ -207,7 +207,7 @@ def test_measure_gives_what_the_functions_give() -> None:
     }
 
 
-def test_measure_without_keys_tells_what_the_queries_tell() -> None:
+def test_measure_without_keys_gives_the_metrics_of_the_queries() -> None:
     query, key = make_pair(30, 64)
     whole, alone = measure(query, key).known(), measure(query).known()
     assert set(whole) - set(alone) == {"alignment", "positive_negative_gap"}
@@ -220,26 +220,26 @@ def test_known_figures_are_plain_numbers() -> None:
     assert {type(figure) for figure in measure(*make_pair(5, 3)).known().values()} == {int, float}
 
 
-def test_measure_looks_at_the_first_rows_only() -> None:
+def test_measure_uses_the_first_rows_only() -> None:
     query, key = make_pair(MAX_ROWS + 50, 8)
     assert measure(query, key) == measure(query[:MAX_ROWS], key[:MAX_ROWS])
     assert measure(query[:-50], key[:-50]) != measure(query[: MAX_ROWS - 1], key[: MAX_ROWS - 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_measures_are_computed_in_float32_whatever_the_rows_came_in(dtype: torch.dtype) -> None:
+def test_metrics_are_computed_in_float32_for_rows_of_any_type(dtype: torch.dtype) -> None:
     query, key = (rows.to(dtype) for rows in make_pair(60, 16))
     assert measure(query, key) == measure(query.float(), key.float())
 
 
-def test_autocast_does_not_blur_the_measures() -> None:
+def test_autocast_does_not_change_the_metrics() -> None:
     query, key = make_pair(60, 16)
     expected = measure(query, key)
     with torch.autocast("cpu", torch.bfloat16):
         assert measure(query, key) == expected
 
 
-def test_measures_leave_rows_and_their_graph_alone() -> None:
+def test_measuring_changes_neither_rows_nor_their_graph() -> None:
     query, key = make_pair(20, 8)
     query.requires_grad_()
     before = query.detach().clone(), key.clone()
@@ -249,7 +249,7 @@ def test_measures_leave_rows_and_their_graph_alone() -> None:
     assert query.grad is None
 
 
-def test_uniformity_holds_no_square_of_all_rows() -> None:
+def test_uniformity_never_allocates_all_pairs_at_once() -> None:
     rows = make_rows(2000, 4)
     with MetricsLogger() as recorder:
         uniformity(rows)
@@ -258,7 +258,7 @@ def test_uniformity_holds_no_square_of_all_rows() -> None:
 
 @pytest.mark.parametrize("rows", BAD_ROWS, ids=lambda rows: str(list(rows.shape)))
 @pytest.mark.parametrize("function", (*ALONE, measure))
-def test_what_is_no_list_of_rows_is_refused(function: Callable[[Tensor], object], rows: Tensor) -> None:
+def test_tensors_that_are_not_rows_are_refused(function: Callable[[Tensor], object], rows: Tensor) -> None:
     with pytest.raises(ConfigError, match=rf"{re.escape(str(list(rows.shape)))}; pass one embedding per row"):
         function(rows)
 
