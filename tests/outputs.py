@@ -30,7 +30,7 @@ BEGAN = 1_790_000_000  # seconds since 1970
 
 
 def line_of(step: int, **figures: Any) -> dict[str, Any]:
-    """What a run logs at a step of 64 rows."""
+    """The line that a run logs at a step of 64 rows."""
     return {
         "step": step,
         "samples": 64 * step,
@@ -63,8 +63,8 @@ def line_of(step: int, **figures: Any) -> dict[str, Any]:
     }
 
 
-def judgment(step: int, **figures: float) -> dict[str, Any]:
-    """What a judgment leaves."""
+def evaluation(step: int, **figures: float) -> dict[str, Any]:
+    """The line of an evaluation."""
     return {"step": step, "samples": 64 * step, "epoch": step // 50, "stage": 0, "workers": 2, **figures}
 
 
@@ -76,15 +76,15 @@ def write_run(
     settings: Mapping[str, Any] | None = None,
     result: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write an output: by default a finished run of 200 steps that was judged three times."""
+    """Write an output: by default a finished run of 200 steps with three evaluations."""
     output = Place(str(folder))
     config = override(recipe(method, image_size=32), {"stages.0.batch_size": 64, **(settings or {})})
     (output / "config.yaml").write_text(config_to_yaml(config))
     (output / "data.json").write_text(json.dumps({"data": "/data/set", "num_rows": 5_000, "streamed": False}))
     if lines is None:
-        judged = [judgment(step, knn_top1=0.2 + step / 400) for step in (0, 100, 200)]
+        evaluated = [evaluation(step, knn_top1=0.2 + step / 400) for step in (0, 100, 200)]
         steps = [line_of(step) for step in range(10, 201, 10)]
-        lines = sorted([*judged, *steps], key=lambda line: line["step"])
+        lines = sorted([*evaluated, *steps], key=lambda line: line["step"])
     log = MetricsLog(output)
     for line in lines:
         log.write(line)

@@ -1,4 +1,4 @@
-"""Values that show themselves: in a notebook, in a terminal, and never with markup of somebody else's."""
+"""Tables of values in notebooks and terminals, and the formats of values."""
 
 import json
 import math
@@ -29,7 +29,7 @@ EVIL = "<script>alert(1)</script>&\"'"
 
 
 class Tags(HTMLParser):
-    """Note what is opened and closed, and the text between."""
+    """Record the tags and the text between them."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

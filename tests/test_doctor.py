@@ -1,4 +1,4 @@
-"""The doctor's parts that need no cluster: its files, its arithmetic, what it measures, how it is asked."""
+"""The doctor without a cluster: files, memory estimates and measurements, and its command."""
 
 import socket
 from dataclasses import replace
@@ -234,7 +234,7 @@ def test_a_recipe_is_planned_as_train_plans_it(tmp_path: Path) -> None:
     assert plan("simclr", {}, data, []).data.image_size == 16
     assert plan("simclr", {}, None, []).data.image_size == 224
     assert plan("simclr", {}, None, ["data.image_size=48"]).data.image_size == 48
-    # What is wrong with the data is found when they are looked at.
+    # Invalid data are reported by the check of the data.
     assert plan("simclr", {}, str(tmp_path / "none"), []).data.image_size == 224
     assert plan("simcse", {"workers": 2}, None, []).workers == 2
 

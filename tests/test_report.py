@@ -42,7 +42,7 @@ from raycl.report.tables import final_metrics
 from raycl.report.writer import reported, write_comparison, write_report
 from raycl.storage import Place
 from tests.conftest import BUCKET
-from tests.outputs import embeddings, judgment, line_of, similarities, write_run, write_snapshots
+from tests.outputs import embeddings, evaluation, line_of, similarities, write_run, write_snapshots
 from tests.test_cli import run_raycl
 
 MOST_BYTES = 3 * 2**20
@@ -107,7 +107,7 @@ def test_a_finished_run_has_every_drawing(tmp_path: Path) -> None:
     assert sum(label.startswith("Histogram") for label in drawings(page)) == 2
     assert all(drawings(page))
     assert all(image["alt"] for image in page.named("img"))
-    assert "70.0%" in page.text  # the last judgment
+    assert "70.0%" in page.text  # the last evaluation
     levels = [int(name[1]) for name in headings(page)]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
@@ -238,7 +238,7 @@ def test_a_run_that_is_not_finished_says_so(tmp_path: Path, status: dict[str, An
     ("lines", "says"),
     [
         ([], "No step has been logged"),
-        ([judgment(0, knn_top1=0.2)], "No step has been logged"),
+        ([evaluation(0, knn_top1=0.2)], "No step has been logged"),
         ([line_of(10)], "One step has been logged"),
         ([line_of(10), line_of(20)], "no periodic evaluation"),
         ([line_of(10), line_of(20, loss=float("nan"))], "loss 1 times"),
@@ -280,7 +280,7 @@ def test_steps_undone_by_a_rollback_are_kept_apart() -> None:
 
 def test_a_run_that_ends_after_a_rollback_has_the_metrics_from_before(tmp_path: Path) -> None:
     lines = [line_of(10, loss=3.3), line_of(20, loss=9.9)]
-    lines += [judgment(20, knn_top1=0.99), {"step": 10, "event": ROLLBACK, "text": "went back"}]
+    lines += [evaluation(20, knn_top1=0.99), {"step": 10, "event": ROLLBACK, "text": "went back"}]
     run = read_run(str(write_run(tmp_path / "a", lines)))
     assert run.history["loss"].last == 3.3
     assert run.history["knn_top1"].last is None
@@ -316,7 +316,7 @@ def test_of_many_events_all_are_listed_and_a_collapse_has_a_mark(tmp_path: Path)
 
 def test_metrics_of_the_same_lines_share_their_steps() -> None:
     lines = [json.dumps(line_of(step)) for step in range(1, 25_001)]
-    history = read_history([*lines, json.dumps(judgment(25_000, knn_top1=0.5))])
+    history = read_history([*lines, json.dumps(evaluation(25_000, knn_top1=0.5))])
     assert history["loss"].step is history["spread"].step
     assert history["loss"].is_dropped is history["spread"].is_dropped
     assert history["knn_top1"].step.tolist() == [25_000]

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from raycl.records import ROLLBACK
 from raycl.report.writer import write_comparison, write_report
-from tests.outputs import judgment, line_of, thumbnail, write_run, write_snapshots
+from tests.outputs import evaluation, line_of, thumbnail, write_run, write_snapshots
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -79,12 +79,12 @@ def _eventful() -> list[dict[str, Any]]:
     return [
         *lines,
         line_of(200, loss=float("nan"), stage=1),
-        judgment(200, recall_at_10=0.5, recall_at_1=0.2),
+        evaluation(200, recall_at_10=0.5, recall_at_1=0.2),
     ]
 
 
 def opened(browser: Browser, path: Path, width: int, scheme: Any) -> tuple[Page, list[str], list[str]]:
-    """Return the page, what it said on the console, and what it asked for."""
+    """Return the page, its messages on the console, and the addresses that it requested."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     said: list[str] = []

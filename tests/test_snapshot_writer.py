@@ -54,7 +54,7 @@ def tower(*, dropout: float = 0.0) -> Tower:
     torch.manual_seed(0)
     head = build_projection_head(12, num_layers=2, hidden_dim=None, dim=6, batchnorm=True)
     built = Tower(Counting(dropout), head)
-    built(torch.randn(64, 1, SIZE, SIZE))  # statistics that are not those of the start
+    built(torch.randn(64, 1, SIZE, SIZE))  # statistics differ from the initial ones
     built.encoder.num_trained = 0
     return built
 

@@ -8,7 +8,7 @@ from typing import final
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """Whether a check passed, what it found, and how to fix it if it failed."""
+    """The outcome of a check, its finding, and the remedy if it failed."""
 
     good: bool
     name: str

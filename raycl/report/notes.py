@@ -19,7 +19,7 @@ class Note:
 
 
 def make_notes(run: Run) -> list[Note]:
-    """Return what a reader must know before the curves: whether the run failed, collapsed, has no labels, and so on."""
+    """Return the notes of a run: that it failed or collapsed, why a section is missing, and so on."""
     return [*_status_notes(run), *_history_notes(run), *_missing_notes(run)]
 
 
@@ -60,14 +60,14 @@ def _missing_notes(run: Run) -> Iterator[Note]:
     elif num_steps == 1:
         yield Note("One step has been logged: a point instead of a curve.")
     if not any(run.history.has(name) for name in EVALUATION_METRICS):
-        yield Note(f"There is no periodic evaluation: {_why_not_evaluated(run)}.")
+        yield Note(f"The run has no periodic evaluation: {_why_not_evaluated(run)}.")
     if run.probes is None:
-        yield Note(f"There are no embeddings to show: {_why_no_snapshots(run)}.")
+        yield Note(f"The report has no embeddings: {_why_no_snapshots(run)}.")
         return
     if run.latest is None:
         yield Note("The embeddings are from the untrained encoder: there has been no evaluation since.")
     elif run.first is None:
-        yield Note("There is no embedding snapshot from before training.")
+        yield Note("An embedding snapshot from before training is missing.")
     if not run.probes.held_out:
         yield Note("Embeddings, neighbors and maps show training samples: the run holds none out.")
 

@@ -57,7 +57,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
     """Read a run's output, local or on S3.
 
     Raises:
-        DataError: There is no run, it has not logged anything yet, or a file is damaged.
+        DataError: The output holds no run, the run has not logged anything yet, or a file is damaged.
         StorageError: It cannot be read.
     """
     output = Place(uri)
@@ -91,7 +91,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
 
 
 def _read_json(place: Place) -> dict[str, Any]:
-    """Return the object in a file, empty if there is no file; raises ``DataError`` if it is damaged."""
+    """Return the object in a file, empty if the file does not exist; raises ``DataError`` if it is damaged."""
     if not place.exists():
         return {}
     try:

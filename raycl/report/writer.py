@@ -18,7 +18,7 @@ COMPARISON = "comparison.html"
 def write_report(run: str, output: str | None = None) -> Place:
     """Write the page of the run at ``run``, by default to ``report.html`` in it; return its address.
 
-    Raises ``DataError`` if there is no run or it has not logged anything, ``StorageError`` if a file cannot be
+    Raises ``DataError`` if the output holds no run or nothing is logged, ``StorageError`` if a file cannot be
     read or written.
     """
     from raycl.report.page import render_run

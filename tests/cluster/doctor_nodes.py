@@ -2,7 +2,7 @@
 
     python -m tests.cluster.doctor_nodes two_nodes|idle_head_v1|idle_head_v2|plain_head|token_head FOLDER
 
-Prints what the doctor found as JSON. Everything that was started is ended.
+Prints the doctor's results as JSON, and stops everything that it started.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ def _head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -
 
 
 def _kinds_of_nodes(folder: Path, address: str) -> Path:
-    """Write what the autoscaler may start, by Ray's provider for tests: it stands in for a cloud."""
+    """Write the node types of the autoscaler, with Ray's provider for tests in place of a cloud."""
     provider = {
         "type": "external",
         "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
