@@ -148,12 +148,12 @@ STEPS: dict[str, Step] = {
     "whole": step_whole,
     "exact": step_whole,
     "exact-batchnorm": step_whole,
-    **{f"raycl-{kept}": partial(step_raycl, kept_chunks=kept) for kept in (0, 1, 2, 4)},
+    **{f"raycl-{kept}": partial(step_raycl, cached_chunks=kept) for kept in (0, 1, 2, 4)},
     "gradcache": step_gradcache,
     "sentence-transformers": step_sentence_transformers,
     "whole-batchnorm": step_whole,
     "lockstep": step_raycl,
-    "lockstep-milestones": partial(step_raycl, milestone_every=1),
+    "lockstep-milestones": partial(step_raycl, activation_checkpoint_every=1),
     "gradcache-batchnorm": step_gradcache,
 }
 

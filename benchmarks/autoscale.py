@@ -38,7 +38,7 @@ from tests.growing_cluster import GrowingCluster, growing_cluster
 
 SETTINGS = {
     "autoscaling": "true",
-    "checkpoints.every_s": 10,
+    "checkpoints.interval_s": 10,
     "encoder.name": "resnet10",
     "encoder.width": 0.25,
     "evaluation.every_epochs": 0,

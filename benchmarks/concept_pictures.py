@@ -25,7 +25,7 @@ from sklearn.datasets import load_sample_images
 
 from raycl.augment import ImageAugmentation
 from raycl.config.overrides import override
-from raycl.embedding_metrics import effective_rank, positive_negative_gap, spread
+from raycl.embedding_metrics import effective_rank, embedding_std, positive_negative_gap
 from raycl.recipes import recipe
 from raycl.training.stages import stage_plans
 
@@ -145,7 +145,7 @@ def draw_negatives() -> Figure:
     rng = np.random.default_rng(4)
     titles = ("the batch", "a queue", "a memory bank")
     recipes = (
-        "simclr, simcse,\nimage_text, two_tower",
+        "simclr, simcse,\nclip, two_tower",
         "moco_v1, moco_v2,\nesimcse",
         "instance_discrimination",
     )
@@ -207,7 +207,7 @@ def _draw_groups(axes: Axes, x: float, title: str, order: Sequence[int], color: 
 
 
 def draw_stages() -> Figure:
-    stages = {"stages.0.learning_rate_over": "run", "stages.0.epochs": 3, "stages.0.batch_size": 64}
+    stages = {"stages.0.learning_rate_scope": "run", "stages.0.epochs": 3, "stages.0.batch_size": 64}
     grown = override(
         recipe("simclr", image_size=32),
         stages
@@ -305,7 +305,7 @@ def draw_collapse() -> Figure:
         for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
             axis.set_pane_color((0.93, 0.94, 0.95, 0.6))
         axes.set_title(title, weight="bold", size=13)
-        figures = f"spread {spread(rows):.2f}\neffective rank {effective_rank(rows):.2f}\ngap {positive_negative_gap(rows, other):.2f}"
+        figures = f"std {embedding_std(rows):.2f}\neffective rank {effective_rank(rows):.2f}\ngap {positive_negative_gap(rows, other):.2f}"
         axes.text2D(0.5, -0.22, figures, transform=axes.transAxes, ha="center", size=11)
     figure.subplots_adjust(left=0.01, right=0.99, top=0.9, bottom=0.22, wspace=0.05)
     return figure

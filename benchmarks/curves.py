@@ -21,7 +21,7 @@ from raycl.storage import Place
 
 PANELS = {
     "loss": "loss",
-    "spread": "spread (1: even, 0: a point)",
+    "embedding_std": "spread (1: even, 0: a point)",
     "effective_rank": "effective rank",
     "knn_top1": "kNN top-1, held-out rows",
 }

@@ -111,7 +111,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         raycl.recipe("simclr", image_size=options.size),
         {
             "data.cache": "stream" if stream else "materialize",
-            "data.shuffle_rows": SHUFFLED,
+            "data.shuffle_buffer_size": SHUFFLED,
             "evaluation.every_epochs": 0,
         },
     )

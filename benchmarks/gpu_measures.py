@@ -33,8 +33,8 @@ def settings_of(recipe: str, quick: bool) -> dict[str, Any]:
         "stages.0.learning_rate": 0.06 * batch / 128,
         "stages.0.learning_rate_scaling": "none",
         "optimizer.weight_decay": 5e-4,
-        "evaluation.portrait": 0,
-        "checkpoints.every_s": 60,
+        "evaluation.num_snapshot_samples": 0,
+        "checkpoints.interval_s": 60,
     }
     if recipe == "moco_v2":
         settings |= {

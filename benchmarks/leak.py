@@ -1,6 +1,6 @@
 """What BatchNorm gave away in finished MoCo runs: the pretext task with shared and with other statistics.
 
-    python benchmarks/leak.py --data cifar10/test.parquet runs/as_is runs/shuffled ...
+    python benchmarks/leak.py --data cifar10/test.parquet runs/local runs/shuffled ...
 
 For each run the last checkpoint's tower and momentum encoder see the same images, normalized in
 groups of the same size: once a key in the company of its query, once in another. ``shared`` and

@@ -53,7 +53,7 @@ from raycl.storage import Place
 from raycl.training.process import available_cores
 
 ENCODERS: dict[str, dict[str, Any]] = {
-    "transformer": {"encoder.arguments": {}, "projection_head.dim": 256, "stages.0.learning_rate": 3e-4},
+    "transformer": {"encoder.kwargs": {}, "projection_head.dim": 256, "stages.0.learning_rate": 3e-4},
     "bag_of_subwords": {},  # as the recipe has it
 }
 SIDES = ("raycl", "sentence-transformers", "exported")

@@ -26,7 +26,7 @@ CHUNK_SIDES = {
     "sentence-transformers": "sentence-transformers' cached loss",
     "whole-batchnorm": "whole batch with BatchNorm",
     "lockstep": "raycl, BatchNorm over the whole batch",
-    "lockstep-milestones": "... `milestone_every=1`",
+    "lockstep-milestones": "... `activation_checkpoint_every=1`",
     "gradcache-batchnorm": "GradCache, BatchNorm per chunk",
 }
 WHOLE, WHOLE_BATCHNORM = "whole", "whole-batchnorm"

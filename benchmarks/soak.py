@@ -55,9 +55,9 @@ SETTINGS = {
     "data.cache": "stream",
     # Takes its time over every batch, so that an hour of it leaves room for others.
     "encoder.name": "tests.cluster.networks:slow",
-    "encoder.arguments": '{channels: 1, marker: "/nowhere"}',
+    "encoder.kwargs": '{channels: 1, marker: "/nowhere"}',
     "evaluation.every_epochs": 50,
-    "checkpoints.every_s": 20,
+    "checkpoints.interval_s": 20,
     "negatives.capacity": 1_024,
     "log_every_steps": 5,
 }

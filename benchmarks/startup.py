@@ -76,9 +76,9 @@ def start(options: argparse.Namespace, output: Path) -> dict[str, float]:
     marks = output.with_suffix(".marks")
     settings = {
         "encoder.name": "startup:Marking",
-        "encoder.arguments": json.dumps({"image_size": 32, "marks": str(marks)}),
+        "encoder.kwargs": json.dumps({"image_size": 32, "marks": str(marks)}),
         "evaluation.every_epochs": 0,
-        "evaluation.portrait": 0,
+        "evaluation.num_snapshot_samples": 0,
     }
     command = [str(Path(sys.executable).parent / "raycl"), "train", "simclr", "--data", options.data]
     command += ["--output", str(output), "--workers", str(options.workers), "--steps", str(STEPS)]

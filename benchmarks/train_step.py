@@ -88,7 +88,7 @@ def steps_alone(options: argparse.Namespace, *, workers: int) -> dict[str, Any]:
         "stages.0.steps": options.steps,
         "stages.0.batch_size": options.batch_size,
         "evaluation.every_epochs": 0,
-        "evaluation.portrait": 0,
+        "evaluation.num_snapshot_samples": 0,
         "log_every_steps": 1,
     }
 

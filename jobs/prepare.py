@@ -86,7 +86,7 @@ def pairs(
     num_pairs, rows = group_pairs(data, output, columns=asked, address=address, debug=debug, **found)
     print(f"{num_pairs:,} pairs in {output}")
     for cause, count in (rows.left_out | rows.broken).items():  # pyright: ignore[reportOperatorIssue]
-        print(f"left out: {count:,} {cause}")
+        print(f"skipped: {count:,} {cause}")
 
 
 @app.command()
@@ -99,7 +99,7 @@ def groups(
     """Collect equivalent texts into one row, for `raycl train simcse`; OUTPUT ends in .parquet."""
     found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
-    print(f"left out: {found.num_alone:,} texts that are alone, {found.num_broken:,} that are broken")
+    print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_broken:,}")
 
 
 if __name__ == "__main__":

@@ -85,16 +85,16 @@ def evaluate(
     debug: bool = False,
     **options: Any,
 ) -> "EvaluationResult":
-    """Judge the encoder of ``run`` on the set ``test``, and the raw input beside it as the ``floor``.
+    """Judge the encoder of ``run`` on the set ``test``, and the raw input beside it as the ``baseline``.
 
     ``train`` holds the labeled rows that decide (``knn``, ``linear``), further documents (``retrieval``) or the
-    corpus of the floor (``sts``). ``options`` are those of the measure:
+    corpus of the baseline (``sts``). ``options`` are those of the measure:
 
     - ``knn`` and ``linear``: ``columns``, ``network``, ``k``, ``temperature``, ``labels_per_class``, ``seed``,
-      ``floor``, ``max_bad_fraction``; see ``raycl.inference.classification.evaluate``.
-    - ``retrieval``: ``columns``, ``queries``, ``documents``, ``examples``, ``floor``; see
+      ``baseline``, ``max_invalid_fraction``; see ``raycl.inference.classification.evaluate``.
+    - ``retrieval``: ``columns``, ``queries``, ``documents``, ``examples``, ``baseline``; see
       ``raycl.inference.retrieval.evaluate_retrieval``.
-    - ``sts``: ``text``, ``floor``; see ``raycl.inference.sts.evaluate_sts``.
+    - ``sts``: ``text``, ``baseline``; see ``raycl.inference.sts.evaluate_sts``.
 
     Raises ``ConfigError`` for another measure or option, ``DataError`` and ``StorageError`` as the measures do.
     """

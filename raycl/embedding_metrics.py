@@ -29,7 +29,7 @@ class Measures:
     dim: int
     uniformity: float
     effective_rank: float
-    spread: float
+    embedding_std: float
     alignment: float | None = None
     positive_negative_gap: float | None = None
 
@@ -54,7 +54,7 @@ def measure(query: Tensor, key: Tensor | None = None) -> Measures:
         dim=rows.shape[1],
         uniformity=uniformity(rows),
         effective_rank=effective_rank(rows),
-        spread=spread(rows),
+        embedding_std=embedding_std(rows),
     )
     if key is None:
         return found
@@ -119,7 +119,7 @@ def effective_rank(rows: Tensor) -> float:
 
 
 @torch.no_grad()
-def spread(rows: Tensor) -> float:
+def embedding_std(rows: Tensor) -> float:
     """Return the mean over dims of the rows' standard deviation, times sqrt(dim); unit rows [n, dim].
 
     It is about 1 for rows evenly spread over the sphere and 0 for rows at one point or a single row (Chen and He,

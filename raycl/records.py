@@ -11,6 +11,12 @@ from raycl.storage import Place
 
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+RENAMED = {  # keys of lines and results that older versions wrote
+    "spread": "embedding_std",
+    "leakage": "batchnorm_leakage",
+    "broken_rows": "invalid_rows",
+    "left_out": "skipped",
+}
 _BLOCK = 4_096  # bytes that a file has for itself, even on a full disk
 ROLLBACK = "rollback"  # the ``event`` of a line from which the run goes on at an earlier step
 
@@ -57,7 +63,14 @@ class MetricsLog:
 
 def read_metrics(output: Place) -> list[dict[str, Any]]:
     """Return the objects of ``metrics.jsonl`` below ``output``, in order."""
-    return [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+    return [with_new_names(json.loads(line)) for line in (output / METRICS).read_text().splitlines()]
+
+
+def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a line or a result under the keys that it has now; one without old keys is returned as it is."""
+    if RENAMED.keys() & values.keys():
+        return {RENAMED.get(key, key): value for key, value in values.items()}
+    return values
 
 
 def _until(lines: Sequence[Mapping[str, Any]], step: int, num_rollbacks: int) -> Iterator[Mapping[str, Any]]:
@@ -91,7 +104,7 @@ def write_result(output: Place, result: Mapping[str, Any]) -> None:
 
 def read_result(output: Place) -> dict[str, Any]:
     """Return ``result.json`` below ``output``."""
-    return json.loads((output / RESULT).read_text())
+    return with_new_names(json.loads((output / RESULT).read_text()))
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -55,7 +55,7 @@ def line_of(step: int, **figures: Any) -> dict[str, Any]:
         "dim": 128.0,
         "uniformity": -2.0,
         "effective_rank": 40.0,
-        "spread": 0.9,
+        "embedding_std": 0.9,
         "alignment": 0.6,
         "positive_negative_gap": 0.4,
         "seconds": step / 10,
@@ -96,8 +96,8 @@ def write_run(
         "seconds": 20.0,
         "samples_per_second": 640.0,
         "final": {"knn_top1": 0.7},
-        "broken_rows": {},
-        "left_out": {},
+        "invalid_rows": {},
+        "skipped": {},
     }
     write_result(output, finished if result is None else result)
     return folder

@@ -28,17 +28,17 @@ _SMALL = {
     "text.max_length": 10,
     "text.max_document_length": 14,
     "projection_head.dim": 16,
-    "bank.held_by": "workers",
+    "bank.location": "worker",
     "optimizer.name": "sgd",
 }
 _OF_RECIPES: dict[str, dict[str, Any]] = {
-    "two_tower": {"encoder.arguments": BAG},
-    "simcse": {"encoder.arguments": TRANSFORMER},
-    "esimcse": {"encoder.arguments": TRANSFORMER},
-    "image_text": {
+    "two_tower": {"encoder.kwargs": BAG},
+    "simcse": {"encoder.kwargs": TRANSFORMER},
+    "esimcse": {"encoder.kwargs": TRANSFORMER},
+    "clip": {
         "data.channels": 1,
         "encoder.name": "tests.pairs:small_network",
-        "text_encoder.arguments": BAG,
+        "text_encoder.kwargs": BAG,
     },
 }
 _NUM_DOCUMENTS = 40  # so few that a batch has several of one kind

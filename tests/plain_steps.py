@@ -249,7 +249,7 @@ class PlainRun:
                 pair_ids=pairs,
             )
         frequency: list[Tensor | None] = [None, None]
-        if self.stage.discount_frequent:
+        if self.stage.logq_correction:
             texts = [views.known.key[:, 0].tolist(), self.names_of_others(views)]
             frequency = [torch.tensor([self.count[text] for text in each]).log() for each in texts]
         return plain_bidirectional(
@@ -292,5 +292,5 @@ class PlainRun:
             self.queue = torch.cat([self.queue, rows])[-negatives.capacity :]
             self.queue_names = (self.queue_names + views.known.key[:, 0].tolist())[-negatives.capacity :]
         if self.slots is not None:
-            ids, kept = views.sample_id, negatives.slot_momentum
+            ids, kept = views.sample_id, negatives.bank_momentum
             self.slots[ids] = F.normalize(kept * self.slots[ids] + (1 - kept) * embeddings, dim=1)

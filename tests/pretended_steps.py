@@ -37,7 +37,7 @@ STEPS = 3
 ROWS = 32  # of a worker's batch
 NUM_SAMPLES = 6 * ROWS
 SMALL = {"encoder.name": "resnet10", "encoder.stem": "half", "encoder.width": 0.125}
-TEXTS = {"encoder.arguments": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32}
+TEXTS = {"encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32}
 QUEUE = {"batchnorm_groups": 4, "negatives.capacity": 2 * ROWS}
 CHUNKS = {"stages.0.chunk_size": 16}
 
@@ -78,9 +78,9 @@ CASES = {
     "two_tower chunks": Case("two_tower", TEXTS | CHUNKS),
     "two_tower learned temperature": Case("two_tower", TEXTS | {"learn_temperature": True}),
     "two_tower negatives, ids": Case("two_tower", TEXTS, explicit=True),
-    "image_text": Case(
-        "image_text",
-        SMALL | {"text_encoder.arguments": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32},
+    "clip": Case(
+        "clip",
+        SMALL | {"text_encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32},
     ),
 }
 
@@ -92,7 +92,7 @@ def configuration(case: Case, workers: int = 1) -> RunConfig:
         "gpu": True,
         "precision": "float32",
         "stages.0.batch_size": ROWS * workers,
-        "bank.held_by": "workers",
+        "bank.location": "worker",
     }
     return override(recipe(case.recipe, image_size=case.image_size), settings | case.settings)
 
@@ -158,7 +158,7 @@ def batch(
     rng = np.random.default_rng(step)
     texts = partial(_texts, rng, num_texts)
     contents: dict[str, Any] = {}
-    kind, size = config.data.kind, config.data.decoded_size
+    kind, size = config.data.kind, config.data.resolved_decode_size
     if kind in ("image", "image_text"):
         images = rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8)
         contents["image"] = Pixels(images, np.ones(rows, np.float32))

@@ -90,26 +90,28 @@ def _moco_with_hinge(embed: Embed, tower: nn.Module) -> Tensor:
     return entropy + hinge(query, key, margin=0.3, hardest=True)
 
 
-def _in_chunks(chunk_size: int, kept_chunks: int) -> Embed:
-    return lambda tower, *rows: embed_in_chunks(tower, *rows, chunk_size=chunk_size, kept_chunks=kept_chunks)
+def _in_chunks(chunk_size: int, cached_chunks: int) -> Embed:
+    return lambda tower, *rows: embed_in_chunks(
+        tower, *rows, chunk_size=chunk_size, cached_chunks=cached_chunks
+    )
 
 
 def _whole(tower: nn.Module, *rows: Tensor) -> Tensor:
     return tower(*rows)
 
 
-@pytest.mark.parametrize(("chunk_size", "kept_chunks"), [(20, 0), (20, 1), (8, 2), (8, 99), (1000, 1)])
+@pytest.mark.parametrize(("chunk_size", "cached_chunks"), [(20, 0), (20, 1), (8, 2), (8, 99), (1000, 1)])
 @pytest.mark.parametrize("norm", ["layer", "group", "frozen", "split", "batch"])
 @pytest.mark.parametrize("loss", [_simclr, _moco_with_hinge])
 def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
-    loss: Callable[[Embed, nn.Module], Tensor], norm: str, chunk_size: int, kept_chunks: int
+    loss: Callable[[Embed, nn.Module], Tensor], norm: str, chunk_size: int, cached_chunks: int
 ) -> None:
     # In float32 the rounding of another order may flip a ReLU, which changes the gradient by a thousandth.
     dtype = torch.float64 if norm == "batch" else torch.float32
     whole, chunked = resnet(norm).to(dtype), resnet(norm).to(dtype)
     expected = loss(_whole, whole)
     expected.backward()
-    value = loss(_in_chunks(chunk_size, kept_chunks), chunked)
+    value = loss(_in_chunks(chunk_size, cached_chunks), chunked)
     value.backward()
     tolerance = 1e-9 if norm == "batch" else 1e-6
     assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=tolerance)
@@ -118,16 +120,16 @@ def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), name
 
 
-@pytest.mark.parametrize(("milestone_every", "num_passes"), [(None, 2), (1, 3)])
+@pytest.mark.parametrize(("activation_checkpoint_every", "num_passes"), [(None, 2), (1, 3)])
 def test_whole_batch_normalization_takes_memory_or_another_pass(
-    milestone_every: int | None, num_passes: int
+    activation_checkpoint_every: int | None, num_passes: int
 ) -> None:
     whole, chunked = resnet("batch"), resnet("batch")
     _simclr(_whole, whole).backward()
     passed: list[int] = []
     convolution = next(each for each in list(chunked.modules())[::-1] if isinstance(each, nn.Conv2d))
     convolution.register_forward_hook(lambda *_: passed.append(1))
-    embed = partial(embed_in_chunks, chunk_size=20, milestone_every=milestone_every)
+    embed = partial(embed_in_chunks, chunk_size=20, activation_checkpoint_every=activation_checkpoint_every)
     _simclr(embed, chunked).backward()
     _assert_same(gradient_of(chunked), gradient_of(whole))
     assert len(passed) == 3 * num_passes  # 48 rows are three chunks
@@ -140,9 +142,9 @@ def _two_towers(embed: Embed, towers: list[nn.Module], log_temperature: Tensor) 
     return (directions[0] + directions[1]) / 2
 
 
-@pytest.mark.parametrize("kept_chunks", [0, 1, 2])
+@pytest.mark.parametrize("cached_chunks", [0, 1, 2])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, kept_chunks: int) -> None:
+def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, cached_chunks: int) -> None:
     def gradients(embed: Embed) -> tuple[Tensor, Tensor]:
         query_tower = _Transformer()
         towers: list[nn.Module] = [query_tower, query_tower if is_shared else _Transformer(seed=1)]
@@ -156,7 +158,7 @@ def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, kept
         return torch.cat([tower(*chunk) for chunk in zip(*(each.split(8) for each in rows), strict=True)])
 
     expected, expected_of_temperature = gradients(all_graphs)
-    ours, of_temperature = gradients(_in_chunks(8, kept_chunks))
+    ours, of_temperature = gradients(_in_chunks(8, cached_chunks))
     _assert_same(ours, expected)
     _assert_same(of_temperature, expected_of_temperature)
 
@@ -231,13 +233,13 @@ class _Mark:
 
 
 @pytest.mark.parametrize(
-    ("kept_chunks", "alive", "passes"), [(0, 1, 10), (1, 1, 9), (3, 3, 7), (5, 5, 5), (9, 5, 5)]
+    ("cached_chunks", "alive", "passes"), [(0, 1, 10), (1, 1, 9), (3, 3, 7), (5, 5, 5), (9, 5, 5)]
 )
 def test_at_most_the_kept_graphs_are_alive_and_each_saves_a_pass(
-    kept_chunks: int, alive: int, passes: int
+    cached_chunks: int, alive: int, passes: int
 ) -> None:
     tower = _Watched()
-    embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4, kept_chunks=kept_chunks).sum().backward()
+    embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4, cached_chunks=cached_chunks).sum().backward()
     assert (tower.most_alive, tower.num_passes, len(tower.marks)) == (alive, passes, 0)
 
 
@@ -290,12 +292,18 @@ class _Drawing(nn.Module):
         return rows * torch.bernoulli(torch.full_like(rows, 0.5), generator=self.generator)
 
 
-@pytest.mark.parametrize("milestone_every", [None, 1])
-def test_so_it_is_between_the_layers_of_whole_batch_normalization(milestone_every: int | None) -> None:
+@pytest.mark.parametrize("activation_checkpoint_every", [None, 1])
+def test_so_it_is_between_the_layers_of_whole_batch_normalization(
+    activation_checkpoint_every: int | None,
+) -> None:
     layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh()]
     steady, drawing = nn.Sequential(*layers), nn.Sequential(*layers[:3], _Drawing(), *layers[3:])
-    embed_in_chunks(steady, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every).sum().backward()
-    embedding = embed_in_chunks(drawing, torch.rand(9, 4), chunk_size=4, milestone_every=milestone_every)
+    embed_in_chunks(
+        steady, torch.rand(9, 4), chunk_size=4, activation_checkpoint_every=activation_checkpoint_every
+    ).sum().backward()
+    embedding = embed_in_chunks(
+        drawing, torch.rand(9, 4), chunk_size=4, activation_checkpoint_every=activation_checkpoint_every
+    )
     with pytest.raises(
         ReplayError, match=r"^a chunk, at one of the operations .*bernoulli.* gave other values"
     ):
@@ -361,7 +369,11 @@ def test_a_second_backward_is_refused_and_not_answered_with_nothing() -> None:
     ("rows", "settings", "says"),
     [
         ((torch.rand(4, 2),), {"chunk_size": 0}, "chunk_size must be at least 1 .* got 0 and 1"),
-        ((torch.rand(4, 2),), {"chunk_size": 2, "kept_chunks": -1}, "kept_chunks at least 0, got 2 and -1"),
+        (
+            (torch.rand(4, 2),),
+            {"chunk_size": 2, "cached_chunks": -1},
+            "cached_chunks at least 0, got 2 and -1",
+        ),
         ((torch.rand(4, 2), torch.rand(3)), {"chunk_size": 2}, r"one length, got \[4, 3\]"),
         ((), {"chunk_size": 2}, "one length, got"),
         ((torch.rand(4, 2).requires_grad_(),), {"chunk_size": 2}, "one requires it"),

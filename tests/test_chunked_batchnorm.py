@@ -73,8 +73,12 @@ def _whole(tower: nn.Module, rows: Tensor) -> Tensor:
     return embeddings.detach()
 
 
-def _in_chunks(tower: nn.Module, rows: Tensor, chunk_size: int, milestone_every: int | None = None) -> Tensor:
-    lockstep = ChunkedBatchNorm(tower, chunk_size=chunk_size, milestone_every=milestone_every)
+def _in_chunks(
+    tower: nn.Module, rows: Tensor, chunk_size: int, activation_checkpoint_every: int | None = None
+) -> Tensor:
+    lockstep = ChunkedBatchNorm(
+        tower, chunk_size=chunk_size, activation_checkpoint_every=activation_checkpoint_every
+    )
     embeddings = lockstep.embed(rows)
     lockstep.backward(_ask(embeddings))
     return embeddings
@@ -99,13 +103,13 @@ def _assert_equal_to_whole(
     rows: Tensor,
     *,
     chunk_size: int = 7,
-    milestone_every: int | None = None,
+    activation_checkpoint_every: int | None = None,
     tolerance: float = 1e-10,
     reference: nn.Module | None = None,
 ) -> None:
     reference = reference or copy.deepcopy(tower)
     true = _whole(reference, rows)
-    ours = _in_chunks(tower, rows, chunk_size, milestone_every)
+    ours = _in_chunks(tower, rows, chunk_size, activation_checkpoint_every)
     torch.testing.assert_close(ours, true, rtol=10 * tolerance, atol=10 * tolerance)
     _assert_alike(tower, reference, tolerance)
 
@@ -113,14 +117,18 @@ def _assert_equal_to_whole(
 # Equal to the whole batch
 
 
-@pytest.mark.parametrize("milestone_every", _KEPT)
+@pytest.mark.parametrize("activation_checkpoint_every", _KEPT)
 @pytest.mark.parametrize("chunk_size", [1, 5, 8, 23, 24, 100])
-def test_chunks_of_any_size_equal_the_whole_batch(chunk_size: int, milestone_every: int | None) -> None:
-    _assert_equal_to_whole(_small(), _rows(), chunk_size=chunk_size, milestone_every=milestone_every)
+def test_chunks_of_any_size_equal_the_whole_batch(
+    chunk_size: int, activation_checkpoint_every: int | None
+) -> None:
+    _assert_equal_to_whole(
+        _small(), _rows(), chunk_size=chunk_size, activation_checkpoint_every=activation_checkpoint_every
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "milestone_every"),
+    ("name", "activation_checkpoint_every"),
     [
         ("resnet18", None),
         ("resnet18", 1),
@@ -130,10 +138,10 @@ def test_chunks_of_any_size_equal_the_whole_batch(chunk_size: int, milestone_eve
         ("vit_tiny", None),
     ],
 )
-def test_image_towers_equal_the_whole_batch(name: str, milestone_every: int | None) -> None:
+def test_image_towers_equal_the_whole_batch(name: str, activation_checkpoint_every: int | None) -> None:
     # A tower's embeddings are float32 in any case, and so is the gradient that enters it.
     tower = _image_tower(name, size=8, width=0.125).double()
-    _assert_equal_to_whole(tower, _rows(), milestone_every=milestone_every)
+    _assert_equal_to_whole(tower, _rows(), activation_checkpoint_every=activation_checkpoint_every)
 
 
 def _errors_of_float32(tower: nn.Module, rows: Tensor) -> tuple[float, float]:
@@ -268,10 +276,12 @@ class _OwnTensors(nn.Module):
         return values.view(num_rows, -1)
 
 
-@pytest.mark.parametrize("milestone_every", _KEPT)
-def test_networks_with_tensors_of_their_own_equal_the_whole_batch(milestone_every: int | None) -> None:
+@pytest.mark.parametrize("activation_checkpoint_every", _KEPT)
+def test_networks_with_tensors_of_their_own_equal_the_whole_batch(
+    activation_checkpoint_every: int | None,
+) -> None:
     tower = _OwnTensors().double()
-    lockstep = ChunkedBatchNorm(tower, chunk_size=7, milestone_every=milestone_every)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7, activation_checkpoint_every=activation_checkpoint_every)
     with torch.no_grad():
         tower.mask.mul_(0.5)  # nothing may have been computed once and for all
         tower.weight.mul_(1.5)
@@ -284,14 +294,16 @@ def test_networks_with_tensors_of_their_own_equal_the_whole_batch(milestone_ever
 # Modes and frozen layers
 
 
-@pytest.mark.parametrize("milestone_every", [None, 1])
+@pytest.mark.parametrize("activation_checkpoint_every", [None, 1])
 @pytest.mark.parametrize("frozen", ["0", "01", "13", "013", "01348"])
-def test_frozen_layers_are_left_without_gradient(frozen: str, milestone_every: int | None) -> None:
+def test_frozen_layers_are_left_without_gradient(
+    frozen: str, activation_checkpoint_every: int | None
+) -> None:
     tower = _small()
     for name in frozen:
         tower.get_submodule(name).requires_grad_(False)
     tower.get_submodule("8.6").requires_grad_(True)
-    _assert_equal_to_whole(tower, _rows(), milestone_every=milestone_every)
+    _assert_equal_to_whole(tower, _rows(), activation_checkpoint_every=activation_checkpoint_every)
 
 
 def test_what_is_frozen_from_the_start_is_not_run_again() -> None:
@@ -377,16 +389,16 @@ def _with_dropout(dropout: Callable[[], nn.Module]) -> nn.Sequential:
     ).double()
 
 
-@pytest.mark.parametrize("milestone_every", _KEPT)
+@pytest.mark.parametrize("activation_checkpoint_every", _KEPT)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_dropout_is_repeated_as_it_was_drawn(inplace: bool, milestone_every: int | None) -> None:
+def test_dropout_is_repeated_as_it_was_drawn(inplace: bool, activation_checkpoint_every: int | None) -> None:
     tower = _with_dropout(lambda: nn.Dropout(0.4, inplace=inplace))
     reference = _with_dropout(_ChunkedDropout)
     torch.manual_seed(1)
     true = _whole(reference, _rows())
     expected = torch.rand(3)  # drawn after the batch
     torch.manual_seed(1)
-    lockstep = ChunkedBatchNorm(tower, chunk_size=7, milestone_every=milestone_every)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7, activation_checkpoint_every=activation_checkpoint_every)
     embeddings = lockstep.embed(_rows())
     first = torch.rand(3)
     lockstep.backward(_ask(embeddings))
@@ -523,11 +535,13 @@ def _by_methods_and_functions(net: _Function, images: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_before_activation, _added_to, _by_methods_and_functions])
-@pytest.mark.parametrize("milestone_every", [None, 1])
+@pytest.mark.parametrize("activation_checkpoint_every", [None, 1])
 def test_writes_in_place_are_seen_by_all_who_read_later(
-    function: Callable[..., Tensor], milestone_every: int | None
+    function: Callable[..., Tensor], activation_checkpoint_every: int | None
 ) -> None:
-    _assert_equal_to_whole(_Function(function), _rows(), milestone_every=milestone_every)
+    _assert_equal_to_whole(
+        _Function(function), _rows(), activation_checkpoint_every=activation_checkpoint_every
+    )
 
 
 def _spoiled_later(write: Callable[[Tensor], Tensor]) -> Callable[[_Function, Tensor], Tensor]:
@@ -552,14 +566,16 @@ def _spoiled_at_once(write: Callable[[Tensor], Tensor]) -> Callable[[_Function, 
     return function
 
 
-@pytest.mark.parametrize("milestone_every", [None, 1])
+@pytest.mark.parametrize("activation_checkpoint_every", [None, 1])
 @pytest.mark.parametrize("spoiled", [_spoiled_later, _spoiled_under_another_name, _spoiled_at_once])
 def test_values_that_wait_are_not_overwritten(
-    spoiled: Callable[..., Any], milestone_every: int | None
+    spoiled: Callable[..., Any], activation_checkpoint_every: int | None
 ) -> None:
     # torch itself goes no way back through these: its BatchNorm wants its input again.
     tower, reference = _Function(spoiled(torch.relu_)), _Function(spoiled(torch.relu))
-    _assert_equal_to_whole(tower, _rows(), milestone_every=milestone_every, reference=reference)
+    _assert_equal_to_whole(
+        tower, _rows(), activation_checkpoint_every=activation_checkpoint_every, reference=reference
+    )
 
 
 def test_the_rows_are_left_as_they_are() -> None:
@@ -609,7 +625,7 @@ def test_memory_is_less_than_that_of_the_whole_batch() -> None:
     tower, rows = _image_tower("resnet18", size=8, width=0.125), _rows(96, dtype=torch.float32)
     whole = _memory_of(lambda: _whole(tower, rows))
     basic = _memory_of(lambda: _in_chunks(tower, rows, 12))
-    less = _memory_of(lambda: _in_chunks(tower, rows, 12, milestone_every=1))
+    less = _memory_of(lambda: _in_chunks(tower, rows, 12, activation_checkpoint_every=1))
     assert basic < 0.85 * whole
     assert less < 0.5 * whole
 
@@ -621,10 +637,10 @@ def test_no_output_of_a_batchnorm_waits() -> None:
     assert waiting.isdisjoint(network.trace.layers)
 
 
-@pytest.mark.parametrize("milestone_every", _KEPT)
-def test_nothing_stays_after_the_way_back_but_gradients(milestone_every: int | None) -> None:
+@pytest.mark.parametrize("activation_checkpoint_every", _KEPT)
+def test_nothing_stays_after_the_way_back_but_gradients(activation_checkpoint_every: int | None) -> None:
     tower, rows = _image_tower("resnet10", size=8, width=0.125), _rows(dtype=torch.float32)
-    lockstep = ChunkedBatchNorm(tower, chunk_size=7, milestone_every=milestone_every)
+    lockstep = ChunkedBatchNorm(tower, chunk_size=7, activation_checkpoint_every=activation_checkpoint_every)
     with _Memory() as memory:
         embeddings = lockstep.embed(rows, with_gradient=False)
         assert memory.now() == embeddings.nbytes
@@ -818,8 +834,8 @@ def test_layers_that_count_their_calls_are_refused() -> None:
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="chunk_size must be at least 1, got 0"):
         ChunkedBatchNorm(_small(), chunk_size=0)
-    with pytest.raises(ConfigError, match="milestone_every must be None or at least 1, got 0"):
-        ChunkedBatchNorm(_small(), chunk_size=4, milestone_every=0)
+    with pytest.raises(ConfigError, match="activation_checkpoint_every must be None or at least 1, got 0"):
+        ChunkedBatchNorm(_small(), chunk_size=4, activation_checkpoint_every=0)
 
 
 def test_a_way_back_needs_a_way_there_and_a_gradient_that_fits() -> None:

@@ -264,8 +264,8 @@ def test_the_result_is_there_before_the_examples_are_shown(
 @pytest.mark.parametrize(
     ("measure", "key"),
     [
-        ("retrieval", "data.max_bad_fraction=0.1"),
-        ("sts", "data.max_bad_fraction=0.1"),
+        ("retrieval", "data.max_invalid_fraction=0.1"),
+        ("sts", "data.max_invalid_fraction=0.1"),
         ("sts", "data.columns.text=body"),
         ("knn", "queries=set"),
         ("retrieval", "k=5"),
@@ -275,33 +275,34 @@ def test_the_result_is_there_before_the_examples_are_shown(
 def test_settings_that_a_measure_would_not_hear_are_refused(raycl, measure: str, key: str) -> None:
     status, out, err = raycl("evaluate", measure, "--run", "run", "--train", "a", "--test", "b", "--set", key)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"unknown key {key.partition('=')[0]} (allowed: " in err
+    assert f"unknown key {key.partition('=')[0]}" in err
+    assert "(allowed: " in err
 
 
 def test_settings_of_measures_are_read() -> None:
     named = ["data.columns.query=q", "data.columns.document=d"]
     columns = ColumnNames(image=None, query="q", document="d")
-    bad = "data.max_bad_fraction=0.1"
-    assert retrieval_settings([*named, "queries=set", "examples=3", "floor=false"]) == {
+    bad = "data.max_invalid_fraction=0.1"
+    assert retrieval_settings([*named, "queries=set", "examples=3", "baseline=false"]) == {
         "queries": "set",
         "examples": 3,
-        "floor": False,
+        "baseline": False,
         "columns": columns,
     }
-    assert sts_settings(["text=body", "floor=false"]) == {"text": "body", "floor": False}
-    assert embedding_settings([*named, bad]) == {"columns": columns, "max_bad_fraction": 0.1}
+    assert sts_settings(["text=body", "baseline=false"]) == {"text": "body", "baseline": False}
+    assert embedding_settings([*named, bad]) == {"columns": columns, "max_invalid_fraction": 0.1}
     assert judgment_settings(["k=5", "data.columns.label=class", bad]) == {
         "k": 5,
-        "max_bad_fraction": 0.1,
+        "max_invalid_fraction": 0.1,
         "columns": ColumnNames(label="class"),
     }
 
 
 @pytest.mark.parametrize("command", [["mine", "--run", "a", "--data", "b", "--output", "c"], ["doctor"]])
 def test_commands_that_refuse_no_rows_take_no_fraction_of_them(raycl, command: list[str]) -> None:
-    status, out, err = raycl(*command, "--set", "data.max_bad_fraction=0.1")
+    status, out, err = raycl(*command, "--set", "data.max_invalid_fraction=0.1")
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "unknown key data.max_bad_fraction (allowed: data.columns." in err
+    assert "unknown key data.max_invalid_fraction (allowed: data.columns." in err
 
 
 def test_python_runs_the_package_as_the_command() -> None:

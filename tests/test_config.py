@@ -47,22 +47,22 @@ def test_epochs_give_way_to_steps() -> None:
 
 def test_another_encoder_begins_without_the_arguments_of_the_one_before() -> None:
     towers = recipe("two_tower")
-    assert towers.encoder.arguments == {"dim": 1_024, "hidden_dim": 0}
-    assert override(towers, {"encoder.name": "transformers:minilm"}).encoder.arguments == {}
-    smaller = override(towers, ["encoder.arguments.dim=64", "encoder.name=transformer"])
-    assert smaller.encoder.arguments == {"dim": 64}
+    assert towers.encoder.kwargs == {"dim": 1_024, "hidden_dim": 0}
+    assert override(towers, {"encoder.name": "transformers:minilm"}).encoder.kwargs == {}
+    smaller = override(towers, ["encoder.kwargs.dim=64", "encoder.name=transformer"])
+    assert smaller.encoder.kwargs == {"dim": 64}
     for kept in ({"encoder.name": "bag_of_subwords"}, {"stages.0.epochs": 3}):
-        assert override(towers, kept).encoder.arguments == towers.encoder.arguments
-    both = override(recipe("image_text"), {"text_encoder.arguments.num_layers": 2})
-    assert override(both, {"encoder.name": "resnet34"}).text_encoder.arguments["num_layers"] == 2
-    assert override(both, {"text_encoder.name": "transformer"}).text_encoder.arguments == {}
+        assert override(towers, kept).encoder.kwargs == towers.encoder.kwargs
+    both = override(recipe("clip"), {"text_encoder.kwargs.num_layers": 2})
+    assert override(both, {"encoder.name": "resnet34"}).text_encoder.kwargs["num_layers"] == 2
+    assert override(both, {"text_encoder.name": "transformer"}).text_encoder.kwargs == {}
 
 
 def test_arguments_of_a_users_own_encoder_are_free() -> None:
-    changed = override(recipe("simclr"), ["encoder.arguments.depth=4"])
-    assert changed.encoder.arguments == {"depth": 4}
-    deeper = override(changed, ["encoder.arguments.block.width=8"])
-    assert deeper.encoder.arguments == {"depth": 4, "block": {"width": 8}}
+    changed = override(recipe("simclr"), ["encoder.kwargs.depth=4"])
+    assert changed.encoder.kwargs == {"depth": 4}
+    deeper = override(changed, ["encoder.kwargs.block.width=8"])
+    assert deeper.encoder.kwargs == {"depth": 4, "block": {"width": 8}}
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,20 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
             ["bank.shards=3"],
             "bank.shards 3 is for a memory bank, .*: one actor holds a queue; leave it out",
         ),
-        ("moco_v2", ["bank.held_by=workers", "bank.detached=true"], "are an actor's"),
-        ("instance_discrimination", ["batchnorm=shuffled"], "shuffled does not go with key slot"),
+        ("moco_v2", ["bank.location=worker", "bank.detached=true"], "are an actor's"),
+        ("instance_discrimination", ["batchnorm=shuffled"], "shuffled does not go with key memory_bank"),
         ("simclr", ["stages.0.chunk_size=513"], "chunk_size 513 is larger than a worker's 512 views"),
         ("moco_v2", ["stages.0.chunk_size=288"], "chunk_size 288 is larger than a worker's 256 views"),
         (
             "simclr",
-            ["stages.0.chunk_size=64", "stages.0.milestone_every=1", "batchnorm=group"],
-            "milestone_every 1 has no effect on batchnorm group and chunk_size 64",
+            ["stages.0.chunk_size=64", "stages.0.activation_checkpoint_every=1", "batchnorm=group"],
+            "activation_checkpoint_every 1 has no effect on batchnorm group and chunk_size 64",
         ),
-        ("simclr", ["stages.0.milestone_every=1"], "no effect on batchnorm synchronized and chunk_size null"),
+        (
+            "simclr",
+            ["stages.0.activation_checkpoint_every=1"],
+            "no effect on batchnorm synchronized and chunk_size null",
+        ),
         ("simclr", ["monitor.on_collapse=rollback"], "no stage has a hinge: set it to warn or stop"),
         (
             "simclr",
@@ -169,9 +173,13 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         ("moco_v2", ["stages.1.batch_size=8192"], "stage 1: negatives.capacity 4096 is less than a batch"),
         ("simclr", ["negatives.in_batch=false"], "nt_xent has no negatives"),
         ("moco_v2", ["batchnorm_groups=256"], "256 groups of at least 2 rows"),
-        ("moco_v2", ["key=slot"], "key slot and negatives.store queue do not fit"),
+        ("moco_v2", ["key=memory_bank"], "key memory_bank and negatives.store queue do not fit"),
         ("moco_v2", ["negatives.store=memory_bank"], "key momentum_encoder and .* memory_bank do not fit"),
-        ("moco_v2", ["stages.0.loss=nce"], "loss nce does not go with key momentum_encoder .* key slot"),
+        (
+            "moco_v2",
+            ["stages.0.loss=nce"],
+            "loss nce does not go with key momentum_encoder .* key memory_bank",
+        ),
         ("moco_v2", ["stages.0.loss=nt_xent"], "nt_xent does not go with .* takes key tower, and no store"),
         ("moco_v2", ["negatives.store=none"], "info_nce has no negatives"),
         ("moco_v2", ["stages.0.proximal_weight=1.0"], "proximal_weight pulls to a slot"),
@@ -200,7 +208,7 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
             {"key": "tower"},
         ),
         (
-            "image_text",
+            "clip",
             {"batchnorm": "shuffled"},
             "batchnorm shuffled mixes views of one tower, and two towers have nothing to shuffle: set it to "
             "synchronized, group or layer",
@@ -209,37 +217,37 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         (
             "two_tower",
             {"stages.0.loss": "nt_xent"},
-            "loss nt_xent compares views of one sample, data.kind pairs has pairs: set loss to bidirectional, info_nce "
+            "loss nt_xent compares views of one sample, data.kind pairs has pairs: set loss to clip, info_nce "
             "or hinge",
             {"stages.0.loss": "info_nce"},
         ),
         (
-            "image_text",
+            "clip",
             {"stages.1.loss": "nt_xent"},
             "loss nt_xent compares views of one sample, data.kind image_text has pairs",
-            {"stages.1.loss": "bidirectional"},
+            {"stages.1.loss": "clip"},
         ),
         (
-            "image_text",
-            {"stages.0.discount_frequent": True},
-            "discount_frequent is for documents that recur in pairs: set data.kind=pairs and loss=bidirectional, "
+            "clip",
+            {"stages.0.logq_correction": True},
+            "logq_correction is for documents that recur in pairs: set data.kind=pairs and loss=clip, "
             "or leave it out",
             {"data.kind": "pairs"},
         ),
         (
             "two_tower",
-            {"stages.0.discount_frequent": True, "stages.0.loss": "hinge"},
-            "discount_frequent is for documents that recur in pairs",
-            {"stages.0.loss": "bidirectional"},
+            {"stages.0.logq_correction": True, "stages.0.loss": "hinge"},
+            "logq_correction is for documents that recur in pairs",
+            {"stages.0.loss": "clip"},
         ),
         (
             "two_tower",
             {"learn_temperature": True, "stages.0.loss": "hinge"},
             "learn_temperature is true, and loss hinge has no temperature to learn: leave it out",
-            {"stages.1.loss": "bidirectional"},
+            {"stages.1.loss": "clip"},
         ),
         (
-            "image_text",
+            "clip",
             {"separate_towers": True},
             "separate_towers is for pairs, data.kind is image_text: leave it out",
             {"separate_towers": False},
@@ -247,7 +255,7 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         (
             "two_tower",
             {"negatives.in_batch": False, **QUEUE},
-            "loss bidirectional classifies queries among those of the batch, negatives.in_batch is false: "
+            "loss clip classifies queries among those of the batch, negatives.in_batch is false: "
             "set it to true, or loss to info_nce or hinge",
             {"stages.0.loss": "hinge"},
         ),

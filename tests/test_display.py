@@ -70,7 +70,7 @@ NEIGHBORS = Neighbors(
     sample_id=np.array([7, 123_456]), similarity=np.array([0.5, 0.25], np.float32), step=np.array([3, 1_000])
 )
 SCORES = EvaluationResult(
-    {"measure": "retrieval", "recall_at_10": 0.5, "num_test": 12_345, "floor": {"tfidf": {"mrr": 0.25}}, "examples": [{"query": EVIL}] * 3}
+    {"measure": "retrieval", "recall_at_10": 0.5, "num_test": 12_345, "baseline": {"tfidf": {"mrr": 0.25}}, "examples": [{"query": EVIL}] * 3}
 )  # fmt: skip
 VALUES: dict[str, Displayable] = {
     "bank": stats(),
@@ -126,12 +126,12 @@ def test_ipython_prints_the_lines_in_a_terminal() -> None:
 
 def test_scores_are_a_dictionary_for_json() -> None:
     assert json.loads(json.dumps(SCORES)) == dict(SCORES)
-    assert SCORES["floor"]["tfidf"]["mrr"] == 0.25
+    assert SCORES["baseline"]["tfidf"]["mrr"] == 0.25
 
 
 def test_scores_show_nested_values_by_path_and_count_examples() -> None:
     facts = SCORES.to_table().facts
-    assert facts["floor.tfidf.mrr"] == 0.25
+    assert facts["baseline.tfidf.mrr"] == 0.25
     assert facts["examples"] == "3 of them"
     assert "measure" not in facts and SCORES.to_table().title == "retrieval"
 

@@ -227,7 +227,7 @@ def test_settings_that_inline_code_names_exist() -> None:
         for told in re.findall(r"`(?:--set )?([a-z_]+(?:\.[a-z_0-9N]+)+)(?:=[^`]*)?`", page.read_text()):
             path = re.sub(r"\.(\d+|N)\.", ".N.", told)
             is_file = path.endswith((".json", ".safetensors", ".py", ".md", ".yaml"))
-            if path.split(".")[0] not in heads or is_file or ".arguments" in path:
+            if path.split(".")[0] not in heads or is_file or ".kwargs" in path:
                 continue  # a file, a module, or free-form arguments
             assert path in flat | sections, f"{name_of(page)} names {told}, which is no setting"
 

@@ -111,7 +111,7 @@ def test_memory_follows_rows_workers_and_chunks() -> None:
     chunked = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16})
     # Of all views a part waits, of one chunk there is the graph.
     assert parts(chunked)["activations"] == pytest.approx(16 * 100 + 128 * 7)
-    kept = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16, "stages.0.kept_chunks": 3})
+    kept = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16, "stages.0.cached_chunks": 3})
     assert parts(kept)["activations"] == pytest.approx(48 * 100 + 128 * 7)
 
 
@@ -150,7 +150,7 @@ def test_shards_share_the_bank() -> None:
     assert len(shared) == 4
     assert sum(shared) == sum(whole) >= 1_000 * 128 * 4
     assert bank_bytes(small(), 1_000) == []
-    assert bank_bytes(small("instance_discrimination", **{"bank.held_by": "workers"}), 1_000) == []
+    assert bank_bytes(small("instance_discrimination", **{"bank.location": "workers"}), 1_000) == []
 
 
 def test_explicit_negatives_count_as_rows_of_the_key_tower() -> None:
@@ -221,7 +221,7 @@ def test_an_untrained_vocabulary_counts_with_its_full_size() -> None:
     for size_ in (1_000, 2_000):
         config = small(
             "two_tower", **{
-                "text.vocabulary_size": size_, "encoder.arguments": arguments, "projection_head.dim": 16,
+                "text.vocabulary_size": size_, "encoder.kwargs": arguments, "projection_head.dim": 16,
                 "text.max_document_length": 8, "text.max_length": 8,
             }
         )  # fmt: skip

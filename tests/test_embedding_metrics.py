@@ -13,9 +13,9 @@ from raycl.embedding_metrics import (
     MAX_ROWS,
     alignment,
     effective_rank,
+    embedding_std,
     measure,
     positive_negative_gap,
-    spread,
     uniformity,
 )
 from raycl.errors import ConfigError
@@ -24,7 +24,7 @@ from tests.tiles import MetricsLogger
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHAPES = ((2, 3), (3, 2), (17, 5), (40, 64), (257, 8), (600, 33))
-ALONE: tuple[Callable[[Tensor], float], ...] = (uniformity, effective_rank, spread)
+ALONE: tuple[Callable[[Tensor], float], ...] = (uniformity, effective_rank, embedding_std)
 PAIRED: tuple[Callable[[Tensor, Tensor], float], ...] = (alignment, positive_negative_gap)
 BAD_ROWS = (torch.zeros(3), torch.zeros(0, 4), torch.zeros(4, 0), torch.zeros(2, 3, 4))
 
@@ -82,7 +82,7 @@ def test_every_measure_equals_its_formula_in_float64(num_rows: int, dim: int) ->
         (alignment(query, key), plain_alignment(query, key)),
         (uniformity(query), plain_uniformity(query)),
         (effective_rank(query), plain_effective_rank(query)),
-        (spread(query), plain_spread(query)),
+        (embedding_std(query), plain_spread(query)),
         (positive_negative_gap(query, key), plain_gap(query, key)),
     ):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -102,7 +102,7 @@ def test_uniformity_is_finite_where_every_term_is_below_the_smallest_float() -> 
 def test_metrics_are_exact_in_a_narrow_cone() -> None:
     query = F.normalize(point(200, 32) + 1e-2 * make_rows(200, 32, 5), dim=1)
     key = F.normalize(query + 1e-3 * make_rows(200, 32, 6), dim=1)
-    assert spread(query) == pytest.approx(plain_spread(query), rel=1e-4)
+    assert embedding_std(query) == pytest.approx(plain_spread(query), rel=1e-4)
     assert alignment(query, key) == pytest.approx(plain_alignment(query, key), rel=1e-4)
     assert effective_rank(query) == pytest.approx(plain_effective_rank(query), rel=1e-4)
     assert positive_negative_gap(query, key) == pytest.approx(plain_gap(query, key), abs=1e-6)
@@ -111,7 +111,7 @@ def test_metrics_are_exact_in_a_narrow_cone() -> None:
 
 def test_rows_evenly_on_the_sphere_have_spread_1_full_rank_and_low_uniformity() -> None:
     rows = make_rows(20_000, 16)
-    assert spread(rows) == pytest.approx(1.0, abs=0.01)
+    assert embedding_std(rows) == pytest.approx(1.0, abs=0.01)
     assert effective_rank(rows) == pytest.approx(16, rel=0.01)
     # E exp(-4 + 4 * similarity) over the sphere: 2 / dim is the exponent's variance beside the mean -4.
     assert uniformity(rows[:4000]) == pytest.approx(-4 + 8 / 16, abs=0.05)
@@ -119,7 +119,7 @@ def test_rows_evenly_on_the_sphere_have_spread_1_full_rank_and_low_uniformity() 
 
 def test_rows_at_one_point_have_spread_0_rank_1_and_uniformity_0() -> None:
     rows = point(50, 24)
-    assert spread(rows) == pytest.approx(0.0, abs=1e-6)
+    assert embedding_std(rows) == pytest.approx(0.0, abs=1e-6)
     assert effective_rank(rows) == pytest.approx(1.0, abs=1e-4)
     assert uniformity(rows) == pytest.approx(0.0, abs=1e-5)
     assert positive_negative_gap(rows, rows) == pytest.approx(0.0, abs=1e-6)
@@ -133,7 +133,7 @@ def test_two_antipodal_points_have_rank_1_and_the_distance_2() -> None:
     assert uniformity(rows) == pytest.approx(-2.0 * 4, rel=1e-5)
     assert alignment(rows, -rows) == pytest.approx(4.0, rel=1e-5)
     assert positive_negative_gap(rows, rows) == pytest.approx(2.0, rel=1e-5)
-    assert spread(rows) == pytest.approx(one.abs().mean().item() * math.sqrt(8), rel=1e-5)
+    assert embedding_std(rows) == pytest.approx(one.abs().mean().item() * math.sqrt(8), rel=1e-5)
 
 
 def test_orthonormal_rows_have_full_rank_and_the_distance_sqrt_2() -> None:
@@ -170,7 +170,7 @@ def test_one_row_is_a_point() -> None:
         "dim": 8,
         "uniformity": 0.0,
         "effective_rank": pytest.approx(1.0),
-        "spread": 0.0,
+        "embedding_std": 0.0,
         "alignment": pytest.approx(plain_alignment(query, key)),
         "positive_negative_gap": 0.0,
     }
@@ -183,7 +183,7 @@ def test_degenerate_rows_give_finite_metrics(num_rows: int, value: float) -> Non
     figures = measure(rows, rows).known()
     assert all(math.isfinite(figure) for figure in figures.values())
     assert figures["effective_rank"] == 1.0
-    assert figures["spread"] == figures["alignment"] == figures["positive_negative_gap"] == 0.0
+    assert figures["embedding_std"] == figures["alignment"] == figures["positive_negative_gap"] == 0.0
 
 
 def test_a_row_with_nan_does_not_change_the_others() -> None:
@@ -201,7 +201,7 @@ def test_measure_equals_the_single_functions() -> None:
         "effective_rank": effective_rank(query),
         "num_rows": 100,
         "dim": 24,
-        "spread": spread(query),
+        "embedding_std": embedding_std(query),
         "alignment": alignment(query, key),
         "positive_negative_gap": positive_negative_gap(query, key),
     }

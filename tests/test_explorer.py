@@ -499,7 +499,7 @@ def test_what_training_would_not_decode_is_no_thumbnail(tmp_path: Path, opened: 
         assert (code, f"the image of sample {sample_id} is invalid" in detail) == (422, True)
 
 
-@pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "image_text"])
+@pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "clip"])
 def test_a_person_looks_at_columns_that_the_run_reads(name: str) -> None:
     config = raycl.override(raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"})
     looked_at, read = columns_of(config), column_names(config)

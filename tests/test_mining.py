@@ -226,6 +226,6 @@ def test_what_was_mined_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
 
 
 def test_a_run_of_images_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    save(small_config("image_text"), tmp_path)
+    save(small_config("clip"), tmp_path)
     with pytest.raises(ConfigError, match="an encoder of images; mine needs one of texts"):
         mine_negatives(str(tmp_path), str(tmp_path), str(tmp_path / "mined.parquet"))

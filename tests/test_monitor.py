@@ -18,7 +18,7 @@ SOFTMAX, MARGIN = 4.8442, 0.2  # the loss if all embeddings are equal: log(2 * 6
 class Run:
     """Every tenth step of a run on digits of 8x8 pixels, a small convolutional network, batch 64."""
 
-    spread: str
+    embedding_std: str
     rank: str
     gap: str
     loss: str
@@ -26,12 +26,12 @@ class Run:
     dim: int = 64
 
     def looks(self) -> Iterator[dict[str, Any]]:
-        texts = (self.spread, self.rank, self.gap, self.loss)
+        texts = (self.embedding_std, self.rank, self.gap, self.loss)
         columns = zip(*(map(float, text.split()) for text in texts), strict=True)
         for index, (spread, rank, gap, loss) in enumerate(columns):
             yield look(
                 10 * index,
-                spread=spread,
+                embedding_std=spread,
                 rank=rank,
                 gap=gap,
                 loss=loss,
@@ -42,7 +42,7 @@ class Run:
 
 # NT-Xent, temperature 0.2, in 2 dims: near one point for 250 steps, and then the run gets going.
 DIPPED = Run(
-    spread="""
+    embedding_std="""
         0.747 0.0322 0.0326 0.0348 0.0335 0.0311 0.0308 0.0358 0.0403 0.036 0.0398 0.0388 0.0309 0.0423
         0.0419 0.0489 0.0385 0.0443 0.0546 0.0622 0.0593 0.0509 0.07 0.0625 0.0733 0.0824 0.0892 0.103
         0.103 0.13 0.164 0.172 0.212 0.308 0.301 0.379 0.312 0.324 0.386 0.434 0.45
@@ -68,7 +68,7 @@ DIPPED = Run(
 )
 # NT-Xent, temperature 0.5, without BatchNorm: an untrained network maps everything to nearly one point.
 UNTRAINED = Run(
-    spread="""
+    embedding_std="""
         0.0271 0.0254 0.0285 0.0352 0.037 0.0362 0.0467 0.0522 0.0631 0.0776 0.127 0.203 0.351 0.599
         0.557 0.418 0.765 0.745 0.784 0.857 0.824 0.811 0.879 0.898
     """,
@@ -89,7 +89,7 @@ UNTRAINED = Run(
 )
 # The same at a learning rate of 1e-4: after 400 steps it has hardly moved.
 SLOW = Run(
-    spread="""
+    embedding_std="""
         0.0234 0.021 0.0237 0.0241 0.024 0.0238 0.0256 0.0231 0.0252 0.0238 0.0249 0.0227 0.0245 0.026
         0.028 0.0229 0.0246 0.0277 0.0249 0.025 0.0242 0.0256 0.0275 0.0244 0.0261 0.0218 0.0227 0.024
         0.0258 0.0269 0.0249 0.0243 0.0252 0.0256 0.0254 0.025 0.0236 0.0255 0.0258 0.0259
@@ -114,7 +114,7 @@ SLOW = Run(
 )
 # NT-Xent, and at the ninth look the hinge with the hardest negative at a learning rate of 2.
 SWITCHED = Run(
-    spread="""
+    embedding_std="""
         0.667 0.695 0.72 0.742 0.761 0.757 0.745 0.768 0.796 0.0954 0.0561 0.0341 0.0261 0.0255 0.0218
         0.0204 0.0225 0.019
     """,
@@ -131,7 +131,7 @@ SWITCHED = Run(
 )
 # The hinge with the hardest negative from the start, at a learning rate of 0.5.
 SUNK = Run(
-    spread="""
+    embedding_std="""
         0.804 0.106 0.0744 0.05 0.0414 0.0378 0.0272 0.032 0.0265 0.0243 0.0229 0.023 0.0211 0.0224
         0.0184 0.0204 0.0177 0.0171 0.016 0.0161 0.0157 0.0174 0.0174 0.0162 0.0143
     """,
@@ -151,7 +151,7 @@ SUNK = Run(
 )
 # NT-Xent without BatchNorm at a learning rate of 5: the loss falls, on two dims of 64.
 FEW_DIMS = Run(
-    spread="""
+    embedding_std="""
         0.0243 0.0883 0.0896 0.0967 0.0865 0.18 0.254 0.181 0.168 0.206 0.159 0.262 0.217 0.417 0.312
         0.318 0.309 0.351 0.344 0.404 0.324 0.301 0.366 0.406 0.319 0.42 0.512 0.299 0.324 0.353 0.409
         0.376
@@ -173,7 +173,7 @@ FEW_DIMS = Run(
 # InfoNCE with a momentum encoder and a queue: at one point, and yet the loss is a quarter below trivial,
 # for the queue holds older points.
 QUEUE = Run(
-    spread="""
+    embedding_std="""
         0.0243 0.0583 0.0336 0.0144 0.00775 0.00495 0.00441 0.0027 0.00258 0.00221 0.00312 0.00293
         0.00281 0.0018 0.00206 0.00152 0.00169 0.00186 0.0027 0.00289 0.00408 0.00284 0.00218 0.00263
     """,
@@ -199,7 +199,7 @@ RUNS = HEALTHY | COLLAPSED
 def look(
     step: int,
     *,
-    spread: float = 0.8,
+    embedding_std: float = 0.8,
     rank: float = 12.0,
     gap: float | None = 0.4,
     loss: float = 3.0,
@@ -208,7 +208,7 @@ def look(
     num_rows: int = 64,
 ) -> dict[str, Any]:
     """Return the arguments of one look; those of a healthy run, unless told."""
-    measures = {"num_rows": num_rows, "dim": dim, "spread": spread, "effective_rank": rank}
+    measures = {"num_rows": num_rows, "dim": dim, "embedding_std": embedding_std, "effective_rank": rank}
     if gap is not None:
         measures["positive_negative_gap"] = gap
     return {"step": step, "measures": measures, "loss": loss, "collapsed_loss": trivial}
@@ -226,9 +226,9 @@ def sequence(*figures: dict[str, Any], first: int = 0) -> Iterator[dict[str, Any
 
 
 GOOD: dict[str, Any] = {}
-POINT = {"spread": 0.01, "rank": 1.2, "gap": 0.0001, "loss": SOFTMAX}
+POINT = {"embedding_std": 0.01, "rank": 1.2, "gap": 0.0001, "loss": SOFTMAX}
 NARROW = {"rank": 1.9}
-LOST = {"spread": 0.5, "gap": 0.002, "loss": SOFTMAX}
+LOST = {"embedding_std": 0.5, "gap": 0.002, "loss": SOFTMAX}
 
 
 @pytest.mark.parametrize("run", HEALTHY.values(), ids=HEALTHY)
@@ -240,7 +240,7 @@ def test_a_run_that_collapses_after_the_loss_was_switched_is_told_within_three_l
     assert watch(CollapseMonitor(Limits()), SWITCHED.looks()) == [
         (
             110,
-            "the embeddings collapsed to a point: the spread was 0.0954 at step 90 and 0.0341 at step 110 "
+            "the embeddings collapsed to a point: the embedding std was 0.0954 at step 90 and 0.0341 at step 110 "
             "(healthy from 0.1), too low for 3 readings in a row; the loss 0.201 is no better than the trivial 0.2",
         )
     ]
@@ -250,7 +250,7 @@ def test_a_run_that_only_ever_sinks_is_told_when_the_grace_is_over() -> None:
     assert watch(CollapseMonitor(Limits()), SUNK.looks()) == [
         (
             210,
-            "the run never started to learn, its embeddings are nearly one point: the spread was 0.0744 at step 20 "
+            "the run never started to learn, its embeddings are nearly one point: the embedding std was 0.0744 at step 20 "
             "and 0.0174 at step 210 (healthy from 0.1), too low for 20 readings in a row; the loss 0.2002 is no "
             "better than the trivial 0.2",
         )
@@ -287,15 +287,15 @@ def test_a_good_run_is_told_after_as_many_bad_looks_as_patience(
     assert f"too low for {patience} readings in a row" in verdict
 
 
-@pytest.mark.parametrize("grace", [3, 7, 20])
-def test_a_run_that_never_was_good_is_told_after_as_many_bad_looks_as_grace(grace: int) -> None:
-    falling = [POINT | {"spread": 0.09 * 0.9**index} for index in range(30)]
-    ((step, _),) = watch(CollapseMonitor(Limits(grace=grace)), sequence(*falling))
-    assert step == 10 * (grace - 1)
+@pytest.mark.parametrize("initial_patience", [3, 7, 20])
+def test_a_run_that_never_was_good_is_told_after_as_many_bad_looks_as_grace(initial_patience: int) -> None:
+    falling = [POINT | {"embedding_std": 0.09 * 0.9**index} for index in range(30)]
+    ((step, _),) = watch(CollapseMonitor(Limits(initial_patience=initial_patience)), sequence(*falling))
+    assert step == 10 * (initial_patience - 1)
 
 
 def test_a_network_that_is_dead_from_the_first_step_never_got_going() -> None:
-    dead = [POINT | {"spread": 1e-6}] * 25
+    dead = [POINT | {"embedding_std": 1e-6}] * 25
     ((step, verdict),) = watch(CollapseMonitor(Limits()), sequence(*dead))
     assert step == 190
     assert "never started to learn" in verdict
@@ -304,13 +304,13 @@ def test_a_network_that_is_dead_from_the_first_step_never_got_going() -> None:
 def test_a_fall_after_a_long_rest_is_told_by_the_latest_looks() -> None:
     spreads = [*[0.05] * 60, *[0.05 * 0.93**index for index in range(20)]]
     monitor = CollapseMonitor(Limits())
-    ((step, _),) = watch(monitor, sequence(*[POINT | {"spread": spread} for spread in spreads]))
+    ((step, _),) = watch(monitor, sequence(*[POINT | {"embedding_std": spread} for spread in spreads]))
     assert 600 < step < 800
     assert len(monitor.state_dict()["streak"]["latest"]) == 20  # of 80: a checkpoint stays small
 
 
 def test_one_fall_that_is_over_is_not_a_collapse_of_a_run_that_has_not_begun() -> None:
-    fallen = [POINT | {"spread": spread} for spread in (0.09, 0.06, 0.04, *[0.03] * 40)]
+    fallen = [POINT | {"embedding_std": spread} for spread in (0.09, 0.06, 0.04, *[0.03] * 40)]
     assert watch(CollapseMonitor(Limits()), sequence(GOOD | {"gap": 0.01}, *fallen)) == []
 
 
@@ -335,13 +335,13 @@ def test_one_look_that_shows_learning_by_chance_does_not_end_the_grace() -> None
 
 
 def test_a_gap_at_a_loss_above_its_trivial_value_is_not_learned() -> None:
-    first_steps = [{"spread": 0.6, "gap": 0.08, "loss": 1.1 * SOFTMAX}] * 5
+    first_steps = [{"embedding_std": 0.6, "gap": 0.08, "loss": 1.1 * SOFTMAX}] * 5
     assert watch(CollapseMonitor(Limits()), sequence(*first_steps, *[POINT] * 30)) == []
 
 
 @pytest.mark.parametrize("trivial", [SOFTMAX, None])
 def test_a_gap_that_is_lost_is_told_when_the_grace_is_over(trivial: float | None) -> None:
-    monitor = CollapseMonitor(Limits(grace=6))
+    monitor = CollapseMonitor(Limits(initial_patience=6))
     looks = sequence(*[GOOD | {"trivial": trivial}] * 4, *[LOST | {"trivial": trivial}] * 8)
     ((step, verdict),) = watch(monitor, looks)
     assert step == 90
@@ -353,13 +353,13 @@ def test_a_gap_that_is_lost_is_told_when_the_grace_is_over(trivial: float | None
 
 
 def test_a_gap_that_never_was_is_not_lost() -> None:
-    monitor = CollapseMonitor(Limits(grace=6))
+    monitor = CollapseMonitor(Limits(initial_patience=6))
     assert watch(monitor, sequence(*[LOST] * 30)) == []
     assert monitor.is_healthy
 
 
 def test_a_low_gap_is_no_sign_while_the_loss_is_well_below_its_trivial_value() -> None:
-    monitor = CollapseMonitor(Limits(grace=6))
+    monitor = CollapseMonitor(Limits(initial_patience=6))
     assert watch(monitor, sequence(*[GOOD] * 4, *[LOST | {"loss": 0.97 * SOFTMAX}] * 30)) == []
     assert monitor.is_healthy
 
@@ -373,7 +373,7 @@ def test_without_keys_the_loss_shows_whether_the_run_had_learned() -> None:
 
 
 def test_few_dims_of_an_untrained_network_say_nothing() -> None:
-    untrained = NARROW | {"spread": 0.3, "gap": 0.02, "loss": SOFTMAX}
+    untrained = NARROW | {"embedding_std": 0.3, "gap": 0.02, "loss": SOFTMAX}
     assert watch(CollapseMonitor(Limits()), sequence(*[untrained] * 40)) == []
 
 
@@ -476,13 +476,13 @@ def test_a_state_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "bad"), [("min_spread", POINT), ("min_effective_rank", NARROW), ("min_gap", LOST)]
+    ("limit", "bad"), [("min_embedding_std", POINT), ("min_effective_rank", NARROW), ("min_gap", LOST)]
 )
 def test_a_limit_of_0_switches_its_sign_off(limit: str, bad: dict[str, Any]) -> None:
     off: dict[str, Any] = {limit: 0.0}
-    monitor = CollapseMonitor(Limits(grace=6, **off))
-    if limit == "min_spread":
-        bad = {"spread": bad["spread"]}  # which has the other signs as well
+    monitor = CollapseMonitor(Limits(initial_patience=6, **off))
+    if limit == "min_embedding_std":
+        bad = {"embedding_std": bad["embedding_std"]}  # which has the other signs as well
     assert watch(monitor, sequence(*[GOOD] * 4, *[bad] * 30)) == []
     assert monitor.is_healthy
 
@@ -490,12 +490,18 @@ def test_a_limit_of_0_switches_its_sign_off(limit: str, bad: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_spread": -0.1}, "min_spread is not between 0 and 1: it is -0.1"),
+        ({"min_embedding_std": -0.1}, "min_embedding_std is not between 0 and 1: it is -0.1"),
         ({"min_gap": float("nan")}, "min_gap is not between 0 and 1: it is nan"),
         ({"min_effective_rank": 1.5}, "min_effective_rank is not between 0 and 1: it is 1.5"),
         ({"patience": 0}, "patience is below 1: it is 0"),
-        ({"grace": 2, "patience": 1}, "grace is below 3 or below patience: it is 2, and patience 1"),
-        ({"grace": 4, "patience": 5}, "grace is below 3 or below patience: it is 4, and patience 5"),
+        (
+            {"initial_patience": 2, "patience": 1},
+            "initial_patience is below 3 or below patience: it is 2, and patience 1",
+        ),
+        (
+            {"initial_patience": 4, "patience": 5},
+            "initial_patience is below 3 or below patience: it is 4, and patience 5",
+        ),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

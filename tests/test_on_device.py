@@ -154,10 +154,10 @@ def test_rows_of_bfloat16_lose_no_more_than_their_own_rounding() -> None:
 
 # In float32 one ReLU whose input is nearly 0 may open on one side only, which moves the gradient by 1%.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 5e-2)])
-@pytest.mark.parametrize("milestone_every", (1, None))
+@pytest.mark.parametrize("activation_checkpoint_every", (1, None))
 @pytest.mark.parametrize("is_synchronized", (False, True))
 def test_chunks_with_batchnorm_have_the_gradient_of_the_whole_batch(
-    is_synchronized: bool, milestone_every: int | None, dtype: torch.dtype, tolerance: float
+    is_synchronized: bool, activation_checkpoint_every: int | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)
     tower = nn.Sequential(
@@ -175,11 +175,14 @@ def test_chunks_with_batchnorm_have_the_gradient_of_the_whole_batch(
     true = gradient(exact, exact(images.double()))
     ours = (synchronize(tower) if is_synchronized else tower).to(DEVICE, dtype)
     rows = images.to(DEVICE, dtype)
-    came = gradient(ours, embed_in_chunks(ours, rows, chunk_size=7, milestone_every=milestone_every))
+    came = gradient(
+        ours,
+        embed_in_chunks(ours, rows, chunk_size=7, activation_checkpoint_every=activation_checkpoint_every),
+    )
     assert (came - true).norm() < tolerance * true.norm()
 
 
-@pytest.mark.parametrize("name", ["simclr", "simclr blur", "simcse", "esimcse", "two_tower", "image_text"])
+@pytest.mark.parametrize("name", ["simclr", "simclr blur", "simcse", "esimcse", "two_tower", "clip"])
 def test_views_are_those_of_the_cpu(name: str) -> None:
     here, there = (Worker(CASES[name], device=device) for device in (CPU, DEVICE))
     for expected, came in zip(
@@ -210,8 +213,8 @@ def test_steps_come_to_the_weights_of_the_cpu(name: str) -> None:
 
 def without_dropout(case: Case) -> Case:
     """Return the case without what a device draws in an order of its own."""
-    name = "text_encoder.arguments" if case.recipe == "image_text" else "encoder.arguments"
-    if case.recipe not in ("simcse", "esimcse", "two_tower", "image_text"):
+    name = "text_encoder.kwargs" if case.recipe == "clip" else "encoder.kwargs"
+    if case.recipe not in ("simcse", "esimcse", "two_tower", "clip"):
         return case
     return replace(case, settings=case.settings | {name: case.settings.get(name, {}) | {"dropout": 0.0}})
 

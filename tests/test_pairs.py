@@ -190,7 +190,7 @@ def embedded(config: RunConfig, rows: InMemoryDataset, *, training: bool) -> tup
 
 
 def test_the_views_of_simcse_are_told_apart_by_dropout_alone() -> None:
-    config = small_config("simcse", {"encoder.arguments": TRANSFORMER | {"dropout": 0.1}})
+    config = small_config("simcse", {"encoder.kwargs": TRANSFORMER | {"dropout": 0.1}})
     rows = rows_of(config, {"text": TEXTS[:20]})
     drawing = drawing_of(config)
     assert drawing.view(whole(rows), 0).on(CPU).equal(drawing.view(whole(rows), 1).on(CPU))
@@ -239,7 +239,7 @@ def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> N
     lent = torch.tensor([shown[0][0], shown[1][0], 5])
     assert ids.of(lent).tolist() == [first, first, 5]
     slots = small_config(
-        "simcse", {"key": "slot", "negatives.store": "memory_bank", "negatives.in_batch": False}
+        "simcse", {"key": "memory_bank", "negatives.store": "memory_bank", "negatives.in_batch": False}
     )
     assert drawing_of(slots).known(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3, 4]
 
@@ -515,7 +515,7 @@ def test_keys_are_the_documents_and_then_the_negatives() -> None:
 
 
 def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> None:
-    config = small_config("image_text")
+    config = small_config("clip")
     captions = [TEXTS[:3], TEXTS[:3], [TEXTS[5]], TEXTS[5]]
     rows = rows_of(config, {"image": noise_images(4), "caption": captions})
     drawing = drawing_of(config)
@@ -712,7 +712,7 @@ def test_the_judge_counts_keys_among_the_nearest_as_one_would_by_hand() -> None:
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1_000))
 def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None:
-    config = small_config(settings={"separate_towers": True, "encoder.arguments": BAG})
+    config = small_config(settings={"separate_towers": True, "encoder.kwargs": BAG})
     towers = towers_of(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -754,7 +754,7 @@ def bytes_of(row: Tensor) -> bytes:
 
 
 def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
-    config, numbers = small_config("image_text"), [row % 10 for row in range(40)]
+    config, numbers = small_config("clip"), [row % 10 for row in range(40)]
     captions = [[f"the digit {number}", f"a {number} by hand", f"{number} again"] for number in numbers]
     rows = rows_of(config, {"image": noise_images(40), "caption": captions})
     drawing, batch = drawing_of(config), whole(rows)

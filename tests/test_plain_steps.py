@@ -29,7 +29,7 @@ RECIPES = {
     "simclr info_nce": Case("simclr", SMALL | {"stages.0.loss": "info_nce"}),
     "simclr hinge of all": Case("simclr", SMALL | HINGE),
     "simclr mixed": Case("simclr", SMALL | MIXED),
-    "simclr local": Case("simclr", SMALL | {"batchnorm": "as_is"}),
+    "simclr local": Case("simclr", SMALL | {"batchnorm": "local"}),
     "simclr layer norm": Case("simclr", SMALL | {"batchnorm": "layer"}),
     "simclr shuffled, chunks": Case(
         "simclr", SMALL | CHUNKS | {"batchnorm": "shuffled", "batchnorm_groups": 4}
@@ -51,9 +51,7 @@ RECIPES = {
     "simcse queue": Case("simcse", {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW),
     "simcse mixed": Case("simcse", MIXED, **FEW),
     "esimcse": Case("esimcse", {"negatives.capacity": 3 * ROWS, "text_augment.repetition": 0.0}, **FEW),
-    "two_tower discount": Case(
-        "two_tower", TEXTS | {"stages.0.discount_frequent": True}, explicit=True, **FEW
-    ),
+    "two_tower discount": Case("two_tower", TEXTS | {"stages.0.logq_correction": True}, explicit=True, **FEW),
     "two_tower separate": Case("two_tower", TEXTS | {"separate_towers": True}, explicit=True, **FEW),
     "two_tower hinge": Case("two_tower", TEXTS | HINGE, explicit=True, **FEW),
     "two_tower mixed": Case("two_tower", TEXTS | MIXED, explicit=True, **FEW),
@@ -71,12 +69,12 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
         if module is not None:
             module.double()
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
-    count = made_up_counts(batches) if worker.stage.discount_frequent else {}
+    count = made_up_counts(batches) if worker.stage.logq_correction else {}
     worker.frequencies = Frequencies(
         np.array(sorted(count)), np.log([count[each] for each in sorted(count)]).astype(np.float32)
     )
     state = worker.store.state_dict()
-    is_bank = worker.config.key == "slot"
+    is_bank = worker.config.key == "memory_bank"
     plain = PlainRun(
         worker.config, worker.learner.tower, slots=state["rows"] if is_bank else None, count=count
     )

@@ -76,7 +76,7 @@ def pairs(tmp_path: Path) -> Path:
         ),
         (
             ["--columns", "query", "--num-texts", "0"],
-            "text.num_texts: input should be greater than or equal to 1, came 0",
+            "text.tokenizer_train_size: input should be greater than or equal to 1, came 0",
         ),
     ],
     ids=["unknown", "an id", "nothing", "small", "no texts"],

@@ -45,7 +45,7 @@ def test_it_is_taken_from_the_models_folder(own: Tokenizer, tmp_path: Path) -> N
     assert found is not None
     assert found.fingerprint == own.fingerprint
     captions = {"text_encoder.name": f"transformers:{tmp_path / 'model'}"}
-    beside_images = known(override(recipe("image_text"), captions), tmp_path)
+    beside_images = known(override(recipe("clip"), captions), tmp_path)
     assert beside_images is not None
     assert beside_images.fingerprint == own.fingerprint
 
@@ -56,7 +56,7 @@ def test_another_one_is_refused_unless_the_model_begins_untrained(own: Tokenizer
         ConfigError, match="is not the one that transformers:.* was trained with; leave it out"
     ):
         known(config_of(tmp_path, **{"text.tokenizer": address}), tmp_path)
-    untrained = {"text.tokenizer": address, "encoder.arguments": {"pretrained": False}}
+    untrained = {"text.tokenizer": address, "encoder.kwargs": {"pretrained": False}}
     found = known(config_of(tmp_path, **untrained), tmp_path)
     assert found is not None
     assert found.fingerprint == other.fingerprint

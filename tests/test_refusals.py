@@ -32,7 +32,7 @@ REFUSED = {
     f"{DIGITS} --batch-size 128": "larger than the 100 rows",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
     f"{DIGITS} --gpu --workers 2": "2 workers ask for a GPU each, the cluster has 0",
-    "train image_text --data captions --output new --set text_encoder.name=bert "
+    "train clip --data captions --output new --set text_encoder.name=bert "
     "--set data.image_size=16": "unknown text_encoder.name 'bert'; there are transformer",
     "train simcse --data captions --output new --set encoder.name=resnet18": "unknown encoder.name 'resnet18'",
     "demo --output earlier_demo": "holds an earlier demo",
@@ -55,8 +55,8 @@ REFUSED = {
     f"{EMBED} --gpu": "--gpu asks for a GPU",
     "mine --run images --data digits.parquet --output images": "exists already",
     "mine --run images --data missing --output new": "there is nothing at",
-    "mine --run images --data digits.parquet --output new --num 0": "cannot mine 0 negatives",
-    "mine --run images --data digits.parquet --output new --below 2": "a fraction up to 1",
+    "mine --run images --data digits.parquet --output new --num-negatives 0": "cannot mine 0 negatives",
+    "mine --run images --data digits.parquet --output new --max-relative-score 2": "a fraction up to 1",
     "export --run images --output new --to onnx": "cannot export to 'onnx'",
     "export --run nowhere --output new": "there is no encoder at nowhere",
     "export --run images --output images": "exists already",

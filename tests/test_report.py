@@ -118,12 +118,12 @@ COLUMNS = {
     "Learning rate": ["learning_rate"],
     "Gap of positives and other pairs": ["positive_negative_gap"],
     "Effective rank": ["effective_rank"],
-    "Spread": ["spread"],
+    "Standard deviation": ["embedding_std"],
     "Alignment": ["alignment"],
     "Uniformity": ["uniformity"],
     "Throughput": ["samples_per_second"],
     "Age of the rows": ["negatives_age_mean", "negatives_age_max"],
-    "BatchNorm leakage": ["leakage"],
+    "BatchNorm leakage": ["batchnorm_leakage"],
     "Recall of held-out pairs": ["recall_at_10", "recall_at_1"],
 }
 
@@ -211,7 +211,7 @@ def test_text_of_users_is_escaped(tmp_path: Path) -> None:
 def test_skipped_rows_are_counted_by_cause(tmp_path: Path) -> None:
     write_run(
         tmp_path,
-        result={"status": "finished", "broken_rows": {"not an image": 1_234}, "left_out": {"repeated": 7}},
+        result={"status": "finished", "invalid_rows": {"not an image": 1_234}, "skipped": {"repeated": 7}},
     )
     text = page_of(tmp_path).text
     assert re.search(r"not an image\s+1,234\s+invalid", text)
@@ -317,8 +317,8 @@ def test_of_many_events_all_are_listed_and_a_collapse_has_a_mark(tmp_path: Path)
 def test_metrics_of_the_same_lines_share_their_steps() -> None:
     lines = [json.dumps(line_of(step)) for step in range(1, 25_001)]
     history = read_history([*lines, json.dumps(evaluation(25_000, knn_top1=0.5))])
-    assert history["loss"].step is history["spread"].step
-    assert history["loss"].is_dropped is history["spread"].is_dropped
+    assert history["loss"].step is history["embedding_std"].step
+    assert history["loss"].is_dropped is history["embedding_std"].is_dropped
     assert history["knn_top1"].step.tolist() == [25_000]
     assert list(history.series)[:3] == ["step", "samples", "epoch"]
 
@@ -670,7 +670,7 @@ def test_the_report_needs_neither_torch_nor_ray() -> None:
 
 
 def test_infinite_values_count_as_not_finite() -> None:
-    lines = [json.dumps(line_of(1)), json.dumps(line_of(2, loss=float("inf"), spread=1e999))]
+    lines = [json.dumps(line_of(1)), json.dumps(line_of(2, loss=float("inf"), embedding_std=1e999))]
     history = read_history(lines)
-    assert (history["loss"].num_bad, history["spread"].num_bad) == (1, 1)
+    assert (history["loss"].num_bad, history["embedding_std"].num_bad) == (1, 1)
     assert history["loss"].last == pytest.approx(4 / 1.02)

@@ -132,7 +132,7 @@ DIFFERS = {
     "negatives.num_negatives": "how many of them, of the bank; no other run has one",
     "stages.0.batch_size": "how many of them, end to end; the others keep the least of these",
     "momentum_encoder.momentum": "MoCo's own; no other run has a momentum encoder",
-    "negatives.first_rows": "the bank's own, told in the note: the queue begins empty",
+    "negatives.bank_init": "the bank's own, told in the note: the queue begins empty",
     "negatives.normalizer_momentum": "of the loss nce, which none of them has",
     "batchnorm": "told in the note: a queue leaks unless the keys are shuffled, and slots cannot be",
     "bank.dtype": "told in the note: rounding of the queue's keys",
@@ -294,10 +294,10 @@ def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_a
 
 def leaking(as_is: float, cured: list[float], accuracy: float = 0.3) -> Planted:
     return {
-        "as_is": {"leakage": [as_is] * 3, **near(accuracy)},
-        "shuffled": {"leakage": cured, **near(0.4)},
-        "group": {"leakage": [0.0] * 3, **near(0.4)},
-        "layer": {"leakage": [0.0] * 3, **near(0.4)},
+        "local": {"batchnorm_leakage": [as_is] * 3, **near(accuracy)},
+        "shuffled": {"batchnorm_leakage": cured, **near(0.4)},
+        "group": {"batchnorm_leakage": [0.0] * 3, **near(0.4)},
+        "layer": {"batchnorm_leakage": [0.0] * 3, **near(0.4)},
     }
 
 
@@ -305,12 +305,12 @@ def test_the_leak_claims_follow_probe_accuracy_and_remedies() -> None:
     assert verdicts("leak", leaking(0.3, [0.05] * 3)) == [True, True, True]
     assert verdicts("leak", leaking(0.05, [0.05] * 3)) == [False, True, False]
     assert verdicts("leak", leaking(0.3, [0.05] * 3, accuracy=0.4)) == [True, False, True]
-    assert verdicts("leak", {"as_is": {"leakage": [0.3], **knn(0.2)}}) == [None, None, None]
+    assert verdicts("leak", {"local": {"batchnorm_leakage": [0.3], **knn(0.2)}}) == [None, None, None]
 
 
 def test_a_smaller_leak_is_not_a_remedy_and_a_small_advantage_is_not_a_leak() -> None:
     planted = {"shuffled": 0.291, "group": 0.281, "layer": 0.271}
-    less = {name: {"leakage": [value] * 3, **near(0.4)} for name, value in planted.items()}
+    less = {name: {"batchnorm_leakage": [value] * 3, **near(0.4)} for name, value in planted.items()}
     assert verdicts("leak", {**leaking(0.301, [0.0] * 3), **less}) == [True, True, False]
     assert verdicts("leak", leaking(0.301, [0.0, 0.0, 0.06])) == [
         True,
@@ -323,7 +323,7 @@ def test_a_smaller_leak_is_not_a_remedy_and_a_small_advantage_is_not_a_leak() ->
 
 def test_a_remedy_of_collapse_must_keep_embeddings_apart_and_raise_accuracy() -> None:
     def run(spread: float, accuracy: float) -> dict[str, list[float]]:
-        return {"spread": [spread, spread + 0.005, spread + 0.01], **near(accuracy)}
+        return {"embedding_std": [spread, spread + 0.005, spread + 0.01], **near(accuracy)}
 
     planted = {
         "hinge": run(0.02, 0.3),
@@ -332,8 +332,8 @@ def test_a_remedy_of_collapse_must_keep_embeddings_apart_and_raise_accuracy() ->
         "rollback": run(0.5, 0.302),
     }
     assert verdicts("collapse", planted) == [True, True, False, False, None]
-    assert verdicts("collapse", {"hinge": {"spread": [0.02, 0.02, 0.3]}})[0] is False
-    assert verdicts("collapse", {"hinge": {"spread": [0.02, 0.02]}})[0] is None
+    assert verdicts("collapse", {"hinge": {"embedding_std": [0.02, 0.02, 0.3]}})[0] is False
+    assert verdicts("collapse", {"hinge": {"embedding_std": [0.02, 0.02]}})[0] is None
 
 
 def growth(small: float, grown: float, large: float, *, steps: float = 10.0) -> Planted:
@@ -418,7 +418,12 @@ def test_a_sentence_states_its_evidence_and_the_seeds_it_needs() -> None:
 
 TRIALS = 1_000
 MOST_FALSE = 0.045  # of two alike settings one is above the other in 0.031 of all cases; 0.108 with two seeds
-ALIKE = {"knn_top1": (0.4, 0.02), "leakage": (0.2, 0.02), "spread": (0.5, 0.05), "steps": (100.0, 0.0)}
+ALIKE = {
+    "knn_top1": (0.4, 0.02),
+    "batchnorm_leakage": (0.2, 0.02),
+    "embedding_std": (0.5, 0.05),
+    "steps": (100.0, 0.0),
+}
 NON_INFERIOR_AT = {"negatives": 2, "stages": 1}  # the place of the claim among those of the figure
 
 
@@ -492,7 +497,7 @@ def some(name: str, *, whole: bool) -> Results:
     """Return numbers and curves for all settings, or for the first one alone."""
     figure, rng = FIGURES[name], np.random.default_rng(0)
     names = [setting.name for setting in figure.settings["cpu"][: None if whole else 1]]
-    numbers = [*figure.columns, "knn_top1", "spread", "loss", "leakage"]
+    numbers = [*figure.columns, "knn_top1", "embedding_std", "loss", "batchnorm_leakage"]
     planted = {each: {number: rng.uniform(0.2, 0.5, 3).tolist() for number in numbers} for each in names}
     steps = [10.0 * step for step in range(12)]
     curves = {
@@ -502,7 +507,7 @@ def some(name: str, *, whole: bool) -> Results:
             for seed in range(3)
             for attempt in range(2)
         ]
-        for metric in ("loss", "spread", "knn_top1")
+        for metric in ("loss", "embedding_std", "knn_top1")
     }  # fmt: skip
     configs = [run.config for run in planned(name)]
     return dataclasses.replace(results_of(name, planted, curves), configs=configs)
@@ -625,15 +630,18 @@ def test_a_folder_without_a_run_has_no_outcome(tmp_path: Path) -> None:
 
 def test_a_run_that_was_rolled_back_gives_one_curve_per_attempt(tmp_path: Path) -> None:
     lines = [
-        {"step": 1, "samples": 4, "spread": 0.5},
-        {"step": 2, "samples": 8, "spread": 0.1},
+        {"step": 1, "samples": 4, "embedding_std": 0.5},
+        {"step": 2, "samples": 8, "embedding_std": 0.1},
         {"step": 0, "samples": 0, "event": "rollback"},
-        {"step": 1, "samples": 4, "spread": 0.6},
+        {"step": 1, "samples": 4, "embedding_std": 0.6},
         {"step": 2, "samples": 8, "loss": 1.0},
     ]
     (Place(str(tmp_path)) / METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = read_curves(Place(str(tmp_path)), outcome("rollback", 2))
-    assert [(curve.attempt, curve.values) for curve in found["spread"]] == [(0, [0.5, 0.1]), (1, [0.6])]
+    assert [(curve.attempt, curve.values) for curve in found["embedding_std"]] == [
+        (0, [0.5, 0.1]),
+        (1, [0.6]),
+    ]
     assert [(curve.attempt, curve.steps) for curve in found["loss"]] == [(1, [2])]
 
 

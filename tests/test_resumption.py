@@ -34,7 +34,7 @@ def described(**changes: Any) -> dict[str, Any]:
     "settings",
     [
         {"stages.1.epochs": 9},
-        {"stages.1.workers": 2, "stages.0.chunk_size": 64, "stages.0.milestone_every": 1},
+        {"stages.1.workers": 2, "stages.0.chunk_size": 64, "stages.0.activation_checkpoint_every": 1},
         {"stages.2.batch_size": 1024, "stages.2.loss": "hinge"},
         {"monitor.on_collapse": "stop", "checkpoints.keep": 5, "log_every_steps": 1},
     ],

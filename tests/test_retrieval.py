@@ -33,7 +33,7 @@ def plain_scores(ranked: Positions, relevance: Positions) -> dict[str, float]:
         if grade:
             judged.append(plain_scores_of_one([d for d in row if d >= 0], grade))
     means = {name: float(np.mean([scores[name] for scores in judged])) for name in judged[0]}
-    return means | {"num_queries": len(judged), "num_left_out": len(ranked) - len(judged)}
+    return means | {"num_queries": len(judged), "num_skipped": len(ranked) - len(judged)}
 
 
 def plain_scores_of_one(found: list[int], grade: dict[int, int]) -> dict[str, float]:
@@ -90,7 +90,7 @@ def test_one_ranking_is_judged_as_by_hand() -> None:
             "mrr": 1 / 2,
             "map": (1 / 2 + 2 / 4) / 3,
             "num_queries": 1,
-            "num_left_out": 0,
+            "num_skipped": 0,
         }
     )
 
@@ -101,7 +101,7 @@ def test_scores_equal_the_plain_measures(seed: int, at_once: int, monkeypatch: p
     monkeypatch.setattr(retrieval, "_QUERIES", at_once)
     ranked, relevance = draw_rankings(seed)
     scores = retrieval_scores(ranked, relevance)
-    assert scores["num_left_out"] >= 5  # queries 35 to 39 have no judgment at all
+    assert scores["num_skipped"] >= 5  # queries 35 to 39 have no judgment at all
     assert scores == pytest.approx(plain_scores(ranked, relevance), abs=1e-12)
 
 
@@ -139,7 +139,7 @@ def test_queries_without_a_relevant_document_are_left_out_and_counted() -> None:
     ranked = rows([0, 1], [1, 0], [0, 1], [1, 0])
     one = retrieval_scores(ranked[:1], rows([0, 0, 1]))
     scores = retrieval_scores(ranked, rows([0, 0, 1], [2, 1, 0]))
-    assert scores == one | {"num_left_out": 3}
+    assert scores == one | {"num_skipped": 3}
 
 
 def test_a_query_for_which_nothing_is_found_counts_as_zero() -> None:

@@ -243,7 +243,7 @@ def test_sets_without_a_row_that_can_be_used_are_refused(write: Write) -> None:
 def test_sets_that_would_not_be_heard_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --train"):
         evaluate_retrieval(run="run", test="judgments", queries="queries", documents="documents", train="t")
-    save(small_config("image_text"), tmp_path)
+    save(small_config("clip"), tmp_path)
     sets: list[dict[str, Any]] = [{"train": "t"}, {"queries": "queries", "documents": "documents"}]
     for others in sets:
         with pytest.raises(ConfigError, match="among those of --test alone; leave the other sets out"):
@@ -251,7 +251,7 @@ def test_sets_that_would_not_be_heard_are_refused(tmp_path: Path) -> None:
 
 
 def test_images_are_judged_by_their_captions_or_not_at_all(tmp_path: Path) -> None:
-    save(small_config("image_text"), tmp_path / "both")
+    save(small_config("clip"), tmp_path / "both")
     with pytest.raises(DataError, match="there is nothing at .*captioned"):  # it was looked for
         evaluate_retrieval(run=str(tmp_path / "both"), test=str(tmp_path / "captioned"))
     spec = ImageEncoderSpec(

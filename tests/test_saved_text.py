@@ -21,7 +21,7 @@ from tests.towers import save
 TEXTS = [*invented_texts(7, seed=5), "one", "a word in other WORDS"]
 HEAD = {"projection_head.num_layers": 2, "projection_head.dim": 12, "projection_head.batchnorm": True}
 SEPARATE = {"separate_towers": True}
-BY_TRANSFORMER: dict[str, Any] = {"encoder.name": "transformer", "encoder.arguments": TRANSFORMER}
+BY_TRANSFORMER: dict[str, Any] = {"encoder.name": "transformer", "encoder.kwargs": TRANSFORMER}
 
 
 def load_texts(output: Path, side: Any = "query") -> TextEncoder:
@@ -39,9 +39,7 @@ def projected(tower: Tower, rows: Tensor) -> Tensor:
         return tower.projection_head(tower.encoder(rows))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"encoder.name": "bag_of_subwords", "encoder.arguments": {"dim": 16}}]
-)
+@pytest.mark.parametrize("settings", [{}, {"encoder.name": "bag_of_subwords", "encoder.kwargs": {"dim": 16}}])
 def test_of_one_tower_the_encoder_alone_is_the_result(settings: dict[str, Any], tmp_path: Path) -> None:
     tower = save(small_config("simcse", {**HEAD, **settings}), tmp_path)
     assert isinstance(tower, Tower)
@@ -55,7 +53,7 @@ def test_of_one_tower_the_encoder_alone_is_the_result(settings: dict[str, Any], 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([SPEC, TOKENIZER, WEIGHTS])
 
 
-@pytest.mark.parametrize("batchnorm", ["as_is", "layer"])
+@pytest.mark.parametrize("batchnorm", ["local", "layer"])
 @pytest.mark.parametrize("head", [{}, HEAD], ids=["without a head", "with a head"])
 @pytest.mark.parametrize("towers", [{}, SEPARATE], ids=["one tower", "two towers"])
 @pytest.mark.parametrize("encoder", [{}, BY_TRANSFORMER], ids=["bag", "transformer"])
@@ -83,7 +81,7 @@ def test_of_pairs_each_side_gives_its_embeddings(
 
 
 def test_of_images_and_captions_the_key_side_reads_texts(tmp_path: Path) -> None:
-    config = small_config("image_text")
+    config = small_config("clip")
     saved = save(config, tmp_path)
     captions = load_texts(tmp_path, "key")
     rows = tokens_of(TEXTS, captions.spec.max_length)
@@ -172,7 +170,7 @@ def test_without_an_encoder_the_place_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [WEIGHTS, HEAD_WEIGHTS])
 def test_weights_of_another_network_do_not_fit(name: str, tmp_path: Path) -> None:
     save(small_config(settings=HEAD), tmp_path / "one")
-    other = {"encoder.arguments": {"dim": 24, "hidden_dim": 8}, **HEAD}
+    other = {"encoder.kwargs": {"dim": 24, "hidden_dim": 8}, **HEAD}
     save(small_config(settings=other), tmp_path / "other")
     (tmp_path / "one" / name).write_bytes((tmp_path / "other" / name).read_bytes())
     with pytest.raises(StorageError, match="do not fit the network"):

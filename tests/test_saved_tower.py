@@ -25,7 +25,7 @@ from tests.images import digit_files
 SMALL = {
     "data.channels": 1,
     "encoder.name": "tests.cluster.networks:small",
-    "encoder.arguments": {"channels": 1},
+    "encoder.kwargs": {"channels": 1},
     "projection_head.dim": 8,
 }
 
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_gone_without_a_newer_one_is_an_error(run: Path) ->
 
 
 def test_a_network_of_the_users_own_is_one_line(run: Path) -> None:
-    config = small_config(**{"encoder.name": "resnet10", "encoder.arguments": {}, "encoder.width": 0.25})
+    config = small_config(**{"encoder.name": "resnet10", "encoder.kwargs": {}, "encoder.width": 0.25})
     (run / "config.yaml").write_text(config_to_yaml(config))
     with pytest.raises(ConfigError, match="network of its user's own.*--vector"):
         load_tower(str(run))

@@ -32,7 +32,7 @@ def test_a_schedule_of_its_own_begins_anew_with_each_stage() -> None:
 
 @pytest.mark.parametrize(("scaling", "of_64_rows"), [("none", 1.0), ("linear", 0.25), ("square_root", 0.5)])
 def test_one_schedule_over_the_run_goes_by_samples(scaling: str, of_64_rows: float) -> None:
-    over_run = {"stages.0.learning_rate_over": "run", "stages.0.learning_rate_scaling": scaling}
+    over_run = {"stages.0.learning_rate_scope": "run", "stages.0.learning_rate_scaling": scaling}
     first, second = plans_of(**over_run, **{"stages.0.warmup_epochs": 0})
     shape = [0.5 * (1 + math.cos(math.pi * samples / 4_096)) for samples in range(0, 4_096, 64)]
     assert rates(first) == pytest.approx([of_64_rows * each for each in shape[:32]])
@@ -40,7 +40,7 @@ def test_one_schedule_over_the_run_goes_by_samples(scaling: str, of_64_rows: flo
 
 
 def test_one_schedule_over_the_run_warms_up_once_and_steps_down_twice() -> None:
-    over_run = {"stages.0.learning_rate_over": "run", "stages.0.learning_rate_schedule": "step"}
+    over_run = {"stages.0.learning_rate_scope": "run", "stages.0.learning_rate_schedule": "step"}
     first, second = plans_of(**over_run, **{"stages.0.learning_rate_scaling": "none"})
     # A tenth of the stage at most, so three steps; then 1 until three fifths of the run.
     assert rates(first) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 29)

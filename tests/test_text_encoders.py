@@ -314,7 +314,7 @@ def test_an_encoder_of_the_users_own_gets_sizes_and_arguments() -> None:
         ),
         ("no.such.module:build", {}, "cannot find encoder.name 'no.such.module:build'"),
         (f"{__name__}:missing", {}, "cannot find encoder.name"),
-        (f"{__name__}:of_ones", {}, "cannot build encoder.name.*width.*check encoder.arguments"),
+        (f"{__name__}:of_ones", {}, "cannot build encoder.name.*width.*check encoder.kwargs"),
         (f"{__name__}:no_network", {}, "must return a torch.nn.Module, came str"),
         ("transformer", {"depth": 3}, "cannot build encoder.name 'transformer'.*depth"),
         ("transformer", {"dim": 30, "num_heads": 4}, "dim=30, num_layers=4, num_heads=4"),

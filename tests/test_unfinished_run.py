@@ -72,9 +72,9 @@ def representations(run: str, side: Any) -> Tensor:
         pairs.small_config("simcse"),
         pairs.small_config(settings=HEAD),
         pairs.small_config(settings={"separate_towers": True, **HEAD}),
-        pairs.small_config("image_text"),
+        pairs.small_config("clip"),
     ],
-    ids=["simclr", "group norm", "moco", "simcse", "one tower", "two towers", "image_text"],
+    ids=["simclr", "group norm", "moco", "simcse", "one tower", "two towers", "clip"],
 )
 def test_the_last_checkpoint_gives_the_encoder_that_the_run_would_save(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,14 +17,14 @@ from tests.pretended_steps import SMALL, Case, Worker, batch
 CASES = {
     "images": Case("simclr", SMALL | {"augment.blur": 0.5}),
     "texts": Case("esimcse", {"text_augment.repetition": 0.5}),
-    "images with captions": Case("image_text", SMALL | {"augment.jitter": 0.8, "projection_head.dim": 32}),
+    "images with captions": Case("clip", SMALL | {"augment.jitter": 0.8, "projection_head.dim": 32}),
 }
 
 
 @pytest.fixture(params=CASES)
 def worker(request: pytest.FixtureRequest) -> Worker:
     case = CASES[request.param]
-    small = {"text_encoder.arguments": {"dim": 32, "hidden_dim": 32}} if case.recipe == "image_text" else {}
+    small = {"text_encoder.kwargs": {"dim": 32, "hidden_dim": 32}} if case.recipe == "clip" else {}
     return Worker(replace(case, settings=case.settings | small), device=CPU)
 
 

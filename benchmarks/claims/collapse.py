@@ -34,7 +34,7 @@ def _settings(epochs: int) -> tuple[Setting, ...]:
 
 
 def claims(results: Results) -> list[Claim]:
-    spread, knn = results.by_setting("spread"), results.by_setting("knn_top1")
+    spread, knn = results.by_setting("embedding_std"), results.by_setting("knn_top1")
     collapse = Claim(
         text="The hinge on the hardest negative collapses from scratch",
         rule=f"the spread of its embeddings ends below {COLLAPSED:g} in every seed",
@@ -61,7 +61,7 @@ def draw(results: Results, picture: Figure) -> None:
     y = "spread of the embeddings (1: even, 0: a point)"
     prepare(left, x="steps", y=y, title=f"{BAND}; thin: rolled back")
     left.axhline(COLLAPSED, color="#666666", lw=0.8, ls=":")
-    draw_curves(left, results.curves_by_label("spread"), over="steps")
+    draw_curves(left, results.curves_by_label("embedding_std"), over="steps")
     prepare(right, x="kNN top-1 on the test images", title=DOTS)
     draw_dots(right, results.by_label("knn_top1"), baseline=results.baseline)
 
@@ -81,7 +81,7 @@ FIGURE = ClaimFigure(
             "stages.0.warmup_epochs": 0.5,
             "log_every_steps": 5,
             "monitor.cross_entropy_steps": 200,
-            "monitor.grace": 10,
+            "monitor.initial_patience": 10,
         },
         "gpu": {
             **_SHARED,
@@ -91,7 +91,7 @@ FIGURE = ClaimFigure(
         },
     },
     columns={
-        "spread": "spread",
+        "embedding_std": "std of embeddings",
         "knn_top1": "kNN top-1",
         "collapsed": "collapses reported",
         "rollbacks": "rollbacks",

@@ -113,7 +113,9 @@ class Evaluator:
 
     def _rows(self, uri: str, config: RunConfig) -> InMemoryDataset:
         data = config.data
-        return self._read(uri, data.decoded_size, data.channels, data.max_pixels, data.max_bad_fraction)
+        return self._read(
+            uri, data.resolved_decode_size, data.channels, data.max_pixels, data.max_invalid_fraction
+        )
 
 
 def _knn(config: RunConfig, vectors: list[Tensor], labels: list[np.ndarray[Any, Any]]) -> float:
@@ -124,9 +126,13 @@ def _knn(config: RunConfig, vectors: list[Tensor], labels: list[np.ndarray[Any, 
     return knn_accuracy(test, test_label, train, train_label, k=settings.k, temperature=settings.temperature)
 
 
-def _read(uri: str, size: int, channels: int, max_pixels: int, max_bad_fraction: float) -> InMemoryDataset:
+def _read(
+    uri: str, size: int, channels: int, max_pixels: int, max_invalid_fraction: float
+) -> InMemoryDataset:
     image_format = ImageFormat(size=size, channels=channels, max_pixels=max_pixels)
-    rows = read_rows(_labeled(uri), image_format, title=f"reading {uri}", max_bad_fraction=max_bad_fraction)
+    rows = read_rows(
+        _labeled(uri), image_format, title=f"reading {uri}", max_invalid_fraction=max_invalid_fraction
+    )
     if (rows.label == NO_LABEL).any():
         raise DataError(f"some rows of {uri} have no label; remove them")
     return rows

@@ -8,7 +8,7 @@ from claims.results import Results
 from claims.rules import Claim, SeedValues, all_hold, exceeds
 from raycl.training.launch import NOTABLE_LEAKAGE
 
-LOCAL, SHUFFLED = "as_is", "shuffled"
+LOCAL, SHUFFLED = "local", "shuffled"
 REMEDIES = {SHUFFLED: "shuffled", "group": "group norm", "layer": "layer norm"}
 _LABELS = {LOCAL: "local", "synchronized": "synchronized", **REMEDIES}
 GROUP_SIZE = 32  # rows normalized together by local BatchNorm, as in the paper
@@ -21,7 +21,8 @@ _SETTINGS = tuple(
 
 def claims(results: Results) -> list[Claim]:
     leakage, knn = (
-        {name: results.number(name, number) for name in _LABELS} for number in ("leakage", "knn_top1")
+        {name: results.number(name, number) for name in _LABELS}
+        for number in ("batchnorm_leakage", "knn_top1")
     )
     local, shuffled = leakage[LOCAL], leakage[SHUFFLED]
     is_notable = local.median > NOTABLE_LEAKAGE if local.is_enough else None
@@ -61,12 +62,12 @@ def _stops(remedy: SeedValues, local: SeedValues) -> bool | None:
 def draw(results: Results, picture: Figure) -> None:
     picture.set_size_inches(10.4, 3.7)
     panels = {
-        "leakage": ("leak: advantage of shared statistics", "pretext accuracy, shared minus apart"),
+        "batchnorm_leakage": ("leak: advantage of shared statistics", "pretext accuracy, shared minus apart"),
         "loss": ("pretext loss at the end", "loss (InfoNCE)"),
         "knn_top1": ("accuracy of the encoder", "kNN top-1 on the test images"),
     }
     for axes, (number, (title, x)) in zip(picture.subplots(1, 3), panels.items(), strict=True):
-        is_first = number == "leakage"
+        is_first = number == "batchnorm_leakage"
         prepare(axes, title=title, x=x, y="BatchNorm" if is_first else "")
         baseline = results.baseline if number == "knn_top1" else None
         draw_dots(axes, results.by_label(number), names=is_first, baseline=baseline)
@@ -84,7 +85,7 @@ FIGURE = ClaimFigure(
     settings={"cpu": _SETTINGS, "gpu": _SETTINGS},
     shared={"cpu": _shared(6), "gpu": _shared(200)},
     columns={
-        "leakage": "advantage",
+        "batchnorm_leakage": "advantage",
         "shared": "pretext, shared",
         "apart": "pretext, apart",
         "loss": "last loss",

@@ -13,7 +13,7 @@ from raycl.records import ROLLBACK, read_metrics
 from raycl.storage import Place
 
 OUTCOME = "outcome.json"
-METRICS = ("loss", "spread", "knn_top1")
+METRICS = ("loss", "embedding_std", "knn_top1")
 
 
 @final

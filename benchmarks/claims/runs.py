@@ -141,7 +141,7 @@ def _last_metrics(place: Place, *, over: int = 5) -> dict[str, float]:
     lines = read_metrics(place)
     events = [line["event"] for line in lines if "event" in line]
     numbers = {"collapsed": float(events.count("collapse")), "rollbacks": float(events.count(ROLLBACK))}
-    for name in ("loss", "spread", "effective_rank"):
+    for name in ("loss", "embedding_std", "effective_rank"):
         if values := [line[name] for line in lines if line.get(name) is not None][-over:]:
             numbers[name] = sum(values) / len(values)
     return numbers
@@ -157,7 +157,7 @@ def _measure(run: PlannedRun, evaluator: Evaluator) -> dict[str, float]:
     if run.figure.probe_group_size is not None:
         images, ids = evaluator.probe_images(run.config)
         found = probe_run(run.place, images, ids, group_size=run.figure.probe_group_size)
-        numbers |= {"shared": found.shared, "apart": found.apart, "leakage": found.advantage}
+        numbers |= {"shared": found.shared, "apart": found.apart, "batchnorm_leakage": found.advantage}
     return numbers
 
 

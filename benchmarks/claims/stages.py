@@ -66,7 +66,7 @@ def draw(results: Results, picture: Figure) -> None:
 
 def _shared(every_epochs: int) -> dict[str, Any]:
     return {
-        "stages.0.learning_rate_over": "run",
+        "stages.0.learning_rate_scope": "run",
         "stages.0.learning_rate": 0.12,
         "evaluation.every_epochs": every_epochs,
         "evaluation.num_test": 1_000,

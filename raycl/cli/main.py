@@ -111,11 +111,11 @@ def train(
         f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "
         f"the encoder is in {result.output}"
     )
-    if result.broken_rows:
-        causes = ", ".join(f"{count} {cause}" for cause, count in result.broken_rows.items())
-        print(f"broken rows left out: {causes}")
-    for cause, count in result.left_out.items():
-        print(f"left out: {count:,} {cause}")
+    if result.invalid_rows:
+        causes = ", ".join(f"{count} {cause}" for cause, count in result.invalid_rows.items())
+        print(f"invalid rows: {causes}")
+    for cause, count in result.skipped.items():
+        print(f"skipped: {count:,} {cause}")
     if result.flat_images:
         print(f"flat images: {result.flat_images:,} (all pixels of one value)")
 
@@ -126,7 +126,7 @@ def evaluate(
     run: Annotated[str, typer.Option(help="The --output of a run.")],
     test: Annotated[str, typer.Option(help="Set that is judged.")],
     train: Annotated[
-        str | None, typer.Option(help="Labeled set that decides; further documents; corpus of the floor.")
+        str | None, typer.Option(help="Labeled set that decides; further documents; corpus of the baseline.")
     ] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Write the result to this file.")] = None,
     gpu: Gpu = False,
@@ -134,7 +134,7 @@ def evaluate(
     address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a floor beside."""
+    """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a baseline beside."""
     from raycl.api import evaluate as judge
     from raycl.cli.plan import measure_settings
 
@@ -175,7 +175,7 @@ def embed(
     rows = embed_to_parquet(run, data, output, debug=debug, **options, **chosen)
     print(f"{rows.num_rows - rows.num_broken:,} rows embedded to {output}")
     if rows.num_broken:
-        print(f"left out {rows.num_broken:,}: {rows.describe_broken()}")
+        print(f"invalid rows: {rows.describe_broken()}")
 
 
 @app.command()
@@ -183,9 +183,9 @@ def mine(
     run: Annotated[str, typer.Option(help="The --output of a run with two towers, or one for both.")],
     data: Annotated[str, typer.Option(help="Pairs: with labels, lists of negatives, or neither.")],
     output: Annotated[str, typer.Option(help="Parquet file to write: query, document, negatives.")],
-    num: Annotated[int, typer.Option(help="Negatives to add to a pair, at most.")] = 8,
-    below: Annotated[
-        float, typer.Option(help="Leave out what is nearer than this fraction of the positive's cosine.")
+    num_negatives: Annotated[int, typer.Option(help="Negatives to add to a pair, at most.")] = 8,
+    max_relative_score: Annotated[
+        float, typer.Option(help="Skip documents whose cosine exceeds this fraction of the positive's.")
     ] = 0.95,
     gpu: Gpu = False,
     settings: Setting = None,
@@ -196,17 +196,17 @@ def mine(
     from raycl.cli.plan import column_settings
     from raycl.inference.preflight import admit, check_mining
 
-    check_mining(num, below)
+    check_mining(num_negatives, max_relative_score)
     columns = column_settings(settings or [])
     admit(run, data=[data], output=output, gpu=gpu, address=address)
     from raycl.inference.mining import mine_negatives
 
     mined = mine_negatives(
-        run, data, output, num_negatives=num, below=below, columns=columns, gpu=gpu, address=address, debug=debug
+        run, data, output, num_negatives=num_negatives, max_relative_score=max_relative_score, columns=columns, gpu=gpu, address=address, debug=debug
     )  # fmt: skip
     print(
         f"{mined.num_negatives:,} negatives added to {mined.num_pairs:,} pairs in {output}; "
-        f"{mined.num_too_near:,} were too near, {mined.num_broken:,} rows are broken"
+        f"{mined.num_too_near:,} were too near, {mined.num_broken:,} rows are invalid"
     )
 
 

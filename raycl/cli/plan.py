@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from raycl.config import Columns, RunConfig
-from raycl.config.overrides import config_from_yaml, override, parse_setting
+from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
 from raycl.data.columns import ColumnNames
 from raycl.data.images import BrokenImageError, image_sides
 from raycl.data.sources import find_source
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any] | Sequence[str]  # by key.path, or texts key.path=value
 LARGEST = 224
 NUM_PEEKED = 16
-_MAX_BAD_FRACTION: dict[str, type] = {"data.max_bad_fraction": float}
+_MAX_BAD_FRACTION: dict[str, type] = {"data.max_invalid_fraction": float}
 
 
 def plan_run(
@@ -148,24 +148,24 @@ def measure_settings(measure: str, settings: Settings) -> dict[str, Any]:
 
 
 def judgment_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``evaluate``: k, temperature, labels_per_class, seed, floor, data.*."""
-    kinds = {"k": int, "temperature": float, "labels_per_class": int, "seed": int, "floor": bool}
+    """Read ``--set`` of ``evaluate``: k, temperature, labels_per_class, seed, baseline, data.*."""
+    kinds = {"k": int, "temperature": float, "labels_per_class": int, "seed": int, "baseline": bool}
     return _read_settings(settings, kinds | _MAX_BAD_FRACTION, columns=True)
 
 
 def retrieval_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``evaluate retrieval``: queries, documents, examples, floor, data.columns.*."""
-    kinds = {"queries": str, "documents": str, "examples": int, "floor": bool}
+    """Read ``--set`` of ``evaluate retrieval``: queries, documents, examples, baseline, data.columns.*."""
+    kinds = {"queries": str, "documents": str, "examples": int, "baseline": bool}
     return _read_settings(settings, kinds, columns=True)
 
 
 def sts_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``evaluate sts``: text, the column of the corpus, and floor."""
-    return _read_settings(settings, {"text": str, "floor": bool}, columns=False)
+    """Read ``--set`` of ``evaluate sts``: text, the column of the corpus, and baseline."""
+    return _read_settings(settings, {"text": str, "baseline": bool}, columns=False)
 
 
 def embedding_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``embed`` and ``prepare pairs``: data.columns.* and data.max_bad_fraction."""
+    """Read ``--set`` of ``embed`` and ``prepare pairs``: data.columns.* and data.max_invalid_fraction."""
     return _read_settings(settings, _MAX_BAD_FRACTION, columns=True)
 
 
@@ -192,7 +192,7 @@ def _read_settings(settings: Settings, kinds: Mapping[str, type], *, columns: bo
         elif path in roles:
             named[path.removeprefix("data.columns.")] = value
         else:
-            raise ConfigError(f"unknown key {path} (allowed: {', '.join([*kinds, *roles])})")
+            raise ConfigError(unknown_setting(path, [*kinds, *roles]))
     return result | ({"columns": _named(named)} if named else {})
 
 

@@ -16,6 +16,32 @@ from raycl.config import RunConfig, Stage, leaves
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
+# Settings and values of older versions, in the order in which a file's are replaced.
+RENAMED = {
+    "recipe=image_text": "recipe=clip",
+    "data.stored_size": "data.decode_size",
+    "data.shuffle_rows": "data.shuffle_buffer_size",
+    "data.max_bad_fraction": "data.max_invalid_fraction",
+    "text.num_texts": "text.tokenizer_train_size",
+    "encoder.arguments": "encoder.kwargs",
+    "text_encoder.arguments": "text_encoder.kwargs",
+    "key=slot": "key=memory_bank",
+    "negatives.slot_momentum": "negatives.bank_momentum",
+    "negatives.first_rows": "negatives.bank_init",
+    "negatives.bank_init=embeddings": "negatives.bank_init=encoder",
+    "bank.held_by": "bank.location",
+    "bank.location=workers": "bank.location=worker",
+    "batchnorm=as_is": "batchnorm=local",
+    "stages.N.loss=bidirectional": "stages.N.loss=clip",
+    "stages.N.discount_frequent": "stages.N.logq_correction",
+    "stages.N.kept_chunks": "stages.N.cached_chunks",
+    "stages.N.milestone_every": "stages.N.activation_checkpoint_every",
+    "stages.N.learning_rate_over": "stages.N.learning_rate_scope",
+    "evaluation.portrait": "evaluation.num_snapshot_samples",
+    "monitor.grace": "monitor.initial_patience",
+    "checkpoints.every_s": "checkpoints.interval_s",
+    "floor": "baseline",  # of `raycl evaluate`
+}
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -63,7 +89,7 @@ def _num_values(node: Any, known: dict[int, float]) -> float:
 
 
 def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
-    """Read a run from YAML; raises ``ConfigError``."""
+    """Read a run from YAML, also one that an older version wrote; raises ``ConfigError``."""
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
@@ -72,7 +98,34 @@ def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig
         raise ConfigError(
             f"{name} must hold keys and values, came {type(values).__name__}; see `raycl recipes simclr`"
         )
-    return config_from_dict(values)
+    return config_from_dict(_with_new_names(values))
+
+
+def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a file under the names that they have now."""
+    values = copy.deepcopy(values)
+    num_stages = len(values["stages"]) if isinstance(values.get("stages"), list) else 0
+    for old, new in RENAMED.items():
+        for index in range(num_stages if "stages.N." in old else 1):
+            _rename(values, old.replace(".N.", f".{index}."), new)
+    return values
+
+
+def _rename(values: Any, old: str, new: str) -> None:
+    """Move one setting, or replace one value; both stay in their section."""
+    path, _, old_value = old.partition("=")
+    *parents, name = path.split(".")
+    for parent in parents:
+        values = values[int(parent)] if isinstance(values, list) else values.get(parent)
+        if not isinstance(values, dict | list):
+            return
+    new_path, _, new_value = new.partition("=")
+    new_name = new_path.rpartition(".")[2]
+    if isinstance(values, dict) and name in values and (not old_value or values[name] == old_value):
+        if name != new_name and new_name in values:
+            return  # both names: the old one is refused as unknown
+        value = values.pop(name)
+        values[new_name] = new_value or value
 
 
 def config_to_yaml(config: RunConfig) -> str:
@@ -83,7 +136,7 @@ def config_to_yaml(config: RunConfig) -> str:
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Return the run with ``key.path=value`` settings replaced; values are YAML.
 
-    Another ``encoder.name`` begins without the ``encoder.arguments`` of the one before.
+    Another ``encoder.name`` begins without the ``encoder.kwargs`` of the one before.
     Raises ``ConfigError`` for an unknown key, a wrong type or an impossible value.
     """
     pairs = list(settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings))
@@ -91,7 +144,7 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
     for side in ("encoder", "text_encoder"):
         known = getattr(config, side).name
         if dict(pairs).get(f"{side}.name", known) != known:
-            values[side]["arguments"] = {}  # they were those of the encoder before
+            values[side]["kwargs"] = {}  # they were those of the encoder before
     for path, value in pairs:
         _set(values, path, value)
     return config_from_dict(values)
@@ -135,8 +188,8 @@ def _child(values: Any, name: str, path: str) -> Any:
         if int(name) == len(values):
             values.append(copy.deepcopy(values[-1]))  # a further stage is the last one, but for what is set
         return int(name)
-    if name not in values and ".arguments." not in f".{path}":
-        raise ConfigError(_unknown(path, name, list(values)))
+    if name not in values and ".kwargs." not in f".{path}":
+        raise ConfigError(unknown_setting(path, list(values)))
     return name
 
 
@@ -152,16 +205,29 @@ def _one_line(error: ValidationError) -> str:
 def _describe(problem: ErrorDetails) -> str:
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return _unknown(path, str(problem["loc"][-1]), _names_at(problem["loc"][:-1]))
+        return unknown_setting(path, _names_at(problem["loc"][:-1]))
     if problem["type"] == "missing":
         return f"{path} is missing; it has no default"
+    if new := present_name(f"{path}={problem['input']}"):
+        return f"{path}={problem['input']} is now {new}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{path}: {message}" if path else message
     return f"{path}: {message[0].lower()}{message[1:]}, came {problem['input']!r}"
 
 
-def _unknown(path: str, name: str, allowed: Sequence[str]) -> str:
+def present_name(setting: str) -> str | None:
+    """Return what a setting or a ``setting=value`` of an older version is called now, None if it was not renamed."""
+    index = re.search(r"(?<=stages\.)\d+(?=\.)", setting)
+    new = RENAMED.get(re.sub(r"(?<=stages\.)\d+(?=\.)", "N", setting))
+    return new and new.replace(".N.", f".{index[0]}." if index else ".N.")
+
+
+def unknown_setting(path: str, allowed: Sequence[str]) -> str:
+    """Say that there is no such setting, and which one was probably meant."""
+    name = path.rpartition(".")[2]
+    if new := present_name(path):
+        return f"unknown key {path}; it is now {new}"
     close = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"unknown key {path}{hint} (allowed: {', '.join(allowed)})"

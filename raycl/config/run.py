@@ -26,13 +26,13 @@ from raycl.config.schema import (
 )
 from raycl.config.stage import Stage
 
-_OVER_THE_BATCH = ("synchronized", "as_is")  # BatchNorm that all chunks must wait for
+_OVER_THE_BATCH = ("synchronized", "local")  # BatchNorm that all chunks must wait for
 _KEYS_OF = {
     "nt_xent": ("tower",),
-    "info_nce": ("tower", "momentum_encoder", "slot"),
-    "bidirectional": ("tower",),
-    "nce": ("slot",),
-    "hinge": ("tower", "momentum_encoder", "slot"),
+    "info_nce": ("tower", "momentum_encoder", "memory_bank"),
+    "clip": ("tower",),
+    "nce": ("memory_bank",),
+    "hinge": ("tower", "momentum_encoder", "memory_bank"),
 }
 
 
@@ -42,7 +42,7 @@ class RunConfig(Section):
 
     ``key`` says what encodes a query's key: the same tower (SimCLR), the momentum encoder (MoCo), or
     nothing, for the key is the sample's own slot of the memory bank (InstDisc). ``synchronized``
-    BatchNorm takes its statistics over the rows of all workers, ``as_is`` over those of one, and
+    BatchNorm takes its statistics over the rows of all workers, ``local`` over those of one, and
     ``shuffled`` over random ones, in ``batchnorm_groups`` groups over all workers, at least one a
     worker. Pairs and images with captions have two towers; those of pairs are one and the same
     unless ``separate_towers``, and captions are read by ``text_encoder``. ``learn_temperature`` begins
@@ -72,11 +72,11 @@ class RunConfig(Section):
     separate_towers: bool = False
     projection_head: HeadConfig = HeadConfig()
     learn_temperature: bool = False
-    key: Literal["tower", "momentum_encoder", "slot"] = "tower"
+    key: Literal["tower", "momentum_encoder", "memory_bank"] = "tower"
     momentum_encoder: MomentumEncoderConfig = MomentumEncoderConfig()
     negatives: NegativesConfig = NegativesConfig()
     bank: BankConfig = BankConfig()
-    batchnorm: Literal["synchronized", "shuffled", "layer", "group", "as_is"] = "synchronized"
+    batchnorm: Literal["synchronized", "shuffled", "layer", "group", "local"] = "synchronized"
     batchnorm_groups: Count = 8
     optimizer: OptimizerConfig = OptimizerConfig()
     stages: tuple[Stage, ...]
@@ -191,14 +191,14 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _has_keys_that_fit_loss_and_store(self) -> Self:
         store = self.negatives.store
-        if (self.key == "slot") != (store == "memory_bank"):
+        if (self.key == "memory_bank") != (store == "memory_bank"):
             raise ValueError(
                 f"key {self.key} and negatives.store {store} do not fit: a memory bank's slots are the keys "
-                "(key=slot), and no other store has slots"
+                "(key=memory_bank), and no other store has slots"
             )
-        if self.batchnorm == "shuffled" and self.key == "slot":
+        if self.batchnorm == "shuffled" and self.key == "memory_bank":
             raise ValueError(
-                "batchnorm shuffled does not go with key slot: it shuffles the views that are compared, and of a "
+                "batchnorm shuffled does not go with key memory_bank: it shuffles the views that are compared, and of a "
                 "sample there is one; set batchnorm to synchronized, layer or group"
             )
         for stage in self.stages:
@@ -213,13 +213,15 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{stage.loss} has no negatives: set negatives.in_batch=true, or a negatives.store"
                 )
-            if stage.loss == "bidirectional" and not self.negatives.in_batch:
+            if stage.loss == "clip" and not self.negatives.in_batch:
                 raise ValueError(
-                    "loss bidirectional classifies queries among those of the batch, negatives.in_batch is false: "
+                    "loss clip classifies queries among those of the batch, negatives.in_batch is false: "
                     "set it to true, or loss to info_nce or hinge"
                 )
-            if stage.proximal_weight and self.key != "slot":
-                raise ValueError("proximal_weight pulls to a slot of the memory bank: set key=slot, or 0")
+            if stage.proximal_weight and self.key != "memory_bank":
+                raise ValueError(
+                    "proximal_weight pulls to a slot of the memory bank: set key=memory_bank, or 0"
+                )
         return self
 
     @model_validator(mode="after")
@@ -234,15 +236,15 @@ class RunConfig(Section):
                 "to synchronized, group or layer"
             )
         for stage in self.stages:
-            if self.has_two_towers and stage.loss not in ("bidirectional", "info_nce", "hinge"):
+            if self.has_two_towers and stage.loss not in ("clip", "info_nce", "hinge"):
                 raise ValueError(
                     f"loss {stage.loss} compares views of one sample, data.kind {self.data.kind} has pairs: set "
-                    "loss to bidirectional, info_nce or hinge"
+                    "loss to clip, info_nce or hinge"
                 )
-            if stage.discount_frequent and (self.data.kind != "pairs" or stage.loss != "bidirectional"):
+            if stage.logq_correction and (self.data.kind != "pairs" or stage.loss != "clip"):
                 raise ValueError(
-                    "discount_frequent is for documents that recur in pairs: set data.kind=pairs and "
-                    "loss=bidirectional, or leave it out"
+                    "logq_correction is for documents that recur in pairs: set data.kind=pairs and "
+                    "loss=clip, or leave it out"
                 )
         if self.learn_temperature and all(stage.loss in ("nce", "hinge") for stage in self.stages):
             raise ValueError(
@@ -259,9 +261,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _has_a_bank_that_can_be_held(self) -> Self:
         bank, negatives = self.bank, self.negatives
-        if bank.held_by == "workers" and (bank.shards > 1 or bank.detached or bank.name):
+        if bank.location == "worker" and (bank.shards > 1 or bank.detached or bank.name):
             raise ValueError(
-                "bank.shards, bank.detached and bank.name are an actor's; with bank.held_by workers leave them out"
+                "bank.shards, bank.detached and bank.name are an actor's; with bank.location worker leave them out"
             )
         if negatives.store != "memory_bank" and bank.shards > 1:
             raise ValueError(
@@ -328,9 +330,11 @@ def _check_groups(config: RunConfig, stage: Stage) -> str | None:
 
 def _check_chunks(config: RunConfig, stage: Stage) -> str | None:
     size, views = stage.chunk_size, config.local_views(stage)
-    if stage.milestone_every is not None and (size is None or config.batchnorm not in _OVER_THE_BATCH):
+    if stage.activation_checkpoint_every is not None and (
+        size is None or config.batchnorm not in _OVER_THE_BATCH
+    ):
         return (
-            f"milestone_every {stage.milestone_every} has no effect on batchnorm {config.batchnorm} and chunk_size "
+            f"activation_checkpoint_every {stage.activation_checkpoint_every} has no effect on batchnorm {config.batchnorm} and chunk_size "
             f"{'null' if size is None else size}: it is for {' or '.join(_OVER_THE_BATCH)} in chunks; leave it out"
         )
     if size is None:

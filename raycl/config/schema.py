@@ -51,24 +51,24 @@ class DataConfig(Section):
 
     ``image`` and ``text`` are samples of which two views are drawn; ``image_text`` are images with their
     captions, and ``pairs`` are queries with a document each, and perhaps explicit negatives.
-    Images are decoded, resized to a square of ``stored_size`` and kept as bytes.
+    Images are decoded, resized to a square of ``decode_size`` and kept as bytes.
     """
 
     kind: Literal["image", "text", "image_text", "pairs"] = "image"
     columns: Columns = Columns()
     image_size: Annotated[int, Field(ge=8, le=1024)] = 224
-    stored_size: Annotated[int, Field(ge=8, le=2048)] | None = None
+    decode_size: Annotated[int, Field(ge=8, le=2048)] | None = None
     channels: Literal[1, 3] = 3
     max_pixels: Count = 64_000_000
-    max_bad_fraction: Fraction = 0.01
+    max_invalid_fraction: Fraction = 0.01
     cache: Literal["auto", "materialize", "stream"] = "auto"
-    shuffle_rows: Count = 16_384
+    shuffle_buffer_size: Count = 16_384
 
     @property
-    def decoded_size(self) -> int:
+    def resolved_decode_size(self) -> int:
         """The stored side in pixels; larger than a crop's for big images, to keep detail."""
-        if self.stored_size is not None:
-            return self.stored_size
+        if self.decode_size is not None:
+            return self.decode_size
         return self.image_size if self.image_size <= 64 else self.image_size * 5 // 4
 
 
@@ -97,7 +97,7 @@ class TextConfig(Section):
     """How texts are cut into tokens.
 
     ``tokenizer`` is the address of a ``tokenizer.json``; None trains one of at most ``vocabulary_size``
-    tokens on the run's own texts, ``num_texts`` of them at most. A query is cut at ``max_length``
+    tokens on the run's own texts, ``tokenizer_train_size`` of them at most. A query is cut at ``max_length``
     tokens, and so is a text; a document, or a negative, at ``max_document_length`` if that is set.
     The rows of ``length_buckets`` batches are sorted by length and make as many batches of like
     lengths, which saves padding and leaves no negative that its length gives away; 1 leaves them mixed.
@@ -106,7 +106,7 @@ class TextConfig(Section):
     tokenizer: str | None = None
     vocabulary_size: Annotated[int, Field(ge=261)] = 16_384
     lowercase: bool = True
-    num_texts: Count = 1_000_000
+    tokenizer_train_size: Count = 1_000_000
     max_length: Annotated[int, Field(ge=1, le=8_192)] = 64
     max_document_length: Annotated[int, Field(ge=1, le=8_192)] | None = None
     length_buckets: Count = 1
@@ -137,7 +137,7 @@ class EncoderConfig(Section):
     name: str = "resnet50"
     stem: Literal["auto", "small", "half", "standard"] = "auto"
     width: Positive = 1.0
-    arguments: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
 
 
 @final
@@ -171,7 +171,7 @@ class NegativesConfig(Section):
 
     ``explicit`` negatives are those that pairs bring with them, candidates of every query of the batch.
     ``queue`` keeps the newest ``capacity`` keys; of a ``memory_bank``, one slot a sample that moves
-    by ``slot_momentum``, ``num_negatives`` slots are drawn for each step; its ``first_rows`` are random,
+    by ``bank_momentum``, ``num_negatives`` slots are drawn for each step; its slots begin at ``bank_init``: random rows,
     as in the paper, or the embeddings of the untrained tower, which cost one pass over the data and
     spare the first epochs the task of fitting random targets.
     ``normalizer_momentum=None`` holds the first estimate of the normalizing constant of ``nce``.
@@ -182,8 +182,8 @@ class NegativesConfig(Section):
     store: Literal["none", "queue", "memory_bank"] = "none"
     capacity: Count = 65_536
     num_negatives: Count = 4_096
-    slot_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    first_rows: Literal["random", "embeddings"] = "random"
+    bank_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    bank_init: Literal["random", "encoder"] = "random"
     normalizer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
 
 
@@ -199,7 +199,7 @@ class BankConfig(Section):
     long a shard may take to start or to come back; where the cluster grows, at least 900 s.
     """
 
-    held_by: Literal["actor", "workers"] = "actor"
+    location: Literal["actor", "worker"] = "actor"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
     shards: Count = 1
     detached: bool = False
@@ -229,7 +229,7 @@ class EvaluationConfig(Section):
     ``every_epochs=None`` judges about ten times a run, ``0`` never. ``num_test`` rows are held
     out of training (never more than a tenth of the set) and vote over ``num_train`` others. Of a large
     set that is streamed, they come from some pieces spread over it, and all other rows are trained on.
-    With each judgment goes a ``portrait`` of so many of the rows held out, for the report; 0 for none.
+    Each evaluation also saves the embeddings of ``num_snapshot_samples`` held-out rows for the report; 0 saves none.
     """
 
     every_epochs: Annotated[int, Field(ge=0)] | None = None
@@ -237,15 +237,15 @@ class EvaluationConfig(Section):
     num_test: Count = 2_000
     k: Count = 200
     temperature: Positive = 0.07
-    portrait: Annotated[int, Field(ge=0)] = 1_000
+    num_snapshot_samples: Annotated[int, Field(ge=0)] = 1_000
 
 
 @final
 class CheckpointConfig(Section):
-    """When to save: after every judgment, and every ``every_steps`` steps or ``every_s`` seconds."""
+    """When to save: after every judgment, and every ``every_steps`` steps or ``interval_s`` seconds."""
 
     every_steps: Count | None = None
-    every_s: Positive = 300.0
+    interval_s: Positive = 300.0
     keep: Count = 2
 
 
@@ -256,19 +256,21 @@ class MonitorConfig(Section):
     ``warn`` says so and goes on; ``stop`` ends the run; ``rollback`` goes back to the last good
     checkpoint and takes cross-entropy in place of the hinge for ``cross_entropy_steps`` steps, at
     most ``max_rollbacks`` times. A sign of collapse counts when it is seen at ``patience`` logged
-    steps in a row; at ``grace`` if the run was never good before.
+    steps in a row; at ``initial_patience`` if the run was never good before.
     """
 
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
     patience: Count = 3
-    grace: Annotated[int, Field(ge=3)] = 20
+    initial_patience: Annotated[int, Field(ge=3)] = 20
     cross_entropy_steps: Count = 500
     max_rollbacks: Count = 3
 
     @model_validator(mode="after")
     def _waits_longer_at_the_start(self) -> Self:
-        if self.grace < self.patience:
-            raise ValueError(f"grace {self.grace} is less than patience {self.patience}; 20 and 3 are usual")
+        if self.initial_patience < self.patience:
+            raise ValueError(
+                f"initial_patience {self.initial_patience} is less than patience {self.patience}; 20 and 3 are usual"
+            )
         return self
 
 

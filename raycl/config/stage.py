@@ -14,17 +14,17 @@ class Stage(Section):
     A stage begins with a new epoch of the data; weights, optimizer and store carry on. ``workers``
     are those of the run unless the stage asks for others. ``chunk_size`` views of a worker are
     embedded with their graph at a time, so that the batch may be larger than memory; the result is
-    the same (Gao et al., 2021). Each of ``kept_chunks`` saves a chunk's second pass for the memory of
+    the same (Gao et al., 2021). Each of ``cached_chunks`` saves a chunk's second pass for the memory of
     its graph; the first of them costs nothing. Where BatchNorm goes over the whole batch none is kept,
-    and ``milestone_every`` 1 takes less memory for one more forward pass.
+    and ``activation_checkpoint_every`` 1 takes less memory for one more forward pass.
 
     The peak learning rate is ``learning_rate`` at a batch of 256 rows and follows the batch by
     ``learning_rate_scaling``; after ``warmup_epochs`` (or a tenth of the stage, if that is less)
     it falls along half a cosine, or to a tenth at three and again at four fifths (``step``), of the
-    stage or, with ``learning_rate_over`` run, of the samples of the whole run.
+    stage or, with ``learning_rate_scope`` run, of the samples of the whole run.
 
-    ``bidirectional`` classifies each query among keys and each key among queries (Radford et al., 2021);
-    ``discount_frequent`` takes the logarithm of how common a key is in the data off its logits as a
+    ``clip`` classifies each query among keys and each key among queries (Radford et al., 2021);
+    ``logq_correction`` takes the logarithm of how common a key is in the data off its logits as a
     candidate, since a common one is drawn as a negative more often (Yi et al., 2019).
     ``hinge`` asks that the positive is nearer than the negatives by ``margin``: on the mean over the
     negatives, or for the ``hardest_negative`` only. A ``hinge_weight`` mixes it with a cross-entropy,
@@ -36,12 +36,12 @@ class Stage(Section):
     steps: Count | None = None
     batch_size: Annotated[int, Field(ge=2)] = 256
     chunk_size: Count | None = None
-    kept_chunks: Annotated[int, Field(ge=0)] = 1
-    milestone_every: Count | None = None
+    cached_chunks: Annotated[int, Field(ge=0)] = 1
+    activation_checkpoint_every: Count | None = None
     workers: Count | None = None
-    loss: Literal["nt_xent", "info_nce", "bidirectional", "nce", "hinge"] = "nt_xent"
+    loss: Literal["nt_xent", "info_nce", "clip", "nce", "hinge"] = "nt_xent"
     temperature: Positive = 0.1
-    discount_frequent: bool = False
+    logq_correction: bool = False
     margin: Positive = 0.2
     hardest_negative: bool = False
     hinge_weight: Fraction = 0.0
@@ -50,7 +50,7 @@ class Stage(Section):
     learning_rate: Positive = 0.3
     learning_rate_scaling: Literal["linear", "square_root", "none"] = "linear"
     learning_rate_schedule: Literal["cosine", "step", "constant"] = "cosine"
-    learning_rate_over: Literal["stage", "run"] = "stage"
+    learning_rate_scope: Literal["stage", "run"] = "stage"
     warmup_epochs: NotNegative = 10.0
 
     @model_validator(mode="after")
@@ -61,10 +61,10 @@ class Stage(Section):
 
     @model_validator(mode="after")
     def _mixes_two_losses(self) -> Self:
-        if self.mixes_hinge and self.loss not in ("nt_xent", "info_nce", "bidirectional"):
+        if self.mixes_hinge and self.loss not in ("nt_xent", "info_nce", "clip"):
             raise ValueError(
                 f"hinge_weight mixes the hinge with a cross-entropy, loss is {self.loss}: "
-                "set loss to nt_xent, info_nce or bidirectional, or leave hinge_weight out"
+                "set loss to nt_xent, info_nce or clip, or leave hinge_weight out"
             )
         return self
 

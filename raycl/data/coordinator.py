@@ -49,13 +49,13 @@ class ReadStats:
         causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.broken.items()))
         return f"{causes}; for example {'; '.join(self.examples)}"
 
-    def check(self, max_bad_fraction: float, *, min_rows: int = 0) -> None:
+    def check(self, max_invalid_fraction: float, *, min_rows: int = 0) -> None:
         """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is broken."""
-        if self.num_rows >= min_rows and self.num_broken > max_bad_fraction * self.num_rows:
+        if self.num_rows >= min_rows and self.num_broken > max_invalid_fraction * self.num_rows:
             raise DataError(
                 f"{self.num_broken} of {self.num_rows} rows are broken ({self.describe_broken()}), "
-                f"more than the fraction {max_bad_fraction:g} allowed; "
-                "mend the data or raise data.max_bad_fraction"
+                f"more than the fraction {max_invalid_fraction:g} allowed; "
+                "mend the data or raise data.max_invalid_fraction"
             )
 
 
@@ -165,7 +165,7 @@ class RunCoordinator:
     def _readings(self) -> Iterator[Reading]:
         rows = self.rows()
         yield Reading("rows_read", rows.num_rows)
-        for name, counts in (("rows_broken", rows.broken), ("rows_left_out", rows.left_out)):
+        for name, counts in (("rows_invalid", rows.broken), ("rows_skipped", rows.left_out)):
             for cause, count in counts.items():
                 yield Reading(name, count, cause)
 

@@ -23,7 +23,7 @@ from raycl.data.sources import Source
 class StreamingSampler:
     """Batches of a set that is read in every epoch; the same order for the same number of workers.
 
-    Pieces come in an order drawn by (seed, epoch); rows are shuffled among the ``shuffle_rows``
+    Pieces come in an order drawn by (seed, epoch); rows are shuffled among the ``shuffle_buffer_size``
     read last. Ray Data deals equally many rows to every worker, and batches are cut here, so that
     all workers make the same number of steps. With several ``length_buckets`` texts of like lengths
     make a batch, as far as the shuffled rows reach: see :func:`bucketed`.
@@ -32,7 +32,7 @@ class StreamingSampler:
     open_epoch: OpenEpoch
     formats: Formats
     seed: int
-    shuffle_rows: int
+    shuffle_buffer_size: int
     length_buckets: int = 1
     _dealing: EpochSplits = field(default_factory=EpochSplits, init=False, repr=False, compare=False)
 
@@ -51,7 +51,7 @@ class StreamingSampler:
         last rows of this one are used. ``continues`` says that the epoch before was used to its end. All
         workers pass equal values.
         """
-        window = max(self.shuffle_rows // share.num_workers, share.local_batch_size)
+        window = max(self.shuffle_buffer_size // share.num_workers, share.local_batch_size)
         seed = (self.seed, epoch, share.rank)
         tables = self._dealing.tables(
             self.open_epoch, share, epoch=epoch, continues=continues, has_next=has_next

@@ -30,7 +30,7 @@ MAX_FRAGMENTS = 8
 MAX_ROWS = 2_048  # in all fragments together
 _TIMEOUT_S = 180.0
 # The recipe that reads each kind of data where none is given.
-_READERS = {"image": "simclr", "image_text": "image_text", "text": "simcse", "pairs": "two_tower"}
+_READERS = {"image": "simclr", "image_text": "clip", "text": "simcse", "pairs": "two_tower"}
 _KINDS = {"image": "images", "text": "texts", "image_text": "images with captions", "pairs": "pairs"}
 _FIX_ACCESS = "check that every node reaches the data, with the same credentials (`--debug` shows more)"
 
@@ -114,7 +114,7 @@ def check_data(
     except Exception as error:
         yield failed("sample", last_line(error), _FIX_ACCESS)
         return None
-    yield _check_sample(sample, config.data.max_bad_fraction)
+    yield _check_sample(sample, config.data.max_invalid_fraction)
     if source.columns.label is not None or source.has_labels:
         yield _check_labels(sample, source.columns.label or "the folders")
     return DataSummary(source, sample)
@@ -258,7 +258,7 @@ def _check_sample(sample: SampleStats, max_invalid_fraction: float) -> CheckResu
     if num_invalid:
         causes = ", ".join(f"{count} {cause}" for cause, count in sorted(sample.errors.items()))
         seen += f": {causes}; for example {'; '.join(sample.examples)}"
-    remedy = f"fix them, or raise data.max_bad_fraction ({max_invalid_fraction:g})"
+    remedy = f"fix them, or raise data.max_invalid_fraction ({max_invalid_fraction:g})"
     return passed_if(num_invalid <= max_invalid_fraction * sample.num_rows, "sample", seen, remedy)
 
 

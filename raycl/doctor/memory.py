@@ -212,7 +212,7 @@ def _check_bank(config: RunConfig, num_samples: int, answers: Answers) -> Iterat
 
 def bank_bytes(config: RunConfig, num_samples: int) -> list[float]:
     """Return the bytes of each shard of the run's bank actors; nothing if it has none."""
-    if config.negatives.store == "none" or config.bank.held_by == "workers":
+    if config.negatives.store == "none" or config.bank.location == "worker":
         return []
     spec = build.bank_spec(config, output="bank", name="bank", num_samples=num_samples)
     return [float(spec.bytes_of(shard)) for shard in range(spec.num_shards)]
@@ -271,7 +271,7 @@ def _rows_with_graph(num_rows: float, stage: Stage) -> float:
     """Return how many rows keep their graph at the same time."""
     if stage.chunk_size is None:
         return num_rows
-    return min(num_rows, stage.chunk_size * max(1, stage.kept_chunks))
+    return min(num_rows, stage.chunk_size * max(1, stage.cached_chunks))
 
 
 def _store_bytes(config: RunConfig, num_samples: int) -> float:
@@ -284,7 +284,7 @@ def _store_bytes(config: RunConfig, num_samples: int) -> float:
         # The loss reads rows of float16 as float32.
         return whole + (4.0 * spec.capacity * spec.dim if spec.dtype == "float16" or config.gpu else 0.0)
     fetched = 2.0 * 4 * spec.dim * (config.negatives.num_negatives + config.stages[0].batch_size)
-    return 16.0 * num_samples + fetched + (whole if config.bank.held_by == "workers" else 0.0)
+    return 16.0 * num_samples + fetched + (whole if config.bank.location == "worker" else 0.0)
 
 
 def _profile_stages(config: RunConfig) -> list[MemoryProfile]:

@@ -74,7 +74,10 @@ def _profile_tower(
                     embeddings = tower(inputs)
                 else:
                     embeddings = embed_in_chunks(
-                        tower, inputs, chunk_size=chunk_size, milestone_every=stage.milestone_every
+                        tower,
+                        inputs,
+                        chunk_size=chunk_size,
+                        activation_checkpoint_every=stage.activation_checkpoint_every,
                     )
             embeddings.square().sum().backward()
 

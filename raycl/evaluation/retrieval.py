@@ -37,7 +37,7 @@ def retrieval_scores(
     as image-text retrieval counts: Karpathy and Fei-Fei, 2015), ``ndcg_at_10`` with gain 2^grade - 1 (Burges et al., 2005),
     ``mrr`` and ``map``; the last two see no deeper than the ranking is, so give at least 100
     columns for them. Grade 1 and above is relevant; only nDCG tells grades apart. Queries without
-    a relevant document are left out: ``num_queries`` counts those judged, ``num_left_out`` these.
+    a relevant document are left out: ``num_queries`` counts those judged, ``num_skipped`` these.
 
     Raises ``DataError`` for shapes, positions or grades that do not fit, a document twice in a
     ranking, or no query with a relevant document.
@@ -58,7 +58,7 @@ def retrieval_scores(
         run = {query: _as_scores(ranked[int(query)]) for query in judged[first : first + _QUERIES]}
         rows += evaluator.evaluate(run).values()
     scores = {name: sum(row[key] for row in rows) / len(judged) for name, key in measures.items()}
-    return scores | {"num_queries": len(judged), "num_left_out": len(ranked) - len(judged)}
+    return scores | {"num_queries": len(judged), "num_skipped": len(ranked) - len(judged)}
 
 
 def average_precision(similarity: NDArray[np.floating], label: NDArray[np.integer]) -> float:

@@ -25,7 +25,11 @@ from raycl.gradient_cache.chunks import Chunks
 
 
 def embed_in_chunks(
-    tower: nn.Module, *rows: Tensor, chunk_size: int, kept_chunks: int = 1, milestone_every: int | None = None
+    tower: nn.Module,
+    *rows: Tensor,
+    chunk_size: int,
+    cached_chunks: int = 1,
+    activation_checkpoint_every: int | None = None,
 ) -> Tensor:
     """Embed a batch with the graph of one chunk at a time; apply any loss, and call ``backward``.
 
@@ -41,11 +45,11 @@ def embed_in_chunks(
         tower: Rows to embeddings, [batch, ...] to [batch, dim], each row by itself except for BatchNorm.
         rows: [local_batch, ...]; several tensors are passed on together. They get no gradient.
         chunk_size: Rows of a chunk; the last one may be smaller.
-        kept_chunks: Chunks that keep their graph from the first pass and need no second one. The
+        cached_chunks: Chunks that keep their graph from the first pass and need no second one. The
             first of them costs no memory, since its graph is freed before the others are recomputed.
             Each further one costs the graph of a chunk and saves the forward pass of a chunk. Unused
             with BatchNorm over the whole batch.
-        milestone_every: With BatchNorm over the whole batch only: 1 takes the least memory, ``None``
+        activation_checkpoint_every: With BatchNorm over the whole batch only: 1 takes the least memory, ``None``
             the least time, by one forward pass.
 
     Returns:
@@ -58,14 +62,16 @@ def embed_in_chunks(
         ReplayError: In ``backward``: the second forward pass of a chunk gave other values. With
             BatchNorm over the whole batch, samples of the values are compared.
     """
-    _check(rows, chunk_size, kept_chunks)
+    _check(rows, chunk_size, cached_chunks)
     if _is_one_chunk(tower, rows[0], chunk_size):
         return tower(*rows)
     if _normalizes_over_batch(tower):
-        chunked = ChunkedBatchNorm(tower, chunk_size=chunk_size, milestone_every=milestone_every)
+        chunked = ChunkedBatchNorm(
+            tower, chunk_size=chunk_size, activation_checkpoint_every=activation_checkpoint_every
+        )
         embed, backward = partial(chunked.embed, _single(rows)), chunked.backward
     else:
-        chunks = Chunks(tower, chunk_size=chunk_size, kept_chunks=kept_chunks)
+        chunks = Chunks(tower, chunk_size=chunk_size, cached_chunks=cached_chunks)
         embed, backward = partial(chunks.embed, *rows), chunks.backward
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tower.parameters())):
         return embed(with_gradient=False)
@@ -120,14 +126,14 @@ def _normalizes_over_batch(tower: nn.Module) -> bool:
     )
 
 
-def _check(rows: tuple[Tensor, ...], chunk_size: int, kept_chunks: int) -> None:
+def _check(rows: tuple[Tensor, ...], chunk_size: int, cached_chunks: int) -> None:
     if not rows or any(len(each) != len(rows[0]) for each in rows):
         raise ConfigError(
             f"all rows must have one length, got {[len(each) for each in rows]}; pass tensors [local_batch, ...]"
         )
-    if chunk_size < 1 or kept_chunks < 0:
+    if chunk_size < 1 or cached_chunks < 0:
         raise ConfigError(
-            f"chunk_size must be at least 1 and kept_chunks at least 0, got {chunk_size} and {kept_chunks}"
+            f"chunk_size must be at least 1 and cached_chunks at least 0, got {chunk_size} and {cached_chunks}"
         )
     if any(each.requires_grad for each in rows):
         raise ConfigError(

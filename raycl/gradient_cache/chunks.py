@@ -27,8 +27,8 @@ class Chunks:
     :class:`~raycl.batchnorm.SplitBatchNorm` are updated once, as by the whole batch.
     """
 
-    def __init__(self, tower: nn.Module, *, chunk_size: int, kept_chunks: int) -> None:
-        self._tower, self._chunk_size, self._kept_chunks = tower, chunk_size, kept_chunks
+    def __init__(self, tower: nn.Module, *, chunk_size: int, cached_chunks: int) -> None:
+        self._tower, self._chunk_size, self._kept_chunks = tower, chunk_size, cached_chunks
         self._recomputed: list[_Chunk] = []
         self._cached: list[Tensor] = []
         self._check = RecomputeCheck()

@@ -31,7 +31,7 @@ from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
 
 Measure = Literal["knn", "linear"]
-# Raw pixels have thousands of columns: of more rows the floor takes an even part.
+# Raw pixels have thousands of columns: of more rows the baseline takes an even part.
 MAX_FLOOR_ROWS = {"knn": 50_000, "linear": 10_000}
 FLOOR_SIZE = 32  # pixels a side
 
@@ -59,9 +59,9 @@ def evaluate(
     k: int = 200,
     temperature: float = 0.07,
     labels_per_class: int | None = None,
-    floor: bool = True,
+    baseline: bool = True,
     gpu: bool = False,
-    max_bad_fraction: float = 0.01,
+    max_invalid_fraction: float = 0.01,
     seed: int = 0,
     address: str | None = None,
     quiet: bool = False,
@@ -69,7 +69,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Judge the encoder of ``run`` by labels: representations of ``train`` decide about ``test``.
 
-    Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``floor`` (the same measure on
+    Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline`` (the same measure on
     raw pixels, at most 32 a side with the mean image subtracted; of large sets an even part).
     Raises ``DataError`` if a set has no labels or their classes differ, ``StorageError`` if there
     is no encoder, ``ConfigError`` for another measure.
@@ -98,7 +98,7 @@ def evaluate(
             with unwrap_ray_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
                 decoded = decode_source(sources[name], decoder)
                 tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu, network=network))
-            rows_in(logbook).check(max_bad_fraction)
+            rows_in(logbook).check(max_invalid_fraction)
         return _representations(tables, encoder.spec.representation_dim)
 
     train_set, test_set = represent("train"), _with_classes_of(sources, represent("test"))
@@ -106,8 +106,8 @@ def evaluate(
     if measure == "linear" and labels_per_class is not None:
         result["labels_per_class"] = labels_per_class
     result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
-    if floor and isinstance(encoder, ImageEncoder):
-        result["floor"] = _pixel_floor(
+    if baseline and isinstance(encoder, ImageEncoder):
+        result["baseline"] = _pixel_baseline(
             sources, encoder.spec, score, max_rows=MAX_FLOOR_ROWS[measure], quiet=quiet
         )
     return result
@@ -160,7 +160,7 @@ def _representations(tables: list[Any], width: int) -> LabeledSet:
     return _labeled(torch.from_numpy(np.concatenate(values)), torch.from_numpy(label))
 
 
-def _pixel_floor(
+def _pixel_baseline(
     sources: dict[str, Source], spec: ImageEncoderSpec, score: Score, *, max_rows: int, quiet: bool
 ) -> dict[str, Any]:
     pixels = {}
@@ -172,17 +172,17 @@ def _pixel_floor(
             ImageFormat(size=size, channels=spec.channels, max_pixels=spec.max_pixels),
             keep=part.is_evaluated,
             title=f"reading pixels of the {name} set",
-            max_bad_fraction=1.0,  # checked when the set was embedded
+            max_invalid_fraction=1.0,  # checked when the set was embedded
             quiet=quiet,
         )
         values = raw_pixels(rows, channels=spec.channels, size=size)
         pixels[name] = _labeled(values, torch.from_numpy(rows.label))
     mean = pixels["train"].values.mean(0)
     train, test = (LabeledSet(values=each.values - mean, label=each.label) for each in pixels.values())
-    floor: dict[str, Any] = {"pixels": score(train, _with_classes_of(sources, test))}
+    baseline: dict[str, Any] = {"pixels": score(train, _with_classes_of(sources, test))}
     if sources["train"].num_rows > max_rows:
-        floor["num_train"] = len(train.label)
-    return floor
+        baseline["num_train"] = len(train.label)
+    return baseline
 
 
 def raw_pixels(rows: InMemoryDataset, *, channels: int, size: int) -> Tensor:

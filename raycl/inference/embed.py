@@ -132,7 +132,7 @@ def embed_to_parquet(
     side: SideName = "query",
     network: nn.Module | None = None,
     gpu: bool = False,
-    max_bad_fraction: float = 0.01,
+    max_invalid_fraction: float = 0.01,
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
@@ -161,5 +161,5 @@ def embed_to_parquet(
                 embedded = embed_dataset(decoded, saved, role=role, gpu=gpu, network=network)
                 embedded.write_parquet(path, filesystem=filesystem)
             rows = rows_in(logbook)
-            rows.check(max_bad_fraction)
+            rows.check(max_invalid_fraction)
         return rows

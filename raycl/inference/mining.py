@@ -45,7 +45,7 @@ def mine_negatives(
     output: str,
     *,
     num_negatives: int = 8,
-    below: float = 0.95,
+    max_relative_score: float = 0.95,
     columns: ColumnNames | None = None,
     gpu: bool = False,
     address: str | None = None,
@@ -56,17 +56,17 @@ def mine_negatives(
 
     The documents of ``data``, negatives among them, are searched exactly for each query, by the towers of
     ``run``. What is known to match the query, by text or by id, and its own text, is no negative; nor is
-    a document that is nearer to the query than ``below`` times its positive, for it may well match
+    a document that is nearer to the query than ``max_relative_score`` times its positive, for it may well match
     (Moreira et al., 2024). ``data`` has pairs with a label, with lists of negatives, or neither;
     ``output`` has ``query``, ``document``, ``negatives``, and the ids that ``data`` has, as numbers. The
     distinct texts of ``data`` are held in this process, their embeddings in Ray's object store.
 
     Raises:
-        ConfigError: ``num_negatives`` or ``below`` is not positive, or the run is one of images.
+        ConfigError: ``num_negatives`` or ``max_relative_score`` is not positive, or the run is one of images.
         StorageError: There is something at ``output``.
         DataError: A column is missing, or no pair matches.
     """
-    check_mining(num_negatives, below)
+    check_mining(num_negatives, max_relative_score)
     admit(run, data=[data], output=output, gpu=gpu, address=address)
     of_queries, of_documents = read_encoders(run, ["query", "key"])
     if of_queries.takes_images:
@@ -83,7 +83,9 @@ def mine_negatives(
             found = _search_in_tasks(
                 normalize(query), normalize(document), pairs.matching(), k=num_negatives + SPARE
             )
-        table, mined = pairs.with_mined(found, _similarity(pairs, query, document), num_negatives, below)
+        table, mined = pairs.with_mined(
+            found, _similarity(pairs, query, document), num_negatives, max_relative_score
+        )
         filesystem, path = place.resolve()
         pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
         return replace(mined, num_broken=values.num_broken)
@@ -138,7 +140,7 @@ class _Pairs:
         found: tuple[NDArray[Any], NDArray[np.int64]],
         similarity: NDArray[Any],
         num_negatives: int,
-        below: float,
+        max_relative_score: float,
     ) -> tuple[pa.Table, Mined]:
         """Return one row a positive pair, with the explicit negatives and those that were found."""
         rows, num_mined, num_too_near = [], 0, 0
@@ -149,7 +151,7 @@ class _Pairs:
                 for place, cosine in zip(found[1][q], found[0][q], strict=True)
                 if place >= 0
             ]
-            fit = [place for place, cosine in near if cosine <= below * own]
+            fit = [place for place, cosine in near if cosine <= max_relative_score * own]
             num_too_near += len(near) - len(fit)
             thing = self.query.thing[q]
             explicit = document.distinct(

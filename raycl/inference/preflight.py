@@ -17,11 +17,11 @@ def check_package(to: str | None) -> None:
         raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers and torchvision")
 
 
-def check_mining(num_negatives: int, below: float) -> None:
+def check_mining(num_negatives: int, max_relative_score: float) -> None:
     """Raise ``ConfigError`` for a number or a fraction by which no negatives are mined."""
-    if num_negatives < 1 or not 0 < below <= 1:
+    if num_negatives < 1 or not 0 < max_relative_score <= 1:
         raise ConfigError(
-            f"cannot mine {num_negatives} negatives below {below:g} of the positive; give 1 or more, and a "
+            f"cannot mine {num_negatives} negatives below {max_relative_score:g} of the positive; give 1 or more, and a "
             "fraction up to 1"
         )
 

@@ -15,7 +15,7 @@ def read_rows(
     *,
     keep: Keep | None = None,
     title: str = "reading",
-    max_bad_fraction: float = 0.01,
+    max_invalid_fraction: float = 0.01,
     quiet: bool = True,
 ) -> InMemoryDataset:
     """Decode the images of a source, or those whose ids ``keep`` accepts, by Ray Data.
@@ -28,5 +28,5 @@ def read_rows(
         decoder = Decoder(formats={"image": image_format}, logbook=logbook, keep=keep)
         with unwrap_ray_errors(), ProgressLine(title, rows_read(logbook, source.num_rows), quiet=quiet):
             tables = fetch_tables(decode_source(source, decoder))
-        rows_in(logbook).check(max_bad_fraction)
+        rows_in(logbook).check(max_invalid_fraction)
     return InMemoryDataset(tables, {"image": image_format})

@@ -28,7 +28,7 @@ def evaluate_retrieval(
     columns: ColumnNames | None = None,
     queries: str | None = None,
     documents: str | None = None,
-    floor: bool = True,
+    baseline: bool = True,
     examples: int = 0,
     gpu: bool = False,
     address: str | None = None,
@@ -47,7 +47,7 @@ def evaluate_retrieval(
     Returns ``recall_at_1``, ``recall_at_5``, ``recall_at_10``, ``ndcg_at_10``, ``mrr`` and ``map``;
     ``average_precision`` over the pairs of ``test`` where they have labels of both kinds;
     ``num_train``, ``num_test`` and ``num_broken``, rows of the sets; and of texts the same by TF-IDF
-    and BM25 as ``floor``. ``examples`` queries come with the documents nearest to them. Raises
+    and BM25 as ``baseline``. ``examples`` queries come with the documents nearest to them. Raises
     ``DataError`` if a column is missing or nothing is relevant, ``ConfigError`` if only one of
     ``queries`` and ``documents`` came, ``train`` beside them, any set beside ``test`` for images, or
     the run has an encoder of images and none of captions.
@@ -78,7 +78,7 @@ def evaluate_retrieval(
         task = judged_task(test, queries, documents, names)
     else:
         task = pair_task(test, train, names)
-    scores = _judge_texts(task, encoders, options, floor=floor, examples=examples)
+    scores = _judge_texts(task, encoders, options, baseline=baseline, examples=examples)
     return EvaluationResult({"measure": "retrieval", **scores})
 
 
@@ -95,7 +95,7 @@ def _judge_images(task: Task, encoders: list[SavedEncoder], options: dict[str, A
 
 
 def _judge_texts(
-    task: Task, encoders: list[SavedEncoder], options: dict[str, Any], *, floor: bool, examples: int
+    task: Task, encoders: list[SavedEncoder], options: dict[str, Any], *, baseline: bool, examples: int
 ) -> dict[str, Any]:
     query, document = _embed(task, encoders, options)
     result: dict[str, Any] = dict(_scores(task, query, document))
@@ -103,8 +103,8 @@ def _judge_texts(
         similarity = (normalize(query)[task.labeled[:, 0]] * normalize(document)[task.labeled[:, 1]]).sum(1)
         result["average_precision"] = average_precision(similarity.numpy(), task.labeled[:, 2])
     result |= task.sizes
-    if floor:
-        result["floor"] = _word_floor(task)
+    if baseline:
+        result["baseline"] = _word_baseline(task)
     if examples:
         result["examples"] = _examples(task, query, document, examples)
     return result
@@ -121,19 +121,19 @@ def _scores(task: Task, query: Tensor, document: Tensor, *, any_is_enough: bool 
     return retrieval_scores(ranked, task.relevance, any_is_enough=any_is_enough)
 
 
-def _word_floor(task: Task) -> dict[str, Any]:
-    floor: dict[str, Any] = {}
+def _word_baseline(task: Task) -> dict[str, Any]:
+    baseline: dict[str, Any] = {}
     for name, find in (("tfidf", tfidf_search), ("bm25", bm25_search)):
         _, ranked = find(task.queries, task.documents, k=DEPTH, excluded=task.excluded)
-        floor[name] = retrieval_scores(ranked, task.relevance)
+        baseline[name] = retrieval_scores(ranked, task.relevance)
     if task.labeled is not None:
         left, right = (
             [texts[n] for n in task.labeled[:, side]]
             for side, texts in enumerate((task.queries, task.documents))
         )
         similarity = tfidf_similarity(left, right, [*task.queries, *task.documents])
-        floor["tfidf"]["average_precision"] = average_precision(similarity, task.labeled[:, 2])
-    return floor
+        baseline["tfidf"]["average_precision"] = average_precision(similarity, task.labeled[:, 2])
+    return baseline
 
 
 def _examples(task: Task, query: Tensor, document: Tensor, num: int) -> list[dict[str, Any]]:

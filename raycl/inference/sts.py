@@ -28,7 +28,7 @@ def evaluate_sts(
     test: str,
     train: str | None = None,
     text: str = "text",
-    floor: bool = True,
+    baseline: bool = True,
     gpu: bool = False,
     address: str | None = None,
     quiet: bool = False,
@@ -37,7 +37,7 @@ def evaluate_sts(
     """Judge by Spearman's correlation of cosine and score, over all pairs of a data set at once.
 
     ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and perhaps ``dataset``. The
-    ``floor`` is the cosine of TF-IDF, whose words are weighed by ``train``, texts in a column ``text``, or
+    ``baseline`` is the cosine of TF-IDF, whose words are weighed by ``train``, texts in a column ``text``, or
     without it by the sentences themselves. Raises ``DataError`` if a column is missing, or a sentence or a
     score cannot be used.
     """
@@ -57,8 +57,8 @@ def evaluate_sts(
     similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
     result = EvaluationResult({"measure": "sts", **sts_scores(similarity, score, names)})
     result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
-    if floor:
-        result["floor"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}
+    if baseline:
+        result["baseline"] = {"tfidf": sts_scores(tfidf_similarity(left, right, corpus), score, names)}
     return result
 
 

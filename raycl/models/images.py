@@ -38,9 +38,7 @@ def build_image_encoder(
     if ":" in name:
         return _users_own(name, arguments or {})
     if arguments:
-        raise ConfigError(
-            f"encoder.arguments go to an encoder of your own, came {dict(arguments)} for {name}"
-        )
+        raise ConfigError(f"encoder.kwargs go to an encoder of your own, came {dict(arguments)} for {name}")
     if stem == "auto":
         stem = "small" if image_size <= SMALL else "standard"
     if name in VITS:

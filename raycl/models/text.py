@@ -47,7 +47,7 @@ def build_text_encoder(
         raise
     except Exception as error:  # whatever the user's function raises; an unknown argument
         raise ConfigError(
-            f"cannot build encoder.name {name!r}: {' '.join(str(error).split())[:200]}; check encoder.arguments"
+            f"cannot build encoder.name {name!r}: {' '.join(str(error).split())[:200]}; check encoder.kwargs"
         ) from error
     if not isinstance(encoder, nn.Module):
         raise ConfigError(f"{name} must return a torch.nn.Module, came {type(encoder).__name__}")

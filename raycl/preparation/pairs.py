@@ -14,7 +14,7 @@ def group_pairs(
     output: str,
     *,
     columns: ColumnNames,
-    max_bad_fraction: float = 0.01,
+    max_invalid_fraction: float = 0.01,
     address: str | None = None,
     debug: bool = False,
 ) -> tuple[int, ReadStats]:
@@ -35,7 +35,7 @@ def group_pairs(
             with unwrap_ray_errors():
                 grouped = group_source(source, logbook).drop_columns(_absent(source.columns)).materialize()
             rows = rows_in(logbook)
-            rows.check(max_bad_fraction)
+            rows.check(max_invalid_fraction)
             num_pairs = grouped.count()
             if not num_pairs:
                 raise DataError(

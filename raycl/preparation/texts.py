@@ -34,7 +34,7 @@ def make_tokenizer(
     All ``columns`` are read as texts. ``output`` ends in .json; a run takes it by ``text.tokenizer``. Raises
     ``ConfigError`` for an impossible size, ``DataError`` if there is no text.
     """
-    asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "num_texts": num_texts}
+    asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
     source = find_source(data, columns)
     with writing_new(output, is_file=True) as place:

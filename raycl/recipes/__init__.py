@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from raycl.config import RunConfig
+from raycl.config.overrides import present_name
 from raycl.errors import ConfigError
 from raycl.recipes.images import instance_discrimination, moco_v1, moco_v2, simclr
-from raycl.recipes.texts import esimcse, image_text, simcse, two_tower
+from raycl.recipes.texts import clip, esimcse, simcse, two_tower
 
 RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "simclr": simclr,
@@ -15,7 +16,7 @@ RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "simcse": simcse,
     "esimcse": esimcse,
     "two_tower": two_tower,
-    "image_text": image_text,
+    "clip": clip,
 }
 
 
@@ -24,6 +25,8 @@ def recipe(name: str, *, image_size: int = 224) -> RunConfig:
 
     Raises ``ConfigError`` naming the recipes that exist.
     """
+    if new := present_name(f"recipe={name}"):
+        raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")
     if name not in RECIPES:
         raise ConfigError(
             f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a file ending in .yaml"

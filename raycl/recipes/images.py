@@ -77,14 +77,14 @@ def instance_discrimination(image_size: int = 224) -> RunConfig:
         augment=_FIRST_VIEWS,
         encoder=EncoderConfig(name="resnet18" if is_small else "resnet50"),
         projection_head=_LINEAR,
-        key="slot",
+        key="memory_bank",
         negatives=NegativesConfig(
             in_batch=False,
             store="memory_bank",
-            first_rows="embeddings" if is_small else "random",
+            bank_init="encoder" if is_small else "random",
             normalizer_momentum=0.9 if is_small else None,
         ),
-        batchnorm="as_is",
+        batchnorm="local",
         optimizer=OptimizerConfig(name="sgd", weight_decay=5e-4 if is_small else 1e-4),
         stages=(
             Stage(

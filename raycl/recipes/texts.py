@@ -29,7 +29,7 @@ def simcse(image_size: int = 224) -> RunConfig:
         text=TextConfig(max_length=32),
         encoder=EncoderConfig(name="transformer"),
         projection_head=_NO_HEAD,
-        batchnorm="as_is",
+        batchnorm="local",
         optimizer=_ADAMW,
         stages=(
             Stage(
@@ -71,15 +71,15 @@ def two_tower(image_size: int = 224) -> RunConfig:
         recipe="two_tower",
         data=DataConfig(kind="pairs"),
         text=TextConfig(max_length=64, max_document_length=512),
-        encoder=EncoderConfig(name="bag_of_subwords", arguments={"dim": WIDE, "hidden_dim": 0}),
+        encoder=EncoderConfig(name="bag_of_subwords", kwargs={"dim": WIDE, "hidden_dim": 0}),
         projection_head=HeadConfig(num_layers=0, dim=WIDE, batchnorm=False),
-        batchnorm="as_is",
+        batchnorm="local",
         optimizer=_ADAMW,
         stages=(
             Stage(
                 epochs=10,
                 batch_size=256,
-                loss="bidirectional",
+                loss="clip",
                 temperature=0.05,
                 learning_rate=3e-3,
                 learning_rate_scaling="square_root",
@@ -89,11 +89,11 @@ def two_tower(image_size: int = 224) -> RunConfig:
     )
 
 
-def image_text(image_size: int = 224) -> RunConfig:
+def clip(image_size: int = 224) -> RunConfig:
     """Images and captions (CLIP; Radford et al., 2021): each among those of the batch, both ways."""
     is_small = image_size <= 96
     return RunConfig(
-        recipe="image_text",
+        recipe="clip",
         data=DataConfig(kind="image_text", image_size=image_size),
         text=TextConfig(max_length=32),
         # A caption may speak of colors and of left and right.
@@ -107,7 +107,7 @@ def image_text(image_size: int = 224) -> RunConfig:
             Stage(
                 epochs=30,
                 batch_size=256,
-                loss="bidirectional",
+                loss="clip",
                 temperature=0.07,
                 learning_rate=5e-4,
                 learning_rate_scaling="square_root",

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from raycl.records import ROLLBACK
+from raycl.records import ROLLBACK, with_new_names
 
 Floats = NDArray[np.float64]
 _Column = tuple["array[int]", "array[float]"]  # numbers of lines, and values
@@ -115,7 +115,7 @@ def read_history(lines: Iterable[str]) -> History:
     workers, num_lines, num_unreadable = None, 0, 0
     for text in lines:
         try:
-            line: dict[str, Any] = json.loads(text)
+            line: dict[str, Any] = with_new_names(json.loads(text))
             step = int(line["step"])
             values = [
                 (name, _to_float(value))

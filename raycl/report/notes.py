@@ -81,8 +81,8 @@ def _why_not_evaluated(run: Run) -> str:
 
 
 def _why_no_snapshots(run: Run) -> str:
-    if run.config.evaluation.portrait < 2:
-        return f"evaluation.portrait is {run.config.evaluation.portrait}"
+    if run.config.evaluation.num_snapshot_samples < 2:
+        return f"evaluation.num_snapshot_samples is {run.config.evaluation.num_snapshot_samples}"
     if run.data.get("streamed"):
         return "the data are streamed and no rows are held out"
     return "the run has not reached its first snapshot"

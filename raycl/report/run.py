@@ -10,7 +10,7 @@ from raycl.config.overrides import config_from_yaml
 from raycl.embedding_snapshot import FIRST, LATEST, EmbeddingSnapshot, ProbeSet, read_probe_set, read_snapshot
 from raycl.errors import DataError
 from raycl.provenance import read_commands
-from raycl.records import METRICS, RESULT
+from raycl.records import METRICS, RESULT, with_new_names
 from raycl.report.history import History, read_history
 from raycl.storage import Place
 
@@ -63,7 +63,7 @@ def read_run(uri: str, *, with_snapshots: bool = True) -> Run:
     output = Place(uri)
     if not (output / CONFIG).exists():
         raise DataError(f"{uri} holds no run: there is no {CONFIG}; give the --output of a run")
-    result = _read_json(output / RESULT)
+    result = with_new_names(_read_json(output / RESULT))
     has_metrics = (output / METRICS).exists()
     if not has_metrics and result.get("status") not in ("failed", "stopped", "finished"):
         raise DataError(f"{uri} has no metrics yet: its run has just started; try again in a minute")

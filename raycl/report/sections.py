@@ -64,14 +64,16 @@ PLOTS = {
         "mean cosine of positives minus the mean of all other pairs",
     ),
     "effective_rank": MetricPlot("Effective rank", Axis(unit="dims in use", from_zero=True)),
-    "spread": MetricPlot("Spread", Axis(unit="1: all over the sphere", from_zero=True), "0 is one point"),
+    "embedding_std": MetricPlot(
+        "Standard deviation", Axis(unit="1: all over the sphere", from_zero=True), "0 is one point"
+    ),
     "alignment": MetricPlot(
         "Alignment", Axis(unit="squared distance", from_zero=True), "of positives; lower is closer"
     ),
     "uniformity": MetricPlot(
         "Uniformity", Axis(unit="log of a mean"), "lower is more evenly spread; 0 is one point"
     ),
-    "leakage": MetricPlot(
+    "batchnorm_leakage": MetricPlot(
         "BatchNorm leakage",
         Axis(unit="advantage"),
         "how much easier the task is with shared statistics; up to 0.05 is noise",
@@ -88,7 +90,7 @@ PLOTS = {
 }
 COMPARED = (
     "loss", "knn_top1", "recall_at_10", "recall_at_1", "learning_rate", "positive_negative_gap", "effective_rank",
-    "spread", "samples_per_second", "data_wait_fraction", "negatives_age_mean",
+    "embedding_std", "samples_per_second", "data_wait_fraction", "negatives_age_mean",
 )  # fmt: skip
 
 
@@ -167,11 +169,18 @@ def collapse_panels(run: Run) -> list[Panel]:
     healthy_from = {
         "positive_negative_gap": limits.min_gap,
         "effective_rank": max_rank**limits.min_effective_rank,
-        "spread": limits.min_spread,
+        "embedding_std": limits.min_embedding_std,
     }
     captions = {"effective_rank": f"how many dims the embeddings fill, of {max_rank:g} at most"}
     panels = []
-    for name in ("positive_negative_gap", "effective_rank", "spread", "alignment", "uniformity", "leakage"):
+    for name in (
+        "positive_negative_gap",
+        "effective_rank",
+        "embedding_std",
+        "alignment",
+        "uniformity",
+        "batchnorm_leakage",
+    ):
         if history.has(name):
             plot = PLOTS[name]
             plot = replace(

@@ -49,7 +49,7 @@ def event_table(run: Run) -> Table | None:
 
 def skipped_rows(run: Run) -> Table | None:
     """Return the number of skipped rows by cause, None if the run is not over or skipped none."""
-    invalid, unused = (run.result.get(name) or {} for name in ("broken_rows", "left_out"))
+    invalid, unused = (run.result.get(name) or {} for name in ("invalid_rows", "skipped"))
     rows = [(str(cause), _count(count), "invalid") for cause, count in invalid.items()]
     rows += [(str(cause), _count(count), "valid, but not used") for cause, count in unused.items()]
     return Table(title="Skipped rows", columns=("cause", "rows", "kind"), rows=rows) if rows else None

@@ -52,7 +52,7 @@ def view_maker(config: RunConfig, samples: Modality, device: torch.device) -> Vi
     """Return what draws the views: two, unless the key is a slot of a memory bank."""
     return ViewMaker(
         drawing=samples.drawing(),
-        num_views=1 if config.key == "slot" else 2,
+        num_views=1 if config.key == "memory_bank" else 2,
         device=device,
     )
 
@@ -72,7 +72,7 @@ def towers(config: RunConfig, samples: Modality, network: nn.Module | None = Non
         synchronize(whole)
     elif config.batchnorm == "shuffled":
         split_batchnorm(whole, config.rows_per_group(config.stages[0]))
-    elif config.batchnorm != "as_is":
+    elif config.batchnorm != "local":
         replace_batchnorm(whole, config.batchnorm)
     return whole
 
@@ -109,8 +109,8 @@ def manner(config: RunConfig, stage: Stage) -> EmbedConfig:
     """Return how a stage embeds its batches."""
     return EmbedConfig(
         chunk_size=stage.chunk_size,
-        kept_chunks=stage.kept_chunks,
-        milestone_every=stage.milestone_every,
+        cached_chunks=stage.cached_chunks,
+        activation_checkpoint_every=stage.activation_checkpoint_every,
         rows_per_group=config.rows_per_group(stage) if config.batchnorm == "shuffled" else None,
         leak_group_size=_rows_normalized_together(config, stage),
     )
@@ -122,14 +122,14 @@ def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
     local_batch_size = config.local_batch_size(stage)
     return {
         "synchronized": 0 if in_batch_only else stage.batch_size,
-        "as_is": 0 if in_batch_only and config.workers_of(stage) == 1 else local_batch_size,
+        "local": 0 if in_batch_only and config.workers_of(stage) == 1 else local_batch_size,
         "shuffled": config.rows_per_group(stage),
     }.get(config.batchnorm, 0)
 
 
 def frequencies(config: RunConfig, rows: InMemoryDataset) -> Frequencies | None:
     """Return how common the documents of these rows are, if a stage discounts frequent ones."""
-    if not any(stage.discount_frequent for stage in config.stages):
+    if not any(stage.logq_correction for stage in config.stages):
         return None
     return Frequencies.of(rows, explicit=config.negatives.explicit)
 
@@ -155,7 +155,7 @@ def contrast(
 def without_hinge(config: RunConfig, stage: Stage) -> Stage:
     """Return the stage with a cross-entropy in place of the hinge."""
     symmetric = config.key == "tower" and config.negatives.store == "none"
-    entropy = "bidirectional" if config.has_two_towers else "nt_xent" if symmetric else "info_nce"
+    entropy = "clip" if config.has_two_towers else "nt_xent" if symmetric else "info_nce"
     loss = stage.loss if stage.loss != "hinge" else entropy
     return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
 
@@ -181,11 +181,9 @@ def _cross_entropy(
     temperature = stage.temperature if learns.temperature is None else learns.temperature()
     if stage.loss == "nt_xent":
         return NtXent(temperature=temperature)
-    if stage.loss == "bidirectional":
-        assert not stage.discount_frequent or frequencies is not None, (
-            "they are counted before the first step"
-        )
-        known = frequencies if stage.discount_frequent else None
+    if stage.loss == "clip":
+        assert not stage.logq_correction or frequencies is not None, "they are counted before the first step"
+        known = frequencies if stage.logq_correction else None
         return Bidirectional(temperature=temperature, log_frequency=known)
     if stage.loss == "info_nce":
         return InfoNce(
@@ -205,7 +203,7 @@ def _cross_entropy(
 
 
 def _meets_the_batch(config: RunConfig) -> bool:
-    return config.negatives.in_batch and config.key != "slot"
+    return config.negatives.in_batch and config.key != "memory_bank"
 
 
 NEW_NODE_S = 900.0  # that a node may take to come, with all that is installed on it
@@ -223,7 +221,7 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
         dtype=config.bank.dtype,
         wire_dtype=None if is_queue or config.bank.max_staleness == 0 else "float16",
         seed=config.seed,
-        momentum=config.negatives.slot_momentum,
+        momentum=config.negatives.bank_momentum,
         num_shards=config.bank.shards,
         detached=config.bank.detached,
         # Where nodes come when they are asked for, one that is lost takes its time to be replaced.
@@ -262,7 +260,7 @@ def _own_memory_bank(config: RunConfig, sample_id: NDArray[np.int64]) -> MemoryB
         sample_id,
         config.projection_head.dim,
         seed=config.seed,
-        momentum=config.negatives.slot_momentum,
+        momentum=config.negatives.bank_momentum,
         dtype=config.bank.dtype,
     )
 

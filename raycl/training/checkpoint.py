@@ -77,7 +77,7 @@ class Checkpointer:
         if position.step % self._job.config.log_every_steps:
             return by_number
         # Clocks differ between workers: the first one decides.
-        late = time.monotonic() - self._saved_at > self._job.config.checkpoints.every_s
+        late = time.monotonic() - self._saved_at > self._job.config.checkpoints.interval_s
         is_late = bool(all_sum(torch.tensor(late and self._is_writer, device=device).long()))
         return by_number or is_late or self._is_newly_preempted()
 

@@ -3,7 +3,7 @@
 A healthy run may start as a collapsed one ends: an untrained network without BatchNorm maps all inputs to
 nearly one point, and on a hard task the first steps contract the embeddings before they separate them.
 So a sign of collapse counts soon only if the run was healthy before. Before that, it must persist for
-``grace`` readings while the spread keeps falling.
+``initial_patience`` readings while the spread keeps falling.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ _MIN_ROWS = 8  # statistics of fewer rows are noise
 _TRIVIAL = 0.98  # times the collapsed loss: a loss above that hardly distinguishes any pairs
 _LEARNED_GAP = 0.05  # easy views give an untrained network as much, so the loss must agree
 _FALLING = 0.9  # times the mean of the third of the readings before
-_DEAD = 0.05  # times min_spread: embeddings this close need not contract further
+_DEAD = 0.05  # times min_embedding_std: embeddings this close need not contract further
 
 # Each sign of collapse, its metric, and its description.
-_METRICS = {"point": "spread", "dims": "effective_rank", "gap": "positive_negative_gap"}
+_METRICS = {"point": "embedding_std", "dims": "effective_rank", "gap": "positive_negative_gap"}
 _DESCRIPTIONS = {
     "point": "the embeddings collapsed to a point",
     "dims": "the embeddings collapsed to few dimensions",
@@ -34,35 +34,35 @@ class Limits:
     """The limits of the metrics, and the number of consecutive readings beyond a limit.
 
     Args:
-        min_spread: embeddings with a lower spread are nearly one point.
+        min_embedding_std: embeddings with a lower spread are nearly one point.
         min_gap: with a lower gap, positives are no nearer than other pairs. This is a sign only if the
             loss is no better than the collapsed loss.
         min_effective_rank: the lowest effective rank, as a power of the highest possible one:
             0.2 means 2.3 of 64 dimensions, 3 of 256 and 1.15 of 2.
         patience: the number of readings if the run was healthy before.
-        grace: the number of readings if it was not.
+        initial_patience: the number of readings if it was not.
 
     Raises:
-        ConfigError: A limit is not between 0 and 1, ``patience`` is below 1, or ``grace`` is below
+        ConfigError: A limit is not between 0 and 1, ``patience`` is below 1, or ``initial_patience`` is below
             ``patience`` or 3.
     """
 
-    min_spread: float = 0.1
+    min_embedding_std: float = 0.1
     min_gap: float = 0.01
     min_effective_rank: float = 0.2
     patience: int = 3
-    grace: int = 20
+    initial_patience: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("min_spread", "min_gap", "min_effective_rank"):
+        for name in ("min_embedding_std", "min_gap", "min_effective_rank"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} is not between 0 and 1: it is {value:g}; 0 switches its sign off")
         if self.patience < 1:
             raise ConfigError(f"patience is below 1: it is {self.patience}; 3 readings in a row are usual")
-        if self.grace < max(3, self.patience):
+        if self.initial_patience < max(3, self.patience):
             raise ConfigError(
-                f"grace is below 3 or below patience: it is {self.grace}, and patience {self.patience}; "
+                f"initial_patience is below 3 or below patience: it is {self.initial_patience}, and patience {self.patience}; "
                 "20 readings in a row are usual"
             )
 
@@ -135,17 +135,17 @@ class CollapseMonitor:
         streak = self._streak
         if streak is None or streak.sign != sign:
             streak = _Streak(sign=sign, began=step, num_looks=0, first=value, latest=[])
-        latest = [*streak.latest, value][-self._limits.grace :]
+        latest = [*streak.latest, value][-self._limits.initial_patience :]
         return replace(streak, num_looks=streak.num_looks + 1, latest=latest)
 
     def _is_collapse(self, streak: "_Streak") -> bool:
         was_good = streak.sign in self._was_good
         # The gap of few rows is noisy, and a run without one does no harm for a while.
         is_urgent = was_good and streak.sign != "gap"
-        if streak.num_looks < (self._limits.patience if is_urgent else self._limits.grace):
+        if streak.num_looks < (self._limits.patience if is_urgent else self._limits.initial_patience):
             return False
         if streak.sign == "point":
-            return was_good or streak.falls or max(streak.latest) < _DEAD * self._limits.min_spread
+            return was_good or streak.falls or max(streak.latest) < _DEAD * self._limits.min_embedding_std
         return was_good or streak.sign == "dims"  # a gap that never existed was not lost
 
     def _describe(self, streak: "_Streak", reading: "_Reading", step: int) -> str:
@@ -224,7 +224,7 @@ class _Reading:
         max_rank = min(self.measures["num_rows"], self.measures["dim"])
         limits = self.limits
         return {
-            "point": limits.min_spread,
+            "point": limits.min_embedding_std,
             "dims": max_rank**limits.min_effective_rank,
             "gap": limits.min_gap,
         }[sign]

@@ -137,7 +137,7 @@ class DataModule:
             open_epoch=opened,
             formats=decoder.formats,
             seed=seed,
-            shuffle_rows=self._config.data.shuffle_rows,
+            shuffle_buffer_size=self._config.data.shuffle_buffer_size,
             length_buckets=self._config.text.length_buckets,
         )
 
@@ -164,7 +164,7 @@ class DataModule:
         )
         self._source, self._dataset = None, grouped.materialize()
         rows = rows_in(self._coordinator)
-        rows.check(self._config.data.max_bad_fraction)
+        rows.check(self._config.data.max_invalid_fraction)
         self._num_clicks = rows.num_rows
         self.columns = grouped_columns(self.columns)
         if self._dataset.count() == 0:
@@ -175,7 +175,7 @@ class DataModule:
     def _bytes_a_row(self) -> int:
         """Return what a decoded row takes, roughly: of texts the most that it may."""
         data, text = self._config.data, self._config.text
-        image = data.channels * data.decoded_size**2 if data.kind in ("image", "image_text") else 0
+        image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
         num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
         return image + 4 * num_tokens
 
@@ -219,13 +219,13 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
         return load_tokenizer((output / TOKENIZER).uri)
     asked = None if config.text.tokenizer is None else load_tokenizer(config.text.tokenizer)
     encoder = config.text_encoder if config.data.kind == "image_text" else config.encoder
-    if not encoder.name.startswith(HUGGING_FACE) or not encoder.arguments.get("pretrained", True):
+    if not encoder.name.startswith(HUGGING_FACE) or not encoder.kwargs.get("pretrained", True):
         return asked
     own = _tokenizer_of_model(encoder.name.removeprefix(HUGGING_FACE))
     if asked is not None and asked.fingerprint != own.fingerprint:
         raise ConfigError(
             f"text.tokenizer {config.text.tokenizer} is not the one that {encoder.name} was trained with; leave it "
-            "out, or set encoder.arguments.pretrained=false"
+            "out, or set encoder.kwargs.pretrained=false"
         )
     return own
 
@@ -235,7 +235,7 @@ def _tokenizer_of_model(folder: str) -> Tokenizer:
     if not place.exists():
         raise ConfigError(
             f"the model in {folder} has no {TOKENIZER} beside it, and its weights mean nothing to another "
-            "tokenizer; save its fast tokenizer there, or set encoder.arguments.pretrained=false"
+            "tokenizer; save its fast tokenizer there, or set encoder.kwargs.pretrained=false"
         )
     return Tokenizer.from_json(place.read_text())
 
@@ -266,7 +266,7 @@ def count_tokens(
 
     def count() -> Vocabulary:
         texts = _texts_of_source(source, columns) if source else _texts_of_dataset(dataset, columns)
-        found = list(islice(texts, text.num_texts))
+        found = list(islice(texts, text.tokenizer_train_size))
         if not found:
             raise DataError("there is not one sound text to train a tokenizer on; look at the text columns")
         return Vocabulary.of_texts(

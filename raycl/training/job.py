@@ -70,7 +70,7 @@ class Job:
         """Raise ``DataError`` if too many rows of the stream were invalid so far."""
         if self.stream is not None:
             rows_in(self.coordinator).check(
-                self.config.data.max_bad_fraction, min_rows=min(_MIN_ROWS_CHECKED, self.num_train)
+                self.config.data.max_invalid_fraction, min_rows=min(_MIN_ROWS_CHECKED, self.num_train)
             )
 
 

@@ -35,9 +35,9 @@ NOTABLE_LEAKAGE = 0.05  # an encoder that cannot use the leak measured up to 0.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunResult(Displayable):
-    """What came of a run: where it lies, how long it took, its last metrics, and what it left out.
+    """What came of a run: where it lies, how long it took, its last metrics, and the rows that it skipped.
 
-    ``broken_rows`` counts by cause rows that cannot be used, ``left_out`` what is sound but of no use;
+    ``invalid_rows`` counts rows that cannot be decoded, by cause, ``skipped`` counts valid rows that the run does not use;
     ``flat_images`` were used though all their pixels have one value.
     """
 
@@ -47,12 +47,12 @@ class RunResult(Displayable):
     seconds: float
     samples_per_second: float
     final: dict[str, Any]
-    broken_rows: dict[str, int]
-    left_out: dict[str, int]
+    invalid_rows: dict[str, int]
+    skipped: dict[str, int]
     flat_images: int = 0
 
     def to_table(self) -> Table:
-        """Show how long it took, the last metrics, and what was left out."""
+        """Show how long it took, the last metrics, and the rows that were skipped."""
         return Table(
             title=f"run {self.output}",
             facts={
@@ -61,8 +61,8 @@ class RunResult(Displayable):
                 "seconds": round(self.seconds, 1),
                 "samples a second": round(self.samples_per_second, 1),
                 **self.final,
-                "broken rows": self.broken_rows,
-                "left out": self.left_out,
+                "invalid rows": self.invalid_rows,
+                "skipped": self.skipped,
                 "flat images": self.flat_images,
             },
         )
@@ -168,9 +168,9 @@ def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) 
     config = run.config
     check_size(config, data.num_rows)
     check_same_data(run.output, described)
-    if described["streamed"] and any(stage.discount_frequent for stage in config.stages):
+    if described["streamed"] and any(stage.logq_correction for stage in config.stages):
         raise ConfigError(
-            "discount_frequent needs document counts, which are not available for streamed data; "
+            "logq_correction needs document counts, which are not available for streamed data; "
             "set data.cache=materialize, or drop it"
         )
 
@@ -201,7 +201,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         dataset = data.to_judge_on() if streamed else data.all()
         decoded = None if dataset is None else dataset.materialize()
     rows = rows_in(coordinator)
-    rows.check(config.data.max_bad_fraction)
+    rows.check(config.data.max_invalid_fraction)
     num_train = data.num_train_expected() if streamed else rows.num_train
     check_size(config, num_train)
     job = Job(
@@ -231,7 +231,7 @@ def _open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
             f"negatives.num_negatives {negatives.num_negatives} is more than the {job.num_samples} samples "
             "of the memory bank; set it lower"
         )
-    if negatives.store == "none" or config.bank.held_by == "workers":
+    if negatives.store == "none" or config.bank.location == "worker":
         yield None
         return
     spec = build.bank_spec(
@@ -286,8 +286,8 @@ def _write_result(run: ValidatedRun, final: dict[str, Any], coordinator: Any) ->
         seconds=seconds,
         samples_per_second=final.pop("samples") / max(seconds, 1e-9),
         final=final,
-        broken_rows=dict(rows.broken),
-        left_out=dict(rows.left_out),
+        invalid_rows=dict(rows.broken),
+        skipped=dict(rows.left_out),
         flat_images=rows.num_flat,
     )
     run.lease.check()
@@ -297,8 +297,8 @@ def _write_result(run: ValidatedRun, final: dict[str, Any], coordinator: Any) ->
 
 
 def _warn_of_leakage(config: RunConfig, final: dict[str, Any], report: Printer) -> None:
-    leakage = final.get("leakage", 0.0)
-    if config.batchnorm in ("as_is", "synchronized") and leakage > NOTABLE_LEAKAGE:
+    leakage = final.get("batchnorm_leakage", 0.0)
+    if config.batchnorm in ("local", "synchronized") and leakage > NOTABLE_LEAKAGE:
         report(
             f"BatchNorm leaks the positives: shared statistics make the pretext task easier by {leakage:.3f}; "
             "set batchnorm to shuffled, group or layer"

@@ -90,7 +90,7 @@ class Trainer:
         self._towers = build.towers(config, self._modality, job.network).to(device)
         self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self._state = build.learner(config, self._towers, num_samples=job.num_samples)
-        limits = Limits(patience=config.monitor.patience, grace=config.monitor.grace)
+        limits = Limits(patience=config.monitor.patience, initial_patience=config.monitor.initial_patience)
         self._monitor = CollapseMonitor(limits)
         if restored is not None:
             self._state.load_state_dict(restored.train_state)
@@ -344,7 +344,7 @@ class Trainer:
 
         Samples after the last complete batch keep random rows.
         """
-        if not isinstance(self._store, BankStore) or self._config.negatives.first_rows == "random":
+        if not isinstance(self._store, BankStore) or self._config.negatives.bank_init == "random":
             return
         self._towers.train()
         torch.manual_seed(hash((self._config.seed, rank())) % 2**63)

@@ -67,7 +67,7 @@ class ImageTowerBuilder:
             channels=data.channels,
             stem=settings.stem,
             width=settings.width,
-            arguments=settings.arguments,
+            arguments=settings.kwargs,
         )
 
     def representation_dim(self, encoder: nn.Module) -> int:
@@ -84,10 +84,10 @@ class ImageTowerBuilder:
             name=OWN if own else config.encoder.name,
             stem=config.encoder.stem,
             width=config.encoder.width,
-            arguments=config.encoder.arguments,
+            arguments=config.encoder.kwargs,
             image_size=data.image_size,
             channels=data.channels,
-            stored_size=data.decoded_size,
+            stored_size=data.resolved_decode_size,
             max_pixels=data.max_pixels,
             mean=mean,
             std=std,
@@ -98,7 +98,7 @@ class ImageTowerBuilder:
     def image_format(self) -> ImageFormat:
         """Return how images are decoded and stored."""
         data = self.config.data
-        return ImageFormat(size=data.decoded_size, channels=data.channels, max_pixels=data.max_pixels)
+        return ImageFormat(size=data.resolved_decode_size, channels=data.channels, max_pixels=data.max_pixels)
 
     def drawing(self) -> ImageTransform:
         """Return random crops and colors, or whole images."""

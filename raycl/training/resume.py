@@ -18,7 +18,7 @@ DATA = "data.json"
 # What a resumed run may set anew: where and how long it runs, what it writes down and watches for.
 # How long is what its last stage says, and stages that are added to it.
 MAY_CHANGE = re.compile(
-    r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|kept_chunks|milestone_every)|"
+    r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|cached_chunks|activation_checkpoint_every)|"
     r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
 )
 

@@ -148,7 +148,7 @@ def open_snapshot_writer(job: Job, rows: InMemoryDataset, drawing: Transform) ->
     shown = held_out if is_held_out else rows.where(job.holdout.is_train)
     if not job.config.has_two_towers and len(labeled := shown.labeled()) >= 2:
         shown = labeled
-    number = min(job.config.evaluation.portrait, len(shown))
+    number = min(job.config.evaluation.num_snapshot_samples, len(shown))
     if number < 2:
         return None
     # Rows are sorted by id, which may be the order of their classes.

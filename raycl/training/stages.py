@@ -90,7 +90,7 @@ def stage_plans(config: RunConfig, *, num_train: int) -> list[StagePlan]:
             steps_per_epoch=length.steps_per_epoch,
             num_steps=length.num_steps,
             learning_rate=_learning_rate_over_run(length, before[index], before[-1])
-            if length.stage.learning_rate_over == "run"
+            if length.stage.learning_rate_scope == "run"
             else _learning_rate_over_stage(length),
             hinge_weight=_hinge_weight(length),
         )

@@ -41,7 +41,7 @@ class TextTowerBuilder:
             self.settings.name,
             num_tokens=self.vocabulary.tokenizer.num_tokens,
             max_length=self.config.text.longest,
-            arguments=self.settings.arguments,
+            arguments=self.settings.kwargs,
         )
         start = getattr(encoder, "start_weights", None)
         if start is not None and self.vocabulary.weights is not None:
@@ -57,7 +57,7 @@ class TextTowerBuilder:
         tokenizer = self.vocabulary.tokenizer
         return TextEncoderSpec(
             name=OWN if own else self.settings.name,
-            arguments=self.settings.arguments,
+            arguments=self.settings.kwargs,
             num_tokens=tokenizer.num_tokens,
             max_length=self.config.text.longest,
             tokenizer=tokenizer.fingerprint,
@@ -114,7 +114,7 @@ class TextTransform:
         )
         self._changes = any(changes.values())
         # The slots of a memory bank go by the samples' own ids.
-        self._known_by_text = config.key != "slot"
+        self._known_by_text = config.key != "memory_bank"
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Return tokens [batch, length], padded with 0 at the end."""

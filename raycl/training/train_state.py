@@ -28,16 +28,16 @@ PROBED_ROWS = 1_024  # of a batch, for the leakage probe compares them all
 class EmbedConfig:
     """How a stage embeds its batches.
 
-    At most ``chunk_size`` views at a time have a graph, if it is set; ``kept_chunks`` and
-    ``milestone_every`` are those of :func:`~raycl.gradient_cache.embed_in_chunks`.
+    At most ``chunk_size`` views at a time have a graph, if it is set; ``cached_chunks`` and
+    ``activation_checkpoint_every`` are those of :func:`~raycl.gradient_cache.embed_in_chunks`.
     Shuffled BatchNorm normalizes ``rows_per_group`` rows together: keys, or all views of a single
     tower, are encoded in random company. ``leak_group_size`` rows share their statistics with some
     negatives and not with others; 0 if there are none of that kind.
     """
 
     chunk_size: int | None = None
-    kept_chunks: int = 1
-    milestone_every: int | None = None
+    cached_chunks: int = 1
+    activation_checkpoint_every: int | None = None
     rows_per_group: int | None = None
     leak_group_size: int = 0
 
@@ -146,7 +146,7 @@ class TrainState:
             seed=seed,
         )
         advantage = torch.tensor(found.advantage, device=views.view_a.device)
-        return {"leakage": float(all_sum(advantage)) / num_workers()}
+        return {"batchnorm_leakage": float(all_sum(advantage)) / num_workers()}
 
     def is_finite(self) -> bool:
         """Whether all weights are numbers."""
@@ -201,8 +201,8 @@ class TrainState:
             network,
             rows,
             chunk_size=config.chunk_size,
-            kept_chunks=config.kept_chunks,
-            milestone_every=config.milestone_every,
+            cached_chunks=config.cached_chunks,
+            activation_checkpoint_every=config.activation_checkpoint_every,
         )
 
     def _parts(self) -> dict[str, Any]:

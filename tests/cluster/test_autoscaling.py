@@ -22,7 +22,7 @@ QUEUED_STEPS = 4
 SETTINGS: dict[str, Any] = {
     "autoscaling": "true",
     "batchnorm": "synchronized",
-    "checkpoints.every_s": 5,
+    "checkpoints.interval_s": 5,
     "data.channels": 1,
     "data.image_size": 16,
     "encoder.name": f"{__name__}:patient",
@@ -60,7 +60,7 @@ def train(
 ) -> tuple[float, float]:
     """Train with ``raycl train`` on a cluster; hurry as soon as a line tells of ``until`` workers."""
     data = write_digits(cluster.folder / "digits.parquet", NUM_IMAGES)
-    settings = SETTINGS | {"encoder.arguments.marker": str(marker)} | settings
+    settings = SETTINGS | {"encoder.kwargs.marker": str(marker)} | settings
     flags = {"--data": data, "--output": output, "--batch-size": BATCH_SIZE}
     arguments = [str(part) for flag in flags.items() for part in flag]
     arguments += [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]

@@ -260,7 +260,7 @@ def test_a_picture_finds_the_keys_that_the_momentum_encoder_puts_near_it(
             "cpus_per_worker": 0.5,
             "data.channels": 1,
             "encoder.name": "tests.cluster.networks:small",
-            "encoder.arguments": {"channels": 1},
+            "encoder.kwargs": {"channels": 1},
             "stages.0.epochs": 1,
             "stages.0.batch_size": 64,
             "negatives.capacity": 128,

@@ -23,9 +23,9 @@ def collapsing_run(on_collapse: str, passes: Sequence[int], **settings: Any) -> 
         **{
             "batchnorm": "group",
             "stages.0.loss": "hinge",
-            "encoder.arguments": {"channels": 1, "collapsed": list(passes)},
+            "encoder.kwargs": {"channels": 1, "collapsed": list(passes)},
             "monitor.on_collapse": on_collapse,
-            "monitor.grace": 3,
+            "monitor.initial_patience": 3,
             "monitor.cross_entropy_steps": 4,
             **settings,
         }
@@ -66,7 +66,7 @@ def test_a_collapsed_run_goes_back_to_health_and_to_cross_entropy_for_a_while(tm
     by_cross_entropy = [False] * 10 + [True] * 4 + [False] * 3 + [True] * 4 + [False] * 5
     assert [line["loss"] > 1 for line in steps] == by_cross_entropy
     in_one_point = [False] * 7 + [True] * 3 + [False] * 4 + [True] * 3 + [False] * 9
-    assert [line["spread"] < 0.01 for line in steps] == in_one_point
+    assert [line["embedding_std"] < 0.01 for line in steps] == in_one_point
     assert all(line["samples_per_second"] > 0 for line in steps)
     assert result.final["rollbacks"] == 2
     assert result.steps == 18
@@ -77,7 +77,7 @@ def test_a_way_back_into_a_stage_of_other_workers_gets_those(tmp_path: Path) -> 
     # A new group of workers counts its passes anew: the last two steps of the first stage and the
     # first two of the second show one point. Step 9 is saved under that sign, and step 10 where the
     # stages meet. Without labels the latest of those without it, step 6, is the best and only one kept.
-    settings = {"stages.0.epochs": 1, "workers": 1, "stages.1.workers": 2, "monitor.grace": 4}
+    settings = {"stages.0.epochs": 1, "workers": 1, "stages.1.workers": 2, "monitor.initial_patience": 4}
     rarely = {"checkpoints.every_steps": 3, "checkpoints.keep": 1}
     config = collapsing_run("rollback", [1, 2, 9, 10], **settings, **rarely)
     result = train(config, tmp_path / "run", labeled=False)
@@ -91,7 +91,7 @@ def test_a_way_back_into_a_stage_of_other_workers_gets_those(tmp_path: Path) -> 
 
 def test_a_run_that_is_to_stop_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
-        CollapseError, match=r"spread was .* at step 8 and .* at step 10.*step 9\) is kept"
+        CollapseError, match=r"embedding std was .* at step 8 and .* at step 10.*step 9\) is kept"
     ) as caught:
         train(collapsing_run("stop", range(8, 19)), tmp_path / "run")
     assert "\n" not in str(caught.value)

@@ -210,7 +210,7 @@ def test_decoded_data_is_streamed_exactly_where_a_run_streams(tmp_path: Path, ca
     data = str(write_digits(tmp_path / "digits.parquet", 24))
     config = override(
         recipe("simclr", image_size=16),
-        {"data.stored_size": size, "data.cache": cache, "evaluation.every_epochs": 0},
+        {"data.decode_size": size, "data.cache": cache, "evaluation.every_epochs": 0},
     )
     result = check_decoded_data(config, summary_of(data, config), ask_nodes(alive_nodes(), describe_node))
     with start_coordinator() as logbook:

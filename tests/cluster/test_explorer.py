@@ -47,7 +47,7 @@ TOKEN = "token-of-the-tests"
 PICTURES = os.environ.get("RAYCL_PICTURES")
 PICTURED = {
     "encoder.name": "resnet10",
-    "encoder.arguments": "{}",
+    "encoder.kwargs": "{}",
     "encoder.stem": "half",
     "encoder.width": 0.5,
     "augment.crop_scale": [0.4, 1.0],
@@ -113,7 +113,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         "data.channels": 1,
         "cpus_per_worker": 0.5,
         "encoder.name": "tests.cluster.networks:slow",
-        "encoder.arguments": json.dumps(
+        "encoder.kwargs": json.dumps(
             {"channels": 1, "marker": str(folder / "never"), "seconds": 0 if PICTURES else 0.2}
         ),
         "stages.0.batch_size": 32,

@@ -74,7 +74,7 @@ def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
     assert 0 <= result["top1"] <= 1
     assert result["num_test"] == 60
     # Raw pixels of upright digits are read well by a linear classifier.
-    assert result["floor"]["pixels"] > 0.8
+    assert result["baseline"]["pixels"] > 0.8
 
     embedded = run_job("embed", "--run", run, "--data", test, "--output", tmp_path / "rows")
     assert embedded.returncode == 0, embedded.stderr

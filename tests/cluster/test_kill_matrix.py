@@ -43,7 +43,7 @@ COMMON: dict[str, Any] = {
     "cpus_per_worker": 0.5,
     # Read anew in every epoch, so that there are tasks that read all the time.
     "data.cache": "stream",
-    "data.shuffle_rows": 128,
+    "data.shuffle_buffer_size": 128,
     "stages.0.epochs": NUM_EPOCHS,
     "stages.0.batch_size": BATCH_SIZE,
     "evaluation.num_test": 40,
@@ -116,7 +116,7 @@ class Struck:
 def config_of(method: Method, folder: Path, **settings: Any) -> RunConfig:
     arguments: dict[str, Any] = {"marker": str(folder / "hurry")}
     arguments |= {"dim": 16} if method == "two_tower" else {"channels": 1}
-    named = {**COMMON, **OWN[method], "encoder.arguments": arguments, **settings}
+    named = {**COMMON, **OWN[method], "encoder.kwargs": arguments, **settings}
     return raycl.override(raycl.recipe(method, image_size=16), named)
 
 
@@ -234,8 +234,8 @@ def test_a_run_whose_node_never_comes_back_goes_on_with_the_workers_that_are_lef
     cache: str, tmp_path: Path
 ) -> None:
     data = write_digits(tmp_path / "data.parquet", NUM_ROWS)
-    settings: dict[str, Any] = {"data.cache": cache, "encoder.arguments": {"channels": 1, "dropout": 0.0}}
-    settings["encoder.arguments"] |= {"marker": str(tmp_path / "hurry")}
+    settings: dict[str, Any] = {"data.cache": cache, "encoder.kwargs": {"channels": 1, "dropout": 0.0}}
+    settings["encoder.kwargs"] |= {"marker": str(tmp_path / "hurry")}
     # At the recipe's rate this small network is so restless that rounding shows within ten steps.
     settings["stages.0.learning_rate"] = 0.03
     config = config_of("simclr", tmp_path, **settings, min_workers=1, cpus_per_worker=2.5)

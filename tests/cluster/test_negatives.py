@@ -92,7 +92,7 @@ def test_the_log_tells_how_old_negatives_are_and_what_batchnorm_leaks(moco: tupl
     ages = [(line["negatives_age_mean"], line["negatives_age_max"]) for line in lines]
     assert ages[:4] == [(1, 1), (1.5, 2), (2, 3), (2.5, 4)]
     assert set(ages[4:]) == {(2.5, 4)}
-    assert -1 < result.final["leakage"] < 1
+    assert -1 < result.final["batchnorm_leakage"] < 1
     assert result.final["knn_top1"] > 0.3
 
 
@@ -107,20 +107,20 @@ def test_a_run_takes_its_bank_with_it_and_keeps_the_snapshots_of_its_checkpoints
 
 # The kill matrix has the same in CI, with the driver killed.
 @pytest.mark.drill
-@pytest.mark.parametrize("held_by", ["actor", "workers"])
+@pytest.mark.parametrize("location", ["actor", "worker"])
 def test_a_moco_run_killed_and_resumed_equals_the_whole_one_of_the_actor(
-    held_by: str, moco: tuple[Path, RunResult], data: Path, tmp_path: Path
+    location: str, moco: tuple[Path, RunResult], data: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "died"
     arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
-    settings = {"encoder.arguments": arguments, "bank.held_by": held_by, "max_failures": 0}
+    settings = {"encoder.kwargs": arguments, "bank.location": location, "max_failures": 0}
     config = run_of("moco_v2", **settings)
     with pytest.raises(RunError):
         trained(config, data, tmp_path / "run")
     trained(config, data, tmp_path / "run", resume=True)
     assert int(marker.read_text()) == moco[1].steps - 5
     assert_equal_runs(moco[0], tmp_path / "run")
-    assert (tmp_path / "run" / "bank").exists() == (held_by == "actor")
+    assert (tmp_path / "run" / "bank").exists() == (location == "actor")
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_the_actors_bank_read_in_step_gives_the_run_of_the_workers_own(
     in_step: tuple[Path, RunResult], data: Path, tmp_path: Path
 ) -> None:
     output, result = in_step
-    trained(run_of("instance_discrimination", **{"bank.held_by": "workers"}), data, tmp_path / "run")
+    trained(run_of("instance_discrimination", **{"bank.location": "worker"}), data, tmp_path / "run")
     assert_equal_runs(output, tmp_path / "run")
     held = snapshot_of(output, result.steps, num_shards=2)
     # Every sample of the two epochs was written at its last step; the others of an epoch never.
@@ -151,7 +151,7 @@ def test_an_instance_run_that_loses_a_worker_equals_the_whole_one(
     # The network also sees every batch of an epoch once, before training, to fill the bank.
     die_at = in_step[1].steps // 2 + 8
     arguments = {"channels": 1, "die_at": die_at, "marker": str(marker)}
-    settings = {"encoder.arguments": arguments, "bank.max_staleness": 0, "bank.shards": 2}
+    settings = {"encoder.kwargs": arguments, "bank.max_staleness": 0, "bank.shards": 2}
     config = run_of("instance_discrimination", **settings)
     trained(config, data, tmp_path / "run")
     assert int(marker.read_text()) == in_step[1].steps - 5
@@ -160,7 +160,7 @@ def test_an_instance_run_that_loses_a_worker_equals_the_whole_one(
 
 @pytest.mark.drill
 def test_a_streamed_set_trains_by_slots_read_one_step_ahead(data: Path, tmp_path: Path) -> None:
-    config = run_of("instance_discrimination", **{"data.cache": "stream", "data.shuffle_rows": 128})
+    config = run_of("instance_discrimination", **{"data.cache": "stream", "data.shuffle_buffer_size": 128})
     result = trained(config, data, tmp_path / "run")
     # The broken rows have slots as well, for nobody knows them beforehand; those held out have none.
     holdout = make_split(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
@@ -173,7 +173,7 @@ def test_a_streamed_set_trains_by_slots_read_one_step_ahead(data: Path, tmp_path
 def test_a_worker_and_a_shard_are_killed_and_no_acknowledged_row_is_lost(data: Path, tmp_path: Path) -> None:
     output, marker = tmp_path / "drill", tmp_path / "died"
     settings = {
-        "encoder.arguments": {"channels": 1, "die_at": 75, "marker": str(marker)},
+        "encoder.kwargs": {"channels": 1, "die_at": 75, "marker": str(marker)},
         # The queue holds forty steps, so that snapshots after the deaths have rows from before them.
         "negatives.capacity": 40 * BATCH_SIZE,
         "stages.0.epochs": 15,
@@ -250,13 +250,13 @@ def found(name: str) -> Bank | None:
 
 
 def test_layers_in_batchnorms_place_are_there_when_the_encoder_is_loaded(data: Path, tmp_path: Path) -> None:
-    settings = {"encoder.name": "resnet10", "encoder.width": 0.25, "encoder.arguments": {}}
+    settings = {"encoder.name": "resnet10", "encoder.width": 0.25, "encoder.kwargs": {}}
     config = run_of("moco_v2", **settings, **{"batchnorm": "group", "stages.0.epochs": 1, "workers": 1})
     result = trained(config, data, tmp_path / "run")
     encoder = raycl.load_encoder(result.output)
     assert any(isinstance(layer, torch.nn.GroupNorm) for layer in encoder.modules())
     assert not any(isinstance(layer, torch.nn.BatchNorm2d) for layer in encoder.modules())
-    assert "leakage" not in result.final
+    assert "batchnorm_leakage" not in result.final
 
 
 def test_a_bank_of_another_run_is_not_taken_over(data: Path, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingSample
     gray = ImageFormat(size=16, channels=1)
     with start_coordinator() as logbook:
         opened = stream_source(source, Decoder(formats={"image": gray}, logbook=logbook), seed=3)
-        yield StreamingSampler(open_epoch=opened, formats={"image": gray}, seed=3, shuffle_rows=64)
+        yield StreamingSampler(open_epoch=opened, formats={"image": gray}, seed=3, shuffle_buffer_size=64)
 
 
 def ids_of(stream: StreamingSampler, share: BatchShard, epoch: int, start: int = 0) -> list[list[int]]:
@@ -233,7 +233,7 @@ def test_a_stream_of_texts_puts_like_lengths_into_one_batch(tmp_path: Path) -> N
         opened = stream_source(source, Decoder(formats=formats, logbook=logbook), seed=3)
         for buckets in (1, 4):
             stream = StreamingSampler(
-                open_epoch=opened, formats=formats, seed=3, shuffle_rows=80, length_buckets=buckets
+                open_epoch=opened, formats=formats, seed=3, shuffle_buffer_size=80, length_buckets=buckets
             )
             batches = list(stream.epoch_batches(BatchShard(batch_size=20), epoch=0))
             seen = [row_id for batch in batches for row_id in batch.sample_id.tolist()]

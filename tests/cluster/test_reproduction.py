@@ -39,7 +39,7 @@ def test_a_figure_is_run_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     chosen = tuple(
         dataclasses.replace(setting, overrides={**setting.overrides, "workers": 1})
         for setting in whole.settings["cpu"]
-        if setting.name in ("as_is", "group")
+        if setting.name in ("local", "group")
     )
     two = dataclasses.replace(whole, settings={**whole.settings, "cpu": chosen})
     monkeypatch.setitem(claims.FIGURES, "leak", two)
@@ -58,8 +58,16 @@ def test_a_figure_is_run_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     assert "minutes left" in messages[1]
     assert page.results.missing == []
     local, group = page.results.outcomes
-    assert {"knn_top1", "leakage", "shared", "apart", "loss", "pixels", "steps"} <= local.numbers.keys()
-    assert (local.numbers["steps"], group.numbers["leakage"]) == (3.0, 0.0)
+    assert {
+        "knn_top1",
+        "batchnorm_leakage",
+        "shared",
+        "apart",
+        "loss",
+        "pixels",
+        "steps",
+    } <= local.numbers.keys()
+    assert (local.numbers["steps"], group.numbers["batchnorm_leakage"]) == (3.0, 0.0)
     assert 0.1 < local.numbers["knn_top1"] < 1.0
     assert local.numbers["knn_top1"] != group.numbers["knn_top1"]
     assert all(claim.held is not True for claim in page.results.claims)  # of one seed
@@ -69,7 +77,7 @@ def test_a_figure_is_run_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
 
     # Again: nothing is trained or evaluated.
     runs = sorted((output / RUNS).iterdir())
-    assert [run.name for run in runs] == ["leak-as_is-seed0", "leak-group-seed0"]
+    assert [run.name for run in runs] == ["leak-local-seed0", "leak-group-seed0"]
     files = [run / name for run in runs for name in (METRICS, RESULT, OUTCOME)]
     before = {file: file.stat().st_mtime_ns for file in files}
     messages.clear()

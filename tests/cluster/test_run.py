@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
     "cpus_per_worker": 0.5,
     "data.channels": 1,
     "encoder.name": "tests.cluster.networks:small",
-    "encoder.arguments": {"channels": 1},
+    "encoder.kwargs": {"channels": 1},
     "stages.0.epochs": 2,
     "stages.0.batch_size": BATCH_SIZE,
     "evaluation.num_test": 64,
@@ -150,7 +150,7 @@ def test_the_controller_loads_no_libraries_of_images(watched: Watched) -> None:
 
 
 def test_broken_rows_are_counted_by_cause(finished: Finished) -> None:
-    assert finished.result.broken_rows == {"not an image": NUM_BROKEN}
+    assert finished.result.invalid_rows == {"not an image": NUM_BROKEN}
 
 
 def test_metrics_have_a_line_a_step_and_judgments_between(finished: Finished) -> None:
@@ -268,7 +268,7 @@ def test_an_existing_output_is_refused_without_resume(finished: Finished) -> Non
         ({"seed": 1}, "seed"),
         ({"stages.0.batch_size": 32}, "stages.0.batch_size"),
         ({"data.channels": 3}, "data.channels"),
-        ({"encoder.arguments": {"channels": 1, "dropout": 0.9}}, "encoder.arguments.dropout"),
+        ({"encoder.kwargs": {"channels": 1, "dropout": 0.9}}, "encoder.kwargs.dropout"),
     ],
 )
 def test_a_resumed_run_must_not_change_what_it_learns_from(
@@ -291,7 +291,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_and_resumed_equals_the_whole_one
     output, marker = tmp_path / "killed", tmp_path / "died"
     # It dies at the 8th step, after the checkpoint of the 5th: neither is the end of an epoch.
     arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
-    config = small_run(**{"encoder.arguments": arguments, "max_failures": 0})
+    config = small_run(**{"encoder.kwargs": arguments, "max_failures": 0})
     with pytest.raises(RunError):
         raycl.train(config, data=str(finished.data), output=str(output), quiet=True)
     assert marker.exists()
@@ -321,7 +321,7 @@ def test_a_list_of_checkpoints_cut_in_its_writing_costs_one_of_them_and_nothing_
 ) -> None:
     output, marker = tmp_path / "cut", tmp_path / "died"
     arguments = {"channels": 1, "die_at": finished.result.steps, "marker": str(marker)}
-    config = small_run(**{"encoder.arguments": arguments, "max_failures": 0})
+    config = small_run(**{"encoder.kwargs": arguments, "max_failures": 0})
     with pytest.raises(RunError):
         raycl.train(config, data=str(finished.data), output=str(output), quiet=True)
     listed = output / "checkpoints" / LISTED
@@ -367,7 +367,7 @@ def test_a_run_that_ended_in_the_middle_of_an_epoch_goes_on_from_there(
 
 
 def test_weights_that_are_no_numbers_are_never_saved(finished: Finished, tmp_path: Path) -> None:
-    config = small_run(**{"workers": 1, "encoder.arguments": {"channels": 1, "nan_gradient_at": 10}})
+    config = small_run(**{"workers": 1, "encoder.kwargs": {"channels": 1, "nan_gradient_at": 10}})
     with pytest.raises(NonFiniteLossError, match=r"not finite after step 10; .*\(step 9\) is kept: lower"):
         raycl.train(config, data=str(finished.data), output=str(tmp_path / "run"), quiet=True)
     kept = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
@@ -388,7 +388,7 @@ def failed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Failed:
     output = tmp_path_factory.mktemp("runs") / "failed"
     arguments = {"channels": 1, "dropout": 0.0, "nan_at": 7}
     rate = {"stages.0.learning_rate": 0.01, "stages.0.learning_rate_schedule": "constant"}
-    config = small_run(**{"encoder.arguments": arguments, **rate, "stages.0.warmup_epochs": 0.0})
+    config = small_run(**{"encoder.kwargs": arguments, **rate, "stages.0.warmup_epochs": 0.0})
     with pytest.raises(NonFiniteLossError) as caught:
         raycl.train(config, data=str(data), output=str(output), quiet=True)
     return Failed(config, output, caught.value)
@@ -417,7 +417,7 @@ def test_one_worker_takes_the_same_steps_as_two(failed: Failed, data: Path, tmp_
 
 
 # Of the rows that a stream expects to train on, the broken ones make the ninth batch of an epoch.
-STREAMED = {"data.cache": "stream", "data.shuffle_rows": 128, "stages.0.batch_size": 70}
+STREAMED = {"data.cache": "stream", "data.shuffle_buffer_size": 128, "stages.0.batch_size": 70}
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +437,7 @@ def test_a_streamed_run_makes_the_steps_that_its_sound_rows_give_in_each_epoch(s
     assert (streamed.result.steps, streamed.result.epochs) == (2 * sound, 2)
     lines = [line for line in read_metrics(Place(str(streamed.output))) if "loss" in line]
     assert [line["epoch"] for line in lines] == [0] * sound + [1] * sound
-    assert streamed.result.broken_rows == {"not an image": NUM_BROKEN}
+    assert streamed.result.invalid_rows == {"not an image": NUM_BROKEN}
     assert "knn_top1" in streamed.result.final
 
 
@@ -498,7 +498,7 @@ def test_an_epoch_of_a_stream_leaves_no_process_behind(
 @pytest.mark.drill
 def test_a_streamed_run_that_loses_a_worker_equals_the_whole_one(streamed: Finished, tmp_path: Path) -> None:
     marker, output = tmp_path / "died", tmp_path / "killed"
-    arguments = {"encoder.arguments": {"channels": 1, "die_at": 8, "marker": str(marker)}}
+    arguments = {"encoder.kwargs": {"channels": 1, "die_at": 8, "marker": str(marker)}}
     config = small_run(**STREAMED, **arguments)
     raycl.train(config, data=str(streamed.data), output=str(output), quiet=True)
     assert int(marker.read_text()) == streamed.result.steps - 5
@@ -518,7 +518,7 @@ def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
     dataset = ray.data.from_items(
         [{"image": image, "label": ("even", "odd")[index % 2]} for index, image in enumerate(pixels)]
     )
-    changed = {"data.channels": 3, "encoder.name": "resnet10", "encoder.arguments": {}}
+    changed = {"data.channels": 3, "encoder.name": "resnet10", "encoder.kwargs": {}}
     settings = {**SMALL, **changed, "stages.0.epochs": 1, "workers": 1}
     output = str(tmp_path / "run")
     result = raycl.train(
@@ -552,7 +552,7 @@ def test_a_batch_larger_than_the_set_is_refused(tmp_path: Path) -> None:
 
 def test_an_encoder_of_the_wrong_shape_is_refused(data: Path, tmp_path: Path) -> None:
     config = small_run(
-        **{"encoder.name": "tests.cluster.networks:flat", "encoder.arguments": {}, "data.channels": 3}
+        **{"encoder.name": "tests.cluster.networks:flat", "encoder.kwargs": {}, "data.channels": 3}
     )
     with pytest.raises(ConfigError, match=r"must return \[batch, dim\]"):
         raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)

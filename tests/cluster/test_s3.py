@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
     local = write_digits(folder / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
     data, output = Place(f"{ROOT}/data/digits.parquet"), Place(f"{ROOT}/runs/first")
     data.write_bytes(local.read_bytes())
-    config = small_run(**{"encoder.arguments": {"channels": 1, "die_at": 13, "marker": str(folder / "died")}})
+    config = small_run(**{"encoder.kwargs": {"channels": 1, "die_at": 13, "marker": str(folder / "died")}})
     raycl.train(config, data=data.uri, output=output.uri, quiet=True)
     return output
 

@@ -70,7 +70,7 @@ def test_a_worker_killed_in_the_second_stage_comes_back_in_it(
 ) -> None:
     # Nine passes, then five a step (three chunks, the last of which is kept): dies in the fourth step.
     arguments = {"channels": 1, "die_at": 9 + 5 * 3 + 2, "marker": str(tmp_path / "died")}
-    settings = {"workers": 1, "max_failures": 1, "checkpoints.every_steps": 1, "encoder.arguments": arguments}
+    settings = {"workers": 1, "max_failures": 1, "checkpoints.every_steps": 1, "encoder.kwargs": arguments}
     output = tmp_path / "killed"
     raycl.train(staged_run(**settings), data=str(data), output=str(output), quiet=True)
     assert (tmp_path / "died").exists()

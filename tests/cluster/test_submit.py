@@ -41,13 +41,13 @@ SMALL = {
     "simcse": TEXTS,
     "esimcse": TEXTS + QUEUE,
     "two_tower": TEXTS,
-    "image_text": IMAGES + TEXTS,
+    "clip": IMAGES + TEXTS,
 }
 WRITTEN: dict[str, Callable[[Path, int], Path]] = {
     "simcse": write_texts,
     "esimcse": write_texts,
     "two_tower": write_pairs,
-    "image_text": write_captioned,
+    "clip": write_captioned,
 }
 
 

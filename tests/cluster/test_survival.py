@@ -54,7 +54,7 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
         **{
             "workers": 1,
             "encoder.name": "tests.cluster.networks:slow",
-            "encoder.arguments": {"channels": 1, "marker": str(marker)},
+            "encoder.kwargs": {"channels": 1, "marker": str(marker)},
             "stages.0.epochs": 20,
             "checkpoints.every_steps": 20,
             "log_every_steps": 40,
@@ -107,7 +107,7 @@ def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: 
     data = write_digits(tmp_path / "digits.parquet", 300)
     # Of steps so slow that the second one comes before the run has ended for the first.
     arguments = {"channels": 1, "marker": str(tmp_path / "nowhere"), "seconds": 2}
-    settings = {"encoder.name": "tests.cluster.networks:slow", "encoder.arguments": arguments}
+    settings = {"encoder.name": "tests.cluster.networks:slow", "encoder.kwargs": arguments}
     config = small_run(**settings, workers=1, **{"stages.0.epochs": 100, "evaluation.every_epochs": 0})
     (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
 
@@ -171,7 +171,7 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
         **{
             "workers": 1,
             "encoder.name": "tests.cluster.networks:slow",
-            "encoder.arguments": {"channels": 1, "marker": str(tmp_path / "nowhere"), "seconds": 8},
+            "encoder.kwargs": {"channels": 1, "marker": str(tmp_path / "nowhere"), "seconds": 8},
             "evaluation.every_epochs": 0,
         }
     )
@@ -264,7 +264,7 @@ def test_controllers_that_die_leave_neither_room_nor_actors(tmp_path: Path) -> N
         **{
             "workers": 1,
             "encoder.name": "tests.cluster.networks:slow",
-            "encoder.arguments": {"channels": 1, "marker": str(tmp_path / "hurry")},
+            "encoder.kwargs": {"channels": 1, "marker": str(tmp_path / "hurry")},
             "stages.0.epochs": 60,
             "checkpoints.every_steps": 2,
             "evaluation.every_epochs": 0,
@@ -328,7 +328,7 @@ def test_a_run_that_loses_its_workers_at_one_point_again_and_again_gives_up(tmp_
 @pytest.mark.drill
 def test_fewer_workers_will_do_where_there_is_no_room_for_more(tmp_path: Path) -> None:
     data = write_digits(tmp_path / "digits.parquet", 300)
-    settings = {"stages.0.epochs": 2, "encoder.arguments": {"channels": 1, "dropout": 0.0}}
+    settings = {"stages.0.epochs": 2, "encoder.kwargs": {"channels": 1, "dropout": 0.0}}
     # Of 4 CPUs 3 workers of 1.3 have room; a fourth has not.
     elastic = small_run(
         **settings, min_workers=1, workers=4, cpus_per_worker=1.3, **{"stages.0.batch_size": 48}

@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     "workers": 2,
     "cpus_per_worker": 0.5,
     "text.vocabulary_size": 400,
-    "encoder.arguments": {"dim": 16, "hidden_dim": 0},
+    "encoder.kwargs": {"dim": 16, "hidden_dim": 0},
     "projection_head.dim": 16,
     "stages.0.epochs": 2,
     "stages.0.batch_size": BATCH_SIZE,
@@ -89,7 +89,7 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def click_run(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, raycl.RunResult]:
     output = tmp_path_factory.mktemp("runs") / "clicks"
     # Two of 749 rows are broken; of the 300 pairs that would be too many.
-    config = run_of("two_tower", **{"data.max_bad_fraction": 0.004})
+    config = run_of("two_tower", **{"data.max_invalid_fraction": 0.004})
     return output, raycl.train(config, data=str(click_log), output=str(output), quiet=True)
 
 
@@ -97,8 +97,8 @@ def test_a_click_log_is_grouped_and_what_is_left_out_is_counted(
     click_run: tuple[Path, raycl.RunResult],
 ) -> None:
     output, result = click_run
-    assert result.left_out == {WITHOUT_POSITIVE: 1, REPEATED: 1, CONTRADICTED: 1}
-    assert result.broken_rows == {"missing value": 1, "label other than 0 and 1": 1}
+    assert result.skipped == {WITHOUT_POSITIVE: 1, REPEATED: 1, CONTRADICTED: 1}
+    assert result.invalid_rows == {"missing value": 1, "label other than 0 and 1": 1}
     assert json.loads((output / "data.json").read_text())["num_rows"] == NUM_QUERIES
     assert result.final["recall_at_10"] > 0.1  # by chance 10 of 300 documents
     assert (output / "tokenizer.json").exists()
@@ -162,7 +162,7 @@ def test_a_run_of_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.
 def test_a_run_that_lost_a_worker_equals_one_that_did_not(click_log: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "encoder.name": "tests.cluster.networks:words",
-        "encoder.arguments": {"dim": 16, "die_at": 8, "marker": str(tmp_path / "died")},
+        "encoder.kwargs": {"dim": 16, "die_at": 8, "marker": str(tmp_path / "died")},
         "evaluation.every_epochs": 0,
         "negatives.store": "queue",
         "negatives.capacity": 64,
@@ -182,7 +182,7 @@ def test_retrieval_is_judged_beside_words_and_shows_examples(
     path = tmp_path / "test.parquet"
     pq.write_table(pa.Table.from_pylist(clicks()[:200]), path)
     found = raycl.evaluate("retrieval", run=str(click_run[0]), test=str(path), examples=2, quiet=True)
-    assert found["floor"]["bm25"]["recall_at_10"] > 0.9  # a query is made of its document's words
+    assert found["baseline"]["bm25"]["recall_at_10"] > 0.9  # a query is made of its document's words
     assert 0 < found["ndcg_at_10"] <= 1
     assert 0 < found["average_precision"] <= 1
     assert len(found["examples"]) == 2
@@ -199,7 +199,7 @@ def test_a_train_set_adds_documents_and_its_matches_do_not_count(
     others = [{**row, "document": f"{row['query']} {row['query']}"} for row in rows[:40]]
     pq.write_table(pa.Table.from_pylist([*others, *rows[40:]]).drop(["label"]), train)
     known = raycl.evaluate("retrieval", run=str(click_run[0]), test=str(test), train=str(train), quiet=True)
-    assert known["floor"]["bm25"]["recall_at_1"] > 0.9
+    assert known["baseline"]["bm25"]["recall_at_1"] > 0.9
     assert known["num_train"] == NUM_QUERIES
     assert "average_precision" not in known
 
@@ -210,7 +210,9 @@ def test_mined_negatives_are_no_matches_and_train(
     rows = [row for row in clicks() if row["query_id"] not in ("broken", "graded")]
     data, mined = tmp_path / "pairs.parquet", tmp_path / "mined.parquet"
     pq.write_table(pa.Table.from_pylist(rows), data)
-    told = raycl.mine(str(click_run[0]), str(data), str(mined), num_negatives=3, below=1.0, quiet=True)
+    told = raycl.mine(
+        str(click_run[0]), str(data), str(mined), num_negatives=3, max_relative_score=1.0, quiet=True
+    )
     table = pq.read_table(mined)
     assert told.num_pairs == len(table) == NUM_QUERIES
     explicit = {row["query"]: [] for row in rows}
@@ -269,10 +271,10 @@ def test_sentences_are_streamed_and_judged_by_peoples_scores(tmp_path: Path) -> 
     pq.write_table(pa.table({"sentence1": texts[:-1], "sentence2": texts[1:], "score": score}), pairs)
     config = run_of("simcse", **{"encoder.name": "bag_of_subwords", "data.cache": "stream"})
     result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
-    assert result.broken_rows == {"empty text": 1, "missing value": 1}
+    assert result.invalid_rows == {"empty text": 1, "missing value": 1}
     found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
     assert found["spearman"]["sts"] == found["mean"] > 0.05  # by chance 0 +- 0.05
-    assert found["floor"]["tfidf"]["mean"] > 0.5
+    assert found["baseline"]["tfidf"]["mean"] > 0.5
 
 
 def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
@@ -283,13 +285,13 @@ def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
     data = tmp_path / "captioned.parquet"
     pq.write_table(pa.table({"image": table["image"], "captions": captions}), data)
     config = run_of(
-        "image_text",
+        "clip",
         **{
             "data.columns.caption": "captions",
             "data.channels": 1,
             "encoder.name": "tests.cluster.networks:small",
-            "encoder.arguments": {"channels": 1},
-            "text_encoder.arguments": {"dim": 16, "hidden_dim": 0},
+            "encoder.kwargs": {"channels": 1},
+            "text_encoder.kwargs": {"dim": 16, "hidden_dim": 0},
             "stages.0.chunk_size": 8,
         },
     )

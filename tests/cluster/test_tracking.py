@@ -151,7 +151,7 @@ def test_what_does_not_change_stays_visible() -> None:
         time.sleep(25)
         again = scrape("lasting")
     assert [value for _, value in again["rows_read"]] == [8]
-    broken = {tags["cause"]: value for tags, value in again["rows_broken"]}
+    broken = {tags["cause"]: value for tags, value in again["rows_invalid"]}
     assert broken == {"not an image": 2, "too large": 1}
     assert again == seen
 
@@ -165,7 +165,7 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
         {
             **SMALL,
             "encoder.name": "tests.cluster.test_tracking:patient",
-            "encoder.arguments": {"marker": str(marker)},
+            "encoder.kwargs": {"marker": str(marker)},
             "stages.0.epochs": None,
             "stages.0.steps": NUM_STEPS_BEFORE + 2,
             "stages.0.learning_rate_schedule": "constant",
@@ -186,7 +186,7 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
         "trained_steps": NUM_STEPS_BEFORE,
         "trained_samples": num_samples,
         "rows_read": NUM_IMAGES,
-        "rows_broken": NUM_BROKEN,
+        "rows_invalid": NUM_BROKEN,
         "bank_rows": CAPACITY,
         "bank_rows_written": num_samples,
     }
@@ -195,7 +195,7 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
     finally:
         marker.touch()
         run.join()
-    [(tags, _)] = seen["rows_broken"]
+    [(tags, _)] = seen["rows_invalid"]
     assert (tags["cause"], tags["recipe"]) == ("not an image", "moco_v2")
     calls = {tags["method"]: value for tags, value in seen["bank_calls"]}
     assert calls["push"] == 2 * NUM_STEPS_BEFORE  # each worker its part
@@ -205,7 +205,7 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
     assert numbers - NOT_EXPORTED <= set(METRICS)
     [at_last] = [line["loss"] for line in lines if line["step"] == NUM_STEPS_BEFORE and "loss" in line]
     assert [value for _, value in seen["loss"]] == [pytest.approx(at_last, rel=1e-5)]
-    assert {"knn_top1", "spread", "negatives_age_max", "data_wait_fraction"} <= seen.keys()
+    assert {"knn_top1", "embedding_std", "negatives_age_max", "data_wait_fraction"} <= seen.keys()
 
     for name in ("loss", "knn_top1"):
         written = [(line["step"], pytest.approx(line[name], rel=1e-5)) for line in lines if name in line]

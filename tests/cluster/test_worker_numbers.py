@@ -28,7 +28,7 @@ IMAGES = {
     "data.channels": 1,
     "evaluation.k": 20,
     "encoder.name": "tests.cluster.networks:small",
-    "encoder.arguments": {"channels": 1, "dropout": 0.0},
+    "encoder.kwargs": {"channels": 1, "dropout": 0.0},
 }
 QUEUE = {"negatives.capacity": 128}
 TEXTS = {"text.vocabulary_size": 400}
@@ -39,16 +39,16 @@ OWN: dict[str, dict[str, Any]] = {
     # Read in step: what is read one step ahead depends on when it is asked for.
     "instance_discrimination": IMAGES
     | {"negatives.num_negatives": 64, "batchnorm": "synchronized", "bank.max_staleness": 0},
-    "simcse": TEXTS | {"encoder.arguments": TRANSFORMER, "projection_head.dim": 16},
-    "esimcse": TEXTS | QUEUE | {"encoder.arguments": TRANSFORMER, "projection_head.dim": 16},
-    "two_tower": TEXTS | {"encoder.arguments": BAG, "projection_head.dim": 16},
-    "image_text": TEXTS | IMAGES | {"text_encoder.arguments": BAG, "projection_head.dim": 16},
+    "simcse": TEXTS | {"encoder.kwargs": TRANSFORMER, "projection_head.dim": 16},
+    "esimcse": TEXTS | QUEUE | {"encoder.kwargs": TRANSFORMER, "projection_head.dim": 16},
+    "two_tower": TEXTS | {"encoder.kwargs": BAG, "projection_head.dim": 16},
+    "clip": TEXTS | IMAGES | {"text_encoder.kwargs": BAG, "projection_head.dim": 16},
 }
 WRITTEN: dict[str, Callable[[Path, int], Path]] = {
     "simcse": write_texts,
     "esimcse": write_texts,
     "two_tower": write_pairs,
-    "image_text": write_captioned,
+    "clip": write_captioned,
 }
 
 

@@ -43,7 +43,7 @@ def _step(
     worker: int, num_workers: int, tower: Tower, rows: Tensor, sizes: list[int], every: int | None
 ) -> dict[str, Tensor | None]:
     own = rows.split(sizes)[worker]
-    lockstep = ChunkedBatchNorm(synchronize(tower), chunk_size=5, milestone_every=every)
+    lockstep = ChunkedBatchNorm(synchronize(tower), chunk_size=5, activation_checkpoint_every=every)
     embeddings = lockstep.embed(own)
     lockstep.backward(embeddings.flip(0) * len(own))
     return _state(tower)

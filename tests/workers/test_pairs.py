@@ -31,7 +31,7 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 40}
 SEPARATE: dict[str, Any] = {
     "separate_towers": True,
     "encoder.name": "transformer",
-    "encoder.arguments": TRANSFORMER,
+    "encoder.kwargs": TRANSFORMER,
 }
 
 # Of each case the recipe, its settings and the columns that the set has.
@@ -77,10 +77,10 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "common documents made up for": (
         "two_tower",
-        {**LEARNED, "stages.0.discount_frequent": True},
+        {**LEARNED, "stages.0.logq_correction": True},
         WITH_NEGATIVES,
     ),
-    "images and captions": ("image_text", {}, ("image", "caption")),
+    "images and captions": ("clip", {}, ("image", "caption")),
     "simcse": ("simcse", LEARNED, ("text",)),
     "esimcse": ("esimcse", {"negatives.capacity": 40}, ("text",)),
 }

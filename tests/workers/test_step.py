@@ -130,7 +130,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def config_of(method: str, num_workers: int) -> RunConfig:
     settings = {"recipe": method, **METHODS[method]}
-    small = {"workers": num_workers, "stages.0.batch_size": BATCH, "bank.held_by": "workers"}
+    small = {"workers": num_workers, "stages.0.batch_size": BATCH, "bank.location": "worker"}
     base = recipe(settings.pop("recipe"), image_size=8)
     return override(base, {**small, "projection_head.dim": 12, **settings})
 

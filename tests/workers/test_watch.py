@@ -23,7 +23,7 @@ def embeddings() -> tuple[Tensor, Tensor]:
 
 def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
     query, key = (each[rank * LOCAL :][:LOCAL] for each in embeddings())
-    monitor = CollapseMonitor(Limits(grace=3))
+    monitor = CollapseMonitor(Limits(initial_patience=3))
     measures = StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key)).measure()
     monitor.update(step=1, measures=measures, loss=1.0, collapsed_loss=9.0)
     point = StepOutput(loss=1.0, collapsed_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))

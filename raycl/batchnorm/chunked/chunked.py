@@ -9,7 +9,7 @@ Here all chunks advance together. At each BatchNorm every chunk waits until the 
 (and workers) are merged. In the backward pass they wait for the two sums that the gradient of
 BatchNorm needs. Only one graph exists at a time, of one chunk and one segment; values that wait
 between segments exist for the whole batch. So memory falls by less than with independent chunks, and
-``milestone_every`` saves more for one more forward pass.
+``activation_checkpoint_every`` saves more for one more forward pass.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class ChunkedBatchNorm:
             ``nn.BatchNorm1d/2d/3d`` or synchronized layers. ``torch.fx`` must be able to trace it,
             and traces it again when the modes of its layers change.
         chunk_size: Rows that have a graph at the same time.
-        milestone_every: ``None`` keeps all values that wait between segments, from forward to
+        activation_checkpoint_every: ``None`` keeps all values that wait between segments, from forward to
             backward. A number k keeps them only at every k-th point through which a single value
             passes, such as the end of a residual block, and recomputes the others: less memory, and
             one more forward pass without graphs.
@@ -59,14 +59,18 @@ class ChunkedBatchNorm:
             not positive.
     """
 
-    def __init__(self, tower: nn.Module, *, chunk_size: int, milestone_every: int | None = None) -> None:
+    def __init__(
+        self, tower: nn.Module, *, chunk_size: int, activation_checkpoint_every: int | None = None
+    ) -> None:
         if chunk_size < 1:
             raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}; 32 is usual")
-        if milestone_every is not None and milestone_every < 1:
-            raise ConfigError(f"milestone_every must be None or at least 1, got {milestone_every}; try 1")
+        if activation_checkpoint_every is not None and activation_checkpoint_every < 1:
+            raise ConfigError(
+                f"activation_checkpoint_every must be None or at least 1, got {activation_checkpoint_every}; try 1"
+            )
         self._tower = tower
         self._chunk_size = chunk_size
-        self._milestone_every = milestone_every
+        self._milestone_every = activation_checkpoint_every
         self._modes = _modes(tower)
         self._network = Network(tower)
         self._pass: _Pass | None = None

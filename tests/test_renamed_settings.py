@@ -1,0 +1,93 @@
+"""What an older version wrote is still read; an old name that a user types is answered with the new one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raycl.cli.plan import measure_settings
+from raycl.config import leaves
+from raycl.config.overrides import RENAMED, config_from_yaml, override
+from raycl.errors import ConfigError
+from raycl.recipes import RECIPES, recipe
+from raycl.records import RENAMED as RENAMED_KEYS
+from raycl.records import read_metrics, read_result
+from raycl.report.history import read_history
+from raycl.storage import Place
+from tests.outputs import write_run
+
+OLD = Path(__file__).parent / "old_configs"  # as 0.1.0 before the renames wrote them, for images of 32 pixels
+GUIDE = Path(__file__).parent.parent / "docs" / "migration-names.md"
+OLD_NAMES = {"clip": "image_text"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_config_that_an_older_version_wrote_is_the_recipe_of_today(name: str) -> None:
+    text = (OLD / f"{OLD_NAMES.get(name, name)}.yaml").read_text()
+    assert config_from_yaml(text) == recipe(name, image_size=32)
+
+
+def test_every_old_value_is_replaced_in_every_stage() -> None:
+    values = yaml.safe_load((OLD / "instance_discrimination.yaml").read_text())
+    values["bank"]["held_by"] = "workers"
+    values["encoder"]["arguments"] = {"zero_init_residual": True}
+    values["stages"] *= 2
+    values["stages"][1] = values["stages"][1] | {"learning_rate_over": "run", "kept_chunks": 3}
+    config = config_from_yaml(yaml.safe_dump(values))
+    assert config.bank.location == "worker"
+    assert config.encoder.kwargs == {"zero_init_residual": True}
+    assert [stage.cached_chunks for stage in config.stages] == [1, 3]
+    assert [stage.learning_rate_scope for stage in config.stages] == ["stage", "run"]
+
+
+def test_a_file_with_both_names_of_a_setting_is_refused() -> None:
+    text = "recipe: mine\ndata: {stored_size: 32, decode_size: 64}\nstages: [{steps: 1}]"
+    with pytest.raises(ConfigError, match="unknown key data.stored_size; it is now data.decode_size"):
+        config_from_yaml(text)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_on_the_command_line_is_answered_with_the_new_one(old: str) -> None:
+    new = RENAMED[old].replace(".N.", ".0.")
+    typed = old.replace(".N.", ".0.")
+    if old.startswith("recipe="):
+        with pytest.raises(ConfigError, match="unknown recipe 'image_text'; it is now clip"):
+            recipe("image_text")
+    elif old == "floor":
+        with pytest.raises(ConfigError, match="unknown key floor; it is now baseline"):
+            measure_settings("knn", ["floor=false"])
+    elif "=" in typed:
+        with pytest.raises(ConfigError, match=f"{typed} is now {new}"):
+            override(recipe("simclr"), [typed])
+    else:
+        with pytest.raises(ConfigError, match=f"unknown key {typed}; it is now {new}"):
+            override(recipe("simclr"), [f"{typed}=1"])
+
+
+def test_every_new_name_is_a_setting() -> None:
+    settings = leaves(recipe("two_tower")) | {"text_encoder.kwargs": {}, "baseline": True}
+    for new in RENAMED.values():
+        assert new.partition("=")[0].replace(".N.", ".0.") in settings | {"encoder.kwargs": {}}
+
+
+def test_the_migration_guide_lists_every_renamed_setting_and_key() -> None:
+    text = GUIDE.read_text()
+    for old, new in (RENAMED | RENAMED_KEYS).items():
+        assert f"| `{old}` | `{new}` |" in text
+
+
+def test_metrics_and_results_of_older_versions_are_read_under_the_new_keys(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    line = {"step": 1, "samples": 8, "loss": 1.0, "spread": 0.5, "leakage": 0.25}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "result.json").write_text(
+        json.dumps({"status": "finished", "invalid_rows": {"a": 1}, "skipped": {"b": 2}})
+    )
+    place = Place(str(tmp_path))
+    assert read_metrics(place) == [
+        {"step": 1, "samples": 8, "loss": 1.0, "embedding_std": 0.5, "batchnorm_leakage": 0.25}
+    ]
+    assert read_result(place) == {"status": "finished", "invalid_rows": {"a": 1}, "skipped": {"b": 2}}
+    history = read_history((tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (history["embedding_std"].last, history["batchnorm_leakage"].last) == (0.5, 0.25)
