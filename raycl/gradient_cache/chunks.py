@@ -28,7 +28,7 @@ class Chunks:
     """
 
     def __init__(self, tower: nn.Module, *, chunk_size: int, cached_chunks: int) -> None:
-        self._tower, self._chunk_size, self._kept_chunks = tower, chunk_size, cached_chunks
+        self._tower, self._chunk_size, self._cached_chunks = tower, chunk_size, cached_chunks
         self._recomputed: list[_Chunk] = []
         self._cached: list[Tensor] = []
         self._check = RecomputeCheck()
@@ -37,7 +37,7 @@ class Chunks:
         """Return the embeddings [num_rows, dim], without graph."""
         self._autocast = current_autocast(rows[0].device)
         chunks = list(zip(*(each.split(self._chunk_size) for each in rows), strict=True))
-        num_cached = min(self._kept_chunks, len(chunks)) if with_gradient else 0
+        num_cached = min(self._cached_chunks, len(chunks)) if with_gradient else 0
         # The last chunks keep their graph: no graph takes memory while the others pass.
         first_cached = len(chunks) - num_cached
         statistics = RunningStatistics(self._tower)

@@ -70,7 +70,7 @@ class ChunkedBatchNorm:
             )
         self._tower = tower
         self._chunk_size = chunk_size
-        self._milestone_every = activation_checkpoint_every
+        self._checkpoint_every = activation_checkpoint_every
         self._modes = _modes(tower)
         self._network = Network(tower)
         self._pass: _Pass | None = None
@@ -91,7 +91,7 @@ class ChunkedBatchNorm:
             self._network, self._modes = Network(self._tower), modes
         if with_gradient:
             self._pass = None  # frees its memory first
-        milestones = self._network.milestones(self._milestone_every)
+        milestones = self._network.milestones(self._checkpoint_every)
         batch = _Pass(self._network, rows, chunk_size=self._chunk_size, milestones=milestones)
         before = _versions(self._tower)
         with _own_casts():
