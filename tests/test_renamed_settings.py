@@ -82,7 +82,7 @@ def test_metrics_and_results_of_older_versions_are_read_under_the_new_keys(tmp_p
     line = {"step": 1, "samples": 8, "loss": 1.0, "spread": 0.5, "leakage": 0.25}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "result.json").write_text(
-        json.dumps({"status": "finished", "invalid_rows": {"a": 1}, "skipped": {"b": 2}})
+        json.dumps({"status": "finished", "broken_rows": {"a": 1}, "left_out": {"b": 2}})
     )
     place = Place(str(tmp_path))
     assert read_metrics(place) == [
