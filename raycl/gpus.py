@@ -1,4 +1,4 @@
-"""GPUs: what is refused for the lack of them, where possible without starting Ray."""
+"""Checks of GPUs, importable without Ray: a run that lacks them is refused before Ray starts."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ _DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def check_gpus(workers: int, have: float) -> None:
-    """Refuse a run with fewer GPUs than ``workers``: ``ConfigError``."""
+    """Raise ``ConfigError`` if there are fewer GPUs than ``workers``."""
     if have < workers:
         raise ConfigError(
             f"{workers} workers ask for a GPU each, the cluster has {have:g}; "
@@ -20,7 +20,7 @@ def check_gpus(workers: int, have: float) -> None:
         )
 
 
-# Types of Ray whose cards have no units for bfloat16.
+# Ray's accelerator types without units for bfloat16.
 _WITHOUT_BFLOAT16 = ("K80", "P4", "P100", "T4", "V100")
 
 
@@ -31,7 +31,7 @@ def accelerators(resources: Iterable[str]) -> list[str]:
 
 
 def check_accelerator(wanted: str | None, have: Sequence[str]) -> None:
-    """Refuse a type of GPU that no node has: ``ConfigError``."""
+    """Raise ``ConfigError`` if no node has the wanted type of GPU."""
     if wanted is not None and wanted not in have:
         raise ConfigError(
             f"no node of the cluster has the accelerator {wanted!r}, it has {', '.join(have) or 'none'}; "
@@ -40,7 +40,7 @@ def check_accelerator(wanted: str | None, have: Sequence[str]) -> None:
 
 
 def check_bfloat16(types: Collection[str]) -> None:
-    """Refuse bfloat16 on GPUs of which none has it: ``ConfigError``."""
+    """Raise ``ConfigError`` if none of these types of GPUs has bfloat16."""
     if types and all(each in _WITHOUT_BFLOAT16 for each in types):
         raise ConfigError(
             f"precision=bfloat16 needs GPUs that have it, came {', '.join(types)}; set precision=float32, or ask for "
@@ -49,7 +49,7 @@ def check_bfloat16(types: Collection[str]) -> None:
 
 
 def check_gpu(have: float) -> None:
-    """Refuse to embed on a GPU where there is none: ``ConfigError``."""
+    """Raise ``ConfigError`` if there is no GPU to embed on."""
     if have < 1:
         raise ConfigError("--gpu asks for a GPU, the cluster has none; leave it out or join one that has")
 

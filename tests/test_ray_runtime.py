@@ -26,7 +26,7 @@ def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raycl.ray_runtime.ray.is_initialized", lambda: False)
 
 
-def test_the_only_ray_of_a_machine_is_asked() -> None:
+def test_the_only_ray_of_a_machine_is_joined() -> None:
     assert require_single({"10.0.0.1:6379"}) == "10.0.0.1:6379"
 
 
@@ -37,7 +37,7 @@ def test_the_only_ray_of_a_machine_is_asked() -> None:
         ({"10.0.0.1:2", "10.0.0.1:1"}, "2 Rays run.*10.0.0.1:1, 10.0.0.1:2.*--address"),
     ],
 )
-def test_none_and_several_are_one_line(addresses: set[str], says: str) -> None:
+def test_no_ray_and_several_rays_are_refused_in_one_line(addresses: set[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         require_single(addresses)
 
@@ -70,7 +70,7 @@ def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
         (None, "10.0.0.1:6379", False),
     ],
 )
-def test_only_a_ray_of_its_own_is_started_early(
+def test_only_a_local_ray_is_started_early(
     monkeypatch: pytest.MonkeyPatch, address: str | None, variable: str | None, starts: bool
 ) -> None:
     entered, imported = threading.Event(), []
@@ -93,7 +93,7 @@ def test_only_a_ray_of_its_own_is_started_early(
     assert (imported, entered.is_set()) == (["torchvision"] if starts else [], starts)
 
 
-def test_what_cannot_be_imported_is_told_by_who_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_import_is_raised_where_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def import_module(name: str) -> None:
         raise ImportError(f"no {name} here")
 
@@ -105,24 +105,24 @@ def test_what_cannot_be_imported_is_told_by_who_starts_ray(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("given", [None, "1"])
-def test_the_processes_of_a_ray_of_its_own_are_told_that_no_node_is_announced_as_lost(
+def test_a_local_ray_starts_without_a_preemption_watcher(
     monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
     monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
     monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, raising=False)  # that the tests set themselves
     if given is not None:
         monkeypatch.setenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, given)
-    told = []
+    seen = []
 
     def init(**_: object) -> SimpleNamespace:
-        told.append(os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR))
+        seen.append(os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR))
         return SimpleNamespace(dashboard_url="")
 
     monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
     monkeypatch.setattr("raycl.ray_runtime._check_that_it_answers", lambda _: None)
     init_ray("local")
     init_ray("10.0.0.1:6379")
-    assert told == [given or "0", given]
+    assert seen == [given or "0", given]
     assert os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR) == given
 
 
@@ -244,9 +244,9 @@ def test_rays_core_is_quiet_in_this_process_alone_unless_asked_for_more(
     assert levels == [given, level]
     assert os.environ.get("RAY_BACKEND_LOG_LEVEL") == given
     assert ray_runtime.worker.connect is connect
-    told = capfd.readouterr().err.splitlines()
-    assert ("logging.cc:303: Set ray log level" in told) is debug
-    assert told[-1] == "what others write"
+    lines = capfd.readouterr().err.splitlines()
+    assert ("logging.cc:303: Set ray log level" in lines) is debug
+    assert lines[-1] == "what others write"
 
 
 @pytest.mark.parametrize(

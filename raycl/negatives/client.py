@@ -1,4 +1,4 @@
-"""A worker's access to a bank: it writes and reads like the store itself, and workers do not wait for each other."""
+"""A worker's access to a bank, without waiting for other workers."""
 
 import uuid
 from collections.abc import Callable
