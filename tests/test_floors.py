@@ -107,6 +107,17 @@ def test_module_imports_only_lower_floors(path: Path) -> None:
         assert FLOOR_OF[imported] < FLOOR_OF[room], f"{room} imports {imported}"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_imports_more_than_twenty_modules_of_the_package(path: Path) -> None:
+    modules = {
+        node.module
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("raycl")
+    }
+    limit = 24 if path == PACKAGE / "training" / "build.py" else 20  # it builds each part by its name
+    assert len(modules) <= limit
+
+
 def test_every_room_has_a_floor() -> None:
     assert {room_of(path) for path in FILES} == set(FLOOR_OF)
 
