@@ -5,13 +5,13 @@
 Every run is a process of its own, with one thread: it embeds 1,024 queries and 1,024 keys, compares
 them (InfoNCE, one direction) and takes the gradient of all parameters, twice; the sides take turns.
 Time is the process's CPU time of the second step, which has its memory already; memory is the peak
-above what the process held before, embeddings and gradients included. ``whole`` has the graph of the whole batch and
+above the process's memory before, embeddings and gradients included. ``whole`` has the graph of the whole batch and
 raycl's loss; ``raycl-0``, ``raycl-1`` and ``raycl-4`` keep so many of the 16 chunks' graphs from the
 first pass. All have raycl's allocator settings, without which the peers would pay for page faults.
 
 The ResNet has GroupNorm, the only kind that all sides can do; the transformer has four layers and
 dropout. ``lockstep``, ``lockstep-milestones`` and ``whole-batchnorm`` are the ResNet with BatchNorm over
-the whole batch: what exactness costs there. The error is that of the gradient in float32 against the whole batch's
+the whole batch: the cost of exactness there. The error compares the gradient in float32 with the whole batch's
 in float64 (with dropout, whose masks fall otherwise in chunks, there is none to give).
 ``gradcache-batchnorm`` shows what GradCache makes of BatchNorm.
 """
@@ -159,7 +159,7 @@ STEPS: dict[str, Step] = {
 
 
 def run_side(arguments: argparse.Namespace) -> None:
-    """Take one step and print what it cost; runs in a process of its own."""
+    """Take one step and print its cost; runs in a process of its own."""
     prepare_process(1)
     network = build_network(
         arguments.network, batchnorm=arguments.side in (*BATCHNORM_SIDES, "exact-batchnorm")

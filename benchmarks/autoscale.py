@@ -48,7 +48,7 @@ INK, NODES, WORKERS = "#222222", "#b8b8b8", "#1f6fb4"
 
 
 def watch(cluster: GrowingCluster, *, workers: str, epochs: int, batch_size: int) -> dict[str, Any]:
-    """Train on the cluster until its nodes have gone; return what was seen, in seconds since the start."""
+    """Train on the cluster until its nodes have gone; return events with seconds since the start."""
     data, _ = write_digits(Place(str(cluster.folder / "digits")))
     output = str(cluster.folder / "run")
     numbers = {"--workers": workers, "--epochs": epochs, "--batch-size": batch_size}
@@ -66,7 +66,7 @@ def watch(cluster: GrowingCluster, *, workers: str, epochs: int, batch_size: int
 
 
 def events(seen: dict[str, Any]) -> dict[str, float]:
-    """Return what happened, and when."""
+    """Return events and their times."""
     steps, nodes = seen["workers"], seen["nodes"]
     found = {"submitted": 0.0, "first step": steps[0][0]}
     for before, after in pairwise(steps):

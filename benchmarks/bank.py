@@ -4,8 +4,8 @@
 
 A queue of 65,536 keys (MoCo v2) and a memory bank of 1,281,167 slots (InstDisc, 4,096 drawn), both
 of 128 numbers, batch 256, the small encoder of the CIFAR-10 run on random 32-pixel images. Blocks
-of steps alternate between the two stores, on the same network. ``waited`` is what the step is
-blocked on the actor, ``store`` all that it spends on lending and taking, in percent of the step.
+of steps alternate between the two stores, on the same network. ``waited`` is the time that the step is
+blocked on the actor, ``store`` all time in the store, in percent of the step.
 Beside them rows read and written a second against numpy's own gather and scatter, and the memory
 of the actor's process against the bytes of its rows.
 """
@@ -181,7 +181,7 @@ def measure_rates(bank: Bank, sample_id: np.ndarray, repeats: int) -> dict[str, 
 
 
 def resident_mb(pid: int) -> float:
-    """Return what a process holds of its own, in MB: without libraries and files that others share."""
+    """Return the private memory of a process in MB, without shared libraries and files."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
 
@@ -190,7 +190,7 @@ def measure(method: str, num_samples: int, arguments: argparse.Namespace) -> dic
     sample_id = np.arange(num_samples)
     with tempfile.TemporaryDirectory() as folder:
         spec = build.bank_spec(config_of(method), output=folder, name=method, num_samples=num_samples)
-        # What a process takes before it holds any rows to speak of.
+        # The memory of a process with almost no rows.
         tiny = replace(spec, name="tiny", capacity=1_024, output=f"{folder}/tiny")
         small = start_bank(tiny, np.arange(1_024))
         bank = start_bank(spec, sample_id)

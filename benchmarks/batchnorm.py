@@ -1,8 +1,8 @@
 """Time SynchronizedBatchNorm against nn.BatchNorm, which takes statistics of its own rows only.
 
 One process on one thread, forward and backward. The synchronized layer does all the work of one
-of several workers, except that its messages (one forward, one backward) go nowhere: what remains
-is what the layer itself costs. ``nn`` and ``synchronized`` are medians of interleaved runs, in
+of several workers, except that its messages (one forward, one backward) go nowhere: the rest
+is the cost of the layer itself. ``nn`` and ``synchronized`` are medians of interleaved runs, in
 milliseconds of processor time.
 
     python benchmarks/batchnorm.py [--json FILE]

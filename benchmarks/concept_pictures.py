@@ -1,7 +1,7 @@
 """Draw the pictures of the concepts: python benchmarks/concept_pictures.py [NAME ...].
 
 They stand on paper of their own, so that light and dark pages show them alike. Views, schedules and measures
-are raycl's: what such a picture shows is what a run does.
+are raycl's: such a picture shows the work of a run.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def draw_step() -> Figure:
         note(axes, x + 6, 10.6, text)
     axes.plot([96, 96, 51, 51], [21.3, 26.5, 26.5, 24], color=GREEN, lw=1.5)
     arrow(axes, (51, 24.6), (51, 21.2), GREEN)
-    note(axes, 73.5, 28.2, "lent to the next steps", GREEN)
+    note(axes, 73.5, 28.2, "negatives of the next steps", GREEN)
     axes.plot([66, 66, 21, 21], [7.6, 4.6, 4.6, 6.0], color=RED, lw=1.5)
     arrow(axes, (21, 5.4), (21, 8.4), RED)
     note(axes, 43.5, 2.6, "the gradient goes back through the gather, to the views of every worker", RED)
@@ -201,8 +201,8 @@ def _draw_groups(axes: Axes, x: float, title: str, order: Sequence[int], color: 
             if side == 0:
                 note(axes, left + 7.2, top - 10.8, f"mean and variance {'AB'[group]}", GRAY, 9.5)
             else:
-                told = f"mean and variance {'CD'[group]}" if color == GREEN else "of the same samples"
-                note(axes, left + 7.2, top - 10.8, told, GRAY, 9.5)
+                text = f"mean and variance {'CD'[group]}" if color == GREEN else "of the same samples"
+                note(axes, left + 7.2, top - 10.8, text, GRAY, 9.5)
     note(axes, x + 20, 5.0, text, color, 11)
 
 

@@ -3,9 +3,9 @@
     python benchmarks/data_path.py --data cifar10/train.parquet [--size 32] [--seconds 20] [--cores 2] [--json FILE]
     python benchmarks/data_path.py --size 224            # JPEG photographs of 500 x 400, made here
 
-No encoder: what is drawn is thrown away. Every side is a process of its own, with all these cores, and may
+No encoder: views are discarded. Every side is a process of its own, with all these cores, and may
 use them as it does in training; the sides take turns. ``held`` is raycl with rows that were decoded
-before the first epoch, as ``data.cache=materialize`` does; ``stream`` reads and decodes them anew, in Ray
+before the first epoch, as ``data.cache=materialize`` does; ``stream`` reads and decodes them again, in Ray
 Data tasks, beside which views are drawn on one thread. ``lightly`` is a ``DataLoader`` with
 ``SimCLRTransform``, ``own views`` one that decodes in its workers and draws raycl's batched views there too,
 and ``decoding`` one that decodes and resizes to a square and does nothing else. Rates are images over the
@@ -31,7 +31,7 @@ from measuring import describe_machine
 
 WARMUP_BATCHES = 4
 NUM_PHOTOS = 2_000
-REPEATED = 6  # so that an epoch takes seconds, and is more than what is shuffled at once
+REPEATED = 6  # so that an epoch takes seconds and exceeds the shuffle buffer
 SHUFFLED = 4_096
 
 
@@ -66,8 +66,8 @@ def main() -> None:
 
 
 def measure(batches: Iterator[int], options: argparse.Namespace) -> float:
-    """Return images a second, from batches told by their number of images and the end of an epoch told by 0."""
-    # Of a stream whole epochs count, after the first one: what is read ahead in one is missing in the next.
+    """Return images per second, from the sizes of batches, with 0 at the end of an epoch."""
+    # Count whole epochs of a stream, after the first one: reading ahead in one shortens the next.
     in_epochs = options.side == "stream"
     for place, number in enumerate(batches, 1):
         if number == 0 if in_epochs else place == WARMUP_BATCHES:

@@ -1,8 +1,8 @@
-"""What a GPU does: tests, profiles, losses of very large batches, rates, and CIFAR-10 beside lightly on the same file.
+"""Run raycl on a GPU: tests, profiles, losses of very large batches, rates, and CIFAR-10 beside lightly on the same file.
 
     python benchmarks/gpu.py --data cifar10 --output gpu [--minutes 9] [--parts tests profile ...] [--before FOLDER] [--quick]
 
-A call takes at most ``--minutes`` and says what is left; the same command continues there, also in the middle of a
+A call takes at most ``--minutes`` and lists the rest; the same command continues there, also in the middle of a
 training run. Each part is useful alone; this is their order:
 
 - ``tests``: the tests that are marked ``gpu``.
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def tasks(part: str, options: argparse.Namespace) -> dict[str, Measure]:
-    """Return what a part consists of, by the names of its results."""
+    """Return the steps of a part, by the names of their results."""
     return TASKS[part](options)
 
 

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures of raycl on a device, each in a process of its own."""
+"""The measurements of ``gpu.py`` on a device, each in a process of its own."""
 
 import argparse
 import statistics
@@ -206,7 +206,7 @@ def profile(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def utilization(options: argparse.Namespace, side: str) -> dict[str, Any]:
-    """Return the rate of ResNet-50 in bfloat16, and the share of what a large matrix product reaches here."""
+    """Return the rate of ResNet-50 in bfloat16, and its share of a large matrix product's rate here."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -390,7 +390,7 @@ def synchronize(device: Any) -> None:
 
 
 def reset_peak(device: Any) -> float:
-    """Forget the peak of memory so far; return what is allocated, in MB."""
+    """Reset the peak of memory; return the allocated MB."""
     import torch
 
     if device.type != "cuda":

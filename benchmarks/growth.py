@@ -3,9 +3,9 @@
     python benchmarks/growth.py [--only rows queue bank batch] [--quick] [--json FILE] [--output growth.png]
 
 Each point is a process of its own; its cost is the median of its CPU seconds, with one thread, and the memory it
-took above what it held before. ``rows``: an epoch of a streamed set of 16-pixel JPEGs, read, decoded and
-shuffled, in seconds of the clock on all cores; the memory is that of the process that would train. ``queue``: loss and
-gradient of 256 queries against so many keys, and a push of 256. ``bank``: 4,096 slots drawn and lent, 256
+took above its memory before. ``rows``: an epoch of a streamed set of 16-pixel JPEGs, read, decoded and
+shuffled, in seconds of the clock on all cores; the memory is the training process's. ``queue``: loss and
+gradient of 256 queries against so many keys, and a push of 256. ``bank``: 4,096 slots drawn and read, 256
 updated. ``batch``: NT-Xent and its gradient over so many pairs; its rows times its columns grow with
 the square. Workers are in ``scale.py`` and ``scale_training.py``.
 """
@@ -80,7 +80,7 @@ def exponent(points: list[dict[str, float]]) -> float:
 
 
 def cost(work: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> dict[str, float]:
-    """Do the work a few times; return its median seconds, and the peak of memory above what was held."""
+    """Do the work a few times; return its median seconds, and its peak of memory."""
     work()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before, seconds = read_status("VmRSS"), []
@@ -159,8 +159,8 @@ def queue(size: int) -> dict[str, float]:
 
     def step() -> None:
         query.grad = None
-        lent = torch.from_numpy(held.negatives().rows)
-        info_nce(query, key, temperature=0.07, in_batch=False, negatives=lent).backward()
+        stored = torch.from_numpy(held.negatives().rows)
+        info_nce(query, key, temperature=0.07, in_batch=False, negatives=stored).backward()
         held.push(pushed, np.arange(BATCH), 1)
 
     return cost(step)

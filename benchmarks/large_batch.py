@@ -71,7 +71,7 @@ class Peaks:
                     name = (folder / "cmdline").read_text().split("\0")[0]
                     status = (folder / "status").read_text()
                 except OSError:
-                    continue  # it has ended meanwhile
+                    continue  # it has ended
                 if name.startswith("ray::") and "VmHWM" in status:
                     peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
                     kind = WORKER if "RayTrainWorker" in name else name.removeprefix("ray::").split("(")[0]
@@ -113,7 +113,7 @@ def train(data: str, folder: Path, options: argparse.Namespace) -> dict[str, Any
 
 
 def run_loss(name: str, batch_size: int) -> None:
-    """Take a loss and its gradient once, and print what it cost; runs in a process of its own."""
+    """Take a loss and its gradient once, and print its cost; runs in a process of its own."""
     prepare_process(available_cores())
     torch.manual_seed(0)
     num_rows = COLUMNS if name == "info_nce" else batch_size

@@ -1,4 +1,4 @@
-"""What BatchNorm gave away in finished MoCo runs: the pretext task with shared and with other statistics.
+"""Measure the leakage of BatchNorm in finished MoCo runs: the pretext task with shared and other statistics.
 
     python benchmarks/leak.py --data cifar10/test.parquet runs/local runs/shuffled ...
 

@@ -8,7 +8,7 @@ lightly has none. The bidirectional cross-entropy stands beside the arithmetic o
 
 Time: one process, one thread, the implementations take turns, so that a busy machine is unfair
 to none; the median of the process's CPU time (other programs do not count) and of the wall's.
-Memory: a fresh process each, its peak resident memory above what it held before the loss.
+Memory: a fresh process each, its peak resident memory above its memory before the loss.
 The allocator is left as it comes, for all of them.
 """
 
@@ -190,7 +190,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory-gb", type=float, default=8.0, help="skip what would take more")
+    parser.add_argument("--memory-gb", type=float, default=8.0, help="skip losses that would take more")
     parser.add_argument("--quick", action="store_true", help="one small size, three repeats")
     parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the watch for collapse costs: its look at a batch's embeddings, beside the step of a small encoder.
+"""Measure the cost of the collapse monitor on a batch's embeddings, beside the step of a small encoder.
 
     python benchmarks/monitor.py [--batch-size 256] [--dims 128 512]
 

@@ -1,9 +1,9 @@
-"""Pack what a machine without network lacks into folders that can be carried there one by one.
+"""Pack the dependencies of a machine without network into folders that can be carried there one by one.
 
     python benchmarks/pack_gpu.py --output packed [--have installed.txt] [--python 3.12] [--mib 50]
 
 The wheels of raycl's dependencies, of lightly and of the tests, for Linux on x86-64, without torch and its CUDA
-libraries, which a machine with a GPU has. ``--have`` is a list of what is installed there besides, one name a
+libraries, which a machine with a GPU has. ``--have`` is a list of further packages installed there, one name a
 line, such as ``pip freeze`` writes. Ray's wheel comes without its Java libraries and its dashboard's pages.
 Needs uv and a package registry. ``packed/1``, ``packed/2``, ... have at most ``--mib`` each. There:
 
@@ -90,7 +90,7 @@ def download(needed: list[str], folder: Path, python: str) -> None:
 
 
 def slim(wheel: Path) -> None:
-    """Rewrite a wheel without what is left out."""
+    """Rewrite a wheel without the excluded files."""
     slimmer = wheel.with_suffix(".slim")
     with (
         zipfile.ZipFile(wheel) as given,

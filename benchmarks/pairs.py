@@ -7,14 +7,14 @@ documents of the same group as negatives. A row with fewer than ``--negatives`` 
 sides start from the same weights and have the same tokenizer, lengths, batch, loss, AdamW, learning rate,
 dropout, float32, and as many processes and threads. raycl's side is ``raycl.train`` with the recipe
 two_tower, on Ray; the other is ``SentenceTransformerTrainer`` under torchrun with gloo, whose
-MultipleNegativesRankingLoss is told to go in both directions and to take candidates from all processes.
+MultipleNegativesRankingLoss runs in both directions, with candidates from all processes.
 ``--sides raycl exported`` trains what ``raycl export`` writes there, in the place of raycl's own network:
 modules of that package, which compute with the padding; a bag of subwords has no dropout among them,
 and learns vectors of places too.
 
-What differs is the way of each side:
+The sides differ in this:
 
-- The trainer cuts texts into tokens in its collator, in the process that trains, each batch anew: ``data``
+- The trainer cuts texts into tokens in its collator, in the process that trains, for each batch: ``data``
   says how much of its time that takes. raycl has cut them before its first step, in Ray Data tasks; this is
   in ``whole``, the seconds from the command to its end, and not in the rate.
 - raycl masks documents that are a positive of the same query elsewhere in the batch, and watches for collapse;
@@ -22,9 +22,9 @@ What differs is the way of each side:
 - raycl's workers average gradients through memory that they share, and keep freed memory to themselves.
 
 A rate is over all steps but the first ten. Memory is the sum of the training processes' peaks (VmHWM, so
-that a page they share counts for each), most of it libraries where batches are small, and then that of all
-processes of a side, Ray's own among them; both sides save their state once, behind the last step. The loss
-only says that both learn: raycl's is that of the last step, the trainer's the mean of the last ten that it
+that a page they share counts for each), most of it libraries where batches are small, and then of all
+processes of a side, Ray's own included; both sides save their state once, behind the last step. The loss
+only says that both learn: raycl's is the loss of the last step, the trainer's the mean of the last ten that it
 wrote down. Runs are interleaved and figures are medians. The trainer needs ``sentence-transformers[train]``.
 """
 
@@ -119,7 +119,7 @@ def configure(options: argparse.Namespace, tokenizer: str | None = None) -> RunC
 
 def save_start(options: argparse.Namespace, pairs: pa.Table) -> None:
     """Write what all sides start from: pairs, tokenizer and untrained encoder."""
-    # Here, as the peer's processes are not to pay for what they do not need.
+    # Imported here, so that the peer's processes do not pay for it.
     from raycl.models.encoder_io import save_encoder
     from raycl.tokenization import Vocabulary
     from raycl.training import build
@@ -158,7 +158,7 @@ def write_outcome(options: argparse.Namespace, seconds: float, data_fraction: fl
 
 
 def load_model(options: argparse.Namespace) -> Any:
-    """Return the encoder for the peer: raycl's own network as a module of it, or what was exported."""
+    """Return the encoder for the peer: raycl's own network as a module of it, or the exported encoder."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import InputModule
     from transformers import PreTrainedTokenizerFast
@@ -311,7 +311,7 @@ def processes_below(root: int) -> Iterator[tuple[str, float]]:
             status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
             command = (folder / "cmdline").read_text().replace("\0", " ")
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has ended
         if "VmHWM" in status:
             peak = int(status["VmHWM"].split()[0]) / 1024
             found[int(folder.name)] = int(status["PPid"]), command, peak

@@ -1,4 +1,4 @@
-"""The page of what the benchmarks found: tables, commands, machine and pictures, between two marks in the page."""
+"""The page of results: tables, commands, machine and pictures, between two marks in the page."""
 
 import io
 import shutil
@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from headlines import AbsentError, Benchmark, Headline, Results
+from comparisons import AbsentError, Benchmark, Measured, Results
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from PIL import Image
 from suite import SECTIONS
@@ -20,11 +20,11 @@ END = "<!-- benchmarks/run.py wrote what precedes -->"
 NEW = f"# Performance\n\n{BEGIN}\n{END}\n"
 PAPER, INK, GRAY = "#fbfaf6", "#1f2933", "#6b7680"
 BLUE, ORANGE, RED = "#3b6fb6", "#d9822b", "#c0433f"
-Records = dict[str, dict[str, Any]]  # how each result came about
+Records = dict[str, dict[str, Any]]  # command, commit, machine and date of each result
 
 
 def check_page(page: Path) -> str | None:
-    """Return why a page cannot be written into."""
+    """Return why a page cannot be updated, if so."""
     text = page.read_text() if page.exists() else NEW
     if BEGIN in text and END in text.partition(BEGIN)[2]:
         return None
@@ -42,11 +42,11 @@ def write_page(
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     done = [benchmark for benchmark in suite if benchmark.name in results]
-    found = {each.name: read_headlines(each, results, records) for each in done}
+    found = {each.name: read_measured(each, results, records) for each in done}
     picture = page.parent / "images" / f"{page.stem}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     parts = [introduction(suite, done, records)]
-    if draw([each for lines in found.values() for each in lines if isinstance(each, Headline)], picture):
+    if draw([each for lines in found.values() for each in lines if isinstance(each, Measured)], picture):
         parts.append(f"![Times that raycl is ahead of each peer](images/{picture.name})")
     for title in SECTIONS:
         if members := [benchmark for benchmark in done if benchmark.section == title]:
@@ -56,9 +56,9 @@ def write_page(
     page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}")
 
 
-def read_headlines(benchmark: Benchmark, results: Results, records: Records) -> list[Headline | AbsentError]:
+def read_measured(benchmark: Benchmark, results: Results, records: Records) -> list[Measured | AbsentError]:
     is_evaluated = not is_quick(benchmark, records[benchmark.name])
-    return list(benchmark.headlines(results, is_evaluated=is_evaluated))
+    return list(benchmark.measured(results, is_evaluated=is_evaluated))
 
 
 def is_quick(benchmark: Benchmark, record: dict[str, Any]) -> bool:
@@ -78,7 +78,7 @@ def introduction(suite: Sequence[Benchmark], done: Sequence[Benchmark], records:
         "many times faster or smaller raycl is; below 1 it is behind. The machine is shared and its speed varies",
         "by a third, so compare only ratios from one run.",
         "",
-        *(f"- {told}: {', '.join(names)}" for told, names in circumstances.items()),
+        *(f"- {text}: {', '.join(names)}" for text, names in circumstances.items()),
     ]
     if quick := [each.name for each in done if is_quick(each, records[each.name])]:
         lines.append(f"- run at other sizes only, without an aim: {', '.join(quick)}")
@@ -88,7 +88,7 @@ def introduction(suite: Sequence[Benchmark], done: Sequence[Benchmark], records:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Say on what a result was measured."""
+    """Describe the machine of a result."""
     if not record:
         return "machine and commit not recorded"
     machine = record["machine"]
@@ -102,13 +102,13 @@ def describe(record: dict[str, Any]) -> str:
 def section(
     title: str,
     members: Sequence[Benchmark],
-    found: dict[str, list[Headline | AbsentError]],
+    found: dict[str, list[Measured | AbsentError]],
     records: Records,
 ) -> list[str]:
-    """Return heading, what is measured, the table, what is absent, and the commands."""
+    """Return heading, introduction, table, absent numbers and commands."""
     lines = [line for benchmark in members for line in found[benchmark.name]]
     table = ["| | raycl | peer | peer's figure | times | aim |", "|---|---|---|---|---|---|"]
-    table += [row(line) for line in lines if isinstance(line, Headline)]
+    table += [row(line) for line in lines if isinstance(line, Measured)]
     parts = [f"## {title}", SECTIONS[title], "\n".join(table)]
     if absent := [f"- {line}" for line in lines if isinstance(line, AbsentError)]:
         parts.append("Absent:\n\n" + "\n".join(absent))
@@ -134,7 +134,7 @@ def own_parts(benchmark: Benchmark, result: Any, pictures: Path, beside: Path) -
     return parts
 
 
-def row(headline: Headline) -> str:
+def row(headline: Measured) -> str:
     of = headline.of
     cells = [of.what, f"{headline.own} {of.unit}", of.peer]
     cells += ["", ""] if headline.other is None else [f"{headline.other} {of.unit}", f"**{headline.times}**"]
@@ -143,7 +143,7 @@ def row(headline: Headline) -> str:
 
 
 def command(benchmark: Benchmark, record: dict[str, Any]) -> str:
-    """Return the command as anybody would type it, with how long it took and what else ran then."""
+    """Return the command with its duration and the load of the machine."""
     words = [
         word.format(data="FOLDER", output=".") for word in record.get("words", benchmark.words(quick=False))
     ]
@@ -154,9 +154,9 @@ def command(benchmark: Benchmark, record: dict[str, Any]) -> str:
     return f"{text}  # {record['seconds'] / 60:.1f} min, load {load:.1f} before"
 
 
-def draw(headlines: Sequence[Headline], path: Path) -> bool:
+def draw(measured: Sequence[Measured], path: Path) -> bool:
     """Draw a bar for each peer from 1 to raycl's ratio; a mark is the aim. Return whether there was any."""
-    bars = [each for each in headlines if each.of.is_drawn and each.ratio]
+    bars = [each for each in measured if each.of.is_drawn and each.ratio]
     if not bars:
         return False
     ratios, rows = [each.ratio or 1.0 for each in bars], range(len(bars))
@@ -195,10 +195,10 @@ def draw(headlines: Sequence[Headline], path: Path) -> bool:
 
 
 def save(figure: plt.Figure, path: Path) -> None:
-    """Write few colors, which is all that a drawing has: the file is a third as large."""
+    """Save with few colors: the file is a third as large."""
     stream = io.BytesIO()
     figure.savefig(stream, dpi=110)
     plt.close(figure)
-    # Not those of most pixels: red and orange are rare.
+    # By coverage, not by frequency: red and orange are rare.
     few = Image.open(stream).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)
     few.save(path, optimize=True)

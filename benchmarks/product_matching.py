@@ -1,4 +1,4 @@
-"""Product offers: which negatives teach a tower to tell the same product from another one.
+"""Product offers: which negatives teach a tower to distinguish the same product from another one.
 
     python benchmarks/product_matching.py --data FOLDER [--output FOLDER] [--json FILE]
 

@@ -4,7 +4,7 @@
 
 Time: one process, one thread, the implementations take turns, so that a busy machine is unfair
 to none; the median of the process's CPU time (other programs do not count) and of the wall's.
-Memory: a fresh process each, its peak resident memory above what it held before the loss.
+Memory: a fresh process each, its peak resident memory above its memory before the loss.
 The gradient is the queries'; keys and queue want none. lightly normalizes its rows, copies its
 queue and writes the keys to it as part of its loss; the allocator is left as it comes, for all.
 """

@@ -1,7 +1,7 @@
 """Pictures of a report for the documentation: ``python benchmarks/report_pictures.py RUN``.
 
 Writes ``docs/images/report.png`` (a desktop, light) and ``report-phone.png`` (a phone, dark) of the page of a run,
-say that of ``raycl demo``. Needs Chromium.
+such as ``raycl demo``. Needs Chromium.
 """
 
 import io
@@ -22,7 +22,7 @@ NUM_COLORS = 96  # enough for a page of lines and text; a third of the bytes
 
 
 def main(run: Annotated[str, typer.Argument(help="The --output of a run.")]) -> None:
-    """Write the page, look at it twice, and keep what is to be seen at the top."""
+    """Write the page, and save two screenshots of it."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page = Path(folder) / "report.html"
         write_report(run, str(page))
@@ -38,7 +38,7 @@ def main(run: Annotated[str, typer.Argument(help="The --output of a run.")]) -> 
 
 
 def shot(browser: Browser, page: Path, width: int, height: int, scheme: Any, *, begin: str) -> Image.Image:
-    """Return what a screen of this size shows from an element on."""
+    """Return a screenshot of this size, scrolled to an element."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     tab = context.new_page()
     tab.goto(page.as_uri())

@@ -1,4 +1,4 @@
-"""Tables that a benchmark has of its own: all sides, phases or sizes, where headlines are a few numbers."""
+"""Tables of single benchmarks: all sides, phases or sizes, beside their few comparisons."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ CHUNK_SIDES = {
 WHOLE, WHOLE_BATCHNORM = "whole", "whole-batchnorm"
 BATCHNORM_SIDES = (WHOLE_BATCHNORM, "lockstep", "lockstep-milestones", "gradcache-batchnorm")
 STORES = {"process": "in process", "actor": "in an actor"}
-DUE = {"rows": 1.0, "queue": 1.0, "bank": 0.0, "batch": 2.0}  # the exponents that the work itself has
+DUE = {"rows": 1.0, "queue": 1.0, "bank": 0.0, "batch": 2.0}  # the exponents of the work
 UNITS = {"rows": "rows read", "queue": "keys", "bank": "slots", "batch": "pairs"}
 
 
@@ -75,7 +75,7 @@ def chunk_table(result: dict[str, Any]) -> str:
 
 
 def bank_table(result: dict[str, Any]) -> str:
-    """Return what a step spends on its store, and the microseconds of rows read and written."""
+    """Return the time of a step in its store, and the microseconds of rows read and written."""
     lines = [
         "| method | store | step, ms | blocked on the store | reads and writes in all |",
         "|---|---|---|---|---|",
@@ -95,7 +95,7 @@ def bank_table(result: dict[str, Any]) -> str:
 
 
 def _milliseconds(parts: dict[str, float], name: str) -> str:
-    """Return how long a phase took, and how much of the step that is."""
+    """Return the time of a phase and its share of the step."""
     if name not in parts:
         return "-"
     share = "" if name == WALL else f" ({parts[name] / parts[WALL]:.1%})"

@@ -4,9 +4,9 @@
         [--again] [--write docs/performance.md]
 
 FOLDER holds cifar10/train.parquet, cifar10/test.parquet and medquad/train.parquet. Each benchmark is a process
-of its own, within which the sides take turns; its result is OUTPUT/NAME.json. A result that is there already is
-not measured again, so that the same command goes on where another one was stopped. Those who want quiet
-numbers run nothing else meanwhile: with all of them it takes some hours.
+of its own, within which the sides take turns; its result is OUTPUT/NAME.json. Existing results are
+kept, so that the same command resumes a stopped one. Run nothing else at the same time for quiet numbers;
+all benchmarks together take some hours.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headlines import AbsentError, Benchmark
+from comparisons import AbsentError, Benchmark
 from measuring import describe_machine
-from performance_page import check_page, read_headlines, write_page
+from performance_page import check_page, read_measured, write_page
 from suite import SUITE
 
 FOLDER = Path(__file__).parent
@@ -30,14 +30,14 @@ RECORD = ".record.json"  # beside each result: command, commit, machine, date an
 
 
 def main() -> None:
-    """Run what is asked for; the status is 1 where one of them failed."""
+    """Run the chosen benchmarks; the status is 1 if one of them failed."""
     options = read_options()
     options.output.mkdir(parents=True, exist_ok=True)
     failed = run_all(options.benchmarks, options)
     results, records = read_results(options.output)
     for benchmark in options.benchmarks:
         if benchmark.name in results:
-            for line in read_headlines(benchmark, results, records):
+            for line in read_measured(benchmark, results, records):
                 print(f"absent: {line}" if isinstance(line, AbsentError) else line)
     if options.write:
         write_page(options.write, SUITE, results, records, pictures=options.output)
@@ -61,17 +61,17 @@ def run_all(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> lis
 
 
 def is_there(benchmark: Benchmark, options: argparse.Namespace) -> bool:
-    """Whether there is a result of the same flags: a quick try does not stand for a measurement."""
+    """Whether there is a result of the same flags: a quick try does not replace a measurement."""
     result, words = options.output / f"{benchmark.name}.json", benchmark.words(quick=options.quick)
     return result.exists() and read_record(result).get("words", words) == words
 
 
 def run(benchmark: Benchmark, options: argparse.Namespace) -> str | None:
-    """Run one and keep its result; return what went wrong."""
+    """Run one and store its result; return an error, if any."""
     words = benchmark.words(quick=options.quick)
     if needed := missing_files(words, options.data):
         return f"it needs {' and '.join(needed)} in the folder of --data"
-    # Under its name there are only results that were written to their end.
+    # Only complete results get the final name.
     part, whole = (options.output / f"{benchmark.name}{ending}.json" for ending in (".part", ""))
     given = [word.format(data=options.data, output=options.output) for word in words]
     command = [sys.executable, str(FOLDER / given[0]), *given[1:], "--json", str(part)]
@@ -90,13 +90,13 @@ def run(benchmark: Benchmark, options: argparse.Namespace) -> str | None:
 
 
 def missing_files(words: Sequence[str], data: Path | None) -> list[str]:
-    """Return the data files that are needed and not there."""
+    """Return the missing data files."""
     files = [word.removeprefix("{data}/") for word in words if word.startswith("{data}/")]
     return [file for file in files if data is None or not (data / file).exists()]
 
 
 def commit() -> str:
-    """Return what was measured, as git calls it."""
+    """Return the measured commit, as git describes it."""
     command = ["git", "describe", "--always", "--dirty= with changes", "--exclude=*"]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     found = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False)
@@ -104,7 +104,7 @@ def commit() -> str:
 
 
 def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return results and the records of how they came about, by name; tell of those that cannot be read."""
+    """Return results and their records by name; report unreadable ones."""
     results, records = {}, {}
     for benchmark in SUITE:
         path = folder / f"{benchmark.name}.json"
@@ -112,19 +112,19 @@ def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             try:
                 results[benchmark.name] = json.loads(path.read_text())
             except ValueError as error:
-                print(f"{path} is no JSON ({error}); --again measures it anew", file=sys.stderr)
+                print(f"{path} is not JSON ({error}); --again replaces it", file=sys.stderr)
             records[benchmark.name] = read_record(path)
     return results, records
 
 
 def read_record(result: Path) -> dict[str, Any]:
-    """Return how a result came about; nothing of one that a script was asked for by hand."""
+    """Return the record of a result; empty for a script that was run by hand."""
     record = result.with_suffix(RECORD)
     return json.loads(record.read_text()) if record.exists() else {}
 
 
 def read_options() -> argparse.Namespace:
-    """Read the command line; refuse what would fail hours later."""
+    """Read the command line; refuse flags that would fail hours later."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, help="folder with the data sets")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these; without it, all")
@@ -132,13 +132,13 @@ def read_options() -> argparse.Namespace:
         "--quick", action="store_true", help="small sizes: whether all of it runs, no figures"
     )
     parser.add_argument("--output", type=Path, help="folder of the results [benchmarks/results]")
-    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--again", action="store_true", help="replace existing results")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page and its pictures")
     options = parser.parse_args()
     by_name = {benchmark.name: benchmark for benchmark in SUITE}
     names = options.only or list(by_name)
     if unknown := [name for name in names if name not in by_name]:
-        parser.exit(2, f"there is no benchmark {', '.join(unknown)}; there are {', '.join(by_name)}\n")
+        parser.exit(2, f"unknown benchmark {', '.join(unknown)}; choose {', '.join(by_name)}\n")
     options.benchmarks = [by_name[name] for name in names]
     options.output = options.output or FOLDER / "results" / ("quick" if options.quick else "")
     if options.write and (fault := check_page(options.write)):
@@ -150,5 +150,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        print("\nstopped; the same command resumes", file=sys.stderr)
         sys.exit(130)

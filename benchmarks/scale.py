@@ -7,7 +7,7 @@ actors; they do nothing between the bank's calls, so a step is the protocol's al
 abreast as a gather would. All share this machine's cores and talk through its loopback: a step's
 wall time is the sum of everybody's work, and only CPU time a call and bytes carry over to a cluster.
 
-Each row follows from its sample and step, and what is lent is looked at: ids all, rows by samples.
+Each row follows from its sample and step, and read rows are checked: all ids, a sample of rows.
 The largest bank is filled, saved, and loses a shard half-way; then every row is checked.
 """
 
@@ -87,7 +87,7 @@ def seconds_of(pids: list[int]) -> float:
 
 
 def rate_at_rest(pids: list[int]) -> float:
-    """Return the CPU seconds a second that these processes take when nobody asks them anything."""
+    """Return the CPU seconds a second that these idle processes take."""
     before, since = seconds_of(pids), time.perf_counter()
     time.sleep(AT_REST_S)
     return (seconds_of(pids) - before) / (time.perf_counter() - since)
@@ -177,7 +177,7 @@ HEADER = (
 
 
 def plan_cells(arguments: argparse.Namespace) -> list[tuple[str, int, int, list[int]]]:
-    """Return what is measured: kind, shards, rows, and with which numbers of workers."""
+    """Return the cells: kind, shards, rows, and numbers of workers."""
     middle, most = arguments.rows[len(arguments.rows) // 2], max(arguments.workers)
     banks = [("memory_bank", shards, middle, arguments.workers) for shards in arguments.shards]
     for rows in arguments.rows:
@@ -193,7 +193,7 @@ def measure_all(
     line: Progress,
     result: dict[str, Any],
 ) -> None:
-    """Measure every cell, and lose a shard of the largest bank; what is found goes into ``result``."""
+    """Measure every cell, and lose a shard of the largest bank; store the numbers in ``result``."""
     for kind, shards, rows, numbers in plan:
         line.text = f"{kind}, {shards} shards, {rows:,} rows"
         usual = Work(

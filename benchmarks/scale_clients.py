@@ -1,7 +1,6 @@
 """Simulated workers for ``scale.py``: real clients of a bank, several in one process, a thread each.
 
-Everything that they write follows from (sample, step), so that whoever reads a row can tell whether
-it is the one that belongs there.
+Every row that they write follows from (sample, step), so that a reader can check it.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.store import Negatives
 
 NUM_PATTERNS = 4_096
-_NUM_LOOKED_AT = 64  # of the rows that a step is lent: all of them would cost more than the step
+_NUM_CHECKED = 64  # of the rows of a step: checking all would cost more than the step
 _FILLED_A_CALL = 16_384
 # Where struct tcp_info of linux/tcp.h has the bytes acknowledged by the other side, then those received.
 _TCP_BYTES = struct.Struct("=120x2Q")
@@ -38,7 +37,7 @@ _TCP_BYTES = struct.Struct("=120x2Q")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the simulated workers do together, and what each row must then be."""
+    """The writes of the simulated workers, and the expected rows."""
 
     kind: str
     num_workers: int
@@ -78,13 +77,13 @@ def pattern_of(sample_id: np.ndarray, step: np.ndarray | int) -> np.ndarray:
 
 
 def num_wrong(found: Negatives, patterns: np.ndarray) -> int:
-    """Count the rows that are not those of their sample and step, to the rounding of float16."""
+    """Count the rows that do not match their sample and step, to the rounding of float16."""
     right = patterns[pattern_of(found.sample_id, found.step)]
     return int((np.abs(found.rows - right).max(axis=1) > 2e-3).sum())
 
 
 class Spent(NamedTuple):
-    """What some steps took in one process."""
+    """The cost of some steps in one process."""
 
     waited_s: float  # summed over clients
     num_calls: int
@@ -102,7 +101,7 @@ def add_up(spent: Iterable[Spent]) -> Spent:
 
 @final
 class CountedActor:
-    """A shard's handle that counts what is sent through it."""
+    """A shard's handle that counts the bytes sent through it."""
 
     def __init__(self, actor: Any) -> None:
         self._actor, self._actor_id = actor, actor._actor_id
@@ -110,7 +109,7 @@ class CountedActor:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
         self.num_calls = self.sent = 0
         self.answers: list[Any] = []
 
@@ -155,7 +154,7 @@ def tcp_bytes() -> tuple[int, int]:
 def _sockets() -> Iterator[int]:
     """Yield copies of this process's open sockets."""
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed
             if os.readlink(entry).startswith("socket:"):
                 yield os.dup(int(entry.name))
 
@@ -176,7 +175,7 @@ def thread_seconds(pid: int) -> dict[str, float]:
 
 
 def private_mb(pid: int) -> float:
-    """Return what a process holds of its own, in MB: without libraries and files that others share."""
+    """Return the private memory of a process in MB, without shared libraries and files."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
 
@@ -257,7 +256,7 @@ class ClientGroup:
         return sum(client.restarts for client in self._clients)
 
     def _prepare(self, first_step: int) -> Callable[[], None]:
-        """Return what is done once a step: the batch of all workers, which each holds after a gather."""
+        """Return the work of one step: the batch of all workers, as after a gather."""
         numbers = itertools.count(first_step)
 
         def prepare() -> None:
@@ -277,10 +276,10 @@ class ClientGroup:
         client = self._clients[place]
         own = self._ids(place, step)
         slots = self._slots(client, own, step)
-        lent = client.read(slots)
+        read = client.read(slots)
         client.prefetch(self._slots(client, self._ids(place, step + 1), step + 1))
         client.update(own, self._patterns[pattern_of(own, step)], step)
-        return self._look_at(lent, slots, step)
+        return self._check(read, slots, step)
 
     def _ids(self, place: int, step: int) -> np.ndarray:
         return self._work.ids(step, slice(self._ranks[place], self._ranks[place] + 1))
@@ -288,12 +287,12 @@ class ClientGroup:
     def _slots(self, client: MemoryBankClient, ids: np.ndarray, step: int) -> np.ndarray:
         return np.concatenate([client.slots_of(ids), client.draw(self._work.num_negatives, step=step)])
 
-    def _look_at(self, lent: Negatives, slots: np.ndarray, step: int) -> int:
+    def _check(self, read: Negatives, slots: np.ndarray, step: int) -> int:
         """Count strangers among the ids, and wrong ones among some of the rows that were written."""
-        some = np.random.default_rng(step).choice(len(lent), min(_NUM_LOOKED_AT, len(lent)), replace=False)
-        some = some[lent.step[some] >= 0]
-        written = Negatives(lent.rows[some], lent.sample_id[some], lent.step[some])
-        return int((lent.sample_id != slots).sum()) + num_wrong(written, self._patterns)
+        some = np.random.default_rng(step).choice(len(read), min(_NUM_CHECKED, len(read)), replace=False)
+        some = some[read.step[some] >= 0]
+        written = Negatives(read.rows[some], read.sample_id[some], read.step[some])
+        return int((read.sample_id != slots).sum()) + num_wrong(written, self._patterns)
 
     def _waited_s(self) -> float:
         return sum(client.waited_s for client in self._clients)
@@ -315,7 +314,7 @@ def join(groups: list[Any], bank: Bank, work: Work) -> tuple[list[Any], float]:
 
 
 def run(groups: list[Any], first_step: int, num_steps: int, **manner: bool) -> tuple[float, Spent]:
-    """Let all groups make these steps; return the seconds and what was spent in all."""
+    """Let all groups make these steps; return the seconds and the total cost."""
     since = time.perf_counter()
     spent = ray.get([group.run.remote(first_step, num_steps, **manner) for group in groups])
     return time.perf_counter() - since, add_up(spent)

@@ -16,7 +16,7 @@ ROWS_A_QUESTION = 65_536
 
 
 def num_wrong_keys(bank: Bank, work: Work, num_steps: int) -> int:
-    """Count the slots of a queue that do not hold what was pushed last, all workers together."""
+    """Count the slots of a queue that do not hold the newest rows, all workers together."""
     if work.kind != "queue":
         return 0
     held, sequence = bank.read_queue().since(0)
@@ -35,9 +35,9 @@ def written_until(work: Work, num_steps: int) -> np.ndarray:
 
 
 def check(bank: Bank, work: Work, *, num_steps: int, saved: int, killed: int) -> dict[str, int]:
-    """Read every row and tell those that are not what they should be.
+    """Read every row and count the wrong ones.
 
-    Rows that the killed shard was given after its snapshot may be lost: they are then those of the
+    Rows that the killed shard was given after its snapshot may be lost: they then have the values of the
     snapshot. All others must be there.
     """
     expected, patterns = written_until(work, num_steps), work.patterns()

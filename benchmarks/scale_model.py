@@ -1,6 +1,6 @@
-"""What a step moves, computes and keeps, as formulas: docs/scale.md sets them beside measurements.
+"""Communication, computation and memory of a step as formulas: docs/scale.md sets them beside measurements.
 
-Bytes are those of one worker and one step, one way unless said otherwise. ``itemsize`` is the bytes
+Bytes are per worker and step, one way unless stated otherwise. ``itemsize`` is the bytes
 of a number on its way: 4 for float32, 2 for float16.
 """
 
@@ -17,12 +17,12 @@ class Payload(NamedTuple):
 
 
 def gather_bytes(num_workers: int, batch_size: int, dim: int, *, itemsize: int = 4) -> float:
-    """Return what a worker receives, and sends, to have the rows of all workers."""
+    """Return the bytes that a worker receives, and sends, to gather the rows of all workers."""
     return (num_workers - 1) / num_workers * batch_size * dim * itemsize
 
 
 def gather_gradient_bytes(num_workers: int, batch_size: int, dim: int, *, scatters: bool) -> float:
-    """Return what the gradient of gathered rows costs, each way.
+    """Return the bytes of the gradient of gathered rows, each way.
 
     With nccl it is scattered as it is summed; with gloo all workers receive all of the sum.
     """

@@ -1,8 +1,8 @@
-"""What ``scale.py`` found: exponents, the price of a call, the table of docs/scale.md and its picture.
+"""Report the results of ``scale.py``: exponents, the price of a call, the table of docs/scale.md and its picture.
 
     python benchmarks/scale_report.py scale.json docs/images/scale.png
 
-CPU times are those of shards and clients alone, without Ray's own processes.
+CPU times cover shards and clients, without Ray's own processes.
 """
 
 import json
@@ -23,7 +23,7 @@ BLUES, QUEUE = ("#9ecae1", "#4292c6", "#08519c"), "#d95f0e"
 
 
 def slope(cells: list[dict[str, Any]], name: str) -> float:
-    """Return the exponent of a step's CPU time in what is called ``name``; 0 from one point."""
+    """Return the exponent of a step's CPU time in the variable ``name``; 0 from one point."""
     if len(cells) < 2:
         return 0.0
     logs = np.log([[cell[name], cpu_ms(cell)] for cell in cells])
@@ -180,7 +180,7 @@ def draw_calls(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def draw_bytes(axes: Axes, result: dict[str, Any]) -> None:
-    """Bytes of a step and worker: the model, those counted in messages, those of the network."""
+    """Bytes of a step and worker: the model, counted in messages, and on the network."""
     banks = of_kind(result["cells"], "memory_bank")
     most = max(banks, key=lambda cell: (cell["shards"], cell["workers"], -cell["rows"]))
     queue = max(of_kind(result["cells"], "queue"), key=lambda cell: (cell["shards"], cell["workers"]))
@@ -211,7 +211,7 @@ def draw_bytes(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def plot_times(axes: Axes, cells: list[dict[str, Any]], name: str, color: str, label: str) -> None:
-    """Draw the CPU time of a step against what is called ``name``."""
+    """Draw the CPU time of a step against the variable ``name``."""
     axes.plot(
         [cell[name] for cell in cells], list(map(cpu_ms, cells)), "o-", color=color, lw=1.2, ms=4, label=label
     )

@@ -1,11 +1,11 @@
-"""What a training step moves and computes with 1, 2 and 4 workers, beside the formulas of ``scale_model.py``.
+"""Measure communication and computation of a training step with 1, 2 and 4 workers, beside the formulas of ``scale_model.py``.
 
     python benchmarks/scale_training.py [--json scale_training.json]
 
 Processes that are joined by gloo over the loopback network, a thread each, without raycl's shared
-memory, so that the kernel counts what a network would carry: bytes of all connections, each way, by
+memory, so that the kernel counts network traffic: bytes of all connections, each way, by
 the workers' median. Gathered are float32 rows, in a batch of ``--batch-size`` over all workers; the
-averaged gradients are those of one layer. The loss is InfoNCE over gathered keys, its value and both
+averaged gradients are of one layer. The loss is InfoNCE over gathered keys, its value and both
 gradients, in CPU time.
 """
 
@@ -47,7 +47,7 @@ def sent_by(call: Callable[[], object]) -> float:
 
 
 def settle() -> None:
-    """Wait until what is under way has been acknowledged."""
+    """Wait until all sent bytes are acknowledged."""
     dist.barrier()
     time.sleep(0.2)
 

@@ -4,8 +4,8 @@
 
 Starts a Ray of its own and ``jobs/train.py`` as a process of its own: MoCo v2 on scikit-learn's digits, two workers,
 streamed data. In turn a worker, a shard, Ray Train's controller and a task that reads
-are ended by SIGKILL. Read is what each process holds for itself alone (``RssAnon``), every five seconds,
-and what Ray's object store holds. At last the run is asked to stop, and what is alive of it is
+are ended by SIGKILL. Every five seconds it reads each process's private memory (``RssAnon``) and the size of
+Ray's object store. At last the run is asked to stop, and its surviving processes are
 counted. Beside the picture lies a JSON file of the same name with every number in it.
 """
 
@@ -65,7 +65,7 @@ SETTINGS = {
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Start a Ray that nobody else uses."""
+    """Start a separate Ray."""
     # A socket's path may have 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
         ray.init(
@@ -82,7 +82,7 @@ def own_ray() -> Iterator[None]:
 
 
 def start_run(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a run that would go on for days."""
+    """Start a run of several days."""
     data, _ = write_digits(Place(str(folder / "digits")))
     flags = ["--data", data, "--output", str(folder / "run"), "--epochs", "100000", "--batch-size", "128"]
     flags += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
@@ -98,7 +98,7 @@ def start_run(folder: Path) -> subprocess.Popen[bytes]:
 
 
 class Soak:
-    """What is seen of a run while it loses one process after the other."""
+    """Observations of a run while it loses one process after the other."""
 
     def __init__(self, run: subprocess.Popen[bytes], output: Place) -> None:
         self._run, self._output, self._began = run, output, time.monotonic()
@@ -145,7 +145,7 @@ class Soak:
 
 
 def private_mb(pid: int) -> float:
-    """Return what a process holds that no other one shares, 0 if it is gone."""
+    """Return the private memory of a process, 0 if it is gone."""
     with suppress(OSError, IndexError):
         status = Path(f"/proc/{pid}/status").read_text()
         return int(status.split("RssAnon:")[1].split()[0]) / 1024
@@ -228,9 +228,9 @@ def main() -> None:
         ):
             soak.go_on(options.minutes, options.every)
         if run.poll() is not None:
-            told = options.output.with_suffix(".log")
-            told.write_text((Path(folder) / "log").read_text())
-            raise RuntimeError(f"the run ended by itself: {told} says more; killed were {soak.kills}")
+            log = options.output.with_suffix(".log")
+            log.write_text((Path(folder) / "log").read_text())
+            raise RuntimeError(f"the run ended by itself: see {log}; killed were {soak.kills}")
         run.send_signal(signal.SIGTERM)
         status = run.wait(180)
         time.sleep(20)

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
-    # As of an installed package: where Python may not write its caches, every process would compile it anew.
+    # As in an installed package: without writable caches every process would compile it again.
     compileall.compile_dir(Path(raycl.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         if options.data is None:

@@ -3,10 +3,10 @@
     python benchmarks/step_profile.py --images cifar10/train.parquet --pairs medquad/train.parquet
         [--recipes simclr moco_v2 ...] [--encoder resnet18] [--json FILE] [--output step.png]
 
-Each recipe trains as ``raycl train`` does, two workers, a Ray of its own; what is shown is the mean of the
-first worker's steps after the first ones, by the phases that ``metrics.jsonl`` has. A phase holds what
-it contains itself: messages between workers that share a machine's memory, and waiting for the slower one, are a
-phase of their own wherever they happen. ``wall`` is the clock's time of a step.
+Each recipe trains as ``raycl train`` does, two workers, a Ray of its own; the numbers are means of the
+first worker's steps after the first ones, by the phases that ``metrics.jsonl`` has. A phase excludes
+the phases inside it: messages between workers on one machine, with the wait for the slower one, are a phase of
+their own. ``wall`` is the clock's time of a step.
 """
 
 import argparse

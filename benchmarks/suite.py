@@ -1,17 +1,17 @@
 """The benchmarks that ``run.py`` runs, in its order, with the aims of the project where there are any.
 
 Not among them are ``gpu.py``, which needs a GPU, ``scale.py``, ``autoscale.py`` and ``soak.py``, which have
-documents of their own, and ``monitor.py`` and ``ask.py``, which have no peer and write no JSON.
+documents of their own, and ``monitor.py`` and ``bank_query.py``, which have no peer and write no JSON.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from headlines import Benchmark, Comparison, Place
+from comparisons import Benchmark, Comparison, Place
 from result_tables import bank_table, chunk_table, growth_table, step_table
 
 IMAGES, PAIRS = "{data}/cifar10/train.parquet", "{data}/medquad/train.parquet"
-# What each section of the page is about, in the page's order.
+# The introduction of each section, in the page's order.
 SECTIONS = {
     "Whole training": (
         "Two workers with half of the cores each, batch size 256. Each side runs in its own processes, "
@@ -94,7 +94,7 @@ def compare(what: str, unit: str, place: Side, own: str, *peers: str, **settings
 
 
 def named(peer: str) -> dict[str, Any]:
-    """Return what a peer is called, unless the settings say otherwise."""
+    """Return the title of a peer, unless the settings give one."""
     return {"peer": NAMES.get(peer, peer)}
 
 

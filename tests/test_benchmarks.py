@@ -13,11 +13,11 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import accumulate  # pyright: ignore[reportMissingImports]
 import run  # pyright: ignore[reportMissingImports]
-from headlines import (  # pyright: ignore[reportMissingImports]
+from comparisons import (  # pyright: ignore[reportMissingImports]
     AbsentError,
     Benchmark,
     Comparison,
-    Headline,
+    Measured,
     Number,
     read_number,
 )
@@ -189,8 +189,8 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def headlines(name: str, results: dict[str, Any], *, is_evaluated: bool = True) -> list[Headline]:
-    found = list(BY_NAME[name].headlines(results, is_evaluated=is_evaluated))
+def measured(name: str, results: dict[str, Any], *, is_evaluated: bool = True) -> list[Measured]:
+    found = list(BY_NAME[name].measured(results, is_evaluated=is_evaluated))
     assert not [line for line in found if isinstance(line, AbsentError)]
     return found
 
@@ -206,47 +206,47 @@ def test_names_and_sections_of_the_suite_are_in_order() -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_flags_of_the_suite_are_those_of_the_scripts(name: str) -> None:
+def test_scripts_accept_the_flags_of_the_suite(name: str) -> None:
     source = (run.FOLDER / BY_NAME[name].script).read_text()
     flags = {word for word in BY_NAME[name].words(quick=True) if word.startswith("--")}
     assert all(f'"{flag}"' in source for flag in {*flags, "--json"})
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_every_headline_is_found_in_a_result(name: str) -> None:
-    for headline in headlines(name, RESULTS):
+def test_every_comparison_is_found_in_a_result(name: str) -> None:
+    for headline in measured(name, RESULTS):
         assert headline.own.median > 0
         assert (headline.ratio is None) == (headline.of.peer == "")
 
 
-def test_of_rates_more_is_ahead_and_of_times_less() -> None:
-    lightly, encoder = headlines("simclr", RESULTS)
+def test_higher_rates_and_lower_times_win() -> None:
+    lightly, encoder = measured("simclr", RESULTS)
     assert (lightly.own, lightly.other) == (Number(62.0, 60.0, 70.0), Number(31.0, 30.0, 40.0))
     assert (lightly.ratio, lightly.verdict) == (2.0, "met")
     assert encoder.ratio == 62 / 64
-    time, memory = headlines("queue_loss", RESULTS)[0::2]
+    time, memory = measured("queue_loss", RESULTS)[0::2]
     assert time.ratio == pytest.approx(35.1 / 9.8)
     assert memory.ratio == pytest.approx(39.2 / 3.3)
     assert time.own == Number(9.8, pytest.approx(8.82), pytest.approx(11.76))
 
 
-def test_bfloat16_is_held_to_the_float32_of_lightly() -> None:
-    as_it_comes, rounded, _ = headlines("simclr_bfloat16", RESULTS)
+def test_bfloat16_is_compared_with_the_float32_of_lightly() -> None:
+    as_it_comes, rounded, _ = measured("simclr_bfloat16", RESULTS)
     assert (as_it_comes.ratio, as_it_comes.of.aim, as_it_comes.verdict) == (3.0, 2.8, "met")
     assert rounded.ratio == 93 / 60
 
 
-def test_aims_are_missed_as_well_as_met() -> None:
-    time, memory, *_ = headlines("accumulate", RESULTS)
+def test_aims_are_met_or_missed() -> None:
+    time, memory, *_ = measured("accumulate", RESULTS)
     assert (time.verdict, memory.verdict) == ("missed", "met")
-    held_lightly, held_own, streamed_lightly, streamed_own = headlines("data_path_32", RESULTS)
+    held_lightly, held_own, streamed_lightly, streamed_own = measured("data_path_32", RESULTS)
     verdicts = [each.verdict for each in (held_lightly, held_own, streamed_lightly, streamed_own)]
     assert verdicts == ["met", "met", "missed", "missed"]
     assert "2.67 times; aim 5.00 missed" in str(streamed_lightly)
 
 
-def test_quick_try_is_not_judged() -> None:
-    assert not any(each.verdict for each in headlines("simclr", RESULTS, is_evaluated=False))
+def test_quick_try_has_no_verdict() -> None:
+    assert not any(each.verdict for each in measured("simclr", RESULTS, is_evaluated=False))
 
 
 @pytest.mark.parametrize(
@@ -261,18 +261,18 @@ def test_quick_try_is_not_judged() -> None:
         (None, "there is no simclr / rates"),
     ],
 )
-def test_absent_side_is_told(result: Any, says: str) -> None:
-    first, *_ = BY_NAME["simclr"].headlines({"simclr": result}, is_evaluated=True)
+def test_absent_side_is_reported(result: Any, says: str) -> None:
+    first, *_ = BY_NAME["simclr"].measured({"simclr": result}, is_evaluated=True)
     assert isinstance(first, AbsentError)
     assert says in str(first)
 
 
-def test_side_that_a_script_left_out_for_its_memory_is_told() -> None:
+def test_side_skipped_for_its_memory_is_reported() -> None:
     result = cells(raycl=(28.0, 11.3), lightly=(138.3, 81.9), plain=(90.1, 86.2))
     result["cells"][1] = {"name": "lightly", "size": 1_024, "dim": 128, "skipped": "needs about 18 GB"}
-    *others, time, _ = BY_NAME["nt_xent"].headlines({"nt_xent": result}, is_evaluated=True)
+    *others, time, _ = BY_NAME["nt_xent"].measured({"nt_xent": result}, is_evaluated=True)
     assert "there is no nt_xent / cells / lightly 1024 128 / cpu_ms" in str(time)
-    assert sum(isinstance(each, Headline) for each in others) == len(others)
+    assert sum(isinstance(each, Measured) for each in others) == len(others)
 
 
 def test_number_without_runs_has_no_spread() -> None:
@@ -338,7 +338,7 @@ def runs_of(folder: Path) -> list[str]:
     return (folder / "runs").read_text().replace(".part.json", "").split()
 
 
-def test_benchmarks_run_one_after_the_other_and_tell_how_far_they_are(
+def test_benchmarks_run_in_order_and_print_progress(
     start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert start() == 0
@@ -351,7 +351,7 @@ def test_benchmarks_run_one_after_the_other_and_tell_how_far_they_are(
     assert not list((tmp_path / "results").glob("*.part.json"))
 
 
-def test_what_is_there_is_not_run_again_unless_asked_for(start: Callable[..., int], tmp_path: Path) -> None:
+def test_existing_results_are_kept_without_again(start: Callable[..., int], tmp_path: Path) -> None:
     assert start("--only", "two") == 0
     assert start() == 0
     assert runs_of(tmp_path) == ["two", "one", "three"]
@@ -359,7 +359,7 @@ def test_what_is_there_is_not_run_again_unless_asked_for(start: Callable[..., in
     assert runs_of(tmp_path) == ["two", "one", "three", "three"]
 
 
-def test_quick_try_does_not_stand_for_a_measurement(start: Callable[..., int], tmp_path: Path) -> None:
+def test_quick_try_does_not_replace_a_measurement(start: Callable[..., int], tmp_path: Path) -> None:
     assert start("--only", "two", "--quick") == 0
     assert start("--only", "two") == 0
     assert start("--only", "two") == 0
@@ -384,7 +384,7 @@ def test_result_of_a_script_that_was_run_by_hand_counts(start: Callable[..., int
         ("--data {data}/absent", "two failed: it needs absent in the folder of --data"),
     ],
 )
-def test_failure_is_told_and_counted_and_the_rest_goes_on(
+def test_failure_is_reported_and_the_rest_runs(
     start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: str, says: str
 ) -> None:
     assert start(two=flags) == 1
@@ -394,13 +394,13 @@ def test_failure_is_told_and_counted_and_the_rest_goes_on(
     assert start() == 0
 
 
-def test_result_that_is_no_json_is_told(
+def test_invalid_json_of_a_result_is_reported(
     start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "one.json").write_text('{"rates": ')
     assert start("--write", str(tmp_path / "page.md")) == 0
-    assert "one.json is no JSON" in capfd.readouterr().err
+    assert "one.json is not JSON" in capfd.readouterr().err
     assert "- not measured: one\n" in (tmp_path / "page.md").read_text()
 
 
@@ -408,7 +408,7 @@ def test_unknown_name_is_refused_in_one_line(
     start: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert start("--only", "two", "four") == 2
-    assert capfd.readouterr().err == "there is no benchmark four; there are one, two, three\n"
+    assert capfd.readouterr().err == "unknown benchmark four; choose one, two, three\n"
 
 
 # The page
@@ -454,7 +454,7 @@ def test_page_without_marks_is_refused_before_anything_runs(
     assert not (tmp_path / "runs").exists()
 
 
-def test_page_of_the_whole_suite_tells_what_is_absent(tmp_path: Path) -> None:
+def test_page_of_the_whole_suite_lists_absent_numbers(tmp_path: Path) -> None:
     results = {name: result for name, result in RESULTS.items() if name != "knn"}
     results["nt_xent"] = cells(raycl=(28.0, 11.3), plain=(90.1, 86.2))
     page = tmp_path / "page.md"
@@ -492,7 +492,7 @@ def test_every_side_of_a_batch_in_chunks_has_a_title() -> None:
     assert set(CHUNK_SIDES) == {*accumulate.SIDES, *accumulate.BATCHNORM_SIDES}
 
 
-def test_table_that_a_result_has_nothing_for_is_told(tmp_path: Path) -> None:
+def test_table_without_numbers_in_the_result_is_reported(tmp_path: Path) -> None:
     results = {"growth": RESULTS["growth"] | {"exponents": {}}, "step_profile": {"steps": None}}
     results["bank"] = {"results": [bank_result("moco_v2", 96.2)]}
     page = tmp_path / "page.md"

@@ -1,7 +1,7 @@
-"""How a headline is read from what a benchmark wrote: raycl's number, a peer's, how far ahead, and the aim.
+"""Read comparisons from the results of benchmarks: raycl's number, a peer's, their ratio, and the aim.
 
-A place in a result is a path: a word goes into a table, and ``{"name": "raycl"}`` picks the row of a list that
-has this value. Results come from other programs and other days: what is absent is told, not raised.
+A place in a result is a path: a word is a key, and ``{"name": "raycl"}`` selects the row of a list with this
+value. Results come from other programs and other days, so absent numbers are reported, not raised.
 """
 
 import math
@@ -11,50 +11,50 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Place = tuple[str | dict[str, Any], ...]
-Results = Mapping[str, Any]  # what each benchmark wrote, by its name
+Results = Mapping[str, Any]  # by name of the benchmark
 
 
 class AbsentError(LookupError):
-    """A result does not have what a headline needs."""
+    """A result lacks a number of a comparison."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A median, with the least and the most of several runs where they are known."""
+    """A median, with minimum and maximum where several runs are known."""
 
     median: float
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
 
     def __str__(self) -> str:
-        if self.least is None or self.most is None or self.least == self.most:
+        if self.minimum is None or self.maximum is None or self.minimum == self.maximum:
             return short(self.median)
-        return f"{short(self.median)} ({short(self.least)}-{short(self.most)})"
+        return f"{short(self.median)} ({short(self.minimum)}-{short(self.maximum)})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Where a headline's numbers lie, and what is hoped for; without a peer it is raycl's number alone."""
+    """The places of two numbers and the aim of their ratio; without a peer, raycl's number alone."""
 
     what: str
     unit: str
     own: Place
     peer: str = ""
     other: Place = ()
-    other_of: str | None = None  # the benchmark that has the peer's number, if it is another one
+    other_of: str | None = None  # the benchmark with the peer's number, if another one
     aim: float | None = None
-    is_drawn: bool = True  # in the picture, which is of programs that do the same work
+    is_drawn: bool = True  # in the picture of programs that do the same work
 
-    def read(self, results: Results, benchmark: str) -> "Headline":
-        """Return the headline; AbsentError says what a result lacks."""
+    def read(self, results: Results, benchmark: str) -> "Measured":
+        """Return the measured numbers; AbsentError names a missing one."""
         own = read_number(results, (benchmark, *self.own))
         other = read_number(results, (self.other_of or benchmark, *self.other)) if self.other else None
-        return Headline(self, own, other)
+        return Measured(self, own, other)
 
 
 @dataclass(frozen=True)
-class Headline:
-    """What was found."""
+class Measured:
+    """The measured numbers of a comparison."""
 
     of: Comparison
     own: Number
@@ -65,7 +65,7 @@ class Headline:
         """How many times faster or smaller raycl is."""
         if self.other is None:
             return None
-        # Of what is said a second more is better; of time and memory less is.
+        # More is better for rates, less for time and memory.
         is_rate = self.of.unit.endswith("/s")
         better, worse = (self.own, self.other) if is_rate else (self.other, self.own)
         return better.median / worse.median
@@ -91,34 +91,34 @@ class Headline:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """A script with its flags, what to read from the JSON that it writes, and what else it has for the page."""
+    """A script with its flags, the comparisons of its JSON, and its table and picture for the page."""
 
     name: str
     section: str
     script: str
     comparisons: Sequence[Comparison]
     flags: str = ""
-    quick: str = ""  # flags of a quick try, which come last and so count
-    table: Callable[[dict[str, Any]], str] | None = None  # of its result, beside the headlines
-    picture: str = ""  # what is to be seen on NAME.png in the folder of results, if it draws that
+    quick: str = ""  # flags of a quick try, which override the others
+    table: Callable[[dict[str, Any]], str] | None = None  # of its result, beside the comparisons
+    picture: str = ""  # alternative text of NAME.png in the folder of results, if it draws one
 
     def words(self, *, quick: bool) -> list[str]:
         """Return script and flags; ``{data}`` and ``{output}`` stand for folders."""
         return [self.script, *self.flags.split(), *(self.quick.split() if quick else ())]
 
-    def headlines(self, results: Results, *, is_evaluated: bool) -> Iterator[Headline | AbsentError]:
-        """Yield what was found or is absent; what is not judged has no aims."""
+    def measured(self, results: Results, *, is_evaluated: bool) -> Iterator[Measured | AbsentError]:
+        """Yield measured or absent numbers; without ``is_evaluated`` there are no aims."""
         for comparison in self.comparisons:
             try:
-                headline = comparison.read(results, self.name)
+                measured = comparison.read(results, self.name)
             except AbsentError as error:
                 yield AbsentError(f"{comparison.what}: {error}")
             else:
-                yield headline if is_evaluated else replace(headline, of=replace(comparison, aim=None))
+                yield measured if is_evaluated else replace(measured, of=replace(comparison, aim=None))
 
 
 def read_number(results: Results, place: Place) -> Number:
-    """Return what lies at a place: a number, a summary of several, or the list of them."""
+    """Return the number at a place: one, a summary of several, or a list."""
     value = find(results, place)
     numbers: list[Any]
     if isinstance(value, dict):
@@ -130,7 +130,7 @@ def read_number(results: Results, place: Place) -> Number:
             raise AbsentError(f"{spell(place)} is {number}, not a number above 0")
     if len(numbers) == 1:
         return Number(numbers[0])
-    # The median of least, median and most is the median.
+    # The median of minimum, median and maximum is the median.
     return Number(statistics.median(numbers), min(numbers), max(numbers))
 
 
