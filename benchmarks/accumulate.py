@@ -40,7 +40,7 @@ from raycl.batchnorm import replace_batchnorm
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import info_nce
 from raycl.models.heads import build_projection_head
-from raycl.models.images import build_image_encoder
+from raycl.models.image import build_image_encoder
 from raycl.models.towers import Tower
 from raycl.training.process import prepare_process
 

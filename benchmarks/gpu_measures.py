@@ -242,7 +242,7 @@ def encoder_pass(size: int, batch: int) -> tuple[Callable[[], None], Any]:
     """Return forward and backward of a ResNet-50 alone, and the network."""
     import torch
 
-    from raycl.models.images import build_image_encoder
+    from raycl.models.image import build_image_encoder
 
     device = this_device()
     torch.backends.cudnn.benchmark = True

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import raycl
 from raycl.embedding_metrics import measure
-from raycl.models.images import build_image_encoder
+from raycl.models.image import build_image_encoder
 from raycl.training.process import prepare_process
 
 REPEATS = 7

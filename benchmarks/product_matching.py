@@ -24,7 +24,7 @@ from measuring import describe_machine
 import raycl
 from raycl.config.overrides import parse_setting
 from raycl.evaluation.lexical_baselines import tfidf_similarity
-from raycl.evaluation.retrieval import average_precision
+from raycl.evaluation.metrics import average_precision
 from raycl.inference.mining import mine_negatives
 
 TOWER: dict[str, Any] = {

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import raycl
 from raycl.demo.digits import write_digits
-from raycl.models.images import build_image_encoder
+from raycl.models.image import build_image_encoder
 from raycl.storage import Place
 
 STEPS = 10

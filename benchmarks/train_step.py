@@ -127,7 +127,7 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from raycl.models.heads import build_projection_head
-    from raycl.models.images import build_image_encoder
+    from raycl.models.image import build_image_encoder
     from raycl.training.process import available_cores
 
     torch.set_num_threads(max(1, available_cores() // 2))
@@ -193,7 +193,7 @@ def encoder_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     import torch
 
     from raycl.models.heads import build_projection_head
-    from raycl.models.images import build_image_encoder
+    from raycl.models.image import build_image_encoder
     from raycl.training.process import autocast, available_cores, prepare_process
 
     prepare_process(max(1, available_cores() // 2))

@@ -13,9 +13,7 @@ from raycl.cli.main import Address, Debug, Setting, run_job
 from raycl.cli.plan import embedding_settings
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
-from raycl.preparation.images import pack_images
-from raycl.preparation.pairs import group_pairs
-from raycl.preparation.texts import gather_texts, make_tokenizer
+from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_images
 from raycl.training.data_module import ROLES
 
 app = typer.Typer(help="Prepare data once for many runs.", add_completion=False)

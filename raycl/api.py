@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from raycl.cli.plan import Settings, check_measure, column_settings, plan_run, run_flags, settings_of
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.preflight import admit
+from raycl.inference.preflight import check_inputs
 
 if TYPE_CHECKING:
     import ray
@@ -91,10 +91,10 @@ def evaluate(
     corpus of the baseline (``sts``). ``options`` are those of the measure:
 
     - ``knn`` and ``linear``: ``columns``, ``network``, ``k``, ``temperature``, ``labels_per_class``, ``seed``,
-      ``baseline``, ``max_invalid_fraction``; see ``raycl.inference.classification.evaluate``.
+      ``baseline``, ``max_invalid_fraction``; see ``raycl.evaluation.classification.evaluate``.
     - ``retrieval``: ``columns``, ``queries``, ``documents``, ``examples``, ``baseline``; see
-      ``raycl.inference.retrieval.evaluate_retrieval``.
-    - ``sts``: ``text``, ``baseline``; see ``raycl.inference.sts.evaluate_sts``.
+      ``raycl.evaluation.retrieval.evaluate_retrieval``.
+    - ``sts``: ``text``, ``baseline``; see ``raycl.evaluation.sts.evaluate_sts``.
 
     Raises ``ConfigError`` for another measure or option, ``DataError`` and ``StorageError`` as the measures do.
     """
@@ -104,7 +104,7 @@ def evaluate(
     common = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
     places = {"run": str(run), "test": str(test), "train": None if train is None else str(train)}
     sets = [test, train, options.get("queries"), options.get("documents")]
-    admit(str(run), data=[str(each) for each in sets if each is not None], gpu=gpu, address=address)
+    check_inputs(str(run), data=[str(each) for each in sets if each is not None], gpu=gpu, address=address)
     judge = _judge_of(measure)
     known = inspect.signature(judge).parameters.keys() - common.keys() - places.keys()
     if unknown := sorted(options.keys() - known):
@@ -120,14 +120,14 @@ def _named(recipe: Address | RunConfig) -> str | RunConfig:
 
 def _judge_of(measure: Measure) -> Any:
     if measure == "retrieval":
-        from raycl.inference.retrieval import evaluate_retrieval
+        from raycl.evaluation.retrieval import evaluate_retrieval
 
         return evaluate_retrieval
     if measure == "sts":
-        from raycl.inference.sts import evaluate_sts
+        from raycl.evaluation.sts import evaluate_sts
 
         return evaluate_sts
-    from raycl.inference.classification import evaluate as evaluate_labels
+    from raycl.evaluation.classification import evaluate as evaluate_labels
 
     return partial(evaluate_labels, measure)
 

@@ -97,7 +97,7 @@ def write_result(output: Place, result: Mapping[str, Any]) -> None:
         if len(content) > _BLOCK:
             short = {"status": result["status"], "error": str(result.get("error", ""))[:500]}
             content = f"{json.dumps(short)}\n".encode()
-        with place.explaining("write"), open(place.resolve()[1], "r+b") as file:
+        with place.wrap_errors("write"), open(place.resolve()[1], "r+b") as file:
             file.write(content)
             file.truncate()
 

@@ -1,8 +1,7 @@
-"""Places: a local path or an ``s3://`` address, read and written alike.
+"""Places: local paths and ``s3://`` addresses behind one interface.
 
-Custom S3 endpoints and credentials come from the usual AWS variables
-(``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, ...), and so does how often a request is tried
-(``AWS_MAX_ATTEMPTS``).
+The usual AWS variables set custom S3 endpoints and credentials (``AWS_ENDPOINT_URL``,
+``AWS_ACCESS_KEY_ID``, ...) and the number of attempts per request (``AWS_MAX_ATTEMPTS``).
 """
 
 import contextlib
@@ -25,17 +24,17 @@ from pyarrow import fs
 from raycl.address import check_address
 from raycl.errors import ConfigError, DataError, StorageError, first_line
 
-# A request to S3 that the network or the server fails is tried so often: again at once, then after 50 ms,
-# then after twice as long each time: 102 s in all, enough for a server to fail over or a prefix to be split.
+# Attempts per S3 request. Retries start at once, then after 50 ms, then double the wait: 102 s in all,
+# enough for a server to fail over or a prefix to be split.
 ATTEMPTS = 13
-MAX_ATTEMPTS = 16  # waits 14 minutes
+MAX_ATTEMPTS = 16  # 14 minutes of retries
 CONNECT_TIMEOUT_S = 10.0
-REQUEST_TIMEOUT_S = 30.0  # without a byte: pyarrow's own 3 s are too few for a server under load
-Found = TypeVar("Found")
-_MARKS = (0xA5, 0x5A)  # bytes that few files end with, and no file with both
+REQUEST_TIMEOUT_S = 30.0  # without a byte; pyarrow's default of 3 s is too short for a server under load
+Result = TypeVar("Result")
 _PICKLED = "ray.data.arrow_pickled_object"
 _DENIED = re.compile(r"AWS Error ACCESS_DENIED|HTTP status 403")
-_PASSING = re.compile(
+_UNREADABLE_REFUSAL = re.compile("flush response stream")
+_TRANSIENT = re.compile(
     r"AWS Error (NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT)|"
     r"HTTP status 5\d\d"
 )
@@ -44,11 +43,10 @@ _PASSING = re.compile(
 @final
 @dataclass(frozen=True)
 class Place:
-    """One address in a filesystem; ``place / "name"`` is an address below it.
+    """An address in a filesystem; ``place / "name"`` is an address below it.
 
-    Only ``root`` is read as a URI. What lies below keeps its name, whatever characters it has.
-    Raises ``StorageError`` for a name that would lead out of ``root``: names also come from listings
-    and files that others wrote.
+    Only ``root`` is parsed as a URI; names below it may have any characters. Raises ``StorageError`` for
+    a name that leads out of ``root``: names also come from listings and files of unknown origin.
     """
 
     root: str
@@ -57,8 +55,7 @@ class Place:
     def __post_init__(self) -> None:
         if ".." in self.path.split("/") or "\0" in self.path:
             raise StorageError(
-                f"{self.path!r} would lead out of {self.root}, below which it was named; mend the file or "
-                "listing that has this name"
+                f"{self.path!r} would lead out of {self.root}; mend the file or listing that has this name"
             )
 
     def __truediv__(self, name: str) -> "Place":
@@ -69,13 +66,13 @@ class Place:
 
     @property
     def uri(self) -> str:
-        """The address as text; what an address says of its endpoint after a ``?`` stays last."""
+        """The address as text, with its options (``?endpoint_override=...``) at the end."""
         address, options = self._split()
         return f"{address.rstrip('/')}/{self.path}{options}" if self.path else self.root
 
     @property
     def is_local(self) -> bool:
-        """Whether this is a path of the local filesystem."""
+        """Whether this is a local path."""
         return "://" not in self.root
 
     @property
@@ -89,42 +86,42 @@ class Place:
         return filesystem, f"{path.rstrip('/')}/{self.path}" if self.path else path
 
     def exists(self) -> bool:
-        """Whether a file or folder is there."""
+        """Whether a file or folder exists."""
         return self._info().type != fs.FileType.NotFound
 
     def is_folder(self) -> bool:
-        """Whether this is a folder (on S3: a prefix that holds something)."""
+        """Whether this is a folder (on S3: a prefix of some object)."""
         return self._info().type == fs.FileType.Directory
 
     def files(self) -> list[tuple[str, int]]:
-        """Return (relative path, bytes) of every file below, sorted; hidden ones left out."""
+        """Return (relative path, size in bytes) of all files below except hidden ones, sorted."""
         filesystem, root = self.resolve()
-        with self.explaining("list"):
+        with self.wrap_errors("list"):
             found = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
         below = [(posixpath.relpath(info.path, root), info.size) for info in found if info.is_file]
         return sorted((path, size) for path, size in below if not _is_hidden(path))
 
     def beside(self, name: str) -> "Place":
-        """Return an address in the folder that holds this one; of no name, that folder."""
+        """Return the address ``name`` in the parent folder, or that folder if ``name`` is empty."""
         if self.path:
             folder = posixpath.dirname(self.path)
             return Place(self.root, "/".join(filter(None, (folder, name))))
         address, options = self._split()
         folder = posixpath.dirname(absolute(address).rstrip("/"))
         if folder.endswith(":"):
-            raise StorageError(f"{self} is a bucket and no file; give s3://bucket/path")
+            raise StorageError(f"{self} is a bucket, not a file; give s3://bucket/path")
         return Place(folder + options, name)
 
     def written_at(self) -> dict[str, float]:
-        """Return the names directly below, and when each was written by the storage's clock, in s since 1970."""
+        """Return the names directly below with their modification times: the storage's clock, seconds since 1970."""
         filesystem, root = self.resolve()
-        with self.explaining("list"):
+        with self.wrap_errors("list"):
             found = filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True))
         return {info.base_name: (info.mtime_ns or 0) / 1e9 for info in found}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[pa.NativeFile]:
-        """Open the file to read parts of it; raises ``OSError``, also for a part that does not come whole."""
+        """Open the file for random reads; raises ``OSError``, also for a truncated response."""
         filesystem, path = self.resolve()
         if self.is_local:
             with filesystem.open_input_file(path) as file:
@@ -134,12 +131,12 @@ class Place:
                 yield pa.PythonFile(file, mode="r")
 
     def read_bytes(self) -> bytes:
-        """Return the whole file; raises ``StorageError`` if it cannot be read, or does not come whole."""
-        with self.explaining("read"):
+        """Return the whole file; raises ``StorageError``, also for a truncated response."""
+        with self.wrap_errors("read"):
             try:
                 return self._read_once()
-            except _ShortAnswerError:
-                return self._read_once()  # a shorter file may have taken its place meanwhile
+            except _TruncatedReadError:
+                return self._read_once()  # a shorter file may have replaced it
 
     def read_text(self) -> str:
         """Return the whole file as UTF-8 text; raises ``StorageError`` if it cannot be read."""
@@ -149,58 +146,58 @@ class Place:
             raise StorageError(f"{self} is not text; give a file in UTF-8") from None
 
     def write_bytes(self, content: bytes) -> None:
-        """Replace the file whole or not at all; raises ``StorageError`` if it cannot be written."""
-        with self.explaining("write"):
+        """Replace the file atomically; raises ``StorageError`` if that fails."""
+        with self.wrap_errors("write"):
             if self.is_local:
                 self._replace_local(content)
             else:
-                # An S3 object appears only when its upload is complete.
+                # An S3 object becomes visible when its upload completes.
                 filesystem, path = self.resolve()
                 with filesystem.open_output_stream(path) as stream:
                     stream.write(content)
 
     def write_text(self, text: str) -> None:
-        """Replace the file by UTF-8 text, whole or not at all."""
+        """Replace the file by UTF-8 text, atomically."""
         self.write_bytes(text.encode())
 
     def remove(self) -> None:
-        """Remove the folder and all below it, if it is there."""
+        """Remove the folder and its content, if it exists."""
         filesystem, path = self.resolve()
-        with self.explaining("remove"):
+        with self.wrap_errors("remove"):
             if self.is_folder():
                 filesystem.delete_dir(path)
 
     def delete(self) -> None:
-        """Delete the file, if it is there."""
+        """Delete the file, if it exists."""
         filesystem, path = self.resolve()
-        with self.explaining("delete"), contextlib.suppress(FileNotFoundError):
+        with self.wrap_errors("delete"), contextlib.suppress(FileNotFoundError):
             filesystem.delete_file(path)
 
     def check_writable(self) -> None:
-        """Write a small file below and remove it; raises ``StorageError`` if that fails.
+        """Write and remove a small file below; raises ``StorageError`` if that fails.
 
-        A local folder that was not there before is not there afterwards; the folders above it stay.
+        A local folder that this creates is removed, but its parents stay.
         """
         is_new = self.is_local and not self.exists()
         probe = self / f".raycl-{uuid.uuid4().hex}"
         probe.write_bytes(b"raycl")
         filesystem, path = probe.resolve()
-        with self.explaining("delete in"):
+        with self.wrap_errors("delete in"):
             filesystem.delete_file(path)
             if is_new:
                 Path(self.resolve()[1]).rmdir()
 
     @contextlib.contextmanager
-    def explaining(self, verb: str) -> Iterator[None]:
-        """Let what the filesystem raises within out as a ``StorageError``."""
+    def wrap_errors(self, verb: str) -> Iterator[None]:
+        """Turn the filesystem's errors within into ``StorageError``."""
         try:
             yield
         except OSError as error:
             raise self.failure(verb, error) from error
 
     def failure(self, verb: str, error: OSError) -> StorageError:
-        """Return one line that says what failed, where, and what to do."""
-        return StorageError(f"cannot {verb} {self.uri!r}: {first_line(error)}; {_cure(error)}")
+        """Return an error of one line with cause, address and remedy."""
+        return StorageError(f"cannot {verb} {self.uri!r}: {first_line(error)}; {_remedy(error)}")
 
     def _read_once(self) -> bytes:
         filesystem, path = self.resolve()
@@ -208,7 +205,7 @@ class Place:
             return file.read()
 
     def _split(self) -> tuple[str, str]:
-        """Return the root and, of an address, apart from it the options that follow a ``?``."""
+        """Split the options after a ``?`` from an address; a local path has none."""
         if self.is_local:
             return self.root, ""
         address, mark, options = self.root.partition("?")
@@ -226,33 +223,33 @@ class Place:
 
     def _info(self) -> Any:
         filesystem, path = self.resolve()
-        with self.explaining("look at"):
+        with self.wrap_errors("access"):
             return filesystem.get_file_info(path)
 
 
 @final
 class RetryingS3FileSystem(fs.S3FileSystem):
-    """S3 that tries a request again, wherever it goes: pyarrow's own forgets how often when it is pickled.
+    """An S3 filesystem whose pickled copies keep its retry strategy; pyarrow's own copies lose it.
 
-    Of pyarrow's two strategies the standard one has 100 tries for all requests of a process together.
+    pyarrow's "standard" strategy shares 100 retries among all requests of a process, so this one uses the
+    other strategy.
     """
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], "RetryingS3FileSystem"], tuple[dict[str, Any]]]:
         _, (options,) = super().__reduce__()
-        return _patient, (options,)
+        return _retrying, (options,)
 
 
-class _ShortAnswerError(OSError):
-    """Fewer bytes came than were asked for."""
+class _TruncatedReadError(OSError):
+    """A response held fewer bytes than requested."""
 
 
 @final
 class _VerifiedReader(io.RawIOBase):
-    """A file on S3 that is read in whole parts, or raises ``OSError``.
+    """A file on S3 whose reads return all bytes or raise ``OSError``.
 
-    Two things are made good. Of an answer that is too short, and says so, pyarrow says that all of it
-    came, and takes for the rest what was in memory. And it never repeats a request for fewer bytes than
-    the server's refusal has, which it cannot read then.
+    pyarrow reports success for truncated S3 responses and leaves the rest of the buffer uninitialized.
+    It also gives up at once if an error response is longer than the requested range.
     """
 
     def __init__(self, filesystem: fs.FileSystem, path: str) -> None:
@@ -277,49 +274,46 @@ class _VerifiedReader(io.RawIOBase):
         num_bytes = left if size is None or size < 0 else min(size, left)
         if num_bytes == 0:
             return b""
-        content = bytearray(num_bytes)
-        for mark in _MARKS:
-            content[-1] = mark
-            came = self._fill(content, start)
-            if came == num_bytes and content[-1] != mark:
-                return bytes(content)
-        raise _ShortAnswerError(errno.EIO, "fewer bytes came than were asked for")
+        buffer = bytearray(num_bytes)
+        # A truncated response leaves the last byte as it was. A file may end with one of the two marks.
+        for mark in (0xA5, 0x5A):
+            buffer[-1] = mark
+            num_read = with_retries(lambda: self._read_into(buffer, start), on=_UNREADABLE_REFUSAL)
+            if num_read == num_bytes and buffer[-1] != mark:
+                return bytes(buffer)
+        raise _TruncatedReadError(errno.EIO, "the response holds fewer bytes than requested")
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
-    def _fill(self, content: bytearray, start: int) -> int:
-        for wait_s in waits_s():
-            self.seek(start)
-            try:
-                return self._file.readinto(content)
-            except OSError as error:
-                if "flush response stream" not in str(error):
-                    raise
-            time.sleep(wait_s)
-            # Of a request without an answer to read the refusal can be told: a denial is raised here.
-            self._filesystem.get_file_info(self._path)
+    def _read_into(self, buffer: bytearray, start: int) -> int:
         self.seek(start)
-        return self._file.readinto(content)
+        try:
+            return self._file.readinto(buffer)
+        except OSError as error:
+            if _UNREADABLE_REFUSAL.search(str(error)):
+                # This request has a readable answer: it raises if access is denied.
+                self._filesystem.get_file_info(self._path)
+            raise
 
 
 def absolute(uri: str | os.PathLike[str]) -> str:
-    """Make a local path absolute: Ray's processes run in folders of their own."""
+    """Make a local path absolute: Ray's processes run in other folders."""
     text = os.fspath(uri)
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
-def is_out_of_reach(error: OSError) -> bool:
-    """Whether a file could not be had; otherwise, what it holds could not be understood."""
+def is_unreachable(error: OSError) -> bool:
+    """Whether the error is about access rather than content."""
     return error.errno is not None or "AWS Error" in str(error)
 
 
 def check_plain(schema: pa.Schema, where: str) -> None:
-    """Raise ``DataError`` if a file has a column of pickled objects: to read one is to run what it says.
+    """Raise ``DataError`` if a file has a column of pickled objects: reading one would run its code.
 
-    Ray Data writes such columns of what Arrow has no type for. It refuses to read them itself, but teaches
-    Arrow to, wherever a file is opened.
+    Ray Data writes such columns for values without an Arrow type. It refuses to read them itself, but
+    registers their type with Arrow, which then unpickles them in any reader.
     """
     pickled = [field.name for field in schema if _is_pickled(field.type)]
     if pickled:
@@ -330,59 +324,59 @@ def check_plain(schema: pa.Schema, where: str) -> None:
 
 
 def attempts() -> int:
-    """Return how often a request to S3 is tried; raises ``ConfigError`` for an impossible number."""
+    """Return the number of attempts per S3 request; raises ``ConfigError`` if the setting is invalid."""
     asked = os.environ.get("AWS_MAX_ATTEMPTS", str(ATTEMPTS))
     if asked not in map(str, range(1, MAX_ATTEMPTS + 1)):
         raise ConfigError(f"AWS_MAX_ATTEMPTS must be a number from 1 to {MAX_ATTEMPTS}, came {asked!r}")
     return int(asked)
 
 
-def waits_s() -> list[float]:
-    """Return how long pyarrow waits before each further try of a request, in seconds."""
+def backoff_s() -> list[float]:
+    """Return the wait before each retry in seconds, as pyarrow has it."""
     return [0.025 * 2**tried if tried else 0.0 for tried in range(attempts() - 1)]
 
 
-@lru_cache(maxsize=64)  # opening a connection for every file would cost more than the files
-def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
-    if "://" not in root:
-        return fs.LocalFileSystem(), absolute(root)
-    check_address(root)
-    try:
-        # Of a bucket this asks where it lies, and pyarrow gives that up after seconds.
-        filesystem, path = patiently(lambda: fs.FileSystem.from_uri(root))
-    except (OSError, pa.ArrowInvalid) as error:
-        raise StorageError(
-            f"cannot use the address {root!r}: {first_line(error)}; give a local path or s3://bucket/path"
-        ) from error
-    _, (options,) = filesystem.__reduce__()
-    return _patient(options), path
-
-
-def patiently(call: Callable[[], Found]) -> Found:
-    """Return what a call gives, made again where it fails by a fault that may pass."""
-    for wait_s in waits_s():
+def with_retries(call: Callable[[], Result], *, on: re.Pattern[str] = _TRANSIENT) -> Result:
+    """Return the result of ``call``, retried on errors of this kind, by default transient faults."""
+    for wait_s in backoff_s():
         try:
             return call()
         except OSError as error:
-            if not _may_pass(error):
+            if not on.search(str(error)):
                 raise
         time.sleep(wait_s)
     return call()
 
 
-def _patient(options: Mapping[str, Any]) -> RetryingS3FileSystem:
+@lru_cache(maxsize=64)  # a new connection for each file would cost more than the file
+def _open_filesystem(root: str) -> tuple[fs.FileSystem, str]:
+    if "://" not in root:
+        return fs.LocalFileSystem(), absolute(root)
+    check_address(root)
+    try:
+        # This asks for the bucket's region, which pyarrow retries for seconds only.
+        filesystem, path = with_retries(lambda: fs.FileSystem.from_uri(root))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise StorageError(
+            f"cannot use the address {root!r}: {first_line(error)}; give a local path or s3://bucket/path"
+        ) from error
+    _, (options,) = filesystem.__reduce__()
+    return _retrying(options), path
+
+
+def _retrying(options: Mapping[str, Any]) -> RetryingS3FileSystem:
     ours = {
         "retry_strategy": fs.AwsDefaultS3RetryStrategy(max_attempts=attempts() - 1),
         "connect_timeout": CONNECT_TIMEOUT_S,
         "request_timeout": REQUEST_TIMEOUT_S,
-        # A small object is put whole by one request, which may be repeated without harm.
+        # A small object takes a single request, which is safe to repeat.
         "allow_delayed_open": True,
     }
     return RetryingS3FileSystem(**{**options, **ours})
 
 
 def _is_pickled(kind: pa.DataType) -> bool:
-    """Whether values of this type are pickled objects, or hold some."""
+    """Whether a type holds pickled objects, itself or in a nested field."""
     if isinstance(kind, pa.BaseExtensionType):
         return kind.extension_name == _PICKLED or _is_pickled(kind.storage_type)
     if pa.types.is_dictionary(kind):
@@ -394,17 +388,12 @@ def _is_hidden(path: str) -> bool:
     return any(part.startswith((".", "_")) for part in path.split("/"))
 
 
-def _may_pass(error: OSError) -> bool:
-    """Whether this is a fault of the network or the server, which another try may find mended."""
-    return _PASSING.search(str(error)) is not None
-
-
-def _cure(error: OSError) -> str:
+def _remedy(error: OSError) -> str:
     if _DENIED.search(str(error)):
         return "allow it to the role or key that raycl uses"
-    if _may_pass(error):
+    if _TRANSIENT.search(str(error)):
         tried = "once" if attempts() == 1 else f"{attempts()} times"
-        return f"tried {tried}; go on when the storage is well, or raise AWS_MAX_ATTEMPTS"
+        return f"tried {tried}; repeat the command when the storage works, or raise AWS_MAX_ATTEMPTS"
     if error.errno == errno.EIO:
-        return "check the server or disk that it lies on"
+        return "check the server or disk that holds it"
     return "check the address, its permissions and (for s3://) the AWS variables"

@@ -471,7 +471,7 @@ MUTATIONS = [
         "raycl/evaluation/knn.py",
         "return _vote(similarity, label, temperature)",
         "return _vote(0 * similarity, label, temperature)",
-        "tests/test_judging.py",
+        "tests/test_knn.py",
     ),
     Mutation(
         "effective rank of centered rows",
@@ -485,7 +485,7 @@ MUTATIONS = [
         "raycl/training/evaluators.py",
         "is_right = ids[chosen][found] == wanted[:, None]",
         "is_right = chosen[found] == torch.arange(len(wanted))[:, None]",
-        "tests/workers/test_pairs.py tests/test_pairs.py tests/test_retrieval.py",
+        "tests/workers/test_pairs.py tests/test_pairs.py tests/test_retrieval_metrics.py",
     ),
     Mutation(
         "a retrieval's own query is a match",

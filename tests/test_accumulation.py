@@ -18,7 +18,7 @@ from raycl.errors import ConfigError, ReplayError
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import hinge, info_nce, nt_xent
 from raycl.models.heads import build_projection_head
-from raycl.models.images import build_image_encoder
+from raycl.models.image import build_image_encoder
 from raycl.models.towers import Tower
 from raycl.recompute import RecomputeCheck
 

@@ -19,7 +19,8 @@ from raycl.config.overrides import override
 from raycl.data.codecs import store_all
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.inference.embed import Embedder
-from raycl.models.encoder_io import ImageEncoder, load_encoder, read_encoder
+from raycl.inference.encoder import load_encoder
+from raycl.models.encoder_io import ImageEncoder, read_encoder
 from raycl.recipes import recipe
 from tests.encoders import write_images_run
 from tests.images import digit_files, encode, photograph, write_digits

@@ -17,7 +17,7 @@ from raycl.batchnorm.chunked import ChunkedBatchNorm
 from raycl.batchnorm.chunked.segments import Network
 from raycl.errors import ConfigError
 from raycl.models.heads import build_projection_head
-from raycl.models.images import build_image_encoder, representation_dim
+from raycl.models.image import build_image_encoder, representation_dim
 from raycl.models.towers import Tower
 from tests.batchnorm_layers import SETTINGS
 

@@ -24,7 +24,7 @@ from raycl.batchnorm.replace import _num_groups
 from raycl.batchnorm.shuffled import permutation
 from raycl.errors import ConfigError
 from raycl.models.heads import build_projection_head
-from raycl.models.images import build_image_encoder
+from raycl.models.image import build_image_encoder
 from raycl.models.towers import Tower
 from tests.batchnorm_layers import KINDS, make_layer
 

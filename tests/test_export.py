@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import raycl
 from raycl.batchnorm import replace_batchnorm
 from raycl.errors import ConfigError, RayclError, StorageError
+from raycl.inference.encoder import load_encoder
 from raycl.inference.export import export_encoder
-from raycl.models.encoder_io import KEY, OWN, load_encoder, save_encoder
+from raycl.models.encoder_io import KEY, OWN, save_encoder
 from raycl.models.heads import build_projection_head
 from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.storage import Place
@@ -337,7 +338,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
     "another norm": (
         lambda run: write_images_run(run, "resnet18", stem="standard", norm="group"),
         {},
-        "group normalization takes the place of resnet18's own; load it with raycl.load_encoder",
+        "group normalization replaces resnet18's BatchNorm; load it with raycl.load_encoder",
     ),
     "a deep head": (
         lambda run: write_images_run(

@@ -19,7 +19,7 @@ from raycl.errors import ConfigError, DataError, StorageError
 from raycl.negatives.snapshot import write_rows
 from raycl.negatives.store import Negatives
 from raycl.records import MetricsLog, read_metrics
-from raycl.storage import Place, patiently
+from raycl.storage import Place, with_retries
 from tests.faulty_s3 import FaultyS3
 
 ATTEMPTS = 4  # with waits of 0.175 s in all
@@ -183,10 +183,10 @@ def test_the_waits_before_the_last_try_outlast_a_minute(
         Place(s3.uri("waits")).read_bytes()
     assert s3.count("throttled") == 7
     # What pyarrow does is what is told of it,
-    assert time.monotonic() - started > sum(storage.waits_s()) > 1.5
+    assert time.monotonic() - started > sum(storage.backoff_s()) > 1.5
     monkeypatch.delenv("AWS_MAX_ATTEMPTS")
     # and so that much is waited if nobody says otherwise.
-    assert sum(storage.waits_s()) > 60
+    assert sum(storage.backoff_s()) > 60
 
 
 def test_a_server_that_hangs_is_asked_again(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_a_file_that_comes_in_part_is_read_again_and_then_refused(s3: FaultyS3) 
         file.seek(500)
         assert file.read(100) == content(1_000)[500:600]
     s3.add("short", methods="GET", prefix="short", after=600)
-    with pytest.raises(StorageError, match="fewer bytes came") as caught:
+    with pytest.raises(StorageError, match="fewer bytes than requested") as caught:
         place.read_bytes()
     one_line(caught)
 
@@ -348,12 +348,12 @@ def test_finding_out_where_a_bucket_lies_is_tried_as_often() -> None:
     # As pyarrow says it of a bucket on AWS, which no test may ask.
     where = "When resolving region for bucket 'b': AWS Error"
     with pytest.raises(OSError):
-        patiently(lambda: fail(f"{where} NETWORK_CONNECTION during HeadBucket operation: curlCode: 6"))
+        with_retries(lambda: fail(f"{where} NETWORK_CONNECTION during HeadBucket operation: curlCode: 6"))
     assert len(calls) == ATTEMPTS
     with pytest.raises(OSError):
-        patiently(lambda: fail(f"{where} ACCESS_DENIED during HeadBucket operation: No response body."))
+        with_retries(lambda: fail(f"{where} ACCESS_DENIED during HeadBucket operation: No response body."))
     assert len(calls) == ATTEMPTS + 1
-    assert patiently(lambda: "us-east-1") == "us-east-1"
+    assert with_retries(lambda: "us-east-1") == "us-east-1"
 
 
 def test_an_impossible_number_of_tries_is_refused(monkeypatch: pytest.MonkeyPatch, s3: FaultyS3) -> None:

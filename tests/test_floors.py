@@ -33,6 +33,8 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"progress", "cli.ray_options"},
     {"training"},
     {"inference", "cli.bank_tables", "preparation", "report"},
+    {"evaluation.retrieval_task"},
+    {"evaluation.classification", "evaluation.retrieval", "evaluation.sts"},
     {"cli.plan", "doctor", "demo", "serve"},
     {"api", "cli.serve"},
     {"cli.bank", "cli.doctor"},

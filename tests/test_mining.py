@@ -16,10 +16,10 @@ import torch
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import entity_id
 from raycl.errors import ConfigError, DataError
+from raycl.evaluation.retrieval import evaluate_retrieval
 from raycl.evaluation.search import search
-from raycl.inference.embed_values import Values, read_pairs, read_values
 from raycl.inference.mining import Mined, _Pairs, mine_negatives
-from raycl.inference.retrieval import evaluate_retrieval
+from raycl.inference.reading import Values, read_pairs, read_values
 from tests.pairs import small_config
 from tests.test_saved_text import save
 
@@ -93,7 +93,7 @@ def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) ->
     """Mine three negatives a pair by these embeddings, of which none is too near."""
     pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
     query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
-    found = search(query, document, k=len(document), excluded=pairs.matching())
+    found = search(query, document, k=len(document), excluded=pairs.matches())
     table, mined = pairs.with_mined(found, np.ones(len(pairs.positive)), 3, 1.0)
     return table.to_pylist(), mined
 

@@ -23,7 +23,7 @@ from raycl.batchnorm import synchronize
 from raycl.distributed import all_agree, check_equal, mean_over_workers, rank
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import bidirectional_cross_entropy, hinge, info_nce, nce, nt_xent
-from raycl.models.images import build_image_encoder
+from raycl.models.image import build_image_encoder
 from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients
 from tests.images import write_digits

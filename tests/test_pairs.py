@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset, texts_of, tokens_of
 from raycl.errors import ConfigError
-from raycl.models.temperature import LEAST, LearnedTemperature
+from raycl.models.temperature import MIN_TEMPERATURE, LearnedTemperature
 from raycl.models.towers import Tower, TwoTowers
 from raycl.training import build
 from raycl.training.evaluators import RetrievalEvaluator
@@ -575,7 +575,7 @@ def test_frequencies_of_no_rows_are_zero() -> None:
 def test_a_learned_temperature_that_begins_below_the_least_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"stays at 0.01 or above, came 0.005; begin there"):
         LearnedTemperature(0.005)
-    assert LearnedTemperature(LEAST)().item() == pytest.approx(LEAST)
+    assert LearnedTemperature(MIN_TEMPERATURE)().item() == pytest.approx(MIN_TEMPERATURE)
 
 
 def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
@@ -607,7 +607,7 @@ def test_the_temperature_is_brought_back_above_the_least_after_the_step_and_lear
     temperature = learner.temperature
     assert temperature is not None
     assert temperature().item() == pytest.approx(0.02)
-    for slope, expected in ((5.0, LEAST), (5.0, LEAST), (-5.0, None)):
+    for slope, expected in ((5.0, MIN_TEMPERATURE), (5.0, MIN_TEMPERATURE), (-5.0, None)):
         learner.backward(slope * temperature())
         assert temperature.log_temperature.grad is not None
         assert float(temperature.log_temperature.grad) == pytest.approx(slope * temperature().item())

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.preparation.texts import gather_texts
+from raycl.preparation import gather_texts
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,8 +11,8 @@ import pytest
 
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, RayclError
+from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
-from raycl.inference.classification import evaluate
 from raycl.recipes import recipe
 from raycl.training.launch import train
 from tests.images import write_digits

@@ -12,8 +12,8 @@ import pytest
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
-from raycl.inference.retrieval import evaluate_retrieval
-from raycl.inference.retrieval_task import Task, image_task, judged_task, pair_task
+from raycl.evaluation.retrieval import evaluate_retrieval
+from raycl.evaluation.retrieval_task import Task, image_task, judged_task, pair_task
 from raycl.models.encoder_io import save_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.storage import Place
@@ -211,7 +211,7 @@ def test_images_search_all_captions_and_share_equal_ones(write: Write) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_turned_task_asks_by_what_is_relevant_and_judges_the_same_pairs(seed: int) -> None:
+def test_a_reversed_task_searches_queries_by_relevant_documents(seed: int) -> None:
     rng = np.random.default_rng(seed)
     task = Task(
         queries=[f"q{n}" for n in range(6)],
@@ -220,13 +220,17 @@ def test_the_turned_task_asks_by_what_is_relevant_and_judges_the_same_pairs(seed
         num_test=12,
         num_broken=1,
     )
-    turned = task.turned()
+    reverse = task.reversed()
     relevant = {document for _, document, grade in judged(task) if grade > 0}
-    assert turned.queries == sorted(relevant) == [task.documents[number] for number in task.asking()]
-    assert turned.documents == task.queries
-    assert judged(turned) == {(d, q, grade) for q, d, grade in judged(task) if d in relevant}
+    assert (
+        reverse.queries
+        == sorted(relevant)
+        == [task.documents[number] for number in task.relevant_documents()]
+    )
+    assert reverse.documents == task.queries
+    assert judged(reverse) == {(d, q, grade) for q, d, grade in judged(task) if d in relevant}
     assert 0 < len(relevant) < len({document for _, document, _ in judged(task)})
-    assert turned.sizes == task.sizes
+    assert reverse.sizes == task.sizes
 
 
 def test_sets_without_a_row_that_can_be_used_are_refused(write: Write) -> None:
@@ -240,13 +244,13 @@ def test_sets_without_a_row_that_can_be_used_are_refused(write: Write) -> None:
         image_task(images, NAMES)
 
 
-def test_sets_that_would_not_be_heard_are_refused(tmp_path: Path) -> None:
+def test_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --train"):
         evaluate_retrieval(run="run", test="judgments", queries="queries", documents="documents", train="t")
     save(small_config("clip"), tmp_path)
     sets: list[dict[str, Any]] = [{"train": "t"}, {"queries": "queries", "documents": "documents"}]
     for others in sets:
-        with pytest.raises(ConfigError, match="among those of --test alone; leave the other sets out"):
+        with pytest.raises(ConfigError, match="within the set of --test alone; leave the other sets out"):
             evaluate_retrieval(run=str(tmp_path), test="captioned", **others)
 
 
@@ -264,7 +268,5 @@ def test_images_are_judged_by_their_captions_or_not_at_all(tmp_path: Path) -> No
         representation_dim=32,
     )
     save_encoder(spec.build(), spec, Place(str(tmp_path / "images")))
-    with pytest.raises(
-        ConfigError, match="an encoder of images and none of captions; judge it by knn or linear"
-    ):
+    with pytest.raises(ConfigError, match="an encoder of images and none of captions; use knn or linear"):
         evaluate_retrieval(run=str(tmp_path / "images"), test=str(tmp_path / "captioned"))

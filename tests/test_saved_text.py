@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raycl.errors import DataError, StorageError
-from raycl.models.encoder_io import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder, load_encoder
+from raycl.inference.encoder import load_encoder
+from raycl.models.encoder_io import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder
 from raycl.models.towers import Tower
 from raycl.tokenization import padded_rows, train_tokenizer
 from raycl.training import build

@@ -28,12 +28,13 @@ from raycl.data.columns import ColumnNames
 from raycl.data.images import BrokenImageError, ImageFormat
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.checkpoint_encoder import load_tower
-from raycl.models.bag_of_subwords import BagOfSubwords
-from raycl.models.encoder_io import ImageEncoder, load_encoder, load_state, save_encoder
-from raycl.models.images import build_image_encoder
+from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+from raycl.inference.encoder import load_encoder
+from raycl.models.encoder_io import ImageEncoder, load_state, save_encoder
+from raycl.models.image import build_image_encoder
+from raycl.models.registry import TRUSTED, check_trusted
 from raycl.models.specs import ImageEncoderSpec, TextEncoderSpec
-from raycl.models.trust import TRUSTED, check_trusted
+from raycl.models.text import BagOfSubwords
 from raycl.negatives.actor import QueueActor
 from raycl.negatives.snapshot import read_current, shard_file, snapshot_folder, snapshot_steps
 from raycl.negatives.spec import BankSpec
@@ -43,7 +44,7 @@ from raycl.training.launch import _bank_name
 from tests.conftest import BUCKET
 from tests.images import write_digits
 from tests.malice import FORMS, as_pickle, as_text, pickled_column, write_parquet
-from tests.test_saved_tower import small_config
+from tests.test_checkpoint_encoder import small_config
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "raycl").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")])
@@ -315,7 +316,7 @@ def test_a_question_by_a_picture_does_not_run_a_checkpoint(
     run = a_run_that_goes_on(tmp_path / "run")
     (run / "checkpoints" / "step-00000005" / "state.pt").write_bytes(form(marker))
     with pytest.raises(StorageError, match="which raycl never loads"):
-        load_tower(str(run))
+        load_checkpoint_encoder(str(run))
 
 
 def test_a_question_by_a_picture_does_not_import_what_the_run_names(
@@ -323,7 +324,7 @@ def test_a_question_by_a_picture_does_not_import_what_the_run_names(
 ) -> None:
     monkeypatch.setenv(TRUSTED, "")
     with pytest.raises(ConfigError, match="config.yaml asks to import 'tests.cluster.networks'"):
-        load_tower(str(a_run_that_goes_on(tmp_path / "run")))
+        load_checkpoint_encoder(str(a_run_that_goes_on(tmp_path / "run")))
 
 
 def test_a_list_of_checkpoints_cannot_lead_out_of_the_run(tmp_path: Path) -> None:
@@ -331,7 +332,7 @@ def test_a_list_of_checkpoints_cannot_lead_out_of_the_run(tmp_path: Path) -> Non
     outside.mkdir()
     torch.save({"learner": {}}, outside / "state.pt")
     with pytest.raises(StorageError, match="would lead out of"):
-        load_tower(str(a_run_that_goes_on(tmp_path / "run", "../../outside")))
+        load_checkpoint_encoder(str(a_run_that_goes_on(tmp_path / "run", "../../outside")))
 
 
 # ---- a bank's snapshot
@@ -471,7 +472,7 @@ def test_a_picture_that_is_a_program_is_not_run(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     drawn = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
-    with pytest.raises(BrokenImageError, match="a program that draws"):
+    with pytest.raises(BrokenImageError, match="a PostScript program instead of an image"):
         ImageFormat(size=8).decode(drawn)
 
 

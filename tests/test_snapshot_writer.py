@@ -24,7 +24,6 @@ from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower, TwoTowers
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, train_tokenizer
-from raycl.tokenization.reader import Reader
 from raycl.training.snapshot_writer import SnapshotWriter, _thumbnail
 from raycl.training.views import ImageTransform
 from tests.images import digit_files
@@ -190,7 +189,7 @@ def test_texts_are_restored_from_their_tokens() -> None:
     texts = [*invented_texts(50), "Zürich, 今日は", "two  spaces"]
     for kind in ("bpe", "wordpiece"):
         tokenizer = train_tokenizer(texts, vocabulary_size=600, kind=kind, cls=True)  # type: ignore[arg-type]
-        read = Reader(tokenizer).read(tokenizer.encode(texts, 256))
+        read = tokenizer.decode(tokenizer.encode(texts, 256))
         plain = [text.lower().replace(" ", "") for text in texts]
         # Marks stand apart from words afterwards.
         assert [text.replace(" ", "") for text in read] == plain
@@ -206,4 +205,4 @@ def test_a_token_that_was_swapped_with_the_padding_is_read() -> None:
     tokenizer = Tokenizer(library.to_str())
     tokens = tokenizer.encode(["sea boat sea"], 8)
     assert tokens[0].tolist() == [3, 1, 3]  # 0 is the padding
-    assert Reader(tokenizer).read(tokens) == ["seaboatsea"]
+    assert tokenizer.decode(tokens) == ["seaboatsea"]

@@ -13,9 +13,7 @@ from raycl.errors import ConfigError
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import nt_xent
 from raycl.models import packed
-from raycl.models.bag_of_subwords import BagOfSubwords
-from raycl.models.text import build_text_encoder, text_representation_dim
-from raycl.models.text_transformer import TextTransformer
+from raycl.models.text import BagOfSubwords, TextTransformer, build_text_encoder, text_representation_dim
 from raycl.models.towers import Tower
 
 NUM_TOKENS, MAX_LENGTH = 50, 24
@@ -321,7 +319,7 @@ def test_an_encoder_of_the_users_own_gets_sizes_and_arguments() -> None:
         ("transformer", {"pooling": "max"}, "unknown pooling 'max'; give mean or cls"),
         ("bag_of_subwords", {"dim": 0}, "dim=0"),
         ("bag_of_subwords", {"first_weights": [1.0] * 9}, r"weights do not fit, came \[9\]"),
-        ("bag_of_subwords", {"first_weights": [0.0] * NUM_TOKENS}, "one positive number a token"),
+        ("bag_of_subwords", {"first_weights": [0.0] * NUM_TOKENS}, "a positive number for each token"),
         ("transformers:/no/such/folder", {}, "there is no model at '/no/such/folder'"),
     ],
 )

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as TheirTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from raycl.errors import ConfigError, DataError
-from raycl.tokenization.batches import inverse_document_frequency
+from raycl.tokenization import inverse_document_frequency
 from raycl.tokenization.tokenizer import BrokenTextError, Tokenizer, read_text, train_tokenizer
 from tests.texts import invented_texts
 
@@ -233,7 +233,7 @@ def test_each_token_that_begins_a_chinese_character_begins_a_word() -> None:
 
 
 def test_a_tokenizer_comes_back_from_its_file_and_from_another_process(tokenizer: Tokenizer) -> None:
-    for again in (Tokenizer.from_json(tokenizer.to_json()), pickle.loads(pickle.dumps(tokenizer))):
+    for again in (Tokenizer(tokenizer.to_json()), pickle.loads(pickle.dumps(tokenizer))):
         assert again.to_json() == tokenizer.to_json()
         assert again.fingerprint == tokenizer.fingerprint
         for text in (*TEXTS[:20], "[PAD] [CLS]", ""):
@@ -252,7 +252,7 @@ def test_fingerprints_tell_tokenizers_apart_and_overlook_how_the_file_is_written
     assert len({each.fingerprint for each in made}) == len(made)
     turned_round = dict(reversed(json.loads(made[0].to_json()).items()))
     written_otherwise = json.dumps(turned_round, indent=2, ensure_ascii=True)
-    assert Tokenizer.from_json(written_otherwise).fingerprint == made[0].fingerprint
+    assert Tokenizer(written_otherwise).fingerprint == made[0].fingerprint
     assert re.fullmatch("[0-9a-f]{16}", made[0].fingerprint)
 
 
@@ -261,7 +261,7 @@ def test_a_damaged_file_is_one_line(text: str) -> None:
     with pytest.raises(
         ConfigError, match="the tokenizer is damaged: .*; give the content of a tokenizer.json"
     ):
-        Tokenizer.from_json(text)
+        Tokenizer(text)
 
 
 def like_roberta() -> TheirTokenizer:
@@ -285,7 +285,7 @@ def like_roberta() -> TheirTokenizer:
 
 def test_anothers_tokenizer_gives_its_own_tokens_but_for_padding_which_becomes_0() -> None:
     theirs = like_roberta()
-    ours = Tokenizer.from_json(theirs.to_str())
+    ours = Tokenizer(theirs.to_str())
     assert ours.special_tokens == (0, 1, 2, 3)
     for max_length in (3, 5, 50):
         theirs.enable_truncation(max_length)
@@ -300,7 +300,7 @@ def test_what_goes_on_with_a_word_is_marked_in_berts_tokenizers() -> None:
     vocabulary = {"[PAD]": 0, "ba": 1, "##da": 2, "##fi": 3, "[UNK]": 4, "[CLS]": 5, "[SEP]": 6}
     theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     theirs.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    ours = Tokenizer.from_json(theirs.to_str())
+    ours = Tokenizer(theirs.to_str())
     (row,) = ours.encode(["badafi ba"], 9)
     assert row.tolist() == [1, 2, 3, 1]
     assert ours.begins_word[row].tolist() == [True, False, False, True]
@@ -311,7 +311,7 @@ def test_a_word_whose_number_is_paddings_place_keeps_what_it_is() -> None:
     theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     theirs.add_special_tokens(["<pad>"])
-    ours = Tokenizer.from_json(theirs.to_str())
+    ours = Tokenizer(theirs.to_str())
     assert ours.encode(["bada"], 9)[0].tolist() == [3, 1]
     assert ours.begins_word.tolist() == [False, False, False, True]
     assert ours.special_tokens == (0,)
@@ -320,7 +320,7 @@ def test_a_word_whose_number_is_paddings_place_keeps_what_it_is() -> None:
 def test_a_tokenizer_without_padding_is_refused() -> None:
     theirs = TheirTokenizer(models.WordPiece({"[UNK]": 0, "ba": 1}, unk_token="[UNK]"))
     with pytest.raises(ConfigError, match=r"no token \[PAD\] or <pad>"):
-        Tokenizer.from_json(theirs.to_str())
+        Tokenizer(theirs.to_str())
 
 
 # Bad rows

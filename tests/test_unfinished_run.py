@@ -13,7 +13,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.encoder import read_encoders
-from raycl.inference.preflight import admit
+from raycl.inference.preflight import check_inputs
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.towers import Towers
@@ -81,7 +81,7 @@ def test_the_last_checkpoint_gives_the_encoder_that_the_run_would_save(
 ) -> None:
     finished = tmp_path / "finished"
     unfinished = write_run(tmp_path / "unfinished", config, save(config, finished), 5, 12)
-    admit(unfinished)
+    check_inputs(unfinished)
     for side in ("query", "key"):
         (saved,), (restored,) = (read_encoders(run, [side]) for run in (str(finished), unfinished))
         assert saved.spec == restored.spec
@@ -126,6 +126,6 @@ def test_neither_code_nor_a_side_of_somebody_elses_is_taken(tmp_path: Path) -> N
 def test_a_run_without_a_checkpoint_has_no_encoder(tmp_path: Path) -> None:
     config = of_images("simclr")
     run = write_run(tmp_path / "run", config, trained(config))
-    for look in (raycl.load_encoder, admit):
+    for look in (raycl.load_encoder, check_inputs):
         with pytest.raises(RayclError, match=r"there is no encoder at .* \(no encoder.json, no checkpoint\)"):
             look(run)

@@ -17,9 +17,9 @@ from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
+from raycl.evaluation.classification import raw_pixels
 from raycl.evaluation.knn import knn_accuracy
-from raycl.inference.classification import raw_pixels
-from raycl.inference.read_rows import read_rows
+from raycl.inference.reading import read_images
 from raycl.models.encoder_io import ImageEncoder
 from raycl.storage import Place, absolute
 
@@ -130,7 +130,7 @@ def _read(
     uri: str, size: int, channels: int, max_pixels: int, max_invalid_fraction: float
 ) -> InMemoryDataset:
     image_format = ImageFormat(size=size, channels=channels, max_pixels=max_pixels)
-    rows = read_rows(
+    rows = read_images(
         _labeled(uri), image_format, title=f"reading {uri}", max_invalid_fraction=max_invalid_fraction
     )
     if (rows.label == NO_LABEL).any():

@@ -20,7 +20,8 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.errors import CollapseError, ConfigError, NonFiniteLossError
 from raycl.inference.checkpoint_encoder import last_checkpoint
-from raycl.models.encoder_io import ImageEncoder, load_encoder
+from raycl.inference.encoder import load_encoder
+from raycl.models.encoder_io import ImageEncoder
 from raycl.models.momentum import MomentumEncoder
 from raycl.records import RESULT, ROLLBACK, read_metrics, read_result
 from raycl.storage import Place

@@ -165,11 +165,11 @@ def embed(
 ) -> None:
     """Embed a set of images or texts to parquet."""
     from raycl.cli.plan import embedding_settings
-    from raycl.inference.preflight import admit
+    from raycl.inference.preflight import check_inputs
 
     options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address}
     chosen = embedding_settings(settings or [])
-    admit(run, data=[data], output=output, **options)
+    check_inputs(run, data=[data], output=output, **options)
     from raycl.inference.embed import embed_to_parquet
 
     rows = embed_to_parquet(run, data, output, debug=debug, **options, **chosen)
@@ -194,11 +194,11 @@ def mine(
 ) -> None:
     """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
     from raycl.cli.plan import column_settings
-    from raycl.inference.preflight import admit, check_mining
+    from raycl.inference.preflight import check_inputs, check_mining
 
     check_mining(num_negatives, max_relative_score)
     columns = column_settings(settings or [])
-    admit(run, data=[data], output=output, gpu=gpu, address=address)
+    check_inputs(run, data=[data], output=output, gpu=gpu, address=address)
     from raycl.inference.mining import mine_negatives
 
     mined = mine_negatives(
@@ -221,11 +221,11 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a run's encoder for other packages."""
-    from raycl.inference.preflight import admit, check_package
+    from raycl.inference.preflight import check_inputs, check_package
 
     check_package(to)
     options: dict[str, Any] = {"side": side}
-    admit(run, output=output, **options)
+    check_inputs(run, output=output, **options)
     from raycl.inference.export import export_encoder
 
     print(f"load it with {export_encoder(run, output, to=to, **options)}")  # pyright: ignore[reportArgumentType]

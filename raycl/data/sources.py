@@ -19,7 +19,7 @@ from raycl.data.image_files import is_image_struct, read_image, struct_images
 from raycl.data.images import EXTENSIONS
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.errors import DataError, first_line
-from raycl.storage import Place, absolute, check_plain, is_out_of_reach
+from raycl.storage import Place, absolute, check_plain, is_unreachable
 
 ROWS_PER_FRAGMENT = 2_048
 
@@ -264,7 +264,7 @@ def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
             check_plain(file.schema_arrow, str(place))
             yield file
     except (OSError, pa.ArrowException) as error:
-        if isinstance(error, OSError) and is_out_of_reach(error):
+        if isinstance(error, OSError) and is_unreachable(error):
             raise place.failure("read", error) from error
         raise DataError(
             f"cannot read {place} as parquet: {first_line(error)}; give a parquet file or a folder"

@@ -17,12 +17,13 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.demo.digits import CANVAS, write_digits
 from raycl.demo.plan import RUN, DemoPlan
+from raycl.evaluation.classification import raw_pixels
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_accuracy, nearest
 from raycl.evaluation.linear import linear_accuracy
-from raycl.inference.classification import raw_pixels
-from raycl.inference.read_rows import read_rows
-from raycl.models.encoder_io import ImageEncoder, load_encoder
+from raycl.inference.encoder import load_encoder
+from raycl.inference.reading import read_images
+from raycl.models.encoder_io import ImageEncoder
 from raycl.report.writer import reported
 from raycl.training.launch import train
 
@@ -61,7 +62,7 @@ def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, floa
     encoder = load_encoder(result.output)
     assert isinstance(encoder, ImageEncoder), "the demo trains on digits"
     image_format = ImageFormat(size=CANVAS, channels=1)
-    train_rows, test_rows = (read_rows(uri, image_format) for uri in (train_uri, test_uri))
+    train_rows, test_rows = (read_images(uri, image_format) for uri in (train_uri, test_uri))
     found = _represent(encoder, train_rows, test_rows)
     scores = {each.name: _score(each, train_rows, test_rows) for each in found}
     console.print(_table(scores))

@@ -136,4 +136,4 @@ def _vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> Vocabulary | 
     tokens = stand_in["model"]["vocab"]
     for number in range(len(tokens), config.text.vocabulary_size):
         tokens[f"unseen{number}"] = number
-    return Vocabulary(Tokenizer.from_json(json.dumps(stand_in)))
+    return Vocabulary(Tokenizer(json.dumps(stand_in)))

@@ -1,8 +1,7 @@
-"""Judge what was learned: neighbors and, in ``raycl.evaluation.linear``, a linear probe.
+"""Evaluation of encoders: kNN, linear probe, retrieval and sentence similarity.
 
-``linear_accuracy`` is not among the names here: its scikit-learn takes seconds to import, which
-periodic judging by neighbors must not pay for. ``from raycl.evaluation.linear import
-linear_accuracy``.
+``linear_accuracy`` must be imported from ``raycl.evaluation.linear``: its scikit-learn takes seconds to
+import, which periodic kNN evaluation should not pay for.
 """
 
 from raycl.evaluation.knn import knn_accuracy, knn_predict, nearest

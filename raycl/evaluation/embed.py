@@ -1,19 +1,19 @@
-"""Representations by a frozen encoder."""
+"""Representations from a frozen encoder."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-ROWS_AHEAD = 4_096  # that may lie on an accelerator: the host waits for it only when so many are done
+ROWS_AHEAD = 4_096  # kept on the accelerator between two copies to the host
 
 
 @torch.inference_mode()
 def embed(encoder: nn.Module, inputs: Iterable[Tensor], *, precision: str = "float32") -> Tensor:
-    """Return the representations [num_rows, dim] of batches that the encoder takes, in order.
+    """Encode batches in order, to float32 representations [num_rows, dim] on the CPU.
 
-    The encoder runs in evaluation mode, and is put back into the mode it was in. Returns float32 on
-    the CPU, computed in ``precision``: ``float32`` or ``bfloat16``.
+    The encoder runs in evaluation mode and returns to its previous mode. ``precision`` is ``float32`` or
+    ``bfloat16``.
     """
     was_training = encoder.training
     encoder.eval()

@@ -1,4 +1,4 @@
-"""Judge representations by their neighbors: exact search, and the weighted vote of InstDisc."""
+"""Exact nearest neighbors and the weighted kNN vote of InstDisc."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from raycl.errors import ConfigError, DataError
 
 __all__ = ["knn_accuracy", "knn_predict", "nearest"]
 
-# Rows of queries and of the bank that meet in one tile. On a CPU the tile (8 MB) and the block of
-# the bank stay in the last-level cache; an accelerator wants larger products.
+# Rows of queries and of the bank in a tile. On a CPU the tile (8 MB) and the block of the bank stay in
+# the last-level cache; an accelerator needs larger products.
 _CPU_BLOCKS = (256, 8_192)
 _ACCELERATOR_BLOCKS = (2_048, 32_768)
 
-# Neighboring rows of the bank whose best similarity stands for all of them in the first choice.
+# Successive rows of the bank that the preselection represents by their highest similarity.
 _GROUP = 8
 
 
@@ -30,21 +30,21 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:
     """Find the ``k`` rows of the bank with the highest cosine similarity to each query, exactly.
 
-    ``query`` is [num_queries, dim], ``bank`` is [num_rows, dim], of any dtype; rows need not have
-    unit length, and a row of zeros has similarity 0 to everything. The maths is float32, or float64
-    where either input is (correct, but not fast). ``bank`` may lie on another device than
-    ``query``: it travels block by block.
+    ``query`` is [num_queries, dim], ``bank`` is [num_rows, dim], of any dtype; rows need not have unit
+    length, and a row of zeros has similarity 0 to all others. Computes in float32, or in float64 if either
+    input is (correct, but slow). ``bank`` may be on another device than ``query``: blocks are copied one
+    by one.
 
-    Returns similarity and index, both [num_queries, min(k, num_rows)], best first, on the query's
-    device; of equal similarities the lower index comes first and is kept first.
+    Returns similarity and index, both [num_queries, min(k, num_rows)], best first, on the query's device.
+    Ties are in order of index.
 
-    Beyond the inputs and the result it holds one float copy of the queries, a block of the bank and
-    a tile [query_block, bank_block] with its candidates: under 100 MB on a CPU for 10,000 queries,
-    128 dimensions and k = 200, however long the bank. At the worst (very large k, or a block where
-    all rows are better than all before) the candidates take 60 bytes an entry of the tile.
+    Beside inputs and result it needs a float copy of the queries, a block of the bank and a tile
+    [query_block, bank_block] with its candidates: under 100 MB on a CPU for 10,000 queries, 128 dimensions
+    and k = 200, for a bank of any length. In the worst case (very large k, or a block whose rows all beat
+    all earlier ones) the candidates take 60 bytes per entry of the tile.
 
-    Raises ``ConfigError`` for k or a block below 1, ``DataError`` for wrong shapes, an empty bank
-    or values that are not finite.
+    Raises ``ConfigError`` for k or a block size below 1, ``DataError`` for invalid shapes, an empty bank or
+    values that are not finite.
     """
     _check_rows(query, bank)
     _check_at_least_one("k", k)
@@ -55,8 +55,8 @@ def nearest(
     index = torch.full_like(similarity, len(bank), dtype=torch.int64)
     for start, rows, group in _spans(len(bank), bank_block):
         block = _unit(bank[start : start + rows].to(query), "bank")
-        # Row member-major, so that a group, 8 successive rows of the bank, is a strided column of
-        # the tile: its maximum is then a vector operation, and its order is that of the bank.
+        # A group is 8 successive rows of the bank. Member-major order makes it a strided column of the
+        # tile, so its maximum is a vector operation, and keeps the order of the bank.
         block = block.view(-1, group, block.shape[1]).transpose(0, 1).reshape(rows, -1)
         for first in range(0, len(query), query_block):
             part = slice(first, first + query_block)
@@ -78,18 +78,17 @@ def knn_predict(
 ) -> Tensor:
     """Predict each query's class by the weighted vote of its ``k`` nearest rows.
 
-    A neighbor votes for its class with weight exp(similarity / temperature), where similarity is
-    the cosine (InstDisc; Wu et al., 2018). ``query`` is [num_queries, dim], ``bank`` is
-    [num_rows, dim], ``bank_label`` is [num_rows], any integers from 0 on, gaps allowed. A ``k``
-    larger than the bank means the whole bank. ``num_classes``, where given, is a guard: labels must
-    lie below it.
+    A neighbor votes for its class with weight exp(cosine / temperature) (InstDisc; Wu et al., 2018).
+    ``query`` is [num_queries, dim], ``bank`` is [num_rows, dim], ``bank_label`` is [num_rows], integers
+    from 0 with gaps allowed. A ``k`` larger than the bank means the whole bank. If ``num_classes`` is
+    given, labels must lie below it.
 
-    Returns the classes, [num_queries] int64, on the query's device; of classes with equal votes the
-    lowest wins. Exact and repeatable on every device. Memory as in ``nearest``, plus about 80 bytes
-    for each of the num_queries * k neighbors.
+    Returns classes [num_queries] int64 on the query's device; the lowest class wins ties. Exact and
+    repeatable on every device. Memory as in ``nearest``, plus about 80 bytes for each of the
+    num_queries * k neighbors.
 
-    Raises ``ConfigError`` for k or a block below 1 or a temperature that is not positive,
-    ``DataError`` for shapes, labels or values that do not fit.
+    Raises ``ConfigError`` for k or a block size below 1 or a temperature that is not positive,
+    ``DataError`` for invalid shapes, labels or values.
     """
     if not temperature > 0:
         raise ConfigError(
@@ -113,15 +112,14 @@ def knn_accuracy(
     query_block: int | None = None,
     bank_block: int | None = None,
 ) -> float:
-    """Return the share of queries whose class ``knn_predict`` gets right, 0 to 1 (top-1).
+    """Return the top-1 accuracy of ``knn_predict``, 0 to 1.
 
-    ``query_label`` is [num_queries]; everything else, errors included, as in ``knn_predict``. No
-    query at all is a ``DataError``.
+    ``query_label`` is [num_queries]; the rest as in ``knn_predict``. Raises ``DataError`` without queries.
     """
     _check_rows(query, bank)
     _check_labels("query_label", query_label, len(query), None)
     if len(query) == 0:
-        raise DataError("there is no query to judge: got 0 rows; give a test set that has some")
+        raise DataError("the set of queries is empty: got 0 rows; give a test set with some")
     predicted = knn_predict(
         query,
         bank,
@@ -135,7 +133,7 @@ def knn_accuracy(
 
 
 def _spans(num_rows: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Cut the bank into (start, rows, group), rows a multiple of group."""
+    """Cut the bank into spans (start, rows, group); rows is a multiple of group."""
     start = 0
     while start < num_rows:
         rows = min(block, num_rows - start)
@@ -146,18 +144,18 @@ def _spans(num_rows: int, block: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _similarity(query: Tensor, block: Tensor) -> Tensor:
-    """Multiply in full precision, even inside a caller's autocast."""
+    """Multiply in full precision, also under autocast."""
     with torch.autocast(query.device.type, enabled=False):
-        # Not `query @ block.T`: for float32 on a CPU linear takes oneDNN, 2.5 times MKL on AMD.
+        # Not `query @ block.T`: linear uses oneDNN for float32 on a CPU, 2.5 times as fast as MKL on AMD.
         return F.linear(query, block)
 
 
 def _merge(similarity: Tensor, index: Tensor, tile: Tensor, start: int) -> None:
-    """Let the rows of a tile, [queries, group, num_groups], compete with the best so far.
+    """Merge the rows of a tile [queries, group, num_groups] into the best so far.
 
-    The k best rows lie in the k groups with the highest maxima, so only those are looked into; and
-    of these only groups that beat the k-th best so far, which are few once the bank is well begun.
-    A later row never displaces an equal earlier one: hence strictly greater.
+    The k best rows lie in the k groups with the highest maxima. Of these only groups that beat the k-th
+    best so far are searched, which soon become few. The comparison is strict, so a later row never
+    displaces an equal earlier one.
     """
     k, group = similarity.shape[1], tile.shape[1]
     maximum = tile.amax(dim=1)  # [queries, num_groups]
@@ -180,31 +178,31 @@ def _merge(similarity: Tensor, index: Tensor, tile: Tensor, start: int) -> None:
 
 
 def _top(similarity: Tensor, index: Tensor, k: int, *, ordered: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the first k of each row, by falling similarity, then by rising index."""
+    """Return the first k of each row by descending similarity, then ascending index."""
     if similarity.dtype == torch.float64:
         index, order = index.sort(dim=1)
         similarity, order = similarity.gather(1, order).sort(dim=1, descending=True, stable=True)
         return similarity[:, :k], index.gather(1, order)[:, :k]
-    # topk promises nothing about ties. One integer that orders like (similarity, -index) has none,
-    # and is no slower to select than a float. A float's bits order like an integer once those of
-    # negative numbers are turned round; adding 0 makes -0 equal 0.
-    bits = _turn((similarity + 0.0).view(torch.int32))
+    # topk leaves ties undefined. One integer that orders like (similarity, -index) has no ties, and topk
+    # is as fast on it. A float's bits order like an integer after flipping the magnitude bits of negative
+    # numbers; adding 0 makes -0 equal 0.
+    bits = _flip_negative((similarity + 0.0).view(torch.int32))
     key = (bits.to(torch.int64) << 32).bitwise_or_(index ^ 0xFFFFFFFF)
     key = key.topk(k, dim=1, sorted=ordered).values
-    bits = _turn((key >> 32).to(torch.int32))
+    bits = _flip_negative((key >> 32).to(torch.int32))
     return bits.view(torch.float32), (key & 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
-def _turn(bits: Tensor) -> Tensor:
-    """Turn round the magnitude bits of negative numbers; twice is nothing."""
+def _flip_negative(bits: Tensor) -> Tensor:
+    """Flip the magnitude bits of negative numbers; applied twice it changes nothing."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _vote(similarity: Tensor, label: Tensor, temperature: float) -> Tensor:
-    """Add up the weights of each row's labels, [num_queries, k], and return the heaviest."""
-    # The best similarity is taken off: the weights then lie in (0, 1], and the vote is the same.
+    """Sum the weights of each row's labels [num_queries, k] and return the label with the largest sum."""
+    # Subtracting the best similarity puts the weights into (0, 1] and does not change the vote.
     logits = (similarity.double() - similarity[:, :1].double()) / temperature
-    # Whole numbers: their sum does not depend on the order in which CUDA adds, so ties are ties.
+    # Sums of integers do not depend on the order in which CUDA adds, so ties stay ties.
     weight = (logits.exp() * (2.0**62 / label.shape[1])).long()
     label, order = label.sort(dim=1)
     # Number the distinct labels of each row: a table [num_queries, k] serves any set of labels.
@@ -216,18 +214,18 @@ def _vote(similarity: Tensor, label: Tensor, temperature: float) -> Tensor:
 
 
 def _unit(rows: Tensor, name: str) -> Tensor:
-    """Scale rows to unit length; a row of zeros stays one."""
+    """Scale rows to unit length; a row of zeros stays zero."""
     norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     if not bool(norm.isfinite().all()):
         raise DataError(
-            f"{name} has rows whose length is not finite; "
+            f"{name} has rows with a norm that is not finite; "
             "look for nan, inf or huge values in the representations"
         )
     return rows / norm.clamp_min(1e-12)
 
 
 def _blocks_for(query: Tensor, query_block: int | None, bank_block: int | None) -> tuple[int, int]:
-    """Return the block sizes asked for, or those that suit the device."""
+    """Return the given block sizes, by default those that suit the device."""
     default = _CPU_BLOCKS if query.device.type == "cpu" else _ACCELERATOR_BLOCKS
     query_block = default[0] if query_block is None else query_block
     bank_block = default[1] if bank_block is None else bank_block
@@ -248,13 +246,13 @@ def _check_rows(query: Tensor, bank: Tensor) -> None:
             f"{list(query.shape)} and {list(bank.shape)}; embed both with the same encoder"
         )
     if len(bank) == 0:
-        raise DataError("the bank is empty: got 0 rows; give the rows that are to be searched")
+        raise DataError("the bank is empty: got 0 rows; give the rows to search")
 
 
 def _check_labels(name: str, label: Tensor, num_rows: int, num_classes: int | None) -> None:
     if label.shape != (num_rows,):
         raise DataError(
-            f"{name} must be one label a row, [{num_rows}], got {list(label.shape)}; "
+            f"{name} must be one label per row, [{num_rows}], got {list(label.shape)}; "
             "check that rows and labels come from the same set"
         )
     if label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:

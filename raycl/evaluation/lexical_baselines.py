@@ -1,4 +1,4 @@
-"""Floors of raw text: what shared words alone find. TF-IDF by scikit-learn, BM25 by bm25s."""
+"""Retrieval by shared words: TF-IDF from scikit-learn and BM25 from bm25s."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,9 +12,9 @@ from raycl.evaluation.search import Ranking, pair_numbers, ranking_width
 
 __all__ = ["bm25_search", "tfidf_search", "tfidf_similarity"]
 
-# Words of one letter or digit too, which scikit-learn drops: "vitamin C" and "type 2" need theirs.
+# Unlike scikit-learn's default, this keeps words of one character: "vitamin C", "type 2".
 _WORD = r"\w+"
-_CELLS = 2**22  # of queries times documents that stand dense at once, 32 MB
+_CELLS = 2**22  # of the dense block of queries by documents, 32 MB
 
 Excluded = NDArray[np.integer] | None
 
@@ -24,13 +24,13 @@ def tfidf_search(
 ) -> Ranking:
     """Find the ``k`` documents nearest to each query by the cosine of TF-IDF.
 
-    Words are runs of letters, digits and underscores, in lower case; a word counts 1 + log(its
-    number) times its inverse document frequency, known from ``documents``. ``excluded`` is
-    [num_excluded, 2], positions of a query and of a document that is not to be found for it.
+    Words are runs of letters, digits and underscores, in lower case. A word weighs 1 + log(count) times
+    its inverse document frequency in ``documents``. ``excluded`` is [num_excluded, 2], positions of a query
+    and of a document that it must not find.
 
-    Returns as ``raycl.evaluation.search.search``, save that a document without a word of the query
-    is not found: -inf and -1 stand there. Raises ``ConfigError`` for k below 1, ``DataError`` for
-    positions that do not fit, or no query, no document or no word.
+    Returns a ranking as ``raycl.evaluation.search.search`` does, without documents that share no word with
+    the query: -inf and -1 fill their places. Raises ``ConfigError`` for k below 1, ``DataError`` for
+    invalid positions, or without a query, a document or a word.
     """
     width = ranking_width(k, len(queries), len(documents))
     known = pair_numbers(excluded, len(queries), len(documents))
@@ -51,18 +51,18 @@ def bm25_search(
 ) -> Ranking:
     """Find the ``k`` best documents of each query by BM25 (Robertson & Zaragoza, 2009).
 
-    k1 is 1.2 and b 0.75, the inverse document frequency is Lucene's, above 0 for every word; the
-    similarity returned is the BM25 score. The rest, errors included, as in ``tfidf_search``.
+    k1 is 1.2, b is 0.75, and the inverse document frequency is Lucene's, which is always positive. The
+    similarity is the BM25 score. Words, arguments and errors as in ``tfidf_search``.
     """
     width = ranking_width(k, len(queries), len(documents))
     known = pair_numbers(excluded, len(queries), len(documents))
     words = _vectorizer().build_analyzer()
     number: dict[str, int] = {}
-    cut = [[number.setdefault(word, len(number)) for word in words(document)] for document in documents]
+    tokens = [[number.setdefault(word, len(number)) for word in words(document)] for document in documents]
     if not number:
         raise _no_word("documents", len(documents))
     index = bm25s.BM25(k1=1.2, b=0.75, method="lucene")
-    index.index((cut, number), create_empty_token=False, show_progress=False)
+    index.index((tokens, number), create_empty_token=False, show_progress=False)
 
     def scores() -> Iterator[NDArray[np.floating]]:
         for query in queries:
@@ -74,9 +74,9 @@ def bm25_search(
 def tfidf_similarity(left: Sequence[str], right: Sequence[str], corpus: Iterable[str]) -> NDArray[np.float64]:
     """Return the cosine of TF-IDF of each pair of texts, [num_pairs], 0 to 1.
 
-    Words are counted as in ``tfidf_search``, their inverse document frequency is known from
-    ``corpus``; a word that it lacks is the rarest of all. A text without a word is similar to
-    nothing. Raises ``DataError`` for sides of different length, no pair, no word or no corpus.
+    Words are weighted as in ``tfidf_search``, with document frequencies in ``corpus``; a word outside it
+    counts as the rarest. A text without words has similarity 0. Raises ``DataError`` for sides of
+    different length, or without a pair, a word or a corpus.
     """
     if len(left) != len(right):
         raise DataError(
@@ -84,12 +84,14 @@ def tfidf_similarity(left: Sequence[str], right: Sequence[str], corpus: Iterable
             "check that both come from the same pairs"
         )
     if len(left) == 0:
-        raise DataError("there is no pair to compare: got 0 rows; give a test set that has some")
-    # The words of the pairs are all that matter, and the corpus need not hold each of them.
+        raise DataError("the set of pairs is empty: got 0 rows; give a test set with some")
+    # Only words of the pairs matter, and the corpus may lack some of them.
     vocabulary = _fitted([*left, *right], "pairs").vocabulary_
     corpus = list(corpus)
     if not corpus:
-        raise DataError("the corpus is empty: got 0 texts; give those that tell rare words from common ones")
+        raise DataError(
+            "the corpus is empty: got 0 texts; give the texts that document frequencies come from"
+        )
     vectorizer = _vectorizer(vocabulary).fit(corpus)
     product = vectorizer.transform(left).multiply(vectorizer.transform(right))
     return np.asarray(product.sum(axis=1), dtype=np.float64).ravel()
@@ -101,21 +103,21 @@ def _vectorizer(vocabulary: dict[str, int] | None = None) -> TfidfVectorizer:
 
 def _fitted(texts: Sequence[str], name: str) -> TfidfVectorizer:
     words = _vectorizer().build_analyzer()
-    if not any(words(text) for text in texts):  # looks no further than the first word
+    if not any(words(text) for text in texts):  # stops at the first word
         raise _no_word(name, len(texts))
     return _vectorizer().fit(texts)
 
 
 def _no_word(name: str, num_texts: int) -> DataError:
     return DataError(
-        f"the {name} hold no word: got {num_texts} texts without a letter or a digit; check the text column"
+        f"the {name} have no words: got {num_texts} texts without a letter or a digit; check the text column"
     )
 
 
 def _ranking(
     scores: Iterable[NDArray[np.floating]], shape: tuple[int, int], width: int, known: NDArray[np.int64]
 ) -> Ranking:
-    """Rank the documents by the scores of one query after the other, each [num_documents]."""
+    """Rank the documents by the scores of successive queries, each [num_documents]."""
     num_queries, num_documents = shape
     similarity = np.full((num_queries, width), -np.inf, dtype=np.float32)
     index = np.full((num_queries, width), -1, dtype=np.int64)
@@ -128,7 +130,7 @@ def _ranking(
 
 
 def _best(row: NDArray[np.floating], width: int) -> NDArray[np.int64]:
-    """Return the positions of the highest scores above 0, best first, of equals the lower first."""
+    """Return the positions of the highest positive scores, best first, ties in order of position."""
     found = np.flatnonzero(row > 0)
     if len(found) > width:
         last = np.partition(row[found], -width)[-width]

@@ -1,4 +1,4 @@
-"""Judge representations by a linear probe: logistic regression on frozen rows, by scikit-learn."""
+"""Linear probe: scikit-learn's logistic regression on frozen representations."""
 
 import logging
 import warnings
@@ -17,13 +17,13 @@ __all__ = ["linear_accuracy"]
 
 _log = logging.getLogger(__name__)
 
-# Tried from strong to weak; of equals the stronger wins, and strong ones also converge sooner.
+# From strong to weak: the strongest of equals wins, and strong decay converges sooner.
 _WEIGHT_DECAYS = (1e-1, 1e-2, 1e-3, 1e-4)
 
-# For a few labels a class: a fifth of ten labels is too few to choose by.
+# With few labels per class, the held-out fifth is too small to choose a weight decay.
 _FEW_LABELS_WEIGHT_DECAY = 1e-2
 
-_HELD_OUT = 5  # every fifth row of a class
+_HELD_OUT = 5  # a fifth of each class
 
 
 def linear_accuracy(
@@ -38,25 +38,23 @@ def linear_accuracy(
     max_iterations: int = 500,
     seed: int = 0,
 ) -> float:
-    """Return the share of test rows that a linear classifier of frozen rows gets right, 0 to 1.
+    """Return the test accuracy of a linear classifier of frozen representations, 0 to 1.
 
     ``train`` and ``test`` are [num_rows, dim], the labels [num_rows], any integers. Columns are
-    standardized by the statistics of the rows fitted on; the classifier is multinomial logistic
-    regression (L-BFGS, float32) with loss = mean cross-entropy + weight_decay / 2 * |W|^2, whatever
-    the size of the set (scikit-learn's C is 1 / (weight_decay * num_rows)).
+    standardized by the statistics of the training rows. The classifier is multinomial logistic regression
+    (L-BFGS, float32) with loss = mean cross-entropy + weight_decay / 2 * |W|^2, at any size of the set
+    (scikit-learn's C is 1 / (weight_decay * num_rows)).
 
-    ``weight_decay`` None chooses among 0.1, 0.01, 0.001 and 0.0001 by the accuracy on a fifth of
-    each class of **train**, then fits on all of train; the test rows decide nothing.
-    ``labels_per_class`` fits on that many rows of each class only, at weight decay 0.01 unless
-    given, and returns the mean over ``num_draws`` draws, for one draw is noisy. The same ``seed``
-    draws the same rows.
+    Without ``weight_decay`` the probe chooses among 0.1, 0.01, 0.001 and 0.0001 by the accuracy on a
+    held-out fifth of each class of **train**, then fits on all of train; the test rows choose nothing.
+    ``labels_per_class`` fits on that many rows of each class, at weight decay 0.01 by default, and returns
+    the mean over ``num_draws`` random draws. The same ``seed`` draws the same rows.
 
-    Time grows with rows * dim * classes: five fits of 50,000 x 512 with 10 classes take about a
-    quarter of a minute of one core. L-BFGS ends after ``max_iterations`` at the latest, and the
-    classifier is judged as it then is.
+    Time grows with rows * dim * classes: five fits of 50,000 x 512 with 10 classes take about 15 s on one
+    core. L-BFGS stops after ``max_iterations``, converged or not.
 
-    Raises ``ConfigError`` for settings out of range, ``DataError`` for shapes, labels or values
-    that do not fit, or fewer rows of a class than ``labels_per_class``.
+    Raises ``ConfigError`` for settings out of range, ``DataError`` for invalid shapes, labels or values, or
+    a class with fewer rows than ``labels_per_class``.
     """
     _check_settings(labels_per_class, num_draws, weight_decay, max_iterations)
     rows, label = _as_arrays("train", train, train_label)
@@ -65,7 +63,7 @@ def linear_accuracy(
 
     def score(part: NDArray[np.int64], decay: float) -> float:
         probe = _fit(rows[part], label[part], decay, max_iterations)
-        return _share_right(probe, test_rows, test_classes)
+        return _accuracy(probe, test_rows, test_classes)
 
     rng = np.random.default_rng(seed)
     if labels_per_class is None:
@@ -80,12 +78,12 @@ def linear_accuracy(
 def _fit(
     rows: NDArray[np.float32], label: NDArray[np.int64], weight_decay: float, max_iterations: int
 ) -> Pipeline:
-    """Fit the scaler and the classifier; say so where the classifier was still moving."""
+    """Fit the scaler and the classifier; log if the classifier did not converge."""
     classifier = LogisticRegression(C=1 / (weight_decay * len(rows)), max_iter=max_iterations)
     probe = make_pipeline(StandardScaler(), classifier)
     with warnings.catch_warnings():
-        # The limit on iterations is part of the probe: weak decay on separable rows moves for ever,
-        # at an accuracy that no longer changes. The choice of decay judges it like any other.
+        # The limit is a part of the probe: with weak decay, separable rows never converge, at an accuracy
+        # that no longer changes.
         warnings.simplefilter("ignore", ConvergenceWarning)
         probe.fit(rows, label)
     if int(classifier.n_iter_.max()) >= max_iterations:
@@ -99,22 +97,22 @@ def _choose_weight_decay(
     max_iterations: int,
     rng: np.random.Generator,
 ) -> float:
-    """Return the decay that does best on rows held out of the training set."""
+    """Return the decay with the best accuracy on held-out training rows."""
     classes = _shuffled_rows_by_class(label, rng)
     held_out = np.concatenate([members[: len(members) // _HELD_OUT] for members in classes])
-    if len(held_out) == 0:  # classes too small to give any up
+    if len(held_out) == 0:  # the classes are too small
         return _FEW_LABELS_WEIGHT_DECAY
     kept = np.concatenate([members[len(members) // _HELD_OUT :] for members in classes])
 
     def accuracy(decay: float) -> float:
         probe = _fit(rows[kept], label[kept], decay, max_iterations)
-        return _share_right(probe, rows[held_out], label[held_out])
+        return _accuracy(probe, rows[held_out], label[held_out])
 
     return max(_WEIGHT_DECAYS, key=accuracy)
 
 
 def _draw(label: NDArray[np.int64], labels_per_class: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Pick that many rows of each class."""
+    """Draw that many rows of each class."""
     classes = _shuffled_rows_by_class(label, rng)
     smallest = min(classes, key=len)
     if len(smallest) < labels_per_class:
@@ -133,12 +131,12 @@ def _shuffled_rows_by_class(label: NDArray[np.int64], rng: np.random.Generator) 
     return np.split(order, np.cumsum(sizes)[:-1])
 
 
-def _share_right(probe: Pipeline, rows: NDArray[np.float32], label: NDArray[np.int64]) -> float:
+def _accuracy(probe: Pipeline, rows: NDArray[np.float32], label: NDArray[np.int64]) -> float:
     return float(np.mean(probe.predict(rows) == label))
 
 
 def _as_arrays(name: str, rows: Tensor, label: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Check one set and hand it to numpy."""
+    """Check a set and convert it to numpy."""
     if rows.ndim != 2 or len(rows) == 0:
         raise DataError(
             f"{name} must be [num_rows, dim] with at least one row, got {list(rows.shape)}; "
@@ -146,7 +144,7 @@ def _as_arrays(name: str, rows: Tensor, label: Tensor) -> tuple[NDArray[np.float
         )
     if label.shape != (len(rows),):
         raise DataError(
-            f"{name}_label must be one label a row, [{len(rows)}], got {list(label.shape)}; "
+            f"{name}_label must be one label per row, [{len(rows)}], got {list(label.shape)}; "
             "check that rows and labels come from the same set"
         )
     if label.is_floating_point() or label.is_complex():
@@ -181,5 +179,5 @@ def _check_settings(
             raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number")
     if weight_decay is not None and not weight_decay > 0:
         raise ConfigError(
-            f"weight_decay must be positive, got {weight_decay}; leave it out to have it chosen"
+            f"weight_decay must be positive, got {weight_decay}; leave it out to choose it automatically"
         )

@@ -1,4 +1,4 @@
-"""The tower of a run that may still go on: encoder and projection head of its last checkpoint."""
+"""The key tower in the last checkpoint of a run, which may still be training."""
 
 import json
 import time
@@ -16,8 +16,8 @@ from raycl.data.images import BrokenImageError
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.encoder_io import load_state
 from raycl.models.momentum import MomentumEncoder
+from raycl.models.registry import check_trusted
 from raycl.models.towers import Towers
-from raycl.models.trust import check_trusted
 from raycl.storage import Place, absolute
 from raycl.tokenization import BrokenTextError, Vocabulary, padded_rows, read_text
 from raycl.training import build
@@ -25,13 +25,13 @@ from raycl.training.checkpoint import STATE
 from raycl.training.modality import ImageTowerBuilder
 from raycl.training.resume import CHECKPOINTS, CONFIG, LISTED, copied_list, load_tokenizer
 
-_ATTEMPTS, _NAP_S = 3, 0.5
+_LIST_ATTEMPTS, _LIST_WAIT_S = 3, 0.5
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointEncoder:
-    """The side of a run that encodes keys, in evaluation mode, as of ``checkpoint``."""
+    """The tower that encodes keys, in evaluation mode, with the weights of ``checkpoint``."""
 
     tower: Towers
     vocabulary: Vocabulary | None
@@ -40,10 +40,10 @@ class CheckpointEncoder:
 
     @torch.inference_mode()
     def embed_image(self, content: bytes) -> np.ndarray:
-        """Return the embedding of an image file's content, float32 [dim], of unit length.
+        """Return the embedding of an encoded image, float32 [dim], of unit length.
 
-        The image is prepared as the periodic judge does, without any randomness. Raises ``DataError``
-        if it cannot be decoded, ``ConfigError`` if the run has no images.
+        The image is prepared as for evaluation, without augmentation. Raises ``DataError`` if it cannot
+        be decoded, ``ConfigError`` if the run has no images.
         """
         if self.config.data.kind in ("text", "pairs"):
             raise ConfigError(
@@ -59,9 +59,9 @@ class CheckpointEncoder:
 
     @torch.inference_mode()
     def embed_text(self, text: str) -> np.ndarray:
-        """Return the embedding of a text, of a query where there are two towers, float32 [dim], of unit length.
+        """Return the embedding of a text, with two towers of a query, float32 [dim], of unit length.
 
-        Raises ``DataError`` if it is no text, ``ConfigError`` if the run has none.
+        Raises ``DataError`` for an invalid text, ``ConfigError`` if the run has no texts.
         """
         if self.vocabulary is None:
             raise ConfigError(
@@ -71,74 +71,69 @@ class CheckpointEncoder:
             tokens = self.vocabulary.tokenizer.encode([read_text(text)], self.config.text.max_length)
         except BrokenTextError as error:
             raise DataError(f"the text cannot be used: {error}; give another one") from None
-        of_texts = self.tower.towers[-1 if self.config.data.kind == "image_text" else 0]
-        return of_texts(torch.from_numpy(padded_rows(tokens)))[0].numpy()
+        tower = self.tower.towers[-1 if self.config.data.kind == "image_text" else 0]
+        return tower(torch.from_numpy(padded_rows(tokens)))[0].numpy()
 
 
-def load_tower(run: str) -> CheckpointEncoder:
-    """Load what encodes the keys of the run at ``run``: the momentum encoder where there is one.
+def load_checkpoint_encoder(run: str) -> CheckpointEncoder:
+    """Load the tower that encodes the keys of the run: the momentum encoder if it has one.
 
     Raises:
-        StorageError: There is no run, or no checkpoint yet, or it cannot be read.
-        ConfigError: The run's network cannot be built by its name, or its package is not trusted.
+        StorageError: The run does not exist, has no checkpoint yet, or cannot be read.
+        ConfigError: The network cannot be built by name, or its package is not trusted.
     """
     output = Place(absolute(run))
-    config = read_config(output)
-    check_config_trusted(config, output)
+    config, named_in = read_config(output)
+    check_config_trusted(config, named_in)
     checkpoint, state = last_state(output)
     vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
     towers = build.towers(config, build.modality(config, vocabulary))
     try:
-        filled = _fill(towers, state).eval()
-        return CheckpointEncoder(tower=filled, vocabulary=vocabulary, config=config, checkpoint=checkpoint)
+        tower = _load_key_tower(towers, state).eval()
     except (RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(
             f"the weights of {output / CHECKPOINTS / checkpoint} do not fit the network that {CONFIG} names: the run "
             "trained a network of its user's own, which only that program can build; ask by --id or --vector"
         ) from error
+    return CheckpointEncoder(tower=tower, vocabulary=vocabulary, config=config, checkpoint=checkpoint)
 
 
-def read_config(output: Place) -> RunConfig:
-    """Return the configuration of the run at ``output``; raises ``StorageError`` or ``ConfigError``."""
-    return config_from_yaml((output / CONFIG).read_text(), name=(output / CONFIG).uri)
+def read_config(output: Place) -> tuple[RunConfig, str]:
+    """Return the configuration of a run and its address; raises ``StorageError`` or ``ConfigError``."""
+    place = output / CONFIG
+    return config_from_yaml(place.read_text(), name=place.uri), place.uri
 
 
 def check_config_trusted(
-    config: RunConfig, output: Place, trusted: Collection[str] | None = None, *, own_encoder: bool = False
+    config: RunConfig, named_in: str, trusted: Collection[str] | None = None, *, own_encoder: bool = False
 ) -> None:
-    """Refuse code that the configuration names: ``ConfigError``; ``own_encoder`` takes the place of its encoder."""
-    where, kind = str(output / CONFIG), config.data.kind
+    """Raise ``ConfigError`` if the configuration names code outside the ``trusted`` packages.
+
+    ``own_encoder`` skips the name of the encoder, which a module replaces.
+    """
+    kind = config.data.kind
     if not own_encoder:
-        check_trusted(config.encoder.name, where, trusted, is_text=kind in ("text", "pairs"))
+        check_trusted(config.encoder.name, named_in, trusted, is_text=kind in ("text", "pairs"))
     if kind == "image_text":
-        check_trusted(config.text_encoder.name, where, trusted, is_text=True)
-
-
-def _fill(tower: Towers, state: dict[str, Any]) -> Towers:
-    if "momentum_encoder" not in state:
-        tower.load_state_dict(state["tower"])
-        return tower
-    follower = MomentumEncoder(tower)
-    follower.load_state_dict(state["momentum_encoder"])
-    return follower.tower  # type: ignore[return-value]
+        check_trusted(config.text_encoder.name, named_in, trusted, is_text=True)
 
 
 def last_state(output: Place) -> tuple[str, dict[str, Any]]:
-    """Return the name of the last whole checkpoint and the learner's state in it."""
+    """Return the name of the last complete checkpoint and the train state in it."""
     name = last_checkpoint(output)
     while True:
         try:
             place = output / CHECKPOINTS / name / STATE
             return name, load_state(place.read_bytes(), str(place)).get("learner", {})
         except StorageError:
-            # A run that goes on removes a checkpoint when there is a newer one.
-            before, name = name, last_checkpoint(output)
-            if name == before:
+            # A training run deletes a checkpoint once it has a newer one.
+            previous, name = name, last_checkpoint(output)
+            if name == previous:
                 raise
 
 
 def last_checkpoint(output: Place) -> str:
-    """Return the name of the last checkpoint that is there whole; raises ``StorageError`` if none is."""
+    """Return the name of the last complete checkpoint; raises ``StorageError`` if there is none."""
     folder = output / CHECKPOINTS
     latest = _read_list(folder).get("latest_checkpoint_result") if (folder / LISTED).exists() else None
     if latest is None:
@@ -147,13 +142,22 @@ def last_checkpoint(output: Place) -> str:
 
 
 def _read_list(folder: Place) -> dict[str, Any]:
-    listed = folder / LISTED
-    for _ in range(_ATTEMPTS):
+    place = folder / LISTED
+    for _ in range(_LIST_ATTEMPTS):
         try:
-            return json.loads(listed.read_text())
+            return json.loads(place.read_text())
         except json.JSONDecodeError:
-            time.sleep(_NAP_S)  # Ray writes the file in its place: it may be half there
+            time.sleep(_LIST_WAIT_S)  # Ray rewrites the file in place, so it may be incomplete
     copy = copied_list(folder)
     if copy is not None:
         return copy
-    raise StorageError(f"cannot read {listed}: it is no list of checkpoints; repeat the command")
+    raise StorageError(f"cannot read {place}: the list of checkpoints is damaged; repeat the command")
+
+
+def _load_key_tower(tower: Towers, state: dict[str, Any]) -> Towers:
+    if "momentum_encoder" not in state:
+        tower.load_state_dict(state["tower"])
+        return tower
+    momentum_encoder = MomentumEncoder(tower)
+    momentum_encoder.load_state_dict(state["momentum_encoder"])
+    return momentum_encoder.tower  # type: ignore[return-value]

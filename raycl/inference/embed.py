@@ -1,17 +1,20 @@
-"""Embedding by Ray Data: decoding tasks feed a pool of actors that hold the encoder."""
+"""Embedding with Ray Data: tasks decode, a pool of actors runs the encoder."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
+import numpy as np
 import pyarrow as pa
 import ray
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
-from raycl.data.decode import Decoder, decode_source
+from raycl.data.coordinator import ReadStats, rows_in
+from raycl.data.decode import decode_dataset, decode_source
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
 from raycl.data.sources import find_source
 from raycl.data.texts import TextFormat
@@ -19,33 +22,136 @@ from raycl.device_copy import upload
 from raycl.evaluation.embed import embed
 from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
-from raycl.inference.preflight import admit
+from raycl.inference.preflight import check_inputs
+from raycl.inference.reading import counting_decoder
 from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
-from raycl.models.registry import SideName
-from raycl.models.trust import trusted_packages
-from raycl.progress import ProgressLine, rows_read
-from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
+from raycl.models.registry import SideName, trusted_packages
+from raycl.ray_runtime import connect_cluster, fetch_tables
 
 BATCH_SIZE = 256
+BLOCK_ROWS = 4_096
+
+
+def embed_to_parquet(
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    columns: ColumnNames | None = None,
+    side: SideName = "query",
+    network: nn.Module | None = None,
+    gpu: bool = False,
+    max_invalid_fraction: float = 0.01,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> ReadStats:
+    """Embed all images or texts at ``data`` with the encoder of ``run``, into a folder of parquet files.
+
+    Columns: ``sample_id``, ``label`` (-1 if missing), ``representation`` (float32 list). ``side`` selects
+    one of two towers. A run that trained your own module needs it as ``network``. Returns the read
+    statistics, with invalid rows by cause. Raises ``StorageError`` if the output exists, and
+    ``DataError`` if too many rows are invalid, which leaves nothing at the output.
+    """
+    run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
+    check_inputs(run, side=side, data=[data], output=output, gpu=gpu, address=address)
+    with writing_new(output) as place:
+        (saved,) = read_encoders(run, [side], network=network)
+        encoder = saved.build(network)
+        role, columns = columns_for(encoder, columns)
+        source = find_source(data, columns)
+        connect_cluster(address, debug=debug, quiet_core=True)
+        filesystem, path = place.resolve()
+        with counting_decoder(
+            formats_of(encoder, role),
+            num_rows=source.num_rows,
+            title="embedding",
+            max_invalid_fraction=max_invalid_fraction,
+            quiet=quiet,
+        ) as decoder:
+            embedded = embed_dataset(
+                decode_source(source, decoder), saved, role=role, gpu=gpu, network=network
+            )
+            embedded.write_parquet(path, filesystem=filesystem)
+            return rows_in(decoder.logbook)
+
+
+def embed_values(
+    values: Sequence[str] | Sequence[bytes],
+    saved: SavedEncoder,
+    *,
+    title: str = "embedding",
+    gpu: bool = False,
+    address: str | None = None,
+    quiet: bool = False,
+    debug: bool = False,
+) -> Tensor:
+    """Embed texts or encoded images held by this process: [num_values, representation_dim].
+
+    Raises ``DataError`` for an invalid value.
+    """
+    encoder = saved.build()
+    is_image = isinstance(encoder, ImageEncoder)
+    role, kind = ("image", pa.binary()) if is_image else ("text", pa.string())
+    connect_cluster(address, debug=debug, quiet_core=True)
+    table = pa.table({role: pa.array(values, kind), "sample_id": np.arange(len(values))})
+    blocks = [table.slice(start, BLOCK_ROWS) for start in range(0, len(values), BLOCK_ROWS)]
+    columns = ColumnNames(**{"image": None, role: role}, sample_id="sample_id")
+    with counting_decoder(
+        formats_of(encoder, role), num_rows=len(values), title=title, max_invalid_fraction=0.0, quiet=quiet
+    ) as decoder:
+        decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)
+        tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu))
+    order = np.argsort(np.concatenate([each["sample_id"].to_numpy() for each in tables]))
+    return representations(tables, encoder.spec.representation_dim)[order]
+
+
+def embed_dataset(
+    decoded: ray.data.Dataset,
+    saved: SavedEncoder,
+    *,
+    role: str = "image",
+    gpu: bool = False,
+    network: nn.Module | None = None,
+) -> ray.data.Dataset:
+    """Add representations to decoded rows, lazily.
+
+    Raises ``ConfigError`` for ``gpu`` if the cluster has none.
+    """
+    resources = ray.cluster_resources()
+    if gpu:
+        check_gpu(resources.get("GPU", 0))
+    largest = resources["GPU"] if gpu else resources.get("CPU", 1) - 1
+    return decoded.map_batches(
+        Embedder,
+        # The actors' nodes may lack this process's environment variables.
+        fn_constructor_args=([ray.put(saved)], role, gpu, network, trusted_packages()),
+        batch_size=None,
+        batch_format="pyarrow",
+        # Half a core leaves room for a decoding task on one core, and keeps Ray from fusing decoding
+        # into this actor, as it does for equal requests.
+        num_cpus=0.5,
+        num_gpus=1 if gpu else 0,
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, int(largest))),
+    )
 
 
 @final
 class Embedder:
-    """One actor of the pool: holds the encoder, turns decoded rows into representations."""
+    """An actor of the pool: holds the encoder and embeds decoded rows."""
 
     def __init__(
         self,
-        held: list[ray.ObjectRef],
+        saved: list[ray.ObjectRef],
         role: str,
         use_gpu: bool,
         network: nn.Module | None,
         trusted: tuple[str, ...],
     ) -> None:
-        saved: SavedEncoder = ray.get(held[0])
-        encoder = saved.build(network, trusted=trusted)
-        self._encoder = encoder.to("cuda" if use_gpu else "cpu")
-        # Twice as fast, and exact to three digits, as training in it is.
+        encoder = ray.get(saved[0]).build(network, trusted=trusted)
+        self._encoder: ImageEncoder | TextEncoder = encoder.to("cuda" if use_gpu else "cpu")
+        # bfloat16 is twice as fast, and equal to three digits, as in training.
         is_fast = use_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         self._precision = "bfloat16" if is_fast else "float32"
         self._role = role
@@ -55,7 +161,7 @@ class Embedder:
         """Return ``sample_id``, ``label`` and ``representation`` of decoded rows."""
         rows = InMemoryDataset([table], self._formats)
         width = self._encoder.spec.representation_dim
-        inputs = (prepared(self._encoder, batch, self._role) for batch in rows.batches(BATCH_SIZE))
+        inputs = (encoder_input(self._encoder, batch, self._role) for batch in rows.batches(BATCH_SIZE))
         representation = torch.empty(0, width)
         if len(rows):
             representation = embed(self._encoder, inputs, precision=self._precision)
@@ -70,96 +176,31 @@ class Embedder:
 
 
 def formats_of(encoder: ImageEncoder | TextEncoder, role: str) -> Formats:
-    """Return how the values of a role are decoded for an encoder."""
+    """Return the format in which a role's values are decoded for an encoder."""
     if isinstance(encoder, ImageEncoder):
         return {role: encoder.spec.image_format()}
-    length = encoder.spec.cut_at or encoder.spec.max_length
-    return {role: TextFormat(tokenizer=encoder.tokenizer, max_length=length)}
+    return {role: TextFormat(tokenizer=encoder.tokenizer, max_length=encoder.spec.max_tokens)}
 
 
 def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> tuple[str, ColumnNames]:
-    """Return the role and the column of what an encoder takes: the first that was named."""
+    """Return the role that an encoder takes, image or text, and its column without the other contents."""
     named = columns or ColumnNames()
     role = "image" if isinstance(encoder, ImageEncoder) else "text"
     others = {each: None for each in named.contents if each != role}
     return role, replace(named, **{role: getattr(named, role) or role}, **others)
 
 
-def prepared(encoder: ImageEncoder | TextEncoder, batch: Batch, role: str) -> torch.Tensor:
-    """Return what the encoder takes of a batch."""
+def encoder_input(encoder: ImageEncoder | TextEncoder, batch: Batch, role: str) -> Tensor:
+    """Return the encoder's input for a batch, on the encoder's device."""
     is_image = isinstance(encoder, ImageEncoder)
     values = pixels_of(batch).images if is_image else tokens_of(batch, role).padded()
     (moved,) = upload([torch.from_numpy(values)], next(encoder.parameters()).device)
     return encoder.prepare(moved) if is_image else moved
 
 
-def embed_dataset(
-    decoded: ray.data.Dataset,
-    saved: SavedEncoder,
-    *,
-    role: str = "image",
-    gpu: bool = False,
-    network: nn.Module | None = None,
-) -> ray.data.Dataset:
-    """Return decoded rows with their representations by an encoder, lazily.
-
-    Raises ``ConfigError`` if a GPU is asked for and the cluster has none.
-    """
-    resources = ray.cluster_resources()
-    if gpu:
-        check_gpu(resources.get("GPU", 0))
-    largest = resources["GPU"] if gpu else resources.get("CPU", 1) - 1
-    return decoded.map_batches(
-        Embedder,
-        # Other nodes do not have the environment of this one.
-        fn_constructor_args=([ray.put(saved)], role, gpu, network, trusted_packages()),
-        batch_size=None,
-        batch_format="pyarrow",
-        # Half a core: on one core there is room for the task that decodes, and Ray does not put
-        # decoding into this actor, as it would if both asked for the same.
-        num_cpus=0.5,
-        num_gpus=1 if gpu else 0,
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max(1, int(largest))),
+def representations(tables: Sequence[pa.Table], width: int) -> Tensor:
+    """Return the column ``representation`` of embedded tables, [num_rows, width]."""
+    chunks = [chunk for table in tables for chunk in table["representation"].chunks]
+    return torch.from_numpy(
+        np.concatenate([chunk.flatten().to_numpy().reshape(-1, width) for chunk in chunks])
     )
-
-
-def embed_to_parquet(
-    run: str,
-    data: str,
-    output: str,
-    *,
-    columns: ColumnNames | None = None,
-    side: SideName = "query",
-    network: nn.Module | None = None,
-    gpu: bool = False,
-    max_invalid_fraction: float = 0.01,
-    address: str | None = None,
-    quiet: bool = False,
-    debug: bool = False,
-) -> ReadStats:
-    """Embed all images or texts at ``data`` with the encoder of ``run``, into a folder of parquet files.
-
-    Columns: ``sample_id``, ``label`` (-1 where there is none), ``representation`` (float32 list).
-    With two towers ``side`` says whose. ``network`` is needed for a run that trained a module of your own. Returns what was read, broken
-    rows counted by cause. Raises ``StorageError`` for an output that exists, and ``DataError`` if
-    too many rows are broken; nothing is left at the output then.
-    """
-    admit(run, side=side, data=[data], output=output, gpu=gpu, address=address)
-    with writing_new(output) as place:
-        (saved,) = read_encoders(run, [side], network=network)
-        encoder = saved.build(network)
-        role, columns = columns_for(encoder, columns)
-        source = find_source(data, columns)
-        connect_cluster(address, debug=debug, quiet_core=True)
-        filesystem, path = place.resolve()
-        with start_coordinator() as logbook:
-            decoded = decode_source(source, Decoder(formats=formats_of(encoder, role), logbook=logbook))
-            with (
-                unwrap_ray_errors(),
-                ProgressLine("embedding", rows_read(logbook, source.num_rows), quiet=quiet),
-            ):
-                embedded = embed_dataset(decoded, saved, role=role, gpu=gpu, network=network)
-                embedded.write_parquet(path, filesystem=filesystem)
-            rows = rows_in(logbook)
-            rows.check(max_invalid_fraction)
-        return rows

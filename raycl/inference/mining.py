@@ -1,6 +1,8 @@
-"""Hard negatives: for each query the documents nearest to it, by an encoder, that are not its positives."""
+"""Hard negatives: the documents nearest to each query that are not its positives."""
 
+import os
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, final
@@ -11,27 +13,29 @@ import pyarrow.parquet as pq
 import ray
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
-from raycl.evaluation.search import search
-from raycl.inference.distinct_texts import DistinctTexts
-from raycl.inference.embed_values import Values, embed_values, read_pairs
+from raycl.evaluation.search import Ranking, search
+from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
-from raycl.inference.preflight import admit, check_mining
+from raycl.inference.preflight import check_inputs, check_mining
+from raycl.inference.reading import Values, read_pairs
 from raycl.lease import writing_new
 from raycl.ray_runtime import unwrap_ray_errors
 
-QUERIES_A_TASK = 4_096
-SPARE = 50  # looked at as well, since the nearest may be too near
+QUERIES_PER_TASK = 4_096
+SPARE = 50  # further candidates, since the nearest may be too near
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Mined:
-    """How many pairs were written, how many negatives were added, how many were too near, or rows broken."""
+    """Counts of written pairs, added negatives, candidates that were too near, and invalid rows."""
 
     num_pairs: int
     num_negatives: int
@@ -40,9 +44,9 @@ class Mined:
 
 
 def mine_negatives(
-    run: str,
-    data: str,
-    output: str,
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    output: str | os.PathLike[str],
     *,
     num_negatives: int = 8,
     max_relative_score: float = 0.95,
@@ -52,112 +56,155 @@ def mine_negatives(
     quiet: bool = False,
     debug: bool = False,
 ) -> Mined:
-    """Write the pairs at ``data`` with up to ``num_negatives`` more explicit negatives each, to ``output``.
+    """Write the pairs at ``data`` to ``output`` with up to ``num_negatives`` more negatives each.
 
-    The documents of ``data``, negatives among them, are searched exactly for each query, by the towers of
-    ``run``. What is known to match the query, by text or by id, and its own text, is no negative; nor is
-    a document that is nearer to the query than ``max_relative_score`` times its positive, for it may well match
-    (Moreira et al., 2024). ``data`` has pairs with a label, with lists of negatives, or neither;
-    ``output`` has ``query``, ``document``, ``negatives``, and the ids that ``data`` has, as numbers. The
-    distinct texts of ``data`` are held in this process, their embeddings in Ray's object store.
+    Each query searches all documents of ``data``, negatives among them, exactly, with the towers of
+    ``run``. Documents known to match the query, by text or by id, are skipped, and so is its own text. A
+    document nearer to the query than ``max_relative_score`` times its positive is skipped too, since it may well match
+    (Moreira et al., 2024). ``data`` holds pairs with a label, with lists of negatives, or neither.
+    ``output`` has ``query``, ``document``, ``negatives``, and the ids of ``data`` as integers. The
+    distinct texts of ``data`` stay in this process, their embeddings in Ray's object store.
 
     Raises:
-        ConfigError: ``num_negatives`` or ``max_relative_score`` is not positive, or the run is one of images.
-        StorageError: There is something at ``output``.
+        ConfigError: ``num_negatives`` or ``max_relative_score`` is not positive, or the encoder takes images.
+        StorageError: ``output`` exists.
         DataError: A column is missing, or no pair matches.
     """
     check_mining(num_negatives, max_relative_score)
-    admit(run, data=[data], output=output, gpu=gpu, address=address)
-    of_queries, of_documents = read_encoders(run, ["query", "key"])
-    if of_queries.takes_images:
+    run, data, output = os.fspath(run), os.fspath(data), os.fspath(output)
+    check_inputs(run, data=[data], output=output, gpu=gpu, address=address)
+    query_encoder, key_encoder = read_encoders(run, ["query", "key"])
+    if query_encoder.takes_images:
         raise ConfigError(f"the run at {run} has an encoder of images; mine needs one of texts")
     with writing_new(output, is_file=True) as place:
         values = read_pairs(data, columns or ColumnNames())
         pairs = _Pairs(values)
         options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-        query = embed_values(pairs.query.texts, of_queries, title="embedding the queries", **options)
-        document = embed_values(
-            pairs.document.texts, of_documents, title="embedding the documents", **options
+        query, document = (
+            normalize(embed_values(texts, encoder, title=f"embedding the {name}", **options))
+            for name, texts, encoder in (
+                ("queries", pairs.query.texts, query_encoder),
+                ("documents", pairs.document.texts, key_encoder),
+            )
         )
         with unwrap_ray_errors():
-            found = _search_in_tasks(
-                normalize(query), normalize(document), pairs.matching(), k=num_negatives + SPARE
-            )
-        table, mined = pairs.with_mined(
-            found, _similarity(pairs, query, document), num_negatives, max_relative_score
-        )
+            ranking = _search_in_tasks(query, document, pairs.matches(), k=num_negatives + SPARE)
+        rows, columns_of_pairs = torch.from_numpy(pairs.positive).unbind(1)
+        similarity = (query[rows] * document[columns_of_pairs]).sum(1).numpy()
+        table, mined = pairs.with_mined(ranking, similarity, num_negatives, max_relative_score)
         filesystem, path = place.resolve()
         pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
         return replace(mined, num_broken=values.num_broken)
 
 
 @final
+class DistinctTexts:
+    """Distinct ``texts`` by number, the ``entity`` [num_texts] of each, and the first of its ``ids``.
+
+    Texts with an id in common are one entity.
+    """
+
+    def __init__(self, texts: Sequence[str], ids: Iterable[int | None]) -> None:
+        self.number = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        self.texts = list(self.number)
+        with_id = [
+            (self.number[text], each) for text, each in zip(texts, ids, strict=True) if each is not None
+        ]
+        self.ids = dict(reversed(with_id))
+        self.entity = _entities(np.array(with_id, np.int64).reshape(-1, 2), len(self.texts))
+
+    def by_entity(self) -> dict[int, list[int]]:
+        """Return the numbers of the texts of each entity."""
+        numbers: dict[int, list[int]] = {}
+        for number, entity in enumerate(self.entity):
+            numbers.setdefault(entity, []).append(number)
+        return numbers
+
+    def distinct(self, numbers: Iterable[int]) -> list[int]:
+        """Return the first text of each entity among these."""
+        first: dict[int, int] = {}
+        for number in numbers:
+            first.setdefault(self.entity[number], number)
+        return list(first.values())
+
+
+def _entities(texts_and_ids: NDArray[np.int64], num_texts: int) -> list[int]:
+    """Number the connected components of texts by rows of a text and an id, [num_rows, 2]."""
+    ids, place = np.unique(texts_and_ids[:, 1], return_inverse=True)
+    size = num_texts + len(ids)
+    edges = (texts_and_ids[:, 0], num_texts + place)
+    graph = coo_array((np.ones(len(texts_and_ids)), edges), shape=(size, size))
+    return connected_components(graph, directed=False)[1][:num_texts].tolist()
+
+
+@final
 class _Pairs:
-    """Distinct queries and documents, which match, and which explicit negatives a query has."""
+    """Distinct queries and documents, their matches, and the explicit negatives of each query."""
 
     def __init__(self, values: Values) -> None:
         by_role, no_ids = values.by_role, [None] * len(values.label)
-        asked, answers = by_role["query"], by_role["document"]
-        lists = by_role.get("negatives", [[]] * len(asked))
-        of_lists = by_role.get("negative_ids", [[None] * len(each) for each in lists])
-        self.query = DistinctTexts(asked, by_role.get("query_id", no_ids))
+        queries, documents = by_role["query"], by_role["document"]
+        lists = by_role.get("negatives", [[]] * len(queries))
+        lists_of_ids = by_role.get("negative_ids", [[None] * len(each) for each in lists])
+        self.query = DistinctTexts(queries, by_role.get("query_id", no_ids))
         self.document = DistinctTexts(
-            [*answers, *chain.from_iterable(lists)],
-            [*by_role.get("document_id", no_ids), *chain.from_iterable(of_lists)],
+            [*documents, *chain.from_iterable(lists)],
+            [*by_role.get("document_id", no_ids), *chain.from_iterable(lists_of_ids)],
         )
         self._ids = [role for role in ("query_id", "document_id") if role in by_role]
         if "document_id" in by_role and ("negative_ids" in by_role or "negatives" not in by_role):
             self._ids.append("negative_ids")
         query, document = self.query.number, self.document.number
-        rows = list(zip(asked, answers, values.label.tolist(), lists, strict=True))
+        rows = list(zip(queries, documents, values.label.tolist(), lists, strict=True))
         positive = [(query[q], document[d]) for q, d, label, _ in rows if label != 0]
         if not positive:
-            raise DataError("no pair has label 1; hard negatives are those of queries with a match")
+            raise DataError("no pair has label 1; mining needs queries with a matching document")
         self.positive = np.array(list(dict.fromkeys(positive)), np.int64)
         own_text = [(number, document[text]) for text, number in query.items() if text in document]
         self._matches: dict[int, set[int]] = {}
         for q, d in [*positive, *own_text]:
-            self._matches.setdefault(self.query.thing[q], set()).add(self.document.thing[d])
+            self._matches.setdefault(self.query.entity[q], set()).add(self.document.entity[d])
         self._explicit: dict[int, dict[int, None]] = {}
         for q, d, label, negatives in rows:
-            known = self._explicit.setdefault(self.query.thing[query[q]], {})
-            known.update(dict.fromkeys([document[d]] if label == 0 else []))
-            known.update(dict.fromkeys(document[text] for text in negatives))
+            explicit = self._explicit.setdefault(self.query.entity[query[q]], {})
+            explicit.update(dict.fromkeys([document[d]] if label == 0 else []))
+            explicit.update(dict.fromkeys(document[text] for text in negatives))
 
-    def matching(self) -> NDArray[np.int64]:
-        """Return all texts that match, [num_matching, 2], numbers of a query and of a document."""
-        alike = self.document.alike()
+    def matches(self) -> NDArray[np.int64]:
+        """Return all matches as numbers of a query and a document, [num_matches, 2]."""
+        documents = self.document.by_entity()
         pairs = [
             (q, d)
-            for q, thing in enumerate(self.query.thing)
-            for known in self._matches.get(thing, ())
-            for d in alike[known]
+            for q, entity in enumerate(self.query.entity)
+            for match in self._matches.get(entity, ())
+            for d in documents[match]
         ]
         return np.array(pairs, np.int64)
 
     def with_mined(
-        self,
-        found: tuple[NDArray[Any], NDArray[np.int64]],
-        similarity: NDArray[Any],
-        num_negatives: int,
-        max_relative_score: float,
+        self, ranking: Ranking, similarity: NDArray[Any], num_negatives: int, max_relative_score: float
     ) -> tuple[pa.Table, Mined]:
-        """Return one row a positive pair, with the explicit negatives and those that were found."""
+        """Return a row for each positive pair, with its explicit and its mined negatives.
+
+        ``similarity`` [num_pairs] is the cosine of each positive pair.
+        """
         rows, num_mined, num_too_near = [], 0, 0
         document = self.document
         for (q, d), own in zip(self.positive.tolist(), similarity.tolist(), strict=True):
             near = [
                 (int(place), float(cosine))
-                for place, cosine in zip(found[1][q], found[0][q], strict=True)
+                for cosine, place in zip(ranking[0][q], ranking[1][q], strict=True)
                 if place >= 0
             ]
-            fit = [place for place, cosine in near if cosine <= max_relative_score * own]
-            num_too_near += len(near) - len(fit)
-            thing = self.query.thing[q]
+            candidates = [place for place, cosine in near if cosine <= max_relative_score * own]
+            num_too_near += len(near) - len(candidates)
+            entity = self.query.entity[q]
             explicit = document.distinct(
-                place for place in self._explicit[thing] if document.thing[place] not in self._matches[thing]
+                place
+                for place in self._explicit[entity]
+                if document.entity[place] not in self._matches[entity]
             )
-            negatives = document.distinct([*explicit, *fit])[: len(explicit) + num_negatives]
+            negatives = document.distinct([*explicit, *candidates])[: len(explicit) + num_negatives]
             num_mined += len(negatives) - len(explicit)
             row = {
                 "query": self.query.texts[q],
@@ -173,28 +220,20 @@ class _Pairs:
         )
 
 
-def _similarity(pairs: _Pairs, query: Tensor, document: Tensor) -> NDArray[Any]:
-    """Return the cosine of each positive pair, [num_pairs]."""
-    rows, columns = torch.from_numpy(pairs.positive).unbind(1)
-    return (normalize(query)[rows] * normalize(document)[columns]).sum(1).numpy()
+def _search_in_tasks(query: Tensor, document: Tensor, matches: NDArray[np.int64], *, k: int) -> Ranking:
+    """Search in tasks of some queries each; the tasks of a node share one copy of the documents."""
+    shared = ray.put(document.numpy())
 
-
-def _search_in_tasks(
-    query: Tensor, document: Tensor, matching: NDArray[np.int64], *, k: int
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Search some queries a task; all tasks of a node read the same documents."""
-    held = ray.put(document.numpy())
-
-    def find(rows: NDArray[Any], documents: NDArray[Any], known: NDArray[np.int64]) -> Any:
+    def find(queries: NDArray[Any], documents: NDArray[Any], excluded: NDArray[np.int64]) -> Ranking:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's memory may not be written to, and is not
-            return search(torch.from_numpy(rows), torch.from_numpy(documents), k=k, excluded=known)
+            warnings.simplefilter("ignore")  # arrays from Ray's object store are read-only
+            return search(torch.from_numpy(queries), torch.from_numpy(documents), k=k, excluded=excluded)
 
     task = ray.remote(num_cpus=1)(find)
-    parts = []
-    for first in range(0, len(query), QUERIES_A_TASK):
-        inside = (matching[:, 0] >= first) & (matching[:, 0] < first + QUERIES_A_TASK)
-        known = matching[inside] - np.array([first, 0])
-        parts.append(task.remote(query[first : first + QUERIES_A_TASK].numpy(), held, known))
-    found = ray.get(parts)
-    return np.concatenate([part[0] for part in found]), np.concatenate([part[1] for part in found])
+    pending = []
+    for first in range(0, len(query), QUERIES_PER_TASK):
+        part = query[first : first + QUERIES_PER_TASK].numpy()
+        inside = (matches[:, 0] >= first) & (matches[:, 0] < first + QUERIES_PER_TASK)
+        pending.append(task.remote(part, shared, matches[inside] - np.array([first, 0])))
+    similarity, index = zip(*ray.get(pending), strict=True)
+    return np.concatenate(similarity), np.concatenate(index)

@@ -1,5 +1,6 @@
-"""The checks of commands about a trained run that need neither torch nor Ray."""
+"""Checks of commands on a trained run that need neither torch nor Ray."""
 
+import os
 from collections.abc import Iterable
 
 from raycl.data.sources import existing
@@ -12,13 +13,13 @@ from raycl.training.resume import CHECKPOINTS, LISTED
 
 
 def check_package(to: str | None) -> None:
-    """Raise ``ConfigError`` for a package that encoders are not exported to."""
+    """Raise ``ConfigError`` unless encoders can be exported to the package."""
     if to not in ("sentence_transformers", "torchvision", None):
         raise ConfigError(f"cannot export to {to!r}; there are sentence_transformers and torchvision")
 
 
 def check_mining(num_negatives: int, max_relative_score: float) -> None:
-    """Raise ``ConfigError`` for a number or a fraction by which no negatives are mined."""
+    """Raise ``ConfigError`` unless the number is positive and the fraction lies in (0, 1]."""
     if num_negatives < 1 or not 0 < max_relative_score <= 1:
         raise ConfigError(
             f"cannot mine {num_negatives} negatives below {max_relative_score:g} of the positive; give 1 or more, and a "
@@ -26,7 +27,17 @@ def check_mining(num_negatives: int, max_relative_score: float) -> None:
         )
 
 
-def admit(
+def has_encoder(run: str | os.PathLike[str]) -> bool:
+    """Whether the run saved its encoder."""
+    return (Place(absolute(run)) / SPEC).exists()
+
+
+def has_checkpoint(run: str | os.PathLike[str]) -> bool:
+    """Whether the run saved a checkpoint."""
+    return (Place(absolute(run)) / CHECKPOINTS / LISTED).exists()
+
+
+def check_inputs(
     run: str,
     *,
     side: SideName = "query",
@@ -35,18 +46,17 @@ def admit(
     gpu: bool = False,
     address: str | None = None,
 ) -> None:
-    """Look for the encoder of ``run``, for the sets in ``data`` and for an earlier ``output``.
+    """Check that the encoder of ``run`` and the sets in ``data`` exist and ``output`` does not.
 
     Raises:
-        ConfigError: There is no such side, or no GPU on the machine where Ray would be started.
+        ConfigError: The side is unknown, or this machine, where Ray would start, has no GPU.
         StorageError: ``run`` has neither an encoder nor a checkpoint, or ``output`` exists.
         DataError: A set does not exist.
     """
     check_side(side)
     if gpu and are_missing(address):
         check_gpu(0)
-    place = Place(absolute(run))
-    if not ((place / SPEC).exists() or (place / CHECKPOINTS / LISTED).exists()):
+    if not (has_encoder(run) or has_checkpoint(run)):
         raise StorageError(
             f"there is no encoder at {run} (no {SPEC}, no checkpoint); give the --output of a run"
         )

@@ -1,7 +1,7 @@
-"""A saved encoder: ``encoder.safetensors`` for the weights, ``encoder.json`` for all else.
+"""Saved encoders: ``encoder.safetensors`` holds the weights, ``encoder.json`` the spec.
 
-Beside them lie the ``tokenizer.json`` of an encoder of texts, and ``projection_head.safetensors`` where the
-embeddings are the result, as with two towers. A second tower is saved in the folder ``key``.
+An encoder of texts adds its ``tokenizer.json``. If the embeddings are the result, as with two towers,
+``projection_head.safetensors`` holds the head. The folder ``key`` holds a second tower.
 """
 
 import io
@@ -25,16 +25,25 @@ from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import BrokenImageError, ImageFormat
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
-from raycl.models.registry import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, SideName, check_side
+from raycl.models.registry import (
+    HEAD_WEIGHTS,
+    KEY,
+    OWN,
+    SPEC,
+    TOKENIZER,
+    WEIGHTS,
+    SideName,
+    check_side,
+    check_trusted,
+)
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
-from raycl.models.trust import OWN, check_trusted
 from raycl.storage import Place
 from raycl.tokenization import BrokenTextError, Tokenizer, padded_rows, read_text
 
 
 @final
 class ImageEncoder(nn.Module):
-    """An encoder with its preparation: give it decoded images, get representations."""
+    """An encoder and its preprocessing: decoded images to representations."""
 
     def __init__(self, network: nn.Module, spec: ImageEncoderSpec) -> None:
         super().__init__()
@@ -46,7 +55,7 @@ class ImageEncoder(nn.Module):
         return self.network(images)
 
     def prepare(self, images: Tensor | NDArray[Any] | Sequence[Any]) -> Tensor:
-        """Resize and normalize uint8 images [batch, height, width, channels], or a list as ``encode`` takes it."""
+        """Resize and normalize uint8 images [batch, height, width, channels], or a list as in ``encode``."""
         is_batch = isinstance(images, Tensor | np.ndarray)
         pixels = torch.as_tensor(images if is_batch else self._decode(images, 0)).to(_device_of(self))
         return center_view(pixels, size=self.spec.image_size, mean=self.spec.mean, std=self.spec.std)
@@ -56,9 +65,9 @@ class ImageEncoder(nn.Module):
         """Encode images to float32 representations [num_images, representation_dim].
 
         ``images`` are uint8 [num_images, height, width, channels], or a list that may mix paths (local or
-        ``s3://``), encoded bytes, images of Pillow, and uint8 arrays [height, width, channels] or [height, width].
-        Those of a list are decoded as ``raycl embed`` decodes them, ``batch_size`` at a time. Raises ``DataError``
-        for one that cannot be used.
+        ``s3://``), encoded bytes, Pillow images, and uint8 arrays [height, width, channels] or
+        [height, width]. A list is decoded as ``raycl embed`` does, ``batch_size`` images at a time.
+        Raises ``DataError`` for an image that cannot be used.
         """
         if isinstance(images, Tensor | np.ndarray):
             return self.network(self.prepare(images)).float()
@@ -73,16 +82,17 @@ class ImageEncoder(nn.Module):
         return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
 
     def _decode(self, images: Sequence[Any], first: int) -> NDArray[np.uint8]:
-        """Return the pixels of images of any kind; ``first`` is the position of the first one."""
-        like = self.spec.image_format()
+        """Decode images of any supported type; ``first`` is the position of the first one in the list."""
+        image_format = self.spec.image_format()
         if not images:
-            return np.empty((0, like.size, like.size, like.channels), np.uint8)
-        return np.stack([_pixels(image, like, first + place) for place, image in enumerate(images)])
+            size = image_format.size
+            return np.empty((0, size, size, image_format.channels), np.uint8)
+        return np.stack([_decode(image, image_format, first + place) for place, image in enumerate(images)])
 
 
 @final
 class TextEncoder(nn.Module):
-    """An encoder with its tokenizer: give it texts, get representations."""
+    """An encoder and its tokenizer: texts to representations."""
 
     def __init__(self, network: nn.Module, spec: TextEncoderSpec, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -95,11 +105,9 @@ class TextEncoder(nn.Module):
         return self.network(tokens)
 
     def prepare(self, texts: Sequence[str]) -> Tensor:
-        """Cut texts into tokens int64 [batch, length]; raises ``DataError`` for what is no text."""
+        """Tokenize texts to int64 [batch, length]; raises ``DataError`` for an invalid text."""
         try:
-            rows = self.tokenizer.encode(
-                list(map(read_text, texts)), self.spec.cut_at or self.spec.max_length
-            )
+            rows = self.tokenizer.encode(list(map(read_text, texts)), self.spec.max_tokens)
         except BrokenTextError as error:
             raise DataError(f"a text cannot be used: {error}; leave it out") from None
         return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
@@ -114,33 +122,12 @@ class TextEncoder(nn.Module):
         return torch.cat([torch.empty(0, self.spec.representation_dim, device=_device_of(self)), *parts])
 
 
-def _device_of(encoder: nn.Module) -> torch.device:
-    return next(encoder.parameters()).device
-
-
-def save_encoder(
-    encoder: nn.Module,
-    spec: EncoderSpec,
-    output: Place,
-    *,
-    projection_head: nn.Module | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> None:
-    """Write it below ``output``; raises ``StorageError``."""
-    (output / WEIGHTS).write_bytes(_to_bytes(encoder))
-    if projection_head is not None:
-        (output / HEAD_WEIGHTS).write_bytes(_to_bytes(projection_head))
-    if tokenizer is not None:
-        (output / TOKENIZER).write_text(tokenizer.to_json())
-    (output / SPEC).write_text(spec.model_dump_json(indent=2) + "\n")
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedEncoder:
-    """An encoder as plain values: its spec, its weights and those of a projection head, and a tokenizer of texts.
+    """The content of an encoder's files.
 
-    ``uri`` is the address of the run, and ``named_in`` that of the file that names the network.
+    ``uri`` is the address of the run, ``named_in`` the address of the file that names the network.
     """
 
     uri: str
@@ -152,13 +139,13 @@ class SavedEncoder:
 
     @property
     def takes_images(self) -> bool:
-        """Whether it is one of images; otherwise of texts."""
+        """Whether the encoder takes images; otherwise it takes texts."""
         return isinstance(self.spec, ImageEncoderSpec)
 
     def build(
         self, network: nn.Module | None = None, *, trusted: Collection[str] | None = None
     ) -> ImageEncoder | TextEncoder:
-        """Build it in evaluation mode; ``network``, ``trusted`` and what is raised are as in ``load_encoder``."""
+        """Build the encoder in evaluation mode; arguments and errors as in ``raycl.load_encoder``."""
         spec = self.spec
         if network is None:
             if spec.name == OWN:
@@ -169,11 +156,11 @@ class SavedEncoder:
             network = spec.build()
         if spec.norm != "batch":
             network = replace_batchnorm(network, spec.norm)
-        _fill(network, self.weights, self.uri)
+        _load_weights(network, self.weights, self.uri)
         if spec.projection_head is not None:
             head = build_projection_head(spec.representation_dim, **spec.projection_head.model_dump())
             head = replace_batchnorm(head, spec.norm) if spec.norm != "batch" else head
-            _fill(head, self.head_weights, self.uri)
+            _load_weights(head, self.head_weights, self.uri)
             network = nn.Sequential(network, head)
             spec = spec.model_copy(update={"representation_dim": spec.projection_head.dim})
         if isinstance(spec, TextEncoderSpec):
@@ -182,22 +169,28 @@ class SavedEncoder:
         return ImageEncoder(network, spec).eval()
 
 
-def load_encoder(
-    uri: str,
+def save_encoder(
+    encoder: nn.Module,
+    spec: EncoderSpec,
+    output: Place,
     *,
-    side: SideName = "query",
-    network: nn.Module | None = None,
-    trusted: Collection[str] | None = None,
-) -> ImageEncoder | TextEncoder:
-    """Load the encoder that a finished run saved, as ``raycl.load_encoder`` does."""
-    return read_encoder(uri, side=side).build(network, trusted=trusted)
+    projection_head: nn.Module | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write the encoder's files to ``output``; raises ``StorageError``."""
+    (output / WEIGHTS).write_bytes(_to_bytes(encoder))
+    if projection_head is not None:
+        (output / HEAD_WEIGHTS).write_bytes(_to_bytes(projection_head))
+    if tokenizer is not None:
+        (output / TOKENIZER).write_text(tokenizer.to_json())
+    (output / SPEC).write_text(spec.model_dump_json(indent=2) + "\n")
 
 
 def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
-    """Read the files of the encoder at ``uri``.
+    """Read the encoder that a finished run saved at ``uri``.
 
-    Raises ``StorageError`` if there is none or it is damaged, or its tokenizer is another one, and
-    ``ConfigError`` for another side.
+    Raises ``StorageError`` if it is missing or damaged or has the wrong tokenizer, and ``ConfigError``
+    for an unknown side.
     """
     check_side(side)
     output = Place(str(uri))
@@ -210,7 +203,8 @@ def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
     try:
         spec = _read_spec((output / SPEC).read_text())
         weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
-        of_head = safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()) if spec.projection_head else {}
+        has_head = spec.projection_head is not None
+        head_weights = safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()) if has_head else {}
     except (ValidationError, json.JSONDecodeError, RecursionError, safetensors.SafetensorError) as error:
         raise StorageError(
             f"the encoder at {uri} is damaged: {' '.join(str(error).split())[:200]}; save it again"
@@ -220,40 +214,46 @@ def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
         named_in=str(output / SPEC),
         spec=spec,
         weights=weights,
-        head_weights=of_head,
-        tokenizer=_load_tokenizer(output, spec) if isinstance(spec, TextEncoderSpec) else None,
+        head_weights=head_weights,
+        tokenizer=_read_tokenizer(output, spec) if isinstance(spec, TextEncoderSpec) else None,
     )
 
 
 def load_state(content: bytes, where: str) -> dict[str, Any]:
-    """Return what ``torch.save`` wrote, if it is made of tensors and plain values; raises ``StorageError``.
+    """Load a ``torch.save`` file of tensors and plain values; raises ``StorageError``.
 
-    A pickle may name any function to be called while it is read: the ones that do are refused.
+    ``weights_only`` refuses pickles that would call any other function.
     """
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # a damaged file may raise anything
         raise StorageError(
             f"cannot read {where}: {' '.join(str(error).split())[:120] or type(error).__name__}; it is damaged, or "
             "holds more than tensors and plain values, which raycl never loads"
         ) from error
     if not isinstance(state, dict):
-        raise StorageError(f"{where} holds no state but {type(state).__name__}; give one that raycl wrote")
+        raise StorageError(
+            f"{where} holds a {type(state).__name__} in place of a state; give one that raycl wrote"
+        )
     return state
 
 
-def _pixels(image: Any, like: ImageFormat, position: int) -> NDArray[np.uint8]:
+def _device_of(encoder: nn.Module) -> torch.device:
+    return next(encoder.parameters()).device
+
+
+def _decode(image: Any, image_format: ImageFormat, position: int) -> NDArray[np.uint8]:
     path = os.fspath(image) if isinstance(image, str | os.PathLike) else None
-    named = f"image {position}" if path is None else f"image {position} ({path})"
+    name = f"image {position}" if path is None else f"image {position} ({path})"
     if not isinstance(image, str | os.PathLike | bytes | np.ndarray | Image.Image):
         raise DataError(
-            f"{named} is of type {type(image).__name__}; give a path, encoded bytes, an image of Pillow or a "
+            f"{name} is of type {type(image).__name__}; give a path, encoded bytes, an image of Pillow or a "
             "uint8 array"
         )
     try:
-        return like.decode(image if path is None else Place(str(path)).read_bytes())[0]
+        return image_format.decode(image if path is None else Place(str(path)).read_bytes())[0]
     except (BrokenImageError, StorageError) as error:
-        raise DataError(f"{named} cannot be used: {error}; leave it out or mend it") from None
+        raise DataError(f"{name} cannot be used: {error}; leave it out or mend it") from None
 
 
 def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:
@@ -262,15 +262,15 @@ def _read_spec(text: str) -> ImageEncoderSpec | TextEncoderSpec:
     return (TextEncoderSpec if is_text else ImageEncoderSpec).model_validate(values)
 
 
-def _load_tokenizer(output: Place, spec: TextEncoderSpec) -> Tokenizer:
+def _read_tokenizer(output: Place, spec: TextEncoderSpec) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_json((output / TOKENIZER).read_text())
+        tokenizer = Tokenizer((output / TOKENIZER).read_text())
     except ConfigError as error:
         raise StorageError(f"{output / TOKENIZER} cannot be used: {error}") from error
     if tokenizer.fingerprint != spec.tokenizer:
         raise StorageError(
             f"{output / TOKENIZER} is not the tokenizer of the encoder beside it: its fingerprint is "
-            f"{tokenizer.fingerprint}, the encoder's {spec.tokenizer}; put the one back that it was trained with"
+            f"{tokenizer.fingerprint}, the encoder's {spec.tokenizer}; restore the tokenizer from training"
         )
     return tokenizer
 
@@ -281,7 +281,7 @@ def _to_bytes(module: nn.Module) -> bytes:
     )
 
 
-def _fill(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:
+def _load_weights(network: nn.Module, weights: dict[str, Tensor], uri: str) -> None:
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Projection heads: used by the loss, thrown away afterwards."""
+"""Projection heads, which only the loss uses."""
 
 from torch import nn
 
@@ -8,17 +8,17 @@ from raycl.errors import ConfigError
 def build_projection_head(
     in_dim: int, *, num_layers: int, hidden_dim: int | None, dim: int, batchnorm: bool = True
 ) -> nn.Sequential:
-    """Build SimCLR's head (Chen et al., 2020, section 4.2): representations to rows of ``dim``.
+    """Build SimCLR's head (Chen et al., 2020, section 4.2): [batch, in_dim] to [batch, dim].
 
-    Hidden layers are as wide as the representation unless ``hidden_dim`` says otherwise, each
-    followed by BatchNorm (unless told otherwise, as in MoCo v2) and ReLU; one layer makes the head
-    linear, and none leaves the representation as it is. Raises ``ConfigError`` if that is no row of ``dim``.
+    Hidden layers are as wide as the representation unless ``hidden_dim`` is given. Each is followed by
+    BatchNorm (unless ``batchnorm`` is False, as in MoCo v2) and ReLU. One layer makes the head linear;
+    zero layers make it the identity, a ``ConfigError`` unless ``in_dim`` equals ``dim``.
     """
     if num_layers == 0:
         if in_dim != dim:
             raise ConfigError(
-                f"a head without layers leaves the representation of {in_dim} as it is, projection_head.dim is "
-                f"{dim}: set it to {in_dim}, or projection_head.num_layers to 1"
+                f"a head without layers keeps the representation's {in_dim} columns, but projection_head.dim is "
+                f"{dim}; set it to {in_dim}, or projection_head.num_layers to 1"
             )
         return nn.Sequential()
     layers: list[nn.Module] = []

@@ -1,7 +1,10 @@
-"""Names known without torch: of the encoders that raycl has itself, and of the files of a saved one."""
+"""Encoder names, encoder file names and trusted packages; imports no torch."""
 
 import difflib
-from typing import Literal, get_args
+import importlib
+import os
+from collections.abc import Callable, Collection
+from typing import Any, Literal, get_args
 
 from raycl.errors import ConfigError
 
@@ -23,6 +26,8 @@ VITS: dict[str, tuple[int, int, int]] = {
 }
 TEXT_ENCODERS = ("transformer", "bag_of_subwords")
 HUGGING_FACE = "transformers:"
+OWN = "a network of the user's own"  # the name in encoder.json of a module passed to raycl.train
+TRUSTED = "RAYCL_TRUSTED"
 
 WEIGHTS = "encoder.safetensors"
 HEAD_WEIGHTS = "projection_head.safetensors"
@@ -30,19 +35,18 @@ SPEC = "encoder.json"
 TOKENIZER = "tokenizer.json"
 KEY = "key"
 
-
 SideName = Literal["query", "key"]
 
 
 def check_side(side: SideName) -> SideName:
-    """Return the side; raises ``ConfigError`` if no encoder has it."""
+    """Return the side; raises ``ConfigError`` unless it is ``query`` or ``key``."""
     if side not in get_args(SideName):
         raise ConfigError(f"there is no side {side!r} of an encoder; give query or key")
     return side
 
 
 def check_encoder_name(name: str, *, is_text: bool, key: str = "encoder.name") -> None:
-    """Raise ``ConfigError`` unless raycl has the encoder; ``package.module:function`` is the user's own."""
+    """Raise ``ConfigError`` for an unknown encoder name; any ``package.module:function`` passes."""
     known = TEXT_ENCODERS if is_text else (*RESNETS, *VITS)
     if ":" in name or name in known:
         return
@@ -52,3 +56,36 @@ def check_encoder_name(name: str, *, is_text: bool, key: str = "encoder.name") -
     raise ConfigError(
         f"unknown {key} {name!r}; there are {', '.join(allowed)}, or package.module:function for your own{hint}"
     )
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """Import ``package.module:function``; raises ``ConfigError`` if that fails."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(
+            f"cannot find encoder.name {name!r}: {' '.join(str(error).split())[:200]}; "
+            "give package.module:function"
+        ) from error
+
+
+def trusted_packages() -> tuple[str, ...]:
+    """Return the packages in RAYCL_TRUSTED, a comma-separated list."""
+    return tuple(name.strip() for name in os.environ.get(TRUSTED, "").split(",") if name.strip())
+
+
+def check_trusted(name: str, where: str, trusted: Collection[str] | None = None, *, is_text: bool) -> None:
+    """Raise ``ConfigError`` if the file ``where`` names code outside the ``trusted`` packages.
+
+    ``trusted`` None stands for the packages in RAYCL_TRUSTED.
+    """
+    if ":" not in name or name == OWN or (is_text and name.startswith(HUGGING_FACE)):
+        return
+    module = name.partition(":")[0]
+    allowed = trusted_packages() if trusted is None else trusted
+    if not any(f"{module}.".startswith(f"{package}.") for package in allowed):
+        raise ConfigError(
+            f"{where} asks to import {module!r} and call {name!r}; if you trust its author, "
+            f"set {TRUSTED}={module.partition('.')[0]}"
+        )

@@ -1,17 +1,19 @@
-"""What must be known to build an encoder again, and to prepare what it takes."""
+"""Encoder specs: the content of ``encoder.json``, which builds an encoder again."""
 
-from typing import Any, Literal, Protocol, final
+from abc import ABC, abstractmethod
+from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from raycl.data.images import ImageFormat
-from raycl.models.images import Stem, build_image_encoder
+from raycl.models.image import Stem, build_image_encoder
 from raycl.models.text import build_text_encoder
 
 
+@final
 class HeadSpec(BaseModel):
-    """The projection head that is a part of a tower of pairs."""
+    """The projection head of a tower whose embeddings are the result, as for pairs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -21,62 +23,39 @@ class HeadSpec(BaseModel):
     batchnorm: bool = True
 
 
-class EncoderSpec(Protocol):
-    """What is common to encoders of all kinds."""
+class EncoderSpec(BaseModel, ABC):
+    """The fields that encoders of images and of texts share.
 
-    @property
-    def name(self) -> str:
-        """Its name, or that it is a network of the user's own."""
-        ...
-
-    @property
-    def representation_dim(self) -> int:
-        """The width of its output."""
-        ...
-
-    @property
-    def norm(self) -> Literal["batch", "layer", "group"]:
-        """What normalizes where its name says BatchNorm."""
-        ...
-
-    @property
-    def projection_head(self) -> HeadSpec | None:
-        """The head behind it, where that belongs to the result."""
-        ...
-
-    def build(self) -> nn.Module:
-        """Build the encoder, untrained."""
-        ...
-
-    def model_copy(self, *, update: dict[str, Any]) -> "EncoderSpec":
-        """Return a copy with other values."""
-        ...
-
-    def model_dump_json(self, *, indent: int) -> str:
-        """Return it as text."""
-        ...
-
-
-@final
-class ImageEncoderSpec(BaseModel):
-    """What an encoder of images is and how its images are prepared."""
+    ``norm`` names the normalization in place of BatchNorm. ``projection_head`` is set where the head is
+    a part of the encoder.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["image"] = "image"
     name: str
+    arguments: dict[str, Any] = {}
+    representation_dim: int
+    norm: Literal["batch", "layer", "group"] = "batch"
+    projection_head: HeadSpec | None = None
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Build the encoder, untrained."""
+
+
+@final
+class ImageEncoderSpec(EncoderSpec):
+    """An image encoder and how its images are prepared."""
+
+    kind: Literal["image"] = "image"
     image_size: int
     channels: int
     stored_size: int
     max_pixels: int = 64_000_000
     stem: Stem = "auto"
     width: float = 1.0
-    arguments: dict[str, Any] = {}
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    representation_dim: int
-    norm: Literal["batch", "layer", "group"] = "batch"
-    projection_head: HeadSpec | None = None
 
     def build(self) -> nn.Module:
         """Build the encoder, untrained."""
@@ -95,24 +74,22 @@ class ImageEncoderSpec(BaseModel):
 
 
 @final
-class TextEncoderSpec(BaseModel):
-    """What an encoder of texts is, and the fingerprint of its ``tokenizer``.
+class TextEncoderSpec(EncoderSpec):
+    """A text encoder and the fingerprint of its ``tokenizer``.
 
-    Texts are cut at ``cut_at`` tokens where it was trained on shorter ones than the network takes.
+    ``cut_at`` is the number of tokens that texts are cut at, if training used fewer than ``max_length``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["text"] = "text"
-    name: str
-    arguments: dict[str, Any] = {}
     num_tokens: int
     max_length: int
     cut_at: int | None = None
     tokenizer: str
-    representation_dim: int
-    norm: Literal["batch", "layer", "group"] = "batch"
-    projection_head: HeadSpec | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """The number of tokens that texts are cut at."""
+        return self.cut_at or self.max_length
 
     def build(self) -> nn.Module:
         """Build the encoder, untrained."""

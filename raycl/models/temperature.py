@@ -1,4 +1,4 @@
-"""A temperature that is learned, as in CLIP (Radford et al., 2021)."""
+"""A learned temperature, as in CLIP (Radford et al., 2021)."""
 
 import math
 from typing import final
@@ -8,20 +8,22 @@ from torch import Tensor, nn
 
 from raycl.errors import ConfigError
 
-LEAST = 0.01
+MIN_TEMPERATURE = 0.01
 
 
 @final
 class LearnedTemperature(nn.Module):
-    """A positive number whose logarithm is learned; not below 0.01, as CLIP's scale is not above 100.
+    """A temperature with a learned logarithm, at least 0.01 (CLIP clips its scale at 100).
 
-    Raises ``ConfigError`` for a start below that.
+    Raises ``ConfigError`` for a smaller start.
     """
 
     def __init__(self, start: float) -> None:
         super().__init__()
-        if start < LEAST:
-            raise ConfigError(f"a learned temperature stays at {LEAST} or above, came {start}; begin there")
+        if start < MIN_TEMPERATURE:
+            raise ConfigError(
+                f"a learned temperature is at least {MIN_TEMPERATURE}, came {start}; start there"
+            )
         self.log_temperature = nn.Parameter(torch.tensor(math.log(start)))
 
     def forward(self) -> Tensor:
@@ -30,5 +32,5 @@ class LearnedTemperature(nn.Module):
 
     @torch.no_grad()
     def clamp_(self) -> None:
-        """Bring it back above the least; after a step, so that no gradient is cut."""
-        self.log_temperature.clamp_(min=math.log(LEAST))
+        """Clamp the temperature to the minimum; call it after the step, so that it cuts no gradient."""
+        self.log_temperature.clamp_(min=math.log(MIN_TEMPERATURE))

@@ -1,4 +1,4 @@
-"""Towers: an encoder and the projection head of one side, or of both."""
+"""Towers: an encoder with its projection head, for one side or for both."""
 
 from typing import final
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @final
 class Tower(nn.Module):
-    """Encode samples and project them onto the unit sphere."""
+    """Encode examples and project them onto the unit sphere."""
 
     def __init__(self, encoder: nn.Module, projection_head: nn.Module) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Tower(nn.Module):
 
     @property
     def towers(self) -> tuple["Tower", ...]:
-        """Itself."""
+        """Return itself, as the only tower."""
         return (self,)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -29,22 +29,22 @@ class Tower(nn.Module):
 
 @final
 class TwoTowers(nn.Module):
-    """A tower for queries and one for keys, which may be the same."""
+    """A query tower and a key tower, which may be the same one."""
 
     def __init__(self, query: Tower, key: Tower) -> None:
         super().__init__()
         self.query = query
-        # The same module twice would be saved twice.
+        # The state dict would hold a shared module twice.
         self.key = None if key is query else key
 
     @property
     def towers(self) -> tuple[Tower, ...]:
-        """That of queries, and that of keys if it is another one."""
+        """Return the query tower, and the key tower if it is a different one."""
         return (self.query,) if self.key is None else (self.query, self.key)
 
     @property
     def key_tower(self) -> Tower:
-        """The tower of keys."""
+        """Return the key tower."""
         return self.query if self.key is None else self.key
 
     def forward(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

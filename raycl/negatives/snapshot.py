@@ -22,7 +22,7 @@ from pyarrow import fs
 from raycl.errors import ConfigError, StorageError, first_line
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives, State, concatenate
-from raycl.storage import Place, check_plain, is_out_of_reach
+from raycl.storage import Place, check_plain, is_unreachable
 
 # Rows are written and read in groups of this many, so that a snapshot takes little memory.
 ROWS_PER_GROUP = 65_536
@@ -247,7 +247,7 @@ def _open(place: Place) -> Iterator[pq.ParquetFile]:
             check_plain(file.schema_arrow, str(place))
             yield file
     except (OSError, pa.ArrowException) as error:
-        if isinstance(error, OSError) and is_out_of_reach(error):
+        if isinstance(error, OSError) and is_unreachable(error):
             raise place.failure("read", error) from error
         raise StorageError(
             f"cannot read {place}: {first_line(error)}; check the address and that the file is complete"

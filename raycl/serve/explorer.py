@@ -38,13 +38,13 @@ class QueryEncoder:
 
     def _embed(self, embed: Callable[[Any], np.ndarray]) -> tuple[np.ndarray, str]:
         # Importing torch costs seconds and memory, which queries by id need not pay.
-        from raycl.inference.checkpoint_encoder import last_checkpoint, load_tower
+        from raycl.inference.checkpoint_encoder import last_checkpoint, load_checkpoint_encoder
         from raycl.storage import Place, absolute
 
         with self._lock:
             encoder = self._encoder
             if encoder is None or encoder.checkpoint != last_checkpoint(Place(absolute(self._run))):
-                self._encoder = encoder = load_tower(self._run)
+                self._encoder = encoder = load_checkpoint_encoder(self._run)
             return embed(encoder), encoder.checkpoint
 
 

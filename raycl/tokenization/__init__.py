@@ -1,8 +1,15 @@
-"""Texts as tokens: the tokenizer, and batches of tokens, which padding fills up at the end."""
+"""The tokenizer, batches of tokens, and the vocabulary of a run."""
 
-from raycl.tokenization.batches import PADDING, inverse_document_frequency, padded, padded_rows
-from raycl.tokenization.tokenizer import BrokenTextError, Tokenizer, read_text, train_tokenizer
-from raycl.tokenization.vocabulary import Vocabulary
+from raycl.tokenization.tokenizer import (
+    PADDING,
+    BrokenTextError,
+    Tokenizer,
+    padded,
+    padded_rows,
+    read_text,
+    train_tokenizer,
+)
+from raycl.tokenization.vocabulary import Vocabulary, inverse_document_frequency
 
 __all__ = [
     "PADDING",

@@ -1,7 +1,8 @@
-"""Texts to tokens: a tokenizer trained on the user's corpus, or read from any ``tokenizer.json``.
+"""Texts to tokens, by a tokenizer trained on the user's corpus or read from any ``tokenizer.json``.
 
-Byte-level: every word becomes its UTF-8 bytes before it is cut into subwords, and each byte is a
-token, so no text lacks tokens. A batch is tokens [batch, length], padded with 0 at the end.
+Trained tokenizers are byte-level: each word becomes its UTF-8 bytes before it is cut into subwords, and
+every byte is a token, so every text can be encoded. A batch is tokens [batch, length], padded with 0 at
+the end.
 """
 
 import hashlib
@@ -14,21 +15,22 @@ from typing import Any, Literal, Self, final
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from raycl.errors import BrokenValueError, ConfigError, DataError
-from raycl.tokenization.batches import PADDING
 
+PADDING = 0
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # one printable character for each byte
-_SPACE = "Ġ"  # that of the space, which byte-level cutting puts before each word
-_CHINESE_OR_JAPANESE = tuple("ãäåæçèé")  # those of the first bytes of characters written without spaces
+_SPACE = "Ġ"  # stands for the space that byte-level cutting puts before each word
+# Stand for the first UTF-8 bytes of characters that are written without spaces.
+_CHINESE_OR_JAPANESE = tuple("ãäåæçèé")
 
-_CHARACTERS_A_TOKEN = 16  # at most, in a trained tokenizer
-_SLACK = 64  # so that a word that the cut goes through is behind the last token that is kept
+_MAX_TOKEN_CHARACTERS = 16  # in a trained tokenizer
+_SLACK = 64  # a word cut in half at the end lies beyond the last token that is kept
 _TRAINING_CHARACTERS = 100_000
-_LONG_RUN = re.compile(r"\S{64}")  # training takes time with more than the square of the longest word
-_LONGEST_WORD = 32  # characters; looking for the longest subword takes time with the cube of it
+_LONG_RUN = re.compile(r"\S{64}")  # training time grows faster than the square of the longest word
+_LONGEST_WORD = 32  # characters; WordPiece time grows with the cube of the word's length
 
 
 class BrokenTextError(BrokenValueError):
@@ -36,10 +38,10 @@ class BrokenTextError(BrokenValueError):
 
 
 def read_text(value: Any) -> str:
-    """Return the text that a value is; raises ``BrokenTextError``.
+    """Return a value as text; raises ``BrokenTextError``.
 
-    ``value`` is a string, UTF-8 bytes, or the error that came in the text's place. Arrow gives up on
-    a whole column of strings if one is not UTF-8: cast such a column to binary and read its bytes.
+    ``value`` is a string, UTF-8 bytes, or the error that replaces the text. Arrow rejects a whole
+    column of strings if one is invalid UTF-8: cast the column to binary and pass its bytes.
     """
     if isinstance(value, BrokenTextError):
         raise value
@@ -50,7 +52,7 @@ def read_text(value: Any) -> str:
     try:
         text = value.decode() if isinstance(value, bytes) else value
         if not text.isascii():
-            text.encode()  # a string may hold halves of surrogate pairs, which have no bytes
+            text.encode()  # a string may hold unpaired surrogates, which have no bytes
     except UnicodeError:
         raise BrokenTextError("invalid UTF-8") from None
     if not text or text.isspace():
@@ -58,13 +60,27 @@ def read_text(value: Any) -> str:
     return text
 
 
+def padded(values: NDArray[np.integer], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Cut concatenated tokens into rows of these lengths, padded at the end: [len(lengths), longest]."""
+    position = np.arange(lengths.max(initial=0))
+    batch = np.full((len(lengths), len(position)), PADDING, np.int64)
+    batch[position < lengths[:, None]] = values
+    return batch
+
+
+def padded_rows(rows: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
+    """Return rows of tokens as one batch [len(rows), longest], padded at the end."""
+    lengths = np.array([len(row) for row in rows], np.int64)
+    return padded(np.concatenate([np.empty(0, np.int64), *rows]), lengths)
+
+
 @final
 class Tokenizer:
-    """Cut texts into tokens: numbers below ``num_tokens``, of which 0 is the padding.
+    """Cut texts into token ids below ``num_tokens``; 0 is the padding.
 
-    ``text`` is the content of a ``tokenizer.json``: one that :func:`train_tokenizer` made, or another's.
-    Where padding is not 0 there, as in RoBERTa's, the two numbers are swapped. Names of special
-    tokens within a text ("[SEP]") are read as any other text. Raises ``ConfigError`` if it is damaged.
+    ``text`` is the content of a ``tokenizer.json``, made by :func:`train_tokenizer` or another tool. If
+    its padding id is not 0, as in RoBERTa's, the two ids are swapped. Names of special tokens in a text
+    ("[SEP]") are read as plain text. Raises ``ConfigError`` if the file is damaged.
     """
 
     def __init__(self, text: str) -> None:
@@ -78,19 +94,16 @@ class Tokenizer:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # as any other text
+        self._tokenizer.encode_special_tokens = True  # read their names as plain text
+        if self._tokenizer.decoder is None:  # raycl's own files have none
+            self._tokenizer.decoder = decoders.ByteLevel()
         self._vocabulary = self._tokenizer.get_vocab()
-        self._padding = self._number_of("[PAD]", "<pad>")
-        self._unknown = self._number_of("[UNK]", "<unk>")
-        self._before, self._after = self._surroundings()
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the tokenizer that ``to_json`` wrote."""
-        return cls(text)
+        self._padding = self._id_of("[PAD]", "<pad>")
+        self._unknown = self._id_of("[UNK]", "<unk>")
+        self._before, self._after = self._added_tokens()
 
     def to_json(self) -> str:
-        """Return the content of its ``tokenizer.json``, as it was read."""
+        """Return the content of the ``tokenizer.json`` unchanged."""
         return self._text
 
     def __reduce__(self) -> tuple[type[Self], tuple[str]]:
@@ -98,59 +111,64 @@ class Tokenizer:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Size of the vocabulary with the special tokens: one more than the greatest token."""
+        """The largest token id plus one; special tokens count."""
         return max(self._vocabulary.values()) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits of its content, to tell an encoder's tokenizer from others."""
+        """Sixteen hex digits of a hash of the content."""
         content = json.dumps(json.loads(self._text), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @cached_property
     def special_tokens(self) -> tuple[int, ...]:
-        """Those that stand for no text: padding, the beginning of a text and the like."""
+        """The ids of tokens that stand for no text, such as padding and [CLS]."""
         added = self._tokenizer.get_added_tokens_decoder()
         special = np.array([number for number, token in added.items() if token.special], np.int64)
-        return tuple(sorted(self.swapped(special).tolist()))
+        return tuple(sorted(self._swap_padding(special).tolist()))
 
     @cached_property
     def begins_word(self) -> NDArray[np.bool_]:
-        """Which tokens begin a word, [num_tokens]; the others go on with the one before.
+        """Whether each token begins a word, [num_tokens]; the others continue one.
 
-        A word is a run of letters and digits, or of other marks; where characters are written
-        without spaces, as in Chinese, each token that does not begin inside one is a word.
+        A word is a run of letters and digits, or of other marks. In writing without spaces, such as
+        Chinese, each token that does not start inside a character is a word.
         """
         begins = np.zeros(self.num_tokens, np.bool_)
-        # BERT's kind marks what goes on, the others mark what begins: byte-level ones by "Ġ".
-        mark_of_rest = json.loads(self._text)["model"].get("continuing_subword_prefix")
+        # BERT marks continuations, the others mark beginnings: byte-level ones by "Ġ".
+        continuation = json.loads(self._text)["model"].get("continuing_subword_prefix")
         for token, number in self._vocabulary.items():
-            if mark_of_rest:
-                begins[number] = not token.startswith(mark_of_rest)
+            if continuation:
+                begins[number] = not token.startswith(continuation)
             else:
                 begins[number] = token.startswith((_SPACE, "▁", *_CHINESE_OR_JAPANESE))
-        return begins[self.swapped(np.arange(self.num_tokens))]
+        return begins[self._swap_padding(np.arange(self.num_tokens))]
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[NDArray[np.int32]]:
-        """Return the tokens of each text: at least one and at most ``max_length`` of them.
+        """Return the tokens of each text, 1 to ``max_length`` of them.
 
-        Of a long text only the first 16 * ``max_length`` characters are looked at: no token of a
-        trained tokenizer is longer, so it matters only where spaces are many. A text without any
-        tokens, as an empty one, is one [UNK]. A text's tokens depend on no other text.
+        Only the first 16 * ``max_length`` characters of a text are read: no token of a trained tokenizer
+        is longer, so the limit matters only for texts with long runs of spaces. A text without tokens,
+        such as an empty one, becomes [UNK]. The tokens of a text do not depend on other texts.
         """
-        room = max_length - len(self._before) - len(self._after)
-        if room < 1:
+        max_own = max_length - len(self._before) - len(self._after)
+        if max_own < 1:
             raise ConfigError(f"max_length leaves no room for a text, came {max_length}; 32 to 512 is usual")
-        most = _CHARACTERS_A_TOKEN * room + _SLACK
+        max_characters = _MAX_TOKEN_CHARACTERS * max_own + _SLACK
         rows = []
-        # One by one: the library's own loop over texts takes all cores, those of other tasks as well.
+        # One by one: the library's batch method takes all cores, also those of other tasks.
         for text in texts:
-            text = text if len(text) <= most else text.lstrip()[:most]
-            own = self._tokenizer.encode(text, add_special_tokens=False).ids[:room] or [self._unknown]
-            rows.append(self.swapped(np.array(self._before + own + self._after, np.int32)))
+            text = text if len(text) <= max_characters else text.lstrip()[:max_characters]
+            own = self._tokenizer.encode(text, add_special_tokens=False).ids[:max_own] or [self._unknown]
+            rows.append(self._swap_padding(np.array(self._before + own + self._after, np.int32)))
         return rows
 
-    def _number_of(self, *names: str) -> int:
+    def decode(self, rows: Sequence[NDArray[np.int32]]) -> list[str]:
+        """Return the texts of rows of tokens, without special tokens, as the encoder sees them."""
+        texts = (self._tokenizer.decode(self._swap_padding(row).tolist()) for row in rows)
+        return [" ".join(text.split()) for text in texts]
+
+    def _id_of(self, *names: str) -> int:
         numbers = [self._vocabulary[name] for name in names if name in self._vocabulary]
         if not numbers:
             raise ConfigError(
@@ -158,7 +176,7 @@ class Tokenizer:
             )
         return numbers[0]
 
-    def _surroundings(self) -> tuple[list[int], list[int]]:
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens before and after each text."""
         own = self._tokenizer.encode("a", add_special_tokens=False).ids
         whole = self._tokenizer.encode("a").ids
@@ -170,14 +188,13 @@ class Tokenizer:
             )
         return whole[: starts[0]], whole[starts[0] + len(own) :]
 
-    def swapped(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Return the numbers with the library's padding and ``PADDING`` in each other's place; twice is as before."""
+    def _swap_padding(self, ids: NDArray[Any]) -> NDArray[Any]:
+        """Exchange the library's padding id and ``PADDING``; applied twice it changes nothing."""
         if self._padding == PADDING:
-            return numbers
-        is_padding = numbers == self._padding
-        return np.where(is_padding, PADDING, np.where(numbers == PADDING, self._padding, numbers)).astype(
-            numbers.dtype
-        )
+            return ids
+        is_padding = ids == self._padding
+        swapped = np.where(is_padding, PADDING, np.where(ids == PADDING, self._padding, ids))
+        return swapped.astype(ids.dtype)
 
 
 def train_tokenizer(
@@ -188,13 +205,13 @@ def train_tokenizer(
     kind: Literal["bpe", "wordpiece"] = "bpe",
     cls: bool = False,
 ) -> Tokenizer:
-    """Train a tokenizer on sound texts (see :func:`read_text`).
+    """Train a tokenizer on valid texts (see :func:`read_text`).
 
-    ``bpe`` joins subwords in the order that it learned (Sennrich et al., 2016), ``wordpiece`` takes
-    the longest one that fits; both have the same vocabulary. Texts are brought to NFKC. With ``cls``
-    each text begins with [CLS]. The same texts give the same tokenizer, to the byte; the library's
-    third kind, unigram, comes out otherwise each time and is left out. Of each text the first 100,000
-    characters are looked at, and what has no spaces is cut at 64. Raises ``ConfigError`` for impossible arguments, and
+    ``bpe`` merges subwords in the order it learned them (Sennrich et al., 2016); ``wordpiece`` takes the
+    longest subword that fits. Both have the same vocabulary. Texts are normalized to NFKC. ``cls`` puts
+    [CLS] before each text. The same texts give the same tokenizer, byte for byte; the library's unigram
+    model is not deterministic and is not offered. Training reads the first 100,000 characters of each
+    text and cuts longer runs without spaces at 64. Raises ``ConfigError`` for invalid arguments, and
     ``DataError`` if there are no texts.
     """
     smallest = len(SPECIAL_TOKENS) + len(_BYTES)
@@ -211,7 +228,7 @@ def train_tokenizer(
         vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=_BYTES,
-        max_token_length=_CHARACTERS_A_TOKEN,
+        max_token_length=_MAX_TOKEN_CHARACTERS,
         show_progress=False,
     )
     tokenizer.train_from_iterator(_beginnings(texts), trainer)

@@ -110,7 +110,7 @@ class Checkpointer:
             self._save_bank(position, store)
             if self._is_writer:
                 backup_manifest(self._job.output)
-            with (self._job.output / CHECKPOINTS).explaining("save a checkpoint in"):
+            with (self._job.output / CHECKPOINTS).wrap_errors("save a checkpoint in"):
                 self._report(position, store, metrics, evaluated=evaluated)
         self.saved_step, self._saved_at = position.step, time.monotonic()
 

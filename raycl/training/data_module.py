@@ -237,7 +237,7 @@ def _tokenizer_of_model(folder: str) -> Tokenizer:
             f"the model in {folder} has no {TOKENIZER} beside it, and its weights mean nothing to another "
             "tokenizer; save its fast tokenizer there, or set encoder.kwargs.pretrained=false"
         )
-    return Tokenizer.from_json(place.read_text())
+    return Tokenizer(place.read_text())
 
 
 def find_vocabulary(

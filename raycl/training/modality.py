@@ -11,9 +11,9 @@ from raycl.config import RunConfig
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.images import ImageFormat
-from raycl.models.images import build_image_encoder, representation_dim
+from raycl.models.image import build_image_encoder, representation_dim
+from raycl.models.registry import OWN
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec
-from raycl.models.trust import OWN
 from raycl.training.views import ImageTransform, Transform
 
 

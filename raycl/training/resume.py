@@ -193,4 +193,4 @@ def load_tokenizer(uri: str) -> Tokenizer:
         place = place / TOKENIZER
     if not place.exists():
         raise StorageError(f"there is no tokenizer at {place}; give a tokenizer.json, or the output of a run")
-    return Tokenizer.from_json(place.read_text())
+    return Tokenizer(place.read_text())

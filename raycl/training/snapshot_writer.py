@@ -37,7 +37,6 @@ from raycl.evaluation.embed import embed
 from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.tokenization.reader import Reader
 from raycl.training.job import Job
 from raycl.training.views import Draft, Transform
 
@@ -128,14 +127,13 @@ class SnapshotWriter:
 
     def _probe_set(self) -> ProbeSet:
         batch = self.rows.take(self.positions)
-        reader = None if self.vocabulary is None else Reader(self.vocabulary.tokenizer)
         contents: dict[str, list[bytes] | list[str]] = {}
         for role, content in batch.contents.items():
             if isinstance(content, Pixels):
                 pictures = zip(content.images, content.aspect, strict=True)
                 contents[role] = [_thumbnail(pixels, float(aspect)) for pixels, aspect in pictures]
-            elif reader is not None and role in ("text", "caption", "query", "document"):
-                contents[role] = reader.read(_first_texts(content))
+            elif self.vocabulary is not None and role in ("text", "caption", "query", "document"):
+                contents[role] = self.vocabulary.tokenizer.decode(_first_texts(content))
         return ProbeSet(
             sample_id=batch.sample_id, label=batch.label, contents=contents, held_out=self.held_out
         )

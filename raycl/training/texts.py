@@ -15,9 +15,9 @@ from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.in_memory import Batch, texts_of
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
+from raycl.models.registry import OWN
 from raycl.models.specs import TextEncoderSpec
 from raycl.models.text import build_text_encoder, text_representation_dim
-from raycl.models.trust import OWN
 from raycl.tokenization import Vocabulary
 from raycl.training.modality import TowerBuilder
 from raycl.training.views import Draft, MatchKeys, as_is

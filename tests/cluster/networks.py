@@ -10,7 +10,7 @@ import ray.train
 import torch
 from torch import Tensor, nn
 
-from raycl.models.bag_of_subwords import BagOfSubwords
+from raycl.models.text import BagOfSubwords
 
 
 class Small(nn.Module):

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 import raycl
-from raycl.inference.checkpoint_encoder import load_tower
+from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec
@@ -277,7 +277,7 @@ def test_a_picture_finds_the_keys_that_the_momentum_encoder_puts_near_it(
     bank = raycl.connect_bank("photographed")
     try:
         answer = ask("nearest", "photographed", "--image", tmp_path / "digit.png", "-k", 5)
-        query = load_tower(str(run)).embed_image(image)
+        query = load_checkpoint_encoder(str(run)).embed_image(image)
         assert [each["sample_id"] for each in answer["neighbors"]] == nearest_by_numpy(bank, query, 5)
         assert (run / "checkpoints" / answer["query"]["checkpoint"] / "state.pt").exists()
     finally:

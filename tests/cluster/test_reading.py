@@ -26,8 +26,8 @@ from raycl.data.sources import find_source
 from raycl.data.streaming import StreamingSampler, stream_source
 from raycl.data.texts import TextFormat
 from raycl.errors import DataError, StorageError
-from raycl.inference.read_rows import read_rows
-from raycl.preparation.images import pack_images
+from raycl.inference.reading import read_images
+from raycl.preparation import pack_images
 from raycl.ray_runtime import connect_cluster
 from raycl.tokenization import Vocabulary
 from raycl.training.data_module import DataModule
@@ -178,7 +178,7 @@ def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> 
     packed = tmp_path / "packed"
     assert pack_images(str(tmp_path / "images"), str(packed), rows_per_file=5).num_rows == 12
     assert pq.read_table(packed).num_rows == 12
-    before, after = (read_rows(str(uri), FORMAT) for uri in (tmp_path / "images", packed))
+    before, after = (read_images(str(uri), FORMAT) for uri in (tmp_path / "images", packed))
     order = np.argsort(after.sample_id)
     assert after.sample_id[order].tolist() == sorted(before.sample_id.tolist())
     by_id = dict(zip(before.sample_id.tolist(), before.label.tolist(), strict=True))

@@ -20,9 +20,8 @@ from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.inference.checkpoint_encoder import load_tower
-from raycl.preparation.pairs import group_pairs
-from raycl.preparation.texts import gather_texts, make_tokenizer
+from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+from raycl.preparation import gather_texts, group_pairs, make_tokenizer
 from raycl.records import read_metrics
 from raycl.report.writer import write_report
 from raycl.storage import Place
@@ -154,7 +153,7 @@ def test_a_run_of_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.
     assert len(judged) >= 2
     query, key = (raycl.load_encoder(str(output), side=side).encode(["a text"]) for side in ("query", "key"))
     assert torch.equal(query, key)  # one tower for both
-    asked = load_tower(str(output)).embed_text("a text")
+    asked = load_checkpoint_encoder(str(output)).embed_text("a text")
     assert np.allclose(asked, torch.nn.functional.normalize(query)[0].numpy(), atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from raycl.batchnorm import synchronize
 from raycl.batchnorm.chunked import ChunkedBatchNorm
 from raycl.distributed import gather, rank
 from raycl.models.heads import build_projection_head
-from raycl.models.images import build_image_encoder
+from raycl.models.image import build_image_encoder
 from raycl.models.towers import Tower
 from tests.workers.processes import run_workers
 

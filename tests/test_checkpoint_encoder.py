@@ -15,7 +15,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference import checkpoint_encoder as saved
-from raycl.inference.checkpoint_encoder import load_tower
+from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 from raycl.models.momentum import MomentumEncoder
 from raycl.recipes import recipe
 from raycl.training import build
@@ -81,7 +81,7 @@ def expected(config: RunConfig, whole: nn.Module, image: bytes) -> np.ndarray:
 
 def test_an_image_is_embedded_by_the_momentum_encoder_where_there_is_one(run: Path) -> None:
     (image,), _ = digit_files(1)
-    found = load_tower(str(run))
+    found = load_checkpoint_encoder(str(run))
     embedding = found.embed_image(image)
     by_keys, by_queries = (
         expected(small_config(), tower_of(small_config(), seed=seed), image) for seed in (2, 1)
@@ -98,14 +98,14 @@ def test_an_image_is_embedded_by_the_tower_where_slots_are_the_keys(tmp_path: Pa
     write_checkpoint(tmp_path, 1, {"tower": tower_of(config, seed=3).state_dict()})
     list_checkpoint(tmp_path, 1)
     (image,), _ = digit_files(1)
-    embedding = load_tower(str(tmp_path)).embed_image(image)
+    embedding = load_checkpoint_encoder(str(tmp_path)).embed_image(image)
     np.testing.assert_allclose(embedding, expected(config, tower_of(config, seed=3), image), atol=1e-6)
 
 
 def test_a_checkpoint_that_is_not_listed_yet_is_not_read(run: Path) -> None:
     (run / "checkpoints" / "step-00000009").mkdir()
     (run / "checkpoints" / "step-00000009" / "state.pt").write_bytes(b"half")
-    assert load_tower(str(run)).checkpoint == "step-00000005"
+    assert load_checkpoint_encoder(str(run)).checkpoint == "step-00000005"
 
 
 @pytest.mark.parametrize("listed", [None, '{"latest_checkpoint_result": null}'])
@@ -115,19 +115,19 @@ def test_a_run_without_a_checkpoint_says_so(run: Path, listed: str | None) -> No
     if listed:
         file.write_text(listed)
     with pytest.raises(StorageError, match="no checkpoint yet; repeat the command"):
-        load_tower(str(run))
+        load_checkpoint_encoder(str(run))
 
 
 def test_a_list_that_is_being_written_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "checkpoints" / "checkpoint_manager_snapshot.json").write_text('{"latest')
     writer = threading.Timer(0.2, list_checkpoint, [run, 5])
     writer.start()
-    assert load_tower(str(run)).checkpoint == "step-00000005"
+    assert load_checkpoint_encoder(str(run)).checkpoint == "step-00000005"
     writer.join()
-    monkeypatch.setattr(saved, "_NAP_S", 0.01)
+    monkeypatch.setattr(saved, "_LIST_WAIT_S", 0.01)
     (run / "checkpoints" / "checkpoint_manager_snapshot.json").write_text('{"latest')
-    with pytest.raises(StorageError, match="no list of checkpoints"):
-        load_tower(str(run))
+    with pytest.raises(StorageError, match="list of checkpoints is damaged"):
+        load_checkpoint_encoder(str(run))
 
 
 def test_a_checkpoint_removed_meanwhile_gives_way_to_the_newer_one(
@@ -135,24 +135,24 @@ def test_a_checkpoint_removed_meanwhile_gives_way_to_the_newer_one(
 ) -> None:
     names = iter(["step-00000004", "step-00000005"])
     monkeypatch.setattr(saved, "last_checkpoint", lambda output: next(names))
-    assert load_tower(str(run)).checkpoint == "step-00000005"
+    assert load_checkpoint_encoder(str(run)).checkpoint == "step-00000005"
 
 
 def test_a_checkpoint_that_is_gone_without_a_newer_one_is_an_error(run: Path) -> None:
     (run / "checkpoints" / "step-00000005" / "state.pt").unlink()
     with pytest.raises(StorageError, match="cannot read"):
-        load_tower(str(run))
+        load_checkpoint_encoder(str(run))
 
 
 def test_a_network_of_the_users_own_is_one_line(run: Path) -> None:
     config = small_config(**{"encoder.name": "resnet10", "encoder.kwargs": {}, "encoder.width": 0.25})
     (run / "config.yaml").write_text(config_to_yaml(config))
     with pytest.raises(ConfigError, match="network of its user's own.*--vector"):
-        load_tower(str(run))
+        load_checkpoint_encoder(str(run))
 
 
 def test_a_run_that_is_not_there_and_an_image_that_is_none_are_errors(run: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot read"):
-        load_tower(str(tmp_path / "nowhere"))
+        load_checkpoint_encoder(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="not an image"):
-        load_tower(str(run)).embed_image(b"no picture")
+        load_checkpoint_encoder(str(run)).embed_image(b"no picture")

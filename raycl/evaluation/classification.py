@@ -1,18 +1,18 @@
-"""Judging a run on a training and a test set: kNN and linear probe, raw pixels beside."""
+"""Evaluation by labels: kNN and linear probe on representations, with raw pixels as the baseline."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final, get_args
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
 from raycl.augment.images import center_view
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import rows_in, start_coordinator
-from raycl.data.decode import Decoder, decode_source
+from raycl.data.decode import decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.labels import NO_LABEL
@@ -22,24 +22,23 @@ from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.knn import knn_accuracy
 from raycl.evaluation.linear import linear_accuracy
-from raycl.inference.embed import columns_for, embed_dataset, formats_of
+from raycl.inference.embed import columns_for, embed_dataset, formats_of, representations
 from raycl.inference.encoder import read_encoders
-from raycl.inference.read_rows import read_rows
+from raycl.inference.reading import counting_decoder, read_images
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.specs import ImageEncoderSpec
-from raycl.progress import ProgressLine, rows_read
-from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
+from raycl.ray_runtime import connect_cluster, fetch_tables
 
 Measure = Literal["knn", "linear"]
-# Raw pixels have thousands of columns: of more rows the baseline takes an even part.
-MAX_FLOOR_ROWS = {"knn": 50_000, "linear": 10_000}
-FLOOR_SIZE = 32  # pixels a side
+# Raw pixels have thousands of columns, so a larger set is sampled for the baseline.
+MAX_BASELINE_ROWS = {"knn": 50_000, "linear": 10_000}
+BASELINE_SIZE = 32  # pixels per side
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LabeledSet:
-    """Values [num_rows, dim], representations or raw pixels, and labels [num_rows]."""
+    """Representations or raw pixels [num_rows, dim] and labels [num_rows]."""
 
     values: Tensor
     label: Tensor
@@ -67,12 +66,12 @@ def evaluate(
     quiet: bool = False,
     debug: bool = False,
 ) -> EvaluationResult:
-    """Judge the encoder of ``run`` by labels: representations of ``train`` decide about ``test``.
+    """Classify ``test`` by the labels of ``train``, with the encoder of ``run``.
 
-    Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline`` (the same measure on
-    raw pixels, at most 32 a side with the mean image subtracted; of large sets an even part).
-    Raises ``DataError`` if a set has no labels or their classes differ, ``StorageError`` if there
-    is no encoder, ``ConfigError`` for another measure.
+    Returns ``measure``, ``top1``, ``num_train``, ``num_test`` and ``baseline``: the same measure on raw pixels
+    of at most 32 per side, with the mean image subtracted, of a sample of large sets. Raises ``DataError``
+    if a set has no labels or their classes differ, ``StorageError`` if the run has no encoder,
+    ``ConfigError`` for an unknown measure.
     """
     if measure not in get_args(Measure):
         raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
@@ -82,7 +81,7 @@ def evaluate(
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
     _check_labels(sources)
     if not quiet:
-        _tell_of_one_set(sources)
+        _warn_of_equal_sets(sources)
     connect_cluster(address, debug=debug, quiet_core=True)
 
     def score(train_set: LabeledSet, test_set: LabeledSet) -> float:
@@ -92,23 +91,25 @@ def evaluate(
         return linear_accuracy(*sets, labels_per_class=labels_per_class, seed=seed)
 
     def represent(name: str) -> LabeledSet:
-        with start_coordinator() as logbook:
-            decoder = Decoder(formats=formats_of(encoder, role), logbook=logbook)
-            look = rows_read(logbook, sources[name].num_rows)
-            with unwrap_ray_errors(), ProgressLine(f"embedding the {name} set", look, quiet=quiet):
-                decoded = decode_source(sources[name], decoder)
-                tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu, network=network))
-            rows_in(logbook).check(max_invalid_fraction)
-        return _representations(tables, encoder.spec.representation_dim)
+        with counting_decoder(
+            formats_of(encoder, role),
+            num_rows=sources[name].num_rows,
+            title=f"embedding the {name} set",
+            max_invalid_fraction=max_invalid_fraction,
+            quiet=quiet,
+        ) as decoder:
+            decoded = decode_source(sources[name], decoder)
+            tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu, network=network))
+        return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
-    train_set, test_set = represent("train"), _with_classes_of(sources, represent("test"))
+    train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))
     result = EvaluationResult({"measure": measure, "top1": score(train_set, test_set)})
     if measure == "linear" and labels_per_class is not None:
         result["labels_per_class"] = labels_per_class
     result.update({"num_train": len(train_set.label), "num_test": len(test_set.label)})
     if baseline and isinstance(encoder, ImageEncoder):
         result["baseline"] = _pixel_baseline(
-            sources, encoder.spec, score, max_rows=MAX_FLOOR_ROWS[measure], quiet=quiet
+            sources, encoder.spec, score, max_rows=MAX_BASELINE_ROWS[measure], quiet=quiet
         )
     return result
 
@@ -117,7 +118,7 @@ def _check_labels(sources: dict[str, Source]) -> None:
     for name, source in sources.items():
         if not source.has_labels:
             raise DataError(
-                f"the {name} set {source.uri} has no labels; put images in a folder a class, "
+                f"the {name} set {source.uri} has no labels; put images in a folder per class, "
                 "or name the column with --set data.columns.label=NAME"
             )
     train, test = (sources[name].classes for name in ("train", "test"))
@@ -130,19 +131,18 @@ def _check_labels(sources: dict[str, Source]) -> None:
         raise DataError(f"the test set has classes that the training set lacks: {', '.join(unknown[:5])}")
 
 
-def _tell_of_one_set(sources: dict[str, Source]) -> None:
-    """Say that a set which judges itself says nothing: each of its rows has itself for a neighbor."""
+def _warn_of_equal_sets(sources: dict[str, Source]) -> None:
     test = sources["test"].uri
     if sources["train"].uri == test:
         print(
-            f"train and test are both {test}: each row knows its own label, so the figure says nothing; "
-            "judge on rows that do not decide",
+            f"train and test are both {test}: each row is its own nearest neighbor, so the accuracy means nothing; "
+            "give a test set of other rows",
             file=sys.stderr,
         )
 
 
-def _with_classes_of(sources: dict[str, Source], test_set: LabeledSet) -> LabeledSet:
-    """Number the test set's classes as the training set does."""
+def _with_train_classes(sources: dict[str, Source], test_set: LabeledSet) -> LabeledSet:
+    """Number the test set's classes as in the training set."""
     train, test = sources["train"].classes, sources["test"].classes
     if train is None or test is None:
         return test_set
@@ -150,27 +150,17 @@ def _with_classes_of(sources: dict[str, Source], test_set: LabeledSet) -> Labele
     return LabeledSet(values=test_set.values, label=number[test_set.label])
 
 
-def _representations(tables: list[Any], width: int) -> LabeledSet:
-    values = [
-        chunk.flatten().to_numpy().reshape(-1, width)
-        for table in tables
-        for chunk in table["representation"].chunks
-    ]
-    label = np.concatenate([table["label"].to_numpy() for table in tables])
-    return _labeled(torch.from_numpy(np.concatenate(values)), torch.from_numpy(label))
-
-
 def _pixel_baseline(
     sources: dict[str, Source], spec: ImageEncoderSpec, score: Score, *, max_rows: int, quiet: bool
 ) -> dict[str, Any]:
     pixels = {}
     for name, source in sources.items():
-        size = min(FLOOR_SIZE, spec.image_size)
-        part = Holdout(seed=0, bank=min(1.0, max_rows / source.num_rows))
-        rows = read_rows(
+        size = min(BASELINE_SIZE, spec.image_size)
+        sample = Holdout(seed=0, bank=min(1.0, max_rows / source.num_rows))
+        rows = read_images(
             source,
             ImageFormat(size=size, channels=spec.channels, max_pixels=spec.max_pixels),
-            keep=part.is_evaluated,
+            keep=sample.is_evaluated,
             title=f"reading pixels of the {name} set",
             max_invalid_fraction=1.0,  # checked when the set was embedded
             quiet=quiet,
@@ -179,7 +169,7 @@ def _pixel_baseline(
         pixels[name] = _labeled(values, torch.from_numpy(rows.label))
     mean = pixels["train"].values.mean(0)
     train, test = (LabeledSet(values=each.values - mean, label=each.label) for each in pixels.values())
-    baseline: dict[str, Any] = {"pixels": score(train, _with_classes_of(sources, test))}
+    baseline: dict[str, Any] = {"pixels": score(train, _with_train_classes(sources, test))}
     if sources["train"].num_rows > max_rows:
         baseline["num_train"] = len(train.label)
     return baseline
@@ -187,15 +177,18 @@ def _pixel_baseline(
 
 def raw_pixels(rows: InMemoryDataset, *, channels: int, size: int) -> Tensor:
     """Return the pixels of all rows as float32 vectors [num_rows, channels * size**2]."""
-    plain = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-    parts = [
-        center_view(pixels_of(batch).images, size=size, **plain).flatten(1) for batch in rows.batches(1_024)
-    ]
+    unscaled = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    batches = rows.batches(1_024)
+    parts = [center_view(pixels_of(batch).images, size=size, **unscaled).flatten(1) for batch in batches]
     return torch.cat(parts)
 
 
+def _labels(tables: Sequence[pa.Table]) -> Tensor:
+    return torch.from_numpy(np.concatenate([table["label"].to_numpy() for table in tables]))
+
+
 def _labeled(values: Tensor, label: Tensor) -> LabeledSet:
-    known = label != NO_LABEL
-    if not known.any():
+    has_label = label != NO_LABEL
+    if not has_label.any():
         raise DataError("no row of the set has a label; check the label column")
-    return LabeledSet(values=values[known], label=label[known])
+    return LabeledSet(values=values[has_label], label=label[has_label])

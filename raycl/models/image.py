@@ -1,6 +1,5 @@
-"""Image encoders: torchvision's ResNets and ViTs, for small images and few cores as well."""
+"""Image encoders: torchvision's ResNets and ViTs, with variants for small images."""
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
@@ -10,10 +9,10 @@ from torchvision.models import VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from raycl.errors import ConfigError
-from raycl.models.registry import RESNETS, VITS, check_encoder_name
+from raycl.models.registry import RESNETS, VITS, check_encoder_name, import_function
 
 Stem = Literal["auto", "small", "half", "standard"]
-SMALL = 64  # pixels: up to here "auto" takes the small stem
+SMALL = 64  # pixels: "auto" means the small stem up to this size
 
 BLOCKS: dict[str, type[BasicBlock | Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
@@ -29,16 +28,16 @@ def build_image_encoder(
 ) -> nn.Module:
     """Build an untrained encoder: images [batch, channels, size, size] to representations.
 
-    ``name`` is a ResNet, a ViT, or ``package.module:function`` of the user's own, called with
-    ``arguments``. The small stem is a 3x3 convolution without pooling, the half stem the same with
-    stride 2 (a quarter of the work); a ViT takes patches of 4 or 8 instead of 16 pixels.
+    ``name`` is a ResNet, a ViT, or ``package.module:function`` for your own, called with ``arguments``.
+    The small stem is a 3x3 convolution without pooling, the half stem the same with stride 2 (a quarter
+    of the work); a ViT takes patches of 4 or 8 instead of 16 pixels.
     ``width`` multiplies the channels. Raises ``ConfigError`` for an unknown name.
     """
     check_encoder_name(name, is_text=False)
     if ":" in name:
-        return _users_own(name, arguments or {})
+        return _build_own(name, arguments or {})
     if arguments:
-        raise ConfigError(f"encoder.kwargs go to an encoder of your own, came {dict(arguments)} for {name}")
+        raise ConfigError(f"encoder.kwargs apply to your own encoder only, came {dict(arguments)} for {name}")
     if stem == "auto":
         stem = "small" if image_size <= SMALL else "standard"
     if name in VITS:
@@ -54,7 +53,7 @@ def representation_dim(encoder: nn.Module, *, image_size: int, channels: int) ->
     device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
     try:
         output = encoder.eval()(torch.zeros(1, channels, image_size, image_size, device=device))
-    except Exception as error:  # a network of the user's own may fail in any way
+    except Exception as error:  # the user's network may raise anything
         raise ConfigError(
             f"the encoder does not take images [batch, {channels}, {image_size}, {image_size}]: "
             f"{' '.join(str(error).split())[:200]}; check data.channels and data.image_size"
@@ -112,13 +111,13 @@ def _build_vit(name: str, image_size: int, channels: int, patch: int, width: flo
     return vit
 
 
-def _users_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    module_name, _, function = name.partition(":")
+def _build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    function = import_function(name)
     try:
-        encoder = getattr(importlib.import_module(module_name), function)(**arguments)
-    except Exception as error:  # whatever the user's function raises
+        encoder = function(**arguments)
+    except Exception as error:  # the user's function may raise anything
         raise ConfigError(
-            f"cannot build encoder.name {name!r}: {error}; give package.module:function"
+            f"cannot build encoder.name {name!r}: {' '.join(str(error).split())[:200]}; check encoder.kwargs"
         ) from error
     if not isinstance(encoder, nn.Module):
         raise ConfigError(f"{name} must return a torch.nn.Module, came {type(encoder).__name__}")
@@ -126,5 +125,5 @@ def _users_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _scaled(planes: int, width: float) -> int:
-    """Multiples of eight suit the vector units."""
+    """Scale a width to a multiple of eight, which suits vector units."""
     return max(8, round(planes * width / 8) * 8)

@@ -7,7 +7,12 @@ import torch
 
 from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
-from raycl.inference.classification import LabeledSet, _check_labels, _tell_of_one_set, _with_classes_of
+from raycl.evaluation.classification import (
+    LabeledSet,
+    _check_labels,
+    _warn_of_equal_sets,
+    _with_train_classes,
+)
 from tests.images import digit_files, write_digits
 
 
@@ -23,7 +28,7 @@ def test_a_test_set_with_fewer_classes_is_numbered_like_the_training_set(tmp_pat
     sources = {"train": folder_of(tmp_path / "a", "abc"), "test": folder_of(tmp_path / "b", "bc")}
     _check_labels(sources)
     test_set = LabeledSet(values=torch.zeros(2, 1), label=torch.tensor([0, 1]))
-    assert _with_classes_of(sources, test_set).label.tolist() == [1, 2]
+    assert _with_train_classes(sources, test_set).label.tolist() == [1, 2]
 
 
 def test_classes_that_the_training_set_lacks_are_refused(tmp_path: Path) -> None:
@@ -40,7 +45,7 @@ def test_names_against_numbers_are_refused(tmp_path: Path) -> None:
 
 def test_a_set_that_judges_itself_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = folder_of(tmp_path / "a", "ab"), folder_of(tmp_path / "b", "ab")
-    _tell_of_one_set({"train": one, "test": other})
+    _warn_of_equal_sets({"train": one, "test": other})
     assert capsys.readouterr().err == ""
-    _tell_of_one_set({"train": one, "test": find_source(str(tmp_path / "a") + "/")})
+    _warn_of_equal_sets({"train": one, "test": find_source(str(tmp_path / "a") + "/")})
     assert f"train and test are both {tmp_path / 'a'}" in capsys.readouterr().err

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from raycl.errors import ConfigError, DataError, RayclError
-from raycl.evaluation import nearest, retrieval
+from raycl.evaluation import metrics, nearest
 from raycl.evaluation import search as search_module
-from raycl.evaluation.retrieval import average_precision, best_f1, best_threshold, retrieval_scores
+from raycl.evaluation.metrics import average_precision, best_f1, best_threshold, retrieval_scores
 from raycl.evaluation.search import search
 
 Positions = NDArray[np.int64]
@@ -98,7 +98,7 @@ def test_one_ranking_is_judged_as_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("at_once", [1, 7, 1_024])
 def test_scores_equal_the_plain_measures(seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval, "_QUERIES", at_once)
+    monkeypatch.setattr(metrics, "_QUERIES", at_once)
     ranked, relevance = draw_rankings(seed)
     scores = retrieval_scores(ranked, relevance)
     assert scores["num_skipped"] >= 5  # queries 35 to 39 have no judgment at all
@@ -168,7 +168,7 @@ def test_of_a_pair_judged_twice_the_higher_grade_holds() -> None:
     [
         ({"ranked": rows(1, 2)}, r"ranked must be integers .* got int64 \[2\]"),
         ({"ranked": np.ones((1, 2))}, r"ranked must be integers .* got float64 \[1, 2\]"),
-        ({"ranked": np.empty((0, 3), dtype=int)}, r"one query and one column or more, got int64 \[0, 3\]"),
+        ({"ranked": np.empty((0, 3), dtype=int)}, r"with at least one query and column, got int64 \[0, 3\]"),
         ({"ranked": rows([0, -2])}, "-1 for none, got -2"),
         ({"ranked": rows([0, 1, 2], [4, 2, 4])}, "the ranking of query 1 names document 4 twice"),
         ({"relevance": rows([0, 1])}, r"relevance must be integers .* got int64 \[1, 2\]"),

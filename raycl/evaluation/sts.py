@@ -1,6 +1,4 @@
-"""Judging by sentence similarity: does the cosine of two sentences rank pairs as people do?"""
-
-from typing import Any
+"""Evaluation by sentence similarity (STS): the rank correlation of cosines and human scores."""
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +11,14 @@ from raycl.data.sources import plain_values
 from raycl.display import EvaluationResult
 from raycl.errors import ConfigError, DataError, first_line
 from raycl.evaluation.lexical_baselines import tfidf_similarity
-from raycl.evaluation.similarity import sts_scores
-from raycl.inference.embed_values import embed_values, read_values
+from raycl.evaluation.metrics import sts_scores
+from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
+from raycl.inference.reading import read_values
 from raycl.storage import Place, absolute, check_plain
 from raycl.tokenization import BrokenTextError, read_text
 
-COLUMNS = ("sentence1", "sentence2", "score", "dataset")
+REQUIRED_COLUMNS = ("sentence1", "sentence2", "score")
 
 
 def evaluate_sts(
@@ -34,27 +33,28 @@ def evaluate_sts(
     quiet: bool = False,
     debug: bool = False,
 ) -> EvaluationResult:
-    """Judge by Spearman's correlation of cosine and score, over all pairs of a data set at once.
+    """Compute Spearman's correlation of cosine and score over all pairs of each data set.
 
-    ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and perhaps ``dataset``. The
-    ``baseline`` is the cosine of TF-IDF, whose words are weighed by ``train``, texts in a column ``text``, or
-    without it by the sentences themselves. Raises ``DataError`` if a column is missing, or a sentence or a
-    score cannot be used.
+    ``test`` is a parquet file with the columns ``sentence1``, ``sentence2``, ``score`` and optionally
+    ``dataset``. The ``baseline`` is the cosine of TF-IDF, with document frequencies from the column ``text``
+    of ``train``, or without it from the sentences themselves. Raises ``DataError`` for a missing column,
+    or an invalid sentence or score.
     """
     (saved,) = read_encoders(run, ["query"])
     if saved.takes_images:
-        raise ConfigError(f"the run at {run} has an encoder of images; sts judges encoders of texts")
+        raise ConfigError(f"the run at {run} has an encoder of images; sts needs one of texts")
     table = _read(test)
-    left, right = (_texts(table, name, test) for name in COLUMNS[:2])
+    left, right = (_texts(table, name, test) for name in ("sentence1", "sentence2"))
     score = _scores(table, test)
     names = table["dataset"].to_pylist() if "dataset" in table.column_names else ["sts"] * len(left)
     corpus = [*left, *right]
     if train is not None:
-        rows_of_corpus = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
-        corpus = [each for row in rows_of_corpus for each in (row if isinstance(row, list) else [row])]
-    options: dict[str, Any] = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
-    rows = normalize(embed_values([*left, *right], saved, **options))
-    similarity = (rows[: len(left)] * rows[len(left) :]).sum(1).numpy()
+        train_rows = read_values(train, ColumnNames(image=None, text=text)).by_role["text"]
+        corpus = [each for row in train_rows for each in (row if isinstance(row, list) else [row])]
+    embedding = normalize(
+        embed_values([*left, *right], saved, gpu=gpu, address=address, quiet=quiet, debug=debug)
+    )
+    similarity = (embedding[: len(left)] * embedding[len(left) :]).sum(1).numpy()
     result = EvaluationResult({"measure": "sts", **sts_scores(similarity, score, names)})
     result.update({"num_train": 0 if train is None else len(corpus), "num_test": len(left)})
     if baseline:
@@ -69,14 +69,14 @@ def _read(uri: str) -> pa.Table:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {uri} as parquet: {first_line(error)}; give a parquet file") from None
     check_plain(table.schema, uri)
-    for name in COLUMNS[:3]:
+    for name in REQUIRED_COLUMNS:
         if name not in table.column_names:
             raise DataError(
                 f"{uri} has no column {name!r}; it has {', '.join(table.column_names)}: sts needs "
                 "sentence1, sentence2 and score"
             )
     if not len(table):
-        raise DataError(f"{uri} holds no rows; give a set that has some")
+        raise DataError(f"{uri} has no rows; give a set with some")
     return table
 
 
@@ -100,7 +100,7 @@ def _scores(table: pa.Table, uri: str) -> NDArray[np.float64]:
         score = np.array([np.nan])
     if not np.isfinite(score).all():
         raise DataError(
-            f"the column score of {uri} holds {column.type}, of which some are no numbers; give each pair a "
-            "number"
+            f"the column score of {uri} has values of type {column.type} that are not finite numbers; "
+            "give each pair a number"
         )
     return score

@@ -1,4 +1,4 @@
-"""An encoder of images as weights that a network of torchvision takes."""
+"""Export of image encoders to torchvision."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from torchvision.models.resnet import ResNet
 
 from raycl.errors import ConfigError
 from raycl.models.encoder_io import ImageEncoder
-from raycl.models.images import BLOCKS
+from raycl.models.image import BLOCKS
 from raycl.models.registry import RESNETS
 from raycl.models.specs import ImageEncoderSpec
 
@@ -57,13 +57,14 @@ class Encoder(resnet.ResNet):
 
 
 def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
-    """Return the weights in torchvision's names, and the network that takes them.
+    """Return the weights under torchvision's names, and a description of the network.
 
-    A projection head of one layer is the last layer there. Without one there is no last layer, and
-    the representation is what would go into it. ``architecture.json`` names a network of torchvision with its
-    arguments, and how its images are prepared. Where torchvision builds none like it, for another stem,
-    width or number of channels, ``model.py`` has a function ``build`` that does and loads the weights.
-    Raises ``ConfigError`` for a network that is neither a ResNet nor a ViT, another norm, or a deeper head.
+    A projection head of one layer becomes the last layer. Without a head the network has no last layer
+    and returns its input, the representation. ``architecture.json`` names a network of torchvision with
+    its arguments and the preparation of images. If torchvision has no such network, because of the stem,
+    the width or the number of channels, ``model.py`` has a function ``build`` that returns it with its
+    weights. Raises ``ConfigError`` for a network that is neither a ResNet nor a ViT, a norm other than
+    BatchNorm, or a deeper head.
     """
     spec, network, layers = encoder.spec, encoder.network, list[nn.Module]()
     if spec.projection_head is not None:
@@ -78,7 +79,7 @@ def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
     file = io.BytesIO()
     torch.save({name: value.detach().cpu() for name, value in weights.items()}, file)
     files = {WEIGHTS: file.getvalue()}
-    if not _takes(name, arguments, weights, last):
+    if not _fits(name, arguments, weights, last):
         return files | {MODEL: _source(spec, network, layers, arguments).encode()}
     architecture = {
         "network": f"torchvision.models.{name}",
@@ -92,14 +93,14 @@ def torchvision_files(encoder: ImageEncoder) -> dict[str, bytes]:
 
 
 def _check(spec: ImageEncoderSpec, network: nn.Module) -> None:
-    """Refuse an encoder that cannot be built of torchvision's parts alone."""
+    """Raise ``ConfigError`` unless torchvision's parts can build the encoder."""
     num_layers = spec.projection_head.num_layers if spec.projection_head else 0
     cause = None
     if spec.name not in RESNETS and not isinstance(network, VisionTransformer):
         cause = f"the network {spec.name} is your own"
     elif spec.norm != "batch":
-        cause = f"{spec.norm} normalization takes the place of {spec.name}'s own"
-    # Of more layers, the names and shapes would be those of the last one alone.
+        cause = f"{spec.norm} normalization replaces {spec.name}'s BatchNorm"
+    # The state dict of a deeper head would look like its last layer.
     elif num_layers > 1:
         cause = f"the projection head has {num_layers} layers, and a network of torchvision one at most"
     if cause is not None:
@@ -109,7 +110,7 @@ def _check(spec: ImageEncoderSpec, network: nn.Module) -> None:
 def _source(
     spec: ImageEncoderSpec, network: nn.Module, layers: list[nn.Module], arguments: dict[str, Any]
 ) -> str:
-    """Return the program that builds the network of torchvision's parts."""
+    """Return a program that builds the network from torchvision's parts."""
     if isinstance(network, VisionTransformer):
         first = "torchvision.models.VisionTransformer"
         parts: dict[str, Any] = {"conv_proj": network.conv_proj} | (
@@ -132,12 +133,12 @@ def _source(
 
 
 def _width(layer: Any) -> int:
-    """Return the channels of the first convolution of a layer, which its blocks are built by."""
+    """Return the output channels of a layer's first convolution."""
     return layer[0].conv1.out_channels
 
 
 def _arguments(network: nn.Module) -> dict[str, Any]:
-    """Return what torchvision builds the same network with: nothing for a ResNet, its name says it."""
+    """Return the arguments of the same network in torchvision; the name of a ResNet implies them."""
     if not isinstance(network, VisionTransformer):
         return {}
     layers = network.encoder.layers
@@ -151,12 +152,12 @@ def _arguments(network: nn.Module) -> dict[str, Any]:
     }
 
 
-def _takes(name: str, arguments: dict[str, Any], weights: dict[str, Tensor], last: str) -> bool:
-    """Return whether a network of torchvision has just these weights, its last layer left out or not."""
+def _fits(name: str, arguments: dict[str, Any], weights: dict[str, Tensor], last: str) -> bool:
+    """Whether a network of torchvision has exactly these weights, with or without its last layer."""
     build = getattr(torchvision.models, name, None)
     if build is None or not (name in RESNETS or build is VisionTransformer):
         return False
-    with torch.device("meta"):  # its own weights are not wanted
+    with torch.device("meta"):  # skips the initialization
         theirs = build(**arguments).state_dict()
     if f"{last}.weight" not in weights:
         theirs = {each: value for each, value in theirs.items() if not each.startswith(f"{last}.")}

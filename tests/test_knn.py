@@ -268,7 +268,7 @@ def test_bad_input_of_the_vote_is_named(
 def test_accuracy_of_no_queries_is_an_error_but_their_neighbors_are_none() -> None:
     bank, label = blobs(10)
     assert knn_predict(bank[:0], bank, label).shape == (0,)
-    with pytest.raises(DataError, match="no query"):
+    with pytest.raises(DataError, match="the set of queries is empty"):
         knn_accuracy(bank[:0], label[:0], bank, label)
     with pytest.raises(DataError, match="query_label"):
         knn_accuracy(bank[:3], label[:2], bank, label)
@@ -357,7 +357,7 @@ def test_the_weight_decay_chosen_is_the_best_and_of_equals_the_strongest(
 ) -> None:
     accuracy = {1e-1: 0.2, 1e-2: 0.9, 1e-3: 0.9, 1e-4: 0.5}
     monkeypatch.setattr(linear_module, "_fit", lambda rows, label, decay, limit: decay)
-    monkeypatch.setattr(linear_module, "_share_right", lambda decay, *rest: accuracy[decay])
+    monkeypatch.setattr(linear_module, "_accuracy", lambda decay, *rest: accuracy[decay])
     rows, label = (item.numpy() for item in blobs(50))
     choose: Any = linear_module._choose_weight_decay
     assert choose(rows, label, 500, numpy.random.default_rng(0)) == 1e-2

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from raycl.errors import DataError
-from raycl.evaluation.similarity import spearman, sts_scores
-from raycl.inference.sts import evaluate_sts
+from raycl.evaluation.metrics import spearman, sts_scores
+from raycl.evaluation.sts import evaluate_sts
 from tests.pairs import small_config
 from tests.test_saved_text import save
 
@@ -81,7 +81,7 @@ def test_all_pairs_of_a_data_set_are_judged_at_once() -> None:
         ({"dataset": ["sickr"]}, "got 3, 3 and 1"),
         ({"similarity": np.ones((3, 1))}, r"got \[3, 1\] and \[3\]"),
         ({"dataset": ["sickr", "stsb", "sickr"]}, "the 1 similarities of stsb do not differ"),
-        ({"similarity": np.ones(0), "score": np.ones(0), "dataset": []}, "no pair to judge"),
+        ({"similarity": np.ones(0), "score": np.ones(0), "dataset": []}, "the set of pairs is empty"),
     ],
 )
 def test_bad_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
@@ -113,11 +113,14 @@ def test_a_single_set_with_one_similarity_throughout_is_an_error_not_nan() -> No
         ({"sentence2": ["a", b"caf\xe9", "c"]}, "row 1 of .*test has a sentence2 .*: invalid UTF-8"),
         (
             {"score": ["low", "5", "high"]},
-            "column score of .*test holds string, of which some are no numbers",
+            "column score of .*test has values of type string that are not finite numbers",
         ),
-        ({"score": [1.0, None, 2.0]}, "column score of .*test holds double, of which some are no numbers"),
-        ({"score": [[1], [2], [3]]}, "column score of .*test holds list"),
-        ({name: [] for name in ("sentence1", "sentence2", "score")}, "test holds no rows"),
+        (
+            {"score": [1.0, None, 2.0]},
+            "column score of .*test has values of type double that are not finite numbers",
+        ),
+        ({"score": [[1], [2], [3]]}, "column score of .*test has values of type list"),
+        ({name: [] for name in ("sentence1", "sentence2", "score")}, "test has no rows"),
     ],
 )
 def test_sentences_that_cannot_be_judged_are_refused_before_they_are_embedded(

@@ -137,7 +137,7 @@ def test_case_and_punctuation_do_not_matter_and_single_letters_do(search: Callab
         ({"k": 0}, ConfigError, "k must be at least 1, got 0"),
         ({"queries": []}, DataError, "queries and documents, got 0 and 2"),
         ({"documents": []}, DataError, "queries and documents, got 1 and 0"),
-        ({"documents": ["", "?!"]}, DataError, "the documents hold no word: got 2 texts"),
+        ({"documents": ["", "?!"]}, DataError, "the documents have no words: got 2 texts"),
         ({"excluded": np.array([[0, 2]])}, DataError, r"the pair \[0, 2\], .* and 2 documents"),
     ],
 )
@@ -177,8 +177,8 @@ def test_a_word_that_is_rare_in_the_corpus_counts_more() -> None:
     ("arguments", "words"),
     [
         ({"right": ["cat"]}, "got 2 and 1 texts"),
-        ({"left": [], "right": []}, "no pair to compare"),
-        ({"left": ["", "-"], "right": ["?", ""]}, "the pairs hold no word: got 4 texts"),
+        ({"left": [], "right": []}, "the set of pairs is empty"),
+        ({"left": ["", "-"], "right": ["?", ""]}, "the pairs have no words: got 4 texts"),
         ({"corpus": []}, "the corpus is empty"),
     ],
 )

@@ -1,0 +1,62 @@
+"""Export: write an encoder for other packages."""
+
+import os
+from typing import Literal
+
+from raycl.errors import ConfigError
+from raycl.inference.encoder import read_encoders
+from raycl.inference.export.sentence_transformers import sentence_folder
+from raycl.inference.export.torchvision import ARCHITECTURE, MODEL, WEIGHTS, torchvision_files
+from raycl.inference.preflight import check_inputs, check_package
+from raycl.lease import writing_new
+from raycl.models.encoder_io import ImageEncoder
+from raycl.models.registry import OWN, SideName
+
+Package = Literal["sentence_transformers", "torchvision"]
+
+
+def export_encoder(
+    run: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    side: SideName = "query",
+    to: Package | None = None,
+) -> str:
+    """Write the encoder of ``run`` to the folder ``output`` for another package; return how to load it.
+
+    ``sentence_transformers`` takes encoders of texts: ``SentenceTransformer(output).encode`` gives the
+    vectors of ``load_encoder(run).encode``, not normalized. ``torchvision`` takes encoders of images:
+    ``weights.pth`` holds the weights, ``architecture.json`` the name of the network, or ``model.py`` builds
+    a network that torchvision has no name for. Both packages load only local folders. Without ``to`` the
+    kind of encoder decides. ``side`` selects one of two towers, with its projection head.
+
+    Raises ``StorageError`` if the output exists, and ``ConfigError`` for an encoder that the package cannot
+    represent, such as your own network; nothing is written then.
+    """
+    check_package(to)
+    run, output = os.fspath(run), os.fspath(output)
+    check_inputs(run, side=side, output=output)
+    (saved,) = read_encoders(run, [side])
+    if saved.spec.name == OWN:
+        raise ConfigError(
+            f"the run at {run} trained a network of your own, which no other package knows; "
+            "load it with raycl.load_encoder"
+        )
+    encoder = saved.build()
+    is_image = isinstance(encoder, ImageEncoder)
+    package = "torchvision" if is_image else "sentence_transformers"
+    if to not in (package, None):
+        raise ConfigError(
+            f"the encoder of {run} takes {'images' if is_image else 'texts'}, which {to} does not; use {package}"
+        )
+    files = torchvision_files(encoder) if isinstance(encoder, ImageEncoder) else sentence_folder(encoder)
+    with writing_new(output) as place:
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+    if not place.is_local:
+        return f"a local copy of {place}: both packages load only local folders"
+    if MODEL in files:
+        return f"runpy.run_path({str(place / MODEL)!r})['build']()"
+    if is_image:
+        return f"torch.load({str(place / WEIGHTS)!r}) for the network in {place / ARCHITECTURE}"
+    return f"sentence_transformers.SentenceTransformer({output!r})"

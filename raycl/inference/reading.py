@@ -1,0 +1,179 @@
+"""Sets of data read into this process: decoded images, texts and pairs."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycl.data.codecs import Formats
+from raycl.data.columns import ColumnNames
+from raycl.data.coordinator import rows_in, start_coordinator
+from raycl.data.decode import Decoder, Keep, decode_source, row_error
+from raycl.data.ids import IdFormat
+from raycl.data.images import ImageFormat
+from raycl.data.in_memory import InMemoryDataset
+from raycl.data.sources import Source, find_source
+from raycl.errors import DataError
+from raycl.progress import ProgressLine, rows_read
+from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
+from raycl.tokenization import BrokenTextError, read_text
+
+TEXTS = ("text", "caption", "query", "document")
+
+
+@contextlib.contextmanager
+def counting_decoder(
+    formats: Formats,
+    *,
+    num_rows: int,
+    title: str,
+    keep: Keep | None = None,
+    max_invalid_fraction: float = 0.01,
+    quiet: bool = False,
+) -> Iterator[Decoder]:
+    """Yield a decoder whose rows a progress line counts.
+
+    Raises ``DataError`` at the end if too many rows were invalid.
+    """
+    with start_coordinator() as coordinator:
+        with unwrap_ray_errors(), ProgressLine(title, rows_read(coordinator, num_rows), quiet=quiet):
+            yield Decoder(formats=formats, logbook=coordinator, keep=keep)
+        rows_in(coordinator).check(max_invalid_fraction)
+
+
+def read_images(
+    source: Source | str,
+    image_format: ImageFormat,
+    *,
+    keep: Keep | None = None,
+    title: str = "reading",
+    max_invalid_fraction: float = 0.01,
+    quiet: bool = True,
+) -> InMemoryDataset:
+    """Decode the images of a source with Ray Data; ``keep`` selects rows by id.
+
+    Raises ``DataError`` for an empty source or too many invalid images.
+    """
+    source = find_source(source) if isinstance(source, str) else source
+    formats: Formats = {"image": image_format}
+    connect_cluster()
+    with counting_decoder(
+        formats,
+        num_rows=source.num_rows,
+        title=title,
+        keep=keep,
+        max_invalid_fraction=max_invalid_fraction,
+        quiet=quiet,
+    ) as decoder:
+        tables = fetch_tables(decode_source(source, decoder))
+    return InMemoryDataset(tables, formats)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """The values of a set by role, and labels [num_rows], -1 for a missing label.
+
+    ``num_broken`` counts skipped rows: invalid texts (negatives included), and missing labels if the set
+    has a label column.
+    """
+
+    by_role: dict[str, list[Any]]
+    label: NDArray[np.int64]
+    num_broken: int = 0
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any row has a label."""
+        return bool((self.label >= 0).any())
+
+    def select(self, is_valid: NDArray[np.bool_], uri: str) -> "Values":
+        """Keep the valid rows of ``uri`` and count the others; raises ``DataError`` if none is valid."""
+        if not is_valid.any():
+            raise DataError(
+                f"none of the {len(is_valid)} rows of {uri} can be used: texts, labels or ids are missing, "
+                "or texts are invalid UTF-8; mend the data or name other columns with --set data.columns"
+            )
+        return Values(
+            by_role={role: list(compress(values, is_valid)) for role, values in self.by_role.items()},
+            label=self.label[is_valid],
+            num_broken=self.num_broken + int((~is_valid).sum()),
+        )
+
+
+def read_values(uri: str, columns: ColumnNames, *, keep_broken: bool = False) -> Values:
+    """Read the columns of a set, texts as strings.
+
+    ``keep_broken`` keeps all rows, with None for an invalid text. Raises ``DataError`` for a missing
+    column, or if no row is valid.
+    """
+    source = find_source(uri, columns)
+    by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
+    labels = [np.empty(0, np.int64)]
+    for piece in source.pieces:
+        for rows in source.read(piece):
+            for role, values in rows.values.items():
+                by_role[role] += (_valid_value(role, value) for value in values)
+            labels.append(_integer_labels(rows.label, source.classes))
+    found = Values(by_role=by_role, label=np.concatenate(labels))
+    is_valid = np.ones(len(found.label), np.bool_)
+    for role in {*TEXTS, "negatives"} & by_role.keys():
+        is_valid &= [value is not None for value in by_role[role]]
+    if source.columns.label is not None and not keep_broken:
+        is_valid &= found.label >= 0
+    valid = found.select(is_valid, uri)
+    return found if keep_broken else valid
+
+
+def read_pairs(uri: str, names: ColumnNames) -> Values:
+    """Read pairs: queries and documents, and if present negatives, labels and ids (as integers).
+
+    Skips rows with invalid ids, as a run does. Raises ``DataError`` as ``read_values`` does.
+    """
+    asked = {"query": names.query or "query", "document": names.document or "document"}
+    values = read_values(uri, replace(names, image=None, text=None, caption=None, **asked))
+    by_role = values.by_role
+    if "negatives" not in by_role:
+        by_role.pop("negative_ids", None)
+    for role in by_role.keys() & {"query_id", "document_id", "negative_ids"}:
+        by_role[role] = IdFormat(in_lists=role == "negative_ids").decode_all(by_role[role])
+    is_valid = [row_error(by_role, row) is None for row in range(len(values.label))]
+    found = values.select(np.array(is_valid), uri)
+    for role in found.by_role.keys() & {"query_id", "document_id"}:
+        found.by_role[role] = [number for (number,) in found.by_role[role]]
+    return found
+
+
+def _valid_value(role: str, value: Any) -> Any:
+    """Return texts as strings, None for an invalid one, and other values unchanged."""
+    if role == "negatives":  # the list may be empty, but an invalid text in it invalidates the row
+        texts = [_valid_text(text) for text in value or ()]
+        return None if None in texts else texts
+    return _valid_text(value) if role in TEXTS else value
+
+
+def _valid_text(value: Any) -> Any:
+    """Return a text, or the valid texts of a list; None without any."""
+    if isinstance(value, list | tuple):
+        return [text for text in map(_valid_text, value) if text is not None] or None
+    try:
+        return read_text(value)
+    except BrokenTextError:
+        return None
+
+
+def _integer_labels(label: NDArray[np.int64], classes: tuple[str, ...] | None) -> NDArray[np.int64]:
+    """Return integer labels, parsed if the column holds text."""
+    if classes is None:
+        return label
+    try:
+        parsed = np.array([int(name) for name in classes], np.int64)
+    except ValueError:
+        raise DataError(
+            f"labels of pairs must be grades such as 0 and 1, came {', '.join(classes[:5])}"
+        ) from None
+    return np.where(label < 0, label, parsed[label])

@@ -1,0 +1,182 @@
+"""One-time conversions of a data set, so that runs can read it fast."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+
+from raycl.config.overrides import override
+from raycl.data.click_logs import check_labels, group_source, grouped_columns
+from raycl.data.columns import ColumnNames
+from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
+from raycl.data.ids import is_missing, stable_id
+from raycl.data.labels import NO_LABEL
+from raycl.data.sources import Fragment, Source, find_source, plain_values
+from raycl.errors import DataError
+from raycl.lease import writing_new
+from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
+from raycl.recipes import recipe
+from raycl.tokenization import BrokenTextError, Tokenizer, read_text
+from raycl.training.data_module import count_tokens
+
+
+def pack_images(
+    data: str, output: str, *, rows_per_file: int = 10_000, address: str | None = None, debug: bool = False
+) -> Source:
+    """Copy the images of a folder into parquet files, unchanged; return the source.
+
+    Many small files read slowly, above all from S3. Columns: ``image``, ``label`` (int, with class
+    folders), ``sample_id``, ``path``. Invalid images are copied too; training counts them. Raises
+    ``StorageError`` if the output exists.
+    """
+    with writing_new(output) as place:
+        source = find_source(data)
+        connect_cluster(address, debug=debug)
+        filesystem, path = place.resolve()
+        with unwrap_ray_errors():
+            # With small row groups a task reads only its own rows.
+            _image_rows(source).write_parquet(
+                path, filesystem=filesystem, min_rows_per_file=rows_per_file, row_group_size=1_024
+            )
+        return source
+
+
+def _image_rows(source: Source) -> ray.data.Dataset:
+    without_pieces = replace(source, pieces=())
+
+    def read(batch: pa.Table) -> Iterator[pa.Table]:
+        for text in batch["piece"].to_pylist():
+            for rows in without_pieces.read(Fragment.from_json(text)):
+                columns = {
+                    "image": pa.array(rows.values["image"], pa.binary()),
+                    "sample_id": rows.sample_id,
+                    "path": rows.where,
+                }
+                if source.has_labels:
+                    columns["label"] = pa.array(rows.label, pa.int64(), mask=rows.label == NO_LABEL)
+                yield pa.table(columns)
+
+    pieces = ray.data.from_items(
+        [{"piece": piece.to_json()} for piece in source.pieces], override_num_blocks=len(source.pieces)
+    )
+    return pieces.map_batches(read, batch_size=1, batch_format="pyarrow")
+
+
+def group_pairs(
+    data: str,
+    output: str,
+    *,
+    columns: ColumnNames,
+    max_invalid_fraction: float = 0.01,
+    address: str | None = None,
+    debug: bool = False,
+) -> tuple[int, ReadStats]:
+    """Group a labeled click log into rows of one positive with its query's negatives, as parquet files.
+
+    Returns the number of pairs and the read statistics. A run of ``two_tower`` groups a log in memory
+    itself; a streamed log needs this. Raises ``DataError`` if the log has no labels or also lists of
+    negatives, if too many rows are invalid, or if no query has a positive.
+    """
+    with writing_new(output) as place:
+        source = find_source(data, columns)
+        if source.columns.label is None:
+            raise DataError(f"{data} has no column of labels; name it with --set data.columns.label=NAME")
+        check_labels(source.columns)
+        connect_cluster(address, debug=debug)
+        filesystem, path = place.resolve()
+        with start_coordinator() as coordinator:
+            with unwrap_ray_errors():
+                grouped = group_source(source, coordinator).drop_columns(_absent_ids(source.columns))
+                grouped = grouped.materialize()
+            rows = rows_in(coordinator)
+            rows.check(max_invalid_fraction)
+            num_pairs = grouped.count()
+            if not num_pairs:
+                raise DataError(
+                    "no query has a document of label 1; a run learns from pairs that belong together"
+                )
+            with unwrap_ray_errors():
+                grouped.write_parquet(path, filesystem=filesystem, row_group_size=1_024)
+        return num_pairs, rows
+
+
+def _absent_ids(columns: ColumnNames) -> list[str]:
+    """Return the id columns that the log lacks; a run would count each of their values as missing."""
+    grouped = grouped_columns(columns)
+    return [role for role in ("query_id", "document_id", "negative_ids") if getattr(grouped, role) is None]
+
+
+def make_tokenizer(
+    data: str,
+    output: str,
+    *,
+    columns: ColumnNames,
+    vocabulary_size: int = 16_384,
+    lowercase: bool = True,
+    num_texts: int = 1_000_000,
+    address: str | None = None,
+    debug: bool = False,
+) -> Tokenizer:
+    """Train a tokenizer on at most ``num_texts`` texts at ``data`` and write it to ``output``.
+
+    Reads all ``columns`` as texts. ``output`` ends in .json; a run takes it as ``text.tokenizer``. Raises
+    ``ConfigError`` for an invalid size, ``DataError`` if there is no text.
+    """
+    asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
+    settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text
+    source = find_source(data, columns)
+    with writing_new(output, is_file=True) as place:
+        connect_cluster(address, debug=debug)
+        tokenizer = count_tokens(settings, None, columns, source, None).tokenizer
+        place.write_text(tokenizer.to_json())
+        return tokenizer
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GatheredTexts:
+    """Counts of rows and texts written, of texts alone in their group, and of invalid texts."""
+
+    num_rows: int
+    num_texts: int
+    num_alone: int
+    num_broken: int
+
+
+def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> GatheredTexts:
+    """Write a row for each value of the column ``group``: the list of its distinct texts.
+
+    A run of ``simcse`` then takes two texts of a row as two views. Rows without a group are skipped, and
+    so are groups of a single text. This process reads all texts. Raises ``DataError`` for a missing
+    column, or if no row remains.
+    """
+    with writing_new(output, is_file=True) as place:
+        texts_by_group: dict[int, dict[str, None]] = {}
+        num_broken = 0
+        source = find_source(data, ColumnNames(image=None, text=text, sample_id=group))
+        for file in {piece.place.uri: piece.place for piece in source.pieces}.values():
+            with file.wrap_errors("read"), file.open() as source_file:
+                table = pq.read_table(source_file, columns=[group, text])
+            for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
+                if is_missing(name):
+                    continue
+                try:
+                    texts_by_group.setdefault(stable_id(name), {})[read_text(value)] = None
+                except BrokenTextError:
+                    num_broken += 1
+        rows = [list(texts) for texts in texts_by_group.values() if len(texts) > 1]
+        if not rows:
+            raise DataError(
+                f"no two texts of {data} share a value of {group!r}; name the right column by --group"
+            )
+        filesystem, path = place.resolve()
+        pq.write_table(pa.table({"text": rows}), path, filesystem=filesystem, row_group_size=1_024)
+        return GatheredTexts(
+            num_rows=len(rows),
+            num_texts=sum(map(len, rows)),
+            num_alone=len(texts_by_group) - len(rows),
+            num_broken=num_broken,
+        )

@@ -1,1 +1,0 @@
-"""What is done once with a set, so that many runs read it well."""
