@@ -103,7 +103,7 @@ class Lease:
         began = time.monotonic()
         self.check()
         self._put(is_writing=True)
-        # Meanwhile a successor may have removed the claim, which this put back.
+        # In between a successor may have removed the claim, and this restored it.
         if time.monotonic() - began > RENEW_S and len(self._claims()) > 1:
             self._claim.delete()
             self.check()

@@ -123,7 +123,7 @@ def make_tokenizer(
     """Train a tokenizer on at most ``num_texts`` texts at ``data`` and write it to ``output``.
 
     Reads all ``columns`` as texts. ``output`` ends in .json; a run takes it as ``text.tokenizer``. Raises
-    ``ConfigError`` for an invalid size, ``DataError`` if there is no text.
+    ``ConfigError`` for an invalid size, ``DataError`` without texts.
     """
     asked = {"vocabulary_size": vocabulary_size, "lowercase": lowercase, "tokenizer_train_size": num_texts}
     settings = override(recipe("simcse"), {f"text.{name}": value for name, value in asked.items()}).text

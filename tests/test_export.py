@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
         {"to": "onnx"},
         "cannot export to 'onnx'; there are sentence_transformers",
     ),
-    "an unknown side": (write_texts_run, {"side": "left"}, "there is no side 'left'"),
+    "an unknown side": (write_texts_run, {"side": "left"}, "unknown side 'left'"),
     "a module": (write_own, {}, "a network of your own, which no other package knows"),
     "a function": (
         lambda run: write_texts_run(run, f"{__name__}:of_ones"),
@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
         {},
         "the projection head has 2 layers, .* one at most; load it with raycl.load_encoder",
     ),
-    "no run": (str, {}, "there is no encoder at"),
+    "no run": (str, {}, "found no encoder at"),
 }
 
 

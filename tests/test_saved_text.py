@@ -164,7 +164,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_without_an_encoder_the_place_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=f"there is no encoder at {tmp_path} .*give the --output"):
+    with pytest.raises(StorageError, match=f"found no encoder at {tmp_path} .*give the --output"):
         load_encoder(str(tmp_path), side="key")
 
 

@@ -92,9 +92,8 @@ LOADS = {"torch.load", "torch.hub.load", "torch.jit.load"}
 # The networks of the user's own, an optional package, and raycl's own names.
 MAY_IMPORT = {
     "raycl/__init__.py",
-    "raycl/models/images.py",
+    "raycl/models/registry.py",
     "raycl/models/text.py",
-    "raycl/models/hugging_face.py",
 }
 
 

@@ -119,7 +119,7 @@ def test_neither_code_nor_a_side_of_somebody_elses_is_taken(tmp_path: Path) -> N
     run = write_run(tmp_path / "run", config, trained(plain), 5)
     with pytest.raises(ConfigError, match="asks to import 'tests.cluster.networks'"):
         raycl.load_encoder(run, trusted=[])
-    with pytest.raises(ConfigError, match="there is no side 'left'"):
+    with pytest.raises(ConfigError, match="unknown side 'left'"):
         raycl.load_encoder(run, side="left")  # pyright: ignore[reportArgumentType]
 
 
@@ -127,5 +127,5 @@ def test_a_run_without_a_checkpoint_has_no_encoder(tmp_path: Path) -> None:
     config = of_images("simclr")
     run = write_run(tmp_path / "run", config, trained(config))
     for look in (raycl.load_encoder, check_inputs):
-        with pytest.raises(RayclError, match=r"there is no encoder at .* \(no encoder.json, no checkpoint\)"):
+        with pytest.raises(RayclError, match=r"found no encoder at .* \(no encoder.json, no checkpoint\)"):
             look(run)

@@ -58,7 +58,7 @@ def check_inputs(
         check_gpu(0)
     if not (has_encoder(run) or has_checkpoint(run)):
         raise StorageError(
-            f"there is no encoder at {run} (no {SPEC}, no checkpoint); give the --output of a run"
+            f"found no encoder at {run} (no {SPEC}, no checkpoint); give the --output of a run"
         )
     for uri in filter(None, data):
         existing(uri)

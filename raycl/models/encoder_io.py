@@ -198,7 +198,7 @@ def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
         output = output / KEY
     if not (output / SPEC).exists():
         raise StorageError(
-            f"there is no encoder at {uri} (no {SPEC}, no checkpoint); give the --output of a run"
+            f"found no encoder at {uri} (no {SPEC}, no checkpoint); give the --output of a run"
         )
     try:
         spec = _read_spec((output / SPEC).read_text())

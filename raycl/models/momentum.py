@@ -34,7 +34,7 @@ class MomentumEncoder(nn.Module):
         """Move towards ``source``: weights <- momentum * weights + (1 - momentum) * source's.
 
         Running statistics of a BatchNorm in training mode stay, since the key side's own forward passes
-        update them. All other buffers are copied, also those of a BatchNorm in eval mode, which would
+        update them. All other buffers are copied, also those of a BatchNorm in eval mode: they would
         grow stale.
 
         Args:

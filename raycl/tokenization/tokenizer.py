@@ -212,7 +212,7 @@ def train_tokenizer(
     [CLS] before each text. The same texts give the same tokenizer, byte for byte; the library's unigram
     model is not deterministic and is not offered. Training reads the first 100,000 characters of each
     text and cuts longer runs without spaces at 64. Raises ``ConfigError`` for invalid arguments, and
-    ``DataError`` if there are no texts.
+    ``DataError`` without texts.
     """
     smallest = len(SPECIAL_TOKENS) + len(_BYTES)
     if kind not in ("bpe", "wordpiece") or vocabulary_size < smallest:
@@ -260,4 +260,4 @@ def _beginnings(texts: Iterable[str]) -> Iterator[str]:
         is_empty = False
         yield _LONG_RUN.sub(r"\g<0> ", text[:_TRAINING_CHARACTERS])
     if is_empty:
-        raise DataError("there are no texts to train a tokenizer on, none came; give the corpus of the run")
+        raise DataError("found no texts to train a tokenizer on; give the corpus of the run")
