@@ -281,6 +281,17 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {str(page.relative_to(DOCS)) for page in PAGES[1:]} <= listed
 
 
+def test_the_map_of_the_code_names_what_is_there_and_all_of_it() -> None:
+    text = (ROOT / "raycl" / "README.md").read_text()
+    named = set(re.findall(r"(?<![\w/.])(\w+(?:/\w+)*(?:/|\.py))(?!\w)", text))
+    outside = {"tests/test_floors.py"}
+    lacking = {path for path in named - outside if not (ROOT / "raycl" / path).exists()}
+    assert not lacking, f"raycl has no {lacking}"
+    parts = {f"{path.name}/" for path in (ROOT / "raycl").iterdir() if (path / "__init__.py").exists()}
+    parts |= {path.name for path in (ROOT / "raycl").glob("*.py") if not path.name.startswith("__")}
+    assert parts <= named, f"the map lacks {parts - named}"
+
+
 # Recipes
 
 _CELL = re.compile(r"^\| `([^`]+)` \|(.*)\|$", re.MULTILINE)
