@@ -1,4 +1,4 @@
-"""How a worker's process is set up: threads, allocator, device, matrix products."""
+"""The setup of a worker's process: threads, allocator, device, matrix products."""
 
 import contextlib
 import ctypes
@@ -50,7 +50,7 @@ def prepare_process(num_threads: int) -> None:
     """Give torch its threads and the faster matrix products, and keep freed memory in the process.
 
     By default glibc returns every large block to the kernel, and each step pays for the page
-    faults anew: a third of a ResNet's step on CPU.
+    faults again: a third of a ResNet's step on CPU.
     """
     torch.set_num_threads(num_threads)
     if _is_amd():

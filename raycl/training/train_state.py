@@ -1,4 +1,4 @@
-"""What learns: the tower, the encoder that follows it, and all that a step changes but the store."""
+"""The state that training changes, except the store: towers, momentum encoder, optimizer, temperature."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class TrainState:
         normalizer: NormalizingConstant | None = None,
         seed: int = 0,
     ) -> None:
-        """``seed`` draws the company of rows in shuffled BatchNorm."""
+        """``seed`` draws the groups of shuffled BatchNorm."""
         self.tower, self.optimizer, self.temperature = tower, optimizer, temperature
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
         self._seed, self._embed_config = seed, EmbedConfig()
@@ -75,7 +75,7 @@ class TrainState:
         self._parallel = average_gradients(self.tower, device)
 
     def set_embed_config(self, config: EmbedConfig) -> None:
-        """Embed in this manner from now on."""
+        """Use this configuration from now on."""
         self._embed_config = config
         if config.rows_per_group is not None:
             for network in filter(None, (self.tower, self.momentum_encoder)):
@@ -110,28 +110,28 @@ class TrainState:
         average_(parameter.grad for parameter in self._not_averaged() if parameter.grad is not None)
 
     def update(self) -> None:
-        """Make the step that the gradient asks for."""
+        """Make the optimizer step."""
         self.optimizer.step()
         if self.temperature is not None:
             self.temperature.clamp_()
 
     def update_momentum_encoder(self, momentum: float) -> None:
-        """Let the momentum encoder, if there is one, follow the tower."""
+        """Move the momentum encoder towards the tower, if there is one."""
         if self.momentum_encoder is not None:
             self.momentum_encoder.update(self.tower, momentum)
 
     def average_statistics(self) -> None:
         """Give all workers the mean of their BatchNorms' running statistics; collective.
 
-        Training never reads them. So every worker judges the same encoder, and the one that is
-        saved has seen the rows of all.
+        Training never reads them. With the mean, all workers evaluate the same encoder, and the saved
+        one has statistics of all rows.
         """
         average_buffers(self.tower)
         if self.momentum_encoder is not None:
             average_buffers(self.momentum_encoder)
 
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
-        """Return what BatchNorm gives away of the keys, if it can; collective."""
+        """Measure how much BatchNorm leaks of the keys, if it can leak; collective."""
         num_rows = min(len(views), PROBED_ROWS)
         group_size = min(self._embed_config.leak_group_size, num_rows // 2)
         if views.view_b is None or group_size < 2 or isinstance(self.tower, TwoTowers):
@@ -149,7 +149,7 @@ class TrainState:
         return {"batchnorm_leakage": float(all_sum(advantage)) / num_workers()}
 
     def is_finite(self) -> bool:
-        """Whether all weights are numbers."""
+        """Whether all weights are finite."""
         modules = filter(None, (self.tower, self.temperature))
         return all(bool(each.isfinite().all()) for module in modules for each in module.parameters())
 
@@ -158,7 +158,7 @@ class TrainState:
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
 
@@ -180,7 +180,7 @@ class TrainState:
         return Embedded(query, keys[: len(views)], negatives)
 
     def _encode_shuffled(self, views: Views, step: int) -> Embedded:
-        """Embed both views in random company; side by side, they are in one order on any number of workers."""
+        """Embed both views in random groups; interleaved, their order is the same for any number of workers."""
         assert views.view_b is not None, "a method whose keys are views draws two"
         rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
         embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
