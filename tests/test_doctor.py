@@ -150,7 +150,7 @@ def test_shards_share_the_bank() -> None:
     assert len(shared) == 4
     assert sum(shared) == sum(whole) >= 1_000 * 128 * 4
     assert bank_bytes(small(), 1_000) == []
-    assert bank_bytes(small("instance_discrimination", **{"bank.location": "workers"}), 1_000) == []
+    assert bank_bytes(small("instance_discrimination", **{"bank.location": "worker"}), 1_000) == []
 
 
 def test_explicit_negatives_count_as_rows_of_the_key_tower() -> None:
