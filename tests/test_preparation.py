@@ -91,4 +91,6 @@ def test_a_tokenizer_that_cannot_be_is_refused_in_one_line(
 
 def test_negatives_beside_labels_are_refused_as_a_run_refuses_them(pairs: Path, tmp_path: Path) -> None:
     said = refused(DataError, "pairs", "--data", pairs, "--output", tmp_path / "grouped")
-    assert said.startswith("the dataset has labels ('label') and lists of negatives ('negatives'): remove one")
+    assert said.startswith(
+        "the dataset has labels ('label') and lists of negatives ('negatives'): remove one"
+    )
