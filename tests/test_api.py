@@ -176,8 +176,8 @@ def test_a_list_of_images_of_any_kind_gives_what_embed_gives(run: str, tmp_path:
     [
         ("none.jpg", "image 1 .none.jpg. cannot be used: cannot read .*none.jpg"),
         (b"no image", "image 1 cannot be used: not an image"),
-        (np.zeros((4, 4), np.float32), "image 1 cannot be used: an array that is not uint8"),
-        (np.zeros((4, 4, 2), np.uint8), "image 1 cannot be used: an array with neither 1, 3 nor 4 channels"),
+        (np.zeros((4, 4), np.float32), "image 1 cannot be used: an array other than uint8"),
+        (np.zeros((4, 4, 2), np.uint8), "image 1 cannot be used: an array without 1, 3 or 4 channels"),
         (None, "image 1 is of type NoneType; give a path"),
         ([1, 2], "image 1 is of type list; give a path"),
     ],

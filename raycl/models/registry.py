@@ -41,7 +41,7 @@ SideName = Literal["query", "key"]
 def check_side(side: SideName) -> SideName:
     """Return the side; raises ``ConfigError`` unless it is ``query`` or ``key``."""
     if side not in get_args(SideName):
-        raise ConfigError(f"there is no side {side!r} of an encoder; give query or key")
+        raise ConfigError(f"unknown side {side!r} of an encoder; give query or key")
     return side
 
 
