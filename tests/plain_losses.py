@@ -187,3 +187,21 @@ def plain_nce(
         own = at_positive / (at_positive + share)
         losses.append(-own.log() - (share / (at_noise + share)).log().sum())
     return torch.stack(losses).mean()
+
+
+def plain_siglip(
+    queries: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    bias: Tensor,
+    *,
+    own: slice = slice(None),
+    pair_ids: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write the loss down as the paper does: a label of 1 or -1 for every query and key."""
+    labels = 2 * torch.eye(len(keys), dtype=queries.dtype) - 1
+    losses = -F.logsigmoid(labels * (queries @ keys.T / temperature + bias))
+    if pair_ids is not None:
+        false = are_known(*pair_ids, pair_ids) & (labels < 0)
+        losses = losses.masked_fill(false, 0.0)
+    return losses[own].sum(1).mean()

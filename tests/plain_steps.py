@@ -18,7 +18,14 @@ from raycl.batchnorm.shuffled import permutation
 from raycl.config import RunConfig
 from raycl.negatives.memory_bank import draw_slots
 from raycl.training.views import Views
-from tests.plain_losses import plain_bidirectional, plain_hinge, plain_info_nce, plain_nce, plain_nt_xent
+from tests.plain_losses import (
+    plain_bidirectional,
+    plain_hinge,
+    plain_info_nce,
+    plain_nce,
+    plain_nt_xent,
+    plain_siglip,
+)
 
 
 @final
@@ -119,7 +126,9 @@ class PlainRun:
             dtype=torch.float32 if config.learn_temperature else torch.float64,
         )
         self.log_temperature = nn.Parameter(learned.double())
-        self.optimizer = plain_optimizer(config, [*self.tower.parameters(), self.log_temperature])
+        self.bias = nn.Parameter(torch.tensor(self.stage.bias, dtype=torch.float64))
+        scalars = [self.log_temperature, *([self.bias] if self.stage.loss == "siglip" else [])]
+        self.optimizer = plain_optimizer(config, [*self.tower.parameters(), *scalars])
         dtype = getattr(torch, config.bank.dtype)
         self.queue, self.queue_names = torch.empty(0, config.projection_head.dim, dtype=dtype), list[int]()
         self.slots = None if slots is None else slots.double()
@@ -236,6 +245,9 @@ class PlainRun:
                 self.normalizer = held * self.normalizer + (1 - held) * estimate
             log_normalizer = math.log(self.normalizer)
             return plain_nce(query, positive, others, temperature, len(self.slots), log_normalizer, masked)
+        if self.stage.loss == "siglip":
+            bias = self.bias if self.config.learn_temperature else self.bias.detach()
+            return plain_siglip(query, positive, temperature, bias, pair_ids=(query_id, key_id))
         if self.stage.loss == "info_nce":
             pairs = (query_id, key_id) if self.config.has_two_towers else None
             return plain_info_nce(

@@ -217,8 +217,8 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         (
             "two_tower",
             {"stages.0.loss": "nt_xent"},
-            "loss nt_xent compares views of one sample, data.kind pairs has pairs: set loss to clip, info_nce "
-            "or hinge",
+            "loss nt_xent compares views of one sample, data.kind pairs has pairs: set loss to info_nce, "
+            "clip, hinge or siglip",
             {"stages.0.loss": "info_nce"},
         ),
         (
@@ -255,9 +255,22 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         (
             "two_tower",
             {"negatives.in_batch": False, **QUEUE},
-            "loss clip classifies queries among those of the batch, negatives.in_batch is false: "
+            "loss clip needs the negatives of the batch, negatives.in_batch is false: "
             "set it to true, or loss to info_nce or hinge",
             {"stages.0.loss": "hinge"},
+        ),
+        (
+            "two_tower",
+            {"stages.0.loss": "siglip"},
+            "loss siglip uses no explicit negatives: set negatives.explicit=false, or loss to info_nce, "
+            "clip or hinge",
+            {"negatives.explicit": False},
+        ),
+        (
+            "two_tower",
+            {"stages.0.loss": "siglip", "negatives.explicit": False, **QUEUE},
+            "loss siglip does not go with key tower and negatives.store queue: it takes key tower, and no store",
+            {"negatives.store": "none"},
         ),
         (
             "two_tower",

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raycl"
 FLOORS = (  # lowest first; rooms on one floor do not know each other
-    {"errors", "display"},
+    {"errors", "display", "loss_specs"},
     {"address", "gpus"},
     {
         "ray_runtime",
@@ -23,7 +23,8 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
         "device_copy",
     },
     {"records", "provenance", "embedding_snapshot"},
-    {"losses", "augment", "data", "distributed", "embedding_metrics", "recompute", "lease"},
+    {"distributed", "lease"},
+    {"losses", "augment", "data", "embedding_metrics", "recompute"},
     {"batchnorm", "distributed.ring"},
     {"models", "optimizers", "negatives", "gradient_cache"},
     {"evaluation"},

@@ -19,6 +19,12 @@ MOCO = SMALL | QUEUE | {"negatives.capacity": 4 * ROWS}
 BANK = SMALL | {"negatives.num_negatives": 60, "stages.0.proximal_weight": 0.5}
 FEW = {"num_texts": 3 * ROWS}
 HINGE = {"stages.0.loss": "hinge"}
+SIGLIP = {
+    "stages.0.loss": "siglip",
+    "stages.0.bias": -2.0,
+    "learn_temperature": True,
+    "negatives.explicit": False,
+}
 MIXED = {"stages.0.hinge_weight": 0.3}
 RECIPES = {
     **{
@@ -56,6 +62,10 @@ RECIPES = {
     "two_tower hinge": Case("two_tower", TEXTS | HINGE, explicit=True, **FEW),
     "two_tower mixed": Case("two_tower", TEXTS | MIXED, explicit=True, **FEW),
     "two_tower info_nce": Case("two_tower", TEXTS | {"stages.0.loss": "info_nce"}, explicit=True, **FEW),
+    "two_tower siglip": Case("two_tower", TEXTS | SIGLIP, **FEW),
+    "two_tower siglip, fixed": Case("two_tower", TEXTS | SIGLIP | {"learn_temperature": False}, **FEW),
+    "image_text siglip": Case("clip", CASES["clip"].settings | SIGLIP, **FEW),
+    "simclr siglip, chunks": Case("simclr", SMALL | CHUNKS | SIGLIP),
     "two_tower queue": Case(
         "two_tower", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW
     ),
@@ -109,6 +119,7 @@ def made_up_counts(batches: list[Views]) -> dict[int, int]:
 
 def weights_of(plain: PlainRun) -> list[Tensor]:
     learned = [plain.log_temperature] if plain.config.learn_temperature else []
+    learned += [plain.bias] if learned and plain.stage.loss == "siglip" else []
     return [each.detach() for each in [*plain.tower.parameters(), *learned]]
 
 

@@ -14,7 +14,6 @@ from raycl.evaluation.embed import ROWS_AHEAD, embed
 from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training import objectives
 from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator
 from raycl.training.snapshot_writer import SnapshotWriter
 from tests.pretend_gpu import CPU, CUDA, is_on_device
@@ -128,7 +127,7 @@ def test_the_leakage_probe_answers(workers: int) -> None:
 @pytest.mark.parametrize("name", ["simclr", "moco_v2 in batch"])
 def test_a_ring_of_workers_takes_the_place_of_a_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = count(CASES[name], 2)
-    monkeypatch.setattr(objectives, "MAX_GATHERED_BYTES", 0)
+    monkeypatch.setattr("raycl.distributed.collectives.MAX_GATHERED_BYTES", 0)
     passed_on = count(CASES[name], 2)
     assert passed_on.losses == pytest.approx(gathered.losses, rel=1e-4)
     assert passed_on.step.launches != gathered.step.launches

@@ -25,15 +25,9 @@ from raycl.config.schema import (
     TrackingConfig,
 )
 from raycl.config.stage import Stage
+from raycl.loss_specs import LOSSES, cross_entropy_for, join_names
 
 _OVER_THE_BATCH = ("synchronized", "local")  # BatchNorm that all chunks must wait for
-_KEYS_OF = {
-    "nt_xent": ("tower",),
-    "info_nce": ("tower", "momentum_encoder", "memory_bank"),
-    "clip": ("tower",),
-    "nce": ("memory_bank",),
-    "hinge": ("tower", "momentum_encoder", "memory_bank"),
-}
 
 
 @final
@@ -202,27 +196,64 @@ class RunConfig(Section):
                 "sample there is one; set batchnorm to synchronized, layer or group"
             )
         for stage in self.stages:
-            allowed = _KEYS_OF[stage.loss]
-            if self.key not in allowed or (stage.loss == "nt_xent" and store != "none"):
-                raise ValueError(
-                    f"loss {stage.loss} does not go with key {self.key} and negatives.store {store}: it takes "
-                    f"key {' or '.join(allowed)}{', and no store' if stage.loss == 'nt_xent' else ''}"
-                )
-            brings_its_own = self.data.kind == "pairs" and self.negatives.explicit
-            if store == "none" and not (self.negatives.in_batch or brings_its_own):
-                raise ValueError(
-                    f"{stage.loss} has no negatives: set negatives.in_batch=true, or a negatives.store"
-                )
-            if stage.loss == "clip" and not self.negatives.in_batch:
-                raise ValueError(
-                    "loss clip classifies queries among those of the batch, negatives.in_batch is false: "
-                    "set it to true, or loss to info_nce or hinge"
-                )
+            if problem := self._loss_problem(stage):
+                raise ValueError(problem)
             if stage.proximal_weight and self.key != "memory_bank":
                 raise ValueError(
                     "proximal_weight pulls to a slot of the memory bank: set key=memory_bank, or 0"
                 )
         return self
+
+    def _loss_problem(self, stage: Stage) -> str | None:
+        """Return what the loss of a stage cannot use, or lacks."""
+        spec, store, kind = LOSSES[stage.loss], self.negatives.store, self.data.kind
+        if self.key not in spec.keys or (store != "none" and not spec.stored_negatives):
+            return (
+                f"loss {stage.loss} does not go with key {self.key} and negatives.store {store}: it takes "
+                f"key {join_names(spec.keys)}{'' if spec.stored_negatives else ', and no store'}"
+            )
+        explicit = kind == "pairs" and self.negatives.explicit
+        if explicit and spec.pairs and not spec.explicit_negatives:
+            return (
+                f"loss {stage.loss} uses no explicit negatives: set negatives.explicit=false, or loss to "
+                f"{join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)}"
+            )
+        if store == "none" and not (self.negatives.in_batch or explicit):
+            return f"{stage.loss} has no negatives: set negatives.in_batch=true, or a negatives.store"
+        if spec.needs_batch and not self.negatives.in_batch:
+            others = [name for name in self._fitting_losses() if name != stage.loss]
+            return (
+                f"loss {stage.loss} needs the negatives of the batch, negatives.in_batch is false: "
+                f"set it to true, or loss to {join_names(others)}"
+            )
+        if self.has_two_towers and not spec.pairs:
+            return (
+                f"loss {stage.loss} compares views of one sample, data.kind {kind} has pairs: set "
+                f"loss to {join_names(name for name, each in LOSSES.items() if each.pairs)}"
+            )
+        return None
+
+    def _fitting_losses(self) -> list[str]:
+        sources = {"key": self.key, "pairs": self.has_two_towers, "store": self.negatives.store}
+        in_batch = self.negatives.in_batch
+        return [name for name, spec in LOSSES.items() if spec.fits(**sources, in_batch=in_batch)]
+
+    def without_hinge(self, stage: Stage) -> Stage:
+        """Return the stage with a cross-entropy in place of the hinge."""
+        loss = stage.loss
+        if not LOSSES[loss].mixes:
+            loss = cross_entropy_for(
+                key=self.key,
+                pairs=self.has_two_towers,
+                store=self.negatives.store,
+                in_batch=self.negatives.in_batch,
+            )
+        return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
+
+    @property
+    def first_bias(self) -> float | None:
+        """Where a learned bias begins: that of the first stage whose loss learns one; None without."""
+        return next((stage.bias for stage in self.stages if "bias" in LOSSES[stage.loss].learns), None)
 
     @model_validator(mode="after")
     def _has_what_two_towers_need(self) -> Self:
@@ -236,17 +267,12 @@ class RunConfig(Section):
                 "to synchronized, group or layer"
             )
         for stage in self.stages:
-            if self.has_two_towers and stage.loss not in ("clip", "info_nce", "hinge"):
-                raise ValueError(
-                    f"loss {stage.loss} compares views of one sample, data.kind {self.data.kind} has pairs: set "
-                    "loss to clip, info_nce or hinge"
-                )
-            if stage.logq_correction and (self.data.kind != "pairs" or stage.loss != "clip"):
+            if stage.logq_correction and (self.data.kind != "pairs" or not LOSSES[stage.loss].log_frequency):
                 raise ValueError(
                     "logq_correction is for documents that recur in pairs: set data.kind=pairs and "
-                    "loss=clip, or leave it out"
+                    f"loss={join_names(name for name, spec in LOSSES.items() if spec.log_frequency)}, or leave it out"
                 )
-        if self.learn_temperature and all(stage.loss in ("nce", "hinge") for stage in self.stages):
+        if self.learn_temperature and not any(LOSSES[stage.loss].learns for stage in self.stages):
             raise ValueError(
                 f"learn_temperature is true, and loss {self.stages[0].loss} has no temperature to learn: leave it out"
             )

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal, Self, final
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from raycl.config.schema import Count, Fraction, NotNegative, Positive, Section
+from raycl.loss_specs import LOSSES, MIXED, join_names
 
 
 @final
@@ -26,6 +27,8 @@ class Stage(Section):
     ``clip`` classifies each query among keys and each key among queries (Radford et al., 2021);
     ``logq_correction`` takes the logarithm of how common a key is in the data off its logits as a
     candidate, since a common one is drawn as a negative more often (Yi et al., 2019).
+    ``siglip`` tells pairs from other combinations, each by itself, with a ``bias`` that is learned with the
+    temperature (Zhai et al., 2023).
     ``hinge`` asks that the positive is nearer than the negatives by ``margin``: on the mean over the
     negatives, or for the ``hardest_negative`` only. A ``hinge_weight`` mixes it with a cross-entropy,
     as that fraction of the loss; it may move to ``final_hinge_weight`` in the course of the stage.
@@ -39,8 +42,9 @@ class Stage(Section):
     cached_chunks: Annotated[int, Field(ge=0)] = 1
     activation_checkpoint_every: Count | None = None
     workers: Count | None = None
-    loss: Literal["nt_xent", "info_nce", "clip", "nce", "hinge"] = "nt_xent"
+    loss: str = "nt_xent"
     temperature: Positive = 0.1
+    bias: float = -10.0
     logq_correction: bool = False
     margin: Positive = 0.2
     hardest_negative: bool = False
@@ -53,6 +57,13 @@ class Stage(Section):
     learning_rate_scope: Literal["stage", "run"] = "stage"
     warmup_epochs: NotNegative = 10.0
 
+    @field_validator("loss")
+    @classmethod
+    def _is_a_loss(cls, name: str) -> str:
+        if name not in LOSSES:
+            raise ValueError(f"{name!r} is not a loss; choose {join_names(LOSSES)}")
+        return name
+
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
@@ -61,10 +72,11 @@ class Stage(Section):
 
     @model_validator(mode="after")
     def _mixes_two_losses(self) -> Self:
-        if self.mixes_hinge and self.loss not in ("nt_xent", "info_nce", "clip"):
+        if self.mixes_hinge and not LOSSES[self.loss].mixes:
+            mixing = [name for name, spec in LOSSES.items() if spec.mixes]
             raise ValueError(
                 f"hinge_weight mixes the hinge with a cross-entropy, loss is {self.loss}: "
-                "set loss to nt_xent, info_nce or clip, or leave hinge_weight out"
+                f"set loss to {join_names(mixing)}, or leave hinge_weight out"
             )
         return self
 
@@ -76,7 +88,7 @@ class Stage(Section):
     @property
     def has_hinge(self) -> bool:
         """Whether the hinge is the loss or a part of it."""
-        return self.loss == "hinge" or self.mixes_hinge
+        return self.loss == MIXED or self.mixes_hinge
 
     @property
     def peak_learning_rate(self) -> float:

@@ -6,6 +6,7 @@ from raycl.distributed.collectives import (
     all_sum,
     average_,
     check_equal,
+    exceeds_gather_limit,
     gather,
     gather_detached,
     gather_uneven,
@@ -15,6 +16,7 @@ from raycl.distributed.collectives import (
     rank,
     shares_memory,
     use_shared_memory,
+    visit_all,
 )
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "all_sum",
     "average_",
     "check_equal",
+    "exceeds_gather_limit",
     "gather",
     "gather_detached",
     "gather_uneven",
@@ -32,4 +35,5 @@ __all__ = [
     "rank",
     "shares_memory",
     "use_shared_memory",
+    "visit_all",
 ]

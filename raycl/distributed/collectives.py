@@ -8,7 +8,7 @@ it, in the same order.
 
 import contextlib
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -21,6 +21,8 @@ from raycl.errors import RayclError
 from raycl.step_timer import phase
 
 _memory: SharedMemory | None = None
+# Embeddings gathered on each worker, and as much for their gradient; below it gathering is faster.
+MAX_GATHERED_BYTES = 256 * 2**20
 _BUCKET_BYTES = 32 * 2**20  # of tensors sent together: large enough to fill any network
 
 
@@ -141,6 +143,26 @@ def pass_on(*tensors: Tensor) -> RingTransfer:
         The transfer; its ``arrived`` returns the tensors of the previous worker, without gradient.
     """
     return RingTransfer(*tensors)
+
+
+def visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
+    """Call ``meet`` with each worker's rank and tensors, this worker's first; the next ones travel at the same time.
+
+    Args:
+        meet: A function, so that it holds no tensors while the next but one arrive.
+        tensors: As for :func:`pass_on`.
+    """
+    for visit in range(num_workers()):
+        passing = pass_on(*tensors) if visit < num_workers() - 1 else None
+        meet((rank() - visit) % num_workers(), *tensors)
+        if passing is not None:
+            tensors = passing.arrived()
+            del passing
+
+
+def exceeds_gather_limit(*rows: Tensor) -> bool:
+    """Return whether these rows of all workers would take too much memory on each of them."""
+    return num_workers() * sum(each.nbytes for each in rows) > MAX_GATHERED_BYTES
 
 
 @torch.no_grad()

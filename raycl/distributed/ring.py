@@ -12,13 +12,13 @@ All workers call a loss alike, with equal local batches. Which gradients are wan
 on all of them too, but is agreed upon, so that one which wants none stops nobody.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from raycl.distributed import gather_detached, num_workers, pass_on, rank
+from raycl.distributed import gather_detached, num_workers, rank, visit_all
 from raycl.losses import info_nce, nt_xent
 from raycl.losses.checks import (
     check_columns,
@@ -201,7 +201,7 @@ def _evaluate(
         for block in blocks:
             block.meet(visitors, holds_positives=worker == rank())
 
-    _visit_all(meet, columns)
+    visit_all(meet, columns)
     softmax = Softmax(*(torch.cat(parts) for parts in zip(*(each.finish() for each in blocks), strict=True)))
     at_columns = None
     if goes_again:
@@ -252,21 +252,7 @@ def _column_gradient(
             ):
                 gradient[block] += product(zero_denormals(tile).exp2_(), piece.T)
 
-    _visit_all(meet, rows, softmax.logsumexp)
+    visit_all(meet, rows, softmax.logsumexp)
     for group in groups:
         gradient[group.match(group.rows)] -= softmax.one_minus_p[group.rows, None] * rows[group.rows]
     return gradient
-
-
-def _visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
-    """Call ``meet`` with each worker's rank and tensors, this worker's first; the next ones travel
-    at the same time.
-
-    A function, so that it holds no tensors while the next but one arrive.
-    """
-    for visit in range(num_workers()):
-        passing = pass_on(*tensors) if visit < num_workers() - 1 else None
-        meet((rank() - visit) % num_workers(), *tensors)
-        if passing is not None:
-            tensors = passing.arrived()
-            del passing

@@ -5,6 +5,7 @@ from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
 from raycl.losses.nt_xent import nt_xent
+from raycl.losses.siglip import siglip
 
 __all__ = [
     "NormalizingConstant",
@@ -15,4 +16,5 @@ __all__ = [
     "noise_mass",
     "nt_xent",
     "proximal_term",
+    "siglip",
 ]

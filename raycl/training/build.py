@@ -27,7 +27,7 @@ from raycl.optimizers import build_optimizer
 from raycl.tokenization import Vocabulary
 from raycl.training.logq import Frequencies
 from raycl.training.modality import ImageModality, ImageTowerBuilder, Modality, TowerBuilder
-from raycl.training.objectives import Bidirectional, Hinge, InfoNce, Nce, NtXent, Objective, WeightedObjective
+from raycl.training.objectives import Objective, build_objective
 from raycl.training.pairs import ImageTextModality, PairModality
 from raycl.training.stores import BankStore, NoStore, QueueStore, Store
 from raycl.training.texts import TextModality, TextTowerBuilder
@@ -94,7 +94,7 @@ def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> Tra
     temperature = None
     if config.learn_temperature:
         device = next(whole.parameters()).device
-        temperature = LearnedTemperature(config.stages[0].temperature).to(device)
+        temperature = LearnedTemperature(config.stages[0].temperature, bias=config.first_bias).to(device)
     return TrainState(
         whole,
         optimizer(config, nn.ModuleList(filter(None, (whole, temperature)))),
@@ -144,62 +144,34 @@ def contrast(
     frequencies: Frequencies | None = None,
 ) -> Objective:
     """Return the loss over all workers, of which the hinge is this fraction."""
-    if stage.loss == "hinge" or hinge_weight == 1.0:
-        return _hinge(config, stage)
-    entropy = _cross_entropy(config, stage, learns, num_samples, frequencies)
-    if not hinge_weight:
-        return entropy
-    return WeightedObjective(cross_entropy=entropy, hinge=_hinge(config, stage), hinge_weight=hinge_weight)
+    temperature = stage.temperature if learns.temperature is None else learns.temperature()
+    bias = (
+        stage.bias
+        if learns.temperature is None or learns.temperature.bias is None
+        else learns.temperature.bias
+    )
+    assert not stage.logq_correction or frequencies is not None, "they are counted before the first step"
+    return build_objective(
+        stage.loss,
+        hinge_weight=hinge_weight,
+        temperature=temperature,
+        bias=bias,
+        margin=stage.margin,
+        hardest=stage.hardest_negative,
+        in_batch=_meets_the_batch(config),
+        pairs=config.has_two_towers,
+        # Keys without gradient, of a momentum encoder or a bank, have nothing to learn from queries.
+        learns_keys=config.key == "tower",
+        proximal_weight=stage.proximal_weight,
+        log_frequency=frequencies if stage.logq_correction else None,
+        normalizer=learns.normalizer,
+        num_samples=num_samples,
+    )
 
 
 def without_hinge(config: RunConfig, stage: Stage) -> Stage:
     """Return the stage with a cross-entropy in place of the hinge."""
-    symmetric = config.key == "tower" and config.negatives.store == "none"
-    entropy = "clip" if config.has_two_towers else "nt_xent" if symmetric else "info_nce"
-    loss = stage.loss if stage.loss != "hinge" else entropy
-    return stage.model_copy(update={"loss": loss, "hinge_weight": 0.0, "final_hinge_weight": None})
-
-
-def _hinge(config: RunConfig, stage: Stage) -> Objective:
-    return Hinge(
-        margin=stage.margin,
-        hardest=stage.hardest_negative,
-        in_batch=_meets_the_batch(config),
-        # Keys without gradient, of a momentum encoder or a bank, have nothing to learn from queries.
-        bidirectional=config.key == "tower",
-        proximal_weight=stage.proximal_weight,
-    )
-
-
-def _cross_entropy(
-    config: RunConfig,
-    stage: Stage,
-    learns: TrainState,
-    num_samples: int | None,
-    frequencies: Frequencies | None,
-) -> Objective:
-    temperature = stage.temperature if learns.temperature is None else learns.temperature()
-    if stage.loss == "nt_xent":
-        return NtXent(temperature=temperature)
-    if stage.loss == "clip":
-        assert not stage.logq_correction or frequencies is not None, "they are counted before the first step"
-        known = frequencies if stage.logq_correction else None
-        return Bidirectional(temperature=temperature, log_frequency=known)
-    if stage.loss == "info_nce":
-        return InfoNce(
-            temperature=temperature,
-            in_batch=_meets_the_batch(config),
-            of_pairs=config.has_two_towers,
-            proximal_weight=stage.proximal_weight,
-        )
-    assert num_samples is not None, "the configuration gives NCE a memory bank"
-    assert learns.normalizer is not None, "the learner of NCE estimates its normalizing constant"
-    return Nce(
-        temperature=stage.temperature,
-        num_samples=num_samples,
-        normalizer=learns.normalizer,
-        proximal_weight=stage.proximal_weight,
-    )
+    return config.without_hinge(stage)
 
 
 def _meets_the_batch(config: RunConfig) -> bool:

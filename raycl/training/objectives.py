@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 
 import torch
 from torch import Tensor
 
-from raycl.distributed import gather, gather_detached, num_workers, rank
+from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
 from raycl.distributed.ring import ring_info_nce, ring_nt_xent
+from raycl.loss_specs import LOSSES, MIXED, LossSettings
 from raycl.losses import (
     NormalizingConstant,
     bidirectional_cross_entropy,
@@ -21,9 +22,6 @@ from raycl.losses import (
     proximal_term,
 )
 from raycl.training.example_ids import Ids
-
-# Of embeddings on each worker, and as much for their gradient; below it, gathering is the faster way.
-MAX_GATHERED_BYTES = 256 * 2**20
 
 
 @final
@@ -80,6 +78,13 @@ class NtXent:
 
     temperature: float | Tensor
 
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(
+            temperature=settings.temperature,
+        )
+
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss; the store is none."""
         assert key is not None, "the configuration gives NT-Xent two views"
@@ -102,6 +107,16 @@ class InfoNce:
     in_batch: bool
     of_pairs: bool = False
     proximal_weight: float = 0.0
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(
+            temperature=settings.temperature,
+            in_batch=settings.in_batch,
+            of_pairs=settings.pairs,
+            proximal_weight=settings.proximal_weight,
+        )
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss."""
@@ -133,6 +148,14 @@ class Bidirectional:
 
     temperature: float | Tensor
     log_frequency: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(
+            temperature=settings.temperature,
+            log_frequency=settings.log_frequency,
+        )
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss."""
@@ -168,6 +191,18 @@ class Nce:
     num_samples: int
     normalizer: NormalizingConstant
     proximal_weight: float = 0.0
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        assert settings.num_samples is not None, "the configuration gives NCE a memory bank"
+        assert settings.normalizer is not None, "the learner of NCE estimates its normalizing constant"
+        return cls(
+            temperature=settings.temperature,
+            num_samples=settings.num_samples,
+            normalizer=settings.normalizer,
+            proximal_weight=settings.proximal_weight,
+        )
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss; the normalizing constant takes in the batch first, if it still moves."""
@@ -209,6 +244,17 @@ class Hinge:
     in_batch: bool
     bidirectional: bool
     proximal_weight: float = 0.0
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(
+            margin=settings.margin,
+            hardest=settings.hardest,
+            in_batch=settings.in_batch,
+            bidirectional=settings.learns_keys,
+            proximal_weight=settings.proximal_weight,
+        )
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss."""
@@ -253,13 +299,28 @@ class WeightedObjective:
         return parts[0] + self.hinge_weight * (parts[1] - parts[0])
 
 
+def build_objective(loss: str, *, hinge_weight: float, **settings: Any) -> Objective:
+    """Return the loss of this name over all workers, of which the hinge is this fraction.
+
+    ``settings`` are those of :class:`~raycl.loss_specs.LossSettings`.
+    """
+    given = LossSettings(**settings)
+    if hinge_weight in (0.0, 1.0):
+        return LOSSES[MIXED if hinge_weight else loss].build(given)
+    return WeightedObjective(
+        cross_entropy=LOSSES[loss].build(given),
+        hinge=LOSSES[MIXED].build(given),
+        hinge_weight=hinge_weight,
+    )
+
+
 def gathered_nt_xent(
     view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor
 ) -> Tensor:
     """NT-Xent over the embeddings of all workers."""
     if num_workers() == 1:
         return nt_xent(view_a, view_b, temperature=temperature, sample_id=sample_id)
-    if _are_too_large(view_a, view_b):
+    if exceeds_gather_limit(view_a, view_b):
         return ring_nt_xent(view_a, view_b, sample_id, temperature=temperature)
     gathered_a, gathered_b = gather(torch.stack([view_a, view_b], dim=1)).unbind(1)
     return nt_xent(
@@ -290,7 +351,7 @@ def gathered_info_nce(
     pair_ids = {"query_id": ids.query, "key_id": ids.key} if of_pairs else {"sample_id": ids.query}
     if num_workers() == 1 or not (in_batch or of_pairs):
         return info_nce(query, key, temperature=temperature, in_batch=in_batch, **pair_ids, **lent_rows)
-    if in_batch and not of_pairs and _are_too_large(key):
+    if in_batch and not of_pairs and exceeds_gather_limit(key):
         return ring_info_nce(query, key, ids.query, temperature=temperature, **lent_rows)
     gathered = {f"gathered_{name}": gather_detached(each) for name, each in pair_ids.items()}
     return info_nce(
@@ -348,11 +409,6 @@ def _positive(key: Tensor | None, lent: StoreBatch) -> Tensor:
     positive = lent.key if key is None else key
     assert positive is not None, "the configuration gives every query a key or a slot"
     return positive
-
-
-def _are_too_large(*rows: Tensor) -> bool:
-    """Whether these rows of all workers would take too much room on each of them."""
-    return num_workers() * sum(each.nbytes for each in rows) > MAX_GATHERED_BYTES
 
 
 def _pulled(loss: Tensor, query: Tensor, lent: StoreBatch, weight: float) -> Tensor:

@@ -80,6 +80,11 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {**LEARNED, "stages.0.logq_correction": True},
         WITH_NEGATIVES,
     ),
+    "siglip": (
+        "two_tower",
+        {**LEARNED, "stages.0.loss": "siglip", "stages.0.bias": -2.0, "negatives.explicit": False},
+        (*PAIRS, "query_id", "document_id"),
+    ),
     "images and captions": ("clip", {}, ("image", "caption")),
     "simcse": ("simcse", LEARNED, ("text",)),
     "esimcse": ("esimcse", {"negatives.capacity": 40}, ("text",)),

@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from raycl.batchnorm import synchronize
 from raycl.config import RunConfig
 from raycl.config.overrides import override
+from raycl.distributed import collectives
 from raycl.losses import nt_xent
 from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower
 from raycl.recipes import recipe
 from raycl.training import build
-from raycl.training import objectives as contrast_room
 from raycl.training.objectives import gathered_nt_xent
 from raycl.training.step import train_step
 from raycl.training.views import Views
@@ -140,9 +140,9 @@ def losses_weights_and_rows_after_steps(
     num_workers: int,
     method: str,
     chunk_size: int | None = None,
-    max_gathered_bytes: int = contrast_room.MAX_GATHERED_BYTES,
+    max_gathered_bytes: int = collectives.MAX_GATHERED_BYTES,
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
-    contrast_room.MAX_GATHERED_BYTES = max_gathered_bytes
+    collectives.MAX_GATHERED_BYTES = max_gathered_bytes
     config = override(config_of(method, num_workers), {"stages.0.chunk_size": chunk_size})
     tower = build.towers(config, build.modality(config), build_tower().encoder.float())
     learner = build.learner(config, tower, num_samples=50)

@@ -1,0 +1,137 @@
+"""The losses by name: what each of them needs and can use. Knows no torch, so that it costs nothing to read."""
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """The needs and abilities of a loss; configurations are checked against them.
+
+    Attributes:
+        objective: ``module:Class`` of the loss over all workers. ``Class.build(settings)`` makes one
+            from :class:`LossSettings`.
+        keys: the sources of keys it takes: ``tower`` (another view, or the other half of a pair),
+            ``momentum_encoder``, ``memory_bank`` (the sample's own slot of a memory bank).
+        pairs: whether it takes the queries and keys of two towers.
+        is_for_pairs: whether it is the first choice for those.
+        stored_negatives: whether it uses the rows of a queue or a memory bank.
+        explicit_negatives: whether it uses negatives that come with the queries.
+        needs_batch: whether the other rows of the batch must be negatives.
+        log_frequency: whether it corrects for how often a key occurs in the data.
+        labels: whether it needs a label of each sample.
+        mixes: whether a hinge may be mixed into it.
+        learns: the scalars that it can learn: ``temperature``, ``bias``.
+    """
+
+    objective: str
+    keys: tuple[str, ...] = ("tower",)
+    pairs: bool = False
+    is_for_pairs: bool = False
+    stored_negatives: bool = False
+    explicit_negatives: bool = False
+    needs_batch: bool = False
+    log_frequency: bool = False
+    labels: bool = False
+    mixes: bool = False
+    learns: tuple[str, ...] = ("temperature",)
+
+    def fits(self, *, key: str, pairs: bool, store: str, in_batch: bool) -> bool:
+        """Return whether it can train with this source of keys and negatives."""
+        return (
+            key in self.keys
+            and (self.pairs or not pairs)
+            and (self.stored_negatives or store == "none")
+            and (in_batch or not self.needs_batch)
+        )
+
+    def build(self, settings: "LossSettings") -> Any:
+        """Return the objective."""
+        module, name = self.objective.split(":")
+        return getattr(importlib.import_module(module), name).build(settings)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The settings of an objective, of which each loss takes its own.
+
+    ``temperature`` and ``bias`` are numbers or learned 0-d tensors; ``in_batch`` says whether the rows of
+    the batch are negatives, ``pairs`` whether queries and keys have ids of their own, and ``learns_keys``
+    whether keys have a gradient. ``log_frequency`` maps ids of keys to the logarithm of their frequency;
+    ``normalizer`` estimates NCE's constant for ``num_samples`` slots.
+    """
+
+    temperature: Any
+    bias: Any = 0.0
+    margin: float = 0.2
+    hardest: bool = False
+    in_batch: bool = True
+    pairs: bool = False
+    learns_keys: bool = True
+    proximal_weight: float = 0.0
+    log_frequency: Any = None
+    normalizer: Any = None
+    num_samples: int | None = None
+
+
+MIXED = "hinge"  # the loss that ``hinge_weight`` mixes into others
+_ANY_KEY = ("tower", "momentum_encoder", "memory_bank")
+LOSSES: dict[str, LossSpec] = {
+    "nt_xent": LossSpec(objective="raycl.training.objectives:NtXent", needs_batch=True, mixes=True),
+    "info_nce": LossSpec(
+        objective="raycl.training.objectives:InfoNce",
+        keys=_ANY_KEY,
+        pairs=True,
+        stored_negatives=True,
+        explicit_negatives=True,
+        mixes=True,
+    ),
+    "clip": LossSpec(
+        objective="raycl.training.objectives:Bidirectional",
+        pairs=True,
+        is_for_pairs=True,
+        stored_negatives=True,
+        explicit_negatives=True,
+        needs_batch=True,
+        log_frequency=True,
+        mixes=True,
+    ),
+    "nce": LossSpec(
+        objective="raycl.training.objectives:Nce", keys=("memory_bank",), stored_negatives=True, learns=()
+    ),
+    "hinge": LossSpec(
+        objective="raycl.training.objectives:Hinge",
+        keys=_ANY_KEY,
+        pairs=True,
+        stored_negatives=True,
+        explicit_negatives=True,
+        learns=(),
+    ),
+    "siglip": LossSpec(
+        objective="raycl.losses.siglip:SigLip",
+        pairs=True,
+        is_for_pairs=True,
+        needs_batch=True,
+        learns=("temperature", "bias"),
+    ),
+}
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Return names as a list in words: ``a, b or c``."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def cross_entropy_for(*, key: str, pairs: bool, store: str, in_batch: bool) -> str:
+    """Return the name of the cross-entropy that replaces a collapsing hinge."""
+    fitting = [
+        name
+        for name, spec in LOSSES.items()
+        if spec.mixes and spec.fits(key=key, pairs=pairs, store=store, in_batch=in_batch)
+    ]
+    return min(fitting, key=lambda name: LOSSES[name].is_for_pairs != pairs)

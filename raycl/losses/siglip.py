@@ -1,0 +1,264 @@
+"""SigLIP, the pairwise sigmoid loss of pairs (Zhai et al., 2023)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from raycl.distributed import (
+    exceeds_gather_limit,
+    gather,
+    gather_detached,
+    num_workers,
+    rank,
+    visit_all,
+)
+from raycl.losses.checks import (
+    check_gathered,
+    check_offset,
+    check_pair,
+    checked_pair_ids,
+    checked_temperature,
+)
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.info_nce import query_mask
+from raycl.losses.tiled import (
+    BLOCK_ROWS,
+    Gradients,
+    check_temperature,
+    fused,
+    gradient_buffers,
+    mask_diagonals,
+    product,
+    read_together,
+    scaled_gradients,
+    spans,
+    tile_size,
+    working_precision,
+)
+
+
+def siglip(
+    query: Tensor,
+    key: Tensor,
+    *,
+    temperature: float | Tensor,
+    bias: float | Tensor,
+    gathered_key: Tensor | None = None,
+    offset: int = 0,
+    query_id: Tensor | None = None,
+    gathered_query_id: Tensor | None = None,
+    key_id: Tensor | None = None,
+    gathered_key_id: Tensor | None = None,
+) -> Tensor:
+    """Tell pairs from other combinations of a query and a key, each by itself (SigLIP: Zhai et al., 2023).
+
+    With logit = query . key / temperature + bias, the loss of a query is -log sigmoid(logit) of its own
+    key, plus -log sigmoid(-logit) of every other key of the batch; the loss is the **mean** over the
+    local_batch queries. False negatives are masked as in CLIP's loss. No [batch, batch] matrix is held.
+
+    Args:
+        query: [local_batch, dim], this worker's embeddings. Half precision is computed in float32.
+        key: [local_batch, dim], row i the positive of query i.
+        temperature: above 0; a 0-d tensor that requires grad is learned (the paper begins at 0.1).
+        bias: a 0-d tensor that requires grad is learned (the paper begins at -10).
+        gathered_key: [batch, dim], the keys of all workers, gathered with gradient.
+        offset: where this worker's keys begin in the gathered ones.
+        query_id: [local_batch] int64; equal ids are the same query.
+        gathered_query_id: [batch] int64, the ids of all workers' queries.
+        key_id: [local_batch] int64; equal ids are the same key.
+        gathered_key_id: [batch] int64, the ids of all workers' keys.
+
+    Returns:
+        A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
+
+    Raises:
+        ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
+    """
+    check_pair("query and key", query, key)
+    columns = key if gathered_key is None else check_gathered("key", key, gathered_key)
+    check_offset(offset, len(query), len(columns))
+    own = slice(offset, offset + len(query))
+    ids = checked_pair_ids(
+        sample_id=None,
+        query_id=(query_id, gathered_query_id),
+        key_id=(key_id, gathered_key_id),
+        negative_id=None,
+        own=own,
+        batch=None if gathered_key is None else len(columns),
+        in_batch=True,
+        num_negatives=None,
+    )
+    rows = working_precision(query)
+    return fused(
+        partial(_evaluate, own=own, pair_ids=ids, by_ring=False),
+        rows,
+        columns.to(rows),
+        checked_temperature(temperature, rows),
+        _scalar(bias, rows),
+    )
+
+
+def ring_siglip(
+    query: Tensor,
+    key: Tensor,
+    query_id: Tensor,
+    key_id: Tensor,
+    *,
+    temperature: float | Tensor,
+    bias: float | Tensor,
+) -> Tensor:
+    """SigLIP over the keys of all workers, which visit each worker instead of being gathered.
+
+    Value and gradients are those of :func:`siglip` over gathered keys. Collective, in the forward only.
+    Arguments and errors are those of :func:`siglip`.
+    """
+    check_pair("query and key", query, key)
+    rows = working_precision(query)
+    own = slice(rank() * len(query), (rank() + 1) * len(query))
+    ids = gather_detached(query_id), gather_detached(key_id)
+    return fused(
+        partial(_evaluate, own=own, pair_ids=ids, by_ring=True),
+        rows,
+        key.to(rows),
+        checked_temperature(temperature, rows),
+        _scalar(bias, rows),
+    )
+
+
+def _scalar(value: float | Tensor, rows: Tensor) -> Tensor:
+    return value.to(rows) if isinstance(value, Tensor) else rows.new_full((), value)
+
+
+def _evaluate(
+    rows: Tensor,
+    columns: Tensor,
+    temperature: Tensor,
+    bias: Tensor,
+    *,
+    own: slice,
+    pair_ids: tuple[Tensor, Tensor] | None,
+    by_ring: bool,
+    with_gradient: bool,
+) -> tuple[Tensor, Gradients]:
+    """Return the loss of rows [local_batch, dim] and its gradients; columns are gathered, or own by the ring."""
+    blocks = list(spans(0, len(rows), BLOCK_ROWS))
+    mask, back = query_mask(pair_ids, own, None, blocks, in_batch=True), None
+    if by_ring and pair_ids is not None:
+        query_id, key_id = pair_ids
+        back = FalseNegativeMask((key_id, query_id), key_id[own], query_id, row_blocks=blocks, num_own=1)
+    masks = [each for each in (mask, back) if each is not None]
+    (value,), *sizes = read_together(temperature, *(each.sizes for each in masks))
+    check_temperature(value)
+    for each, its_sizes in zip(masks, sizes, strict=True):
+        each.set_sizes(its_sizes)
+    wants_rows = rows.requires_grad or temperature.requires_grad
+    at_rows, at_columns = gradient_buffers(
+        rows, columns, temperature=temperature, with_gradient=with_gradient
+    )
+    meet = partial(_add_negatives, temperature=temperature, bias=bias, blocks=blocks)
+    match = slice(0, len(rows)) if by_ring else own
+    positive = (rows * columns[match]).sum(1) / temperature + bias
+    loss, weight = -F.logsigmoid(positive).sum(), -(-positive).sigmoid()
+    at_bias = weight.sum()
+    if by_ring:
+        sums = [loss, at_bias]
+
+        def visit(worker: int, keys: Tensor, queries: Tensor) -> None:
+            first, diagonal = worker * len(rows), 0 if worker == rank() else None
+            found = meet(rows, keys, mask=mask, first=first, diagonal=diagonal, gradients=(at_rows, None))
+            sums[0], sums[1] = sums[0] + found[0], sums[1] + found[1]
+            if at_columns is not None:
+                meet(
+                    columns, queries, mask=back, first=first, diagonal=diagonal, gradients=(at_columns, None)
+                )
+
+        visit_all(visit, columns, rows)
+        loss, at_bias = sums
+    else:
+        found = meet(rows, columns, mask=mask, first=0, diagonal=own.start, gradients=(at_rows, at_columns))
+        loss, at_bias = loss + found[0], at_bias + found[1]
+    if at_rows is not None and wants_rows:
+        at_rows += weight[:, None] * columns[match]
+    if at_columns is not None:
+        at_columns[match] += weight[:, None] * rows
+    gradients = scaled_gradients(rows, (at_rows, at_columns), temperature, len(rows))
+    return loss / len(rows), (*gradients, at_bias / len(rows) if bias.requires_grad else None)
+
+
+def _add_negatives(
+    rows: Tensor,
+    columns: Tensor,
+    *,
+    temperature: Tensor,
+    bias: Tensor,
+    blocks: Sequence[slice],
+    mask: FalseNegativeMask | None,
+    first: int,
+    diagonal: int | None,
+    gradients: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of all negatives, and of their derivatives at the logits.
+
+    Adds the gradients of rows and columns, yet to be scaled. ``first`` is the place of the columns in the
+    mask, ``diagonal`` (column - row) that of the positives.
+    """
+    loss, total = rows.new_zeros(()), rows.new_zeros(())
+    at_rows, at_columns = gradients
+    for block in blocks:
+        query = rows[block] / temperature
+        for piece in spans(0, len(columns), 2 * tile_size(columns)):
+            tile = product(query, columns[piece]).add_(bias)
+            if diagonal is not None:
+                mask_diagonals(tile, block, piece, (diagonal,))
+            if mask is not None:
+                mask.apply_(tile, block, slice(first + piece.start, first + piece.stop))
+            loss = loss - F.logsigmoid(-tile).sum()
+            weights = tile.sigmoid_()
+            total = total + weights.sum()
+            if at_rows is not None:
+                at_rows[block] += product(weights, columns[piece].T)
+            if at_columns is not None:
+                at_columns[piece] += product(weights.T, rows[block].T)
+    return loss, total
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SigLip:
+    """Each pair of all workers told from the other combinations."""
+
+    temperature: float | Tensor
+    bias: float | Tensor
+
+    @classmethod
+    def build(cls, settings: Any) -> Self:
+        """Return the loss with these settings."""
+        return cls(temperature=settings.temperature, bias=settings.bias)
+
+    def __call__(self, query: Tensor, key: Tensor | None, lent: Any, ids: Any) -> Tensor:
+        """Return the loss."""
+        assert key is not None, "the configuration gives SigLIP a key for each query"
+        scalars: dict[str, Any] = {"temperature": self.temperature, "bias": self.bias}
+        if num_workers() == 1:
+            return siglip(query, key, query_id=ids.query, key_id=ids.key, **scalars)
+        if exceeds_gather_limit(key):
+            return ring_siglip(query, key, ids.query, ids.key, **scalars)
+        return siglip(
+            query,
+            key,
+            gathered_key=gather(key),
+            offset=rank() * len(query),
+            query_id=ids.query,
+            gathered_query_id=gather_detached(ids.query),
+            key_id=ids.key,
+            gathered_key_id=gather_detached(ids.key),
+            **scalars,
+        )
+
+    def collapsed_loss(self, *, batch_size: int, lent: Any) -> float | None:
+        """Return None: the loss of one point depends on what temperature and bias have become."""
+        return None

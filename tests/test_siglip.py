@@ -1,0 +1,115 @@
+"""SigLIP's pairwise sigmoid loss in tiles, over workers and by a ring against the formula in float64."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from raycl.errors import ConfigError
+from raycl.losses import siglip
+from raycl.losses.siglip import SigLip
+from raycl.training.example_ids import Ids
+from raycl.training.objectives import StoreBatch
+from tests.embeddings import make_pair_ids, make_views, named_ids, worker_spans
+from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients
+from tests.plain_losses import plain_siglip
+from tests.tiles import MetricsLogger, count_products, tiny_tiles_in
+from tests.workers.processes import run_workers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_inputs(batch: int, dim: int = 5, *, temperature: float = 0.1, bias: float = -3.0) -> list[Tensor]:
+    views = make_views(batch, dim, noise=1.0)
+    return leaves(*views, torch.tensor(temperature), torch.tensor(bias), dtype=torch.float64)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 9),
+    before=st.integers(0, 5),
+    after=st.integers(0, 5),
+    num_ids=st.none() | st.integers(1, 12),
+    temperature=st.sampled_from((1.0, 0.1, 0.01)),
+    bias=st.sampled_from((-10.0, 0.0, 2.0)),
+)
+def test_any_sizes_and_ids_equal_the_plain_formula(
+    batch: int, before: int, after: int, num_ids: int | None, temperature: float, bias: float
+) -> None:
+    total, own = before + batch + after, slice(before, before + batch)
+    inputs = make_inputs(total, temperature=temperature, bias=bias)
+    pair_ids = None if num_ids is None else make_pair_ids(total, 0, num_ids)[0]
+    ids = {} if pair_ids is None else named_ids(pair_ids, own)
+    with tiny_tiles_in("siglip"):
+        ours = siglip(
+            inputs[0][own],
+            inputs[1][own],
+            temperature=inputs[2],
+            bias=inputs[3],
+            gathered_key=inputs[1],
+            offset=before,
+            **ids,
+        )
+    true = plain_siglip(*inputs, own=own, pair_ids=pair_ids)
+    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-10, 1e-12)
+
+
+@pytest.mark.parametrize("temperature", (0.1, 0.01))
+def test_many_tiles_in_single_precision_equal_the_plain_formula(temperature: float) -> None:
+    exact = make_inputs(1100, temperature=temperature)
+    inputs = leaves(*exact, dtype=torch.float32)
+    ours = siglip(inputs[0], inputs[1], temperature=inputs[2], bias=inputs[3])
+    true = value_and_gradients(plain_siglip(*exact), exact)
+    assert_close(value_and_gradients(ours, inputs), true, tolerance_at(temperature))
+
+
+def test_only_a_tile_is_held_and_no_product_is_taken_without_gradient() -> None:
+    query, key = leaves(*make_views(2048, 4))
+    with MetricsLogger() as recorder:
+        siglip(query, key, temperature=0.1, bias=-10.0).backward()
+    assert 0 < recorder.largest <= 256 * 1024
+    small = make_views(5, 4)
+    assert count_products(lambda: siglip(*small, temperature=0.1, bias=0.0), "siglip") == 1
+
+
+def on_a_worker(rank: int, num_workers: int, by_ring: bool) -> list[Tensor]:
+    inputs, own = make_inputs(24), worker_spans(24, num_workers)[rank]
+    (query_id, key_id), _ = make_pair_ids(24, 0, 20)
+    limit = 0 if by_ring else 2**30
+    local = leaves(inputs[0][own], inputs[1][own], *inputs[2:])
+    with tiny_tiles_in("siglip"), patch("raycl.distributed.collectives.MAX_GATHERED_BYTES", limit):
+        loss_of = SigLip(temperature=local[2], bias=local[3])
+        loss = loss_of(local[0], local[1], StoreBatch(), Ids(query_id[own], key_id[own]))
+        return value_and_gradients(loss, local)
+
+
+@pytest.mark.parametrize("by_ring", (False, True))
+@pytest.mark.parametrize("num_workers", (1, 2, 3, 4))
+def test_workers_give_loss_and_gradient_of_the_whole_batch(num_workers: int, by_ring: bool) -> None:
+    inputs = make_inputs(24)
+    true = value_and_gradients(plain_siglip(*inputs, pair_ids=make_pair_ids(24, 0, 20)[0]), inputs)
+    answers = run_workers(on_a_worker, num_workers, by_ring)
+    losses, queries, keys, temperatures, biases = zip(*answers, strict=True)
+    ours = [torch.cat(queries) / num_workers, torch.cat(keys) / num_workers]
+    scalars: list[Any] = [torch.stack(each).mean() for each in (losses, temperatures, biases)]
+    assert_close([scalars[0], *ours, *scalars[1:]], true, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "the temperature is not above 0: it is 0"),
+        ({"temperature": torch.tensor(-1.0)}, "the temperature is not above 0: it is -1"),
+        ({"key": torch.eye(4)[:3]}, "query and key are not"),
+        ({"gathered_key": torch.eye(4), "offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
+        ({"key_id": torch.arange(3)}, "key_id does not match its rows"),
+    ],
+)
+def test_impossible_input_is_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {"query": torch.eye(4), "key": torch.eye(4), "temperature": 0.1, "bias": 0.0} | changes
+    with pytest.raises(ConfigError, match=message):
+        siglip(**arguments)
