@@ -228,7 +228,7 @@ def test_a_batch_of_few_ids_costs_no_more_room_than_a_strip() -> None:
     assert 0 < recorder.largest <= 2 * 256 * batch  # numbers of 8 bytes count twice
 
 
-@pytest.mark.parametrize("skipped", ("query_id", "key_id"))
+@pytest.mark.parametrize("left_out", ("query_id", "key_id"))
 def test_without_one_kind_of_ids_each_of_that_kind_is_another(left_out: str) -> None:
     views = make_views(40, 5)
     ids = {"query_id": torch.arange(40) % 30, "key_id": torch.arange(40) % 20}

@@ -132,7 +132,7 @@ def digits(tmp_path: Path) -> Path:
         (["--set", "stages.0.temperature=0"], "stages.0.temperature"),
         (["--set", "nonsense.key=0"], "unknown key nonsense.key"),
         (["--batch-size", 32, "--set", "encoder.name=resnet19"], "unknown encoder.name 'resnet19'"),
-        (["--batch-size", 32, "--set", "encoder.name=no.such:thing"], "cannot build encoder.name"),
+        (["--batch-size", 32, "--set", "encoder.name=no.such:thing"], "cannot find encoder.name"),
         (["--set", "data.columns.image=img"], "no column 'img'; it has image, label"),
         (["--set", "data.columns.label=class"], "no column 'class'"),
         (["--batch-size", 128], "a batch of 128 rows (stages.0.batch_size) is larger than the 100 rows"),

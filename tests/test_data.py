@@ -452,15 +452,15 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
     first.add_rows("a", 10, 8, {"not an image": 1}, ["a.png"])
     first.add_left_out("a", {"labels without a query": 3})
     first.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # read again: counts once
-    first.ask_to_stop()
-    first.ask_to_stop()
+    first.request_stop()
+    first.request_stop()
     with journal.open("a") as file:
         file.write('["add_rows", ["b", 10, 8')
     second = RunCoordinator(None, str(journal))
     assert second.rows() == first.rows()
     assert second.rows().num_rows == 10
     assert second.rows().num_flat == 3
-    assert second.hear()
+    assert second.heartbeat()
     second.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # as in each epoch: nothing new
     second.add_left_out("a", {"labels without a query": 3})
     second.add_rows("c", 5, 5, {}, [])
@@ -472,9 +472,9 @@ def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path:
 def test_a_disk_that_is_full_costs_a_logbook_its_journal_and_nothing_else(tmp_path: Path) -> None:
     logbook = RunCoordinator(None, str(tmp_path / "journal"))
     logbook._journal = Path("/dev/full").open("a")
-    logbook.ask_to_stop()
+    logbook.request_stop()
     logbook.add_rows("a", 10, 8, {}, [])
-    assert logbook.hear()
+    assert logbook.heartbeat()
     assert logbook.rows().num_rows == 10
 
 

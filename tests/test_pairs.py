@@ -573,7 +573,7 @@ def test_frequencies_of_no_rows_are_zero() -> None:
 
 
 def test_a_learned_temperature_that_begins_below_the_least_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"stays at 0.01 or above, came 0.005; begin there"):
+    with pytest.raises(ConfigError, match=r"is at least 0.01, came 0.005; start there"):
         LearnedTemperature(0.005)
     assert LearnedTemperature(MIN_TEMPERATURE)().item() == pytest.approx(MIN_TEMPERATURE)
 

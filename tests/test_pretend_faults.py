@@ -1,6 +1,5 @@
 """Faults that only a GPU would show, planted one at a time: the pretended one shows each of them."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from raycl.augment import color
 from raycl.batchnorm import shuffled, synchronized
 from raycl.batchnorm.chunked import statistics
 from raycl.device_copy import Download
+from raycl.losses import mutual
 from raycl.models.temperature import LearnedTemperature
 from raycl.training import objectives, step, stores
 from raycl.training.example_ids import assign_example_ids
@@ -34,15 +34,15 @@ def sums_of_the_cpu(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps
     return torch.stack(found[1:])
 
 
-def take_at_once(self: Any, *, step: int) -> None:
+def update_at_once(self: Any, *, step: int) -> None:
     keys, ids = Download(*self._keys)._arriving
-    self._queue.push(keys.numpy(), ids.numpy(), step)
+    self._store.push(keys.numpy(), ids.numpy(), step)
 
 
-def take_by_waiting(self: Any, *, step: int) -> None:
+def update_by_waiting(self: Any, *, step: int) -> None:
     self._on_device.write(*self._keys, first=self._queue.sequence)
     keys, ids = (each.cpu() for each in self._keys)
-    self._queue.push(keys.numpy(), ids.numpy(), step)
+    self._store.push(keys.numpy(), ids.numpy(), step)
 
 
 def one_pinned_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def no_pinned_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **settings: empty(*size, **settings))
 
 
-def lend_host_ids(self: Any, num_rows: int) -> Any:
+def fetch_host_ids(self: Any, num_rows: int) -> Any:
     return objectives.StoreBatch(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows].cpu())
 
 
@@ -121,10 +121,10 @@ FAULTS: dict[str, tuple[str, int, Plant, str]] = {
         "simclr", 1, replacing(pretend_gpu, "_record_stream", nothing), "record_stream",
     ),
     "keys are read before they have arrived": (
-        "moco_v2", 1, replacing(stores.QueueStore, "take", take_at_once), "has not arrived",
+        "moco_v2", 1, replacing(stores.QueueStore, "update", update_at_once), "has not arrived",
     ),
     "keys are waited for after the update": (
-        "moco_v2", 1, replacing(stores.QueueStore, "take", take_by_waiting), "waits",
+        "moco_v2", 1, replacing(stores.QueueStore, "update", update_by_waiting), "waits",
     ),
     "a pinned buffer is filled anew while it is copied": (
         "simclr", 1, one_pinned_buffer,
@@ -137,7 +137,7 @@ FAULTS: dict[str, tuple[str, int, Plant, str]] = {
         "simclr", 1, replacing(color, "constant", device_copy.constant.__wrapped__), "waits",
     ),
     "ids of a queue lie on the host": (
-        "moco_v2", 1, replacing(stores._DeviceCopy, "lend", lend_host_ids), "device",
+        "moco_v2", 1, replacing(stores._DeviceCopy, "fetch", fetch_host_ids), "device",
     ),
     "rows are gathered from the host": (
         "simclr", 2, replacing(objectives, "gather_detached", gather_from_host), "NCCL sends no",
@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[str, int, Plant, str]] = {
         "simclr", 2, replacing(torch, "batch_norm_backward_elemt", elemt_by_wide_counts), "int32",
     ),
     "a mask is made on the host": (
-        "simclr", 1, replacing(sys.modules["raycl.losses.nt_xent"], "mask_diagonals", mask_from_host),
+        "simclr", 1, replacing(mutual, "mask_diagonals", mask_from_host),
         "two devices",
     ),
 }  # fmt: skip

@@ -207,7 +207,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
     job = Job(
         config=config,
         output=run.output,
-        blocks=() if decoded is None else tuple(decoded.to_arrow_refs()),
+        blocks=tuple(decoded.to_arrow_refs() if decoded is not None else ()),  # pyright: ignore[reportArgumentType]
         stream=data.stream() if streamed else None,
         num_train=num_train,
         holdout=data.holdout,
