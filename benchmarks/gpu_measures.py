@@ -128,9 +128,9 @@ def plain_nt_xent(view_a: Any, view_b: Any) -> Any:
 
 
 def raycl_clip(images: Any, texts: Any) -> Any:
-    from raycl.losses import bidirectional_cross_entropy
+    from raycl.losses import clip
 
-    return bidirectional_cross_entropy(images, texts, temperature=0.2)
+    return clip(images, texts, temperature=0.2)
 
 
 def plain_clip(images: Any, texts: Any) -> Any:

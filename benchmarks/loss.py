@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from measuring import describe_machine, read_status, summarize
 from torch import Tensor
 
-from raycl.losses import bidirectional_cross_entropy, hinge, nt_xent
+from raycl.losses import clip, hinge, nt_xent
 
 TEMPERATURE, MARGIN = 0.1, 0.2
 # Matrices of [2 * batch, 2 * batch] float32 held at the peak, as measured at batch 4,096.
@@ -77,7 +77,7 @@ def load(loss: str, name: str) -> Loss:
         ours = {
             "nt_xent": partial(nt_xent, temperature=TEMPERATURE),
             "hinge": partial(hinge, margin=MARGIN, hardest=True),
-            "bidirectional": partial(bidirectional_cross_entropy, temperature=TEMPERATURE),
+            "bidirectional": partial(clip, temperature=TEMPERATURE),
         }
         return ours[loss]
     if name == "plain":

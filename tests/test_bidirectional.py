@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycl.errors import ConfigError
-from raycl.losses import bidirectional_cross_entropy, info_nce, tiled
+from raycl.losses import clip, info_nce, tiled
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.tiled import read_sizes
 from tests.embeddings import make_rows, make_views, of_worker, worker_spans
@@ -46,9 +46,7 @@ def compare_with_plain(
     if own is not None:
         arguments |= {"gathered_query": inputs[0], "gathered_key": inputs[1], "offset": own.start}
         arguments |= of_worker({name: companions[name] for name in COMPANIONS if name in companions}, own)
-    ours = bidirectional_cross_entropy(
-        inputs[0][mine], inputs[1][mine], temperature=inputs[2], negatives=inputs[3], **arguments
-    )
+    ours = clip(inputs[0][mine], inputs[1][mine], temperature=inputs[2], negatives=inputs[3], **arguments)
     assert ours.dtype == dtype
     tolerance, floor = tolerance_at(temperature), 1e-15 / temperature**2
     if dtype == torch.float64:
@@ -140,7 +138,7 @@ def test_without_frequencies_it_is_info_nce_both_ways() -> None:
     queue, ids, queue_ids = make_rows(30, 5), torch.arange(60) % 50, torch.arange(30) + 40
     inputs = leaves(query, key, torch.tensor(0.1), queue, dtype=torch.float64)
     query, key, temperature, queue = inputs
-    ours = bidirectional_cross_entropy(
+    ours = clip(
         query,
         key,
         temperature=temperature,
@@ -168,7 +166,7 @@ def masked_negatives(
     rules = {"query_id": torch.tensor(query_id), "key_id": torch.tensor(key_id)}
     rows, columns, negatives = [], [], []
     for k in range(len(key_id)):
-        loss = bidirectional_cross_entropy(
+        loss = clip(
             inputs[0][k : k + 1],
             inputs[1][k : k + 1],
             temperature=1.0,
@@ -234,25 +232,25 @@ def test_without_one_kind_of_ids_each_of_that_kind_is_another(left_out: str) -> 
     ids = {"query_id": torch.arange(40) % 30, "key_id": torch.arange(40) % 20}
     distinct = ids | {left_out: torch.arange(100, 140)}
     del ids[left_out]
-    one = bidirectional_cross_entropy(*views, temperature=0.1, **ids)
-    assert torch.equal(one, bidirectional_cross_entropy(*views, temperature=0.1, **distinct))
-    assert one != bidirectional_cross_entropy(*views, temperature=0.1)
+    one = clip(*views, temperature=0.1, **ids)
+    assert torch.equal(one, clip(*views, temperature=0.1, **distinct))
+    assert one != clip(*views, temperature=0.1)
 
 
 def test_loss_is_the_mean_over_pairs_and_then_over_directions() -> None:
     """Of n equal candidates each is as likely as the other: log n."""
     row = F.normalize(torch.ones(8, 4), dim=1)
-    value = bidirectional_cross_entropy(row, row, temperature=0.5, negatives=row[:4])
+    value = clip(row, row, temperature=0.5, negatives=row[:4])
     expected = (torch.tensor(12.0).log() + torch.tensor(8.0).log()) / 2
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert "mean" in (bidirectional_cross_entropy.__doc__ or "")
+    assert "mean" in (clip.__doc__ or "")
 
 
 def test_frequencies_make_up_for_candidates_that_come_often() -> None:
     """Worked out by hand: a key drawn three times as often counts a third, in one direction only."""
     row = F.normalize(torch.ones(2, 4), dim=1)
     frequency = torch.tensor([0.75, 0.25]).log()
-    value = bidirectional_cross_entropy(row, row, temperature=0.5, key_log_frequency=frequency)
+    value = clip(row, row, temperature=0.5, key_log_frequency=frequency)
     # Keys weigh 1/3 and 1: as positives they have 1/4 and 3/4 of the mass; queries half each.
     forth = -(torch.tensor([0.25, 0.75]).log()).mean()
     assert value.item() == pytest.approx((forth + torch.tensor(2.0).log()).item() / 2, rel=1e-6)
@@ -264,7 +262,7 @@ def test_only_differences_of_log_frequencies_matter(temperature: float) -> None:
     frequencies = {name: each.mul(8).round() / 8 for name, each in make_companions(30, 20).items()}
     results = [
         value_and_gradients(
-            bidirectional_cross_entropy(
+            clip(
                 *inputs,
                 temperature=temperature,
                 negatives=queue,
@@ -301,7 +299,7 @@ def test_a_very_rare_key_leaves_the_others_their_weight(rare: float, num_negativ
 def test_negatives_that_come_very_often_are_not_rounded_away() -> None:
     (query, key), negatives = make_views(2, 8), make_rows(20, 8)
     # Two positives of one query, so that negatives are its only candidates; the rare one wins all.
-    value = bidirectional_cross_entropy(
+    value = clip(
         query,
         key,
         temperature=0.2,
@@ -316,9 +314,7 @@ def test_negatives_that_come_very_often_are_not_rounded_away() -> None:
 
 def test_frequencies_take_no_gradient() -> None:
     frequency = torch.rand(9, requires_grad=True)
-    assert not bidirectional_cross_entropy(
-        *make_views(9, 4), temperature=0.1, key_log_frequency=frequency
-    ).requires_grad
+    assert not clip(*make_views(9, 4), temperature=0.1, key_log_frequency=frequency).requires_grad
 
 
 @pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
@@ -369,7 +365,7 @@ def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
 
 def test_a_pair_alone_has_no_loss() -> None:
     inputs = leaves(*make_views(1, 3), torch.tensor(0.07))
-    loss = bidirectional_cross_entropy(inputs[0], inputs[1], temperature=inputs[2])
+    loss = clip(inputs[0], inputs[1], temperature=inputs[2])
     assert_zero(value_and_gradients(loss, inputs))
 
 
@@ -377,7 +373,7 @@ def test_a_pair_alone_has_no_loss() -> None:
 def test_pairs_whose_candidates_are_all_masked_have_no_loss(temperature: float) -> None:
     inputs = leaves(*make_views(4, 3), make_rows(5, 3))
     same = torch.zeros(5, dtype=torch.int64)
-    loss = bidirectional_cross_entropy(
+    loss = clip(
         *inputs[:2],
         temperature=temperature,
         query_id=same[:4],
@@ -391,9 +387,7 @@ def test_pairs_whose_candidates_are_all_masked_have_no_loss(temperature: float) 
 def test_a_queue_that_is_still_empty_changes_nothing() -> None:
     inputs = leaves(*make_views(4, 3), torch.tensor(0.07))
     with_empty, without = (
-        value_and_gradients(
-            bidirectional_cross_entropy(inputs[0], inputs[1], temperature=inputs[2], negatives=queue), inputs
-        )
+        value_and_gradients(clip(inputs[0], inputs[1], temperature=inputs[2], negatives=queue), inputs)
         for queue in (torch.empty(0, 3), None)
     )
     assert all(map(torch.equal, with_empty, without))
@@ -411,11 +405,10 @@ def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
     inputs = leaves(*make_views(300, 4), torch.tensor(temperature), make_rows(200, 4), dtype=torch.float64)
     query, key, degrees, queue = inputs
     shared = {"temperature": degrees, "negatives": queue, **of_negatives}
-    whole = bidirectional_cross_entropy(query, key, **companions, **shared)
+    whole = clip(query, key, **companions, **shared)
     batch = {"query": query, "key": key, **companions}
     losses = [
-        bidirectional_cross_entropy(offset=own.start, **of_worker(batch, own), **shared)
-        for own in worker_spans(300, num_workers)
+        clip(offset=own.start, **of_worker(batch, own), **shared) for own in worker_spans(300, num_workers)
     ]
     mean = value_and_gradients(torch.stack(losses).mean(), inputs)
     assert_close(mean, value_and_gradients(whole, inputs), 1e-11)
@@ -428,10 +421,10 @@ def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
     companions = make_companions(batch, 0, num_ids=4000, frequencies=False)
     del companions["negative_id"]
     with MetricsLogger() as alone:
-        bidirectional_cross_entropy(*inputs, temperature=temperature, **companions).backward()
+        clip(*inputs, temperature=temperature, **companions).backward()
     assert 0 < alone.largest <= 256 * 1024  # one tile, the 64th part of all pairs
     with MetricsLogger() as gathered:
-        bidirectional_cross_entropy(
+        clip(
             *(rows[1024:1300] for rows in inputs),
             temperature=temperature,
             gathered_query=inputs[0],
@@ -451,7 +444,7 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
         for wanted, num_products in expected.items():
             query, key, degrees, queue = wanting(inputs, wanted)
             others = {"negatives": queue} if has_negatives else {}
-            loss = partial(bidirectional_cross_entropy, query, key, temperature=degrees, **others)
+            loss = partial(clip, query, key, temperature=degrees, **others)
             assert count_products(loss, "softmax", "mutual") == num_products, wanted
 
 
@@ -463,7 +456,7 @@ def test_distinct_ids_cost_no_mask() -> None:
         (torch.randperm(40), torch.arange(139, 189), True),
     ):
         with MetricsLogger() as recorder:
-            bidirectional_cross_entropy(
+            clip(
                 *views,
                 temperature=0.1,
                 query_id=query_id,
@@ -480,7 +473,7 @@ def test_distinct_ids_cost_no_mask() -> None:
 def test_broken_rows_and_frequencies_give_nan(place: int, temperature: float, broken: float) -> None:
     rows = [*make_views(9, 4), make_rows(12, 4), torch.zeros(9)]
     rows[place][3] = -broken
-    loss = bidirectional_cross_entropy(
+    loss = clip(
         *rows[:2],
         temperature=temperature,
         negatives=rows[2],
@@ -494,10 +487,10 @@ def test_rows_whose_gradient_the_gather_lost_are_refused_where_one_is_wanted() -
     query, key = leaves(*make_views(8, 3))
     lost = {"gathered_query": query * 1, "gathered_key": key.detach(), "temperature": 0.2, "offset": 4}
     with pytest.raises(ConfigError, match="key would get no gradient: it requires one, but gathered_key"):
-        bidirectional_cross_entropy(query[4:], key[4:], **lost)
+        clip(query[4:], key[4:], **lost)
     with torch.no_grad():
-        assert bidirectional_cross_entropy(query[4:], key[4:], **lost).isfinite()
-    bidirectional_cross_entropy(query[4:], key[4:].detach(), **lost).backward()
+        assert clip(query[4:], key[4:], **lost).isfinite()
+    clip(query[4:], key[4:].detach(), **lost).backward()
     assert query.grad is not None
 
 
@@ -554,4 +547,4 @@ def test_impossible_input_is_refused_with_what_came_and_what_to_do(
 ) -> None:
     arguments = {"query": ROWS, "key": ROWS, "temperature": 0.1} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
-        bidirectional_cross_entropy(**arguments)
+        clip(**arguments)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raycl.errors import ConfigError
-from raycl.losses import bidirectional_cross_entropy, hinge, info_nce, nt_xent, tiled
+from raycl.losses import clip, hinge, info_nce, nt_xent, tiled
 from tests.embeddings import make_rows, make_views
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_bidirectional, plain_hinge, plain_info_nce, plain_nt_xent
@@ -24,7 +24,7 @@ Loss = partial[Tensor]  # with its settings
 PLAIN: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     nt_xent: plain_nt_xent,
     info_nce: plain_info_nce,
-    bidirectional_cross_entropy: plain_bidirectional,
+    clip: plain_bidirectional,
     hinge: plain_hinge,
 }
 
@@ -53,7 +53,7 @@ def name_of(value: object) -> str | None:
     "loss",
     [
         partial(nt_xent, temperature=0.1),
-        partial(bidirectional_cross_entropy, temperature=0.1),
+        partial(clip, temperature=0.1),
         partial(hinge, margin=0.5),
     ],
     ids=name_of,
@@ -71,7 +71,7 @@ def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice(loss: Los
     [
         partial(nt_xent, temperature=0.1),
         partial(info_nce, temperature=0.1),
-        partial(bidirectional_cross_entropy, temperature=0.1),
+        partial(clip, temperature=0.1),
         partial(hinge, margin=0.5),
     ],
     ids=name_of,
@@ -83,7 +83,7 @@ def test_second_derivative_is_refused_rather_than_wrong(loss: Loss) -> None:
         gradient.sum().backward()
 
 
-BOTH_WAYS = partial(bidirectional_cross_entropy)
+BOTH_WAYS = partial(clip)
 HINGES = [partial(hinge, margin=0.2, **ways) for ways in WAYS]
 
 
@@ -126,7 +126,7 @@ def test_value_is_the_same_whoever_wants_a_gradient(loss: Loss) -> None:
     [
         (partial(nt_xent, temperature=0.1), None),
         (partial(info_nce, temperature=0.1), 50),
-        (partial(bidirectional_cross_entropy, temperature=0.1), 50),
+        (partial(clip, temperature=0.1), 50),
         *((loss, None) for loss in hinges(0.4)),
     ],
     ids=name_of,
@@ -155,10 +155,7 @@ def test_half_precision_rows_lose_nothing_but_their_own_rounding(
             (partial(info_nce, temperature=degrees, in_batch=False), tolerance_at(degrees))
             for degrees in (0.07, 0.01)
         ),
-        *(
-            (partial(bidirectional_cross_entropy, temperature=degrees), tolerance_at(degrees))
-            for degrees in (0.07, 0.01)
-        ),
+        *((partial(clip, temperature=degrees), tolerance_at(degrees)) for degrees in (0.07, 0.01)),
         *((loss, 1e-5) for loss in hinges(0.3)),
     ],
     ids=name_of,
@@ -184,7 +181,7 @@ def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(
     ("loss", "dim"),
     [
         (partial(info_nce, temperature=0.1, in_batch=False), 16),
-        (partial(bidirectional_cross_entropy, temperature=0.1), 64),
+        (partial(clip, temperature=0.1), 64),
         *((partial(loss, in_batch=False), 16) for loss in hinges(0.5)),
     ],
     ids=name_of,
@@ -202,7 +199,7 @@ def test_a_half_precision_queue_is_never_copied_as_a_whole(loss: Loss, dim: int)
     "loss",
     [
         *(partial(info_nce, temperature=degrees) for degrees in (0.1, 0.01)),
-        *(partial(bidirectional_cross_entropy, temperature=degrees) for degrees in (0.1, 0.01)),
+        *(partial(clip, temperature=degrees) for degrees in (0.1, 0.01)),
         *hinges(0.3),
     ],
     ids=name_of,
@@ -221,7 +218,7 @@ def test_autocast_does_not_lower_the_precision(
 
 @pytest.mark.parametrize(
     "loss",
-    [partial(info_nce, temperature=0.5), partial(bidirectional_cross_entropy, temperature=0.5)],
+    [partial(info_nce, temperature=0.5), partial(clip, temperature=0.5)],
     ids=name_of,
 )
 def test_long_rows_and_short_ones_give_the_right_value(loss: Loss) -> None:
@@ -284,7 +281,7 @@ OF_IDS = [
     [
         *((partial(info_nce, temperature=0.1), *each) for each in [*OF_PAIRS, *OF_IDS]),
         *((partial(hinge, margin=0.2), *each) for each in [*OF_PAIRS, *OF_IDS]),
-        *((partial(bidirectional_cross_entropy, temperature=0.1), *each) for each in OF_PAIRS),
+        *((partial(clip, temperature=0.1), *each) for each in OF_PAIRS),
     ],
     ids=name_of,
 )

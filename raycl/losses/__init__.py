@@ -1,6 +1,6 @@
 """Contrastive losses: tensors in, a scalar out; they know no ranks and hold no B x B."""
 
-from raycl.losses.clip import bidirectional_cross_entropy
+from raycl.losses.clip import clip
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
@@ -9,7 +9,7 @@ from raycl.losses.siglip import siglip
 
 __all__ = [
     "NormalizingConstant",
-    "bidirectional_cross_entropy",
+    "clip",
     "hinge",
     "info_nce",
     "nce",

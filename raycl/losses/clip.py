@@ -34,7 +34,7 @@ from raycl.losses.tiled import (
 )
 
 
-def bidirectional_cross_entropy(
+def clip(
     query: Tensor,
     key: Tensor,
     *,

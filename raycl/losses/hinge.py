@@ -66,7 +66,7 @@ def hinge(
     No [batch, batch] matrix is ever held.
 
     **What is no negative.** A query and a key whose ids make a pair anywhere in the batch are
-    masked, in both directions, as in ``bidirectional_cross_entropy``: another pair with the same key,
+    masked, in both directions, as in ``clip``: another pair with the same key,
     another pair with the same query, and any candidate, of ``negatives`` too, that is some other
     pair's key of the same query. Positives of which the batch has no pair are not known here: leave
     them out of ``negatives``. Without ``query_id`` every query counts as a different one, without

@@ -51,7 +51,7 @@ def info_nce(
     queries. No [local_batch, num_negatives] matrix is held: at most a strip of 256 rows.
 
     **What is no negative.** A candidate whose id makes a pair with the query's anywhere in the batch
-    is masked: see ``bidirectional_cross_entropy``.
+    is masked: see ``clip``.
 
     Args:
         query: [local_batch, dim], this worker's embeddings; unit rows are usual, other lengths

@@ -13,7 +13,7 @@ from raycl.distributed.ring import ring_info_nce, ring_nt_xent
 from raycl.loss_specs import LOSSES, MIXED, LossSettings
 from raycl.losses import (
     NormalizingConstant,
-    bidirectional_cross_entropy,
+    clip,
     hinge,
     info_nce,
     nce,
@@ -174,7 +174,7 @@ class Bidirectional:
             rows |= {"negatives": lent.negatives, "negative_id": lent.negative_id}
             if self.log_frequency is not None and lent.negative_name is not None:
                 rows["negative_log_frequency"] = self.log_frequency(lent.negative_name)
-        return bidirectional_cross_entropy(query, key, temperature=self.temperature, **rows)
+        return clip(query, key, temperature=self.temperature, **rows)
 
     def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates, the mean of both directions."""

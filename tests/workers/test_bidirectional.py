@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from raycl.distributed import gather, gather_detached, gather_uneven
-from raycl.losses import bidirectional_cross_entropy
+from raycl.losses import clip
 from tests.plain_losses import plain_bidirectional
 from tests.workers.clicks import make_clicks, mean_and_gradients, part_of
 from tests.workers.processes import run_workers
@@ -42,7 +42,7 @@ def loss_and_gradients(rank: int, num_workers: int, temperature: float) -> tuple
     for name in ("query_id", "key_id", "key_log_frequency"):
         own = getattr(mine, name)
         companions |= {name: own, f"gathered_{name}": gather_detached(own)}
-    loss = bidirectional_cross_entropy(
+    loss = clip(
         query,
         key,
         temperature=degrees,
