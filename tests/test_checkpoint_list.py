@@ -1,4 +1,4 @@
-"""Ray Train's list of checkpoints, when its writing was cut."""
+"""Ray Train's list of checkpoints, when it was truncated."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_a_list_that_was_cut_is_the_one_before(tmp_path: Path, rest: str) -> Non
     backup_manifest(output)
     assert repair_manifest(output) is None
     (tmp_path / CHECKPOINTS / LISTED).write_text(rest)
-    backup_manifest(output)  # what is cut is no copy
+    backup_manifest(output)  # a truncated list is not copied
     assert repair_manifest(output) is not None
     assert listed_in(tmp_path) == before
     assert repair_manifest(output) is None
@@ -79,7 +79,7 @@ def test_a_list_that_was_cut_and_has_no_copy_is_refused_where_much_would_be_lost
     for step in (10, 20):
         (tmp_path / CHECKPOINTS / f"step-{step:08d}" / "state.pt").write_bytes(b"0")
     (tmp_path / CHECKPOINTS / LISTED).write_text("{")
-    with pytest.raises(StorageError, match=f"{LISTED} was cut .* move the folder checkpoints away"):
+    with pytest.raises(StorageError, match=f"{LISTED} is truncated .* move the folder checkpoints away"):
         repair_manifest(Place(str(tmp_path)))
 
 

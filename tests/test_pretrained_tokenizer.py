@@ -52,9 +52,7 @@ def test_it_is_taken_from_the_models_folder(own: Tokenizer, tmp_path: Path) -> N
 
 def test_another_one_is_refused_unless_the_model_begins_untrained(own: Tokenizer, tmp_path: Path) -> None:
     address, other = written(tmp_path / "other.json")
-    with pytest.raises(
-        ConfigError, match="is not the one that transformers:.* was trained with; leave it out"
-    ):
+    with pytest.raises(ConfigError, match="is not the one that transformers:.* was trained with; remove it"):
         known(config_of(tmp_path, **{"text.tokenizer": address}), tmp_path)
     untrained = {"text.tokenizer": address, "encoder.kwargs": {"pretrained": False}}
     found = known(config_of(tmp_path, **untrained), tmp_path)

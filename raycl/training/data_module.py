@@ -1,4 +1,4 @@
-"""The samples of a run, wherever they come from: read once and held, or read anew every epoch."""
+"""The samples of a run: read once and kept in memory, or streamed every epoch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,23 +26,23 @@ from raycl.training import build
 from raycl.training.preflight import column_names
 from raycl.training.resume import load_tokenizer
 
-JUDGED_PART = 20  # of a large set, one row in so many is judged on
+JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
 
 
 @final
 class DataModule:
-    """The samples of a run, wherever they come from: how many, and how they are opened.
+    """The samples of a run: their number, columns and classes, and how to read them.
 
-    Labeled pairs are grouped by their queries first, which reads them whole.
+    Labeled pairs are grouped by query first, which reads all of them.
     """
 
     def __init__(
         self, config: RunConfig, coordinator: Any, source: Source | None, dataset: ray.data.Dataset | None
     ) -> None:
         self._config, self._coordinator, self._source, self._dataset = config, coordinator, source, dataset
-        asked = column_names(config)
+        requested = column_names(config)
         self._num_clicks: int | None = None
-        self.columns = source.columns if source is not None else columns_of(_given(dataset), asked)
+        self.columns = source.columns if source is not None else columns_of(_given(dataset), requested)
         if config.data.kind == "pairs":
             check_labels(self.columns)
             if self.columns.label is not None:
@@ -56,7 +56,7 @@ class DataModule:
 
     @property
     def can_be_judged(self) -> bool:
-        """Whether the periodic judge has what it needs: labels, or pairs."""
+        """Whether the samples allow periodic evaluation: they have labels, or are pairs."""
         if self._config.has_two_towers:
             return True
         if self._source is not None:
@@ -64,7 +64,7 @@ class DataModule:
         return self.columns.label is not None
 
     def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
-        """Count the tokens of the texts, by a new tokenizer unless one is given; comes before any decoding."""
+        """Count the tokens of the texts, with a new tokenizer unless one is given; required before decoding."""
         self._vocabulary = find_vocabulary(self._config, tokenizer, self.columns, self._source, self._dataset)
         return self._vocabulary
 
@@ -73,35 +73,39 @@ class DataModule:
         data = self._config.data
         if data.cache != "auto":
             return data.cache == "stream"
-        return self.num_rows * self._bytes_a_row() > object_store_bytes() / 2
+        return self.num_rows * self._bytes_per_row() > object_store_bytes() / 2
 
     def num_train_expected(self) -> int:
-        """Return how many rows are trained on if none is broken."""
-        num_judged = self.num_rows if self._source is None else _num_rows(self._judged_pieces())
-        return self.num_rows - round(num_judged * self.holdout.test)
+        """Return the number of training rows if all rows are valid."""
+        num_candidates = self.num_rows if self._source is None else _num_rows(self._evaluation_fragments())
+        return self.num_rows - round(num_candidates * self.holdout.test)
 
     def num_read_first(self, streamed: bool) -> int:
-        """Return how many rows are read before training starts; of a click log those that became pairs."""
+        """Return the number of rows to read before training; for a click log, the rows that became pairs."""
         if self._num_clicks is not None:
             return self._num_clicks
-        return _num_rows(self._judged_pieces()) if streamed and self._source is not None else self.num_rows
+        return (
+            _num_rows(self._evaluation_fragments())
+            if streamed and self._source is not None
+            else self.num_rows
+        )
 
     def all(self) -> ray.data.Dataset:
         """Return all rows, decoded."""
         return self._decode(self._decoder())
 
     def to_judge_on(self) -> ray.data.Dataset | None:
-        """Return the rows of the periodic judge, or None if there is no judging."""
+        """Return the rows of the periodic evaluation, or None without evaluation."""
         if self.holdout.test == 0 or not self.can_be_judged:
             return None
         return self._decode(
-            self._decoder(self.holdout.is_evaluated, count=self.holdout.is_test), self._judged_pieces()
+            self._decoder(self.holdout.is_evaluated, count=self.holdout.is_test), self._evaluation_fragments()
         )
 
     def sample_ids(self, decoded: ray.data.Dataset | None) -> NDArray[np.int64]:
-        """Return the distinct ids to train on, sorted; of rows not yet ``decoded`` those of broken ones too.
+        """Return the distinct training ids, sorted; without ``decoded``, ids of invalid rows as well.
 
-        Raises ``DataError`` for a streamed dataset, whose ids nobody knows beforehand.
+        Raises ``DataError`` for a streamed dataset, whose ids are unknown before it is read.
         """
         if decoded is not None:
             tables = fetch_tables(decoded.select_columns(["sample_id"]))
@@ -109,25 +113,27 @@ class DataModule:
             return found[self.holdout.is_train(found)]
         if self._source is None:
             raise DataError(
-                "a memory bank needs the ids of all samples before the first step, and a streamed dataset does "
-                "not tell them; give the data by their address, or set data.cache=materialize"
+                "a memory bank needs the ids of all samples before the first step, which a streamed dataset does "
+                "not provide; give the address of the data, or set data.cache=materialize"
             )
-        judged = self._judged_pieces() if self.holdout.test else ()
-        others = [piece for piece in self._source.pieces if piece not in set(judged)]
-        ids = self._source.sample_ids(judged)
+        evaluated = self._evaluation_fragments() if self.holdout.test else ()
+        others = [fragment for fragment in self._source.pieces if fragment not in set(evaluated)]
+        ids = self._source.sample_ids(evaluated)
         return np.unique(np.concatenate([ids[self.holdout.is_train(ids)], self._source.sample_ids(others)]))
 
     def stream(self) -> StreamingSampler:
-        """Return the rows to train on, to be read anew every epoch."""
+        """Return the training rows, read again every epoch."""
         decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
-        judged = {piece.first_id for piece in self._judged_pieces()}
+        evaluated = {fragment.first_id for fragment in self._evaluation_fragments()}
         opened = (
             stream_source(
                 self._source,
                 decoder,
                 seed=seed,
                 kept_whole=frozenset(
-                    piece.first_id for piece in self._source.pieces if piece.first_id not in judged
+                    fragment.first_id
+                    for fragment in self._source.pieces
+                    if fragment.first_id not in evaluated
                 ),
             )
             if self._source is not None
@@ -141,9 +147,9 @@ class DataModule:
             length_buckets=self._config.text.length_buckets,
         )
 
-    def _decode(self, decoder: Decoder, pieces: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
+    def _decode(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
         if self._source is not None:
-            return decode_source(self._source, decoder, pieces)
+            return decode_source(self._source, decoder, fragments)
         return decode_dataset(_given(self._dataset), self.columns, decoder, classes=self.classes)
 
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
@@ -168,12 +174,10 @@ class DataModule:
         self._num_clicks = rows.num_rows
         self.columns = grouped_columns(self.columns)
         if self._dataset.count() == 0:
-            raise DataError(
-                "no query has a document of label 1; a run learns from pairs that belong together"
-            )
+            raise DataError("no query has a document with label 1; training needs positive pairs")
 
-    def _bytes_a_row(self) -> int:
-        """Return what a decoded row takes, roughly: of texts the most that it may."""
+    def _bytes_per_row(self) -> int:
+        """Return the approximate size of a decoded row; texts count with their maximum length."""
         data, text = self._config.data, self._config.text
         image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
         num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
@@ -183,23 +187,23 @@ class DataModule:
         settings = self._config.evaluation
         if settings.every_epochs == 0 or not self.can_be_judged:
             return Holdout(seed=self._config.seed)
-        # Of a stream, whole pieces are spared; of rows at hand, each may be held out.
-        in_pieces = self._source is not None and self.must_stream()
-        num_rows = _num_rows(self._judged_pieces()) if in_pieces else self.num_rows
+        # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
+        in_fragments = self._source is not None and self.must_stream()
+        num_rows = _num_rows(self._evaluation_fragments()) if in_fragments else self.num_rows
         return make_split(
             num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
         )
 
-    def _judged_pieces(self) -> tuple[Fragment, ...]:
-        """Return pieces spread over the set, enough to judge on: all of them, if it is not large."""
-        pieces = self._source.pieces if self._source is not None else ()
+    def _evaluation_fragments(self) -> tuple[Fragment, ...]:
+        """Return enough evenly spaced fragments for the evaluation; all fragments of a small data set."""
+        fragments = self._source.pieces if self._source is not None else ()
         settings = self._config.evaluation
         enough = JUDGED_PART * (settings.num_test + settings.num_train)
-        return pieces[:: max(1, self.num_rows // enough)]
+        return fragments[:: max(1, self.num_rows // enough)]
 
 
-def _num_rows(pieces: tuple[Fragment, ...]) -> int:
-    return sum(piece.num_rows for piece in pieces)
+def _num_rows(fragments: tuple[Fragment, ...]) -> int:
+    return sum(fragment.num_rows for fragment in fragments)
 
 
 def _given(dataset: ray.data.Dataset | None) -> ray.data.Dataset:
@@ -211,9 +215,9 @@ ROLES = ("text", "caption", "query", "document", "negatives")
 
 
 def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Tokenizer | None:
-    """Return the tokenizer that the run began with, that its configuration names, or a pretrained model's.
+    """Return the tokenizer of a resumed run, of the configuration, or of a pretrained model.
 
-    Raises ``ConfigError`` if a pretrained model would be given another tokenizer than its own.
+    Raises ``ConfigError`` if the configuration names another tokenizer than the pretrained model's own.
     """
     if resumed and (output / TOKENIZER).exists():
         return load_tokenizer((output / TOKENIZER).uri)
@@ -224,8 +228,8 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
     own = _tokenizer_of_model(encoder.name.removeprefix(HUGGING_FACE))
     if asked is not None and asked.fingerprint != own.fingerprint:
         raise ConfigError(
-            f"text.tokenizer {config.text.tokenizer} is not the one that {encoder.name} was trained with; leave it "
-            "out, or set encoder.kwargs.pretrained=false"
+            f"text.tokenizer {config.text.tokenizer} is not the one that {encoder.name} was trained with; remove "
+            "it, or set encoder.kwargs.pretrained=false"
         )
     return own
 
@@ -234,7 +238,7 @@ def _tokenizer_of_model(folder: str) -> Tokenizer:
     place = Place(folder) / TOKENIZER
     if not place.exists():
         raise ConfigError(
-            f"the model in {folder} has no {TOKENIZER} beside it, and its weights mean nothing to another "
+            f"the model in {folder} has no {TOKENIZER} beside it, and its weights require its own "
             "tokenizer; save its fast tokenizer there, or set encoder.kwargs.pretrained=false"
         )
     return Tokenizer(place.read_text())
@@ -247,9 +251,9 @@ def find_vocabulary(
     source: Source | None,
     dataset: ray.data.Dataset | None,
 ) -> Vocabulary:
-    """Count the tokens of the run's texts, by a tokenizer trained on them unless there is one.
+    """Count the tokens of the run's texts, with a tokenizer trained on them unless one is given.
 
-    Raises ``DataError`` if there is no text at all.
+    Raises ``DataError`` if no text is valid.
     """
     only_texts = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
     return count_tokens(config.text, tokenizer, only_texts, source, dataset)
@@ -268,7 +272,7 @@ def count_tokens(
         texts = _texts_of_source(source, columns) if source else _texts_of_dataset(dataset, columns)
         found = list(islice(texts, text.tokenizer_train_size))
         if not found:
-            raise DataError("there is not one sound text to train a tokenizer on; look at the text columns")
+            raise DataError("found no valid text to train a tokenizer on; check the text columns")
         return Vocabulary.of_texts(
             found,
             tokenizer,
@@ -279,18 +283,17 @@ def count_tokens(
 
     if source is None:
         return count()
-    with unwrap_ray_errors():  # near the data, not where the command was typed
+    with unwrap_ray_errors():  # near the data, not on the client
         return ray.get(ray.remote(num_cpus=1)(count).remote())
 
 
 def _texts_of_source(source: Source, columns: ColumnNames) -> Iterator[str]:
     described = replace(source, columns=columns)
-    # Of more texts than are looked at, those of pieces all over the set.
+    # The order is random: with more texts than needed, the sample covers the whole data set.
     for number in np.random.default_rng(0).permutation(len(source.pieces)):
-        piece = source.pieces[number]
-        for rows in described.read(piece):
+        for rows in described.read(source.pieces[number]):
             for values in rows.values.values():
-                yield from _sound_texts(values)
+                yield from _valid_texts(values)
 
 
 def _texts_of_dataset(dataset: ray.data.Dataset | None, columns: ColumnNames) -> Iterator[str]:
@@ -301,10 +304,10 @@ def _texts_of_dataset(dataset: ray.data.Dataset | None, columns: ColumnNames) ->
     )
     for batch in batches:
         for name in names:
-            yield from _sound_texts(batch[name].to_pylist())
+            yield from _valid_texts(batch[name].to_pylist())
 
 
-def _sound_texts(values: list[Any]) -> Iterator[str]:
+def _valid_texts(values: list[Any]) -> Iterator[str]:
     for value in values:
         for text in value if isinstance(value, list | tuple) else [value]:
             try:

@@ -1,4 +1,4 @@
-"""Which rows of all workers are one thing, by any of their names."""
+"""Ids of the rows of all workers: duplicates, which share a name, get the same id."""
 
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ from raycl.training.views import MatchKeys
 
 
 class Names(NamedTuple):
-    """What keys and negatives are called whatever else is in the batch, and which id a name has in it.
+    """Names of keys and negatives, which do not depend on the batch, and the batch's id of each name.
 
-    ``key`` [local_batch] and ``negative`` [num_negatives] are this worker's; ``all`` are those of all
-    workers, ascending, and ``id`` theirs.
+    ``key`` [local_batch] and ``negative`` [num_negatives] belong to this worker. ``all`` holds the names of
+    all workers in ascending order, and ``id`` the id of each.
     """
 
     key: Tensor
@@ -23,10 +23,10 @@ class Names(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """Ids of this worker's queries and keys [local_batch], and of its explicit negatives, if it has any.
+    """Ids of this worker's queries and keys [local_batch], and of its explicit negatives, if any.
 
-    Equal ids are the same query, or the same key; negatives are keys. Without ``names`` the ids are
-    names as well.
+    Equal ids mark duplicate queries, or duplicate keys; negatives count as keys. Without ``names``, ids
+    and names are equal.
     """
 
     query: Tensor
@@ -36,18 +36,18 @@ class Ids(NamedTuple):
 
     @property
     def key_name(self) -> Tensor:
-        """What a store knows the keys by, [local_batch]."""
+        """The names by which a store indexes the keys, [local_batch]."""
         return self.key if self.names is None else self.names.key
 
     def of_negatives(self) -> tuple[Tensor, ...]:
-        """Return the ids of this worker's explicit negatives and, where those are others, their names."""
-        assert self.negative is not None, "no explicit negatives came"
+        """Return the ids of this worker's explicit negatives and, if they differ, their names."""
+        assert self.negative is not None, "the batch has no explicit negatives"
         if self.names is None or self.names.negative is None:
             return (self.negative,)
         return self.negative, self.names.negative
 
     def of(self, name: Tensor) -> Tensor:
-        """Return the ids in this batch of keys that a store lent, by their names, [num_lent] both."""
+        """Return the ids of stored keys with these names, both [num_rows]."""
         if self.names is None:
             return name
         place = torch.searchsorted(self.names.all, name.contiguous()).clamp(max=len(self.names.all) - 1)
@@ -55,10 +55,10 @@ class Ids(NamedTuple):
 
 
 def assign_example_ids(known: MatchKeys) -> Ids:
-    """Return one id for each thing, the same on all workers; collective if there are several names.
+    """Return the ids of a batch, the same on all workers; collective if rows have several names.
 
-    A document that came twice, once under another id and once in other words, is one thing with
-    both: its id is the least of the first names of all that it came as.
+    Duplicates are transitive: rows share an id if a chain of shared names connects them. The id is the
+    least of their first names.
     """
     negative = known.negative
     if known.key.shape[1] == 1:
@@ -79,40 +79,40 @@ def _identify_queries(known: MatchKeys) -> Tensor:
 def _identify_keys(known: MatchKeys) -> tuple[Tensor, Tensor | None, Names]:
     key, negative = known.key, known.negative
     rows, own = gather_detached(key), slice(rank() * len(key), (rank() + 1) * len(key))
-    whose = torch.empty(0, dtype=torch.int64, device=key.device)
+    owner = torch.empty(0, dtype=torch.int64, device=key.device)
     if negative is not None:
-        # Each worker has another number of them.
-        others, whose = gather_uneven(negative, torch.full((len(negative),), rank(), device=key.device))
+        # The number of negatives differs between workers.
+        others, owner = gather_uneven(negative, torch.full((len(negative),), rank(), device=key.device))
         rows = torch.cat([rows, others])
     ids = merge_ids(rows, shared_id_space=known.shared_id_space)
-    is_own = whose == rank()
+    is_own = owner == rank()
     names = Names(
         key[:, 0].contiguous(),
         None if negative is None else negative[:, 0].contiguous(),
         *_table(rows, ids, shared_id_space=known.shared_id_space),
     )
-    num_keys = len(rows) - len(whose)
+    num_keys = len(rows) - len(owner)
     return ids[own], None if negative is None else ids[num_keys:][is_own], names
 
 
 def _table(rows: Tensor, ids: Tensor, *, shared_id_space: bool) -> tuple[Tensor, Tensor]:
-    """Return every name that a store may know a key by, ascending, and its id."""
+    """Return all names by which a store may index a key, ascending, and their ids."""
     called = rows if shared_id_space else rows[:, :1]
     order = called.flatten().argsort()
     return called.flatten()[order], ids[:, None].expand_as(called).flatten()[order]
 
 
 def merge_ids(names: Tensor, *, shared_id_space: bool = False) -> Tensor:
-    """Return one id a row, [num_rows], of names [num_rows, num_names]: rows with a common name share it.
+    """Return ids [num_rows] for names [num_rows, num_names]; rows that share a name share the id.
 
-    It is the least first name, or where names count ``shared_id_space`` the least of all.
+    The id is the least first name or, with ``shared_id_space``, the least of all names.
     """
     if shared_id_space:
         ids = names.amin(1)
         groups = torch.unique(names, return_inverse=True)[1]
     else:
         ids = names[:, 0]
-        # Columns do not meet: each has numbers of its own.
+        # Number the names of each column separately, so that columns never match.
         columns = [torch.unique(column, return_inverse=True)[1] for column in names.unbind(1)]
         groups = torch.stack([each + number * len(names) for number, each in enumerate(columns)], dim=1)
     largest = torch.iinfo(ids.dtype).max

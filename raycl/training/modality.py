@@ -1,4 +1,4 @@
-"""What the samples of a run are, and what is built for such samples."""
+"""The kinds of samples, and the formats, views and towers of each kind."""
 
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -18,35 +18,35 @@ from raycl.training.views import ImageTransform, Transform
 
 
 class TowerBuilder(Protocol):
-    """What one tower takes, and the encoder that takes it."""
+    """The input format and the encoder of one tower."""
 
     def encoder(self) -> nn.Module:
-        """Return the encoder, untrained, the same for the same seed."""
+        """Return the untrained encoder; equal seeds give equal weights."""
         ...
 
     def representation_dim(self, encoder: nn.Module) -> int:
-        """Return the width of an encoder's output; raises ``ConfigError`` if it does not take such samples."""
+        """Return the width of an encoder's output; raises ``ConfigError`` if it rejects such samples."""
         ...
 
     def spec(self, encoder: nn.Module, *, own: bool) -> EncoderSpec:
-        """Return what must be known to load the encoder again; ``own`` if it cannot be built by name."""
+        """Return the spec that loads the encoder; ``own`` if it cannot be built by name."""
         ...
 
 
 class Modality(Protocol):
-    """One kind of samples: how they are read and drawn, and for which towers."""
+    """One kind of samples: formats, views and towers."""
 
     @property
     def sides(self) -> tuple[TowerBuilder, ...]:
-        """The side of the only tower, or those of queries and of keys."""
+        """The builder of the only tower, or of the query and key towers."""
         ...
 
     def formats(self, columns: ColumnNames) -> Formats:
-        """Return what these columns hold, by role."""
+        """Return the formats of these columns, by role."""
         ...
 
     def drawing(self) -> Transform:
-        """Return what turns rows into views; raises ``ConfigError`` for impossible ones."""
+        """Return the transform from rows to views; raises ``ConfigError`` for invalid settings."""
         ...
 
 
@@ -58,7 +58,7 @@ class ImageTowerBuilder:
     config: RunConfig
 
     def encoder(self) -> nn.Module:
-        """Return a network of torchvision's, or the user's own by its name."""
+        """Return a torchvision network, or the user's own by name."""
         torch.manual_seed(self.config.seed)
         settings, data = self.config.encoder, self.config.data
         return build_image_encoder(
@@ -71,12 +71,12 @@ class ImageTowerBuilder:
         )
 
     def representation_dim(self, encoder: nn.Module) -> int:
-        """Return the width of its output for one image."""
+        """Return the width of the encoder's output for one image."""
         data = self.config.data
         return representation_dim(encoder, image_size=data.image_size, channels=data.channels)
 
     def spec(self, encoder: nn.Module, *, own: bool) -> ImageEncoderSpec:
-        """Return its name and how its images are prepared."""
+        """Return the encoder's name and image preparation."""
         config = self.config
         mean, std = config.normalization
         data = config.data
@@ -96,7 +96,7 @@ class ImageTowerBuilder:
         )
 
     def image_format(self) -> ImageFormat:
-        """Return how images are decoded and stored."""
+        """Return the format of decoded images."""
         data = self.config.data
         return ImageFormat(size=data.resolved_decode_size, channels=data.channels, max_pixels=data.max_pixels)
 
@@ -123,11 +123,11 @@ class ImageModality:
 
     @property
     def sides(self) -> tuple[TowerBuilder, ...]:
-        """That of the only tower."""
+        """The builder of the only tower."""
         return (self.side,)
 
     def formats(self, columns: ColumnNames) -> Formats:
-        """Return that of the role ``image``."""
+        """Return the format of the role ``image``."""
         return {"image": self.side.image_format()}
 
     def drawing(self) -> Transform:

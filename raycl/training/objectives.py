@@ -1,4 +1,4 @@
-"""Losses over all workers: what a loss compares is gathered first, for losses know no ranks."""
+"""Losses over all workers: the functions of ``raycl.losses`` on gathered inputs."""
 
 import math
 from collections.abc import Callable
@@ -27,9 +27,10 @@ from raycl.training.example_ids import Ids
 @final
 @dataclass(frozen=True, kw_only=True)
 class StoreBatch:
-    """What a store lends for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
+    """The rows of a store for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
 
-    ``negative_name`` [n] is what the negatives are called whatever the batch, where ids are its own.
+    A store returns names as ``negative_id``. ``identified`` replaces them by the ids of the batch and
+    keeps them in ``negative_name`` [n].
     """
 
     key: Tensor | None = None
@@ -38,7 +39,7 @@ class StoreBatch:
     negative_name: Tensor | None = None
 
     def identified(self, ids: Ids) -> "StoreBatch":
-        """Return this with the ids that its negatives have in a batch; so far they were names."""
+        """Return a copy with the ids of the batch in place of names."""
         if self.negative_id is None:
             return self
         return replace(self, negative_id=ids.of(self.negative_id), negative_name=self.negative_id)
@@ -46,7 +47,7 @@ class StoreBatch:
     def joined(
         self, negatives: Tensor, negative_id: Tensor, negative_name: Tensor | None = None
     ) -> "StoreBatch":
-        """Return this with explicit negatives before the store's; their ids are names unless these came."""
+        """Return a copy with explicit negatives before the stored ones; their names default to their ids."""
         negative_name = negative_id if negative_name is None else negative_name
         if self.negatives is not None and self.negative_id is not None:
             own_name = self.negative_id if self.negative_name is None else self.negative_name
@@ -57,9 +58,9 @@ class StoreBatch:
 
 
 class Objective(Protocol):
-    """A loss of queries and keys [local_batch, dim], with their ids, and what was lent.
+    """A loss of queries and keys [local_batch, dim], their ids, and the rows of a store (``lent``).
 
-    It is the mean over this worker's queries; the mean over workers is that of the global batch.
+    It averages over this worker's queries. The mean over workers is the loss of the global batch.
     """
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
@@ -67,7 +68,7 @@ class Objective(Protocol):
         ...
 
     def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
-        """Return what the loss is when all embeddings are one point, if that can be said."""
+        """Return the loss if all embeddings were equal, or None if it is unknown."""
         ...
 
 
@@ -86,7 +87,7 @@ class NtXent:
         )
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
-        """Return the loss; the store is none."""
+        """Return the loss; NT-Xent uses no store."""
         assert key is not None, "the configuration gives NT-Xent two views"
         return gathered_nt_xent(query, key, ids.query, temperature=self.temperature)
 
@@ -98,9 +99,9 @@ class NtXent:
 @final
 @dataclass(frozen=True, kw_only=True)
 class InfoNce:
-    """Each query's key, or own slot, among the gathered keys and what the store lends.
+    """Cross-entropy of each query's key, or own slot, against gathered and stored negatives.
 
-    ``of_pairs`` says that queries and keys are different things, with ids of their own.
+    ``of_pairs`` says that queries and keys differ in kind and have separate ids.
     """
 
     temperature: float | Tensor
@@ -134,16 +135,16 @@ class InfoNce:
 
     def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""
-        num_lent = 0 if lent.negatives is None else len(lent.negatives)
-        return math.log(num_lent + (batch_size if self.in_batch else 1))
+        num_stored = 0 if lent.negatives is None else len(lent.negatives)
+        return math.log(num_stored + (batch_size if self.in_batch else 1))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bidirectional:
-    """Each query's key among the gathered keys and other negatives, each key's query among the queries.
+    """Cross-entropy in both directions: queries against keys and other negatives, keys against queries.
 
-    ``log_frequency`` tells of names [n] how common these keys are, if that is to be made up for.
+    ``log_frequency`` maps the names [n] of keys to log counts for the logQ correction, if it is enabled.
     """
 
     temperature: float | Tensor
@@ -178,14 +179,14 @@ class Bidirectional:
 
     def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates, the mean of both directions."""
-        num_lent = 0 if lent.negatives is None else len(lent.negatives)
-        return (math.log(batch_size + num_lent) + math.log(batch_size)) / 2
+        num_stored = 0 if lent.negatives is None else len(lent.negatives)
+        return (math.log(batch_size + num_stored) + math.log(batch_size)) / 2
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Nce:
-    """Each query's own slot against noise from the memory bank, of ``num_samples`` slots."""
+    """Each query's own slot against noise from the memory bank, which has ``num_samples`` slots."""
 
     temperature: float
     num_samples: int
@@ -196,7 +197,7 @@ class Nce:
     def build(cls, settings: LossSettings) -> Self:
         """Return the loss with these settings."""
         assert settings.num_samples is not None, "the configuration gives NCE a memory bank"
-        assert settings.normalizer is not None, "the learner of NCE estimates its normalizing constant"
+        assert settings.normalizer is not None, "the train state of NCE estimates the normalizing constant"
         return cls(
             temperature=settings.temperature,
             num_samples=settings.num_samples,
@@ -205,7 +206,7 @@ class Nce:
         )
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
-        """Return the loss; the normalizing constant takes in the batch first, if it still moves."""
+        """Return the loss; the batch updates the normalizing constant first, until that is settled."""
         assert lent.key is not None, "the configuration gives NCE a memory bank"
         assert lent.negatives is not None, "the configuration gives NCE a memory bank"
         if not self.normalizer.is_settled:
@@ -230,14 +231,14 @@ class Nce:
         return _pulled(loss, query, lent, self.proximal_weight)
 
     def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
-        """Return None: the normalizing constant has a say in it."""
+        """Return None: the value depends on the normalizing constant."""
         return None
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hinge:
-    """Each query's key, or own slot, nearer by a margin than the gathered keys and what the store lends."""
+    """Margin loss of each query's positive against gathered and stored negatives."""
 
     margin: float
     hardest: bool
@@ -278,7 +279,7 @@ class Hinge:
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightedObjective:
-    """A cross-entropy and a hinge, which is the fraction ``hinge_weight`` of the sum."""
+    """A weighted mean of a cross-entropy and a hinge, whose weight is ``hinge_weight``."""
 
     cross_entropy: Objective
     hinge: Objective
@@ -290,7 +291,7 @@ class WeightedObjective:
         return entropy.lerp(self.hinge(query, key, lent, ids), self.hinge_weight)
 
     def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
-        """Return that of both, mixed."""
+        """Return the weighted mean of both values, or None if one is unknown."""
         parts = [
             part.collapsed_loss(batch_size=batch_size, lent=lent) for part in (self.cross_entropy, self.hinge)
         ]
@@ -300,9 +301,9 @@ class WeightedObjective:
 
 
 def build_objective(loss: str, *, hinge_weight: float, **settings: Any) -> Objective:
-    """Return the loss of this name over all workers, of which the hinge is this fraction.
+    """Return the loss of this name over all workers, mixed with a hinge of weight ``hinge_weight``.
 
-    ``settings`` are those of :class:`~raycl.loss_specs.LossSettings`.
+    ``settings`` are the fields of :class:`~raycl.loss_specs.LossSettings`.
     """
     given = LossSettings(**settings)
     if hinge_weight in (0.0, 1.0):
@@ -345,14 +346,14 @@ def gathered_info_nce(
     in_batch: bool,
     of_pairs: bool = False,
 ) -> Tensor:
-    """InfoNCE over the keys of all workers and what a store lends."""
-    lent_rows: dict[str, Any] = {"negatives": lent.negatives, "negative_id": lent.negative_id}
-    # One id for both sides costs less to look through.
+    """InfoNCE over the keys of all workers and the stored negatives."""
+    stored_rows: dict[str, Any] = {"negatives": lent.negatives, "negative_id": lent.negative_id}
+    # A single id for both sides is cheaper to compare.
     pair_ids = {"query_id": ids.query, "key_id": ids.key} if of_pairs else {"sample_id": ids.query}
     if num_workers() == 1 or not (in_batch or of_pairs):
-        return info_nce(query, key, temperature=temperature, in_batch=in_batch, **pair_ids, **lent_rows)
+        return info_nce(query, key, temperature=temperature, in_batch=in_batch, **pair_ids, **stored_rows)
     if in_batch and not of_pairs and exceeds_gather_limit(key):
-        return ring_info_nce(query, key, ids.query, temperature=temperature, **lent_rows)
+        return ring_info_nce(query, key, ids.query, temperature=temperature, **stored_rows)
     gathered = {f"gathered_{name}": gather_detached(each) for name, each in pair_ids.items()}
     return info_nce(
         query,
@@ -363,7 +364,7 @@ def gathered_info_nce(
         offset=rank() * len(query),
         **pair_ids,
         **gathered,
-        **lent_rows,
+        **stored_rows,
     )
 
 
@@ -378,7 +379,7 @@ def gathered_hinge(
     in_batch: bool,
     bidirectional: bool,
 ) -> Tensor:
-    """Hinge over the keys, and queries, of all workers and what a store lends."""
+    """Hinge over the keys, and optionally the queries, of all workers and the stored negatives."""
     settings: dict[str, Any] = {
         "margin": margin,
         "hardest": hardest,
@@ -391,7 +392,7 @@ def gathered_hinge(
     }
     if num_workers() == 1:
         return hinge(query, key, **settings)
-    # Without the batch as well: what a store lends may be the key of another worker's pair.
+    # Gather ids even without in-batch negatives: a stored row may be the key of another worker's pair.
     return hinge(
         query,
         key,

@@ -32,11 +32,11 @@ class PairModality:
 
     @property
     def sides(self) -> tuple[TowerBuilder, ...]:
-        """That of queries, and that of documents if it has a tower of its own."""
+        """The builders of the query tower and, if separate, the document tower."""
         return (self.side, self.side) if self._config.separate_towers else (self.side,)
 
     def formats(self, columns: ColumnNames) -> Formats:
-        """Return those of query and document, and of negatives and ids where there are any."""
+        """Return the formats of query and document, and of negatives and ids if the data have them."""
         text = self._config.text
         length = text.max_document_length or text.max_length
         negatives = TextsFormat(
@@ -53,7 +53,7 @@ class PairModality:
         return {role: known[role] for role in columns.contents}
 
     def drawing(self) -> "PairTransform":
-        """Return queries and documents as they are."""
+        """Return queries and documents unchanged."""
         return PairTransform(explicit=self._config.negatives.explicit)
 
 
@@ -77,18 +77,18 @@ class PairTransform:
         return self.view(batch, 1)
 
     def plain_key_id(self, batch: Batch) -> Tensor:
-        """Return the ids of their texts."""
+        """Return the text ids of the documents."""
         return torch.from_numpy(tokens_of(batch, "document").text_id)
 
     def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the negatives of all queries in their order."""
+        """Return the negatives of all queries in order, or None."""
         if not self._has_negatives(batch):
             return None
         tokens = texts_of(batch, "negatives").tokens
         return torch.from_numpy(tokens.padded()) if len(tokens) else None
 
     def known(self, batch: Batch) -> MatchKeys:
-        """Return texts, and ids if there are any: [.., 1] or [.., 2]."""
+        """Return text ids and, if the data have ids, these as well: [num_rows, 1] or [num_rows, 2]."""
         query = self._names(tokens_of(batch, "query").text_id, ids_of(batch, "query_id"))
         key = [tokens_of(batch, "document").text_id]
         document_id, negative_ids = ids_of(batch, "document_id"), ids_of(batch, "negative_ids")
@@ -99,7 +99,7 @@ class PairTransform:
         texts = texts_of(batch, "negatives")
         negative = [texts.tokens.text_id]
         if document_id is not None:
-            # Without ids of their own, negatives are known by their texts alone.
+            # Negatives without ids are identified by their texts alone.
             negative.append(negative[0] if negative_ids is None else negative_ids.values)
         return MatchKeys(query=query, key=self._stacked(key), negative=self._stacked(negative))
 
@@ -117,18 +117,18 @@ class PairTransform:
 @final
 @dataclass(frozen=True)
 class ImageTextModality:
-    """Images and their captions, of which each epoch takes another one where there are several."""
+    """Images and their captions; if an image has several, each epoch uses another one."""
 
     image: ImageTowerBuilder
     text: TextTowerBuilder
 
     @property
     def sides(self) -> tuple[TowerBuilder, ...]:
-        """Those of images and captions."""
+        """The builders of the image tower and the caption tower."""
         return (self.image, self.text)
 
     def formats(self, columns: ColumnNames) -> Formats:
-        """Return those of the roles ``image`` and ``caption``."""
+        """Return the formats of the roles ``image`` and ``caption``."""
         return {"image": self.image.image_format(), "caption": self.text.texts_format()}
 
     def drawing(self) -> "ImageTextTransform":
@@ -153,18 +153,18 @@ class ImageTextTransform:
         return self.image.plain(batch)
 
     def plain_key(self, batch: Batch) -> Draft:
-        """Return the first caption of each."""
+        """Return the first caption of each image."""
         return self.caption.plain(batch)
 
     def plain_key_id(self, batch: Batch) -> Tensor:
-        """Return the id of that text."""
+        """Return the text ids of these captions."""
         return self.caption.plain_key_id(batch)
 
     def negatives(self, batch: Batch) -> Tensor | None:
-        """Return None: they have none of their own."""
+        """Return None: images have no explicit negatives."""
         return None
 
     def known(self, batch: Batch) -> MatchKeys:
-        """Return the images' ids, and texts as those of captions: two images may have the same one."""
+        """Return the sample ids of images, and the text ids of captions, which images may share."""
         text_id = torch.from_numpy(self.caption.shown(batch, 1).text_id)
         return MatchKeys(query=self.image.known(batch).query, key=text_id[:, None])

@@ -1,4 +1,4 @@
-"""An output that holds an earlier run: what a resumed run may change, and what it must find again."""
+"""Resumed runs: the settings and data that they must repeat, and the list of checkpoints."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from raycl.tokenization import Tokenizer, Vocabulary
 
 CONFIG = "config.yaml"
 DATA = "data.json"
-# What a resumed run may set anew: where and how long it runs, what it writes down and watches for.
-# How long is what its last stage says, and stages that are added to it.
+# The settings that a resumed run may change: resources, checkpoints, monitoring and logging. It may also
+# extend the last stage and append further stages.
 MAY_CHANGE = re.compile(
     r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|cached_chunks|activation_checkpoint_every)|"
     r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
@@ -24,7 +24,7 @@ MAY_CHANGE = re.compile(
 
 
 def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
-    """Look whether the output can be written; an earlier run there is continued only on request, and unchanged."""
+    """Check that the output is writable; an earlier run there requires ``resume`` and the same settings."""
     saved = output / CONFIG
     if saved.exists():
         if not resume:
@@ -36,11 +36,11 @@ def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
 
 
 def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
-    """Refuse to resume with settings that would give the rest of the run other views or weights."""
+    """Refuse to resume with settings that would change the views or weights of the rest of the run."""
     last = len(saved.stages) - 1
     if len(config.stages) <= last:
         raise ConfigError(
-            f"the run has {last + 1} stages, and --resume would leave it {len(config.stages)}; repeat all of them "
+            f"the run has {last + 1} stages, and --resume got only {len(config.stages)}; repeat all of them "
             "(further ones may follow), or give another --output"
         )
     longer = re.compile(rf"stages\.{last}\.(epochs|steps)")
@@ -56,27 +56,27 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
 
 
 def check_same_data(output: Place, now: dict[str, Any]) -> None:
-    """Refuse to resume on rows that would come in another order than those of the run so far.
+    """Refuse to resume on other rows, or on the same rows in another order.
 
-    The same rows at another address, say copied to a nearer bucket, are welcome.
+    The same rows at another address, such as a copy in a nearer bucket, are accepted.
     """
     if not (output / DATA).exists():
         return
     before = json.loads((output / DATA).read_text())
     if before["num_rows"] != now["num_rows"]:
         raise ConfigError(
-            f"--resume would go on with {now['num_rows']} rows ({now['data'] or 'a dataset'}) what began with "
-            f"{before['num_rows']} ({before['data'] or 'a dataset'}); give the same data, or another --output"
+            f"the run began with {before['num_rows']} rows ({before['data'] or 'a dataset'}), and --resume got "
+            f"{now['num_rows']} ({now['data'] or 'a dataset'}); give the same data, or another --output"
         )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
-            f"the run began with data that were {_kept(before)}, and on this cluster they would be {_kept(now)}, "
-            "in another order; set data.cache to materialize or stream, as it began, or give another --output"
+            f"the data were {_kept(before)} at first and would be {_kept(now)} on this cluster, in another order; "
+            "set data.cache to materialize or stream, as at first, or give another --output"
         )
     began = before["workers"]
     if now["streamed"] and began != now["workers"][: len(began)]:
         raise ConfigError(
-            f"a streamed epoch depends on the number of workers: the run began with {_listed(began)}, came "
+            f"a streamed epoch depends on the number of workers: the run began with {_listed(began)}, got "
             f"{_listed(now['workers'])}; repeat them, or give another --output"
         )
 
@@ -124,18 +124,19 @@ _NAME = "checkpoint_dir_name"
 
 
 def backup_manifest(output: Place) -> None:
-    """Keep a copy of the list as it is, if it is whole."""
+    """Copy the list of checkpoints, unless it is truncated."""
     if output.is_local and (listed := _read(output / CHECKPOINTS / LISTED)) is not None:
         (output / CHECKPOINTS / _COPY).write_text(json.dumps(listed))
 
 
 def repair_manifest(output: Place) -> str | None:
-    """Put the copy in the place of a list that was cut; say what was done, if it was.
+    """Replace a truncated list of checkpoints by its copy; return a message, or None for an intact list.
 
-    Without a copy there should be one checkpoint at most, which nobody has listed: then the list goes.
+    Without a copy, at most one checkpoint should exist, which no list contains: the truncated list is
+    deleted.
 
     Raises:
-        StorageError: The list was cut, and there are checkpoints and no copy.
+        StorageError: The list is truncated, and there are several checkpoints and no copy.
     """
     folder = output / CHECKPOINTS
     place = folder / LISTED
@@ -144,24 +145,24 @@ def repair_manifest(output: Place) -> str | None:
     copy = copied_list(folder)
     if copy is not None:
         place.write_text(json.dumps(copy))
-        return "the list of checkpoints was cut in its writing: going on by the one before"
+        return "the list of checkpoints was truncated: resuming from the one before"
     if len({path.split("/")[0] for path, _ in folder.files() if "/" in path}) > 1:
         raise StorageError(
-            f"{place} was cut in its writing, and there is no copy of it: move the folder {CHECKPOINTS} away to begin "
-            "anew with --resume, or give another --output"
+            f"{place} is truncated and has no copy: move the folder {CHECKPOINTS} away to start over with "
+            "--resume, or give another --output"
         )
     Path(place.resolve()[1]).unlink()
-    return "the list of the first checkpoint was cut in its writing: beginning anew"
+    return "the list of the first checkpoint was truncated: starting over"
 
 
 def copied_list(folder: Place) -> dict[str, Any] | None:
-    """Return the copy of the list of checkpoints in ``folder``, of those that still exist; None without one."""
+    """Return the copied list of checkpoints in ``folder``, without deleted ones; None without a copy."""
     copy = _read(folder / _COPY)
-    return None if copy is None else _of_those_that_exist(copy, folder)
+    return None if copy is None else _without_deleted(copy, folder)
 
 
 def _read(place: Place) -> dict[str, Any] | None:
-    """Return what lies there, None if it is not there or not whole."""
+    """Return the parsed content, or None if the file is missing or truncated."""
     if not place.exists():
         return None
     try:
@@ -171,8 +172,8 @@ def _read(place: Place) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _of_those_that_exist(listed: dict[str, Any], folder: Place) -> dict[str, Any]:
-    """Leave out checkpoints that were deleted after the copy was made."""
+def _without_deleted(listed: dict[str, Any], folder: Place) -> dict[str, Any]:
+    """Remove checkpoints that were deleted after the copy was made."""
     numbers = listed.get(_NUMBERS) or range(len(listed[_RESULTS]))
     kept = [
         (result, number)
@@ -180,14 +181,14 @@ def _of_those_that_exist(listed: dict[str, Any], folder: Place) -> dict[str, Any
         if (folder / result[_NAME]).exists()
     ]
     results = [result for result, _ in kept]
-    # Results are in the order of their scores; numbers are in that of time.
+    # Results are ordered by score, numbers by time.
     newest = max(kept, key=lambda pair: pair[1], default=(None, 0))[0]
     latest = listed[_LATEST] if listed[_LATEST] in results else newest
     return listed | {_RESULTS: results, _NUMBERS: [number for _, number in kept], _LATEST: latest}
 
 
 def load_tokenizer(uri: str) -> Tokenizer:
-    """Read a ``tokenizer.json``, or that of a run; raises ``StorageError`` or ``ConfigError``."""
+    """Read a ``tokenizer.json``, or the tokenizer of a run; raises ``StorageError`` or ``ConfigError``."""
     place = Place(uri)
     if not uri.endswith(".json"):
         place = place / TOKENIZER

@@ -1,4 +1,4 @@
-"""Texts as samples: changed by words at random, or told apart by dropout alone."""
+"""Texts as samples: views differ by random word changes, or by dropout alone."""
 
 from dataclasses import dataclass
 from typing import final
@@ -22,20 +22,20 @@ from raycl.tokenization import Vocabulary
 from raycl.training.modality import TowerBuilder
 from raycl.training.views import Draft, MatchKeys, as_is
 
-_CHOICE = 6 << 40  # a sequence of draws of its own, after those of the augmentations
+_CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the augmentations
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextTowerBuilder:
-    """What encodes texts: an encoder, and the tokens that it takes."""
+    """The text encoder of one tower, and the format of its tokens."""
 
     config: RunConfig
     settings: EncoderConfig
     vocabulary: Vocabulary
 
     def encoder(self) -> nn.Module:
-        """Return the encoder, untrained; a bag of subwords begins at how much each token tells."""
+        """Return the untrained encoder; a bag of subwords starts from the token weights of the vocabulary."""
         torch.manual_seed(self.config.seed)
         encoder = build_text_encoder(
             self.settings.name,
@@ -49,11 +49,11 @@ class TextTowerBuilder:
         return encoder
 
     def representation_dim(self, encoder: nn.Module) -> int:
-        """Return the width of its output for one text."""
+        """Return the width of the encoder's output for one text."""
         return text_representation_dim(encoder)
 
     def spec(self, encoder: nn.Module, *, own: bool) -> TextEncoderSpec:
-        """Return its name and sizes; its tokenizer is saved beside it."""
+        """Return the encoder's name and sizes; its tokenizer is saved beside it."""
         tokenizer = self.vocabulary.tokenizer
         return TextEncoderSpec(
             name=OWN if own else self.settings.name,
@@ -66,42 +66,42 @@ class TextTowerBuilder:
         )
 
     def text_format(self, *, max_length: int) -> TextFormat:
-        """Return how single texts are cut and stored."""
+        """Return the format of single texts."""
         return TextFormat(tokenizer=self.vocabulary.tokenizer, max_length=max_length)
 
     def texts_format(self) -> TextsFormat:
-        """Return how texts, or lists of texts that say the same, are cut and stored."""
+        """Return the format of texts, or of lists of equivalent texts."""
         return TextsFormat(tokenizer=self.vocabulary.tokenizer, max_length=self.config.text.max_length)
 
     def drawing(self, role: str) -> "TextTransform":
-        """Return texts of a role with changed words, or whole."""
+        """Return texts of a role with random word changes, or unchanged."""
         return TextTransform(role=role, config=self.config, vocabulary=self.vocabulary)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextModality:
-    """Texts, or lists of texts that say the same: two views are two of them, or two of one."""
+    """Texts, or lists of equivalent texts: two views show two texts of a list, or the same text twice."""
 
     side: TextTowerBuilder
 
     @property
     def sides(self) -> tuple[TowerBuilder, ...]:
-        """That of the only tower."""
+        """The builder of the only tower."""
         return (self.side,)
 
     def formats(self, columns: ColumnNames) -> Formats:
-        """Return that of the role ``text``."""
+        """Return the format of the role ``text``."""
         return {"text": self.side.texts_format()}
 
     def drawing(self) -> "TextTransform":
-        """Return texts with changed words, or whole."""
+        """Return texts with random word changes, or unchanged."""
         return self.side.drawing("text")
 
 
 @final
 class TextTransform:
-    """One text of each row, with words changed at random or as it is: then dropout alone tells views apart."""
+    """One text of each row, with random word changes; without changes, views differ by dropout alone."""
 
     def __init__(self, *, role: str, config: RunConfig, vocabulary: Vocabulary) -> None:
         self._role, self._seed = role, config.seed
@@ -113,21 +113,21 @@ class TextTransform:
             **changes,
         )
         self._changes = any(changes.values())
-        # The slots of a memory bank go by the samples' own ids.
+        # A memory bank indexes its slots by sample id.
         self._known_by_text = config.key != "memory_bank"
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Return tokens [batch, length], padded with 0 at the end."""
         tokens = torch.from_numpy(self.shown(batch, number).padded())
         if self._changes:
-            # On the host: each change asks how long texts have become, for which it would wait for a device.
+            # On the host: each change reads the new lengths, which would synchronize with a device.
             tokens = self._augmentation(
                 tokens, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number
             )
         return as_is(tokens)
 
     def shown(self, batch: Batch, number: int) -> Tokens:
-        """Return the texts that a view shows, before any word is changed."""
+        """Return the texts of a view, before word changes."""
         texts = texts_of(batch, self._role)
         return texts.picked(self._choice(batch, texts.counts, number))
 
@@ -136,7 +136,7 @@ class TextTransform:
         return as_is(torch.from_numpy(self._first(batch).padded()))
 
     def plain_key(self, batch: Batch) -> Draft:
-        """Return the same."""
+        """Return the same as ``plain``."""
         return self.plain(batch)
 
     def plain_key_id(self, batch: Batch) -> Tensor:
@@ -144,11 +144,11 @@ class TextTransform:
         return torch.from_numpy(self._first(batch).text_id)
 
     def negatives(self, batch: Batch) -> Tensor | None:
-        """Return None: they have none of their own."""
+        """Return None: texts have no explicit negatives."""
         return None
 
     def known(self, batch: Batch) -> MatchKeys:
-        """Return what the rows are known by: the texts that they show, a key's own one first."""
+        """Return the ids of the texts of both views, the own text first; sample ids for a memory bank."""
         if not self._known_by_text:
             names = torch.from_numpy(batch.sample_id)[:, None]
             return MatchKeys(query=names, key=names)
@@ -160,7 +160,7 @@ class TextTransform:
         return texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64))
 
     def _choice(self, batch: Batch, counts: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-        """Return which text of each row the view shows: that of another view is another one."""
+        """Return the index of the text that the view shows; views of a row show different texts if possible."""
         if int(counts.max(initial=0)) <= 1:
             return np.zeros(len(counts), np.int64)
         drawn = uniforms(batch.sample_id, seed=self._seed + _CHOICE, epoch=batch.epoch, view=0, num=2)

@@ -1,4 +1,4 @@
-"""The views of a batch: drawn from its rows, with the ids of the batch that comes next."""
+"""The views of a batch, with the ids of the next batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ from raycl.step_timer import phase
 @final
 @dataclass(frozen=True, kw_only=True)
 class MatchKeys:
-    """What queries, keys and explicit negatives are known by, int64 [num_rows, num_names] each.
+    """Names of queries, keys and explicit negatives, int64 [num_rows, num_names] each.
 
-    Two rows with one name in common, in the same column, are the same thing; or in any column, where
-    all names are of one kind (``shared_id_space``), of queries and of keys. The first name is what a store
-    of negatives knows a key by. ``negative`` is None unless negatives come with the batch.
+    A name is an id of a row or of its content. Rows that share a name in the same column are duplicates;
+    with ``shared_id_space``, in any column, for queries and for keys. The store of negatives indexes keys
+    by the first column. ``negative`` is None unless the batch has explicit negatives.
     """
 
     query: Tensor
@@ -39,12 +39,12 @@ class MatchKeys:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Views:
-    """One or two views [local_batch, ...] of each sample, as its encoder takes them, and the samples' ids.
+    """One or two views [local_batch, ...] of each sample, as encoder inputs, and the sample ids.
 
-    Of pairs ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are what
-    came with the queries, in their order. ``sample_id`` lies with the views, ``ids`` are the same on the
-    host; ``known`` says what is one thing, which by default is what has one id. ``next_ids`` are
-    those of this worker's next batch, or None where the epoch ends.
+    For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are the
+    explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
+    is its copy on the host. ``known`` identifies duplicates, by default by sample id. ``next_ids`` are the
+    ids of this worker's next batch, or None at the end of an epoch.
     """
 
     view_a: Tensor
@@ -64,12 +64,12 @@ class Views:
         return len(self.ids)
 
     def both(self) -> Tensor:
-        """Return all views, [2 * local_batch, ...]: view_a's, then view_b's."""
+        """Return all views, [2 * local_batch, ...]: ``view_a`` followed by ``view_b``."""
         assert self.view_b is not None, "a method whose keys are views draws two"
         return stacked(self.view_a, self.view_b)
 
     def keys(self) -> Tensor:
-        """Return view_b's and then the negatives."""
+        """Return ``view_b`` followed by the negatives."""
         assert self.view_b is not None, "pairs have a key each"
         return self.view_b if self.negatives is None else stacked(self.view_b, self.negatives)
 
@@ -85,7 +85,7 @@ def stacked(first: Tensor, second: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Draft:
-    """A view that is drawn on the host: tensors, and the function that makes the view on a device."""
+    """A view drawn on the host: tensors, and the function that makes the view on a device."""
 
     tensors: tuple[Tensor, ...]
     make: Callable[..., Tensor]
@@ -101,30 +101,30 @@ def as_is(tensor: Tensor) -> Draft:
 
 
 class Transform(Protocol):
-    """How the rows of a batch become what encoders take; all on the host, but for what a draft makes."""
+    """Convert the rows of a batch to encoder inputs, on the host except for ``Draft.make``."""
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Draw a random view of every row, a function of seed, epoch, sample and ``number``."""
         ...
 
     def plain(self, batch: Batch) -> Draft:
-        """Return every row without any randomness, as the periodic judge sees it."""
+        """Return every row without augmentation, as for the periodic evaluation."""
         ...
 
     def plain_key(self, batch: Batch) -> Draft:
-        """Return the key of every row without any randomness: of pairs their other half."""
+        """Return the key of every row without augmentation; for pairs, the other half."""
         ...
 
     def plain_key_id(self, batch: Batch) -> Tensor:
-        """Return what each of these keys is known by, int64 [batch]: equal ones are the same key."""
+        """Return the ids of these keys, int64 [batch]; equal ids mark equal keys."""
         ...
 
     def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the explicit negatives of all rows in their order, if there are any."""
+        """Return the explicit negatives of all rows in order, or None."""
         ...
 
     def known(self, batch: Batch) -> MatchKeys:
-        """Return what the samples are known by."""
+        """Return the names of queries, keys and negatives."""
         ...
 
 
@@ -156,19 +156,19 @@ class ImageTransform:
         return Draft((torch.from_numpy(pixels_of(batch).images),), make)
 
     def plain_key(self, batch: Batch) -> Draft:
-        """Return the same."""
+        """Return the same as ``plain``."""
         return self.plain(batch)
 
     def plain_key_id(self, batch: Batch) -> Tensor:
-        """Return the samples' ids."""
+        """Return the sample ids."""
         return torch.from_numpy(batch.sample_id)
 
     def negatives(self, batch: Batch) -> Tensor | None:
-        """Return None: they have none of their own."""
+        """Return None: images have no explicit negatives."""
         return None
 
     def known(self, batch: Batch) -> MatchKeys:
-        """Return their ids."""
+        """Return the sample ids as names."""
         names = torch.from_numpy(batch.sample_id)[:, None]
         return MatchKeys(query=names, key=names)
 
@@ -183,9 +183,9 @@ class ViewMaker:
     device: torch.device
 
     def views(self, batches: Iterator[Batch]) -> Iterator[Views]:
-        """Yield the views of each batch, which knows the ids of the next one.
+        """Yield the views of each batch, with the ids of the next one.
 
-        The next one is drawn, and on its way to an accelerator, while the step of this one runs.
+        The next batch is drawn, and its copy to an accelerator started, during the step of this one.
         """
         batch = _next(batches)
         sent = None if batch is None else self._send(batch)
@@ -197,7 +197,7 @@ class ViewMaker:
             yield views
 
     def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the rows [local_batch, ...] without any randomness, and their ids."""
+        """Return the rows [local_batch, ...] without augmentation, and their ids."""
         draft = self.drawing.plain(batch)
         *moved, sample_id = upload([*draft.tensors, torch.from_numpy(batch.sample_id)], self.device)
         return draft.make(*moved), sample_id
@@ -216,7 +216,7 @@ class ViewMaker:
         if self._side_stream is not None:
             step = torch.cuda.current_stream(self.device)
             step.wait_stream(self._side_stream)
-            sample_id.record_stream(step)  # and with it all that share its storage
+            sample_id.record_stream(step)  # and all tensors that share its storage
         tensors = iter(of_views)
         made = [draft.make(*(next(tensors) for _ in draft.tensors)) for draft in sent.drafts]
         return Views(
@@ -258,7 +258,7 @@ class Epochs:
 
     def __init__(self, sampler: StreamingSampler | InMemorySampler, maker: ViewMaker) -> None:
         self._sampler, self._maker = sampler, maker
-        self._exhausted: int | None = None  # the last epoch, if it was drawn to its end
+        self._exhausted: int | None = None  # the last epoch, if it was drawn completely
 
     def plain(self, shard: BatchShard) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of the first epoch without augmentation, and their ids."""

@@ -343,7 +343,9 @@ def test_a_list_of_checkpoints_cut_in_its_writing_costs_one_of_them_and_nothing_
 
 def test_a_run_is_not_resumed_on_a_set_of_another_size(finished: Finished, tmp_path: Path) -> None:
     other = write_digits(tmp_path / "digits.parquet", NUM_IMAGES + 1)
-    with pytest.raises(ConfigError, match=r"go on with 701 rows \(.*\) what began with 700 \(.*\); give"):
+    with pytest.raises(
+        ConfigError, match=r"the run began with 700 rows \(.*\), and --resume got 701 \(.*\); give"
+    ):
         raycl.train(small_run(), data=str(other), output=str(finished.output), resume=True, quiet=True)
 
 

@@ -329,7 +329,7 @@ def test_bad_pairs_are_refused_before_anything_is_rented(click_log: Path, tmp_pa
     empty = tmp_path / "empty.parquet"
     rows = [{"query": f"q{n}", "document": "d", "label": 0} for n in range(100)]
     pq.write_table(pa.Table.from_pylist(rows), empty)
-    refused(DataError, "no query has a document of label 1", empty)
+    refused(DataError, "no query has a document with label 1", empty)
     broken = tmp_path / "broken.parquet"
     pq.write_table(pa.Table.from_pylist([{**row, "label": 2} for row in rows]), broken)
     refused(DataError, r"100 of 100 rows are broken \(100 label other than 0 and 1", broken)
