@@ -111,7 +111,7 @@ def test_a_gpu_without_bfloat16_computes_in_float32_or_is_refused() -> None:
     asked = override(recipe("simclr"), {"gpu": True})
     assert prepare_device(asked, CUDA).tower_precision == "float32"
     assert prepare_device(override(asked, {"precision": "float32"}), CUDA).tower_precision == "float32"
-    with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that have it, came Tesla T4; set"):
+    with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that have it, got Tesla T4; set"):
         prepare_device(override(asked, {"precision": "bfloat16"}), CUDA)
 
 

@@ -1,1 +1,1 @@
-"""The run, performed: the step, the loop over steps, and its launch on Ray Train."""
+"""The execution of a run: the step, the training loop, and its launch on Ray Train."""

@@ -1,4 +1,4 @@
-"""The one switchboard: from names in a configuration to objects."""
+"""Builders: the objects of a run from its configuration."""
 
 from dataclasses import replace
 from functools import partial
@@ -36,10 +36,10 @@ from raycl.training.views import ViewMaker
 
 
 def modality(config: RunConfig, vocabulary: Vocabulary | None = None) -> Modality:
-    """Return what the samples are; texts need the vocabulary."""
+    """Return the modality of the samples; texts need the vocabulary."""
     if config.data.kind == "image":
         return ImageModality(ImageTowerBuilder(config))
-    assert vocabulary is not None, "texts are cut by the tokenizer of a vocabulary"
+    assert vocabulary is not None, "texts need the tokenizer of a vocabulary"
     side = TextTowerBuilder(config=config, settings=config.encoder, vocabulary=vocabulary)
     if config.data.kind == "text":
         return TextModality(side=side)
@@ -49,7 +49,7 @@ def modality(config: RunConfig, vocabulary: Vocabulary | None = None) -> Modalit
 
 
 def view_maker(config: RunConfig, samples: Modality, device: torch.device) -> ViewMaker:
-    """Return what draws the views: two, unless the key is a slot of a memory bank."""
+    """Return the maker of views: two, or one if the key is a slot of a memory bank."""
     return ViewMaker(
         drawing=samples.drawing(),
         num_views=1 if config.key == "memory_bank" else 2,
@@ -58,13 +58,14 @@ def view_maker(config: RunConfig, samples: Modality, device: torch.device) -> Vi
 
 
 def towers(config: RunConfig, samples: Modality, network: nn.Module | None = None) -> Towers:
-    """Return encoders and projection heads with the BatchNorm cure in place.
+    """Return encoders and projection heads, with BatchNorm replaced as configured.
 
-    ``network`` is an encoder of the user's own, in the place of the only one.
+    ``network`` is the user's own encoder, which replaces the only one. Raises ``ConfigError`` if the run
+    has two.
     """
     if network is not None and len(samples.sides) > 1:
         raise ConfigError(
-            "an encoder came for a run that has two; name each by package.module:function in the configuration"
+            "got one encoder for a run with two; name each by package.module:function in the configuration"
         )
     made = [_tower(config, side, network, number) for number, side in enumerate(samples.sides)]
     whole: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]
@@ -87,9 +88,9 @@ def _tower(config: RunConfig, side: TowerBuilder, network: nn.Module | None, num
 
 
 def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> TrainState:
-    """Return all that learns; ``num_samples`` are the slots of a memory bank, if there is one."""
+    """Return the train state; ``num_samples`` is the number of slots of a memory bank, if any."""
     normalizer = None
-    if num_samples is not None:  # whichever the loss: a stage of NCE may be added to a finished run
+    if num_samples is not None:  # for every loss: a stage of NCE may be appended to a finished run
         normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
     temperature = None
     if config.learn_temperature:
@@ -106,7 +107,7 @@ def learner(config: RunConfig, whole: Towers, *, num_samples: int | None) -> Tra
 
 
 def manner(config: RunConfig, stage: Stage) -> EmbedConfig:
-    """Return how a stage embeds its batches."""
+    """Return the settings by which a stage embeds its batches."""
     return EmbedConfig(
         chunk_size=stage.chunk_size,
         cached_chunks=stage.cached_chunks,
@@ -117,7 +118,7 @@ def manner(config: RunConfig, stage: Stage) -> EmbedConfig:
 
 
 def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
-    """Return how many rows share the statistics of BatchNorm; 0 where no other rows are negatives."""
+    """Return the number of rows that share BatchNorm statistics; 0 if all negatives share them too."""
     in_batch_only = config.negatives.store == "none"
     local_batch_size = config.local_batch_size(stage)
     return {
@@ -128,7 +129,7 @@ def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
 
 
 def frequencies(config: RunConfig, rows: InMemoryDataset) -> Frequencies | None:
-    """Return how common the documents of these rows are, if a stage discounts frequent ones."""
+    """Count the documents of these rows, if a stage has the logQ correction."""
     if not any(stage.logq_correction for stage in config.stages):
         return None
     return Frequencies.of(rows, explicit=config.negatives.explicit)
@@ -143,14 +144,14 @@ def contrast(
     num_samples: int | None = None,
     frequencies: Frequencies | None = None,
 ) -> Objective:
-    """Return the loss over all workers, of which the hinge is this fraction."""
+    """Return the loss over all workers, in which the hinge has the weight ``hinge_weight``."""
     temperature = stage.temperature if learns.temperature is None else learns.temperature()
     bias = (
         stage.bias
         if learns.temperature is None or learns.temperature.bias is None
         else learns.temperature.bias
     )
-    assert not stage.logq_correction or frequencies is not None, "they are counted before the first step"
+    assert not stage.logq_correction or frequencies is not None, "documents are counted before the first step"
     return build_objective(
         stage.loss,
         hinge_weight=hinge_weight,
@@ -158,9 +159,9 @@ def contrast(
         bias=bias,
         margin=stage.margin,
         hardest=stage.hardest_negative,
-        in_batch=_meets_the_batch(config),
+        in_batch=_has_in_batch_negatives(config),
         pairs=config.has_two_towers,
-        # Keys without gradient, of a momentum encoder or a bank, have nothing to learn from queries.
+        # Keys of a momentum encoder or a bank have no gradient.
         learns_keys=config.key == "tower",
         proximal_weight=stage.proximal_weight,
         log_frequency=frequencies if stage.logq_correction else None,
@@ -174,15 +175,15 @@ def without_hinge(config: RunConfig, stage: Stage) -> Stage:
     return config.without_hinge(stage)
 
 
-def _meets_the_batch(config: RunConfig) -> bool:
+def _has_in_batch_negatives(config: RunConfig) -> bool:
     return config.negatives.in_batch and config.key != "memory_bank"
 
 
-NEW_NODE_S = 900.0  # that a node may take to come, with all that is installed on it
+NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
 
 
 def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankSpec:
-    """Return what the run's bank is."""
+    """Return the spec of the run's bank."""
     is_queue = config.negatives.store == "queue"
     return BankSpec(
         name=config.bank.name or name,
@@ -196,7 +197,7 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
         momentum=config.negatives.bank_momentum,
         num_shards=config.bank.shards,
         detached=config.bank.detached,
-        # Where nodes come when they are asked for, one that is lost takes its time to be replaced.
+        # With autoscaling, the replacement of a lost node takes minutes.
         timeout_s=max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0),
     )
 
@@ -204,7 +205,7 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
 def store(
     config: RunConfig, bank: Bank | None, sample_id: NDArray[np.int64] | None, device: torch.device
 ) -> Store:
-    """Return this worker's side of the store: of the actors' ``bank``, or one of its own without."""
+    """Return this worker's store: a client of ``bank``, or without one, a store of its own."""
     negatives = config.negatives
     if negatives.store == "none":
         return NoStore()
@@ -216,7 +217,7 @@ def store(
             else QueueClient(bank, rank=rank())
         )
         return QueueStore(queue, capacity=negatives.capacity, device=device)
-    assert sample_id is not None, "a memory bank is made for the samples of the run"
+    assert sample_id is not None, "a memory bank needs the sample ids of the run"
     slots = (
         _own_memory_bank(config, sample_id)
         if bank is None
@@ -238,8 +239,8 @@ def _own_memory_bank(config: RunConfig, sample_id: NDArray[np.int64]) -> MemoryB
 
 
 def meet(device: torch.device) -> None:
-    """Wait until all workers are here; collective."""
-    # Read on the host: nccl's calls return before the others have come.
+    """Wait for all workers; collective."""
+    # Read the result on the host: NCCL calls return before the other workers arrive.
     all_sum(torch.zeros(1, device=device)).item()
 
 

@@ -67,19 +67,19 @@ class Checkpointer:
         """``position`` is the start of the run, or the checkpoint that it resumes from."""
         self._job, self._train_state, self._monitor, self._logger = job, train_state, monitor, logger
         self._is_writer = rank() == 0
-        self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be taken away
+        self._preempted: frozenset[int] = frozenset()  # ranks whose nodes will be preempted
         self.saved_step, self._saved_at = position.step, time.monotonic()
 
     def is_due(self, position: Position, device: torch.device) -> bool:
-        """Whether to save after this step: by number, by time, or since a node is about to be taken away."""
+        """Whether to save after this step: by step, by time, or before a node is preempted."""
         every = self._job.config.checkpoints.every_steps
-        by_number = every is not None and position.step % every == 0
+        is_due_by_step = every is not None and position.step % every == 0
         if position.step % self._job.config.log_every_steps:
-            return by_number
+            return is_due_by_step
         # Clocks differ between workers: the first one decides.
         late = time.monotonic() - self._saved_at > self._job.config.checkpoints.interval_s
         is_late = bool(all_sum(torch.tensor(late and self._is_writer, device=device).long()))
-        return by_number or is_late or self._is_newly_preempted()
+        return is_due_by_step or is_late or self._is_newly_preempted()
 
     def save(
         self,
@@ -90,15 +90,15 @@ class Checkpointer:
         evaluated: bool = False,
         always: bool = False,
     ) -> None:
-        """Store a checkpoint, unless this step has one; ``evaluated`` weights and ``always`` replace it.
+        """Save a checkpoint; if this step has one, only for ``evaluated`` weights or ``always``.
 
-        ``evaluated`` says that ``metrics`` were measured with these weights. Raises ``NonFiniteLossError``
+        ``evaluated`` means that ``metrics`` were measured with these weights. Raises ``NonFiniteLossError``
         if a weight is not finite.
         """
         if position.step == self.saved_step and not (evaluated or always):
             return
         with self._logger.clock.paused():
-            # A finite loss may have had an infinite gradient: never keep its update.
+            # A finite loss may have had an infinite gradient: never save its update.
             if not self._train_state.is_finite():
                 raise NonFiniteLossError(
                     f"the weights are not finite after step {position.step}; the last checkpoint "
@@ -181,12 +181,12 @@ def load_checkpoint() -> Restored | None:
 
 
 def load_healthy_checkpoint() -> Restored | None:
-    """Load the latest checkpoint without a sign of collapse, if there is one; collective."""
+    """Load the latest checkpoint without a sign of collapse, if any; collective."""
     all_saved = ray.train.get_all_reported_checkpoints(
         consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
     )
     healthy = [each for each in all_saved if each.metrics["is_healthy"]]
-    # Two checkpoints may have one step: before and after a rollback, or at the border of two stages.
+    # Two checkpoints may have the same step: before and after a rollback, or between two stages.
     latest = max(healthy, key=lambda each: [each.metrics[key] for key in _ORDER], default=None)
     check_equal(-1 if latest is None else latest.metrics["step"], "the step to roll back to")
     return None if latest is None else _load(latest.checkpoint)
@@ -210,7 +210,7 @@ def encoder_specs(
 
 
 def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
-    """Write the encoder; of two towers also the key encoder and the projection heads."""
+    """Write the encoder; for two towers, also the key encoder and the projection heads."""
     encoders = [tower.encoder for tower in towers.towers]
     specs = encoder_specs(job.config, modality, encoders, own=job.network is not None)
     saved = list(zip(towers.towers, specs, (job.output, job.output / KEY), strict=False))
@@ -227,7 +227,7 @@ def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
 
 
 def _name(position: Position, *, evaluated: bool) -> str:
-    """Return a unique name: of two checkpoints with one name, Ray Train would delete one."""
+    """Return a unique name: Ray Train would delete one of two checkpoints with the same name."""
     stage = f"-stage{position.stage}" if position.stage else ""
     again = f"-again{position.rollbacks}" if position.rollbacks else ""
     return f"step-{position.step:08d}{stage}{again}{'-judged' if evaluated else ''}"

@@ -14,7 +14,7 @@ from raycl.errors import ConfigError
 
 _MIN_ROWS = 8  # statistics of fewer rows are noise
 _TRIVIAL = 0.98  # times the collapsed loss: a loss above that hardly distinguishes any pairs
-_LEARNED_GAP = 0.05  # easy views give an untrained network as much, so the loss must agree
+_LEARNED_GAP = 0.05  # easy views give an untrained network the same gap, so the loss must agree
 _FALLING = 0.9  # times the mean of the third of the readings before
 _DEAD = 0.05  # times min_embedding_std: embeddings this close need not contract further
 
@@ -59,11 +59,11 @@ class Limits:
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} is not between 0 and 1: it is {value:g}; 0 switches its sign off")
         if self.patience < 1:
-            raise ConfigError(f"patience is below 1: it is {self.patience}; 3 readings in a row are usual")
+            raise ConfigError(f"patience is below 1: it is {self.patience}; 3 consecutive readings are usual")
         if self.initial_patience < max(3, self.patience):
             raise ConfigError(
                 f"initial_patience is below 3 or below patience: it is {self.initial_patience}, and patience {self.patience}; "
-                "20 readings in a row are usual"
+                "20 consecutive readings are usual"
             )
 
 
@@ -79,11 +79,11 @@ class CollapseMonitor:
         self._streak: _Streak | None = None
         self._num_learned = 0  # consecutive readings that showed learning: a single one may be chance
         self._was_good: set[str] = set()  # the signs that were absent from those readings
-        self._has_told = False
+        self._has_reported = False
 
     def reset(self) -> None:
         """Forget all readings, as after a rollback to a healthy checkpoint."""
-        self._streak, self._num_learned, self._was_good, self._has_told = None, 0, set(), False
+        self._streak, self._num_learned, self._was_good, self._has_reported = None, 0, set(), False
 
     @property
     def is_healthy(self) -> bool:
@@ -111,9 +111,9 @@ class CollapseMonitor:
         if self._num_learned >= self._limits.patience:
             self._was_good |= _METRICS.keys() - {sign}
         self._streak = None if sign is None else self._extended(sign, measures[_METRICS[sign]], step)
-        if self._streak is None or self._has_told or not self._is_collapse(self._streak):
+        if self._streak is None or self._has_reported or not self._is_collapse(self._streak):
             return None
-        self._has_told = True
+        self._has_reported = True
         return self._describe(self._streak, reading, step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,14 +122,14 @@ class CollapseMonitor:
             "streak": None if self._streak is None else asdict(self._streak),
             "num_learned": self._num_learned,
             "was_good": sorted(self._was_good),
-            "has_told": self._has_told,
+            "has_told": self._has_reported,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self._streak = None if state["streak"] is None else _Streak(**state["streak"])
         self._num_learned, self._was_good = state["num_learned"], set(state["was_good"])
-        self._has_told = state["has_told"]
+        self._has_reported = state["has_told"]
 
     def _extended(self, sign: str, value: float, step: int) -> "_Streak":
         streak = self._streak
@@ -202,7 +202,7 @@ class _Reading:
 
     @property
     def has_learned(self) -> bool:
-        """Whether gap and loss, as far as they are known, separate positives from other pairs."""
+        """Whether gap and loss, if known, separate positives from other pairs."""
         gap = self.measures.get("positive_negative_gap")
         if gap is None:
             return self.collapsed_loss is not None and not self.is_trivial
@@ -210,7 +210,7 @@ class _Reading:
 
     @property
     def sign(self) -> str | None:
-        """The most telling sign of collapse, if there is one."""
+        """The strongest sign of collapse, if any."""
         if self._is_low("point"):
             return "point"
         # Untrained networks use few dimensions as well, so these count only after learning.

@@ -1,4 +1,4 @@
-"""The driver of a run: one group of workers after the other, their resources, and signals."""
+"""The driver of a run: successive groups of workers, their resources, and signals."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ _NO_HEARTBEAT_S = 45.0  # after which no worker is left to save a checkpoint
 def train_in_groups(
     job: Job, shutdown: "GracefulShutdown", report: Printer, *, quiet: bool
 ) -> dict[str, Any]:
-    """Train to the end, with one group of workers after the other; return the last metrics.
+    """Train to the end with successive groups of workers; return the last metrics.
 
     Each group resumes from the checkpoint of the one before: for a stage with other numbers of workers, and
     after the loss of a process, a node or Ray Train's controller. ``max_failures`` groups in a row may be lost
@@ -53,7 +53,7 @@ def train_in_groups(
             try:
                 outcome = _train_group(replace(job, workers=workers), report)
             except Exception as error:
-                # Even if the run ends: other work in a notebook needs the resources.
+                # Even if the run ends: other code in a notebook needs the resources.
                 with contextlib.suppress(Exception):
                     remove_leaked_placement_groups()
                 before, saved = saved, saved_steps(job.output)
@@ -104,7 +104,7 @@ def _train_group(job: Job, report: Printer) -> Outcome:
                 checkpoint_score_attribute=SCORE,
                 checkpoint_score_order="max",
             ),
-            # The driver replaces lost groups; Ray Train those of nodes that are preempted with notice.
+            # The driver replaces lost groups; Ray Train replaces groups of nodes preempted with notice.
             failure_config=FailureConfig(max_failures=0, max_preemption_failures=-1),
             worker_runtime_env={"env_vars": environment(gpu=config.gpu)},
         ),
@@ -181,7 +181,7 @@ class GracefulShutdown:
         if threading.current_thread() is not threading.main_thread():
             return self  # only the main thread handles signals
         handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
-        # A shell makes background processes ignore Ctrl-C; that stays so.
+        # A shell makes background processes ignore Ctrl-C: keep that.
         self._handlers = {
             each: handler for each, handler in handlers.items() if handler is not signal.SIG_IGN
         }

@@ -1,4 +1,4 @@
-"""The periodic judges: weighted kNN by labels, or recall of held-out pairs, while training goes on."""
+"""Periodic evaluation during training: weighted kNN on labels, or recall on held-out pairs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ BATCH_SIZE = 256
 
 
 class Evaluator(Protocol):
-    """What judges the towers from time to time; collective."""
+    """Periodic evaluation of the towers; collective."""
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
-        """Return what the records shall hold, the most important first."""
+        """Return the metrics to log, the most important first."""
         ...
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class KnnEvaluator:
-    """Held-out labeled rows (``test``) and trained-on rows that vote over them (``bank``).
+    """Weighted kNN: training rows (``bank``) vote on the labels of held-out rows (``test``).
 
-    ``prepare`` turns rows into what the encoder takes, without any randomness. The encoder computes in
+    ``prepare`` converts rows to encoder inputs without augmentation. The encoder computes in
     ``precision``; neighbors are found in float32.
     """
 
@@ -46,15 +46,15 @@ class KnnEvaluator:
     precision: str = "float32"
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
-        """Return the kNN top-1 accuracy; every worker encodes and judges its own share."""
+        """Return the kNN top-1 accuracy; every worker encodes and classifies its own share."""
         encoder = towers.towers[0].encoder
         bank, bank_label = self._encode(encoder, self.bank, device)
         test, test_label = self._encode(encoder, self.test, device)
         bank, bank_label = gather_detached(bank), gather_detached(bank_label)
         predicted = knn_predict(test, bank, bank_label, k=self.k, temperature=self.temperature)
         counts = torch.tensor([(predicted == test_label).sum(), len(test_label)], device=device)
-        num_right, num_judged = all_sum(counts).tolist()
-        return {"knn_top1": num_right / num_judged}
+        num_right, num_evaluated = all_sum(counts).tolist()
+        return {"knn_top1": num_right / num_evaluated}
 
     def _encode(
         self, encoder: nn.Module, rows: InMemoryDataset, device: torch.device
@@ -68,7 +68,7 @@ class KnnEvaluator:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RetrievalEvaluator:
-    """Held-out pairs (``test``), whose keys are looked for among theirs and those of ``bank``."""
+    """Retrieval: each query of ``test`` is compared with the keys of ``test`` and ``bank``."""
 
     bank: InMemoryDataset
     test: InMemoryDataset
@@ -76,7 +76,7 @@ class RetrievalEvaluator:
     precision: str = "float32"
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
-        """Return the fraction of queries whose own key, or an equal one, is among the nearest 1 and 10."""
+        """Return the fraction of queries whose own key, or an equal one, is among the nearest 1 and 10 keys."""
         assert isinstance(towers, TwoTowers), "pairs have two towers"
         test = _own_share(len(self.test))
         query = self._embed(towers.query, self.test, test, 0, device)
@@ -85,7 +85,7 @@ class RetrievalEvaluator:
         key = torch.cat([self._embed(towers.key_tower, rows, share, 1, device) for rows, share in parts])
         key_id = torch.cat([self._key_ids(rows, share) for rows, share in parts])
         keys, ids = gather_detached(key.to(device)), gather_detached(key_id.to(device))
-        # The same document many times would fill the first places.
+        # Keep each document once: duplicates would fill the first ranks.
         order = ids.argsort(stable=True)
         is_new = torch.ones_like(ids, dtype=torch.bool)
         is_new[1:] = ids[order][1:] != ids[order][:-1]
@@ -93,8 +93,8 @@ class RetrievalEvaluator:
         _, found = nearest(query.to(device), keys[chosen], k=10)
         is_right = ids[chosen][found] == wanted[:, None]
         counts = torch.stack([is_right[:, :1].sum(), is_right.sum(), torch.tensor(len(test), device=device)])
-        at_1, at_10, num_judged = all_sum(counts).tolist()
-        return {"recall_at_10": at_10 / num_judged, "recall_at_1": at_1 / num_judged}
+        at_1, at_10, num_evaluated = all_sum(counts).tolist()
+        return {"recall_at_10": at_10 / num_evaluated, "recall_at_1": at_1 / num_evaluated}
 
     def _embed(
         self, tower: Tower, rows: InMemoryDataset, share: NDArray[np.int64], number: int, device: torch.device
@@ -132,7 +132,7 @@ def build_evaluator(
 
 
 def _own_share(num_rows: int) -> NDArray[np.int64]:
-    """Return this worker's rows: equally many on each worker, since a gather asks for that."""
+    """Return this worker's rows, equally many on each worker, as required by the gather."""
     return np.arange(num_rows // num_workers()) * num_workers() + rank()
 
 

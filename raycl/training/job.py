@@ -1,4 +1,4 @@
-"""What the driver gives a group of workers, and what the group returns."""
+"""The job that the driver passes to a group of workers, and the outcome that the group returns."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -19,7 +19,7 @@ from raycl.tokenization import Vocabulary
 from raycl.training import build
 from raycl.training.modality import Modality
 
-_MIN_ROWS_CHECKED = 1_000  # fewer rows of a stream say too little about its invalid fraction
+_MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked
 
 
 @final
@@ -27,7 +27,7 @@ _MIN_ROWS_CHECKED = 1_000  # fewer rows of a stream say too little about its inv
 class Job:
     """One run as its workers see it.
 
-    ``blocks`` hold all decoded rows; of a stream only the rows for evaluation. ``workers`` is the minimum
+    ``blocks`` hold all decoded rows; for a stream, only the rows for evaluation. ``workers`` is the minimum
     and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
     ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for.
     """
@@ -85,7 +85,7 @@ class Finished:
 @final
 @dataclass(frozen=True)
 class ResizeRequested:
-    """The next stage needs another number of workers, between these two."""
+    """The next stage needs another number of workers, within these limits."""
 
     min_workers: int
     max_workers: int

@@ -29,16 +29,16 @@ from raycl.training.job import Job
 from raycl.training.preflight import ValidatedRun, check_size, validate_run
 from raycl.training.resume import check_same_data, describe_data, save_run_files
 
-NOTABLE_LEAKAGE = 0.05  # an encoder that cannot use the leak measured up to 0.04
+NOTABLE_LEAKAGE = 0.05  # encoders that cannot use the leak reach up to 0.04
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunResult(Displayable):
-    """What came of a run: where it lies, how long it took, its last metrics, and the rows that it skipped.
+    """The result of a run: its output, duration, last metrics, and skipped rows.
 
-    ``invalid_rows`` counts rows that cannot be decoded, by cause, ``skipped`` counts valid rows that the run does not use;
-    ``flat_images`` were used though all their pixels have one value.
+    ``invalid_rows`` counts rows that cannot be decoded, by cause. ``skipped`` counts valid rows that the run does
+    not use. ``flat_images`` counts images whose pixels all have the same value; the run uses them.
     """
 
     output: str
@@ -52,7 +52,7 @@ class RunResult(Displayable):
     flat_images: int = 0
 
     def to_table(self) -> Table:
-        """Show how long it took, the last metrics, and the rows that were skipped."""
+        """Show the duration, the last metrics, and the skipped rows."""
         return Table(
             title=f"run {self.output}",
             facts={
@@ -105,7 +105,7 @@ def train_validated(
 ) -> RunResult:
     """Pretrain an encoder as ``raycl.train`` does, after the checks of ``validate_run``.
 
-    ``dataset`` is given if the run has no address of data. Raises as ``raycl.train`` does.
+    ``dataset`` is required if the run has no address of data. Raises as ``raycl.train`` does.
     """
 
     def report(line: str) -> None:
@@ -134,7 +134,7 @@ def train_validated(
         job = _read_data(run, data, coordinator, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
         with _open_bank(job, report) as bank:
-            # Not before: a refused run must leave no output behind that would have to be resumed.
+            # Only now: a refused run must not leave an output that would require --resume.
             run.lease.check()
             save_run_files(output, config, described, vocabulary)
             shutdown.begin()
@@ -147,7 +147,7 @@ def train_validated(
 
 
 def _check_towers(config: RunConfig, network: nn.Module | None, tokenizer: Tokenizer | None) -> None:
-    """Raise ``ConfigError`` for impossible views or towers here and not on the workers."""
+    """Raise ``ConfigError`` for invalid views or towers before the workers start."""
     vocabulary = Vocabulary.stand_in() if tokenizer is None else Vocabulary(tokenizer)
     modality = build.modality(config, vocabulary)
     modality.drawing()
@@ -164,14 +164,14 @@ def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> Non
 
 
 def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` or ``DataError`` if the data do not suit the configuration or the run so far."""
+    """Raise ``ConfigError`` or ``DataError`` if the data do not match the configuration or the earlier run."""
     config = run.config
     check_size(config, data.num_rows)
     check_same_data(run.output, described)
     if described["streamed"] and any(stage.logq_correction for stage in config.stages):
         raise ConfigError(
             "logq_correction needs document counts, which are not available for streamed data; "
-            "set data.cache=materialize, or drop it"
+            "set data.cache=materialize, or remove it"
         )
 
 
@@ -182,7 +182,7 @@ def _learn_vocabulary(
     encoder: nn.Module | None,
     report: Printer,
 ) -> Vocabulary | None:
-    """Train a tokenizer unless there is one, and count the tokens of the texts."""
+    """Train a tokenizer unless one is given, and count the tokens of the texts."""
     if not config.has_texts:
         return None
     report("counting the tokens of the texts" if tokenizer else "training a tokenizer on the texts")
@@ -193,7 +193,7 @@ def _learn_vocabulary(
 
 
 def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: bool) -> Job:
-    """Read all rows, or of a stream only the rows for evaluation; return the job without its bank."""
+    """Read all rows, or only the evaluation rows of a stream; return the job without its bank."""
     config, streamed = run.config, data.must_stream()
     title = "reading the rows for evaluation" if streamed else "reading"
     progress = rows_read(coordinator, data.num_read_first(streamed))
@@ -224,7 +224,7 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
 
 @contextlib.contextmanager
 def _open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
-    """Start the actors of the store of negatives, if the run wants them, and stop them afterwards."""
+    """Start the actors of the store of negatives, if configured, and stop them afterwards."""
     config, negatives = job.config, job.config.negatives
     if job.num_samples is not None and negatives.num_negatives > job.num_samples:
         raise ConfigError(
@@ -253,7 +253,7 @@ def _open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
 
 
 def _bank_name(output: Place) -> str:
-    """Return the last part of the output's address, without characters that a name must not have."""
+    """Return the last part of the output's address, without characters that are invalid in a name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", output.name).lstrip("-._") or "bank"
 
 

@@ -104,7 +104,7 @@ class Trainer:
         self._checkpointer = Checkpointer(job, self._state, self._monitor, self._logger, self._position)
 
     def run(self) -> Outcome | None:
-        """Train until the end of the run, a stop, or a stage with other numbers of workers."""
+        """Train until the end of the run, a stop, or a stage with another number of workers."""
         outcome = None
         try:
             with self._logger.clock.counting():
@@ -181,7 +181,7 @@ class Trainer:
             raise NonFiniteLossError(
                 f"{error} at step {position.step + 1} (epoch {position.epoch}), on the batch of sample ids "
                 f"{shown}{', ...' if len(ids) > 8 else ''}; the last checkpoint (step "
-                f"{self._checkpointer.saved_step}) is kept: look at these samples, or lower "
+                f"{self._checkpointer.saved_step}) is kept: check these samples, or lower "
                 f"stages.{position.stage}.learning_rate"
             ) from None
 
@@ -200,7 +200,7 @@ class Trainer:
         )
 
     def _record(self, output: StepOutput) -> str | None:
-        """Log the step if its turn has come; return the reason if the run has collapsed."""
+        """Log the step if it is due; return the reason if the run has collapsed."""
         position, collapse = self._position, None
         if self._is_logged(position.step):
             measures = output.measure()
@@ -302,7 +302,7 @@ class Trainer:
         return Finished({**totals, "seconds": position.seconds, **self._metrics})
 
     def _evaluate(self) -> bool:
-        """Evaluate the towers and measure the leak of BatchNorm; return whether there is an evaluator."""
+        """Evaluate the towers and measure the leakage of BatchNorm; return whether there is an evaluator."""
         measured: dict[str, float] = {}
         with self._logger.clock.paused():
             self._state.average_statistics()
@@ -327,7 +327,7 @@ class Trainer:
         )
 
     def _open_store(self, restored: Restored | None) -> Store:
-        """Open the store in the state of the checkpoint; a bank in actors is set back to it."""
+        """Open the store in the state of the checkpoint, and restore a bank in actors to it."""
         if self._job.bank is not None:
             if rank() == 0:
                 self._job.bank.restore(0 if restored is None else restored.position.step)
@@ -352,7 +352,7 @@ class Trainer:
             with autocast(self._config.tower_precision, self._device):
                 rows = self._state.encode(samples)
             self._store.initialize(rows, sample_id)
-        # All workers must write before one reads; and a restarted shard needs these rows.
+        # All workers must write before any reads, and a restarted shard needs these rows.
         self._store.save(step=0)
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that take a moment: before torch is imported and Ray is started."""
+"""Fast checks before the import of torch and the start of Ray."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from raycl.training.resume import check_output
 @final
 @dataclass(frozen=True, kw_only=True)
 class ValidatedRun:
-    """A run whose data exist and whose output has no other writer; without ``data``, a Ray Dataset is passed."""
+    """A run whose data exist and whose output has no other writer; ``data`` is None for a Ray Dataset."""
 
     config: RunConfig
     output: Place
@@ -40,9 +40,9 @@ def validate_run(
     own_encoder: bool = False,
     address: str | None = None,
 ) -> Iterator[ValidatedRun]:
-    """Check names, GPUs, output and data, and hold the lease of the output within.
+    """Check names, GPUs, output and data, and hold the lease of the output in the context.
 
-    ``own_encoder`` says that a module replaces the encoder of the configuration. Raises ``ConfigError``,
+    ``own_encoder`` means that a module replaces the encoder of the configuration. Raises ``ConfigError``,
     ``DataError`` or ``StorageError``.
     """
     _check_encoder_names(config, own_encoder=own_encoder)

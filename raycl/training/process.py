@@ -1,4 +1,4 @@
-"""The setup of a worker's process: threads, allocator, device, matrix products."""
+"""The setup of a worker process: threads, allocator, device, matrix products."""
 
 import contextlib
 import ctypes
@@ -17,23 +17,23 @@ from raycl.errors import ConfigError
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
-_TRIED = ((64, 64), (512, 256), (8, 64, 32))  # matrices, and several at once
+_TRIED = ((64, 64), (512, 256), (8, 64, 32))  # a matrix product, and a batched one
 _EXACT = 1e-5  # relative; float32 gives 3e-7, bfloat16 3e-3
 
 
 def environment(*, gpu: bool) -> dict[str, str]:
-    """Return the environment that a worker's process must be started with."""
-    # Ray runs the loop in a thread, to which glibc would give an arena of its own, and such an arena cannot keep a
-    # block above 64 MB.
+    """Return the environment variables that a worker process must start with."""
+    # Ray runs the loop in a thread. glibc would give the thread a separate arena, which cannot keep blocks above
+    # 64 MB.
     needed = {"MALLOC_ARENA_MAX": "1"}
     if gpu:
-        # Batches of texts differ in shape, and would leave the memory of a GPU in pieces.
+        # Batches of texts differ in shape, which would fragment GPU memory.
         needed[_ALLOCATOR] = os.environ.get(_ALLOCATOR, "expandable_segments:True")
     return needed
 
 
 def available_cores() -> int:
-    """Return how many cores this process may run on, within the quota of its container."""
+    """Return the number of cores available to this process, within the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, _container_cores())))
 
@@ -41,23 +41,23 @@ def available_cores() -> int:
 def _container_cores() -> float:
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return float(quota) / float(period)  # "max" where there is none
+        return float(quota) / float(period)  # "max" means no quota
     except (OSError, ValueError):
         return math.inf
 
 
 def prepare_process(num_threads: int) -> None:
-    """Give torch its threads and the faster matrix products, and keep freed memory in the process.
+    """Set the threads of torch, enable faster matrix products, and keep freed memory in the process.
 
-    By default glibc returns every large block to the kernel, and each step pays for the page
-    faults again: a third of a ResNet's step on CPU.
+    By default, glibc returns every large block to the kernel, and every step pays for the page faults
+    again: a third of a ResNet's step on CPU.
     """
     torch.set_num_threads(num_threads)
     if _is_amd():
         multiply_by_onednn()
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
-        # Before 2.35, glibc takes no more than 32 MB here.
+        # glibc before 2.35 accepts at most 32 MB.
         if not mallopt(_MMAP_THRESHOLD, 2**30):
             mallopt(_MMAP_THRESHOLD, 2**25)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
@@ -65,34 +65,34 @@ def prepare_process(num_threads: int) -> None:
 
 
 def prepare_device(config: RunConfig, device: torch.device) -> RunConfig:
-    """Set up a worker's GPU; return the configuration, in float32 if ``auto`` met a GPU without bfloat16.
+    """Set up a worker's GPU; return the configuration, in float32 if ``auto`` finds a GPU without bfloat16.
 
-    Raises ``ConfigError`` if such a one was to compute in bfloat16. Collective.
+    Raises ``ConfigError`` if ``precision=bfloat16`` finds such a GPU. Collective.
     """
     if device.type != "cuda":
         return config
-    # Images have one shape all along: the fastest kernels are looked for once.
+    # All images have the same shape, so the search for the fastest kernels runs once.
     torch.backends.cudnn.benchmark = True
-    # TF32 for convolutions alone: the products of losses and neighbors stay exact.
+    # TF32 for convolutions only: the products of losses and neighbors stay exact.
     torch.backends.cudnn.allow_tf32 = config.precision != "float32"
     has_bfloat16 = all_agree(torch.cuda.is_bf16_supported(including_emulation=False))
     if has_bfloat16 or config.tower_precision == "float32":
         return config
     if config.precision == "bfloat16":
         raise ConfigError(
-            f"precision=bfloat16 needs GPUs that have it, came {torch.cuda.get_device_name(device)}; "
+            f"precision=bfloat16 needs GPUs that have it, got {torch.cuda.get_device_name(device)}; "
             "set precision=float32, or ask for newer ones by accelerator"
         )
     return config.model_copy(update={"precision": "float32"})
 
 
 def multiply_by_onednn() -> bool:
-    """Let oneDNN multiply matrices of float32 on the CPU, if it does so exactly; return whether it does.
+    """Use oneDNN for float32 matrix products on the CPU, if it is exact; return whether it is.
 
-    torch asks MKL otherwise, which runs at less than half of oneDNN's speed on AMD.
+    The default is MKL, which reaches less than half of oneDNN's speed on AMD.
     """
-    # The switch permits to round factors to bfloat16. oneDNN has a use for that only where the processor has
-    # units for such matrices: so the products say whether it may stay.
+    # The setting permits oneDNN to round factors to bfloat16, which it does only on processors with bfloat16
+    # matrix units. Measure the products to detect these.
     products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before, products.fp32_precision = products.fp32_precision, "bf16"
     is_exact = all(_product_error(shape) < _EXACT for shape in _TRIED)

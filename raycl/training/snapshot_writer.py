@@ -1,6 +1,6 @@
 """Embedding snapshots of a run for its report: embeddings and similarities of some samples.
 
-The samples are held-out rows or, if the run holds none out, training rows. A streamed run without evaluation
+The samples are held-out rows or, without any, training rows. A streamed run without evaluation
 keeps no rows in memory and writes no snapshot.
 """
 
@@ -107,7 +107,7 @@ class SnapshotWriter:
         return (draw(batch).on(device) for batch in self._share(number))
 
     def _share(self, number: int) -> Iterator[Batch]:
-        """Yield this worker's share of the first rows, of equal size on each: the last one may wrap around."""
+        """Yield this worker's share of the first rows, equally many on each worker: the last may wrap around."""
         share = np.arange(-(-number // num_workers())) * num_workers() + rank()
         for start in range(0, len(share), BATCH_SIZE):
             chosen = share[start : start + BATCH_SIZE] % number

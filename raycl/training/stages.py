@@ -1,4 +1,4 @@
-"""A stage as the loop performs it: its length in steps, and its values at each of them."""
+"""The plan of a stage: its length in steps, and its schedules."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from raycl.schedules import Schedule, constant, cosine, join, linear, step_down
 @final
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands: ``step`` steps made in all, ``epoch_step`` of them in ``epoch``.
+    """The position of a run: ``step`` steps in total, ``epoch_step`` of them in ``epoch``.
 
-    Of stage ``stage``, ``stage_step`` steps are made and ``stage_epoch`` epochs are over. After the last
-    of ``rollbacks``, until step ``cross_entropy_until``, cross-entropy stands in for the hinge.
+    ``stage_step`` steps and ``stage_epoch`` epochs of stage ``stage`` are complete. After the last of
+    ``rollbacks``, cross-entropy replaces the hinge until step ``cross_entropy_until``.
     """
 
     step: int = 0
@@ -31,7 +31,7 @@ class Position:
     cross_entropy_until: int = 0
 
     def next_step(self, *, batch_size: int) -> "Position":
-        """Return the position one step on."""
+        """Return the position after one more step."""
         return replace(
             self,
             step=self.step + 1,
@@ -45,7 +45,7 @@ class Position:
         return replace(self, epoch=self.epoch + 1, epoch_step=0, stage_epoch=self.stage_epoch + 1)
 
     def next_stage(self) -> "Position":
-        """Return the beginning of the next stage, which begins with an epoch of its own."""
+        """Return the beginning of the next stage, which starts a new epoch."""
         begun = self.next_epoch() if self.epoch_step else self
         return replace(begun, stage=self.stage + 1, stage_step=0, stage_epoch=0)
 
@@ -55,7 +55,7 @@ class Position:
 class StagePlan:
     """Stage ``index`` of a run; its schedules count the steps of the stage.
 
-    Of a stream, whose broken rows nobody knows beforehand, ``num_steps`` may be a few too many.
+    For a stream, ``num_steps`` may be slightly too high, since its invalid rows are not known beforehand.
     """
 
     index: int
@@ -66,8 +66,8 @@ class StagePlan:
     hinge_weight: Schedule
 
     def is_over(self, *, steps: int, epochs: int) -> bool:
-        """Whether so many steps, or so many whole epochs, are all of it."""
-        # By epochs and not by their expected steps: a stream tells only at its end what was broken.
+        """Whether the stage ends after so many steps or complete epochs."""
+        # Count epochs, not expected steps: the invalid rows of a stream are known only at its end.
         if self.stage.steps is not None:
             return steps >= self.stage.steps
         return epochs >= (self.stage.epochs or 0)
@@ -131,14 +131,14 @@ def _learning_rate_over_stage(length: _Length) -> Schedule:
         # At epochs 120 and 160 of 200, as in InstDisc and MoCo.
         "step": step_down(peak, factor=0.1, steps=[total * part // 5 - warmup for part in (3, 4)]),
     }[length.stage.learning_rate_schedule]
-    # The first step is already a step: start a part above zero.
+    # The first step must change the weights: start above zero.
     return join([linear(peak / (warmup + 1), peak, num_steps=warmup), rest], boundaries=[warmup])
 
 
-def _learning_rate_over_run(length: _Length, samples_before: int, samples_in_all: int) -> Schedule:
-    """Return the part of one schedule over the samples of all stages that falls into this one.
+def _learning_rate_over_run(length: _Length, samples_before: int, total_samples: int) -> Schedule:
+    """Return this stage's part of a schedule over the samples of all stages.
 
-    Only the first stage warms up: the others go on.
+    Only the first stage warms up; later stages continue the schedule.
     """
     stage, warmup = length.stage, 0 if samples_before else length.num_warmup
     shape = {
@@ -148,7 +148,7 @@ def _learning_rate_over_run(length: _Length, samples_before: int, samples_in_all
     }[stage.learning_rate_schedule]
 
     def value(step: int) -> float:
-        progress = (samples_before + step * stage.batch_size) / max(1, samples_in_all)
+        progress = (samples_before + step * stage.batch_size) / max(1, total_samples)
         return stage.peak_learning_rate * shape(min(1.0, progress)) * min(1.0, (step + 1) / (warmup + 1))
 
     return value

@@ -24,10 +24,10 @@ from raycl.training.views import Views
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """The loss of the global batch, and a few embeddings if the step is watched.
+    """The loss of the global batch, and a few embeddings if the step is logged.
 
     ``watched`` are queries of all workers and their positives, both [n, dim]. ``collapsed_loss`` is the
-    loss if all embeddings were equal, where that is known. ``stop_requested`` is true on all workers once
+    loss if all embeddings were equal, or None if it is unknown. ``stop_requested`` is true on all workers once
     a stop was requested from one of them.
     """
 
@@ -40,7 +40,7 @@ class StepOutput:
         """Return the metrics of the watched embeddings, equal on all workers; collective."""
         assert self.watched is not None, "only a watched step keeps embeddings"
         measures = measure(*self.watched.arrived()).known()
-        # Machines round differently: without the mean, one worker alone might detect a collapse.
+        # Machines round differently: without the mean, a single worker might detect a collapse.
         return dict(zip(measures, mean_over_workers(list(measures.values())), strict=True))
 
 
@@ -78,7 +78,7 @@ def train_step(
     assert positive is not None, "every query has a key or a slot"
     watched = _few(query, positive) if is_watched else None
     with phase("loss"):
-        # One message for both: all workers must stop together, and a second message would slow each step.
+        # One collective for both: all workers must stop together, and a second one would slow each step.
         total, num_requests = all_sum(torch.stack([loss, torch.full_like(loss, stop_requested)])).tolist()
         value = total / num_workers()
     if not math.isfinite(value):

@@ -24,7 +24,7 @@ class Store(Protocol):
     """The interface of a training step to its store."""
 
     def fetch(self, views: Views, *, step: int) -> StoreBatch:
-        """Return the stored rows that the queries of this batch are compared with."""
+        """Return the stored rows to compare with the queries of this batch."""
         ...
 
     def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
@@ -50,8 +50,8 @@ class Store(Protocol):
     def metrics(self, *, step: int, seconds: float) -> dict[str, float]:
         """Return the ages of the rows, in steps, and the fraction of ``seconds`` spent waiting for them.
 
-        ``seconds`` is the time since the last call; ``step`` was just made. The ages of a queue are
-        at the next step, the ages of a memory bank are of the rows fetched last.
+        ``seconds`` is the time since the last call, and ``step`` is the last step. A queue reports its ages
+        at the next step, a memory bank the ages of the last fetched rows.
         """
         ...
 
@@ -149,7 +149,7 @@ class BankStore:
         self._fetched_step: NDArray[np.int64] = np.empty(0, np.int64)
 
     def fetch(self, views: Views, *, step: int) -> StoreBatch:
-        """Return own and random slots, and prefetch those of the next step."""
+        """Return own and random slots, and prefetch the slots of the next step."""
         found = self._bank.read(self._slots(views.ids, step))
         if isinstance(self._bank, MemoryBankClient) and views.next_ids is not None:
             self._bank.prefetch(self._slots(views.next_ids, step + 1))
@@ -165,7 +165,7 @@ class BankStore:
         self._bank.initialize(sample_id.cpu().numpy(), rows.cpu().numpy())
 
     def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
-        """Start to copy the batch's embeddings, of all workers if each holds a bank, to the host."""
+        """Start to copy the batch's embeddings to the host, of all workers if each has its own bank."""
         if isinstance(self._bank, MemoryBankClient):
             self._download = Download(torch.from_numpy(views.ids), rows)
         else:
@@ -244,7 +244,7 @@ class _DeviceCopy:
         return StoreBatch(negatives=self._rows[:num_rows], negative_id=self._ids[:num_rows])
 
     def write(self, keys: Tensor, ids: Tensor, *, first: int) -> None:
-        """Put the keys into the slots of the numbers from ``first`` on; of too many, the last stay."""
+        """Write the keys to the slots of numbers ``first`` and up; beyond the capacity, the last keys stay."""
         capacity = len(self._rows)
         kept = slice(max(0, len(keys) - capacity), len(keys))
         slots = (torch.arange(len(keys), device=keys.device)[kept] + first) % capacity

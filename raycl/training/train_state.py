@@ -20,7 +20,7 @@ from raycl.models.towers import Towers, TwoTowers
 from raycl.step_timer import phase
 from raycl.training.views import Views
 
-PROBED_ROWS = 1_024  # of a batch, for the leakage probe compares them all
+PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them
 
 
 @final
@@ -28,11 +28,11 @@ PROBED_ROWS = 1_024  # of a batch, for the leakage probe compares them all
 class EmbedConfig:
     """How a stage embeds its batches.
 
-    At most ``chunk_size`` views at a time have a graph, if it is set; ``cached_chunks`` and
-    ``activation_checkpoint_every`` are those of :func:`~raycl.gradient_cache.embed_in_chunks`.
-    Shuffled BatchNorm normalizes ``rows_per_group`` rows together: keys, or all views of a single
-    tower, are encoded in random company. ``leak_group_size`` rows share their statistics with some
-    negatives and not with others; 0 if there are none of that kind.
+    ``chunk_size`` limits the views with a graph at the same time. ``cached_chunks`` and
+    ``activation_checkpoint_every`` are arguments of :func:`~raycl.gradient_cache.embed_in_chunks`.
+    Shuffled BatchNorm normalizes random groups of ``rows_per_group`` rows: keys, or all views of a single
+    tower. ``leak_group_size`` is the number of rows normalized together, for the leakage probe; 0 if
+    BatchNorm cannot leak.
     """
 
     chunk_size: int | None = None
@@ -43,7 +43,7 @@ class EmbedConfig:
 
 
 class Embedded(NamedTuple):
-    """Queries and keys [local_batch, dim], no keys where they are slots of a bank; negatives [n, dim]."""
+    """Queries and keys [local_batch, dim], and negatives [n, dim]; no keys if these are slots of a bank."""
 
     query: Tensor
     key: Tensor | None
@@ -52,7 +52,7 @@ class Embedded(NamedTuple):
 
 @final
 class TrainState:
-    """Embed views on this worker's side of the run; its state is what a checkpoint keeps."""
+    """Towers, momentum encoder, optimizer and temperature of this worker, and the embedding of batches."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TrainState:
         if isinstance(self.tower, TwoTowers):
             return self._embed_pairs(self.tower, views)
         if self.momentum_encoder is not None:
-            # Before the queries: DDP's backward pass then follows its own forward pass.
+            # Before the queries, so that DDP's backward pass follows its own forward pass.
             with phase("keys"):
                 key = self._encode_keys(self.momentum_encoder, views, step)
             return Embedded(self.encode(views.view_a), key)
@@ -98,13 +98,13 @@ class TrainState:
         return Embedded(query, key)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Embed rows by the tower, in chunks if the batch is larger than memory."""
+        """Embed rows with the tower, in chunks if ``chunk_size`` is set."""
         if self._embed_config.chunk_size is None:
             return self._parallel(rows)
         return self._in_chunks(self.tower, rows)
 
     def backward(self, loss: Tensor) -> None:
-        """Leave the gradient of the mean loss over all workers in the parameters; collective."""
+        """Store the gradient of the mean loss over all workers in the parameters; collective."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         average_(parameter.grad for parameter in self._not_averaged() if parameter.grad is not None)
@@ -131,7 +131,7 @@ class TrainState:
             average_buffers(self.momentum_encoder)
 
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
-        """Measure how much BatchNorm leaks of the keys, if it can leak; collective."""
+        """Measure the leakage of BatchNorm, if it can leak; collective."""
         num_rows = min(len(views), PROBED_ROWS)
         group_size = min(self._embed_config.leak_group_size, num_rows // 2)
         if views.view_b is None or group_size < 2 or isinstance(self.tower, TwoTowers):
@@ -175,12 +175,12 @@ class TrainState:
         else:
             query = self._in_chunks(towers.query, views.view_a)
             keys = self._in_chunks(towers.key_tower, views.keys())
-        # Where there may be negatives, none in this batch are still some: other workers have theirs.
+        # Keep an empty tensor if this batch has no negatives, since other workers may have some.
         negatives = keys[len(views) :] if views.known.negative is not None else None
         return Embedded(query, keys[: len(views)], negatives)
 
     def _encode_shuffled(self, views: Views, step: int) -> Embedded:
-        """Embed both views in random groups; interleaved, their order is the same for any number of workers."""
+        """Embed both views in random groups; interleaving keeps their order for any number of workers."""
         assert views.view_b is not None, "a method whose keys are views draws two"
         rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
         embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
@@ -196,7 +196,7 @@ class TrainState:
 
     def _in_chunks(self, network: nn.Module, rows: Tensor) -> Tensor:
         config = self._embed_config
-        assert config.chunk_size is not None, "only a batch with a chunk_size is cut"
+        assert config.chunk_size is not None, "only a batch with a chunk_size is split"
         return embed_in_chunks(
             network,
             rows,
