@@ -35,8 +35,8 @@ class Limits:
 
     Args:
         min_embedding_std: embeddings with a lower spread are nearly one point.
-        min_gap: with a lower gap, positives are no nearer than other pairs. This is a sign only if the
-            loss is no better than the collapsed loss.
+        min_gap: with a lower gap, positives are as far apart as other pairs. This is a sign only if the
+            loss has not fallen below the collapsed loss.
         min_effective_rank: the lowest effective rank, as a power of the highest possible one:
             0.2 means 2.3 of 64 dimensions, 3 of 256 and 1.15 of 2.
         patience: the number of readings if the run was healthy before.
@@ -140,7 +140,7 @@ class CollapseMonitor:
 
     def _is_collapse(self, streak: "_Streak") -> bool:
         was_good = streak.sign in self._was_good
-        # The gap of few rows is noisy, and a run without one does no harm for a while.
+        # The gap of few rows is noisy, and a run may continue without one for a while.
         is_urgent = was_good and streak.sign != "gap"
         if streak.num_looks < (self._limits.patience if is_urgent else self._limits.initial_patience):
             return False
@@ -197,7 +197,7 @@ class _Reading:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether the loss is no better than with equal embeddings; False if that loss is unknown."""
+        """Whether the loss is as high as with equal embeddings; False if that loss is unknown."""
         return self.collapsed_loss is not None and self.loss >= _TRIVIAL * self.collapsed_loss
 
     @property

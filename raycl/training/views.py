@@ -240,7 +240,7 @@ class _Sent(NamedTuple):
     batch: Batch
     drafts: list[Draft]
     shared_id_space: bool
-    moved: list[Any]  # the tensors of its rows, then those of its drafts
+    moved: list[Any]  # the tensors of its rows, then of its drafts
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:
