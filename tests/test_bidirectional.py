@@ -502,34 +502,34 @@ BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, "the temperature is not above 0: it is 0; usual values"),
+        ({"temperature": 0.0}, "the temperature must be above 0, got 0; usual values"),
         ({"gathered_key": ROWS}, "only one side is gathered: gathered_query is None; gather both"),
         ({"gathered_query": ROWS}, "only one side is gathered: gathered_key is None; gather both"),
         (
             BOTH | {"gathered_key": torch.cat([ROWS, ROWS])},
-            "gathered_query and gathered_key are not [batch, dim] of one shape: they came as [4, 4] and [8, 4]",
+            "gathered_query and gathered_key must be [batch, dim] of the same shape, got [4, 4] and [8, 4]",
         ),
         (
             {"gathered_query": ROWS[:, :2], "gathered_key": ROWS[:, :2]},
-            "came as [4, 2] and [4, 2] for rows of [4, 4]; gather every",
+            "got [4, 2] and [4, 2] for rows of [4, 4]; gather the rows",
         ),
-        (BOTH | {"offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
-        ({"negatives": ROWS[:, :2]}, "the negatives are not [rows, dim] with the dim of the queries"),
-        ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] ids came for 4 rows; pass one"),
-        ({"key_id": torch.eye(4)}, "key_id does not match its rows: [4, 4] ids came for 4 rows"),
-        ({"gathered_key_id": IDS}, "gathered_key_id came without gathered_key: [4] ids of no rows"),
+        (BOTH | {"offset": 1}, "offset 1 with 4 rows for 4 gathered rows"),
+        ({"negatives": ROWS[:, :2]}, "the negatives must be [rows, dim] with the dim of the queries"),
+        ({"query_id": IDS[:3]}, "query_id does not match its rows: got [3] ids for 4 rows; pass one"),
+        ({"key_id": torch.eye(4)}, "key_id does not match its rows: got [4, 4] ids for 4 rows"),
+        ({"gathered_key_id": IDS}, "gathered_key_id requires gathered_key, got only [4] values"),
         (BOTH | {"key_id": IDS}, "gathered_key_id is None; pass both or neither"),
         (BOTH | {"gathered_query_id": IDS}, "query_id is None; pass both or neither"),
         (
             BOTH | {"key_id": IDS, "gathered_key_id": IDS[:3]},
-            "gathered_key_id does not match its rows: [3] ids came for 4 rows",
+            "gathered_key_id does not match its rows: got [3] ids for 4 rows",
         ),
-        ({"negative_id": IDS}, "negative_id came without negatives: [4] ids of no rows; pass both"),
+        ({"negative_id": IDS}, "negative_id requires negatives, got only [4] values; pass both"),
         ({"negatives": ROWS, "negative_id": IDS}, "key_id is None; pass both or neither"),
         ({"negatives": ROWS, "key_id": IDS}, "negative_id is None; pass both or neither"),
         (
             {"negatives": ROWS, "key_id": IDS, "negative_id": IDS[:3]},
-            "negative_id does not match its rows: [3] ids came for 4 rows",
+            "negative_id does not match its rows: got [3] ids for 4 rows",
         ),
         (
             {"negatives": ROWS, "key_log_frequency": ROWS[0]},
@@ -539,7 +539,7 @@ BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
             {"negatives": ROWS, "negative_log_frequency": ROWS[0]},
             "key_log_frequency is None; pass all of them or none",
         ),
-        ({"key_log_frequency": ROWS[0, :2]}, "key_log_frequency does not match its rows: [2] numbers"),
+        ({"key_log_frequency": ROWS[0, :2]}, "key_log_frequency does not match its rows: got [2] values"),
     ],
 )
 def test_impossible_input_is_refused_with_what_came_and_what_to_do(

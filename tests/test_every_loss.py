@@ -256,22 +256,22 @@ def test_no_weight_is_a_number_too_small_for_full_speed(loss: Callable[..., Tens
 ROWS = torch.eye(4)
 IDS = torch.arange(4)
 OF_PAIRS = [
-    ({"key": ROWS[:3]}, "query and key are not [local_batch, dim] of one shape: they came as [4, 4]"),
-    ({"query": ROWS[:0], "key": ROWS[:0]}, "they came as [0, 4] and [0, 4]; pass one row"),
-    ({"offset": -1}, "offset -1 with 4 rows came for 4 gathered rows"),
+    ({"key": ROWS[:3]}, "query and key must be [local_batch, dim] of the same shape, got [4, 4]"),
+    ({"query": ROWS[:0], "key": ROWS[:0]}, "got [0, 4] and [0, 4]; pass one row"),
+    ({"offset": -1}, "offset -1 with 4 rows for 4 gathered rows"),
 ]
 OF_IDS = [
-    ({"sample_id": torch.arange(5)}, "[5] ids came for 4 rows; pass one id per row"),
+    ({"sample_id": torch.arange(5)}, "got [5] ids for 4 rows; pass one id per row"),
     ({"in_batch": False}, "in_batch is False and negatives is None; pass negatives ([0, dim]"),
-    ({"negative_id": IDS}, "negative_id came without negatives: [4] ids of no rows; pass both"),
-    ({"gathered_sample_id": IDS}, "gathered_sample_id came without gathered_key"),
+    ({"negative_id": IDS}, "negative_id requires negatives, got only [4] values; pass both"),
+    ({"gathered_sample_id": IDS}, "gathered_sample_id requires gathered_key"),
     ({"negatives": ROWS, "negative_id": IDS}, "sample_id is None; pass both or neither"),
     ({"negatives": ROWS, "sample_id": IDS}, "negative_id is None; pass both or neither"),
-    ({"query_id": IDS[:3]}, "query_id does not match its rows: [3] ids came for 4 rows; pass one id"),
+    ({"query_id": IDS[:3]}, "query_id does not match its rows: got [3] ids for 4 rows; pass one id"),
     ({"negatives": ROWS, "key_id": IDS}, "negative_id is None; pass both or neither"),
     (
         {"negatives": ROWS, "sample_id": IDS, "negative_id": IDS[:3]},
-        "negative_id does not match its rows: [3] ids came for 4 rows",
+        "negative_id does not match its rows: got [3] ids for 4 rows",
     ),
 ]
 

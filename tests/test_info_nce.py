@@ -361,21 +361,21 @@ IDS = torch.arange(4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, "the temperature is not above 0: it is 0; usual values"),
+        ({"temperature": 0.0}, "the temperature must be above 0, got 0; usual values"),
         (
             {"in_batch": False, "negatives": ROWS, "gathered_key": ROWS},
-            "[4, 4] came with in_batch=False; leave gathered_key out",
+            "gathered_key [4, 4] with in_batch=False; remove gathered_key",
         ),
         (
             {"negatives": ROWS[:, :2]},
-            "the negatives are not [rows, dim] with the dim of the queries: they came as [4, 2]",
+            "the negatives must be [rows, dim] with the dim of the queries, got [4, 2]",
         ),
-        ({"gathered_key": ROWS[0]}, "the gathered keys are not [rows, dim]"),
-        ({"gathered_key": ROWS, "offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
+        ({"gathered_key": ROWS[0]}, "the gathered keys must be [rows, dim]"),
+        ({"gathered_key": ROWS, "offset": 1}, "offset 1 with 4 rows for 4 gathered rows"),
         ({"gathered_key": ROWS, "sample_id": IDS}, "gathered_sample_id is None; pass both or neither"),
-        ({"sample_id": IDS, "key_id": IDS}, "two kinds of ids: sample_id came beside key_id; pass sample_id"),
+        ({"sample_id": IDS, "key_id": IDS}, "two kinds of ids: got sample_id with key_id; pass sample_id"),
         ({"gathered_key": ROWS, "query_id": IDS}, "gathered_query_id is None; pass both or neither"),
-        ({"gathered_key_id": IDS, "key_id": IDS}, "gathered_key_id came without gathered_key"),
+        ({"gathered_key_id": IDS, "key_id": IDS}, "gathered_key_id requires gathered_key"),
     ],
 )
 def test_impossible_input_is_refused_with_what_came_and_what_to_do(

@@ -279,7 +279,7 @@ def test_constant_follows_the_batches_by_an_average_of_z(momentum: float, scale:
 def test_constant_goes_on_from_a_checkpoint_and_a_fresh_one_may_be_kept_too() -> None:
     first, fresh = NormalizingConstant(100, momentum=0.9), NormalizingConstant(100, momentum=0.9)
     fresh.load_state_dict(first.state_dict())
-    with pytest.raises(RunError, match="no batch came; call update"):
+    with pytest.raises(RunError, match="no estimate yet; call update"):
         _ = fresh.log_normalizer
     batches = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
     first.update(batches[:1])
@@ -310,16 +310,19 @@ IDS = torch.arange(4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, "the temperature is not above 0: it is 0; usual values"),
-        ({"positive": ROWS[:3]}, "query and positive are not [local_batch, dim] of one shape: they came"),
-        ({"noise": ROWS[:, :2]}, "the noise rows are not [rows, dim] with the dim of the queries"),
-        ({"num_samples": 0}, "num_samples is 0; pass how many samples it holds"),
+        ({"temperature": 0.0}, "the temperature must be above 0, got 0; usual values"),
+        ({"positive": ROWS[:3]}, "query and positive must be [local_batch, dim] of the same shape, got"),
+        ({"noise": ROWS[:, :2]}, "the noise rows must be [rows, dim] with the dim of the queries"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0; pass the number of slots"),
         ({"sample_id": IDS}, "noise_id is None; pass both or neither"),
         ({"noise_id": IDS}, "sample_id is None; pass both or neither"),
-        ({"sample_id": IDS[:3], "noise_id": IDS}, "[3] ids came for 4 rows; pass one id per row"),
-        ({"sample_id": IDS, "noise_id": IDS[:3]}, "noise_id does not match its rows: [3] ids came"),
-        ({"positive": ROWS.clone().requires_grad_()}, "positive requires grad, but a bank's rows get none"),
-        ({"noise": ROWS.clone().requires_grad_()}, "noise requires grad, but a bank's rows get none"),
+        ({"sample_id": IDS[:3], "noise_id": IDS}, "got [3] ids for 4 rows; pass one id per row"),
+        ({"sample_id": IDS, "noise_id": IDS[:3]}, "noise_id does not match its rows: got [3] ids"),
+        (
+            {"positive": ROWS.clone().requires_grad_()},
+            "positive requires grad, but rows of a memory bank get no",
+        ),
+        ({"noise": ROWS.clone().requires_grad_()}, "noise requires grad, but rows of a memory bank get no"),
     ],
 )
 def test_impossible_input_is_refused_with_what_came_and_what_to_do(
@@ -334,16 +337,16 @@ def test_impossible_input_is_refused_with_what_came_and_what_to_do(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: NormalizingConstant(0), "num_samples is 0; pass how many"),
-        (lambda: NormalizingConstant(9, momentum=1.0), "is not in [0, 1): it is 1; 0.99 is usual"),
-        (lambda: NormalizingConstant(9, momentum=-0.1), "is not in [0, 1): it is -0.1; 0.99 is usual"),
-        (lambda: NormalizingConstant(9).update(torch.zeros(2)), "they came as [2]; gather noise_mass"),
+        (lambda: NormalizingConstant(0), "num_samples must be at least 1, got 0; pass the number"),
+        (lambda: NormalizingConstant(9, momentum=1.0), "must be in [0, 1), got 1; 0.99 is usual"),
+        (lambda: NormalizingConstant(9, momentum=-0.1), "must be in [0, 1), got -0.1; 0.99 is usual"),
+        (lambda: NormalizingConstant(9).update(torch.zeros(2)), "got [2]; gather noise_mass"),
         (
             lambda: NormalizingConstant(9).update(noise_mass(ROWS, ROWS[:0], temperature=0.1)[None]),
-            "0 pairs of query and noise came; draw noise",
+            "got 0 pairs of query and noise; draw noise",
         ),
-        (lambda: noise_mass(ROWS, ROWS[:, :2], temperature=0.1), "the noise rows are not [rows, dim]"),
-        (lambda: proximal_term(ROWS, ROWS[:3]), "query and own_slot are not [local_batch, dim]"),
+        (lambda: noise_mass(ROWS, ROWS[:, :2], temperature=0.1), "the noise rows must be [rows, dim]"),
+        (lambda: proximal_term(ROWS, ROWS[:3]), "query and own_slot must be [local_batch, dim]"),
     ],
 )
 def test_impossible_constants_and_masses_are_refused(call: Any, message: str) -> None:

@@ -102,10 +102,10 @@ def test_workers_give_loss_and_gradient_of_the_whole_batch(num_workers: int, by_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": 0.0}, "the temperature is not above 0: it is 0"),
-        ({"temperature": torch.tensor(-1.0)}, "the temperature is not above 0: it is -1"),
-        ({"key": torch.eye(4)[:3]}, "query and key are not"),
-        ({"gathered_key": torch.eye(4), "offset": 1}, "offset 1 with 4 rows came for 4 gathered rows"),
+        ({"temperature": 0.0}, "the temperature must be above 0, got 0"),
+        ({"temperature": torch.tensor(-1.0)}, "the temperature must be above 0, got -1"),
+        ({"key": torch.eye(4)[:3]}, "query and key must be"),
+        ({"gathered_key": torch.eye(4), "offset": 1}, "offset 1 with 4 rows for 4 gathered rows"),
         ({"key_id": torch.arange(3)}, "key_id does not match its rows"),
     ],
 )

@@ -1,15 +1,16 @@
-"""Losses over all workers whose embeddings travel round a ring: no worker ever holds all of them.
+"""Losses over all workers by ring communication: no worker holds the embeddings of all workers.
 
-Gathered rows, and their gradient, take num_workers * local_batch * dim on every worker. Here a
-worker holds its own rows and those that visit it (as Inf-CL does: Cheng et al., 2024), at the price
-of one more product of matrices for each pair of workers.
+Gathered rows and their gradient take num_workers * local_batch * dim on every worker. Here a worker
+holds its own rows and the rows of one other worker at a time (as in Inf-CL: Cheng et al., 2024), at
+the cost of one additional matrix product per pair of workers.
 
-There are two rounds. In the first the candidates travel, and each row learns its logsumexp over all
-of them. In the second the rows travel with their logsumexp, and each candidate sums up at home what
-they ask of it: no gradient travels, and what travels is only read, so it goes on while it is met.
+There are two rounds. In the first, candidates pass around the ring, and each row computes its
+logsumexp over all candidates. In the second, rows pass around with their logsumexp, and each worker
+sums the gradient of its own candidates. Gradients are never sent. Sent rows are read-only, so
+communication overlaps with computation.
 
-All workers call a loss alike, with equal local batches. Which gradients are wanted should be the same
-on all of them too, but is agreed upon, so that one which wants none stops nobody.
+All workers must call a loss with equal local batches. Workers agree on the gradients to compute, so
+that a worker without gradients cannot block the others.
 """
 
 from collections.abc import Sequence
@@ -46,24 +47,25 @@ from raycl.losses.tiled import (
 
 
 def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor) -> Tensor:
-    """NT-Xent over the embeddings of all workers (SimCLR: Chen et al., 2020), by a ring.
+    """NT-Xent over the embeddings of all workers (SimCLR: Chen et al., 2020), by ring communication.
 
-    Value and gradients are those of :func:`raycl.losses.nt_xent` over gathered rows: averaged over
-    workers (as DDP does) they are those of the whole batch. Collective, in the forward only.
+    Has the same value and gradients as :func:`raycl.losses.nt_xent` with gathered rows. Their average
+    over workers (as in DDP) is the value and gradient of the whole batch. Collective in the forward
+    pass only.
 
     Args:
-        view_a: [local_batch, dim], this worker's embeddings of one view; the same shape and type
+        view_a: [local_batch, dim], this worker's embeddings of one view; the same shape and dtype
             on every worker.
         view_b: [local_batch, dim], row i the positive of view_a's row i.
-        sample_id: [local_batch] int64; candidates with the row's id are masked, on any worker.
-        temperature: above 0; a 0-d tensor that requires grad is learned, its gradient exact.
+        sample_id: [local_batch] int64; candidates of any worker with the row's id are masked.
+        temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
 
     Returns:
         A scalar, the **mean** over this worker's 2 * local_batch rows; it can be differentiated once.
-        Every worker must scale it alike, for the gradients are taken when it is computed.
+        Every worker must scale it equally, since the forward pass computes the gradients.
 
     Raises:
-        ConfigError: shapes do not agree, or the temperature is not above 0.
+        ConfigError: Shapes do not match, or the temperature is not above 0.
     """
     if num_workers() == 1:
         return nt_xent(view_a, view_b, temperature=temperature, sample_id=sample_id)
@@ -84,27 +86,27 @@ def ring_info_nce(
     negative_id: Tensor | None = None,
     temperature: float | Tensor,
 ) -> Tensor:
-    """InfoNCE over the keys of all workers (van den Oord et al., 2018), by a ring.
+    """InfoNCE over the keys of all workers (van den Oord et al., 2018), by ring communication.
 
-    Value and gradients are those of :func:`raycl.losses.info_nce` over gathered keys: averaged over
-    workers (as DDP does) they are those of the whole batch. Collective, in the forward only. Keys
-    that want no gradient on any worker cost one round and no product more than gathered ones.
+    Has the same value and gradients as :func:`raycl.losses.info_nce` with gathered keys. Their average
+    over workers (as in DDP) is the value and gradient of the whole batch. Collective in the forward
+    pass only. If no worker needs the gradient of keys, the second round is skipped.
 
     Args:
-        query: [local_batch, dim], this worker's embeddings; the same shape and type on every worker.
+        query: [local_batch, dim], this worker's embeddings; the same shape and dtype on every worker.
         key: [local_batch, dim], row i the positive of query i.
-        sample_id: [local_batch] int64; candidates with the query's id are masked, on any worker.
-        negatives: [num_negatives, dim], further candidates of this worker's queries, in half
-            precision too: a queue, the same rows on every worker. They do not travel.
-        negative_id: [num_negatives] int64, the ids of the negatives.
-        temperature: above 0; a 0-d tensor that requires grad is learned, its gradient exact.
+        sample_id: [local_batch] int64; candidates of any worker with the query's id are masked.
+        negatives: [num_negatives, dim], additional candidates of this worker's queries: rows of a
+            queue, the same on every worker. Half precision is supported. They are not sent.
+        negative_id: [num_negatives] int64, ids of the negatives.
+        temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
 
     Returns:
         A scalar, the **mean** over this worker's queries; it can be differentiated once. Every
-        worker must scale it alike, for the gradients are taken when it is computed.
+        worker must scale it equally, since the forward pass computes the gradients.
 
     Raises:
-        ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
+        ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     if num_workers() == 1:
         return info_nce(
@@ -137,7 +139,7 @@ def _evaluate_views(
     sample_id: Tensor,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Use the rows of both views as columns too; return one gradient for both roles."""
+    """Evaluate the rows of both views against themselves; return one gradient for both roles."""
     no_others = rows.new_empty(0, rows.shape[1])
     loss, (as_rows, as_columns, _, at_temperature) = _evaluate(
         rows,
@@ -167,14 +169,14 @@ def _evaluate(
 ) -> tuple[Tensor, Gradients]:
     """Classify each row's positive among the columns of all workers and the negatives.
 
-    rows and columns [num_rows, dim] are this worker's: for each group a local batch with these ids.
+    rows and columns [num_rows, dim] belong to this worker; each group is a local batch with these ids.
     """
     wants_columns = with_gradient and columns.requires_grad
     lengths = torch.stack([longest(each, columns.dtype) for each in (columns, negatives)]).amax()
     agreed = gather_detached(torch.stack([lengths, lengths.new_full((), wants_columns)])[None]).amax(0)
     mask = _mask(groups, sample_id, negative_id)
-    # Every worker must go the second round if one does: it needs the rows of all.
-    bound, goes_again = read_bound_and(rows, agreed[0], temperature, mask, flag=agreed[1])
+    # The second round is collective: all workers take part if one needs it.
+    bound, needs_second_round = read_bound_and(rows, agreed[0], temperature, mask, flag=agreed[1])
     scale = LOG2_E / temperature
     at_rows, at_negatives = gradient_buffers(
         rows, negatives, temperature=temperature, with_gradient=with_gradient
@@ -204,7 +206,7 @@ def _evaluate(
     visit_all(meet, columns)
     softmax = Softmax(*(torch.cat(parts) for parts in zip(*(each.finish() for each in blocks), strict=True)))
     at_columns = None
-    if goes_again:
+    if needs_second_round:
         at_columns = _column_gradient(rows, columns, softmax, groups, scale, mask)
     if at_negatives is not None:
         for block in row_blocks(groups):
@@ -217,14 +219,14 @@ def _evaluate(
 
 
 def _mask(groups: Sequence[RowGroup], sample_id: Tensor, negative_id: Tensor | None) -> FalseNegativeMask:
-    """Return the mask of this worker's rows with the columns of all workers, by rank, and the negatives."""
-    everyone = gather_detached(sample_id)
-    column_ids = everyone.view(num_workers(), -1).repeat(1, len(groups)).flatten()
+    """Return the mask of this worker's rows against the columns of all workers, by rank, and the negatives."""
+    all_ids = gather_detached(sample_id)
+    column_ids = all_ids.view(num_workers(), -1).repeat(1, len(groups)).flatten()
     if negative_id is not None:
         column_ids = torch.cat([column_ids, negative_id])
     own = sample_id.repeat(len(groups))
     blocks = row_blocks(groups)
-    return FalseNegativeMask((everyone, everyone), own, column_ids, row_blocks=blocks, num_own=len(groups))
+    return FalseNegativeMask((all_ids, all_ids), own, column_ids, row_blocks=blocks, num_own=len(groups))
 
 
 def _column_gradient(
@@ -235,15 +237,15 @@ def _column_gradient(
     scale: Tensor,
     mask: FalseNegativeMask,
 ) -> Tensor:
-    """Return the gradient of this worker's columns from the rows of all workers, yet to be scaled.
+    """Return the unscaled gradient of this worker's columns from the rows of all workers.
 
-    A column's false negatives are those of the row in its place: ids are symmetric.
+    Ids are symmetric, so a column has the same false negatives as the row with the same index.
     """
     gradient = torch.zeros_like(columns)
     diagonals = [-diagonal for group in groups for diagonal in group.diagonals]
 
     def meet(worker: int, visiting: Tensor, logsumexp: Tensor) -> None:
-        # No logit exceeds its row's logsumexp: nothing here can overflow.
+        # No logit exceeds the logsumexp of its row, so exp2 cannot overflow.
         visitors = ColumnBlock(visiting, mask=mask, first=worker * len(rows), bias=-logsumexp)
         for block in row_blocks(groups):
             masked = diagonals if worker == rank() else ()

@@ -1,4 +1,4 @@
-"""Contrastive losses: tensors in, a scalar out; they know no ranks and hold no B x B."""
+"""Contrastive losses: they map tensors to a scalar, without communication and without a [batch, batch] matrix."""
 
 from raycl.losses.clip import clip
 from raycl.losses.hinge import hinge

@@ -1,4 +1,4 @@
-"""The symmetric cross-entropy of pairs: CLIP (Radford et al., 2021) and two towers."""
+"""Symmetric cross-entropy of pairs, for CLIP (Radford et al., 2021) and two towers."""
 
 from functools import partial
 
@@ -54,49 +54,50 @@ def clip(
 ) -> Tensor:
     """Classify each query's key among keys and each key's query among queries (Radford et al., 2021).
 
-    A query's candidates are the keys of the batch and ``negatives``; a key's are the queries of the
-    batch. The loss is the **mean** over the local_batch pairs and then over the two directions. No
-    [batch, batch] matrix is ever held.
+    The candidates of a query are the keys of the batch and ``negatives``. The candidates of a key are
+    the queries of the batch. The loss is the **mean** over the local_batch pairs and then over the two
+    directions. The [batch, batch] matrix is never materialized.
 
-    **What is no negative.** A query and a key whose ids make a pair anywhere in the batch are
-    masked, in both directions: another pair with the same key, another pair with the same query, and
-    any candidate, of ``negatives`` too, that is some other pair's key of the same query. Positives of
-    which the batch has no pair are not known here: leave them out of ``negatives``. Without
-    ``query_id`` every query counts as a different one, without ``key_id`` every key. Samples with one
-    id, such as an image with its caption, pass it as both.
+    **False negatives.** A query and a key are masked, in both directions, if their ids form a pair
+    anywhere in the batch. This covers other pairs with the same key, other pairs with the same query,
+    and candidates (including ``negatives``) that are the key of another pair of the same query.
+    Positives without a pair in the batch are unknown here: exclude them from ``negatives``. Without
+    ``query_id`` all queries are distinct, without ``key_id`` all keys. If a pair is one sample with one
+    id, such as an image with its caption, pass the id as both.
 
     Args:
-        query: [local_batch, dim], this worker's embeddings; unit rows are usual, other lengths
-            are right too. Half precision is computed in float32.
+        query: [local_batch, dim], this worker's embeddings, usually of unit length; other lengths
+            are supported. Half precision is computed in float32.
         key: [local_batch, dim], row i the positive of query i.
-        temperature: above 0; a 0-d tensor that requires grad is learned, its gradient exact.
-        gathered_query: [batch, dim], the queries of all workers, gathered with gradient; ``query``
-            is then read from here. Goes with ``gathered_key``.
-        gathered_key: [batch, dim], the keys of all workers, gathered with gradient; ``key`` is
-            then read from here. Averaged over workers (as DDP does) the gradients are those of
-            the whole batch.
-        offset: where this worker's rows begin in the gathered ones.
-        query_id: [local_batch] int64; equal ids are the same query.
-        gathered_query_id: [batch] int64, the ids of the gathered queries.
-        key_id: [local_batch] int64; equal ids are the same key (document, item, caption).
-        gathered_key_id: [batch] int64, the ids of the gathered keys.
-        negatives: [num_negatives, dim], further candidates of every query, of no key: explicit
-            negatives, gathered from all workers, or a queue's rows, in half precision too. There
-            may be none yet.
-        negative_id: [num_negatives] int64, the ids of the negatives, which are keys too.
-        key_log_frequency: [local_batch], log Q: the natural logarithm of how often a key is drawn
-            as a candidate, taken off its logits with **all** queries, its own among them, but
-            not with the key's own candidates (Yi et al., 2019). Only differences matter; no gradient.
-        gathered_key_log_frequency: [batch], that of the gathered keys.
-        negative_log_frequency: [num_negatives], that of the negatives.
+        temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
+        gathered_query: [batch, dim], the queries of all workers, gathered with gradient; replaces
+            ``query``. Requires ``gathered_key``.
+        gathered_key: [batch, dim], the keys of all workers, gathered with gradient; replaces
+            ``key``. The average of the gradients over workers (as in DDP) is the gradient of the
+            whole batch.
+        offset: the index of this worker's first row in the gathered rows.
+        query_id: [local_batch] int64; equal ids mean the same query.
+        gathered_query_id: [batch] int64, ids of the gathered queries.
+        key_id: [local_batch] int64; equal ids mean the same key (document, item, caption).
+        gathered_key_id: [batch] int64, ids of the gathered keys.
+        negatives: [num_negatives, dim], additional candidates of every query, but not of keys:
+            explicit negatives gathered from all workers, or rows of a queue. Half precision is
+            supported, and so are 0 rows.
+        negative_id: [num_negatives] int64, ids of the negatives, in the id space of the keys.
+        key_log_frequency: [local_batch], log Q: the natural logarithm of the sampling frequency of a
+            key as a candidate. It is subtracted from the logits of **all** queries with the key,
+            including its own query, but not from the logits of the key's candidates
+            (Yi et al., 2019). Only differences matter; no gradient.
+        gathered_key_log_frequency: [batch], log Q of the gathered keys.
+        negative_log_frequency: [num_negatives], log Q of the negatives.
 
     Returns:
-        A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, at
-        query, key (or the gathered ones), temperature and negatives; what requires no gradient
-        costs none.
+        A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
+        respect to query and key (or the gathered rows), temperature and negatives. Gradients are
+        computed only for inputs that require them.
 
     Raises:
-        ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
+        ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     check_pair("query and key", query, key)
     queries, keys = _checked_batch(query, key, gathered_query, gathered_key)
@@ -131,7 +132,7 @@ def clip(
         evaluate = partial(_evaluate_local, pair_ids=ids)
         return fused(evaluate, rows, keys.to(rows), checked_temperature(temperature, rows))
     evaluate = partial(_evaluate, own=own, pair_ids=ids, negative_id=negative_id, biases=biases)
-    # A half-precision queue that requires no gradient is converted piece by piece.
+    # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, keys.to(rows), others, checked_temperature(temperature, rows))
 
@@ -144,7 +145,7 @@ def _evaluate_local(
     pair_ids: tuple[Tensor, Tensor] | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Return the loss of queries and keys [batch, dim] against each other: one product for both directions."""
+    """Return the loss between queries and keys [batch, dim]; both directions share one product per tile."""
     batch = len(queries)
     cuts = list(spans(0, batch, BLOCK_ROWS)), list(spans(0, batch, 2 * tile_size(keys)))
     mask = query_mask(pair_ids, slice(0, batch), None, cuts[0], in_batch=True)
@@ -176,7 +177,7 @@ def _evaluate(
     biases: tuple[Tensor, Tensor] | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Return the loss of own pairs among those of all workers and negatives, a pass for each direction."""
+    """Return the loss of the local pairs against all workers' pairs and negatives, in one pass per direction."""
     group = RowGroup(slice(0, own.stop - own.start), positive=own.start)
     to_keys = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=True)
     to_queries = None
@@ -212,14 +213,14 @@ def _evaluate(
         )
         if at_rows is not None and at_own is not None:
             at_rows[own] += at_own
-    # Every logit is one of a query: the gradient of all queries is the whole gradient of the temperature.
+    # Every logit belongs to a query, so the gradient of the queries gives the gradient of the temperature.
     return loss / 2, scaled_gradients(queries, tuple(gradients), temperature, 2 * (own.stop - own.start))
 
 
 def _checked_batch(
     query: Tensor, key: Tensor, gathered_query: Tensor | None, gathered_key: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the pairs of all workers, which must pass on the gradient of this worker's own."""
+    """Return the pairs of all workers; raise unless they propagate the gradient to this worker's rows."""
     if gathered_query is None and gathered_key is None:
         return query, key
     if gathered_query is None or gathered_key is None:
@@ -227,9 +228,9 @@ def _checked_batch(
         raise ConfigError(f"only one side is gathered: {missing} is None; gather both or neither")
     if gathered_query.shape != gathered_key.shape or gathered_key.shape[1:] != key.shape[1:]:
         raise ConfigError(
-            "gathered_query and gathered_key are not [batch, dim] of one shape: they came as "
+            "gathered_query and gathered_key must be [batch, dim] of the same shape, got "
             f"{list(gathered_query.shape)} and {list(gathered_key.shape)} for rows of {list(key.shape)}; "
-            "gather every worker's rows of each"
+            "gather the rows of every worker for both"
         )
     return check_gathered("query", query, gathered_query), check_gathered("key", key, gathered_key)
 
@@ -243,7 +244,7 @@ def checked_log_frequency(
     batch: int | None,
     num_negatives: int | None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Return the log frequencies of all keys and of the negatives, or None where none came."""
+    """Return the log frequencies of all keys and of the negatives, or None if none are given."""
     names = ("key_log_frequency", "gathered_key_log_frequency", "negative_log_frequency")
     if batch is None:
         check_companion(names[1], gathered, "gathered_key", None)
@@ -259,22 +260,20 @@ def checked_log_frequency(
         return None
     for name, each, size in given:
         if each is None:
-            raise ConfigError(
-                f"half of the log frequencies is missing: {name} is None; pass all of them or none"
-            )
+            raise ConfigError(f"log frequencies are missing: {name} is None; pass all of them or none")
         if each.shape != (size,):
             raise ConfigError(
-                f"{name} does not match its rows: {list(each.shape)} numbers came for {size} rows; pass one per row"
+                f"{name} does not match its rows: got {list(each.shape)} values for {size} rows; pass one per row"
             )
     of_keys = own if batch is None else gathered
-    assert of_keys is not None, "it was just checked"
+    assert of_keys is not None, "checked above"
     return of_keys, of_negatives
 
 
 def _biases(of_keys: Tensor, of_negatives: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the biases of the logits of keys and negatives as candidates, in base 2, at most 0."""
+    """Return the base-2 biases of the logits of keys and negatives, at most 0."""
     both = of_keys if of_negatives is None else torch.cat([of_keys, of_negatives])
     both = both.detach().to(torch.promote_types(both.dtype, rows.dtype))
-    # A constant changes nothing, and no bias above 0 keeps the bound of the logits valid.
+    # A constant shift does not change the softmax, and biases up to 0 keep the bound of the logits valid.
     both = ((both.amin() - both) * LOG2_E).to(rows)
     return both[: len(of_keys)], both[len(of_keys) :]

@@ -1,4 +1,4 @@
-"""False negatives: candidates that are positives of a row, so that its loss must not push them away."""
+"""Masks of false negatives: candidates that are positives of the row."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @final
 class FalseNegativeMask:
-    """Mask the candidates whose id makes a pair with the row's id anywhere in the batch.
+    """Mask the candidates whose id forms a pair with the row's id anywhere in the batch.
 
-    A row and a column match if some pair of the batch has both of their ids. So the matches of a query
-    are all candidates with the id of its key, of any other key of the same query, and of any other
-    query of the same key. Pairs are sorted once; a mask is built for one block of rows at a time.
+    A row and a column match if a pair of the batch has both of their ids. The matches of a query are
+    all candidates with the id of its key or of any other key of the same query. Pairs are sorted once;
+    the mask is built for one block of rows at a time.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class FalseNegativeMask:
         """Sort the ids.
 
         Args:
-            pairs: ids of the rows and of the columns of all pairs, int64 [num_pairs] each.
+            pairs: row ids and column ids of all pairs, int64 [num_pairs] each.
             row_ids: [num_rows] int64.
             column_ids: [num_columns] int64.
-            row_blocks: the rows that :meth:`apply_` is called for.
-            num_own: how many columns of each row need no mask although they match: its positive and itself.
+            row_blocks: the blocks of rows that :meth:`apply_` is called with.
+            num_own: number of matching columns per row that need no mask: its positive and itself.
         """
         left, right, is_new = _sort_pairs(*pairs)
         ordered, self._by_id = column_ids.sort()
-        # Columns with equal ids are neighbors in this order, and so are the pairs of a row's id.
+        # Sorting makes columns with equal ids adjacent, and likewise the pairs of a row's id.
         self._first_column, num_columns = _find(ordered, right)
         self._num_columns = num_columns * is_new
         self._first_pair, self._num_pairs = _find(left, row_ids)
@@ -45,26 +45,26 @@ class FalseNegativeMask:
         self.num_matches = before[self._first_pair + self._num_pairs] - before[self._first_pair]
         totals = torch.stack([self._num_pairs, self.num_matches, self.num_matches - num_own])
         self._row_blocks = list(row_blocks)
-        #: What the host must know of each block, [num_blocks, 3]: pass it to :meth:`set_sizes`.
+        #: Sizes of each block, [num_blocks, 3], which the host passes to :meth:`set_sizes`.
         sums = [totals[:, rows].sum(1) for rows in row_blocks]
         self.sizes = torch.stack(sums) if sums else totals.new_empty(0, 3)
         self._sizes: dict[int, Sequence[float]] = {}
         self._mask: tuple[slice, Tensor] | None = None
 
     def set_sizes(self, sizes: Sequence[float]) -> None:
-        """Take the values of :attr:`sizes`, flattened, which the loss reads from the device with others."""
+        """Set the flattened values of :attr:`sizes`, which the loss reads from the device with other values."""
         starts = [block.start for block in self._row_blocks]
         self._sizes = {start: sizes[3 * k : 3 * k + 3] for k, start in enumerate(starts)}
 
     def apply_(self, tile: Tensor, rows: slice, columns: slice) -> None:
-        """Set the logits of false negatives to -inf: tile [rows, columns], the rows one of the blocks.
+        """Set the logits of false negatives in a tile [rows, columns] to -inf; the rows must be one of the blocks.
 
         Columns after the last id are never masked.
         """
         num_pairs, num_places, num_masked = map(int, self._sizes[rows.start])
         if num_masked <= 0 or columns.start >= len(self._by_id):
             return
-        # A block of rows meets its columns one piece after another: its mask is built once.
+        # Tiles of the same block of rows share one mask.
         if self._mask is None or self._mask[0] != rows:
             self._mask = rows, self._build(rows, num_pairs, num_places)
         tile.masked_fill_(self._mask[1][:, columns], -math.inf)
@@ -78,17 +78,17 @@ class FalseNegativeMask:
 
 
 def mask_same(tile: Tensor, row_ids: Tensor, column_ids: Tensor) -> None:
-    """Set, in place, the logits of candidates with the row's own id to -inf."""
+    """Set the logits of candidates with the row's id to -inf, in place."""
     tile.masked_fill_(row_ids[:, None] == column_ids, -math.inf)
 
 
 def count_same(row_ids: Tensor, column_ids: Tensor) -> Tensor:
-    """Return how many columns have the id of each row, [num_rows]."""
+    """Return the number of columns with the id of each row, [num_rows]."""
     return _find(column_ids.sort().values, row_ids)[1]
 
 
 def _sort_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pairs in order of the left ids, and whether each differs from the one before."""
+    """Return the pairs sorted by left id, and whether each differs from the previous pair."""
     order = right.argsort()
     order = order[left[order].argsort(stable=True)]
     left, right = left[order], right[order]
@@ -98,19 +98,19 @@ def _sort_pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _find(ordered: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first place of each value in ``ordered``, and how often it occurs."""
+    """Return the first index of each value in ``ordered``, and its number of occurrences."""
     values = values.contiguous()
     first = torch.searchsorted(ordered, values)
     return first, torch.searchsorted(ordered, values, right=True) - first
 
 
 def _count_before(counts: Tensor) -> Tensor:
-    """Return the sum of the counts before each place, and of all, [num_counts + 1]."""
+    """Return the exclusive cumulative sum followed by the total, [num_counts + 1]."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _expand(first: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """List the elements of ranges: the number of the range, and the place in it, of each of ``total``."""
+    """Return the range number and the index of each of the ``total`` elements of the ranges."""
     owner = torch.repeat_interleave(counts, output_size=total)
     within = torch.arange(total, device=counts.device) - _count_before(counts)[owner]
     return owner, first[owner] + within

@@ -1,4 +1,4 @@
-"""The hinge loss: every positive is to be nearer than the negatives, by a margin."""
+"""Hinge loss: every positive should be more similar than the negatives by a margin."""
 
 import itertools
 import math
@@ -55,58 +55,59 @@ def hinge(
 ) -> Tensor:
     """Rank each query's own key above its other candidates, by a margin (Kiros et al., 2014).
 
-    A candidate n violates query i by max(0, margin + query i . n - query i . key i), whose gradient
-    at 0 is 0. The candidates are the other keys of the batch (unless ``in_batch`` is False) and
-    ``negatives``. A query's loss is the **mean** violation of its negatives, those that are masked
-    left out (Kiros et al. take the sum), or that of the ``hardest`` (VSE++: Faghri et al., 2018);
-    without a negative it is 0. The loss is the **mean** over the local_batch queries.
+    The violation of a candidate n of query i is max(0, margin + query i . n - query i . key i); its
+    gradient at 0 is 0. The candidates are the other keys of the batch (unless ``in_batch`` is False)
+    and ``negatives``. The loss of a query is the **mean** violation of its unmasked negatives (Kiros
+    et al. use the sum), or the violation of its ``hardest`` negative (VSE++: Faghri et al., 2018).
+    Without negatives it is 0. The loss is the **mean** over the local_batch queries.
 
-    ``bidirectional`` ranks each key's own query above the other queries of the batch in the same
-    way, and the loss is **half** the sum of both means (VSE++ adds them, which is twice that).
-    No [batch, batch] matrix is ever held.
+    ``bidirectional`` also ranks each key's own query above the other queries of the batch. The loss is
+    then **half** the sum of both means (VSE++ uses the sum, which is twice as large). The
+    [batch, batch] matrix is never materialized.
 
-    **What is no negative.** A query and a key whose ids make a pair anywhere in the batch are
-    masked, in both directions, as in ``clip``: another pair with the same key,
-    another pair with the same query, and any candidate, of ``negatives`` too, that is some other
-    pair's key of the same query. Positives of which the batch has no pair are not known here: leave
-    them out of ``negatives``. Without ``query_id`` every query counts as a different one, without
-    ``key_id`` every key.
+    **False negatives.** A query and a key are masked, in both directions, if their ids form a pair
+    anywhere in the batch, as in ``clip``. This covers other pairs with the same key, other pairs with
+    the same query, and candidates (including ``negatives``) that are the key of another pair of the
+    same query. Positives without a pair in the batch are unknown here: exclude them from
+    ``negatives``. Without ``query_id`` all queries are distinct, without ``key_id`` all keys.
 
     Args:
-        query: [local_batch, dim], this worker's embeddings; unit rows are usual, other lengths
-            are right too. Half precision is computed in float32.
+        query: [local_batch, dim], this worker's embeddings, usually of unit length; other lengths
+            are supported. Half precision is computed in float32.
         key: [local_batch, dim], row i the positive of query i.
-        margin: above 0, in units of the dot product: unit rows differ by 2 at most.
-        hardest: take the most similar negative only, of equally similar ones the first (keys come
-            before ``negatives``).
-        bidirectional: by default what ``in_batch`` is.
+        margin: above 0, in units of the dot product, which differs by at most 2 for unit rows.
+        hardest: use only the most similar negative; the first of equally similar ones, where keys
+            precede ``negatives``.
+        bidirectional: by default the value of ``in_batch``.
         in_batch: whether the other pairs of the batch are negatives.
-        gathered_query: [batch, dim], the queries of all workers, gathered with gradient; ``query``
-            is then read from here. Goes with ``gathered_key`` if bidirectional, and only then.
-        gathered_key: [batch, dim], the keys of all workers, gathered with gradient; ``key`` is
-            then read from here. Averaged over workers (as DDP does) the gradients are those of
-            the whole batch.
-        offset: where this worker's rows begin in the gathered ones, and their ids in the gathered ids.
-        sample_id: [local_batch] int64, the short form where a pair is one sample, as two views are:
-            stands for ``query_id`` and ``key_id``. Distinct ids cost no mask.
-        gathered_sample_id: [batch] int64, the ids of the gathered rows.
-        query_id: [local_batch] int64; equal ids are the same query.
-        gathered_query_id: [batch] int64, the ids of all workers' queries, with ``gathered_key`` needed
-            even where the queries themselves are not gathered. With ``in_batch=False`` no keys are
-            gathered, but ids may be, for only then the pairs of other workers are known.
-        key_id: [local_batch] int64; equal ids are the same key (document, item, caption).
-        gathered_key_id: [batch] int64, the ids of all workers' keys; as ``gathered_query_id``.
-        negatives: [num_negatives, dim], further candidates of every query, of no key: explicit
-            negatives, gathered from all workers, or a queue's or bank's rows, in half precision
-            too. There may be none yet.
-        negative_id: [num_negatives] int64, the ids of the negatives, which are keys too.
+        gathered_query: [batch, dim], the queries of all workers, gathered with gradient; replaces
+            ``query``. Pass it with ``gathered_key`` if bidirectional, otherwise not at all.
+        gathered_key: [batch, dim], the keys of all workers, gathered with gradient; replaces
+            ``key``. The average of the gradients over workers (as in DDP) is the gradient of the
+            whole batch.
+        offset: the index of this worker's first row in the gathered rows and gathered ids.
+        sample_id: [local_batch] int64, shorthand for equal ``query_id`` and ``key_id``, if a pair is
+            one sample, such as two views. Distinct ids need no mask.
+        gathered_sample_id: [batch] int64, ids of the gathered rows.
+        query_id: [local_batch] int64; equal ids mean the same query.
+        gathered_query_id: [batch] int64, ids of the queries of all workers. Required with
+            ``gathered_key``, even if the queries themselves are not gathered. With
+            ``in_batch=False`` keys are not gathered; gathered ids then identify the pairs of other
+            workers.
+        key_id: [local_batch] int64; equal ids mean the same key (document, item, caption).
+        gathered_key_id: [batch] int64, ids of the keys of all workers; see ``gathered_query_id``.
+        negatives: [num_negatives, dim], additional candidates of every query, but not of keys:
+            explicit negatives gathered from all workers, or rows of a queue or bank. Half precision
+            is supported, and so are 0 rows.
+        negative_id: [num_negatives] int64, ids of the negatives, in the id space of the keys.
 
     Returns:
-        A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, at
-        query, key (or the gathered ones) and negatives; what requires no gradient costs none.
+        A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
+        respect to query and key (or the gathered rows) and negatives. Gradients are computed only
+        for inputs that require them.
 
     Raises:
-        ConfigError: shapes or arguments do not agree, or the margin is not above 0.
+        ConfigError: Shapes or arguments do not match, or the margin is not above 0.
     """
     _check_margin(margin)
     check_pair("query and key", query, key)
@@ -142,7 +143,7 @@ def hinge(
     )
     rows = working_precision(queries)
     evaluate = partial(_evaluate, pairs=pairs, margin=margin, hardest=hardest)
-    # A half-precision queue that requires no gradient is converted piece by piece.
+    # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, keys.to(rows), others)
 
@@ -150,22 +151,22 @@ def hinge(
 def _check_margin(margin: float) -> None:
     if not (math.isfinite(margin) and margin > 0):
         raise ConfigError(
-            f"the margin is not a finite number above 0: it is {margin:g}; "
-            "usual values for unit rows lie between 0.1 and 0.5"
+            f"the margin must be a finite number above 0, got {margin:g}; "
+            "usual values for unit rows are between 0.1 and 0.5"
         )
 
 
 def _checked_directions(bidirectional: bool | None, *, in_batch: bool, has_negatives: bool) -> bool:
-    """Say whether keys are compared with queries, too."""
+    """Return whether keys are also compared with queries."""
     if not in_batch and not has_negatives:
         raise ConfigError(
-            "there is nothing to compare with: in_batch is False and negatives is None; "
+            "the queries have no negatives: in_batch is False and negatives is None; "
             "pass negatives ([0, dim] while a queue is empty)"
         )
     if bidirectional and not in_batch:
         raise ConfigError(
-            "the keys have nothing to be compared with: bidirectional is True and in_batch is False; "
-            "leave bidirectional out, or the batch in"
+            "the keys have no negatives: bidirectional is True and in_batch is False; "
+            "remove bidirectional or in_batch=False"
         )
     return in_batch if bidirectional is None else bidirectional
 
@@ -173,15 +174,15 @@ def _checked_directions(bidirectional: bool | None, *, in_batch: bool, has_negat
 def _check_gathered(
     gathered_query: Tensor | None, gathered_key: Tensor | None, *, in_batch: bool, bidirectional: bool
 ) -> None:
-    """Refuse gathered rows that would be of no use, and one half of those that are needed."""
-    for name, rows, is_met in (
+    """Raise if gathered rows are unused, or if only one of two required sides is gathered."""
+    for name, rows, is_used in (
         ("gathered_query", gathered_query, bidirectional),
         ("gathered_key", gathered_key, in_batch),
     ):
-        if rows is not None and not is_met:
+        if rows is not None and not is_used:
             raise ConfigError(
-                f"gathered rows would be of no use: {name} came as {list(rows.shape)} with "
-                f"{in_batch=} and {bidirectional=}; leave {name} out"
+                f"the gathered rows are unused: got {name} {list(rows.shape)} with "
+                f"{in_batch=} and {bidirectional=}; remove {name}"
             )
     if bidirectional and (gathered_query is None) != (gathered_key is None):
         missing = "gathered_query" if gathered_query is None else "gathered_key"
@@ -194,20 +195,20 @@ def _check_gathered(
 def _check_same_length(queries: Tensor, keys: Tensor, *, bidirectional: bool) -> None:
     if bidirectional and len(queries) != len(keys):
         raise ConfigError(
-            f"the gathered rows are no pairs: {len(queries)} queries came with {len(keys)} keys; "
-            "gather every worker's rows of each"
+            f"the gathered rows do not form pairs: got {len(queries)} queries and {len(keys)} keys; "
+            "gather the rows of every worker for both"
         )
 
 
 class _Pairs(NamedTuple):
-    """The place of this worker's pairs, and their candidates."""
+    """The positions of this worker's pairs, and the kinds of their candidates."""
 
     rows: slice  # of the queries
-    columns: slice  # of the keys: the positives of those queries, in their order
+    columns: slice  # of the keys, the positives of these queries in the same order
     in_batch: bool  # whether the other keys are candidates of the queries
     bidirectional: bool  # whether the other queries are candidates of the keys
-    ids: tuple[Tensor, Tensor] | None  # of the queries and keys of all pairs
-    own_ids: slice  # of this worker's pairs among them
+    ids: tuple[Tensor, Tensor] | None  # query ids and key ids of all pairs
+    own_ids: slice  # this worker's pairs in ``ids``
     negative_id: Tensor | None
 
     @property
@@ -217,24 +218,24 @@ class _Pairs(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """Candidates, in pieces that fit the cache."""
+    """Candidates, cut into tiles that fit the cache."""
 
     columns: Tensor  # [num_columns, dim], possibly in half precision
     pieces: list[slice]
-    gradient: Tensor | None  # [num_columns, dim], if it is wanted
+    gradient: Tensor | None  # [num_columns, dim], if required
     mask: FalseNegativeMask | None
-    first: int = 0  # the place of the first column in the mask
+    first: int = 0  # index of the first column in the mask
 
 
 class _Tile(NamedTuple):
-    """Some queries against a piece of candidates; pairs are counted from this worker's first."""
+    """Some queries against some candidates; indices of pairs start at this worker's first pair."""
 
     similarity: Tensor  # [num_rows, num_columns], -inf where the candidate is not a negative
     rows: slice  # of the queries
-    row_pairs: slice | None  # the pairs of these queries; None for other workers'
+    row_pairs: slice | None  # pairs of these queries; None for queries of other workers
     block: _Columns
-    columns: slice  # the piece of the block
-    column_pairs: slice | None  # the pairs of these keys; None unless these queries are their candidates
+    columns: slice  # of the block
+    column_pairs: slice | None  # pairs of these keys; None unless these queries are their candidates
 
 
 def _evaluate(
@@ -247,10 +248,10 @@ def _evaluate(
     hardest: bool,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Return the mean violation over pairs, and its gradients. Holds two tiles of similarities.
+    """Return the mean violation over pairs and its gradients, with memory for two tiles of similarities.
 
     queries [num_queries, dim]; keys [num_keys, dim]; negatives [num_negatives, dim], candidates of
-    this worker's queries. Queries of other workers are candidates of this worker's keys only.
+    this worker's queries. Queries of other workers are only candidates of this worker's keys.
     """
     tiles = _Tiles(queries, keys, negatives, pairs=pairs, with_gradient=with_gradient)
     limit = margin - tiles.positives()
@@ -262,7 +263,7 @@ def _evaluate(
 
 @final
 class _Tiles:
-    """The tiles of similarities between this worker's pairs and their candidates, each visited once."""
+    """Tiles of similarities between this worker's pairs and their candidates; each is computed once."""
 
     def __init__(
         self, queries: Tensor, keys: Tensor, negatives: Tensor, *, pairs: _Pairs, with_gradient: bool
@@ -284,7 +285,7 @@ class _Tiles:
             self.to_keys,
             len(keys) if pairs.in_batch else 0,
         )
-        # The keys of this worker, whose candidates are queries of other workers too.
+        # The keys of this worker, whose candidates include queries of other workers.
         own_pieces = list(spans(0, mine.stop - mine.start, size)) if pairs.bidirectional else []
         at_own = None if at_keys is None else at_keys[mine]
         self._own_keys = _Columns(keys[mine], own_pieces, at_own, to_own_keys)
@@ -294,7 +295,7 @@ class _Tiles:
         return (self.queries[self.pairs.rows] * self.batch.columns[self.pairs.columns]).sum(1)
 
     def __iter__(self) -> Iterator[_Tile]:
-        """Yield the tiles in order of their place."""
+        """Yield the tiles in order of their position."""
         for rows in self._blocks:
             row_pairs = _within(rows, self.pairs.rows)
             for block in (self._own_keys,) if row_pairs is None else (self.batch, self.others):
@@ -302,11 +303,11 @@ class _Tiles:
                     yield self._tile(rows, row_pairs, block, piece)
 
     def num_negatives(self) -> tuple[Tensor, Tensor]:
-        """Return how many negatives each pair's query has, and each pair's key, [num_pairs] each."""
+        """Return the number of negatives of each pair's query and of each pair's key, [num_pairs] each."""
         pairs, num_keys = self.pairs, len(self.batch.columns) if self.pairs.in_batch else 0
         each = torch.ones(pairs.rows.stop - pairs.rows.start, dtype=torch.int64, device=self.queries.device)
         of_queries = each * (num_keys + len(self.others.columns))
-        # The positive matches too, where it is a candidate.
+        # The positive also matches if it is a candidate.
         of_queries = of_queries - (
             each * pairs.in_batch if self.to_keys is None else self.to_keys.num_matches
         )
@@ -314,7 +315,7 @@ class _Tiles:
         return of_queries, of_keys
 
     def push(self, tile: _Tile, weights: Tensor) -> None:
-        """Add the gradient of the sum of weights * similarities, both [num_rows, num_columns]."""
+        """Add the gradient of sum(weights * similarities), both [num_rows, num_columns]."""
         gradient, piece = self.gradients[0], tile.block.columns[tile.columns].to(self.queries)
         if gradient is not None:
             gradient[tile.rows] += product(weights, piece.T)
@@ -324,14 +325,14 @@ class _Tiles:
     def push_at(
         self, rows: slice | Tensor, block: _Columns, columns: slice | Tensor, weights: Tensor
     ) -> None:
-        """Add the gradient of the sum of weights * the similarities of these rows with these columns."""
+        """Add the gradient of the weighted similarities of these rows with these columns."""
         if self.gradients[0] is not None:
             _add_rows(self.gradients[0], rows, weights[:, None] * block.columns[columns])
         if block.gradient is not None:
             _add_rows(block.gradient, columns, weights[:, None] * self.queries[rows])
 
     def _masks(self) -> tuple[FalseNegativeMask | None, ...]:
-        """Return the masks of own queries with candidates, own keys with queries, other queries with own keys."""
+        """Return the masks of local queries x candidates, local keys x queries, other queries x local keys."""
         pairs = self.pairs
         in_pairs = [(rows, _within(rows, pairs.rows)) for rows in self._blocks]
         own_blocks = [own for _, own in in_pairs if own is not None]
@@ -359,8 +360,8 @@ class _Tiles:
     def _column_pairs(self, block: _Columns, columns: slice) -> slice | None:
         if block is self._own_keys:
             return columns
-        is_met = self.pairs.bidirectional and block is self.batch
-        return _within(columns, self.pairs.columns) if is_met else None
+        is_candidate = self.pairs.bidirectional and block is self.batch
+        return _within(columns, self.pairs.columns) if is_candidate else None
 
 
 @final
@@ -372,7 +373,7 @@ class _MeanOfNegatives:
         weight = tiles.pairs.weight
         self._shares = [weight / count.clamp(min=1).to(limit) for count in tiles.num_negatives()]
         self._total, self._pushed = torch.zeros_like(limit), torch.zeros_like(limit)
-        # Allocated once: the allocator would return a tile to the kernel after each visit.
+        # Allocated once: the allocator would return the memory of a tile to the kernel after each use.
         widest = max((piece.stop - piece.start for piece in tiles.batch.pieces), default=0)
         self._buffer = limit.new_empty(BLOCK_ROWS if tiles.pairs.bidirectional else 0, widest)
 
@@ -390,13 +391,13 @@ class _MeanOfNegatives:
             self._tiles.push(tile, weights)
 
     def finish(self) -> Tensor:
-        """Return the loss; pull the positives."""
+        """Return the loss; add the gradients of the positives."""
         pairs = self._tiles.pairs
         self._tiles.push_at(pairs.rows, self._tiles.batch, pairs.columns, -self._pushed)
         return self._total.sum()
 
     def _weigh(self, similarity: Tensor, pairs: slice, shares: Tensor) -> Tensor:
-        """Turn [num_pairs, num_candidates] into the weight of each similarity, in place."""
+        """Replace similarities [num_pairs, num_candidates] with their weights, in place."""
         share = shares[pairs]
         excess = similarity.add_(self._limit[pairs, None]).clamp_(min=0)
         self._total[pairs] += share * excess.sum(1)
@@ -423,7 +424,7 @@ class _HardestNegative:
             self._columns.add(tile.similarity.T, tile.column_pairs, tile.rows.start)
 
     def finish(self) -> Tensor:
-        """Return the loss; push the hardest negatives away and pull the positives."""
+        """Return the loss; add the gradients of the hardest negatives and the positives."""
         tiles, pairs = self._tiles, self._tiles.pairs
         violations = self._rows.violation(), self._columns.violation()
         of_rows, of_columns = (pairs.weight * violation.sign() for violation in violations)
@@ -441,29 +442,29 @@ class _HardestNegative:
 
 @final
 class _Nearest:
-    """The most similar negative of each pair so far, in one direction; of equal ones the first."""
+    """The most similar negative of each pair so far, in one direction; the first one on ties."""
 
     def __init__(self, limit: Tensor) -> None:
         self._limit, self._best = limit, torch.full_like(limit, -math.inf)
         self.index = torch.zeros_like(limit, dtype=torch.int64)
 
     def add(self, similarity: Tensor, pairs: slice, first: int) -> None:
-        """Compare [num_pairs, num_candidates], whose first candidate has the index ``first``."""
+        """Update with similarities [num_pairs, num_candidates]; the first candidate has index ``first``."""
         best, index = similarity.max(1)
         so_far = self._best[pairs]
         self.index[pairs] = torch.where(best > so_far, index + first, self.index[pairs])
-        self._best[pairs] = torch.maximum(best, so_far)  # not by where: NaN must stay
+        self._best[pairs] = torch.maximum(best, so_far)  # torch.where would lose NaN
 
     def violation(self) -> Tensor:
-        """Return by how much it violates the margin, [num_pairs]."""
+        """Return the violation of the margin, [num_pairs]."""
         return (self._best + self._limit).clamp_(min=0)
 
 
 def _add_rows(total: Tensor, places: slice | Tensor, rows: Tensor) -> None:
-    """Add rows [num_rows, dim] to total at their places, in the same order in every run."""
+    """Add rows [num_rows, dim] to total at these places, deterministically."""
     if isinstance(places, slice):
         total[places] += rows
-    # On CUDA index_add_ adds in no fixed order, but index_put_ sorts first; on a CPU it is the reverse.
+    # index_put_ is deterministic on CUDA, index_add_ on the CPU.
     elif total.is_cuda:
         total.index_put_((places,), rows, accumulate=True)
     else:
@@ -471,12 +472,12 @@ def _add_rows(total: Tensor, places: slice | Tensor, rows: Tensor) -> None:
 
 
 def _cut(bounds: Sequence[int], size: int) -> list[slice]:
-    """Cut the ranges between the bounds into pieces of at most ``size``, none across a bound."""
+    """Cut the ranges between the bounds into slices of at most ``size``; no slice crosses a bound."""
     return [piece for start, stop in itertools.pairwise(bounds) for piece in spans(start, stop, size)]
 
 
 def _within(span: slice, whole: slice) -> slice | None:
-    """Return the span counted from the start of ``whole``; None where it lies outside."""
+    """Return the span relative to the start of ``whole``, or None if it lies outside."""
     if not whole.start <= span.start < whole.stop:
         return None
     return slice(span.start - whole.start, span.stop - whole.start)

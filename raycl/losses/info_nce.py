@@ -1,4 +1,4 @@
-"""InfoNCE (van den Oord et al., 2018), with the negatives of MoCo (He et al., 2020)."""
+"""InfoNCE (van den Oord et al., 2018), with negatives as in MoCo (He et al., 2020)."""
 
 from functools import partial
 
@@ -48,40 +48,41 @@ def info_nce(
 
     The candidates are the own key, the other keys of the batch (unless ``in_batch`` is False, as
     in MoCo: He et al., 2020) and ``negatives``. The loss is the **mean** over the local_batch
-    queries. No [local_batch, num_negatives] matrix is held: at most a strip of 256 rows.
+    queries. At most 256 rows of the logits are held at a time.
 
-    **What is no negative.** A candidate whose id makes a pair with the query's anywhere in the batch
-    is masked: see ``clip``.
+    **False negatives.** A candidate is masked if its id forms a pair with the query's id anywhere in
+    the batch; see ``clip``.
 
     Args:
-        query: [local_batch, dim], this worker's embeddings; unit rows are usual, other lengths
-            are right too. Half precision is computed in float32.
+        query: [local_batch, dim], this worker's embeddings, usually of unit length; other lengths
+            are supported. Half precision is computed in float32.
         key: [local_batch, dim], row i the positive of query i.
-        temperature: above 0; a 0-d tensor that requires grad is learned, its gradient exact.
+        temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
         in_batch: whether the keys of the other queries are negatives.
-        gathered_key: [batch, dim], the keys of all workers, gathered with gradient; ``key`` is
-            then read from here. Averaged over workers (as DDP does) the gradients are those of
-            the whole batch.
-        offset: where this worker's keys begin in the gathered ones, and their ids in the gathered ids.
-        sample_id: [local_batch] int64, the short form where a pair is one sample, as two views are:
-            stands for ``query_id`` and ``key_id``. Distinct ids cost no mask.
-        gathered_sample_id: [batch] int64, the ids of the gathered keys.
-        query_id: [local_batch] int64; equal ids are the same query. Without them all are different.
-        gathered_query_id: [batch] int64, the ids of all workers' queries, needed with ``gathered_key``.
-            With ``in_batch=False`` no keys are gathered, but ids may be, for only then the pairs of
-            other workers are known.
-        key_id: [local_batch] int64; equal ids are the same key. Without them all are different.
-        gathered_key_id: [batch] int64, the ids of all workers' keys; as ``gathered_query_id``.
-        negatives: [num_negatives, dim], further candidates of every query: a queue's or bank's
-            rows, in half precision too. There may be none yet: without a negative the loss is 0.
-        negative_id: [num_negatives] int64, the ids of the negatives, which are keys too.
+        gathered_key: [batch, dim], the keys of all workers, gathered with gradient; replaces
+            ``key``. The average of the gradients over workers (as in DDP) is the gradient of the
+            whole batch.
+        offset: the index of this worker's first key in the gathered keys and gathered ids.
+        sample_id: [local_batch] int64, shorthand for equal ``query_id`` and ``key_id``, if a pair is
+            one sample, such as two views. Distinct ids need no mask.
+        gathered_sample_id: [batch] int64, ids of the gathered keys.
+        query_id: [local_batch] int64; equal ids mean the same query. By default all are distinct.
+        gathered_query_id: [batch] int64, ids of the queries of all workers. Required with
+            ``gathered_key``. With ``in_batch=False`` keys are not gathered; gathered ids then
+            identify the pairs of other workers.
+        key_id: [local_batch] int64; equal ids mean the same key. By default all are distinct.
+        gathered_key_id: [batch] int64, ids of the keys of all workers; see ``gathered_query_id``.
+        negatives: [num_negatives, dim], additional candidates of every query: rows of a queue or
+            bank. Half precision is supported, and so are 0 rows: without negatives the loss is 0.
+        negative_id: [num_negatives] int64, ids of the negatives, in the id space of the keys.
 
     Returns:
-        A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, at
-        query, key, temperature and negatives; what requires no gradient costs none.
+        A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
+        respect to query, key, temperature and negatives. Gradients are computed only for inputs
+        that require them.
 
     Raises:
-        ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
+        ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     check_pair("query and key", query, key)
     columns = _checked_columns(query, key, gathered_key, offset, in_batch=in_batch, negatives=negatives)
@@ -100,7 +101,7 @@ def info_nce(
     )
     rows = working_precision(query)
     evaluate = partial(evaluate_info_nce, own=own, in_batch=in_batch, pair_ids=ids, negative_id=negative_id)
-    # A half-precision queue that requires no gradient is converted piece by piece.
+    # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, columns.to(rows), others, checked_temperature(temperature, rows))
 
@@ -117,7 +118,7 @@ def evaluate_info_nce(
     negative_id: Tensor | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Return the mean over rows [num_rows, dim], whose positives are ``own`` columns, and its gradients."""
+    """Return the mean loss over rows [num_rows, dim] with positives ``columns[own]``, and its gradients."""
     group = RowGroup(slice(0, len(rows)), positive=own.start if in_batch else 0)
     mask = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=in_batch)
     length = torch.maximum(*(longest(each, rows.dtype) for each in (columns, negatives)))
@@ -147,7 +148,7 @@ def query_mask(
     *,
     in_batch: bool,
 ) -> FalseNegativeMask | None:
-    """Return the false negatives of this worker's queries among all keys, if ``in_batch``, and negatives."""
+    """Return the mask of this worker's queries against all keys (if ``in_batch``) and the negatives."""
     column_ids = [] if pair_ids is None or not in_batch else [pair_ids[1]]
     column_ids += [] if negative_id is None else [negative_id]
     if pair_ids is None or not column_ids:
@@ -170,16 +171,16 @@ def _checked_columns(
     in_batch: bool,
     negatives: Tensor | None,
 ) -> Tensor:
-    """Return the keys that the queries are compared with, their own among them."""
+    """Return the keys that the queries are compared with, including their own."""
     if not in_batch and negatives is None:
         raise ConfigError(
-            "there is nothing to compare with: in_batch is False and negatives is None; "
+            "the queries have no negatives: in_batch is False and negatives is None; "
             "pass negatives ([0, dim] while a queue is empty)"
         )
     if not in_batch and gathered_key is not None:
         raise ConfigError(
-            f"gathered keys would be of no use: {list(gathered_key.shape)} came with in_batch=False; "
-            "leave gathered_key out"
+            f"the gathered keys are unused: got gathered_key {list(gathered_key.shape)} with in_batch=False; "
+            "remove gathered_key"
         )
     columns = key if gathered_key is None else gathered_key
     check_columns("the gathered keys", columns, query)

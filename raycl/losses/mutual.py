@@ -1,7 +1,7 @@
-"""The softmax of rows and columns that are each other's candidates: local NT-Xent and local CLIP.
+"""Softmax over rows and over columns of the same logits, for local NT-Xent and local CLIP.
 
-A logit serves its row and its column, but its weight needs the logsumexp of both: the tiles are
-visited twice, first for the sums, then for the gradients.
+Each logit is used for its row and its column, and its weight needs both logsumexps. The tiles are
+therefore computed twice: first for the sums, then for the gradients.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from raycl.losses.tiled import mask_diagonals, product, zero_denormals
 
 @final
 class MutualSoftmax:
-    """The tiles of the logits of rows with columns, or of rows with themselves.
+    """Tiles of the logits of rows and columns, or of rows and themselves.
 
-    Logits of rows with themselves are symmetric: the tiles on and above the diagonal suffice.
+    Logits of rows and themselves are symmetric: only tiles on and above the diagonal are computed.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class MutualSoftmax:
         spans: tuple[list[slice], list[slice]],
         mask: FalseNegativeMask | None,
     ) -> None:
-        """Take rows [num_rows, dim] and columns [num_columns, dim]; columns None are the rows themselves.
+        """Create tiles of rows [num_rows, dim] and columns [num_columns, dim].
 
         Args:
             rows: the rows.
-            columns: the columns.
+            columns: the columns; None to use the rows.
             scale: log2(e) / temperature.
-            bound: above every logit, or None if each row's shift must follow its logits.
-            diagonals: of the logits, without negatives.
-            spans: cuts of rows and columns.
-            mask: the false negatives.
+            bound: above every logit, or None if the shift of each row must follow its logits.
+            diagonals: diagonals of the logits that are not negatives.
+            spans: slices of rows and columns that form the tiles.
+            mask: mask of false negatives.
         """
         self._rows, self._columns = rows, rows if columns is None else columns
         self._is_symmetric = columns is None
@@ -54,12 +54,12 @@ class MutualSoftmax:
             spans,
             mask,
         )
-        # Allocated once: the allocator returns big blocks to the kernel, and page faults cost more
-        # than the arithmetic on them.
+        # Allocated once: the allocator returns large blocks to the kernel, and page faults cost more
+        # than the computation.
         self._buffer = rows.new_empty(spans[0][0].stop, spans[1][0].stop)
 
     def sums(self, positive: Tensor) -> tuple[Softmax, Softmax]:
-        """Return the softmax of rows and of columns, whose positives have these base-2 logits, [num_rows]."""
+        """Return the softmax of rows and of columns, given the base-2 logits of the positives, [num_rows]."""
         follows = self._bound is None
         of_rows = (
             positive.clone() if self._bound is None else self._bound.expand_as(positive),
@@ -88,11 +88,11 @@ class MutualSoftmax:
     def gradients(
         self, of_rows: Softmax, of_columns: Softmax, *, wanted: tuple[bool, bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of rows and of columns from their negatives, yet to be scaled.
+        """Return the unscaled gradients of rows and of columns from their negatives.
 
-        Of rows with themselves the first is the whole gradient.
+        If the columns are the rows, the first is the complete gradient.
         """
-        # Blocks of [dim, num_rows]: contiguous, and what the products read and write fastest.
+        # Contiguous blocks of [dim, num_rows]: the fastest layout for the products.
         rows = {span.start: self._rows[span].T.contiguous() for span in self._spans[0]}
         columns = (
             rows
@@ -141,7 +141,7 @@ class MutualSoftmax:
 
 
 def _add_sums(tile: Tensor, sums: tuple[Tensor, Tensor], span: slice) -> None:
-    """Add each row's sum of 2**logits to total * 2**shift; the shift follows the maximum."""
+    """Add the sum of 2**logits of each row to total * 2**shift, and raise the shift to the maximum."""
     shift, total = (each[span] for each in sums)
     peak = torch.maximum(shift, tile.amax(1))
     total.mul_((shift - peak).exp2_()).add_(zero_denormals(tile - peak[:, None]).exp2_().sum(1))

@@ -1,4 +1,4 @@
-"""Noise-contrastive estimation, the loss of InstDisc (Wu et al., 2018): tell data from noise."""
+"""Noise-contrastive estimation, the loss of InstDisc (Wu et al., 2018)."""
 
 import math
 from collections.abc import Iterator
@@ -42,39 +42,39 @@ def nce(
     sample_id: Tensor | None = None,
     noise_id: Tensor | None = None,
 ) -> Tensor:
-    """Tell each query's own slot from noise (Wu et al., 2018; Gutmann and Hyvarinen, 2010).
+    """Classify each query's own slot against noise (Wu et al., 2018; Gutmann and Hyvarinen, 2010).
 
-    With P(j | query) = exp(query . slot j / temperature) / Z and m noise rows, each slot as likely
-    as another, h(j) = P / (P + m / num_samples) is how probably slot j came as data. The loss is
+    With P(j | query) = exp(query . slot j / temperature) / Z and m uniformly drawn noise rows,
+    h(j) = P / (P + m / num_samples) is the probability that slot j is data. The loss is
     -log h(own slot) - sum over noise of log(1 - h), the **mean** over the local_batch queries.
-    Computed from logarithms, so that nothing over- or underflows.
+    It is computed in log space, so that it cannot over- or underflow.
 
     Args:
         query: [local_batch, dim], this worker's embeddings. Half precision is computed in float32.
         positive: [local_batch, dim], each query's own slot of the memory bank; no gradient.
-        noise: [num_noise, dim], slots drawn uniformly, the same for all queries, in half
-            precision too; no gradient. A slot that was drawn twice counts twice.
-        num_samples: how many slots the bank has.
-        temperature: above 0; a 0-d tensor that requires grad is learned, its gradient exact.
-        log_normalizer: log Z, natural; no gradient. See :class:`NormalizingConstant`.
-        sample_id: [local_batch] int64; a noise row with the query's id is masked, and m is then
-            the number of noise rows that are left to that query.
-        noise_id: [num_noise] int64, the ids of the noise rows.
+        noise: [num_noise, dim], slots drawn uniformly, shared by all queries; no gradient. Half
+            precision is supported. A slot that is drawn twice counts twice.
+        num_samples: number of slots of the memory bank.
+        temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
+        log_normalizer: natural logarithm of Z; no gradient. See :class:`NormalizingConstant`.
+        sample_id: [local_batch] int64; noise rows with the query's id are masked, and m is
+            the number of the remaining noise rows of that query.
+        noise_id: [num_noise] int64, ids of the noise rows.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
 
     Raises:
-        ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
+        ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     check_pair("query and positive", query, positive)
     _check_slots(num_samples, positive, noise)
     tiles = _NoiseTiles(query, noise, sample_id, noise_id)
     rows = working_precision(query)
-    # log(m Z / num_samples): a logit above it is likelier data than noise.
+    # log(m Z / num_samples): a logit above it is more likely data than noise.
     if isinstance(log_normalizer, Tensor):
         log_normalizer = log_normalizer.detach().double().to(rows.device)
-    threshold = (tiles.num_left().double().log() + (log_normalizer - math.log(num_samples))).to(rows)
+    threshold = (tiles.num_unmasked().double().log() + (log_normalizer - math.log(num_samples))).to(rows)
     evaluate = partial(_evaluate, positive=positive.to(rows), tiles=tiles, threshold=threshold)
     return fused(evaluate, rows, _temperature(temperature, rows))
 
@@ -88,16 +88,16 @@ def noise_mass(
     sample_id: Tensor | None = None,
     noise_id: Tensor | None = None,
 ) -> Tensor:
-    """Sum exp(query . slot / temperature) over all pairs of a query with its noise.
+    """Sum exp(query . slot / temperature) over all pairs of a query and its noise.
 
-    Arguments are those of :func:`nce`.
+    Takes the same arguments as :func:`nce`.
 
     Returns:
-        [2], float64: the logarithm of the sum, and the number of pairs. Stacked over workers,
-        [num_workers, 2], they are what :meth:`NormalizingConstant.update` takes.
+        [2], float64: the logarithm of the sum, and the number of pairs. Stack it over workers,
+        [num_workers, 2], for :meth:`NormalizingConstant.update`.
 
     Raises:
-        ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
+        ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     tiles = _NoiseTiles(query, noise, sample_id, noise_id)
     rows = working_precision(query)
@@ -108,9 +108,9 @@ def noise_mass(
         logarithms = [
             tile.flatten().logsumexp(0).double()
             for span in spans(0, len(rows), BLOCK_ROWS)
-            for tile, _ in tiles.meet(scaled[span], span, no_threshold[span])
+            for tile, _ in tiles.tiles(scaled[span], span, no_threshold[span])
         ]
-    return torch.stack([torch.stack([none, *logarithms]).logsumexp(0), tiles.num_left().sum().double()])
+    return torch.stack([torch.stack([none, *logarithms]).logsumexp(0), tiles.num_unmasked().sum().double()])
 
 
 def proximal_term(query: Tensor, own_slot: Tensor) -> Tensor:
@@ -118,13 +118,13 @@ def proximal_term(query: Tensor, own_slot: Tensor) -> Tensor:
 
     Args:
         query: [local_batch, dim], this worker's embeddings.
-        own_slot: [local_batch, dim], what the memory bank holds of the same samples.
+        own_slot: [local_batch, dim], the slots of the same samples in the memory bank.
 
     Returns:
-        A scalar, at least float32, yet to be weighted.
+        A scalar, at least float32, without a weight.
 
     Raises:
-        ConfigError: shapes do not agree.
+        ConfigError: Shapes do not match.
     """
     check_pair("query and own_slot", query, own_slot)
     rows = working_precision(query)
@@ -133,7 +133,7 @@ def proximal_term(query: Tensor, own_slot: Tensor) -> Tensor:
 
 @final
 class _NoiseTiles:
-    """Visit the logits of queries with noise, piece by piece."""
+    """Compute the logits of queries and noise tile by tile."""
 
     def __init__(
         self, query: Tensor, noise: Tensor, sample_id: Tensor | None, noise_id: Tensor | None
@@ -142,20 +142,20 @@ class _NoiseTiles:
         check_sample_id(sample_id, query)
         ids = checked_ids(("sample_id", sample_id), ("noise_id", noise_id), len(noise))
         self._noise = noise
-        self._pieces = list(spans(0, len(noise), 2 * tile_size(noise)))
+        self._spans = list(spans(0, len(noise), 2 * tile_size(noise)))
         self._ids, self._num_queries = ids, len(query)
 
-    def meet(self, scaled: Tensor, span: slice, threshold: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a strip's logits less its threshold, -inf where masked, with each piece of noise."""
-        for piece in self._pieces:
-            columns = self._noise[piece].to(scaled)
+    def tiles(self, scaled: Tensor, span: slice, threshold: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield logits minus the threshold, -inf where masked, and the noise rows of each tile."""
+        for columns_span in self._spans:
+            columns = self._noise[columns_span].to(scaled)
             tile = product(scaled, columns).sub_(threshold[:, None])
             if self._ids is not None:
-                mask_same(tile, self._ids[0][span], self._ids[1][piece])
+                mask_same(tile, self._ids[0][span], self._ids[1][columns_span])
             yield tile, columns
 
-    def num_left(self) -> Tensor:
-        """Return how many noise rows each query has, [num_queries]."""
+    def num_unmasked(self) -> Tensor:
+        """Return the number of unmasked noise rows of each query, [num_queries]."""
         drawn = torch.full((self._num_queries,), len(self._noise), device=self._noise.device)
         return drawn if self._ids is None else drawn - count_same(*self._ids)
 
@@ -176,7 +176,7 @@ def _evaluate(
         log_odds = (query * own).sum(1) - limit
         loss[span] = -F.logsigmoid(log_odds)
         gradient[span] = -(-log_odds).sigmoid()[:, None] * own
-        for tile, columns in tiles.meet(query, span, limit):
+        for tile, columns in tiles.tiles(query, span, limit):
             loss[span] -= F.logsigmoid(-tile).sum(1)
             if with_gradient:
                 gradient[span] += product(tile.sigmoid_(), columns.T)
@@ -193,26 +193,26 @@ def _temperature(temperature: float | Tensor, rows: Tensor) -> Tensor:
 def _check_slots(num_samples: int, positive: Tensor, noise: Tensor) -> None:
     if num_samples < 1:
         raise ConfigError(
-            f"the bank has no slots: num_samples is {num_samples}; pass how many samples it holds"
+            f"num_samples must be at least 1, got {num_samples}; pass the number of slots of the memory bank"
         )
     if positive.requires_grad or noise.requires_grad:
         name = "positive" if positive.requires_grad else "noise"
         raise ConfigError(
-            f"{name} requires grad, but a bank's rows get none here; detach them, "
-            "or compare embeddings by info_nce"
+            f"{name} requires grad, but rows of a memory bank get no gradient; detach them, "
+            "or use info_nce to compare embeddings"
         )
 
 
 @final
 class NormalizingConstant:
-    """Estimate log Z from the first batch; then hold it, or let Z follow the batches.
+    """Estimate log Z from the first batch; then keep it, or update it as a moving average.
 
     Z is num_samples times the mean of exp(query . slot / temperature) over queries and noise.
 
     Args:
-        num_samples: how many slots the bank has.
-        momentum: None holds the first estimate (Wu et al., 2018); a number in [0, 1), usually
-            0.99, is what a new batch leaves of the old Z: an exponential moving average.
+        num_samples: number of slots of the memory bank.
+        momentum: None keeps the first estimate (Wu et al., 2018). A number in [0, 1), usually
+            0.99, is the momentum of an exponential moving average of Z.
 
     Raises:
         ConfigError: ``num_samples`` or ``momentum`` is out of range.
@@ -221,68 +221,65 @@ class NormalizingConstant:
     def __init__(self, num_samples: int, *, momentum: float | None = None) -> None:
         if num_samples < 1:
             raise ConfigError(
-                f"the bank has no slots: num_samples is {num_samples}; pass how many samples it holds"
+                f"num_samples must be at least 1, got {num_samples}; pass the number of slots of the memory bank"
             )
         if momentum is not None and not 0 <= momentum < 1:
             raise ConfigError(
-                f"the momentum of the normalizing constant is not in [0, 1): it is {momentum:g}; "
-                "0.99 is usual, None holds the first estimate"
+                f"the momentum of the normalizing constant must be in [0, 1), got {momentum:g}; "
+                "0.99 is usual, None keeps the first estimate"
             )
         self._num_samples, self._momentum = num_samples, momentum
         self._log_normalizer: float | None = None
 
     @property
     def is_settled(self) -> bool:
-        """Whether further batches change nothing, so that their mass need not be summed."""
+        """Whether the estimate is final, so that :func:`noise_mass` is no longer needed."""
         return self._momentum is None and self._log_normalizer is not None
 
     @property
     def log_normalizer(self) -> float:
-        """Log Z, natural; RunError before the first batch."""
+        """Natural logarithm of Z; raises ``RunError`` before the first batch."""
         if self._log_normalizer is None:
-            raise RunError(
-                "the normalizing constant is not known: no batch came; call update before the first loss"
-            )
+            raise RunError("the normalizing constant has no estimate yet; call update before the first loss")
         return self._log_normalizer
 
     def update(self, masses: Tensor) -> None:
-        """Take in a batch: :func:`noise_mass` of each worker, [num_workers, 2].
+        """Update the estimate with the :func:`noise_mass` of each worker, [num_workers, 2].
 
-        All workers pass the same rows (``gather_detached(noise_mass(...)[None])``), so that all
-        hold the same Z, whatever their number.
+        All workers must pass the same values (``gather_detached(noise_mass(...)[None])``), so that
+        they compute the same Z.
 
         Raises:
-            ConfigError: the masses are not [num_workers, 2], or no query has any noise.
+            ConfigError: The masses are not [num_workers, 2], or no query has noise rows.
         """
         if masses.ndim != 2 or masses.shape[1] != 2:
             raise ConfigError(
-                f"the masses are not [num_workers, 2]: they came as {list(masses.shape)}; "
-                "gather noise_mass(...)[None]"
+                f"the masses must be [num_workers, 2], got {list(masses.shape)}; gather noise_mass(...)[None]"
             )
         if self.is_settled:
             return
         log_mass, num_pairs = torch.stack([masses[:, 0].logsumexp(0), masses[:, 1].sum()]).tolist()
         if num_pairs == 0:
             raise ConfigError(
-                "there is nothing to estimate the normalizing constant from: 0 pairs of query and noise "
-                "came; draw noise, and see that it has other ids than the queries"
+                "cannot estimate the normalizing constant: got 0 pairs of query and noise; "
+                "draw noise with ids other than the ids of the queries"
             )
         log_mean = log_mass - math.log(num_pairs)
-        self._follow(math.log(self._num_samples) + log_mean)
+        self._average(math.log(self._num_samples) + log_mean)
 
     def state_dict(self) -> dict[str, float | None]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"log_normalizer": self._log_normalizer}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Restore the state from a checkpoint."""
         self._log_normalizer = state["log_normalizer"]
 
-    def _follow(self, estimate: float) -> None:
+    def _average(self, estimate: float) -> None:
         if self._log_normalizer is None or self._momentum is None:
             self._log_normalizer = estimate
             return
-        # Z itself is averaged, in logarithms: at temperature 0.01 it overflows float32.
+        # Averages Z, not log Z, but in log space: at temperature 0.01 it overflows float32.
         parts = torch.tensor([self._log_normalizer, estimate], dtype=torch.float64)
         weights = torch.tensor([self._momentum, 1 - self._momentum], dtype=torch.float64)
         self._log_normalizer = (parts + weights.log()).logsumexp(0).item()

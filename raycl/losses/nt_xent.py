@@ -38,28 +38,28 @@ def nt_xent(
 ) -> Tensor:
     """Classify each row's other view among all other rows (SimCLR: Chen et al., 2020).
 
-    Every one of the 2 * local_batch rows has 2 * batch - 1 candidates: all rows of both views
-    but itself. The loss is the **mean** over the 2 * local_batch rows (SimCLR's own code adds
-    the means of the two halves, which is twice that). No [batch, batch] matrix is ever held.
+    Each of the 2 * local_batch rows has 2 * batch - 1 candidates: all rows of both views except
+    itself. The loss is the **mean** over the 2 * local_batch rows (SimCLR's code adds the means of
+    the two halves, which is twice as large). The [batch, batch] matrix is never materialized.
 
     Args:
-        view_a: [local_batch, dim], this worker's embeddings of one view; unit rows are usual,
-            other lengths are right too. Half precision is computed in float32.
+        view_a: [local_batch, dim], this worker's embeddings of one view, usually of unit
+            length; other lengths are supported. Half precision is computed in float32.
         view_b: [local_batch, dim], row i the positive of view_a's row i.
-        temperature: above 0; a 0-d tensor that requires grad is learned, its gradient exact.
-        gathered_a: [batch, dim], view_a of all workers, gathered with gradient; averaged over
-            workers (as DDP does) the gradients are then those of the whole batch.
-        gathered_b: [batch, dim], the same of view_b.
-        offset: where this worker's rows begin in the gathered ones.
+        temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
+        gathered_a: [batch, dim], view_a of all workers, gathered with gradient. The average of the
+            gradients over workers (as in DDP) is the gradient of the whole batch.
+        gathered_b: [batch, dim], view_b of all workers, gathered with gradient.
+        offset: the index of this worker's first row in the gathered rows.
         sample_id: [local_batch] int64; a candidate with the row's id that is neither the row
-            nor its positive is a false negative and is masked. Distinct ids cost no mask.
-        gathered_sample_id: [batch] int64, the ids of the gathered rows.
+            nor its positive is a false negative and is masked. Distinct ids need no mask.
+        gathered_sample_id: [batch] int64, ids of the gathered rows.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
 
     Raises:
-        ConfigError: shapes do not agree, or the temperature is not above 0.
+        ConfigError: Shapes do not match, or the temperature is not above 0.
     """
     check_pair("the two views", view_a, view_b)
     check_sample_id(sample_id, view_a)
@@ -74,7 +74,7 @@ def nt_xent(
 
 
 def two_views(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowGroup]:
-    """Return where the rows of each view have themselves and their positives among 2 * batch columns."""
+    """Return the columns of the rows of each view and of their positives, among 2 * batch columns."""
     return (
         RowGroup(slice(0, local_batch), positive=batch + offset, own=offset),
         RowGroup(slice(local_batch, 2 * local_batch), positive=offset, own=batch + offset),
@@ -102,12 +102,12 @@ def _evaluate_local(
     if not with_gradient:
         return loss, ()
     gradient, _ = mutual.gradients(softmax, softmax, wanted=(True, True))
-    assert gradient is not None, "it is wanted"
-    grad = softmax.one_minus_p.view(2, -1).sum(0)[:, None]  # of a pair, the same for both views
+    assert gradient is not None, "requested above"
+    grad = softmax.one_minus_p.view(2, -1).sum(0)[:, None]  # per pair, equal for both views
     for part, other_view in zip(gradient.chunk(2), (view_b, view_a), strict=True):
         part.addcmul_(grad, other_view, value=-1)
     gradient.div_(temperature * len(rows))
-    # Half: each similarity is in the gradients of both of its rows.
+    # Half, because each similarity contributes to the gradients of both of its rows.
     return loss, (gradient, temperature_gradient(rows, gradient, temperature, share=0.5))
 
 
@@ -151,9 +151,9 @@ def _checked_columns(
         raise ConfigError(f"only one view is gathered: {missing} is None; gather both or neither")
     if gathered_a.shape != gathered_b.shape or gathered_a.shape[1:] != view.shape[1:]:
         raise ConfigError(
-            "the gathered views are not [batch, dim] of one shape: they came as "
+            "the gathered views must be [batch, dim] of the same shape, got "
             f"{list(gathered_a.shape)} and {list(gathered_b.shape)} for rows of "
-            f"{list(view.shape)}; gather every worker's rows of each view"
+            f"{list(view.shape)}; gather the rows of every worker for both"
         )
     check_offset(offset, len(view), len(gathered_a))
     return torch.cat([gathered_a, gathered_b])

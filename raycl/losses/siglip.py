@@ -1,4 +1,4 @@
-"""SigLIP, the pairwise sigmoid loss of pairs (Zhai et al., 2023)."""
+"""SigLIP, the pairwise sigmoid loss (Zhai et al., 2023)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,29 +54,30 @@ def siglip(
     key_id: Tensor | None = None,
     gathered_key_id: Tensor | None = None,
 ) -> Tensor:
-    """Tell pairs from other combinations of a query and a key, each by itself (SigLIP: Zhai et al., 2023).
+    """Classify each combination of a query and a key as a pair or not (SigLIP: Zhai et al., 2023).
 
     With logit = query . key / temperature + bias, the loss of a query is -log sigmoid(logit) of its own
-    key, plus -log sigmoid(-logit) of every other key of the batch; the loss is the **mean** over the
-    local_batch queries. False negatives are masked as in CLIP's loss. No [batch, batch] matrix is held.
+    key, plus -log sigmoid(-logit) of every other key of the batch. The loss is the **mean** over the
+    local_batch queries. False negatives are masked as in ``clip``. The [batch, batch] matrix is never
+    materialized.
 
     Args:
         query: [local_batch, dim], this worker's embeddings. Half precision is computed in float32.
         key: [local_batch, dim], row i the positive of query i.
-        temperature: above 0; a 0-d tensor that requires grad is learned (the paper begins at 0.1).
-        bias: a 0-d tensor that requires grad is learned (the paper begins at -10).
+        temperature: above 0; a 0-d tensor that requires grad is learned (initially 0.1 in the paper).
+        bias: a 0-d tensor that requires grad is learned (initially -10 in the paper).
         gathered_key: [batch, dim], the keys of all workers, gathered with gradient.
-        offset: where this worker's keys begin in the gathered ones.
-        query_id: [local_batch] int64; equal ids are the same query.
-        gathered_query_id: [batch] int64, the ids of all workers' queries.
-        key_id: [local_batch] int64; equal ids are the same key.
-        gathered_key_id: [batch] int64, the ids of all workers' keys.
+        offset: the index of this worker's first key in the gathered keys.
+        query_id: [local_batch] int64; equal ids mean the same query.
+        gathered_query_id: [batch] int64, ids of the queries of all workers.
+        key_id: [local_batch] int64; equal ids mean the same key.
+        gathered_key_id: [batch] int64, ids of the keys of all workers.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once.
 
     Raises:
-        ConfigError: shapes or arguments do not agree, or the temperature is not above 0.
+        ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     check_pair("query and key", query, key)
     columns = key if gathered_key is None else check_gathered("key", key, gathered_key)
@@ -111,10 +112,10 @@ def ring_siglip(
     temperature: float | Tensor,
     bias: float | Tensor,
 ) -> Tensor:
-    """SigLIP over the keys of all workers, which visit each worker instead of being gathered.
+    """SigLIP over the keys of all workers, which pass around a ring instead of being gathered.
 
-    Value and gradients are those of :func:`siglip` over gathered keys. Collective, in the forward only.
-    Arguments and errors are those of :func:`siglip`.
+    Has the same value, gradients, arguments and errors as :func:`siglip` with gathered keys. Collective
+    in the forward pass only.
     """
     check_pair("query and key", query, key)
     rows = working_precision(query)
@@ -144,7 +145,7 @@ def _evaluate(
     by_ring: bool,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Return the loss of rows [local_batch, dim] and its gradients; columns are gathered, or own by the ring."""
+    """Return the loss of rows [local_batch, dim] and its gradients; columns are gathered, or local with a ring."""
     blocks = list(spans(0, len(rows), BLOCK_ROWS))
     mask, back = query_mask(pair_ids, own, None, blocks, in_batch=True), None
     if by_ring and pair_ids is not None:
@@ -159,7 +160,7 @@ def _evaluate(
     at_rows, at_columns = gradient_buffers(
         rows, columns, temperature=temperature, with_gradient=with_gradient
     )
-    meet = partial(_add_negatives, temperature=temperature, bias=bias, blocks=blocks)
+    negatives = partial(_add_negatives, temperature=temperature, bias=bias, blocks=blocks)
     match = slice(0, len(rows)) if by_ring else own
     positive = (rows * columns[match]).sum(1) / temperature + bias
     loss, weight = -F.logsigmoid(positive).sum(), -(-positive).sigmoid()
@@ -169,17 +170,21 @@ def _evaluate(
 
         def visit(worker: int, keys: Tensor, queries: Tensor) -> None:
             first, diagonal = worker * len(rows), 0 if worker == rank() else None
-            found = meet(rows, keys, mask=mask, first=first, diagonal=diagonal, gradients=(at_rows, None))
+            found = negatives(
+                rows, keys, mask=mask, first=first, diagonal=diagonal, gradients=(at_rows, None)
+            )
             sums[0], sums[1] = sums[0] + found[0], sums[1] + found[1]
             if at_columns is not None:
-                meet(
+                negatives(
                     columns, queries, mask=back, first=first, diagonal=diagonal, gradients=(at_columns, None)
                 )
 
         visit_all(visit, columns, rows)
         loss, at_bias = sums
     else:
-        found = meet(rows, columns, mask=mask, first=0, diagonal=own.start, gradients=(at_rows, at_columns))
+        found = negatives(
+            rows, columns, mask=mask, first=0, diagonal=own.start, gradients=(at_rows, at_columns)
+        )
         loss, at_bias = loss + found[0], at_bias + found[1]
     if at_rows is not None and wants_rows:
         at_rows += weight[:, None] * columns[match]
@@ -201,10 +206,10 @@ def _add_negatives(
     diagonal: int | None,
     gradients: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of all negatives, and of their derivatives at the logits.
+    """Return the summed loss of all negatives, and the summed derivative with respect to the logits.
 
-    Adds the gradients of rows and columns, yet to be scaled. ``first`` is the place of the columns in the
-    mask, ``diagonal`` (column - row) that of the positives.
+    Adds the unscaled gradients of rows and columns. ``first`` is the index of the first column in the
+    mask, ``diagonal`` (column - row) the diagonal of the positives.
     """
     loss, total = rows.new_zeros(()), rows.new_zeros(())
     at_rows, at_columns = gradients
@@ -229,19 +234,19 @@ def _add_negatives(
 @final
 @dataclass(frozen=True, kw_only=True)
 class SigLip:
-    """Each pair of all workers told from the other combinations."""
+    """SigLIP over the pairs of all workers."""
 
     temperature: float | Tensor
     bias: float | Tensor
 
     @classmethod
     def build(cls, settings: Any) -> Self:
-        """Return the loss with these settings."""
+        """Create the loss from settings."""
         return cls(temperature=settings.temperature, bias=settings.bias)
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: Any, ids: Any) -> Tensor:
         """Return the loss."""
-        assert key is not None, "the configuration gives SigLIP a key for each query"
+        assert key is not None, "the configuration provides a key for each query"
         scalars: dict[str, Any] = {"temperature": self.temperature, "bias": self.bias}
         if num_workers() == 1:
             return siglip(query, key, query_id=ids.query, key_id=ids.key, **scalars)
@@ -260,5 +265,5 @@ class SigLip:
         )
 
     def collapsed_loss(self, *, batch_size: int, lent: Any) -> float | None:
-        """Return None: the loss of one point depends on what temperature and bias have become."""
+        """Return None: the loss of collapsed embeddings depends on the learned temperature and bias."""
         return None

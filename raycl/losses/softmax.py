@@ -1,7 +1,7 @@
-"""The engine of the softmax losses: row blocks against column blocks, one pass, no matrix of all logits.
+"""Tiled softmax losses: one pass over row blocks and column blocks, without the full matrix of logits.
 
-Columns may be local, gathered, stored in a queue, or visiting from other workers: each is a
-:class:`ColumnBlock`. Each :class:`SoftmaxRows` sums 2**(logit - shift) over the blocks it has met.
+Columns can be local, gathered, from a queue, or from other workers of a ring; each set is a
+:class:`ColumnBlock`. Each :class:`SoftmaxRows` sums 2**(logit - shift) over its column blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,15 @@ from raycl.losses.tiled import (
 
 
 class RowGroup(NamedTuple):
-    """Rows whose positives, and own copies, lie on one diagonal of the logits."""
+    """Rows whose positives lie on one diagonal of the logits, and so do the rows themselves."""
 
     rows: slice
     positive: int  # column of the first row's positive
-    own: int | None = None  # column of the first row itself; None where it is not a candidate
+    own: int | None = None  # column of the first row itself; None if it is not a candidate
 
     @property
     def diagonals(self) -> list[int]:
-        """Return the diagonals of the logits (column - row) without negatives."""
+        """Return the diagonals of the logits (column - row) that are not negatives."""
         columns = [column for column in (self.positive, self.own) if column is not None]
         return [column - self.rows.start for column in columns]
 
@@ -42,7 +42,7 @@ class RowGroup(NamedTuple):
 
     @property
     def blocks(self) -> list[slice]:
-        """Cut the rows into blocks that meet the columns together."""
+        """Return the blocks of rows that are processed together."""
         return list(spans(self.rows.start, self.rows.stop, BLOCK_ROWS))
 
 
@@ -52,7 +52,7 @@ def row_blocks(groups: Sequence[RowGroup]) -> list[slice]:
 
 
 class Softmax(NamedTuple):
-    """The loss of each row; the positive is never rounded into the sum over its negatives."""
+    """The loss of each row; the positive is kept apart from the sum over negatives, for precision."""
 
     loss: Tensor  # -log p(positive), natural
     one_minus_p: Tensor  # 1 - p(positive)
@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
 
 
 def finish_softmax(positive: Tensor, shift: Tensor, total: Tensor) -> Softmax:
-    """Join positives (base-2 logits) with their negatives, whose sum is total * 2**shift."""
+    """Combine positives (base-2 logits) with the sum over negatives, total * 2**shift."""
     excess = (shift - positive + total.log2()) / LOG2_E
     loss = torch.logaddexp(excess, torch.zeros_like(excess))
     return Softmax(loss, excess.sigmoid(), positive + loss * LOG2_E)
@@ -68,7 +68,7 @@ def finish_softmax(positive: Tensor, shift: Tensor, total: Tensor) -> Softmax:
 
 @final
 class ColumnBlock:
-    """Columns that all rows meet, cut into pieces that fit the cache."""
+    """Columns that are candidates of all rows, cut into spans that fit the cache."""
 
     def __init__(
         self,
@@ -77,22 +77,22 @@ class ColumnBlock:
         mask: FalseNegativeMask | None = None,
         first: int = 0,
         bias: Tensor | None = None,
-        is_met: bool = True,
+        in_batch: bool = True,
         gradient: Tensor | None = None,
     ) -> None:
-        """Take columns [num_columns, dim], possibly in half precision.
+        """Cut columns [num_columns, dim], possibly in half precision.
 
         Args:
             columns: the candidates.
-            mask: the false negatives; ``first`` is the place of the first column in it.
-            first: see ``mask``.
-            bias: [num_columns], added to the logits, in base 2, at most 0.
-            is_met: whether the columns are negatives; otherwise they are only positives.
-            gradient: [num_columns, dim], where the gradient of the columns goes, yet to be scaled; None
-                if it is not wanted from this pass.
+            mask: mask of false negatives.
+            first: the index of the first column in the mask.
+            bias: [num_columns], added to the base-2 logits, at most 0.
+            in_batch: whether the columns are negatives; otherwise they are only positives.
+            gradient: [num_columns, dim], the buffer of the unscaled gradient of the columns; None if
+                this pass does not compute it.
         """
         self.columns, self.bias = columns, bias
-        self.pieces = list(spans(0, len(columns) if is_met else 0, 2 * tile_size(columns)))
+        self.pieces = list(spans(0, len(columns) if in_batch else 0, 2 * tile_size(columns)))
         self.gradient = gradient
         self._mask, self._first = mask, first
         self._buffer: Tensor | None = None
@@ -100,10 +100,10 @@ class ColumnBlock:
     def tiles(
         self, query: Tensor, rows: slice, *, diagonals: Sequence[int] = (), bias: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the number of each piece, its columns, and their logits (+ bias per column).
+        """Yield the index of each span, its columns, and their logits (+ bias per column).
 
-        query [rows, dim], scaled; the caller may overwrite the logits [rows, piece]. Those of false
-        negatives and on the diagonals are -inf.
+        query [rows, dim] is scaled; the caller may overwrite the logits. Logits of false negatives and
+        on the diagonals are -inf.
         """
         for k, piece in enumerate(self.pieces):
             columns = self.columns[piece].to(query.dtype)
@@ -114,11 +114,11 @@ class ColumnBlock:
             yield k, columns, tile
 
     def buffer(self, tile: Tensor, k: int) -> Tensor:
-        """Return where the weights of the k-th tile go: apart from it if they are needed again."""
+        """Return the buffer for the weights of the k-th tile: the tile itself unless they are used again."""
         if self.gradient is None:
             return tile
         if self._buffer is None:
-            # Allocated once: the allocator would return a block to the kernel after each visit.
+            # Allocated once: the allocator would return the memory of a block to the kernel after each use.
             widest = max(piece.stop - piece.start for piece in self.pieces)
             self._buffer = tile.new_empty(len(self.pieces), len(tile), widest)
         return self._buffer[k, : tile.shape[0], : tile.shape[1]]
@@ -134,7 +134,7 @@ class KeptWeights(NamedTuple):
 
 @final
 class SoftmaxRows:
-    """A block of rows and the sum of 2**(logit - shift) over the negatives met so far."""
+    """A block of rows, and the sum of 2**(logit - shift) over the negatives so far."""
 
     def __init__(
         self,
@@ -148,16 +148,16 @@ class SoftmaxRows:
         diagonals: Sequence[int] = (),
         positive_bias: Tensor | None = None,
     ) -> None:
-        """Take the block of rows [num_rows, dim] and its positives [block, dim].
+        """Initialize the sums of a block of rows.
 
         Args:
-            rows: all rows.
-            positives: of this block; None if the loss adds them itself.
-            block: which rows.
+            rows: [num_rows, dim], all rows.
+            positives: [block, dim], the positives of the block; None if the caller adds them.
+            block: the slice of rows.
             scale: log2(e) / temperature.
             bound: above every logit without bias, or None if the shift must follow the logits.
-            gradient: [num_rows, dim], zeros, where the gradient of the rows goes, yet to be scaled.
-            diagonals: logits (column - row) that are not negatives, in the block with the positives.
+            gradient: [num_rows, dim], zeros, the buffer of the unscaled gradient of the rows.
+            diagonals: diagonals (column - row) that are not negatives, in the block with the positives.
             positive_bias: [block], added to the logits of the positives.
         """
         self.rows, self._positives = rows[block], positives
@@ -177,7 +177,7 @@ class SoftmaxRows:
         self._grad = None if gradient is None else gradient[block]
 
     def meet(self, columns: ColumnBlock, *, holds_positives: bool = False) -> list[KeptWeights]:
-        """Add a block of columns; return what their gradient needs."""
+        """Add a block of columns; return the weights that the gradient of the columns needs."""
         kept, bias = [], columns.bias
         if self._bound is not None:
             bias = -self._bound.repeat(len(columns.columns)) if bias is None else bias - self._bound
@@ -195,7 +195,7 @@ class SoftmaxRows:
         return kept
 
     def finish(self) -> Softmax:
-        """Return each row's loss after all blocks; complete the rows' gradient."""
+        """Return the loss of each row after all blocks; complete the gradient of the rows."""
         if self._positive is None:
             logsumexp = self._shift + self._total.log2()
             softmax = Softmax(logsumexp / LOG2_E, torch.ones_like(logsumexp), logsumexp)
@@ -208,13 +208,13 @@ class SoftmaxRows:
         return softmax
 
     def add_column_gradients(self, kept: Sequence[KeptWeights], softmax: Softmax) -> None:
-        """Add the gradients of the columns, once the sums of all rows are known."""
+        """Add the gradients of the columns, after ``finish``."""
         for gradient, weights, shift in kept:
             share = (shift - softmax.logsumexp).exp2_()[:, None]
             gradient += product(weights.T, (share * self.rows).T)
 
     def _raise_shift(self, tile: Tensor) -> None:
-        """Raise the shift to the greatest logit so far, and subtract it from the tile."""
+        """Raise the shift to the largest logit so far, and subtract it from the tile."""
         peak = torch.maximum(self._shift, tile.amax(1))
         ratio = (self._shift - peak).exp2_()
         self._total *= ratio
@@ -237,25 +237,25 @@ def evaluate_softmax(
     in_batch: bool = True,
     gradients: Sequence[Tensor | None],
 ) -> Tensor:
-    """Classify each row's positive among its candidates; return the mean over rows.
+    """Classify each row's positive among its candidates; return the mean loss over rows.
 
-    Holds one block of logits: 256 x the candidates that require a gradient.
+    Memory: one block of logits, 256 x the candidates that require a gradient.
 
     Args:
         rows: [num_rows, dim].
         columns: [num_columns, dim], candidates of all rows if ``in_batch``, else only positives.
         negatives: [num_negatives, dim], candidates of all rows, possibly in half precision.
-        groups: where the rows have their positives.
+        groups: positions of the positives.
         scale: log2(e) / temperature.
         bound: see :func:`raycl.losses.tiled.read_bound`.
         mask: false negatives among columns (if ``in_batch``) and then negatives.
-        biases: of columns and negatives, added to their logits in base 2.
+        biases: biases of columns and negatives, added to the base-2 logits.
         in_batch: whether the columns are negatives too.
-        gradients: of rows, columns and negatives, to be added to, yet to be scaled; None if not wanted.
+        gradients: buffers that the unscaled gradients of rows, columns and negatives are added to, or None.
     """
     to_rows, to_columns, to_negatives = gradients
     column_bias, negative_bias = biases or (None, None)
-    batch = ColumnBlock(columns, mask=mask, bias=column_bias, is_met=in_batch, gradient=to_columns)
+    batch = ColumnBlock(columns, mask=mask, bias=column_bias, in_batch=in_batch, gradient=to_columns)
     first = len(columns) if in_batch else 0
     others = ColumnBlock(negatives, mask=mask, first=first, bias=negative_bias, gradient=to_negatives)
     losses = []

@@ -1,8 +1,8 @@
-"""The primitives of the tiled losses: value and gradients in one pass over tiles of the logits.
+"""Primitives of the tiled losses: value and gradients in one pass over tiles of the logits.
 
-The gradient of a softmax loss at its embeddings needs each row's logsumexp and nothing else.
-So the forward computes the gradients too, tile by tile, and the backward only scales them.
-Logits are in base 2: torch's ``exp2`` is several times faster than ``exp`` on some CPUs.
+The gradient of a softmax loss needs only the logsumexp of each row. The forward therefore computes
+the gradients tile by tile, and the backward only scales them. Logits are in base 2, since ``exp2``
+of torch is several times faster than ``exp`` on some CPUs.
 """
 
 import math
@@ -18,16 +18,16 @@ from raycl.errors import ConfigError
 from raycl.losses.false_negatives import FalseNegativeMask
 
 LOG2_E = math.log2(math.e)
-# 2**-x is still far from underflow in float32, which ends at 2**-126.
+# 2**-x is well above the underflow of float32 at 2**-126.
 SAFE_SPREAD = 115.0
-BLOCK_ROWS = 256  # rows that meet all columns; with a piece of the columns they fill the cache
+BLOCK_ROWS = 256  # rows processed together; with a tile of columns they fill the cache
 
 Gradients = tuple[Tensor | None, ...]
 Evaluate = Callable[..., tuple[Tensor, Gradients]]
 
 
 class _Fused(torch.autograd.Function):
-    """Save the gradients that the forward computed."""
+    """Autograd function whose forward computes and saves the gradients."""
 
     @staticmethod
     def forward(ctx: Any, evaluate: Evaluate, *inputs: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class _Fused(torch.autograd.Function):
 
 
 def fused(evaluate: Evaluate, *inputs: Tensor) -> Tensor:
-    """Return the value of ``evaluate``; compute its gradients at once, and only if an input requires one.
+    """Return the value of ``evaluate``; compute gradients in the same pass, if an input requires one.
 
     ``evaluate(*inputs, with_gradient=...)`` returns a scalar and one gradient per input.
     """
@@ -55,16 +55,16 @@ def fused(evaluate: Evaluate, *inputs: Tensor) -> Tensor:
 
 
 def working_precision(tensor: Tensor) -> Tensor:
-    """Return the tensor in at least float32: half precision cannot hold logits."""
+    """Return the tensor in at least float32: half precision is too coarse for logits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def gradient_buffers(
     rows: Tensor, *columns: Tensor, temperature: Tensor | None = None, with_gradient: bool
 ) -> list[Tensor | None]:
-    """Return zeros for the gradients of rows and columns, None where none is required.
+    """Return zeros for the gradients of rows and columns, or None if not required.
 
-    The temperature's gradient is computed from the rows'.
+    The gradient of the temperature is computed from the gradient of the rows.
     """
     wanted = [rows.requires_grad or (temperature is not None and temperature.requires_grad)]
     wanted += [each.requires_grad for each in columns]
@@ -75,7 +75,7 @@ def gradient_buffers(
 
 
 def read_together(*tensors: Tensor) -> list[list[float]]:
-    """Copy tensors to the host, flattened, in one read: each read makes the host wait for the device."""
+    """Copy flattened tensors to the host in one transfer, since each transfer waits for the device."""
     values = torch.cat([each.detach().flatten().double() for each in tensors]).tolist()
     sizes = [each.numel() for each in tensors]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -83,7 +83,7 @@ def read_together(*tensors: Tensor) -> list[list[float]]:
 
 
 def read_sizes(*masks: FalseNegativeMask | None) -> None:
-    """Read from the device what the masks need on the host, at once."""
+    """Read the sizes of all masks from the device in one transfer."""
     given = [mask for mask in masks if mask is not None]
     if given:
         for mask, sizes in zip(given, read_together(*(mask.sizes for mask in given)), strict=True):
@@ -97,11 +97,11 @@ def read_bound(
     *masks: FalseNegativeMask | None,
     spread: float | Tensor = 0.0,
 ) -> Tensor | None:
-    """Return a bound of |logit| in base 2 (Cauchy-Schwarz), or None if it is too large to be a safe shift.
+    """Return a bound of |logit| in base 2 (Cauchy-Schwarz), or None if it is too large for a safe shift.
 
-    A shift known before the logits saves a pass over them. At a low temperature whole rows would
-    underflow; there the shift follows the logits. ``spread`` is how far biases lower the logits further.
-    The only read from the device of a softmax loss: checks the temperature and reads the masks' sizes too.
+    A shift known before the logits saves a pass over them. At a low temperature rows would underflow,
+    so the shift must follow the logits. ``spread`` is the largest reduction of a logit by a bias.
+    This is the only device read of a softmax loss; it also checks the temperature and reads mask sizes.
     """
     return read_bound_and(rows, longest_column, temperature, *masks, spread=spread)[0]
 
@@ -114,7 +114,7 @@ def read_bound_and(
     spread: float | Tensor = 0.0,
     flag: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """Return the bound of :func:`read_bound`, and a flag that is on the device, by the same read."""
+    """Return the bound of :func:`read_bound` and a flag on the device, in one transfer."""
     bound = longest_column * longest(rows, rows.dtype) * (LOG2_E / temperature)
     given = [mask for mask in masks if mask is not None]
     flag = rows.new_zeros(()) if flag is None else flag
@@ -128,18 +128,18 @@ def read_bound_and(
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that is not above 0."""
+    """Raise unless the temperature is above 0."""
     if temperature <= 0:
         raise ConfigError(
-            f"the temperature is not above 0: it is {temperature:g}; "
-            "usual values lie between 0.01 and 1 (learn its logarithm, which cannot cross 0)"
+            f"the temperature must be above 0, got {temperature:g}; "
+            "usual values are between 0.01 and 1 (if learned, learn its logarithm)"
         )
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left @ right.T (+ bias per column), [num_left, num_right]."""
-    # torch sends float32 products to MKL, which runs at less than half speed on AMD; this
-    # operator (the one torch.compile emits) goes to oneDNN. Same error: 2e-7 relative.
+    # torch uses MKL for float32 products, which runs at less than half speed on AMD. This operator,
+    # which torch.compile emits, uses oneDNN. Both have a relative error of 2e-7.
     if left.device.type == "cpu" and left.dtype == torch.float32 and _HAS_ONEDNN:
         return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return F.linear(left, right, bias)
@@ -149,7 +149,7 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn,
 
 
 def longest(rows: Tensor, precision: torch.dtype) -> Tensor:
-    """Return the length of the longest row, 0 without rows; half precision is converted piece by piece."""
+    """Return the length of the longest row, 0 without rows; half precision is converted in blocks."""
     pieces = [
         torch.linalg.vector_norm(rows[span].to(precision), dim=1).amax() for span in spans(0, len(rows), 4096)
     ]
@@ -157,17 +157,17 @@ def longest(rows: Tensor, precision: torch.dtype) -> Tensor:
 
 
 def tile_size(tensor: Tensor) -> int:
-    """Return the rows of a square tile that fits the cache, or fills the GPU."""
+    """Return the side of a square tile that fits the CPU cache or fills the GPU."""
     return 512 if tensor.device.type == "cpu" else 2048
 
 
 def spans(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Cut start:stop into pieces of at most ``size``."""
+    """Cut start:stop into slices of at most ``size``."""
     return (slice(at, min(at + size, stop)) for at in range(start, stop, size))
 
 
 def mask_diagonals(tile: Tensor, rows: slice, columns: slice, diagonals: Sequence[int]) -> None:
-    """Set, in place, the entries with column - row in ``diagonals`` (whole-matrix counts) to -inf."""
+    """Set entries with column - row in ``diagonals`` (indices of the full matrix) to -inf, in place."""
     for diagonal in diagonals:
         tile.diagonal(diagonal + rows.start - columns.start).fill_(-math.inf)
 
@@ -175,16 +175,16 @@ def mask_diagonals(tile: Tensor, rows: slice, columns: slice, diagonals: Sequenc
 def temperature_gradient(
     rows: Tensor, gradient: Tensor, temperature: Tensor, share: float = 1.0
 ) -> Tensor | None:
-    """Return the temperature's gradient from the rows' gradient: a logit is similarity / temperature."""
+    """Return the gradient of the temperature, computed from the gradient of the rows."""
     if not temperature.requires_grad:
         return None
     return (gradient * rows).sum() * (-share / temperature)
 
 
 def scaled_gradients(rows: Tensor, gradients: Gradients, temperature: Tensor, num_terms: int) -> Gradients:
-    """Divide the gradients, in place, by temperature x ``num_terms``; add the temperature's.
+    """Divide the gradients by temperature * ``num_terms``, in place; append the gradient of the temperature.
 
-    The first gradient is the rows', from which the temperature's is computed.
+    The gradient of the temperature is computed from the first gradient, which belongs to the rows.
     """
     for gradient in gradients:
         if gradient is not None:
@@ -194,5 +194,5 @@ def scaled_gradients(rows: Tensor, gradients: Gradients, temperature: Tensor, nu
 
 
 def zero_denormals(logits: Tensor) -> Tensor:
-    """Set, in place, logits to -inf if 2**logit is denormal: arithmetic on those takes 50 times as long."""
+    """Set logits to -inf if 2**logit is denormal, in place: denormal arithmetic is 50 times slower."""
     return torch.threshold_(logits, -SAFE_SPREAD, -math.inf)
