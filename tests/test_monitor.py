@@ -490,17 +490,17 @@ def test_a_limit_of_0_switches_its_sign_off(limit: str, bad: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_embedding_std": -0.1}, "min_embedding_std is not between 0 and 1: it is -0.1"),
-        ({"min_gap": float("nan")}, "min_gap is not between 0 and 1: it is nan"),
-        ({"min_effective_rank": 1.5}, "min_effective_rank is not between 0 and 1: it is 1.5"),
-        ({"patience": 0}, "patience is below 1: it is 0"),
+        ({"min_embedding_std": -0.1}, "min_embedding_std must be between 0 and 1, got -0.1"),
+        ({"min_gap": float("nan")}, "min_gap must be between 0 and 1, got nan"),
+        ({"min_effective_rank": 1.5}, "min_effective_rank must be between 0 and 1, got 1.5"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
         (
             {"initial_patience": 2, "patience": 1},
-            "initial_patience is below 3 or below patience: it is 2, and patience 1",
+            "initial_patience must be at least 3 and at least patience, got 2 and patience 1",
         ),
         (
             {"initial_patience": 4, "patience": 5},
-            "initial_patience is below 3 or below patience: it is 4, and patience 5",
+            "initial_patience must be at least 3 and at least patience, got 4 and patience 5",
         ),
     ],
 )

@@ -118,7 +118,7 @@ def manner(config: RunConfig, stage: Stage) -> EmbedConfig:
 
 
 def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
-    """Return the number of rows that share BatchNorm statistics; 0 if all negatives share them too."""
+    """Return the number of rows that share BatchNorm statistics; 0 if BatchNorm cannot leak."""
     in_batch_only = config.negatives.store == "none"
     local_batch_size = config.local_batch_size(stage)
     return {
@@ -138,18 +138,18 @@ def frequencies(config: RunConfig, rows: InMemoryDataset) -> Frequencies | None:
 def contrast(
     config: RunConfig,
     stage: Stage,
-    learns: TrainState,
+    train_state: TrainState,
     *,
     hinge_weight: float,
     num_samples: int | None = None,
     frequencies: Frequencies | None = None,
 ) -> Objective:
     """Return the loss over all workers, in which the hinge has the weight ``hinge_weight``."""
-    temperature = stage.temperature if learns.temperature is None else learns.temperature()
+    temperature = stage.temperature if train_state.temperature is None else train_state.temperature()
     bias = (
         stage.bias
-        if learns.temperature is None or learns.temperature.bias is None
-        else learns.temperature.bias
+        if train_state.temperature is None or train_state.temperature.bias is None
+        else train_state.temperature.bias
     )
     assert not stage.logq_correction or frequencies is not None, "documents are counted before the first step"
     return build_objective(
@@ -165,7 +165,7 @@ def contrast(
         learns_keys=config.key == "tower",
         proximal_weight=stage.proximal_weight,
         log_frequency=frequencies if stage.logq_correction else None,
-        normalizer=learns.normalizer,
+        normalizer=train_state.normalizer,
         num_samples=num_samples,
     )
 

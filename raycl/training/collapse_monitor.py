@@ -57,12 +57,14 @@ class Limits:
         for name in ("min_embedding_std", "min_gap", "min_effective_rank"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ConfigError(f"{name} is not between 0 and 1: it is {value:g}; 0 switches its sign off")
+                raise ConfigError(f"{name} must be between 0 and 1, got {value:g}; 0 disables its sign")
         if self.patience < 1:
-            raise ConfigError(f"patience is below 1: it is {self.patience}; 3 consecutive readings are usual")
+            raise ConfigError(
+                f"patience must be at least 1, got {self.patience}; 3 consecutive readings are usual"
+            )
         if self.initial_patience < max(3, self.patience):
             raise ConfigError(
-                f"initial_patience is below 3 or below patience: it is {self.initial_patience}, and patience {self.patience}; "
+                f"initial_patience must be at least 3 and at least patience, got {self.initial_patience} and patience {self.patience}; "
                 "20 consecutive readings are usual"
             )
 

@@ -59,7 +59,7 @@ class RunResult(Displayable):
                 "steps": self.steps,
                 "epochs": self.epochs,
                 "seconds": round(self.seconds, 1),
-                "samples a second": round(self.samples_per_second, 1),
+                "samples per second": round(self.samples_per_second, 1),
                 **self.final,
                 "invalid rows": self.invalid_rows,
                 "skipped": self.skipped,

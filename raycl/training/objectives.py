@@ -101,7 +101,7 @@ class NtXent:
 class InfoNce:
     """Cross-entropy of each query's key, or own slot, against gathered and stored negatives.
 
-    ``of_pairs`` says that queries and keys differ in kind and have separate ids.
+    ``of_pairs`` means that queries and keys differ in kind and have separate ids.
     """
 
     temperature: float | Tensor
@@ -206,7 +206,7 @@ class Nce:
         )
 
     def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
-        """Return the loss; the batch updates the normalizing constant first, until that is settled."""
+        """Return the loss; the batch updates the normalizing constant first, until it is settled."""
         assert lent.key is not None, "the configuration gives NCE a memory bank"
         assert lent.negatives is not None, "the configuration gives NCE a memory bank"
         if not self.normalizer.is_settled:
@@ -279,7 +279,7 @@ class Hinge:
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightedObjective:
-    """A weighted mean of a cross-entropy and a hinge, whose weight is ``hinge_weight``."""
+    """The weighted mean of a cross-entropy and a hinge; ``hinge_weight`` is the weight of the hinge."""
 
     cross_entropy: Objective
     hinge: Objective

@@ -17,7 +17,7 @@ from raycl.errors import ConfigError
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 _ALLOCATOR = "PYTORCH_ALLOC_CONF"
-_TRIED = ((64, 64), (512, 256), (8, 64, 32))  # a matrix product, and a batched one
+_TRIED = ((64, 64), (512, 256), (8, 64, 32))  # shapes of single and batched products
 _EXACT = 1e-5  # relative; float32 gives 3e-7, bfloat16 3e-3
 
 

@@ -193,5 +193,5 @@ def load_tokenizer(uri: str) -> Tokenizer:
     if not uri.endswith(".json"):
         place = place / TOKENIZER
     if not place.exists():
-        raise StorageError(f"there is no tokenizer at {place}; give a tokenizer.json, or the output of a run")
+        raise StorageError(f"found no tokenizer at {place}; give a tokenizer.json, or the output of a run")
     return Tokenizer(place.read_text())

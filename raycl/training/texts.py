@@ -148,7 +148,7 @@ class TextTransform:
         return None
 
     def known(self, batch: Batch) -> MatchKeys:
-        """Return the ids of the texts of both views, the own text first; sample ids for a memory bank."""
+        """Return the text ids of both views, the own text first; for a memory bank, the sample ids."""
         if not self._known_by_text:
             names = torch.from_numpy(batch.sample_id)[:, None]
             return MatchKeys(query=names, key=names)

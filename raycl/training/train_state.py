@@ -181,7 +181,7 @@ class TrainState:
 
     def _encode_shuffled(self, views: Views, step: int) -> Embedded:
         """Embed both views in random groups; interleaving keeps their order for any number of workers."""
-        assert views.view_b is not None, "a method whose keys are views draws two"
+        assert views.view_b is not None, "keys that are views need two views"
         rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
         embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
         return Embedded(*embeddings.unflatten(0, (-1, 2)).unbind(1))

@@ -65,7 +65,7 @@ class Views:
 
     def both(self) -> Tensor:
         """Return all views, [2 * local_batch, ...]: ``view_a`` followed by ``view_b``."""
-        assert self.view_b is not None, "a method whose keys are views draws two"
+        assert self.view_b is not None, "keys that are views need two views"
         return stacked(self.view_a, self.view_b)
 
     def keys(self) -> Tensor:
