@@ -205,7 +205,7 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
 def store(
     config: RunConfig, bank: Bank | None, sample_id: NDArray[np.int64] | None, device: torch.device
 ) -> Store:
-    """Return this worker's store: a client of ``bank``, or without one, a store of its own."""
+    """Return this worker's store: a client of ``bank``, or a local store without one."""
     negatives = config.negatives
     if negatives.store == "none":
         return NoStore()

@@ -175,7 +175,7 @@ def saved_steps(output: Place) -> set[int]:
 
 
 def load_checkpoint() -> Restored | None:
-    """Load the latest checkpoint of the run, if there is one."""
+    """Load the latest checkpoint of the run, if any."""
     checkpoint = ray.train.get_checkpoint()
     return None if checkpoint is None else _load(checkpoint)
 

@@ -73,7 +73,7 @@ class Limits:
 class CollapseMonitor:
     """Read the metrics of every logged step and report a collapse once.
 
-    Pure logic: workers with equal metrics come to equal results.
+    The monitor is deterministic: workers with equal metrics get equal results.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -180,7 +180,7 @@ class _Streak:
     def falls(self) -> bool:
         """Whether each third of the latest values is clearly below the one before.
 
-        Neither noise before the start of learning nor a single past fall looks like that.
+        Noise before the start of learning and a single earlier fall do not meet this condition.
         """
         size = len(self.latest) // 3
         first, second, third = (sum(self.latest[at * size :][:size]) for at in range(3))

@@ -137,7 +137,7 @@ def check_cluster(config: RunConfig, *, streamed: bool, report: Printer) -> None
 
 
 def cpus_of_a_worker(config: RunConfig, workers: int, *, streamed: bool) -> float:
-    """Return the CPUs that each worker requests: a whole one if the cluster can grow."""
+    """Return the CPUs that each worker requests: one if the cluster can grow."""
     if config.cpus_per_worker is not None:
         return config.cpus_per_worker
     return 1.0 if config.autoscaling else cpus_for_a_worker(workers=workers, spare_cpus=spare_cpus(streamed))

@@ -225,7 +225,7 @@ class Trainer:
         return collapse
 
     def _handle_collapse(self, collapse: str) -> None:
-        """Continue, roll back or raise ``CollapseError``, as ``monitor.on_collapse`` says."""
+        """Continue, roll back or raise ``CollapseError``, depending on ``monitor.on_collapse``."""
         monitor, position = self._config.monitor, self._position
         self._metrics["collapsed_at_step"] = position.step
         self._logger.notify(position, "collapse", collapse)

@@ -207,7 +207,7 @@ class _WaitMeter:
         self._excluded_s = self._reported_s = 0.0
 
     def save(self, step: int) -> None:
-        """Write the actors' snapshot, if there are any; collective."""
+        """Write the snapshot of the actors, if any; collective."""
         if self._client is not None:
             before = self._client.waited_s
             self._client.save(step)

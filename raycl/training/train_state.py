@@ -116,7 +116,7 @@ class TrainState:
             self.temperature.clamp_()
 
     def update_momentum_encoder(self, momentum: float) -> None:
-        """Move the momentum encoder towards the tower, if there is one."""
+        """Move the momentum encoder, if any, towards the tower."""
         if self.momentum_encoder is not None:
             self.momentum_encoder.update(self.tower, momentum)
 

@@ -267,7 +267,7 @@ class Epochs:
     def views(self, shard: BatchShard, *, epoch: int, start: int, has_next: bool) -> Iterator[Views]:
         """Yield the views of an epoch from batch ``start`` on.
 
-        ``has_next`` says that another epoch will follow: a stream then reads its rows ahead.
+        ``has_next`` means that another epoch follows: a stream then prefetches its rows.
         """
         continues = self._exhausted == epoch - 1 and start == 0
         self._exhausted = None
