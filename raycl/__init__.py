@@ -1,7 +1,6 @@
 """raycl: contrastive learning that runs on a Ray cluster.
 
-Public names are loaded when they are first used: a data task that imports one module of raycl does
-not pay for torch and Ray Train.
+Public names are imported on first use, so that data tasks do not load torch and Ray Train.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Each command as a function: the same options, and values in place of printed lines."""
+"""The commands as functions, with the same options; results are returned instead of printed."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Address = str | os.PathLike[str]
 Measure = Literal["knn", "linear", "retrieval", "sts"]
-IMAGE_SIZE = 224  # that of a recipe whose images nobody could look at
+IMAGE_SIZE = 224  # of a recipe without readable data
 
 
 def train(
@@ -46,8 +46,8 @@ def train(
     """Pretrain an encoder on the samples at ``data`` or in a Ray Dataset, and write it to ``output``.
 
     ``recipe`` is a recipe's name, a file ending in ``.yaml``, or a ``RunConfig``. The options from ``workers``
-    ("2:8" for a range) to ``settings`` (a dict such as ``{"encoder.name": "resnet18"}``, or texts
-    ``key.path=value``) replace parts of it, as the flags of ``raycl train`` do. ``encoder`` may be a module of
+    ("2:8" for a range) to ``settings`` (a dict such as ``{"encoder.name": "resnet18"}``, or strings
+    ``key.path=value``) override parts of it, as the flags of ``raycl train`` do. ``encoder`` may be a module of
     your own that maps images [batch, channels, size, size], or tokens [batch, length], to [batch, dim].
 
     Raises ``ConfigError``, ``DataError`` or ``StorageError`` before anything starts, ``RunError`` if the run
@@ -85,10 +85,10 @@ def evaluate(
     debug: bool = False,
     **options: Any,
 ) -> "EvaluationResult":
-    """Judge the encoder of ``run`` on the set ``test``, and the raw input beside it as the ``baseline``.
+    """Evaluate the encoder of ``run`` on the data at ``test``, next to a ``baseline`` of the raw input.
 
-    ``train`` holds the labeled rows that decide (``knn``, ``linear``), further documents (``retrieval``) or the
-    corpus of the baseline (``sts``). ``options`` are those of the measure:
+    ``train`` holds the labeled training rows (``knn``, ``linear``), further documents (``retrieval``) or the
+    corpus of the baseline (``sts``). ``options`` depend on the measure:
 
     - ``knn`` and ``linear``: ``columns``, ``network``, ``k``, ``temperature``, ``labels_per_class``, ``seed``,
       ``baseline``, ``max_invalid_fraction``; see ``raycl.evaluation.classification.evaluate``.
@@ -96,29 +96,30 @@ def evaluate(
       ``raycl.evaluation.retrieval.evaluate_retrieval``.
     - ``sts``: ``text``, ``baseline``; see ``raycl.evaluation.sts.evaluate_sts``.
 
-    Raises ``ConfigError`` for another measure or option, ``DataError`` and ``StorageError`` as the measures do.
+    Raises ``ConfigError`` for an unknown measure or option, ``DataError`` for invalid data and ``StorageError``
+    for an unreadable address.
     """
     check_measure(measure)
     if train is None and measure in ("knn", "linear"):
-        raise ConfigError(f"evaluate {measure} needs --train, the labeled set that decides")
+        raise ConfigError(f"evaluate {measure} needs --train, the labeled training set")
     common = {"gpu": gpu, "address": address, "quiet": quiet, "debug": debug}
     places = {"run": str(run), "test": str(test), "train": None if train is None else str(train)}
     sets = [test, train, options.get("queries"), options.get("documents")]
     check_inputs(str(run), data=[str(each) for each in sets if each is not None], gpu=gpu, address=address)
-    judge = _judge_of(measure)
-    known = inspect.signature(judge).parameters.keys() - common.keys() - places.keys()
+    evaluator = _evaluator(measure)
+    known = inspect.signature(evaluator).parameters.keys() - common.keys() - places.keys()
     if unknown := sorted(options.keys() - known):
         raise ConfigError(
-            f"evaluate {measure} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}"
+            f"evaluate {measure} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}"
         )
-    return judge(**places, **common, **options)
+    return evaluator(**places, **common, **options)
 
 
 def _named(recipe: Address | RunConfig) -> str | RunConfig:
     return recipe if isinstance(recipe, RunConfig) else str(recipe)
 
 
-def _judge_of(measure: Measure) -> Any:
+def _evaluator(measure: Measure) -> Any:
     if measure == "retrieval":
         from raycl.evaluation.retrieval import evaluate_retrieval
 
@@ -133,22 +134,23 @@ def _judge_of(measure: Measure) -> Any:
 
 
 def write_report(runs: Address | Sequence[Address], output: Address | None = None) -> str:
-    """Write the page of a run, or one that compares several; return where it lies.
+    """Write the report of a run, or a comparison of several; return its path.
 
-    By default that is ``report.html`` in the run, ``comparison.html`` here for several. Raises ``ConfigError``
-    for no run or one that is named twice, ``DataError`` and ``StorageError`` for what cannot be read or written.
+    The default is ``report.html`` in the run, or ``comparison.html`` in the working directory for several.
+    Raises ``ConfigError`` for no run or a repeated one, ``DataError`` for invalid files and ``StorageError`` for
+    an unreadable or unwritable address.
     """
-    asked = [str(each) for each in ([runs] if isinstance(runs, str | os.PathLike) else runs)]
-    if not asked:
+    addresses = [str(each) for each in ([runs] if isinstance(runs, str | os.PathLike) else runs)]
+    if not addresses:
         raise ConfigError("report needs a run: raycl report RUN, or several to compare them")
-    if len(set(asked)) < len(asked):
-        twice = next(each for each in asked if asked.count(each) > 1)
-        raise ConfigError(f"{twice} is named twice; name each run once")
+    if len(set(addresses)) < len(addresses):
+        repeated = next(each for each in addresses if addresses.count(each) > 1)
+        raise ConfigError(f"{repeated} is given twice; give each run once")
     from raycl.report import writer
 
-    if len(asked) == 1:
-        return str(writer.write_report(asked[0], None if output is None else str(output)))
-    return str(writer.write_comparison(asked, str(output or writer.COMPARISON)))
+    if len(addresses) == 1:
+        return str(writer.write_report(addresses[0], None if output is None else str(output)))
+    return str(writer.write_comparison(addresses, str(output or writer.COMPARISON)))
 
 
 def run_doctor(
@@ -164,10 +166,10 @@ def run_doctor(
     quiet: bool = True,
     debug: bool = False,
 ) -> "list[CheckResult]":
-    """Check the cluster, and the storage, the data and the recipe where they are given; return the findings.
+    """Check the cluster, and the storage, data and recipe if given; return the results.
 
-    A finding is ``good`` or has a ``remedy``. The options are those of ``train``; without a recipe ``settings``
-    name the columns of ``data``. Raises ``ConfigError`` for a setting that there is not.
+    A result is ``good`` or has a ``remedy``. The options have the meaning of ``train``'s; without a recipe,
+    ``settings`` may only name the columns of ``data``. Raises ``ConfigError`` for an unknown setting.
     """
     from raycl.doctor import examinations
 
@@ -188,13 +190,13 @@ def doctor_request(
     address: str | None,
     debug: bool,
 ) -> "DoctorRequest":
-    """Return the examination that was asked for; raises ``ConfigError``."""
+    """Return the requested checks; raises ``ConfigError``."""
     from raycl.doctor import DoctorRequest
 
     uri = None if data is None else str(data)
     if recipe is None and flags:
         raise ConfigError(
-            "--workers, --gpu and --batch-size are a recipe's: name one, for example raycl doctor simclr"
+            "--workers, --gpu and --batch-size need a recipe; give one, for example raycl doctor simclr"
         )
     return DoctorRequest(
         data=uri,
@@ -209,17 +211,17 @@ def doctor_request(
 def plan_examined(
     recipe: str | RunConfig, flags: Mapping[str, Any], data: str | None, settings: Settings
 ) -> RunConfig:
-    """Return the run that ``train`` would make of it; without readable data, for images of 224 pixels.
+    """Return the configuration that ``train`` would use; without readable data, for images of 224 pixels.
 
-    Raises ``ConfigError``; what is wrong with the data is found when they are looked at.
+    Raises ``ConfigError``; problems of the data are reported by the checks of the data.
     """
-    is_stated = isinstance(recipe, RunConfig) or recipe.endswith((".yaml", ".yml"))
-    if data is not None or is_stated:
+    is_complete = isinstance(recipe, RunConfig) or recipe.endswith((".yaml", ".yml"))
+    if data is not None or is_complete:
         try:
             return plan_run(recipe, data=data or "", flags=flags, settings=settings)
         except (DataError, StorageError):
             if data is None:
-                raise  # it is the file that cannot be read
-    # The setting comes first: one that was given replaces it.
+                raise  # the YAML file cannot be read
+    # A given data.image_size replaces the default.
     sized = {"data.image_size": IMAGE_SIZE, **settings_of(settings)}
     return plan_run(recipe, data="", flags=flags, settings=sized)

@@ -1,37 +1,37 @@
-"""The error tree: every error that raycl raises on purpose.
+"""The hierarchy of raycl's errors.
 
 RayclError
-├── ConfigError     a setting is unknown, of the wrong type or impossible   (exit status 2)
-├── DataError       the data cannot be read, lack a column, hold no rows    (exit status 2)
-├── StorageError    a place cannot be read from or written to               (exit status 2)
+├── ConfigError     a setting is unknown, invalid or of the wrong type      (exit status 2)
+├── DataError       the data cannot be read, lack a column or have no rows  (exit status 2)
+├── StorageError    a path or address cannot be read or written             (exit status 2)
 └── RunError        the run started and failed                              (exit status 1)
     ├── NonFiniteLossError
     ├── CollapseError
     ├── ReplayError
-    └── StoppedError   somebody asked it to stop               (exit status 143, Ctrl-C 130)
+    └── StoppedError   the run was interrupted by a signal     (exit status 143, Ctrl-C 130)
 """
 
 import signal
 
 
 class RayclError(Exception):
-    """The root of raycl's own errors; its text is one line: what is wrong, what came, what to do."""
+    """Base class of raycl's errors; the message is one line: the problem, the value, the remedy."""
 
 
 class ConfigError(RayclError, ValueError):
-    """A setting is unknown, of the wrong type or impossible."""
+    """A setting is unknown, invalid or of the wrong type."""
 
 
 class DataError(RayclError):
-    """The data cannot be used: no rows, no such column, too many broken rows."""
+    """The data cannot be used: no rows, a missing column, or too many invalid rows."""
 
 
 class StorageError(RayclError):
-    """A place (a local path or s3:// address) cannot be read from or written to."""
+    """A local path or s3:// address cannot be read or written."""
 
 
 class RunError(RayclError):
-    """A run that had started failed."""
+    """A run failed after it started."""
 
 
 class NonFiniteLossError(RunError):
@@ -39,15 +39,15 @@ class NonFiniteLossError(RunError):
 
 
 class CollapseError(RunError):
-    """The embeddings collapsed, and the run was told to stop then."""
+    """The embeddings collapsed, and ``monitor.on_collapse`` ended the run."""
 
 
 class ReplayError(RunError):
-    """A chunk of an accumulated batch was embedded otherwise the second time."""
+    """A chunk of an accumulated batch had different embeddings in the second pass."""
 
 
 class StoppedError(RunError):
-    """The run was asked to stop, by the signal ``signum``; it is saved."""
+    """The run saved a checkpoint and stopped after the signal ``signum``."""
 
     def __init__(self, message: str, signum: int = signal.SIGTERM) -> None:
         super().__init__(message)
@@ -55,14 +55,14 @@ class StoppedError(RunError):
 
 
 class BrokenValueError(ValueError):
-    """One value cannot be used; the text is its cause, the same for all values of that kind."""
+    """A value is invalid; the message is the cause, the same for all values of that kind."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if the text is empty."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return str(error).strip().split("\n")[0].rstrip(": ") or type(error).__name__
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's text: for an error of another process, its cause."""
+    """Return the last line of an error's message: the cause, for an error of another process."""
     return str(error).strip().rpartition("\n")[2].strip() or type(error).__name__

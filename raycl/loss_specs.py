@@ -1,4 +1,4 @@
-"""The losses by name: what each of them needs and can use. Knows no torch, so that it costs nothing to read."""
+"""The registry of losses, with their requirements; imports no torch."""
 
 import importlib
 from collections.abc import Iterable
@@ -9,22 +9,22 @@ from typing import Any, final
 @final
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """The needs and abilities of a loss; configurations are checked against them.
+    """The requirements and capabilities of a loss, against which configurations are checked.
 
     Attributes:
         objective: ``module:Class`` of the loss over all workers. ``Class.build(settings)`` makes one
             from :class:`LossSettings`.
-        keys: the sources of keys it takes: ``tower`` (another view, or the other half of a pair),
+        keys: supported sources of keys: ``tower`` (another view, or the other half of a pair),
             ``momentum_encoder``, ``memory_bank`` (the sample's own slot of a memory bank).
-        pairs: whether it takes the queries and keys of two towers.
-        is_for_pairs: whether it is the first choice for those.
+        pairs: whether it supports the queries and keys of two towers.
+        is_for_pairs: whether it is preferred for two towers.
         stored_negatives: whether it uses the rows of a queue or a memory bank.
-        explicit_negatives: whether it uses negatives that come with the queries.
+        explicit_negatives: whether it uses negatives given with the queries.
         needs_batch: whether the other rows of the batch must be negatives.
-        log_frequency: whether it corrects for how often a key occurs in the data.
-        labels: whether it needs a label of each sample.
+        log_frequency: whether it corrects for the frequency of keys in the data.
+        labels: whether it needs a label per sample.
         mixes: whether a hinge may be mixed into it.
-        learns: the scalars that it can learn: ``temperature``, ``bias``.
+        learns: scalars that can be learned: ``temperature``, ``bias``.
     """
 
     objective: str
@@ -40,7 +40,7 @@ class LossSpec:
     learns: tuple[str, ...] = ("temperature",)
 
     def fits(self, *, key: str, pairs: bool, store: str, in_batch: bool) -> bool:
-        """Return whether it can train with this source of keys and negatives."""
+        """Return whether the loss supports these sources of keys and negatives."""
         return (
             key in self.keys
             and (self.pairs or not pairs)
@@ -57,10 +57,10 @@ class LossSpec:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """The settings of an objective, of which each loss takes its own.
+    """The settings of an objective; each loss uses a subset.
 
     ``temperature`` and ``bias`` are numbers or learned 0-d tensors; ``in_batch`` says whether the rows of
-    the batch are negatives, ``pairs`` whether queries and keys have ids of their own, and ``learns_keys``
+    the batch are negatives, ``pairs`` whether queries and keys have separate ids, and ``learns_keys``
     whether keys have a gradient. ``log_frequency`` maps ids of keys to the logarithm of their frequency;
     ``normalizer`` estimates NCE's constant for ``num_samples`` slots.
     """
@@ -122,13 +122,13 @@ LOSSES: dict[str, LossSpec] = {
 
 
 def join_names(names: Iterable[str]) -> str:
-    """Return names as a list in words: ``a, b or c``."""
+    """Join names as ``a, b or c``."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def cross_entropy_for(*, key: str, pairs: bool, store: str, in_batch: bool) -> str:
-    """Return the name of the cross-entropy that replaces a collapsing hinge."""
+    """Return the cross-entropy that replaces the hinge after a collapse."""
     fitting = [
         name
         for name, spec in LOSSES.items()

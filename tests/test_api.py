@@ -72,7 +72,7 @@ def test_a_recipe_takes_its_size_from_the_images_of_a_dataset() -> None:
     ("options", "says"),
     [
         ({"epochs": 1, "steps": 1}, "exclude each other"),
-        ({"workers": "two"}, "or MIN:MAX, came 'two'"),
+        ({"workers": "two"}, "or MIN:MAX, got 'two'"),
         ({"settings": {"no.such": 1}}, "unknown key no.such"),
         ({"settings": ["no.such=1"]}, "unknown key no.such"),
         ({"batch_size": 128}, "a batch of 128 rows"),
@@ -105,14 +105,12 @@ def test_the_options_of_a_measure_are_those_of_its_command(measure: Any, tmp_pat
         raycl.evaluate(measure, run=tmp_path, test=tmp_path, train=tmp_path, magic=1)
     allowed = re.findall(r"[\w.]+", str(of_command.value).partition("allowed: ")[2])
     names = {"columns" if "columns." in path else path.rpartition(".")[2] for path in allowed}
-    known = set(str(of_function.value).partition("there are ")[2].split(", "))
+    known = set(str(of_function.value).partition("it has ")[2].split(", "))
     assert known - {"network"} == names
 
 
 def test_an_unknown_measure_and_a_missing_set_are_refused_before_anything_is_read() -> None:
-    with pytest.raises(
-        ConfigError, match="unknown measure 'magic'; there are knn, linear, retrieval and sts"
-    ):
+    with pytest.raises(ConfigError, match="unknown measure 'magic'; choose knn, linear, retrieval or sts"):
         raycl.evaluate("magic", run="run", test="test")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="evaluate knn needs --train"):
         raycl.evaluate("knn", run="run", test="test")
@@ -121,12 +119,12 @@ def test_an_unknown_measure_and_a_missing_set_are_refused_before_anything_is_rea
 def test_reports_of_no_run_or_one_twice_are_refused() -> None:
     with pytest.raises(ConfigError, match="report needs a run"):
         raycl.write_report([])
-    with pytest.raises(ConfigError, match="a is named twice"):
+    with pytest.raises(ConfigError, match="a is given twice"):
         raycl.write_report(["a", Path("a")])
 
 
 def test_the_doctor_refuses_flags_without_a_recipe() -> None:
-    with pytest.raises(ConfigError, match="name one, for example raycl doctor simclr"):
+    with pytest.raises(ConfigError, match="give one, for example raycl doctor simclr"):
         raycl.run_doctor(workers=2)
     with pytest.raises(ConfigError, match="unknown key k"):
         raycl.run_doctor(settings={"k": 1})

@@ -118,15 +118,15 @@ def digits(tmp_path: Path) -> Path:
     ("flags", "says"),
     [
         (["--epochs", 1, "--steps", 1], "exclude each other"),
-        (["--workers", 0], "--workers takes a number"),
+        (["--workers", 0], "--workers takes a positive number"),
         (["--workers", 3], "does not divide over 3 workers"),
         (["--batch-size", 1], "stages.0.batch_size"),
         (["--epochs", 0], "stages.0.epochs"),
         (["--epochs", "many"], "--epochs"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--seed", -1], "seed"),
-        (["--workers", "0:2"], "--workers takes a number of processes above 0, or MIN:MAX, came '0:2'"),
-        (["--workers", "1:2:3"], "came '1:2:3'"),
+        (["--workers", "0:2"], "--workers takes a positive number of processes, or MIN:MAX, got '0:2'"),
+        (["--workers", "1:2:3"], "got '1:2:3'"),
         (["--workers", "3:2"], "min_workers 3 is more than workers 2"),
         (["--workers", "1:3"], "batch_size 256 does not divide over 3 workers"),
         (["--set", "stages.0.temperature=0"], "stages.0.temperature"),
@@ -189,7 +189,7 @@ def test_a_run_that_is_not_there_cannot_be_judged(raycl, digits: Path) -> None:
     assert status == 2
     assert "no encoder at" in err
     status, _, err = raycl("evaluate", "magic", "--run", digits.parent, "--train", digits, "--test", digits)
-    assert (status, "there are knn, linear, retrieval and sts" in err) == (2, True)
+    assert (status, "choose knn, linear, retrieval or sts" in err) == (2, True)
 
 
 def test_a_recipe_takes_its_size_from_the_images_unless_it_is_set(digits: Path, tmp_path: Path) -> None:

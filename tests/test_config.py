@@ -68,14 +68,14 @@ def test_arguments_of_a_users_own_encoder_are_free() -> None:
 @pytest.mark.parametrize(
     ("setting", "names"),
     [
-        ("stages.0.temperature=0", ["stages.0.temperature", "greater than 0", "came 0"]),
-        ("stages.0.temperature=-1", ["stages.0.temperature", "came -1"]),
+        ("stages.0.temperature=0", ["stages.0.temperature", "greater than 0", "got 0"]),
+        ("stages.0.temperature=-1", ["stages.0.temperature", "got -1"]),
         ("stages.0.temperature=.nan", ["stages.0.temperature"]),
         ("stages.0.temperatur=1", ["unknown key", "did you mean temperature?"]),
         ("data.colums.image=x", ["unknown key data.colums.image", "columns"]),
         ("workers=3", ["batch_size 256", "3 workers"]),
-        ("workers=0", ["workers", "came 0"]),
-        ("workers=2.5", ["workers", "came 2.5"]),
+        ("workers=0", ["workers", "got 0"]),
+        ("workers=2.5", ["workers", "got 2.5"]),
         ("stages.0.epochs=abc", ["stages.0.epochs", "integer", "'abc'"]),
         ("stages.0.steps=5", ["stages.0", "exactly one of epochs and steps"]),
         ("stages.2.steps=5", ["stages.2.steps"]),
@@ -83,8 +83,8 @@ def test_arguments_of_a_users_own_encoder_are_free() -> None:
         ("augment.crop_scale=[0.9, 0.1]", ["augment.crop_scale", "ascend"]),
         ("augment.mean=[0.5]", ["augment.mean", "3 channels"]),
         ("optimizer.name=adam", ["optimizer.name", "'adamw'", "'adam'"]),
-        ("data.channels=2", ["data.channels", "came 2"]),
-        ("data.image_size=4", ["data.image_size", "8", "came 4"]),
+        ("data.channels=2", ["data.channels", "got 2"]),
+        ("data.image_size=4", ["data.image_size", "8", "got 4"]),
         ("seed.x=1", ["unknown key seed.x"]),
         ("no_equals_sign", ["key.path=value", "no_equals_sign"]),
         ("encoder.name=[1", ["encoder.name", "YAML"]),
@@ -110,10 +110,14 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         (
             "moco_v2",
             ["bank.shards=3"],
-            "bank.shards 3 is for a memory bank, .*: one actor holds a queue; leave it out",
+            "bank.shards 3 needs a memory bank, got negatives.store queue; remove bank.shards",
         ),
-        ("moco_v2", ["bank.location=worker", "bank.detached=true"], "are an actor's"),
-        ("instance_discrimination", ["batchnorm=shuffled"], "shuffled does not go with key memory_bank"),
+        ("moco_v2", ["bank.location=worker", "bank.detached=true"], "need bank.location=actor; remove them"),
+        (
+            "instance_discrimination",
+            ["batchnorm=shuffled"],
+            "shuffled needs two views per sample, and key memory_bank has one",
+        ),
         ("simclr", ["stages.0.chunk_size=513"], "chunk_size 513 is larger than a worker's 512 views"),
         ("moco_v2", ["stages.0.chunk_size=288"], "chunk_size 288 is larger than a worker's 256 views"),
         (
@@ -126,30 +130,30 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
             ["stages.0.activation_checkpoint_every=1"],
             "no effect on batchnorm synchronized and chunk_size null",
         ),
-        ("simclr", ["monitor.on_collapse=rollback"], "no stage has a hinge: set it to warn or stop"),
+        ("simclr", ["monitor.on_collapse=rollback"], "no stage has a hinge; set it to warn or stop"),
         (
             "simclr",
             ["workers=2", "stages.0.chunk_size=257"],
             "chunk_size 257 is larger than a worker's 256 views",
         ),
-        ("moco_v2", ["stages.0.chunk_size=48"], "chunk_size 48 is no multiple of the 32 rows"),
-        ("simclr", ["stages.0.loss=hinge", "stages.0.margin=0"], "stages.0.margin: .*greater than 0, came 0"),
-        ("simclr", ["stages.0.loss=hinge", "stages.0.margin=-0.5"], "stages.0.margin: .*came -0.5"),
+        ("moco_v2", ["stages.0.chunk_size=48"], "chunk_size 48 is not a multiple of 32, the rows in a group"),
+        ("simclr", ["stages.0.loss=hinge", "stages.0.margin=0"], "stages.0.margin: .*greater than 0, got 0"),
+        ("simclr", ["stages.0.loss=hinge", "stages.0.margin=-0.5"], "stages.0.margin: .*got -0.5"),
         (
             "simclr",
             ["stages.0.loss=hinge", "stages.0.hinge_weight=0.5"],
             "mixes the hinge with a cross-entropy",
         ),
-        ("simclr", ["stages.0.hinge_weight=1.5"], "stages.0.hinge_weight: .*came 1.5"),
+        ("simclr", ["stages.0.hinge_weight=1.5"], "stages.0.hinge_weight: .*got 1.5"),
         (
             "simclr",
             ["workers=4", "min_workers=1"],
-            "batch_size 256 does not divide over 3 workers.*1 to 4 workers may come: a multiple of 12 divides",
+            "batch_size 256 does not divide over 3 workers.*from 1 to 4; choose a multiple of 12",
         ),
         (
             "simclr",
             ["workers=16", "min_workers=1"],
-            "does not divide over 3 workers.*1 to 16 workers may come: choose a narrower MIN:MAX",
+            "does not divide over 3 workers.*from 1 to 16; choose a narrower MIN:MAX",
         ),
         (
             "simclr",
@@ -164,30 +168,42 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         (
             "two_tower",
             ["text_augment.deletion=0.1"],
-            "text_augment changes views of texts, and data.kind pairs",
+            "text_augment needs views of texts, and data.kind pairs",
         ),
         ("simclr", ["min_workers=2"], "min_workers 2 is more than workers 1"),
         ("simclr", ["stages.1.workers=3"], "stage 1: batch_size 256 does not divide over 3 workers"),
-        ("simclr", ["stages.1.epochs=0"], "stages.1.epochs: .*came 0"),
-        ("simclr", ["stages.2.epochs=1"], "unknown key stages.2.epochs: '2' is no index up to 1"),
+        ("simclr", ["stages.1.epochs=0"], "stages.1.epochs: .*got 0"),
+        ("simclr", ["stages.2.epochs=1"], "unknown key stages.2.epochs: '2' is not an index from 0 to 1"),
         ("moco_v2", ["stages.1.batch_size=8192"], "stage 1: negatives.capacity 4096 is less than a batch"),
         ("simclr", ["negatives.in_batch=false"], "nt_xent has no negatives"),
         ("moco_v2", ["batchnorm_groups=256"], "256 groups of at least 2 rows"),
-        ("moco_v2", ["key=memory_bank"], "key memory_bank and negatives.store queue do not fit"),
-        ("moco_v2", ["negatives.store=memory_bank"], "key momentum_encoder and .* memory_bank do not fit"),
+        ("moco_v2", ["key=memory_bank"], "key memory_bank is incompatible with negatives.store queue"),
+        (
+            "moco_v2",
+            ["negatives.store=memory_bank"],
+            "key momentum_encoder is incompatible with .* memory_bank",
+        ),
         (
             "moco_v2",
             ["stages.0.loss=nce"],
-            "loss nce does not go with key momentum_encoder .* key memory_bank",
+            "loss nce is incompatible with key momentum_encoder .* key memory_bank",
         ),
-        ("moco_v2", ["stages.0.loss=nt_xent"], "nt_xent does not go with .* takes key tower, and no store"),
+        (
+            "moco_v2",
+            ["stages.0.loss=nt_xent"],
+            "nt_xent is incompatible with .* takes key tower, and no store",
+        ),
         ("moco_v2", ["negatives.store=none"], "info_nce has no negatives"),
-        ("moco_v2", ["stages.0.proximal_weight=1.0"], "proximal_weight pulls to a slot"),
-        ("moco_v2", ["momentum_encoder.momentum=1.5"], "momentum_encoder.momentum: .*came 1.5"),
+        ("moco_v2", ["stages.0.proximal_weight=1.0"], "proximal_weight needs the slots"),
+        ("moco_v2", ["momentum_encoder.momentum=1.5"], "momentum_encoder.momentum: .*got 1.5"),
         ("moco_v2", ["bank.name=a/b"], "bank.name"),
         ("moco_v2", ["bank.max_staleness=2"], "bank.max_staleness"),
         ("simclr", ["stages.0.loss=info_nce", "negatives.in_batch=false"], "info_nce has no negatives"),
-        ("instance_discrimination", ["negatives.store=none", "key=tower"], "loss nce does not go with key"),
+        (
+            "instance_discrimination",
+            ["negatives.store=none", "key=tower"],
+            "loss nce is incompatible with key",
+        ),
     ],
 )
 def test_parts_of_methods_that_do_not_fit_are_refused(name: str, settings: list[str], says: str) -> None:
@@ -204,78 +220,77 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         (
             "two_tower",
             {"stages.0.loss": "hinge", "key": "momentum_encoder", **QUEUE},
-            "data.kind pairs has a tower for its keys, key is momentum_encoder: set key=tower",
+            "data.kind pairs encodes its keys by a tower, got key momentum_encoder; set key=tower",
             {"key": "tower"},
         ),
         (
             "clip",
             {"batchnorm": "shuffled"},
-            "batchnorm shuffled mixes views of one tower, and two towers have nothing to shuffle: set it to "
+            "batchnorm shuffled needs two views of one tower, and this run has two towers; set it to "
             "synchronized, group or layer",
             {"batchnorm": "group"},
         ),
         (
             "two_tower",
             {"stages.0.loss": "nt_xent"},
-            "loss nt_xent compares views of one sample, data.kind pairs has pairs: set loss to info_nce, "
+            "loss nt_xent compares views of one sample, but data.kind pairs has pairs; set loss to info_nce, "
             "clip, hinge or siglip",
             {"stages.0.loss": "info_nce"},
         ),
         (
             "clip",
             {"stages.1.loss": "nt_xent"},
-            "loss nt_xent compares views of one sample, data.kind image_text has pairs",
+            "loss nt_xent compares views of one sample, but data.kind image_text has pairs",
             {"stages.1.loss": "clip"},
         ),
         (
             "clip",
             {"stages.0.logq_correction": True},
-            "logq_correction is for documents that recur in pairs: set data.kind=pairs and loss=clip, "
-            "or leave it out",
+            "logq_correction needs pairs with recurring documents; set data.kind=pairs and loss=clip, "
+            "or remove it",
             {"data.kind": "pairs"},
         ),
         (
             "two_tower",
             {"stages.0.logq_correction": True, "stages.0.loss": "hinge"},
-            "logq_correction is for documents that recur in pairs",
+            "logq_correction needs pairs with recurring documents",
             {"stages.0.loss": "clip"},
         ),
         (
             "two_tower",
             {"learn_temperature": True, "stages.0.loss": "hinge"},
-            "learn_temperature is true, and loss hinge has no temperature to learn: leave it out",
+            "loss hinge has no temperature to learn; remove learn_temperature",
             {"stages.1.loss": "clip"},
         ),
         (
             "clip",
             {"separate_towers": True},
-            "separate_towers is for pairs, data.kind is image_text: leave it out",
+            "separate_towers needs data.kind pairs, got image_text; remove it",
             {"separate_towers": False},
         ),
         (
             "two_tower",
             {"negatives.in_batch": False, **QUEUE},
-            "loss clip needs the negatives of the batch, negatives.in_batch is false: "
-            "set it to true, or loss to info_nce or hinge",
+            "loss clip needs in-batch negatives; set negatives.in_batch=true, or loss to info_nce or hinge",
             {"stages.0.loss": "hinge"},
         ),
         (
             "two_tower",
             {"stages.0.loss": "siglip"},
-            "loss siglip uses no explicit negatives: set negatives.explicit=false, or loss to info_nce, "
+            "loss siglip cannot use explicit negatives; set negatives.explicit=false, or loss to info_nce, "
             "clip or hinge",
             {"negatives.explicit": False},
         ),
         (
             "two_tower",
             {"stages.0.loss": "siglip", "negatives.explicit": False, **QUEUE},
-            "loss siglip does not go with key tower and negatives.store queue: it takes key tower, and no store",
+            "loss siglip is incompatible with key tower and negatives.store queue: it takes key tower, and no store",
             {"negatives.store": "none"},
         ),
         (
             "two_tower",
             {"stages.0.loss": "info_nce", "negatives.in_batch": False, "negatives.explicit": False},
-            "info_nce has no negatives: set negatives.in_batch=true, or a negatives.store",
+            "info_nce has no negatives; set negatives.in_batch=true, or a negatives.store",
             {"negatives.explicit": True},
         ),
     ],
@@ -348,7 +363,7 @@ def test_learning_rate_follows_the_batch(scaling: str, peak: float) -> None:
 
 
 def test_a_run_needs_a_stage() -> None:
-    with pytest.raises(ConfigError, match="stages is empty, so there is nothing to train"):
+    with pytest.raises(ConfigError, match="stages is empty; give at least one stage"):
         config_from_dict({"recipe": "x", "stages": []})
 
 
@@ -385,5 +400,5 @@ def test_a_gpu_computes_in_bfloat16_unless_asked_otherwise(
 
 def test_an_accelerator_is_asked_for_with_gpu() -> None:
     assert override(recipe("simclr"), {"gpu": True, "accelerator": "H100"}).accelerator == "H100"
-    with pytest.raises(ConfigError, match="accelerator is 'H100', and the workers have no GPU; set gpu=true"):
+    with pytest.raises(ConfigError, match="accelerator='H100' requires gpu=true"):
         override(recipe("simclr"), {"accelerator": "H100"})

@@ -249,7 +249,7 @@ def test_a_wrong_recipe_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--workers", 2], "name one, for example raycl doctor simclr"),
+        (["--workers", 2], "give one, for example raycl doctor simclr"),
         (["simclr", "--workers", "many"], "--workers takes a number"),
         (["simclr", "--set", "nonsense=1"], "unknown key nonsense"),
         (["nonsense"], "nonsense"),

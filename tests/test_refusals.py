@@ -22,37 +22,37 @@ DIGITS = f"{TRAIN} --data digits.parquet"
 JUDGE = "evaluate knn --run images --train digits.parquet --test digits.parquet"
 EMBED = "embed --run images --data digits.parquet --output new"
 REFUSED = {
-    f"{TRAIN} --data gs://bucket/x": "cannot use the address 'gs://bucket/x': raycl cannot read gs://",
-    f"{TRAIN} --data s3://": "cannot use the address 's3://': it names no bucket; give a local path or s3://",
-    f"{TRAIN} --data s3:///digits": "it names no bucket",
+    f"{TRAIN} --data gs://bucket/x": "cannot use the address 'gs://bucket/x': raycl does not support gs://",
+    f"{TRAIN} --data s3://": "cannot use the address 's3://': it has no bucket; give a local path or s3://",
+    f"{TRAIN} --data s3:///digits": "it has no bucket",
     f"{TRAIN} --data missing": "there is nothing at",
-    f"{DIGITS} --output hdfs://here/x": "raycl cannot read hdfs://",
-    f"{DIGITS} --output s3:///x": "it names no bucket",
+    f"{DIGITS} --output hdfs://here/x": "raycl does not support hdfs://",
+    f"{DIGITS} --output s3:///x": "it has no bucket",
     f"{DIGITS} --output earlier": "holds an earlier run",
     f"{DIGITS} --batch-size 128": "larger than the 100 rows",
     f"{DIGITS} --set encoder.name=resnet19": "own; did you mean resnet18?",
-    f"{DIGITS} --gpu --workers 2": "2 workers ask for a GPU each, the cluster has 0",
+    f"{DIGITS} --gpu --workers 2": "2 workers need a GPU each, but the cluster has 0",
     "train clip --data captions --output new --set text_encoder.name=bert "
     "--set data.image_size=16": "unknown text_encoder.name 'bert'; there are transformer",
     "train simcse --data captions --output new --set encoder.name=resnet18": "unknown encoder.name 'resnet18'",
     "demo --output earlier_demo": "holds an earlier demo",
     "demo --output demo --epochs 0": "stages.0.epochs",
-    JUDGE.replace("knn", "magic"): "unknown measure 'magic'; there are knn, linear, retrieval and sts",
+    JUDGE.replace("knn", "magic"): "unknown measure 'magic'; choose knn, linear, retrieval or sts",
     "evaluate knn --run images --test digits.parquet": "needs --train",
     f"{JUDGE} --run nowhere": "found no encoder at nowhere",
-    f"{JUDGE} --run file:///run": "raycl cannot read file://",
+    f"{JUDGE} --run file:///run": "raycl does not support file://",
     f"{JUDGE} --train missing": "there is nothing at",
     f"{JUDGE} --test missing": "there is nothing at",
     f"{JUDGE} --set nonsense=1": "unknown key nonsense",
-    f"{JUDGE} --json gs://bucket/x": "raycl cannot read gs://",
-    f"{JUDGE} --gpu": "--gpu asks for a GPU",
+    f"{JUDGE} --json gs://bucket/x": "raycl does not support gs://",
+    f"{JUDGE} --gpu": "--gpu needs a GPU",
     "evaluate retrieval --run images --test digits.parquet --set queries=missing": "there is nothing at",
     "evaluate sts --run images --test missing": "there is nothing at",
     f"{EMBED} --run nowhere": "found no encoder at nowhere",
     f"{EMBED} --data missing": "there is nothing at",
     f"{EMBED} --output images": "images exists already; give another --output",
     f"{EMBED} --side left": "unknown side 'left'",
-    f"{EMBED} --gpu": "--gpu asks for a GPU",
+    f"{EMBED} --gpu": "--gpu needs a GPU",
     "mine --run images --data digits.parquet --output images": "exists already",
     "mine --run images --data missing --output new": "there is nothing at",
     "mine --run images --data digits.parquet --output new --num-negatives 0": "cannot mine 0 negatives",
@@ -141,8 +141,8 @@ def test_only_a_ray_that_starts_here_is_known_to_have_no_gpu(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("wanted", "have", "says"),
     [
-        ("H100", ["A100", "T4"], "no node of the cluster has the accelerator 'H100', it has A100, T4; set"),
-        ("h100", [], "it has none; set accelerator to one of these, leave it out, or set autoscaling=true"),
+        ("H100", ["A100", "T4"], "no node of the cluster has accelerator 'H100', it has A100, T4; choose"),
+        ("h100", [], "it has none; choose one of these, remove accelerator, or set autoscaling=true"),
     ],
 )
 def test_an_accelerator_that_no_node_has_is_refused(wanted: str, have: list[str], says: str) -> None:
@@ -162,5 +162,5 @@ def test_accelerators_are_known_by_the_resources_of_the_cluster() -> None:
 def test_bfloat16_is_refused_where_no_gpu_has_it() -> None:
     for types in ([], ["H100"], ["T4", "A100"]):
         check_bfloat16(types)
-    with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that have it, came T4, V100; set"):
+    with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that support it, got T4, V100; set"):
         check_bfloat16(["T4", "V100"])

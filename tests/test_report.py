@@ -633,9 +633,9 @@ def test_the_command_writes_a_page_and_prints_its_path(
     [
         (lambda folder: [], "needs a run"),
         (lambda folder: [folder / "nowhere"], "holds no run"),
-        (lambda folder: [folder, folder], "named twice"),
+        (lambda folder: [folder, folder], "given twice"),
         (lambda folder: (folder / "metrics.jsonl").unlink() or [folder], "no metrics yet"),
-        (lambda folder: (folder / "config.yaml").write_text("recipe: [") and [folder], "is no YAML"),
+        (lambda folder: (folder / "config.yaml").write_text("recipe: [") and [folder], "is not valid YAML"),
     ],
 )
 def test_an_output_without_a_run_is_refused_in_one_line(

@@ -459,7 +459,7 @@ def test_an_embedding_to_ask_by_is_not_run(
     for file in ("vector.npy", "vector.json"):
         command = ("bank", "nearest", "any", "--vector", tmp_path / file)
         status, told = raycl_command(monkeypatch, capsys, *command)
-        assert (status, "holds no embedding" in told) == (2, True), told
+        assert (status, "does not contain an embedding" in told) == (2, True), told
 
 
 def test_a_picture_that_is_a_program_is_not_run(

@@ -453,7 +453,7 @@ def test_a_folder_that_a_tracker_left_behind_is_no_package(
 @pytest.mark.parametrize(
     ("tracking", "says"),
     [
-        ({"mlflow": "runs/mlflow"}, "'runs/mlflow' would be another folder on every node"),
+        ({"mlflow": "runs/mlflow"}, "'runs/mlflow' is a relative path, which differs between nodes"),
         ({"mlflow": "https://me:secret@host/mlflow"}, "MLFLOW_TRACKING_PASSWORD"),
         ({"mlflow": "https://token@host"}, "MLFLOW_TRACKING_PASSWORD"),
         ({"wandb": "a/b/c"}, "tracking.wandb"),

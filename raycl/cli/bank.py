@@ -1,4 +1,4 @@
-"""``raycl bank``: queries to a bank during training. Each command imports its own modules."""
+"""``raycl bank``: query a bank during training."""
 
 import dataclasses
 import io
@@ -52,7 +52,7 @@ def list_(address: Address = None, as_json: Json = False, debug: Debug = False) 
     elif specs:
         print_specs(specs)
     else:
-        print("no bank is here; a run with a queue or a memory bank starts one")
+        print("no banks found; a run with a queue or a memory bank starts one")
 
 
 @bank.command()
@@ -75,7 +75,7 @@ def nearest(
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(help="Query by this picture, encoded by the run's last checkpoint; local or s3://."),
+        typer.Option(help="Query by this image, encoded by the run's last checkpoint; local or s3://."),
     ] = None,
     text: Annotated[
         str | None, typer.Option(help="Query by this text, encoded by the run's last checkpoint.")
@@ -88,26 +88,26 @@ def nearest(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Find the rows with the highest cosine to a sample, a picture, a text or an embedding."""
+    """Find the rows with the highest cosine to a sample, an image, a text or an embedding."""
     asked = {"id": sample_id, "image": image, "text": text, "vector": vector}
     query = {kind: value for kind, value in asked.items() if value is not None}
     if len(query) != 1:
         raise ConfigError(
-            f"nearest takes one of --id, --image, --text and --vector, came {len(query)}; give one"
+            f"nearest takes exactly one of --id, --image, --text and --vector, got {len(query)}"
         )
     if k < 1:
-        raise ConfigError(f"cannot look for {k} neighbors; give -k of at least 1")
+        raise ConfigError(f"-k must be at least 1, got {k}")
     embedding = None if vector is None else _read_vector(vector)
     content = None if image is None else _read_file(image)
-    holder = _connect(name, address, debug)
+    target = _connect(name, address, debug)
     if content is not None:
-        embedding, query["checkpoint"] = _embed(holder.spec.output, image=content)
+        embedding, query["checkpoint"] = _embed(target.spec.output, image=content)
     if text is not None:
-        embedding, query["checkpoint"] = _embed(holder.spec.output, text=text)
+        embedding, query["checkpoint"] = _embed(target.spec.output, text=text)
     if embedding is None:
-        found = holder.nearest_of(query["id"], k)
+        found = target.nearest_of(query["id"], k)
     else:
-        (found,) = holder.nearest(embedding, k)
+        (found,) = target.nearest(embedding, k)
     _print_found(name, query, found, as_json=as_json)
 
 
@@ -115,21 +115,21 @@ def nearest(
 def get(
     name: Name,
     sample_ids: Annotated[
-        list[int], typer.Option("--id", min=MIN_ID, max=MAX_ID, help="A sample; repeat it for several.")
+        list[int], typer.Option("--id", min=MIN_ID, max=MAX_ID, help="Sample id; repeat for several.")
     ],
     address: Address = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Print the rows of samples; a row that no step has written yet has step -1 (never)."""
-    holder = _connect(name, address, debug)
+    """Print the rows of samples; a row that was never updated has step -1."""
+    target = _connect(name, address, debug)
     import numpy as np
 
-    found = holder.get(np.array(sample_ids, np.int64))
+    found = target.get(np.array(sample_ids, np.int64))
     missing = sorted(set(sample_ids) - set(found.sample_id.tolist()))
     if not len(found):
         raise ConfigError(
-            f"the bank {name!r} holds no row of {', '.join(map(str, missing[:5]))} now; ask for other samples"
+            f"the bank {name!r} has no row of {', '.join(map(str, missing[:5]))}; choose other samples"
         )
     if as_json:
         parts = zip(found.sample_id.tolist(), found.step.tolist(), found.rows.tolist(), strict=True)
@@ -139,7 +139,7 @@ def get(
 
     print_rows(found)
     if missing:
-        print(f"not here now: {', '.join(map(str, missing))}")
+        print(f"missing: {', '.join(map(str, missing))}")
     return None
 
 
@@ -153,8 +153,8 @@ def export(
 ) -> None:
     """Write all rows as parquet files: sample_id, step, embedding."""
     with writing_new(output) as place:
-        holder = _connect(name, address, debug)
-        num_rows = holder.export(place.uri)
+        target = _connect(name, address, debug)
+        num_rows = target.export(place.uri)
         if as_json:
             return _print_json({"bank": name, "rows": num_rows, "output": place.uri})
         return print(f"{num_rows:,} rows of {name} exported to {output}")
@@ -168,7 +168,7 @@ def _connect(name: str, address: str | None, debug: bool) -> "Bank":
 
 
 def _spec_of(name: str) -> "BankSpec | None":
-    """Return a bank's specification; None if it does not answer, so that the others are still listed."""
+    """Return a bank's specification; None if it does not answer."""
     from raycl.negatives.bank import connect_bank
 
     try:
@@ -203,9 +203,11 @@ def _read_vector(uri: str) -> "np.ndarray":
         is_numpy = content.startswith(b"\x93NUMPY")
         vector = np.load(io.BytesIO(content)) if is_numpy else np.array(json.loads(content), np.float64)
     except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{uri} holds no embedding; give a .npy file or a JSON list of numbers") from error
+        raise DataError(
+            f"{uri} does not contain an embedding; give a .npy file or a JSON list of numbers"
+        ) from error
     if vector.ndim != 1:
-        raise DataError(f"{uri} holds an array of {list(vector.shape)}; give one embedding, [dim]")
+        raise DataError(f"{uri} contains an array of shape {list(vector.shape)}; give one embedding, [dim]")
     return vector
 
 

@@ -1,4 +1,4 @@
-"""Tables of a bank's answers, with one fact on each line, so that grep finds them."""
+"""Tables of a bank's answers, one fact per line for grep."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,11 +11,11 @@ from raycl.negatives.stats import BankStats
 from raycl.negatives.store import Negatives
 
 _BAR = 40  # characters of the longest bar
-_NUM_SHOWN = 4  # numbers of an embedding
+_NUM_SHOWN = 4  # values of an embedding
 
 
 def print_specs(specs: Mapping[str, BankSpec | None]) -> None:
-    """Print a line for each bank: kind, size and run."""
+    """Print one line per bank: kind, size and run."""
     rows = [
         (name, each.kind, str(each.capacity), str(each.dim), each.dtype, str(each.num_shards), each.output)
         if each
@@ -26,7 +26,7 @@ def print_specs(specs: Mapping[str, BankSpec | None]) -> None:
 
 
 def print_stats(stats: BankStats) -> None:
-    """Print the facts of a bank, then its shards, then how old its rows are."""
+    """Print a bank's statistics, its shards and a histogram of the rows' ages."""
     table = stats.to_table()
     print_table(
         (), [("bank", stats.name), *((name, format_value(value)) for name, value in table.facts.items())]
@@ -41,7 +41,7 @@ def print_stats(stats: BankStats) -> None:
 
 
 def print_neighbors(found: Neighbors) -> None:
-    """Print a line for each neighbor, nearest first."""
+    """Print one line per neighbor, nearest first."""
     rows = zip(
         found.sample_id.tolist(), map("{:.4f}".format, found.similarity), found.step.tolist(), strict=True
     )
@@ -51,7 +51,7 @@ def print_neighbors(found: Neighbors) -> None:
 
 
 def print_rows(found: Negatives) -> None:
-    """Print a line for each row: sample, step, norm and the first numbers."""
+    """Print one line per row: sample, step, norm and the first values."""
     lengths = np.linalg.norm(found.rows.astype(np.float32), axis=1)
     rows = [
         (
@@ -67,5 +67,5 @@ def print_rows(found: Negatives) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows under their columns' names; numbers to the right."""
+    """Print rows under the column names, numbers right-aligned."""
     print(text_table(columns, list(rows)))

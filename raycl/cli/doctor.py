@@ -1,4 +1,4 @@
-"""The command ``raycl doctor``: checks the recipe as ``raycl train`` would read it, and prints the results."""
+"""``raycl doctor``: check a cluster and a recipe, and print the results."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def report(recipe: str | None, flags: Mapping[str, Any], *, as_json: bool, **options: Any) -> bool:
-    """Print the results, each as it comes or all as JSON; return whether all checks passed."""
+    """Print each result when it is ready, or all as JSON; return whether all checks passed."""
     from raycl.doctor import examinations
 
     results: list[CheckResult] = []

@@ -1,4 +1,4 @@
-"""The command line: each command checks its input, calls one function and prints what it gave."""
+"""The command line: each command checks its input, calls one function and prints the result."""
 
 import contextlib
 import json
@@ -30,19 +30,19 @@ app = typer.Typer(
 app.add_typer(bank, name="bank")
 
 Setting = Annotated[list[str] | None, typer.Option("--set", help="Replace one setting: key.path=value.")]
-Address = Annotated[str | None, typer.Option(help="Ray cluster to join; without it a local one is started.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and what Ray logs.")]
+Address = Annotated[str | None, typer.Option(help="Ray cluster to join; by default a local one is started.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Ray's logs.")]
 Gpu = Annotated[bool, typer.Option("--gpu", help="Give each worker a GPU.")]
 
 
 @app.command()
 def demo(
-    output: Annotated[str, typer.Option(help="Folder for the images, the run and the picture.")] = "demo",
+    output: Annotated[str, typer.Option(help="Folder for the images, the run and the figure.")] = "demo",
     workers: Annotated[int, typer.Option(help="Training processes.")] = 2,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training digits.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Pretrain on scikit-learn's handwritten digits, judge the encoder, and draw its neighbors."""
+    """Pretrain on scikit-learn's handwritten digits, evaluate the encoder, and plot its neighbors."""
     from raycl.demo.plan import plan_demo
 
     plan = plan_demo(output, workers=workers, epochs=epochs)
@@ -58,7 +58,9 @@ def demo(
 @app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this recipe as YAML.")] = None,
-    image_size: Annotated[int, typer.Option(help="Pixels a side; up to 64 the small-image values.")] = 224,
+    image_size: Annotated[
+        int, typer.Option(help="Image size in pixels; up to 64 selects the small-image values.")
+    ] = 224,
 ) -> None:
     """List the recipes, or print one as YAML."""
     from raycl.config.overrides import config_to_yaml
@@ -73,23 +75,23 @@ def recipes(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a file ending in .yaml.")],
+    recipe: Annotated[str, typer.Argument(help="Recipe name or .yaml file.")],
     data: Annotated[str, typer.Option(help="Parquet file or folder, or folder of images; local or s3://.")],
-    output: Annotated[str, typer.Option(help="Where the run is written; local or s3://.")],
+    output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],
     workers: Annotated[
-        str | None, typer.Option(help="Training processes: N, or MIN:MAX, as many as there is room for.")
+        str | None, typer.Option(help="Training processes: N, or MIN:MAX to use as many as fit.")
     ] = None,
     gpu: Gpu = False,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a step over all workers.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Draws weights, order and views.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per step over all workers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, order and views.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint.")] = False,
     settings: Setting = None,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Pretrain an encoder by contrast."""
+    """Pretrain an encoder by contrastive learning."""
     from raycl.cli.plan import plan_run, run_flags
     from raycl.training.preflight import validate_run
 
@@ -98,7 +100,7 @@ def train(
     )
     config = plan_run(recipe, data=data, flags=flags, settings=settings or [])
     with validate_run(config, output=output, resume=resume, data=data, address=address) as admission:
-        # What is refused up to here is refused without waiting for Ray and torch.
+        # All checks above run without loading Ray and torch.
         from raycl.ray_runtime import prestart_ray
 
         prestart_ray(address, debug=debug)
@@ -124,9 +126,9 @@ def train(
 def evaluate(
     measure: Annotated[str, typer.Argument(help="knn, linear, retrieval or sts.")],
     run: Annotated[str, typer.Option(help="The --output of a run.")],
-    test: Annotated[str, typer.Option(help="Set that is judged.")],
+    test: Annotated[str, typer.Option(help="Test set.")],
     train: Annotated[
-        str | None, typer.Option(help="Labeled set that decides; further documents; corpus of the baseline.")
+        str | None, typer.Option(help="Labeled training set; further documents; corpus of the baseline.")
     ] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Write the result to this file.")] = None,
     gpu: Gpu = False,
@@ -134,15 +136,15 @@ def evaluate(
     address: Address = None,
     debug: Debug = False,
 ) -> None:
-    """Judge a run's encoder: kNN, linear probe, retrieval or sentence similarity, with a baseline beside."""
-    from raycl.api import evaluate as judge
+    """Evaluate a run's encoder: kNN, linear probe, retrieval or sentence similarity, next to a baseline."""
+    from raycl.api import evaluate as evaluate_run
     from raycl.cli.plan import measure_settings
 
     options: dict[str, Any] = {"gpu": gpu, "address": address, "debug": debug}
     options |= measure_settings(measure, settings or [])
     written = None if json_file is None else Place(absolute(json_file))
     with contextlib.nullcontext() if written is None else writing(written, is_file=True) as lease:
-        result = judge(measure, run=run, train=train, test=test, **options)  # pyright: ignore[reportArgumentType]
+        result = evaluate_run(measure, run=run, train=train, test=test, **options)  # pyright: ignore[reportArgumentType]
         text = json.dumps({key: value for key, value in result.items() if key != "examples"})
         print(text, flush=True)
         if written is not None and lease is not None:
@@ -181,9 +183,9 @@ def embed(
 @app.command()
 def mine(
     run: Annotated[str, typer.Option(help="The --output of a run with two towers, or one for both.")],
-    data: Annotated[str, typer.Option(help="Pairs: with labels, lists of negatives, or neither.")],
+    data: Annotated[str, typer.Option(help="Pairs, optionally with labels or lists of negatives.")],
     output: Annotated[str, typer.Option(help="Parquet file to write: query, document, negatives.")],
-    num_negatives: Annotated[int, typer.Option(help="Negatives to add to a pair, at most.")] = 8,
+    num_negatives: Annotated[int, typer.Option(help="Largest number of negatives to add per pair.")] = 8,
     max_relative_score: Annotated[
         float, typer.Option(help="Skip documents whose cosine exceeds this fraction of the positive's.")
     ] = 0.95,
@@ -239,11 +241,13 @@ def report(
     run: Annotated[str | None, typer.Option(help="The --output of a run.")] = None,
     output: Annotated[
         str | None,
-        typer.Option(help="File to write; report.html in the run, comparison.html here for several."),
+        typer.Option(
+            help="File to write; default: report.html in the run, or ./comparison.html for several."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a page about a run: curves, similarities, neighbors, a map; or compare several."""
+    """Write a report on a run (curves, similarities, neighbors, a map), or a comparison of several."""
     from raycl.api import write_report
 
     print(write_report([*(runs or []), *([] if run is None else [run])], output))
@@ -251,22 +255,20 @@ def report(
 
 @app.command()
 def doctor(
-    recipe: Annotated[
-        str | None, typer.Argument(help="Look whether this recipe, or this file ending in .yaml, fits.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Look at this set; local or s3://.")] = None,
+    recipe: Annotated[str | None, typer.Argument(help="Recipe name or .yaml file to check.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data set to check; local or s3://.")] = None,
     output: Annotated[
-        str | None, typer.Option(help="Look whether every node can write here; local or s3://.")
+        str | None, typer.Option(help="Folder that every node must be able to write to; local or s3://.")
     ] = None,
-    workers: Annotated[str | None, typer.Option(help="Of the recipe: N, or MIN:MAX.")] = None,
+    workers: Annotated[str | None, typer.Option(help="Workers of the recipe: N, or MIN:MAX.")] = None,
     gpu: Gpu = False,
-    batch_size: Annotated[int | None, typer.Option(help="Of the recipe: rows a step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per step of the recipe.")] = None,
     settings: Setting = None,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Check the cluster, the storage, the data and the recipe: a line each, and what to do."""
+    """Check the cluster, the storage, the data and the recipe; print one line per check, with a remedy."""
     from raycl.cli.doctor import report
     from raycl.cli.plan import run_flags
 
@@ -285,12 +287,12 @@ def doctor(
 
 
 def main() -> None:
-    """Run the command line: status 0, 2 for bad input or config, 1 for a failed run."""
+    """Run the command line; exit status 0, 2 for invalid input or configuration, 1 for a failed run."""
     _run(app)
 
 
 def run_job(command: Callable[..., None] | typer.Typer) -> NoReturn:
-    """Run one command as a script of its own, with the same flags, errors and exit statuses."""
+    """Run one command as a script, with the same flags, errors and exit statuses as ``raycl``."""
     if isinstance(command, typer.Typer):
         _run(command)
     job = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -298,52 +300,54 @@ def run_job(command: Callable[..., None] | typer.Typer) -> NoReturn:
     _run(job)
 
 
-def _run(door: typer.Typer) -> NoReturn:
+def _run(command: typer.Typer) -> NoReturn:
     """Turn errors into one line and an exit status."""
-    # An encoder of the user's own may lie in the folder where they stand; last, so that nothing there
-    # takes the place of a library.
+    # A custom encoder may be in the working directory; it comes last, so that no file there
+    # shadows a library.
     sys.path.append(os.getcwd())
-    came: list[int] = [signal.SIGINT]
+    received: list[int] = [signal.SIGINT]
     try:
-        with _interruptible(came):
-            status = door(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
-            if status == INTERRUPTED:  # typer makes this of a KeyboardInterrupt
+        with _interruptible(received):
+            status = command(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+            if status == INTERRUPTED:  # typer's status for KeyboardInterrupt
                 raise KeyboardInterrupt
     except RayclError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
         status = _status_of(error)
-        _complain(str(error))
+        _print_error(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        status, name = 128 + came[-1], signal.Signals(came[-1]).name
-        _complain(f"interrupted by {name}; resume a run of `raycl train` with --resume")
+        status, name = 128 + received[-1], signal.Signals(received[-1]).name
+        _print_error(f"interrupted by {name}; resume a run of `raycl train` with --resume")
     except Exception as error:
-        # A wrong flag: typer has no public name for these errors, which know their own text.
+        # typer has no public class for its errors of invalid flags; they have ``format_message``.
         text = getattr(error, "format_message", None)
         if text is None and "--debug" in sys.argv:
             raise
         status = 1 if text is None else 2
-        _complain(f"{text() if text else repr(error)} (see {'--help' if text else '--debug'})")
+        _print_error(f"{text() if text else repr(error)} (see {'--help' if text else '--debug'})")
     raise SystemExit(status)
 
 
 @contextlib.contextmanager
-def _interruptible(came: list[int]) -> Iterator[None]:
-    """Let SIGTERM interrupt the block as Ctrl-C does; after it the exit status stands, whatever comes."""
+def _interruptible(received: list[int]) -> Iterator[None]:
+    """Let SIGTERM interrupt the block as Ctrl-C does; signals after the block are ignored."""
 
     def interrupt(signum: int, _: object) -> None:
-        came.append(signum)
+        received.append(signum)
         raise KeyboardInterrupt
 
-    # A shell lets what it starts in the background ignore Ctrl-C, and so it stays.
-    heard = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) is not signal.SIG_IGN]
+    # Shells start background jobs with Ctrl-C ignored; keep it ignored.
+    handled = [
+        each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) is not signal.SIG_IGN
+    ]
     try:
-        for each in heard:
+        for each in handled:
             signal.signal(each, interrupt)
         yield
     finally:
         # Not SIG_IGN, which processes that start later would inherit.
-        for each in heard:
+        for each in handled:
             signal.signal(each, lambda *_: None)
 
 
@@ -353,13 +357,13 @@ def _status_of(error: RayclError) -> int:
     return 2 if isinstance(error, ConfigError | DataError | StorageError) else 1
 
 
-def _complain(text: str) -> None:
-    """Print one line, whatever a library put into its message."""
+def _print_error(text: str) -> None:
+    """Print an error as one line, also if a library's message has several."""
     print(f"raycl: {' '.join(text.split())[:1_000]}", file=sys.stderr)
 
 
 def _show_example(example: dict[str, Any]) -> None:
-    """Print a query and the documents nearest to it, on stderr, as a table."""
+    """Print a table of a query and its nearest documents to stderr."""
     from rich.console import Console
     from rich.table import Table
 
@@ -369,5 +373,5 @@ def _show_example(example: dict[str, Any]) -> None:
     for found in example["nearest"]:
         mark = "yes" if found["matches"] else ""
         table.add_row(f"{found['similarity']:.3f}", mark, " ".join(found["document"].split())[:120])
-    # Texts of the user's own: no brackets or colons of theirs are rich's to read.
+    # User texts: rich must not interpret their brackets and colons.
     Console(stderr=True, markup=False, emoji=False).print(table)

@@ -1,4 +1,4 @@
-"""From what a user types to what a run needs: recipe, flags, settings, and a look at the data."""
+"""Build a run's configuration from a recipe, flags, settings and the first rows of the data."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ from raycl.training.preflight import column_names
 if TYPE_CHECKING:
     import ray
 
-Settings = Mapping[str, Any] | Sequence[str]  # by key.path, or texts key.path=value
+Settings = Mapping[str, Any] | Sequence[str]  # a mapping by key.path, or strings key.path=value
 LARGEST = 224
 NUM_PEEKED = 16
-_MAX_BAD_FRACTION: dict[str, type] = {"data.max_invalid_fraction": float}
+_MAX_INVALID_FRACTION: dict[str, type] = {"data.max_invalid_fraction": float}
 
 
 def plan_run(
@@ -31,9 +31,9 @@ def plan_run(
     flags: Mapping[str, Any],
     settings: Settings,
 ) -> RunConfig:
-    """Return the run: a recipe sized to the data, a YAML file or a configuration; then flags; then settings.
+    """Return the configuration of a recipe, a YAML file or a ``RunConfig``, with flags and then settings applied.
 
-    A recipe looks at a few images: its image size is their shorter side, at most 224, unless
+    The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Raises ``ConfigError`` or ``DataError``.
     """
     pairs = settings_of(settings)
@@ -42,16 +42,16 @@ def plan_run(
         _check_flags(flags, run, "the configuration")
         return override(run, overrides)
     if run.endswith((".yaml", ".yml")):
-        stated = config_from_yaml(Place(run).read_text(), name=run)
-        _check_flags(flags, stated, run)
-        return override(stated, overrides)
+        config = config_from_yaml(Place(run).read_text(), name=run)
+        _check_flags(flags, config, run)
+        return override(config, overrides)
     config = recipe(run, image_size=LARGEST)
-    asked = override(config, overrides)  # a typing error is found before the data are touched
-    if asked.data.kind not in ("image", "image_text"):
-        return asked
+    requested = override(config, overrides)  # report typing errors before reading data
+    if requested.data.kind not in ("image", "image_text"):
+        return requested
     if "data.image_size" in pairs:
         return override(recipe(run, image_size=pairs["data.image_size"]), overrides)
-    return override(recipe(run, image_size=peek_image_size(data, column_names(asked))), overrides)
+    return override(recipe(run, image_size=peek_image_size(data, column_names(requested))), overrides)
 
 
 def run_flags(
@@ -63,20 +63,20 @@ def run_flags(
     batch_size: int | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """Return the flags that were given as settings; raises ``ConfigError`` for what excludes each other."""
+    """Return the given flags as settings; raises ``ConfigError`` for flags that exclude each other."""
     flags = {"gpu": gpu, "seed": seed, "stages.0.batch_size": batch_size}
     given = {key: value for key, value in flags.items() if value is not None}
     return given | _workers(workers) | _length(epochs, steps)
 
 
 def _workers(number: int | str | None) -> dict[str, int | None]:
-    """Read N or MIN:MAX."""
+    """Return the settings for N or MIN:MAX."""
     if number is None:
         return {}
     parts = str(number).split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(
-            f"--workers takes a number of processes above 0, or MIN:MAX, came {number!r}; "
+            f"--workers takes a positive number of processes, or MIN:MAX, got {number!r}; "
             "for example --workers 2"
         )
     least, most = int(parts[0]), int(parts[-1])
@@ -84,7 +84,7 @@ def _workers(number: int | str | None) -> dict[str, int | None]:
 
 
 def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
-    """Return the stage's length; the one given takes the other's place."""
+    """Return the settings of the stage's length; the given one replaces the other."""
     if epochs is not None and steps is not None:
         raise ConfigError(f"--epochs {epochs} and --steps {steps} exclude each other; give one")
     if epochs is None and steps is None:
@@ -93,17 +93,17 @@ def _length(epochs: int | None, steps: int | None) -> dict[str, Any]:
 
 
 def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None:
-    """Refuse flags that speak of one stage where there are several."""
-    of_a_stage = [key for key, value in flags.items() if key.startswith("stages.0.") and value is not None]
-    if of_a_stage and len(config.stages) > 1:
+    """Refuse flags of a single stage if there are several."""
+    stage_flags = [key for key, value in flags.items() if key.startswith("stages.0.") and value is not None]
+    if stage_flags and len(config.stages) > 1:
         raise ConfigError(
-            f"{name} has {len(config.stages)} stages, and --epochs, --steps and --batch-size speak of one; "
-            f"name the stage: --set {of_a_stage[0]}={flags[of_a_stage[0]]}"
+            f"{name} has {len(config.stages)} stages, but --epochs, --steps and --batch-size set only one; "
+            f"name the stage: --set {stage_flags[0]}={flags[stage_flags[0]]}"
         )
 
 
 def peek_image_size(data: "str | ray.data.Dataset | None", columns: ColumnNames) -> int:
-    """Return the median shorter side of the first sound images, between 8 and 224 pixels."""
+    """Return the median shorter side of the first valid images, between 8 and 224 pixels."""
     sides = []
     for content in _first_images(data, columns):
         try:
@@ -130,47 +130,47 @@ def _first_images(data: "str | ray.data.Dataset | None", columns: ColumnNames) -
 
 
 def settings_of(settings: Settings) -> dict[str, Any]:
-    """Return settings by their path; raises ``ConfigError`` for a text that is none."""
+    """Return settings by path; raises ``ConfigError`` for a string other than ``key.path=value``."""
     settings = [settings] if isinstance(settings, str) else settings
     return dict(settings if isinstance(settings, Mapping) else map(parse_setting, settings))
 
 
 def check_measure(measure: str) -> None:
-    """Raise ``ConfigError`` unless there is a measure of this name."""
+    """Raise ``ConfigError`` for an unknown measure."""
     if measure not in _MEASURES:
-        raise ConfigError(f"unknown measure {measure!r}; there are knn, linear, retrieval and sts")
+        raise ConfigError(f"unknown measure {measure!r}; choose knn, linear, retrieval or sts")
 
 
 def measure_settings(measure: str, settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``evaluate``: the options of the measure."""
+    """Return the options of a measure from ``--set`` of ``evaluate``."""
     check_measure(measure)
     return _MEASURES[measure](settings)
 
 
 def judgment_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``evaluate``: k, temperature, labels_per_class, seed, baseline, data.*."""
+    """Return ``k``, ``temperature``, ``labels_per_class``, ``seed``, ``baseline`` and ``data.*`` from ``--set``."""
     kinds = {"k": int, "temperature": float, "labels_per_class": int, "seed": int, "baseline": bool}
-    return _read_settings(settings, kinds | _MAX_BAD_FRACTION, columns=True)
+    return _read_settings(settings, kinds | _MAX_INVALID_FRACTION, columns=True)
 
 
 def retrieval_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``evaluate retrieval``: queries, documents, examples, baseline, data.columns.*."""
+    """Return ``queries``, ``documents``, ``examples``, ``baseline`` and ``data.columns.*`` from ``--set``."""
     kinds = {"queries": str, "documents": str, "examples": int, "baseline": bool}
     return _read_settings(settings, kinds, columns=True)
 
 
 def sts_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``evaluate sts``: text, the column of the corpus, and baseline."""
+    """Return ``text``, the column of the corpus, and ``baseline`` from ``--set``."""
     return _read_settings(settings, {"text": str, "baseline": bool}, columns=False)
 
 
 def embedding_settings(settings: Settings) -> dict[str, Any]:
-    """Read ``--set`` of ``embed`` and ``prepare pairs``: data.columns.* and data.max_invalid_fraction."""
-    return _read_settings(settings, _MAX_BAD_FRACTION, columns=True)
+    """Return the columns and ``max_invalid_fraction`` from ``--set`` of ``embed`` and ``prepare pairs``."""
+    return _read_settings(settings, _MAX_INVALID_FRACTION, columns=True)
 
 
 def column_settings(settings: Settings) -> ColumnNames | None:
-    """Read ``--set`` of ``mine`` and ``doctor``: data.columns.*."""
+    """Return the columns from ``--set`` of ``mine`` and ``doctor``."""
     return _read_settings(settings, {}, columns=True).get("columns")
 
 
@@ -197,7 +197,7 @@ def _read_settings(settings: Settings, kinds: Mapping[str, type], *, columns: bo
 
 
 def _named(columns: dict[str, Any]) -> ColumnNames:
-    """Return the columns; where texts or pairs are named, an image is no longer looked for."""
+    """Return the columns; naming text columns removes the default image column."""
     has_texts = any(columns.get(role) for role in ("text", "query", "document"))
     return ColumnNames(**({"image": None} if has_texts else {}) | columns)
 
@@ -206,5 +206,5 @@ def _typed(path: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ConfigError(f"{path} must be {kind.__name__}, came {value!r}")
+        raise ConfigError(f"{path} must be {kind.__name__}, got {value!r}")
     return value

@@ -19,18 +19,18 @@ _NEEDED = ("fastapi", "uvicorn", "starlette", "aiohttp")
 
 def serve(
     name: Name,
-    host: Annotated[str, typer.Option(help="Address to listen on; other machines can reach any but the loopback.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; addresses other than the loopback are reachable from other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65_535, help="Port to listen on.")] = 8000,
     data: Annotated[
-        str | None, typer.Option(help="Training data of the run, to show its samples; local or s3://.")
+        str | None, typer.Option(help="Training data of the run, to display samples; local or s3://.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="The run whose encoder embeds images and texts; by default the bank's.")
+        str | None, typer.Option(help="Run whose encoder embeds images and texts; default: the bank's run.")
     ] = None,
     address: Address = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="Password of the page; by default a new one."),
+        typer.Option(envvar="RAYCL_EXPLORER_TOKEN", help="Password of the page; default: a new random one."),
     ] = None,
     debug: Debug = False,
 ) -> None:  # fmt: skip
@@ -47,18 +47,18 @@ def serve(
 
     if not is_loopback(host):
         print(
-            f"warning: the explorer listens on {host}, without encryption: anyone who reaches port {port} and has the "
-            "token sees the bank and the samples of --data"
+            f"warning: the explorer listens on {host}, without encryption; anyone with the token "
+            f"who can reach port {port} sees the bank and the samples of --data"
         )
     with _until_signal(), served(target, host, port) as route:
         head, is_here = head_address()
         print(f"bank {name}: {_url(host, head, port, route)}#token={secret}", flush=True)
         if is_loopback(host) and not is_here:
             print(
-                f"the URL is valid on the head, {head}; from here: ssh -L {port}:127.0.0.1:{port} {head}",
+                f"the URL is valid on the head node, {head}; from here: ssh -L {port}:127.0.0.1:{port} {head}",
                 flush=True,
             )
-        print("Ctrl-C closes it; the run continues", flush=True)
+        print("press Ctrl-C to close; the run continues", flush=True)
         _wait()
 
 
@@ -71,16 +71,16 @@ def _check_installed() -> None:
 
 
 def _url(host: str, head: str, port: int, route: str) -> str:
-    """Return the URL to open; with all interfaces, the head's."""
+    """Return the URL to open; for all interfaces, the URL of the head node."""
     shown = host
-    with contextlib.suppress(ValueError):  # a name
+    with contextlib.suppress(ValueError):  # a host name
         shown = head if ipaddress.ip_address(host).is_unspecified else host
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{route}"
 
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[None]:
-    """End the block at SIGINT, SIGTERM or SIGHUP; later signals do not interrupt closing."""
+    """End the block at SIGINT, SIGTERM or SIGHUP; ignore further signals while closing."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(*_: object) -> None:
@@ -99,11 +99,11 @@ def _until_signal() -> Iterator[None]:
 
 
 def _wait() -> None:
-    """Wait while Ray is alive; raises ``RunError`` when it has ended, and the explorer with it."""
+    """Wait until the cluster stops, which also stops the explorer; then raise ``RunError``."""
     from raycl.serve.deployment import ray_answers
 
     missed = 0
     while missed < _NUM_MISSED:
         time.sleep(_POLL_S)
         missed = 0 if ray_answers() else missed + 1
-    raise RunError("the Ray cluster of this bank has ended, and the explorer with it; start both again")
+    raise RunError("the Ray cluster of this bank has stopped, and the explorer with it; restart both")

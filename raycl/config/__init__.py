@@ -1,4 +1,4 @@
-"""A run, stated: frozen, validated values. Nothing below this floor sees them."""
+"""The configuration of a run: frozen, validated values."""
 
 from raycl.config.flatten import leaves
 from raycl.config.run import RunConfig

@@ -1,4 +1,4 @@
-"""The settings of a configuration by their paths, which are those of ``--set``."""
+"""Flatten a configuration to the paths that ``--set`` takes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def _leaves(values: Any, path: str) -> dict[str, Any]:
     if not isinstance(values, dict | list):
         return {path: values}
     items = values.items() if isinstance(values, dict) else enumerate(values)
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in items:
-        found |= _leaves(value, f"{path}.{key}" if path else str(key))
-    return found
+        flat |= _leaves(value, f"{path}.{key}" if path else str(key))
+    return flat

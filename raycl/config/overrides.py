@@ -1,4 +1,4 @@
-"""Settings from outside: YAML in and out, ``key.path=value``, and what is wrong with them in one line."""
+"""Reading and writing of settings as YAML and ``key.path=value``, with one-line errors."""
 
 import copy
 import difflib
@@ -16,7 +16,7 @@ from raycl.config import RunConfig, Stage, leaves
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
-# Settings and values of older versions, in the order in which a file's are replaced.
+# Names and values of older versions, in the order of their replacement.
 RENAMED = {
     "recipe=image_text": "recipe=clip",
     "data.stored_size": "data.decode_size",
@@ -51,11 +51,11 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
     except TypeError as error:
-        raise ConfigError(f"the configuration holds a value that is no plain YAML: {error}") from None
+        raise ConfigError(f"the configuration contains a value that YAML cannot represent: {error}") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-4 for text; people mean the number."""
+    """Reads 1e-4 as a number, which is text in YAML 1.1."""
 
 
 _Loader.add_implicit_resolver(
@@ -64,7 +64,7 @@ _Loader.add_implicit_resolver(
 
 
 def _read_yaml(text: str) -> Any:
-    """Return the values; raises ``yaml.YAMLError``, also for what a few aliases blow up."""
+    """Return the values; raises ``yaml.YAMLError``, also if aliases expand to too many values."""
     loader: Any = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -78,31 +78,31 @@ def _read_yaml(text: str) -> Any:
 
 
 def _num_values(node: Any, known: dict[int, float]) -> float:
-    """Return how many values a node holds when each alias is written out; infinite within itself."""
+    """Return the number of values of a node with all aliases expanded; infinite if it contains itself."""
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = math.inf  # what is met again from within never ends
+        known[id(node)] = math.inf  # stays so for a node that contains itself
         pairs = [each for pair in node.value for each in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_num_values(each, known) for each in pairs)
     return known[id(node)]
 
 
 def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
-    """Read a run from YAML, also one that an older version wrote; raises ``ConfigError``."""
+    """Read a run from YAML of this or an older version; raises ``ConfigError``."""
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{name} must hold keys and values, came {type(values).__name__}; see `raycl recipes simclr`"
+            f"{name} must contain keys and values, got {type(values).__name__}; see `raycl recipes simclr`"
         )
     return config_from_dict(_with_new_names(values))
 
 
 def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a file under the names that they have now."""
+    """Return a file's values under their current names."""
     values = copy.deepcopy(values)
     num_stages = len(values["stages"]) if isinstance(values.get("stages"), list) else 0
     for old, new in RENAMED.items():
@@ -112,7 +112,7 @@ def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename(values: Any, old: str, new: str) -> None:
-    """Move one setting, or replace one value; both stay in their section."""
+    """Rename one setting or one value within its section."""
     path, _, old_value = old.partition("=")
     *parents, name = path.split(".")
     for parent in parents:
@@ -136,22 +136,22 @@ def config_to_yaml(config: RunConfig) -> str:
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Return the run with ``key.path=value`` settings replaced; values are YAML.
 
-    Another ``encoder.name`` begins without the ``encoder.kwargs`` of the one before.
-    Raises ``ConfigError`` for an unknown key, a wrong type or an impossible value.
+    Changing ``encoder.name`` clears ``encoder.kwargs``.
+    Raises ``ConfigError`` for an unknown key, a wrong type or an invalid value.
     """
     pairs = list(settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings))
     values = config.model_dump(mode="json")
     for side in ("encoder", "text_encoder"):
         known = getattr(config, side).name
         if dict(pairs).get(f"{side}.name", known) != known:
-            values[side]["kwargs"] = {}  # they were those of the encoder before
+            values[side]["kwargs"] = {}  # arguments of the previous encoder
     for path, value in pairs:
         _set(values, path, value)
     return config_from_dict(values)
 
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which two runs differ: key path to (before, after)."""
+    """Return the settings that differ between two runs: key path to (before, after)."""
     old, new = (leaves(config) for config in (before, after))
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
@@ -161,32 +161,32 @@ def parse_setting(setting: str) -> tuple[str, Any]:
     path, equals, value = setting.partition("=")
     if not equals or not path:
         raise ConfigError(
-            f"--set takes key.path=value, came {setting!r}; for example stages.0.temperature=0.2"
+            f"--set takes key.path=value, got {setting!r}; for example stages.0.temperature=0.2"
         )
     try:
         return path.strip(), _read_yaml(value)
     except (yaml.YAMLError, ValueError):
-        raise ConfigError(f"--set {path}: {value!r} is no YAML value; quote it") from None
+        raise ConfigError(f"--set {path}: {value!r} is not valid YAML; quote it") from None
 
 
 def _set(values: Any, path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for name in parents:
         child = _child(values, name, path)
-        # Below free-form arguments a path makes what it passes.
+        # Paths below free-form arguments create missing keys.
         values = values.setdefault(child, {}) if isinstance(values, dict) else values[child]
         if not isinstance(values, dict | list):
-            raise ConfigError(f"unknown key {path}: {name} holds the single value {values!r}")
+            raise ConfigError(f"unknown key {path}: {name} is a single value, {values!r}")
     values[_child(values, last, path)] = value
 
 
 def _child(values: Any, name: str, path: str) -> Any:
-    """Return the key or index called ``name``, which must exist (free-form arguments excepted)."""
+    """Return the key or index ``name``; it must exist, except within free-form arguments."""
     if isinstance(values, list):
         if not (name.isdigit() and values and int(name) <= len(values)):
-            raise ConfigError(f"unknown key {path}: {name!r} is no index up to {len(values)}")
+            raise ConfigError(f"unknown key {path}: {name!r} is not an index from 0 to {len(values)}")
         if int(name) == len(values):
-            values.append(copy.deepcopy(values[-1]))  # a further stage is the last one, but for what is set
+            values.append(copy.deepcopy(values[-1]))  # a new stage starts as a copy of the last
         return int(name)
     if name not in values and ".kwargs." not in f".{path}":
         raise ConfigError(unknown_setting(path, list(values)))
@@ -194,7 +194,7 @@ def _child(values: Any, name: str, path: str) -> Any:
 
 
 def _one_line(error: ValidationError) -> str:
-    # A tuple whose only item is wrong is reported as too short as well.
+    # pydantic also reports a tuple whose only item is invalid as too short.
     problems = [
         each for each in error.errors(include_url=False) if each["type"] != "too_short"
     ] or error.errors()
@@ -213,18 +213,18 @@ def _describe(problem: ErrorDetails) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{path}: {message}" if path else message
-    return f"{path}: {message[0].lower()}{message[1:]}, came {problem['input']!r}"
+    return f"{path}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
 
 
 def present_name(setting: str) -> str | None:
-    """Return what a setting or a ``setting=value`` of an older version is called now, None if it was not renamed."""
+    """Return the current name of a setting or ``setting=value`` of an older version; None if it was not renamed."""
     index = re.search(r"(?<=stages\.)\d+(?=\.)", setting)
     new = RENAMED.get(re.sub(r"(?<=stages\.)\d+(?=\.)", "N", setting))
     return new and new.replace(".N.", f".{index[0]}." if index else ".N.")
 
 
 def unknown_setting(path: str, allowed: Sequence[str]) -> str:
-    """Say that there is no such setting, and which one was probably meant."""
+    """Return an error message for an unknown setting, with the closest allowed name."""
     name = path.rpartition(".")[2]
     if new := present_name(path):
         return f"unknown key {path}; it is now {new}"
@@ -234,7 +234,7 @@ def unknown_setting(path: str, allowed: Sequence[str]) -> str:
 
 
 def _names_at(path: Sequence[int | str]) -> list[str]:
-    """Return the keys that the section at ``path`` has."""
+    """Return the keys of the section at ``path``."""
     section: Any = RunConfig
     for part in path:
         if isinstance(part, str):

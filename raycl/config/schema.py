@@ -1,4 +1,4 @@
-"""The parts of a run's configuration, each checked by itself."""
+"""The sections of a run's configuration."""
 
 import re
 from typing import Annotated, Any, Literal, Self, final
@@ -15,58 +15,101 @@ Range = tuple[Positive, Positive]
 
 
 class Section(Displayable, BaseModel):
-    """A part of the configuration: frozen, strict about types, closed to unknown keys."""
+    """A section of the configuration: frozen, strictly typed, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def to_table(self) -> Table:
-        """Show the settings that differ from the defaults; ``raycl.config_to_yaml`` has them all."""
+        """Return the settings that differ from the defaults; ``raycl.config_to_yaml`` has all."""
         facts = flatten(self.model_dump(mode="json", exclude_defaults=True))
         return Table(title=f"{type(self).__name__}, where it differs from the defaults", facts=facts)
 
 
 @final
 class Columns(Section):
-    """Names of the columns to read; ``None`` takes the usual name where it exists.
+    """Names of the columns to read.
 
-    Which of them are read follows from ``data.kind``.
+    ``data.kind`` selects the columns that are needed. With ``None``, an optional column is read under
+    its field's name if the data have it.
     """
 
     image: str = "image"
+    """Encoded images (JPEG, PNG, ...): bytes, or a struct with ``bytes``."""
+
     text: str = "text"
+    """Texts; a list of texts holds alternatives with the same meaning."""
+
     caption: str = "caption"
+    """Captions of the images, for kind ``image_text``; a list holds alternatives."""
+
     query: str = "query"
+    """Queries, for kind ``pairs``."""
+
     document: str = "document"
+    """The positive document of each query, for kind ``pairs``."""
+
     negatives: str | None = None
+    """Lists of explicit negative documents, for kind ``pairs``."""
+
     query_id: str | None = None
+    """Ids of the queries; equal ids are never negatives of each other."""
+
     document_id: str | None = None
+    """Ids of the documents; equal ids are never negatives of each other."""
+
     negative_ids: str | None = None
+    """Lists of ids, one per explicit negative."""
+
     label: str | None = None
+    """Integer or text labels: classes for the evaluation, or 1 and 0 for clicked and skipped documents."""
+
     sample_id: str | None = None
+    """Integer ids of the samples, by which a bank is queried."""
 
 
 @final
 class DataConfig(Section):
-    """What the samples are, and how images come in.
+    """The samples, and how they are read and cached.
 
-    ``image`` and ``text`` are samples of which two views are drawn; ``image_text`` are images with their
-    captions, and ``pairs`` are queries with a document each, and perhaps explicit negatives.
-    Images are decoded, resized to a square of ``decode_size`` and kept as bytes.
+    Images are decoded, resized to a square of ``decode_size`` pixels and stored as uint8.
     """
 
     kind: Literal["image", "text", "image_text", "pairs"] = "image"
+    """Sample type: ``image`` and ``text`` give two random views of a sample, ``image_text`` an image and
+    its caption, ``pairs`` a query and its document, optionally with explicit negatives.
+    """
+
     columns: Columns = Columns()
+    """Names of the columns."""
+
     image_size: Annotated[int, Field(ge=8, le=1024)] = 224
+    """Side of a view in pixels, 8 to 1024."""
+
     decode_size: Annotated[int, Field(ge=8, le=2048)] | None = None
+    """Side of a stored image in pixels, 8 to 2048; by default ``image_size`` up to 64 pixels and 1.25 times
+    that above, so that random crops keep detail.
+    """
+
     channels: Literal[1, 3] = 3
+    """1 for grayscale, 3 for RGB."""
+
     max_pixels: Count = 64_000_000
+    """Images with more pixels are invalid; protects memory against decompression bombs."""
+
     max_invalid_fraction: Fraction = 0.01
+    """The run fails when more than this fraction of the rows is invalid, 0 to 1."""
+
     cache: Literal["auto", "materialize", "stream"] = "auto"
+    """``materialize`` keeps the decoded data in the object store, ``stream`` reads them in each epoch;
+    ``auto`` materializes data that fit into half of the smallest node's object store.
+    """
+
     shuffle_buffer_size: Count = 16_384
+    """Rows in the shuffle buffer of streamed data; larger buffers shuffle better and need more memory."""
 
     @property
     def resolved_decode_size(self) -> int:
-        """The stored side in pixels; larger than a crop's for big images, to keep detail."""
+        """The side of a stored image in pixels, with the default applied."""
         if self.decode_size is not None:
             return self.decode_size
         return self.image_size if self.image_size <= 64 else self.image_size * 5 // 4
@@ -74,196 +117,307 @@ class DataConfig(Section):
 
 @final
 class AugmentConfig(Section):
-    """The random view of an image (Chen et al., 2020); strengths are torchvision's."""
+    """The random views of an image (Chen et al., 2020); strengths as in torchvision.
+
+    The defaults are SimCLR's for ImageNet.
+    """
 
     crop_scale: Range = (0.08, 1.0)
+    """Range of the crop's area as a fraction of the image's area, at most 1."""
+
     crop_ratio: Range = (3 / 4, 4 / 3)
+    """Range of the crop's aspect ratio, width / height."""
+
     flip: Fraction = 0.5
+    """Probability of a horizontal flip."""
+
     rotation: Annotated[float, Field(ge=0.0, le=180.0)] = 0.0
+    """Largest rotation in degrees, 0 to 180, in either direction."""
+
     jitter: Fraction = 0.8
+    """Probability of color jitter."""
+
     brightness: NotNegative = 0.8
+    """Strength of the brightness jitter: factors from max(0, 1 - strength) to 1 + strength."""
+
     contrast: NotNegative = 0.8
+    """Strength of the contrast jitter, as for ``brightness``."""
+
     saturation: NotNegative = 0.8
+    """Strength of the saturation jitter, as for ``brightness``."""
+
     hue: Annotated[float, Field(ge=0.0, le=0.5)] = 0.2
+    """Largest hue shift as a fraction of the color circle, 0 to 0.5."""
+
     grayscale: Fraction = 0.2
+    """Probability of a conversion to gray."""
+
     blur: Fraction = 0.5
+    """Probability of a Gaussian blur."""
+
     blur_sigma: Range = (0.1, 2.0)
+    """Range of the blur's standard deviation in pixels."""
+
     mean: tuple[float, ...] | None = None
+    """Mean per channel on pixels in [0, 1]; default: ImageNet's, or 0.5 for one channel."""
+
     std: tuple[Positive, ...] | None = None
+    """Standard deviation per channel on pixels in [0, 1]; default: ImageNet's, or 0.25 for one channel."""
 
 
 @final
 class TextConfig(Section):
-    """How texts are cut into tokens.
-
-    ``tokenizer`` is the address of a ``tokenizer.json``; None trains one of at most ``vocabulary_size``
-    tokens on the run's own texts, ``tokenizer_train_size`` of them at most. A query is cut at ``max_length``
-    tokens, and so is a text; a document, or a negative, at ``max_document_length`` if that is set.
-    The rows of ``length_buckets`` batches are sorted by length and make as many batches of like
-    lengths, which saves padding and leaves no negative that its length gives away; 1 leaves them mixed.
-    """
+    """Tokenization, and the lengths of texts in tokens."""
 
     tokenizer: str | None = None
+    """Address of a ``tokenizer.json``; by default a tokenizer is trained on the run's texts."""
+
     vocabulary_size: Annotated[int, Field(ge=261)] = 16_384
+    """Largest number of tokens of a trained tokenizer, at least 261: all bytes and the special tokens."""
+
     lowercase: bool = True
+    """Whether a trained tokenizer lowercases texts."""
+
     tokenizer_train_size: Count = 1_000_000
+    """Largest number of texts to train the tokenizer on."""
+
     max_length: Annotated[int, Field(ge=1, le=8_192)] = 64
+    """Tokens after which texts and queries are truncated, 1 to 8192."""
+
     max_document_length: Annotated[int, Field(ge=1, le=8_192)] | None = None
+    """Tokens after which documents and negatives are truncated, 1 to 8192; default: ``max_length``."""
+
     length_buckets: Count = 1
+    """Number of batches whose rows are sorted by length together, into as many batches of similar lengths:
+    less padding, and no negatives that are recognizable by their length. 1 does not sort.
+    """
 
     @property
     def longest(self) -> int:
-        """The greatest number of tokens of a text in any role."""
+        """The largest number of tokens of a text in any role."""
         return max(self.max_length, self.max_document_length or 0)
 
 
 @final
 class TextAugmentConfig(Section):
-    """The random view of a text: words left out, copied elsewhere, tokens repeated (Wu et al., 2022)."""
+    """The random view of a text; the defaults leave it unchanged."""
 
     deletion: Fraction = 0.0
+    """Probability that a word is deleted; at least one word stays."""
+
     insertion: Fraction = 0.0
+    """Probability that a word is followed by a copy of another word of the text."""
+
     repetition: Fraction = 0.0
+    """Up to max(2, ``repetition`` * n) of n tokens are repeated, 0 to 1; 0.32 in ESimCSE (Wu et al.,
+    2022).
+    """
 
 
 @final
 class EncoderConfig(Section):
-    """The network: a name, or ``package.module:function`` of the user's own.
-
-    Names are torchvision's for images; ``bag_of_subwords``, ``transformer`` or ``transformers:PATH``
-    for texts. ``stem`` and ``width`` are those of images' networks.
-    """
+    """The network of a tower."""
 
     name: str = "resnet50"
+    """``resnet18``, ``vit_small`` and the like for images; ``bag_of_subwords``, ``transformer`` or
+    ``transformers:PATH`` for texts; ``package.module:function`` for a custom network.
+    """
+
     stem: Literal["auto", "small", "half", "standard"] = "auto"
+    """First layer of an image network: ``standard`` is a 7x7 convolution with stride 2 and pooling,
+    ``small`` a 3x3 convolution without either, ``half`` the same with stride 2. ``auto`` is ``small`` up to
+    64 pixels, ``standard`` above.
+    """
+
     width: Positive = 1.0
+    """Factor of an image network's channels."""
+
     kwargs: dict[str, Any] = {}
+    """Keyword arguments of a text encoder or a custom network."""
 
 
 @final
 class HeadConfig(Section):
-    """The projection head; ``hidden_dim=None`` is as wide as the representation.
-
-    ``batchnorm`` is that of the hidden layers. With no layers the representation is the embedding,
-    and ``dim`` must be its width.
-    """
+    """The projection head, between the representation and the embedding."""
 
     num_layers: Literal[0, 1, 2, 3] = 2
+    """Linear layers; with 0 the representation is the embedding."""
+
     hidden_dim: Count | None = None
+    """Width of the hidden layers; default: the width of the representation."""
+
     dim: Annotated[int, Field(ge=2)] = 128
+    """Dimension of the embedding, at least 2; with 0 layers it must be the width of the representation."""
+
     batchnorm: bool = True
+    """Whether the hidden layers have BatchNorm."""
 
 
 @final
 class MomentumEncoderConfig(Section):
-    """How slowly the momentum encoder follows (He et al., 2020).
-
-    ``momentum`` may rise to ``final_momentum`` over the run, along half a cosine.
-    """
+    """The momentum encoder: a moving average of the tower's weights (He et al., 2020)."""
 
     momentum: Fraction = 0.999
+    """Weight of the old value at each step, 0 to 1."""
+
     final_momentum: Fraction | None = None
+    """Momentum at the end of the run, reached along half a cosine; default: constant."""
 
 
 @final
 class NegativesConfig(Section):
-    """Where the negatives come from: the gathered batch, a store, the pairs themselves, or all of them.
-
-    ``explicit`` negatives are those that pairs bring with them, candidates of every query of the batch.
-    ``queue`` keeps the newest ``capacity`` keys; of a ``memory_bank``, one slot a sample that moves
-    by ``bank_momentum``, ``num_negatives`` slots are drawn for each step; its slots begin at ``bank_init``: random rows,
-    as in the paper, or the embeddings of the untrained tower, which cost one pass over the data and
-    spare the first epochs the task of fitting random targets.
-    ``normalizer_momentum=None`` holds the first estimate of the normalizing constant of ``nce``.
+    """Sources of negatives, which may be combined: the batch, explicit negatives, a queue or a memory
+    bank.
     """
 
     in_batch: bool = True
+    """Whether the other rows of the batch, over all workers, are negatives."""
+
     explicit: bool = True
+    """Whether the explicit negatives of the pairs are candidates of every query in the batch."""
+
     store: Literal["none", "queue", "memory_bank"] = "none"
+    """``queue`` stores the newest keys, ``memory_bank`` one slot per sample."""
+
     capacity: Count = 65_536
+    """Keys in the queue, at least one batch."""
+
     num_negatives: Count = 4_096
+    """Slots of the memory bank drawn per step."""
+
     bank_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """Weight of the old value when a slot is updated, below 1; 0.5 as in the paper."""
+
     bank_init: Literal["random", "encoder"] = "random"
+    """Initial slots: ``random`` as in the paper, or the embeddings of the untrained ``encoder``, which cost
+    one pass over the data and save the first epochs of fitting random targets.
+    """
+
     normalizer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """Weight of the old value when NCE's normalizing constant is updated, below 1; by default the first
+    estimate is kept.
+    """
 
 
 @final
 class BankConfig(Section):
-    """How a store is held: by an actor that outlives the workers, or in each worker's process.
-
-    ``name`` is what others ask it by; None takes the last part of ``--output``. ``shards`` is the
-    number of actors of a memory bank, for more memory than one node has. A ``detached`` bank stays
-    when the run is over. ``max_staleness=1`` reads a memory bank one step ahead, so that no worker waits for it, and misses
-    what this worker wrote in the previous step, and others in up to two; its rows then travel as
-    float16. 0 waits, and they travel as they are. ``dtype`` is that of the rows. ``timeout_s`` is how
-    long a shard may take to start or to come back; where the cluster grows, at least 900 s.
-    """
+    """The storage of a queue or a memory bank."""
 
     location: Literal["actor", "worker"] = "actor"
+    """``actor`` survives a crash of the workers and answers queries; ``worker`` keeps a copy in each
+    worker's process.
+    """
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] | None = None
+    """Name for queries, of letters, digits, ``.``, ``_`` and ``-``; default: the last part of
+    ``--output``.
+    """
+
     shards: Count = 1
+    """Actors of a memory bank, for more memory than one node has; a queue has one."""
+
     detached: bool = False
+    """Whether the bank stays alive after the run."""
+
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 1
+    """1 reads a memory bank one step ahead: workers never wait, rows travel as float16, and a read misses
+    this worker's writes of the previous step and other workers' of up to two. 0 waits, and rows keep their
+    dtype.
+    """
+
     dtype: Literal["float32", "float16"] = "float32"
+    """Type of the stored rows."""
+
     timeout_s: Positive = 120.0
+    """Seconds to wait for a shard that starts or recovers; at least 900 with ``autoscaling``."""
 
 
 @final
 class OptimizerConfig(Section):
-    """The optimizer; ``momentum`` for SGD and LARS, ``betas`` for AdamW."""
+    """The optimizer."""
 
     name: Literal["sgd", "adamw", "lars"] = "lars"
+    """``lars`` keeps large batches stable, as in SimCLR."""
+
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Momentum of SGD and LARS, below 1."""
+
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (
         0.9,
         0.999,
     )
+    """Decay rates of AdamW's two moments, below 1."""
+
     weight_decay: NotNegative = 1e-6
+    """Weight decay; biases and normalization layers have none."""
+
     trust_coefficient: Positive = 1e-3
+    """Trust coefficient of LARS."""
 
 
 @final
 class EvaluationConfig(Section):
-    """The periodic kNN judge on held-out labeled rows (Wu et al., 2018).
+    """The periodic kNN evaluation on held-out labeled rows (Wu et al., 2018).
 
-    ``every_epochs=None`` judges about ten times a run, ``0`` never. ``num_test`` rows are held
-    out of training (never more than a tenth of the set) and vote over ``num_train`` others. Of a large
-    set that is streamed, they come from some pieces spread over it, and all other rows are trained on.
-    Each evaluation also saves the embeddings of ``num_snapshot_samples`` held-out rows for the report; 0 saves none.
+    On large streamed data, held-out rows come from a few fragments spread over the data set; the run
+    trains on all other rows.
     """
 
     every_epochs: Annotated[int, Field(ge=0)] | None = None
+    """Epochs between evaluations; 0 disables them, and by default there are about ten per run."""
+
     num_train: Count = 10_000
+    """Labeled training rows that vote."""
+
     num_test: Count = 2_000
+    """Rows held out of training, at most a tenth of the data."""
+
     k: Count = 200
+    """Neighbors that vote."""
+
     temperature: Positive = 0.07
+    """Temperature of the votes: a neighbor of cosine s has weight exp(s / temperature)."""
+
     num_snapshot_samples: Annotated[int, Field(ge=0)] = 1_000
+    """Held-out rows whose embeddings are saved at each evaluation for the report; 0 saves none."""
 
 
 @final
 class CheckpointConfig(Section):
-    """When to save: after every judgment, and every ``every_steps`` steps or ``interval_s`` seconds."""
+    """When to save checkpoints, besides after each evaluation."""
 
     every_steps: Count | None = None
+    """Steps between checkpoints; by default only ``interval_s`` counts."""
+
     interval_s: Positive = 300.0
+    """Seconds between checkpoints."""
+
     keep: Count = 2
+    """Checkpoints to keep, at least 1."""
 
 
 @final
 class MonitorConfig(Section):
-    """What watches for collapse (see ``docs/stages.md``) and what happens then.
-
-    ``warn`` says so and goes on; ``stop`` ends the run; ``rollback`` goes back to the last good
-    checkpoint and takes cross-entropy in place of the hinge for ``cross_entropy_steps`` steps, at
-    most ``max_rollbacks`` times. A sign of collapse counts when it is seen at ``patience`` logged
-    steps in a row; at ``initial_patience`` if the run was never good before.
-    """
+    """Detection of a collapse of the embeddings (see ``docs/stages.md``), and the response."""
 
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
+    """``warn`` prints a warning and continues; ``stop`` ends the run; ``rollback`` restores the last
+    healthy checkpoint and replaces the hinge with cross-entropy for a while.
+    """
+
     patience: Count = 3
+    """Consecutive logged steps with a sign of collapse before the response."""
+
     initial_patience: Annotated[int, Field(ge=3)] = 20
+    """Patience of a run that was never healthy, at least 3 and at least ``patience``; an untrained network
+    looks collapsed as well.
+    """
+
     cross_entropy_steps: Count = 500
+    """Steps with cross-entropy after a rollback."""
+
     max_rollbacks: Count = 3
+    """Rollbacks after which the run ends."""
 
     @model_validator(mode="after")
     def _waits_longer_at_the_start(self) -> Self:
@@ -276,17 +430,20 @@ class MonitorConfig(Section):
 
 @final
 class TrackingConfig(Section):
-    """Where metrics go besides ``metrics.jsonl`` and Prometheus.
+    """Where metrics are sent, besides ``metrics.jsonl`` and Prometheus.
 
-    ``tensorboard`` writes event files below ``<output>/tensorboard``. ``mlflow`` is the address of a
-    tracking server, or an absolute path; ``wandb`` is a project of Weights & Biases, or
-    ``entity/project``. Keys and passwords are none of the settings: both take them from their usual
-    variables, on the workers.
+    API keys and passwords are not settings: MLflow and Weights & Biases read them from their usual
+    environment variables, on the workers.
     """
 
     tensorboard: bool = False
+    """Whether to write event files below ``<output>/tensorboard``."""
+
     mlflow: str | None = None
+    """Address of an MLflow tracking server, or an absolute path."""
+
     wandb: Annotated[str, Field(pattern=r"^[^/\s]+(/[^/\s]+)?$")] | None = None
+    """A Weights & Biases project, or ``entity/project``."""
 
     @model_validator(mode="after")
     def _has_an_address_that_all_may_read(self) -> Self:
@@ -295,12 +452,12 @@ class TrackingConfig(Section):
             return self
         if re.search(r"//[^/@]*@", address):
             raise ValueError(
-                "mlflow holds a user or password, which would be written to config.yaml; give the address alone "
+                "mlflow contains a user or password, which would be written to config.yaml; remove it "
                 "and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
         if not (address.startswith("/") or ":" in address or address == "databricks"):
             raise ValueError(
-                f"mlflow {address!r} would be another folder on every node; give an address such as "
+                f"mlflow {address!r} is a relative path, which differs between nodes; give an address such as "
                 "http://host:5000, or an absolute path"
             )
         return self

@@ -1,4 +1,4 @@
-"""A stage: how long, how large its batches, which loss, how fast it learns."""
+"""The settings of a stage."""
 
 from typing import Annotated, Literal, Self, final
 
@@ -10,52 +10,88 @@ from raycl.loss_specs import LOSSES, MIXED, join_names
 
 @final
 class Stage(Section):
-    """A stretch of the run; exactly one of ``epochs`` and ``steps`` says how long.
+    """A part of the run with its own batch size, loss and learning rate.
 
-    A stage begins with a new epoch of the data; weights, optimizer and store carry on. ``workers``
-    are those of the run unless the stage asks for others. ``chunk_size`` views of a worker are
-    embedded with their graph at a time, so that the batch may be larger than memory; the result is
-    the same (Gao et al., 2021). Each of ``cached_chunks`` saves a chunk's second pass for the memory of
-    its graph; the first of them costs nothing. Where BatchNorm goes over the whole batch none is kept,
-    and ``activation_checkpoint_every`` 1 takes less memory for one more forward pass.
+    Exactly one of ``epochs`` and ``steps`` is set. A stage starts with an epoch of the data; weights,
+    optimizer and store carry over from the previous stage.
 
-    The peak learning rate is ``learning_rate`` at a batch of 256 rows and follows the batch by
-    ``learning_rate_scaling``; after ``warmup_epochs`` (or a tenth of the stage, if that is less)
-    it falls along half a cosine, or to a tenth at three and again at four fifths (``step``), of the
-    stage or, with ``learning_rate_scope`` run, of the samples of the whole run.
-
-    ``clip`` classifies each query among keys and each key among queries (Radford et al., 2021);
-    ``logq_correction`` takes the logarithm of how common a key is in the data off its logits as a
-    candidate, since a common one is drawn as a negative more often (Yi et al., 2019).
-    ``siglip`` tells pairs from other combinations, each by itself, with a ``bias`` that is learned with the
-    temperature (Zhai et al., 2023).
-    ``hinge`` asks that the positive is nearer than the negatives by ``margin``: on the mean over the
-    negatives, or for the ``hardest_negative`` only. A ``hinge_weight`` mixes it with a cross-entropy,
-    as that fraction of the loss; it may move to ``final_hinge_weight`` in the course of the stage.
-    ``proximal_weight`` pulls an embedding to its slot of the memory bank (Wu et al., 2018).
+    The peak learning rate is ``learning_rate`` at a batch of 256 rows and scales with the batch by
+    ``learning_rate_scaling``. After the warmup it falls along half a cosine, or to a tenth at three
+    fifths and again at four fifths (``step``).
     """
 
     epochs: Count | None = None
+    """Length in passes over the data."""
+
     steps: Count | None = None
+    """Length in optimization steps."""
+
     batch_size: Annotated[int, Field(ge=2)] = 256
+    """Rows per step over all workers, at least 2; a multiple of the number of workers."""
+
     chunk_size: Count | None = None
+    """Views per worker embedded with their graph at a time, so that a batch may exceed memory; the result
+    is the same (Gao et al., 2021). Default: all.
+    """
+
     cached_chunks: Annotated[int, Field(ge=0)] = 1
+    """Chunks whose graph is kept from the first pass; each saves a forward pass and costs the memory of a
+    graph, except the first, which is free. No effect where BatchNorm spans the whole batch.
+    """
+
     activation_checkpoint_every: Count | None = None
+    """With whole-batch BatchNorm in chunks, k keeps the activations of every k-th residual block and
+    recomputes the others: less memory, one more forward pass. Default: keep all.
+    """
+
     workers: Count | None = None
+    """Workers of this stage; default: the run's."""
+
     loss: str = "nt_xent"
+    """``nt_xent``, ``info_nce``, ``nce`` (Wu et al., 2018), ``hinge``, ``siglip`` (Zhai et al., 2023), or
+    ``clip``, which classifies queries among keys and keys among queries (Radford et al., 2021).
+    """
+
     temperature: Positive = 0.1
+    """Divisor of the similarities."""
+
     bias: float = -10.0
+    """Initial bias of ``siglip``, learned with the temperature."""
+
     logq_correction: bool = False
+    """Whether ``clip`` subtracts the log frequency of a document from its logits, since frequent documents
+    are drawn as negatives more often (Yi et al., 2019).
+    """
+
     margin: Positive = 0.2
+    """Margin of the hinge, in cosine."""
+
     hardest_negative: bool = False
+    """Whether the hinge uses only the hardest negative; by default the mean over the negatives."""
+
     hinge_weight: Fraction = 0.0
+    """Fraction of the hinge in a loss that mixes it with a cross-entropy, 0 to 1."""
+
     final_hinge_weight: Fraction | None = None
+    """Hinge weight at the end of the stage, reached linearly; default: constant."""
+
     proximal_weight: NotNegative = 0.0
+    """Weight of the pull of an embedding toward its slot of the memory bank (Wu et al., 2018)."""
+
     learning_rate: Positive = 0.3
+    """Learning rate at a batch of 256 rows."""
+
     learning_rate_scaling: Literal["linear", "square_root", "none"] = "linear"
+    """Growth of the learning rate with the batch size."""
+
     learning_rate_schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """Course of the learning rate after the warmup."""
+
     learning_rate_scope: Literal["stage", "run"] = "stage"
+    """Whether the schedule spans this stage or the samples of the whole run."""
+
     warmup_epochs: NotNegative = 10.0
+    """Epochs of linear warmup, at most a tenth of the stage."""
 
     @field_validator("loss")
     @classmethod
@@ -75,14 +111,14 @@ class Stage(Section):
         if self.mixes_hinge and not LOSSES[self.loss].mixes:
             mixing = [name for name, spec in LOSSES.items() if spec.mixes]
             raise ValueError(
-                f"hinge_weight mixes the hinge with a cross-entropy, loss is {self.loss}: "
-                f"set loss to {join_names(mixing)}, or leave hinge_weight out"
+                f"hinge_weight mixes the hinge with a cross-entropy, got loss {self.loss}; "
+                f"set loss to {join_names(mixing)}, or remove hinge_weight"
             )
         return self
 
     @property
     def mixes_hinge(self) -> bool:
-        """Whether the hinge is a part of the loss at some step."""
+        """Whether the hinge is mixed into the loss at some step."""
         return bool(self.hinge_weight or self.final_hinge_weight)
 
     @property

@@ -1,4 +1,4 @@
-"""Recipes: functions of the image size that return a whole run as a value."""
+"""Recipes: functions that return a run's configuration for an image size."""
 
 from collections.abc import Callable
 
@@ -21,16 +21,14 @@ RECIPES: dict[str, Callable[[int], RunConfig]] = {
 
 
 def recipe(name: str, *, image_size: int = 224) -> RunConfig:
-    """Return the run called ``name`` for images of ``image_size`` pixels.
+    """Return the configuration of recipe ``name`` for images of ``image_size`` pixels, 8 to 1024.
 
-    Raises ``ConfigError`` naming the recipes that exist.
+    Raises ``ConfigError`` for an unknown name or an invalid size.
     """
     if new := present_name(f"recipe={name}"):
         raise ConfigError(f"unknown recipe {name!r}; it is now {new.removeprefix('recipe=')}")
     if name not in RECIPES:
-        raise ConfigError(
-            f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a file ending in .yaml"
-        )
+        raise ConfigError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, or give a .yaml file")
     if not 8 <= image_size <= 1024:
-        raise ConfigError(f"image sizes go from 8 to 1024 pixels, came {image_size}")
+        raise ConfigError(f"image_size must be from 8 to 1024 pixels, got {image_size}")
     return RECIPES[name](image_size)

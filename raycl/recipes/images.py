@@ -13,9 +13,9 @@ from raycl.config import (
     Stage,
 )
 
-SMALL = 64  # pixels: up to here the papers take a 3x3 stem, weaker color jitter and no blur
+SMALL = 64  # pixels; up to this size the papers use a 3x3 stem, weaker color jitter and no blur
 
-# The views of InstDisc, which MoCo v1 took over: all images jittered, none blurred.
+# The views of InstDisc and MoCo v1: all images jittered, none blurred.
 _FIRST_VIEWS = AugmentConfig(
     crop_scale=(0.2, 1.0), jitter=1.0, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.4, blur=0.0
 )
@@ -23,19 +23,19 @@ _LINEAR = HeadConfig(num_layers=1)
 
 
 def simclr(image_size: int = 224) -> RunConfig:
-    """SimCLR (Chen et al., 2020): the other view among all views of the batch.
+    """SimCLR (Chen et al., 2020): classify the other view among all views of the batch.
 
     Large images follow the paper's section 2 with the square-root rule of its appendix B.1;
-    small ones its appendix B.9 on CIFAR-10 with plain SGD.
+    small images follow appendix B.9 on CIFAR-10, with plain SGD.
     """
     return _small_simclr(image_size) if image_size <= SMALL else _large_simclr(image_size)
 
 
 def moco_v1(image_size: int = 224) -> RunConfig:
-    """MoCo (He et al., 2020): the momentum encoder's key among those of a queue.
+    """MoCo (He et al., 2020): classify the momentum encoder's key among a queue of keys.
 
-    Large images follow the paper's section 4. Small ones take what the authors' demonstration on
-    CIFAR-10 changed: a short queue, a faster momentum encoder, more weight decay.
+    Large images follow the paper's section 4. Small images use the settings of the authors'
+    CIFAR-10 demonstration: a short queue, a faster momentum encoder, more weight decay.
     """
     return _moco(
         image_size,
@@ -48,9 +48,9 @@ def moco_v1(image_size: int = 224) -> RunConfig:
 
 
 def moco_v2(image_size: int = 224) -> RunConfig:
-    """MoCo v2 (Chen et al., 2020b): MoCo with an MLP head, blurred views and a cosine rate.
+    """MoCo v2 (Chen et al., 2020b): MoCo with an MLP head, blur and a cosine schedule.
 
-    The head has no BatchNorm, as in the authors' code. Small images as for ``moco_v1``.
+    The head has no BatchNorm, as in the authors' code. Small images are as in ``moco_v1``.
     """
     is_small = image_size <= SMALL
     views = {"crop_scale": (0.2, 1.0), "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
@@ -65,10 +65,10 @@ def moco_v2(image_size: int = 224) -> RunConfig:
 
 
 def instance_discrimination(image_size: int = 224) -> RunConfig:
-    """InstDisc (Wu et al., 2018): the sample's own slot of a memory bank among slots drawn at random.
+    """InstDisc (Wu et al., 2018): distinguish the sample's slot of a memory bank from random slots.
 
-    For small images the slots begin at embeddings and the normalizing constant follows: with random
-    slots and a constant held from the first batch, as in the paper, a short run does not get going.
+    For small images the slots start at embeddings and the normalizing constant is updated: with random
+    slots and the constant of the first batch, as in the paper, short runs do not learn.
     """
     is_small = image_size <= SMALL
     return RunConfig(
@@ -119,7 +119,7 @@ def _moco(
         key="momentum_encoder",
         momentum_encoder=MomentumEncoderConfig(momentum=0.99 if is_small else 0.999),
         negatives=NegativesConfig(in_batch=False, store="queue", capacity=4_096 if is_small else 65_536),
-        # 256 keys then travel to the actor inside the call: half the time, half the memory.
+        # 256 float16 keys fit inside the call to the actor: half the time, half the memory.
         bank=BankConfig(dtype="float16"),
         batchnorm="shuffled",
         optimizer=OptimizerConfig(name="sgd", weight_decay=5e-4 if is_small else 1e-4),

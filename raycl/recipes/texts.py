@@ -1,4 +1,4 @@
-"""Recipes for texts, and for pairs of which one half at least is a text."""
+"""Recipes for texts, and for pairs with at least one text."""
 
 from raycl.config import (
     AugmentConfig,
@@ -15,14 +15,14 @@ from raycl.config import (
     TextConfig,
 )
 
-DIM = 256  # that of our own encoders of texts, whose output is the embedding
+DIM = 256  # output of raycl's text encoders, used as the embedding without a head
 WIDE = 1_024
 _NO_HEAD = HeadConfig(num_layers=0, dim=DIM, batchnorm=False)
 _ADAMW = OptimizerConfig(name="adamw", betas=(0.9, 0.98), weight_decay=0.01)
 
 
 def simcse(image_size: int = 224) -> RunConfig:
-    """SimCSE (Gao et al., 2021): the same sentence under another dropout mask, among those of the batch."""
+    """SimCSE (Gao et al., 2021): classify a sentence under another dropout mask in the batch."""
     return RunConfig(
         recipe="simcse",
         data=DataConfig(kind="text"),
@@ -46,7 +46,7 @@ def simcse(image_size: int = 224) -> RunConfig:
 
 
 def esimcse(image_size: int = 224) -> RunConfig:
-    """ESimCSE (Wu et al., 2022): repeated words tell the views apart, and a short queue gives negatives."""
+    """ESimCSE (Wu et al., 2022): SimCSE with repeated words and a short queue of negatives."""
     plain = simcse()
     return plain.model_copy(
         update={
@@ -62,10 +62,10 @@ def esimcse(image_size: int = 224) -> RunConfig:
 
 
 def two_tower(image_size: int = 224) -> RunConfig:
-    """Two towers on click logs: the clicked document among those of the batch and those not clicked.
+    """Two towers on click logs: classify the clicked document among the batch and skipped documents.
 
-    A wide bag of subwords without a network behind begins close to TF-IDF, learns what to add in
-    minutes, and holds on questions of another kind (MedQuAD and LiveQA in ``docs/results.md``).
+    A wide bag of subwords without hidden layers starts close to TF-IDF, improves on it in minutes,
+    and generalizes to other questions (MedQuAD and LiveQA in ``docs/results.md``).
     """
     return RunConfig(
         recipe="two_tower",
@@ -90,13 +90,13 @@ def two_tower(image_size: int = 224) -> RunConfig:
 
 
 def clip(image_size: int = 224) -> RunConfig:
-    """Images and captions (CLIP; Radford et al., 2021): each among those of the batch, both ways."""
+    """CLIP (Radford et al., 2021): classify captions among images and images among captions."""
     is_small = image_size <= 96
     return RunConfig(
         recipe="clip",
         data=DataConfig(kind="image_text", image_size=image_size),
         text=TextConfig(max_length=32),
-        # A caption may speak of colors and of left and right.
+        # Captions may mention colors, so views have no color jitter.
         augment=AugmentConfig(crop_scale=(0.5, 1.0), flip=0.5, jitter=0.0, grayscale=0.0, blur=0.0),
         encoder=EncoderConfig(name="resnet18" if is_small else "resnet50"),
         text_encoder=EncoderConfig(name="bag_of_subwords"),

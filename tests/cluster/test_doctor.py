@@ -234,7 +234,7 @@ def test_a_recipe_that_fits_is_green_and_one_that_does_not_has_a_remedy() -> Non
     assert "workers" not in results
     on_gpus = override(config, {"workers": 8, "gpu": True})
     results, _ = collect(check_memory(on_gpus, None, answers))
-    assert "8 workers ask for a GPU each, the cluster has 0" in results["workers"].seen
+    assert "8 workers need a GPU each, but the cluster has 0" in results["workers"].seen
     assert not results["workers"].good
     wrong = override(config, {"encoder.name": "tests.cluster.networks:no_such"})
     results, gradient_bytes = collect(check_memory(wrong, None, answers))
