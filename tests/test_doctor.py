@@ -250,7 +250,7 @@ def test_a_wrong_recipe_is_refused_at_once() -> None:
     ("arguments", "says"),
     [
         (["--workers", 2], "give one, for example raycl doctor simclr"),
-        (["simclr", "--workers", "many"], "--workers takes a number"),
+        (["simclr", "--workers", "many"], "--workers takes a positive number"),
         (["simclr", "--set", "nonsense=1"], "unknown key nonsense"),
         (["nonsense"], "nonsense"),
     ],

@@ -230,7 +230,7 @@ class EncoderConfig(Section):
     """
 
     width: Positive = 1.0
-    """Factor of an image network's channels."""
+    """Multiplier of an image network's channels."""
 
     kwargs: dict[str, Any] = {}
     """Keyword arguments of a text encoder or a custom network."""
@@ -247,7 +247,7 @@ class HeadConfig(Section):
     """Width of the hidden layers; default: the width of the representation."""
 
     dim: Annotated[int, Field(ge=2)] = 128
-    """Dimension of the embedding, at least 2; with 0 layers it must be the width of the representation."""
+    """Dimension of the embedding, at least 2; 128 as in SimCLR. With 0 layers, the representation's width."""
 
     batchnorm: bool = True
     """Whether the hidden layers have BatchNorm."""
@@ -258,7 +258,7 @@ class MomentumEncoderConfig(Section):
     """The momentum encoder: a moving average of the tower's weights (He et al., 2020)."""
 
     momentum: Fraction = 0.999
-    """Weight of the old value at each step, 0 to 1."""
+    """Weight of the old value at each step, 0 to 1; 0.999 as in MoCo."""
 
     final_momentum: Fraction | None = None
     """Momentum at the end of the run, reached along half a cosine; default: constant."""
@@ -280,10 +280,10 @@ class NegativesConfig(Section):
     """``queue`` stores the newest keys, ``memory_bank`` one slot per sample."""
 
     capacity: Count = 65_536
-    """Keys in the queue, at least one batch."""
+    """Keys in the queue, at least one batch; 65,536 as in MoCo."""
 
     num_negatives: Count = 4_096
-    """Slots of the memory bank drawn per step."""
+    """Slots of the memory bank drawn per step; 4,096 as in InstDisc."""
 
     bank_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Weight of the old value when a slot is updated, below 1; 0.5 as in the paper."""
@@ -349,18 +349,18 @@ class OptimizerConfig(Section):
     """Decay rates of AdamW's two moments, below 1."""
 
     weight_decay: NotNegative = 1e-6
-    """Weight decay; biases and normalization layers have none."""
+    """Weight decay, except of biases and normalization layers; 1e-6 as in SimCLR."""
 
     trust_coefficient: Positive = 1e-3
-    """Trust coefficient of LARS."""
+    """Trust coefficient of LARS (You et al., 2017)."""
 
 
 @final
 class EvaluationConfig(Section):
     """The periodic kNN evaluation on held-out labeled rows (Wu et al., 2018).
 
-    On large streamed data, held-out rows come from a few fragments spread over the data set; the run
-    trains on all other rows.
+    Runs with two towers are evaluated by recall@10. On large streamed data, held-out rows come from a
+    few fragments spread over the data set; the run trains on all other rows.
     """
 
     every_epochs: Annotated[int, Field(ge=0)] | None = None
@@ -373,7 +373,7 @@ class EvaluationConfig(Section):
     """Rows held out of training, at most a tenth of the data."""
 
     k: Count = 200
-    """Neighbors that vote."""
+    """Neighbors that vote; 200 as in InstDisc."""
 
     temperature: Positive = 0.07
     """Temperature of the votes: a neighbor of cosine s has weight exp(s / temperature)."""

@@ -53,10 +53,10 @@ class Stage(Section):
     """
 
     temperature: Positive = 0.1
-    """Divisor of the similarities."""
+    """Divisor of the cosines in a cross-entropy; 0.1 as in SimCLR."""
 
     bias: float = -10.0
-    """Initial bias of ``siglip``, learned with the temperature."""
+    """Bias of ``siglip``, with the paper's initial value; learned with ``learn_temperature``."""
 
     logq_correction: bool = False
     """Whether ``clip`` subtracts the log frequency of a document from its logits, since frequent documents
@@ -64,7 +64,7 @@ class Stage(Section):
     """
 
     margin: Positive = 0.2
-    """Margin of the hinge, in cosine."""
+    """Margin of the hinge, in cosine; 0.2 as in VSE++ (Faghri et al., 2018)."""
 
     hardest_negative: bool = False
     """Whether the hinge uses only the hardest negative; by default the mean over the negatives."""
@@ -79,13 +79,13 @@ class Stage(Section):
     """Weight of the pull of an embedding toward its slot of the memory bank (Wu et al., 2018)."""
 
     learning_rate: Positive = 0.3
-    """Learning rate at a batch of 256 rows."""
+    """Peak learning rate at a batch of 256 rows; 0.3 as in SimCLR with LARS."""
 
     learning_rate_scaling: Literal["linear", "square_root", "none"] = "linear"
-    """Growth of the learning rate with the batch size."""
+    """``linear`` scales the learning rate with the batch size, ``square_root`` with its square root."""
 
     learning_rate_schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """Course of the learning rate after the warmup."""
+    """After the warmup, ``cosine`` falls to 0 and ``step`` to a tenth, twice; ``constant`` stays."""
 
     learning_rate_scope: Literal["stage", "run"] = "stage"
     """Whether the schedule spans this stage or the samples of the whole run."""
