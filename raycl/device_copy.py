@@ -1,4 +1,4 @@
-"""Copies between the host and a device for which the host does not wait."""
+"""Asynchronous copies between the host and a device."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,13 +8,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; as much as any type needs
+_ALIGNMENT = 16  # bytes; enough for any dtype
 
 
 def upload(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
-    """Copy host tensors to a device by one copy, in the current stream; on the CPU they stay where they are.
+    """Copy host tensors to a device in one transfer, in the current stream; on the CPU return them unchanged.
 
-    A tensor that comes twice is copied once; None stays None. The results share one storage.
+    A tensor that is passed twice is copied once; None stays None. The results share one storage.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -33,13 +33,13 @@ def upload(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
 
 @cache
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as float32 on a device, copied there only once."""
+    """Return numbers as a cached float32 tensor on a device."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @final
 class Download:
-    """Copies of tensors to the host, in the current stream; host tensors need none."""
+    """Asynchronous copies of tensors to the host, in the current stream; host tensors are not copied."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._arriving = [each.detach().to("cpu", non_blocking=True) for each in tensors]
@@ -48,7 +48,7 @@ class Download:
             self._done.record()
 
     def arrived(self) -> list[Tensor]:
-        """Return them; the host waits if it has not waited for anything behind them in the stream."""
+        """Return the tensors; wait until the copies are complete."""
         if self._done is not None:
             self._done.synchronize()
         return self._arriving

@@ -1,11 +1,11 @@
-"""One writer for each output: a lease in the output itself, on any storage and without locks.
+"""One writer per output: a lease stored in the output, on any storage and without locks.
 
-A process puts a claim, a small file, and then lists all claims. Each process puts before it lists, so of
-two that start together at least one finds the other. A process withdraws if it finds another that writes
-already, or one that has only claimed and whose claim comes first by name; for other claims it waits until
-they are withdrawn. A claim is dead when its process has ended on this machine, or when it was not
-renewed for a minute by the clock of the storage. The successor removes dead claims. A process that was only
-suspended finds its claim missing when it wakes up, since it checks the claim before it writes.
+A process writes a claim, a small file, and then lists all claims. Since each process writes before it
+lists, at least one of two concurrent processes finds the other. A process withdraws its claim if another
+process is already writing, or if another claim precedes its own by name. It waits for other claims to be
+withdrawn. A claim is dead if its process has ended on this machine, or if it has not been renewed for a
+minute by the clock of the storage. The successor removes dead claims. A suspended process that resumes
+finds its claim missing, since it checks the claim before each write.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ _CLAIM = ".writer-"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """The process behind a claim, as its claim describes it."""
+    """The process that wrote a claim, as described in the claim."""
 
     host: str
     pid: int
-    started: str | None  # the start time: process ids are used again
-    machine: str | None  # the boot and container that share process ids; unknown outside Linux
+    started: str | None  # the start time, since process ids are reused
+    machine: str | None  # the boot and container that define process ids; None outside Linux
     command: str
     since: str
-    is_writing: bool = False  # or it waits for others
+    is_writing: bool = False  # otherwise it waits for other claims
 
     @classmethod
     def here(cls) -> Self:
@@ -61,7 +61,7 @@ class Writer:
         return f"process {self.pid} on {self.host} ({self.command})"
 
     def is_alive(self) -> bool | None:
-        """Whether the process lives; None if that cannot be seen from here."""
+        """Whether the process is alive; None if this machine cannot determine it."""
         if self.started is None or (self.host, self.machine) != (socket.gethostname(), _machine()):
             return None
         with contextlib.suppress(PermissionError):  # a process of another user may be hidden in /proc
@@ -99,38 +99,38 @@ class Lease:
             )
 
     def renew(self) -> None:
-        """Show other processes that this one lives; raises as ``check`` does."""
+        """Renew the claim, to show that this process is alive; raises as ``check`` does."""
         began = time.monotonic()
         self.check()
         self._put(is_writing=True)
-        # In between a successor may have removed the claim, and this restored it.
+        # A successor may have removed the claim before this write restored it.
         if time.monotonic() - began > RENEW_S and len(self._claims()) > 1:
             self._claim.delete()
             self.check()
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Become the writer, renew the claim within, and withdraw it; raises as ``writing`` does."""
+        """Acquire the lease, renew it within the context, and release it; raises as ``writing`` does."""
         is_new = self.folder.is_local and not self.folder.exists()
         ended = threading.Event()
         renewing = threading.Thread(target=self._renew_until, args=(ended,), name="lease", daemon=True)
         try:
             self._put(is_writing=False)
-            self._take()
+            self._acquire()
             renewing.start()
             yield
         finally:
             ended.set()
             if renewing.ident is not None:
                 renewing.join(RENEW_S)
-            if not renewing.is_alive():  # or it might put the claim back: then the claim is left to its time
+            if not renewing.is_alive():  # otherwise it might restore the claim, which then expires
                 with contextlib.suppress(StorageError):
                     self._claim.delete()
-            if is_new:  # a refused run leaves no folder behind
+            if is_new:  # a rejected run leaves no empty folder
                 with contextlib.suppress(OSError):
                     Path(self.folder.resolve()[1]).rmdir()
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         others = [name for name in self._claims() if name != self.name]
         for name in others:
             if (rival := self._await(name)) is not None:
@@ -145,7 +145,7 @@ class Lease:
         self._put(is_writing=True)
 
     def _await(self, name: str) -> Writer | None:
-        """Wait until a claim is withdrawn or dead, and return None, or its process lives and comes first."""
+        """Wait until a claim is withdrawn or dead; return its writer instead if it is alive and precedes this one."""
         seen, seen_at, put_at = -1.0, 0.0, time.monotonic()
         is_renewed = is_announced = False
         while True:
@@ -175,7 +175,7 @@ class Lease:
         claim = json.dumps(asdict(replace(self.writer, is_writing=is_writing)))
         try:
             self._claim.write_text(claim)
-        except StorageError:  # a process that withdraws may remove the folder in this moment
+        except StorageError:  # a process that releases its lease may have just removed the folder
             self._claim.write_text(claim)
 
     def _claims(self) -> dict[str, float]:
@@ -183,7 +183,7 @@ class Lease:
         return {name: at for name, at in written.items() if name.startswith(self.prefix)}
 
     def _writer(self, name: str) -> Writer | None:
-        """Return the writer behind a claim; None if it has just been withdrawn."""
+        """Return the writer of a claim; None if it has just been withdrawn."""
         try:
             return Writer(**json.loads((self.folder / name).read_text()))
         except (StorageError, ValueError, TypeError):
@@ -191,17 +191,17 @@ class Lease:
 
     def _renew_until(self, ended: threading.Event) -> None:
         while not ended.wait(RENEW_S):
-            with contextlib.suppress(Exception):  # the next write reports it
+            with contextlib.suppress(Exception):  # the next write reports the error
                 self.renew()
 
 
 @contextlib.contextmanager
 def writing(output: Place, *, is_file: bool = False) -> Iterator[Lease]:
-    """Be the only writer of a folder, or of a file, within.
+    """Hold the lease of a folder or file within the context.
 
     Raises:
         ConfigError: Another process is writing there.
-        StorageError: Nothing can be written there.
+        StorageError: The output is not writable.
     """
     folder, prefix = (output.beside(""), f".{output.name}{_CLAIM}") if is_file else (output, _CLAIM)
     lease = Lease(output, folder, prefix, f"{prefix}{uuid.uuid4().hex}", Writer.here())
@@ -211,7 +211,7 @@ def writing(output: Place, *, is_file: bool = False) -> Iterator[Lease]:
 
 @contextlib.contextmanager
 def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
-    """Be the only writer of an output that does not exist yet; a failure removes it.
+    """Hold the lease of a new output; a failure removes the output.
 
     Raises as ``writing`` does, ``StorageError`` if the output exists, and ``RunError`` if another process
     took over.
@@ -224,7 +224,7 @@ def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
         try:
             yield place
         except (Exception, KeyboardInterrupt, SystemExit):
-            with contextlib.suppress(RunError, StorageError):  # the cause comes first
+            with contextlib.suppress(RunError, StorageError):  # report the original error
                 lease.check()
                 place.remove()
             raise
@@ -232,7 +232,7 @@ def writing_new(output: str, *, is_file: bool = False) -> Iterator[Place]:
 
 
 def check_absent(output: str) -> None:
-    """Raise ``StorageError`` if the output exists, unless it is an empty folder, or one that has a writer."""
+    """Raise ``StorageError`` if the output exists, unless it is an empty folder or has a writer."""
     place = Place(absolute(output))
     if place.exists() and not (
         place.is_folder() and (_is_empty(place) or any(map(_is_claim, place.written_at())))
@@ -249,12 +249,12 @@ def _is_empty(folder: Place) -> bool:
 
 
 def _is_claim(name: str) -> bool:
-    """Whether a file is a claim on the folder, or a part of one."""
+    """Whether a file is a claim on the folder, or a partial claim."""
     return name.lstrip(".").startswith(_CLAIM[1:])
 
 
 def _machine() -> str | None:
-    """Return a name for the boot and the container whose process ids this process sees."""
+    """Return an identifier of the boot and the process id namespace of this process."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -262,13 +262,13 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process in ticks since the boot, None if it has ended.
+    """Return the start time of a process in ticks since boot, or None if it has ended.
 
     Raises ``PermissionError`` if the process is hidden.
     """
     with contextlib.suppress(OSError):
         fields = _fields(f"/proc/{pid}/stat")
-        # A killed process may still write while its first thread is a zombie.
+        # A killed process may still write after its main thread became a zombie.
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return fields[19] if any(_state(task) not in ("Z", "X") for task in tasks) else None
     with contextlib.suppress(ProcessLookupError):
@@ -278,12 +278,12 @@ def _started(pid: int) -> str | None:
 
 
 def _state(task: Path) -> str:
-    """Return the state of a thread, X if it has ended."""
+    """Return the state of a thread, or X if it has ended."""
     with contextlib.suppress(OSError):
         return _fields(f"{task}/stat")[0]
     return "X"
 
 
 def _fields(stat: str) -> list[str]:
-    """Return what follows the name, which may hold anything: the state first."""
+    """Return the fields after the process name, which may contain any character; the first is the state."""
     return Path(stat).read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Optimizers: SGD, AdamW and LARS, with weight decay where it belongs."""
+"""Optimizers SGD, AdamW and LARS, without weight decay of biases and normalization weights."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
@@ -17,10 +17,10 @@ def build_optimizer(
     weight_decay: float = 0.0,
     trust_coefficient: float = 1e-3,
 ) -> Optimizer:
-    """Build an optimizer over ``module``; its learning rate is set at every step.
+    """Build an optimizer for ``module``; the learning rate is set at every step.
 
-    Biases and normalization weights (all parameters with fewer than two dimensions) are neither
-    decayed nor scaled by LARS, as in SimCLR.
+    Biases and normalization weights (all parameters with fewer than two dimensions) have no weight
+    decay and no LARS scaling, as in SimCLR.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -36,14 +36,14 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Use this learning rate for the next step."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = value
 
 
 @final
 class LARS(Optimizer):
-    """SGD whose step is scaled by the weight's norm over its gradient's (You et al., 2017)."""
+    """SGD with steps scaled by the ratio of weight norm to gradient norm (You et al., 2017)."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make one step; a closure is not supported."""
+        """Perform one step; closures are not supported."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -84,7 +84,7 @@ class LARS(Optimizer):
 
 
 def _adapted(parameters: list[Tensor], gradients: list[Tensor], trust_coefficient: float) -> list[Tensor]:
-    """Scale each gradient by trust_coefficient * |weight| / |gradient|, where both are not zero."""
+    """Scale each gradient by trust_coefficient * |weight| / |gradient|, where both norms are nonzero."""
     of_weights, of_gradients = (torch.stack(torch._foreach_norm(each)) for each in (parameters, gradients))
     are_given = (of_weights > 0) & (of_gradients > 0)
     ratios = torch.where(are_given, trust_coefficient * of_weights / of_gradients, 1.0)

@@ -1,4 +1,4 @@
-"""The live progress line: what the logbook says, shown while the driver waits."""
+"""The live progress line, read from the coordinator while the driver waits."""
 
 import sys
 import threading
@@ -24,15 +24,15 @@ PACE_OVER_S = 10.0
 
 @final
 class ProgressLine:
-    """Show how far something is: a bar on a terminal or in a notebook, a line now and then in a log.
+    """Show progress: a bar on a terminal or in a notebook, and periodic lines in a log.
 
-    ``look`` returns (done, total, text), or None while there is nothing to tell; ``notices`` returns
-    all lines so far that people must see, and each is printed once.
+    ``read`` returns (done, total, text), or None before the first progress. ``notices`` returns all
+    notices so far; each is printed once.
     """
 
-    def __init__(self, title: str, look: Reading, *, notices: Notices = list, quiet: bool = False) -> None:
-        self._title, self._look, self._notices, self._quiet = title, look, notices, quiet
-        self._num_told = 0
+    def __init__(self, title: str, read: Reading, *, notices: Notices = list, quiet: bool = False) -> None:
+        self._title, self._read, self._notices, self._quiet = title, read, notices, quiet
+        self._num_printed = 0
         self._console = Console(stderr=True)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -69,9 +69,9 @@ class ProgressLine:
             task: TaskID | None = None
             while True:
                 last = self._stopped.is_set()
-                for notice in self._news():
+                for notice in self._new_notices():
                     bar.console.print(notice, markup=False, highlight=False)
-                if seen := self._look():
+                if seen := self._read():
                     done, total, text = seen
                     if task is None:
                         task = bar.add_task(self._title, total=total, text=text)
@@ -81,15 +81,15 @@ class ProgressLine:
                 self._stopped.wait(POLL_S)
 
     def _draw_in_notebook(self) -> None:
-        # rich would need ipywidgets for a bar that moves; what shows results can replace them as well.
+        # rich needs ipywidgets for a live bar; IPython can replace displayed HTML without it.
         from IPython import display as notebook
 
         place: Any = None
         while True:
             last = self._stopped.is_set()
-            for notice in self._news():
+            for notice in self._new_notices():
                 print(notice, file=sys.stderr, flush=True)
-            if seen := self._look():
+            if seen := self._read():
                 bar = notebook.HTML(progress_html(self._title, *seen))
                 if place is None:
                     place = notebook.display(bar, display_id=True)
@@ -103,9 +103,9 @@ class ProgressLine:
         printed_at = 0.0
         while True:
             last = self._stopped.is_set()
-            for notice in self._news():
+            for notice in self._new_notices():
                 print(notice, file=sys.stderr, flush=True)
-            if (last or time.monotonic() - printed_at > LINE_EVERY_S) and (seen := self._look()):
+            if (last or time.monotonic() - printed_at > LINE_EVERY_S) and (seen := self._read()):
                 done, total, text = seen
                 print(f"{self._title} {done:,}/{total:,}  {text}", file=sys.stderr, flush=True)
                 printed_at = time.monotonic()
@@ -113,22 +113,22 @@ class ProgressLine:
                 return
             self._stopped.wait(POLL_S)
 
-    def _news(self) -> list[str]:
-        """Return the notices that were not printed yet."""
-        notices = self._notices()[self._num_told :]
-        self._num_told += len(notices)
+    def _new_notices(self) -> list[str]:
+        """Return the notices that have not been printed yet."""
+        notices = self._notices()[self._num_printed :]
+        self._num_printed += len(notices)
         return notices
 
 
 @final
 class Pace:
-    """Samples a second over about the last ten seconds, or over the last step if it took longer."""
+    """Samples per second over about the last ten seconds, or over the last step if it took longer."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()  # (time, samples), only where samples changed
 
     def at(self, samples: int, now: float) -> float | None:
-        """Return the pace after so many samples of the run; None before the second step."""
+        """Return the pace after this number of samples of the run; None before the second step."""
         if self._seen and samples < self._seen[-1][1]:
             self._seen.clear()  # the run was resumed from a checkpoint
         if not self._seen or samples > self._seen[-1][1]:
@@ -136,36 +136,36 @@ class Pace:
         while len(self._seen) > 2 and now - self._seen[1][0] >= PACE_OVER_S:
             self._seen.popleft()
         (began, before), (last, _) = self._seen[0], self._seen[-1]
-        # A run that stands still slows down here, instead of keeping its last pace.
+        # The pace of a stalled run decreases with time.
         return (samples - before) / max(last - began, now - last) if last > began else None
 
 
-def rows_read(logbook: Any, total: int) -> Reading:
-    """Look at how many rows have been read."""
+def rows_read(coordinator: Any, total: int) -> Reading:
+    """Return a reader of the number of rows read so far."""
 
-    def look() -> tuple[int, int, str] | None:
-        rows = _ask(logbook.rows)
-        return rows and (rows.num_rows, total, f"rows, {rows.num_broken} broken")
+    def read() -> tuple[int, int, str] | None:
+        rows = _call(coordinator.rows)
+        return rows and (rows.num_rows, total, f"rows, {rows.num_broken} invalid")
 
-    return look
+    return read
 
 
-def steps_made(logbook: Any) -> Reading:
-    """Look at how far training is, and at which pace."""
+def steps_made(coordinator: Any) -> Reading:
+    """Return a reader of the training step, with the pace."""
     pace = Pace()
 
-    def look() -> tuple[int, int, str] | None:
-        seen = _ask(logbook.progress)
+    def read() -> tuple[int, int, str] | None:
+        seen = _call(coordinator.progress)
         if not seen or "step" not in seen:
             return None
         return seen["step"], seen["num_steps"], _describe(seen, pace.at(seen["samples"], time.monotonic()))
 
-    return look
+    return read
 
 
-def notices_of(logbook: Any) -> Notices:
-    """Ask for what people must see."""
-    return lambda: _ask(logbook.notices) or []
+def notices_of(coordinator: Any) -> Notices:
+    """Return a reader of the notices for the user."""
+    return lambda: _call(coordinator.notices) or []
 
 
 def _describe(seen: dict[str, Any], pace: float | None) -> str:
@@ -178,8 +178,8 @@ def _describe(seen: dict[str, Any], pace: float | None) -> str:
     return "  ".join(parts)
 
 
-def _ask(method: Any) -> Any:
-    """Ask the logbook; a progress line is never a reason to fail."""
+def _call(method: Any) -> Any:
+    """Call the coordinator; return None on failure, since the progress line must not end a run."""
     try:
         return ray.get(method.remote(), timeout=5.0)
     except Exception:

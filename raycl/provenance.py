@@ -1,4 +1,4 @@
-"""The commands that started a run, kept in ``command.txt``: a line each time, so that others can repeat it."""
+"""The commands that started and resumed a run, one per line of ``command.txt``, to reproduce it."""
 
 import contextlib
 import shlex
@@ -15,7 +15,7 @@ _typed: ContextVar[str | None] = ContextVar("typed", default=None)
 
 @contextlib.contextmanager
 def typed(arguments: Sequence[str]) -> Iterator[None]:
-    """Let a run that starts within know what was typed, as ``sys.argv`` has it."""
+    """Set the command line of runs that start within, in the form of ``sys.argv``."""
     token = _typed.set(_as_typed(arguments))
     try:
         yield
@@ -24,14 +24,14 @@ def typed(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def save_command_line(output: Place) -> None:
-    """Add what was typed to those before it; a run that was started from Python has no command."""
+    """Append the command line to ``command.txt``; a run started from Python has none."""
     command = _typed.get()
     if command is not None:
         (output / COMMAND).write_text("".join(f"{line}\n" for line in [*read_commands(output), command]))
 
 
 def this_command() -> str:
-    """Return what was typed to start this process."""
+    """Return the command line of this process."""
     return _as_typed(sys.argv or ["python"])
 
 
@@ -48,12 +48,12 @@ def _as_typed(arguments: Sequence[str]) -> str:
 
 
 def _quoted(argument: str) -> str:
-    """Return it as a shell takes it, in one line: a line break within it would make two commands of one."""
+    """Quote an argument for a shell; line breaks are escaped, since each command is one line."""
     if len(f"{argument}.".splitlines()) == 1:
         return shlex.quote(argument)
     escaped = argument.replace("\\", r"\\").replace("'", r"\'")
-    return f"$'{''.join(map(_unbroken, escaped))}'"
+    return f"$'{''.join(map(_escape_line_break, escaped))}'"
 
 
-def _unbroken(character: str) -> str:
+def _escape_line_break(character: str) -> str:
     return character if len(f"{character}.".splitlines()) == 1 else f"\\u{ord(character):04x}"

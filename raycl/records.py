@@ -1,4 +1,4 @@
-"""What a run writes down for others: ``metrics.jsonl`` and ``result.json``."""
+"""The records of a run: ``metrics.jsonl`` and ``result.json``."""
 
 import errno
 import json
@@ -17,18 +17,18 @@ RENAMED = {  # keys of lines and results that older versions wrote
     "broken_rows": "invalid_rows",
     "left_out": "skipped",
 }
-_BLOCK = 4_096  # bytes that a file has for itself, even on a full disk
-ROLLBACK = "rollback"  # the ``event`` of a line from which the run goes on at an earlier step
+_BLOCK = 4_096  # bytes allocated to any file, even on a full disk
+ROLLBACK = "rollback"  # the ``event`` of a line after which the run resumes at an earlier step
 
 
 @final
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object a logged step.
+    """``metrics.jsonl``: one JSON object per logged step.
 
-    Lines are kept in memory and written out every ``flush_interval_s`` seconds, whole, since an
-    object store cannot append. A run that goes on at ``resume_step``, after ``num_rollbacks`` rollbacks,
-    first drops the lines after its checkpoint; what led to a rollback is kept. ``check`` is called before
-    each write, and may raise.
+    Lines are kept in memory, and the whole file is written every ``flush_interval_s`` seconds, since an
+    object store cannot append. A run that resumes at ``resume_step``, after ``num_rollbacks`` rollbacks,
+    drops the lines after its checkpoint, but keeps the lines before each rollback. ``check`` is called
+    before each write, and may raise.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class MetricsLog:
     ) -> None:
         self._place, self._check = output / METRICS, check
         self._flush_interval_s = flush_interval_s
-        goes_on = (resume_step or num_rollbacks) and self._place.exists()
-        lines = read_metrics(output) if goes_on else []
+        resumes = (resume_step or num_rollbacks) and self._place.exists()
+        lines = read_metrics(output) if resumes else []
         self._lines = [json.dumps(line) for line in _until(lines, resume_step, num_rollbacks)]
         self._flushed_at = time.monotonic()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Add one line; ``line["step"]`` says when."""
+        """Add a line, which must contain ``step``."""
         self._lines.append(json.dumps(_jsonable(line)))
-        # The file is written whole: the longer it is, the rarer, so that its cost stays a small part.
+        # A longer file is written less often, to bound the cost of rewriting it.
         if time.monotonic() - self._flushed_at >= self._flush_interval_s * max(1.0, len(self._lines) / 2_000):
             self.flush()
 
@@ -62,31 +62,31 @@ class MetricsLog:
 
 
 def read_metrics(output: Place) -> list[dict[str, Any]]:
-    """Return the objects of ``metrics.jsonl`` below ``output``, in order."""
+    """Return the lines of ``metrics.jsonl`` in ``output``, in order."""
     return [with_new_names(json.loads(line)) for line in (output / METRICS).read_text().splitlines()]
 
 
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a line or a result under the keys that it has now; one without old keys is returned as it is."""
+    """Rename the old keys of a line or a result; without old keys it is returned unchanged."""
     if RENAMED.keys() & values.keys():
         return {RENAMED.get(key, key): value for key, value in values.items()}
     return values
 
 
 def _until(lines: Sequence[Mapping[str, Any]], step: int, num_rollbacks: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of all that was rolled back, then those up to the step."""
+    """Yield the lines before the last rollback, then the lines up to the step."""
     num_seen = 0
     for line in lines:
         is_rollback = line.get("event") == ROLLBACK
         if is_rollback and num_seen == num_rollbacks:
-            return  # it came to nothing: no checkpoint was made after it
+            return  # no checkpoint was saved after this rollback
         if num_seen < num_rollbacks or line["step"] <= step:
             yield line
         num_seen += is_rollback
 
 
 def write_result(output: Place, result: Mapping[str, Any]) -> None:
-    """Write ``result.json`` below ``output``; on a full disk over the old one, into the room that it has."""
+    """Write ``result.json`` to ``output``; on a full disk, overwrite the old file in its allocated block."""
     place, text = output / RESULT, json.dumps(_jsonable(result), indent=2) + "\n"
     try:
         place.write_text(text)
@@ -103,17 +103,17 @@ def write_result(output: Place, result: Mapping[str, Any]) -> None:
 
 
 def read_result(output: Place) -> dict[str, Any]:
-    """Return ``result.json`` below ``output``."""
+    """Return ``result.json`` of ``output``."""
     return with_new_names(json.loads((output / RESULT).read_text()))
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether a disk, or a user's share of it, has no room left."""
+    """Whether the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _jsonable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Round floats to six digits; JSON knows no NaN, so a number that is none becomes null."""
+    """Round floats to six digits; NaN and infinity become null, since JSON cannot represent them."""
     return {name: _plain(value) for name, value in values.items()}
 
 

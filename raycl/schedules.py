@@ -1,4 +1,4 @@
-"""Values that change with time: a schedule maps a step to a value."""
+"""Schedules, which map a step to a value."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,33 +15,33 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, *, num_steps: int) -> Schedule:
-    """Go from ``start`` to ``end`` in ``num_steps`` equal parts, then stay."""
+    """Interpolate linearly from ``start`` to ``end`` over ``num_steps``, then stay at ``end``."""
     if num_steps <= 0:
         return constant(end)
     return lambda step: start + (end - start) * _progress(step, num_steps)
 
 
 def cosine(start: float, end: float, *, num_steps: int) -> Schedule:
-    """Go from ``start`` to ``end`` along half a cosine, then stay (Loshchilov & Hutter, 2017)."""
+    """Decay from ``start`` to ``end`` along half a cosine, then stay (Loshchilov & Hutter, 2017)."""
     if num_steps <= 0:
         return constant(end)
     return lambda step: end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * _progress(step, num_steps)))
 
 
 def step_down(start: float, *, factor: float, steps: Sequence[int]) -> Schedule:
-    """Begin at ``start`` and go to ``factor`` times the value at each of ``steps``."""
+    """Start at ``start``, and multiply the value by ``factor`` at each of ``steps``."""
     return lambda step: start * factor ** sum(step >= each for each in steps)
 
 
 def join(schedules: Sequence[Schedule], *, boundaries: Sequence[int]) -> Schedule:
-    """Follow one schedule after the other; each counts its steps from its own boundary.
+    """Concatenate schedules; each counts its steps from its own boundary.
 
-    Raises ``ConfigError`` unless there is one boundary between every two schedules, ascending.
+    Raises ``ConfigError`` unless the boundaries ascend, with one between each two schedules.
     """
     if len(boundaries) != len(schedules) - 1 or any(a > b for a, b in pairwise(boundaries)):
         raise ConfigError(
             f"boundaries must ascend and number one less than the schedules, "
-            f"came {list(boundaries)} for {len(schedules)} schedules; give one between every two"
+            f"got {list(boundaries)} for {len(schedules)} schedules; pass one between each two schedules"
         )
 
     def value(step: int) -> float:

@@ -1,8 +1,8 @@
-"""Where the time of a step goes: seconds by named phase, those of a phase within another one taken off.
+"""The time of a step by named phase; a nested phase is not counted in the enclosing one.
 
-A step consists of data, views, keys, forward, loss, backward, update and store, and of messages within them.
-Nothing is counted in a thread without an account. An accelerator is not waited for: what it is given
-carries marks, and its own clock is read when the account is asked.
+The phases of a step are data, views, keys, forward, loss, backward, update and store, with messages nested
+within them. Threads without a timer count nothing. On an accelerator the timer records events, and reads
+them only when the seconds are requested, so it never waits within a step.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from typing import Any, final
 
 import torch
 
-REST = "rest"  # what is in no phase
-PAUSED = "paused"  # no time of training: judgments and checkpoints
+REST = "rest"  # time outside of all phases
+PAUSED = "paused"  # evaluations and checkpoints, excluded from training time
 
 _MOST_MARKS = 4_096
 _current = threading.local()
@@ -24,17 +24,17 @@ _current = threading.local()
 
 @final
 class StepTimer:
-    """The seconds of this thread by phase, of which those since the last question are told."""
+    """The seconds of this thread by phase, since they were last read."""
 
     def __init__(self, *, on_accelerator: bool = False) -> None:
-        """``on_accelerator`` counts the time of the work that a CUDA device is given, not that of giving it."""
+        """``on_accelerator`` measures the execution time of CUDA work instead of its launch time."""
         self._on_accelerator = on_accelerator
         self._phases = [REST]
         self._seconds: dict[str, float] = defaultdict(float)
         self._marks = [(REST, self._mark())]
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase since this was last asked."""
+        """Return the seconds of each phase since the last call."""
         self._note(self._phases[-1])
         self._count()
         found, self._seconds = dict(self._seconds), defaultdict(float)
@@ -42,7 +42,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count what happens within to this phase; within a pause all is the pause."""
+        """Attribute the time within to this phase; nested phases of a pause count as the pause."""
         name = PAUSED if PAUSED in self._phases else name
         self._phases.append(name)
         self._note(name)
@@ -53,7 +53,7 @@ class StepTimer:
             self._note(self._phases[-1])
 
     def _note(self, name: str) -> None:
-        """Note that from now on the time is that of this phase."""
+        """Attribute the time from now on to this phase."""
         self._marks.append((name, self._mark()))
         if len(self._marks) > _MOST_MARKS:
             self._count()
@@ -74,16 +74,16 @@ class StepTimer:
 
 
 @contextlib.contextmanager
-def counted(account: StepTimer) -> Iterator[None]:
-    """Let the phases of this thread be counted to the account."""
-    _current.account = account
+def counted(timer: StepTimer) -> Iterator[None]:
+    """Count the phases of this thread with the timer."""
+    _current.timer = timer
     try:
         yield
     finally:
-        _current.account = None
+        _current.timer = None
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Count what happens within to this phase, if there is an account."""
-    account: StepTimer | None = getattr(_current, "account", None)
-    return contextlib.nullcontext() if account is None else account.within(name)
+    """Attribute the time within to this phase, if this thread has a timer."""
+    timer: StepTimer | None = getattr(_current, "timer", None)
+    return contextlib.nullcontext() if timer is None else timer.within(name)

@@ -486,5 +486,5 @@ def test_logbook_counts_a_piece_once_though_it_is_read_again() -> None:
     rows = logbook.rows()
     assert (rows.num_rows, rows.num_train, rows.num_broken) == (20, 18, 2)
     rows.check(0.1)
-    with pytest.raises(DataError, match=r"2 of 20 rows are broken \(2 not an image; for example x.jpg"):
+    with pytest.raises(DataError, match=r"2 of 20 rows are invalid \(2 not an image; for example x.jpg"):
         rows.check(0.05)

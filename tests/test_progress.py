@@ -12,7 +12,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return how to look at a run that has made so many samples after so many seconds."""
     now: dict[str, Any] = {}
     monkeypatch.setattr(progress.time, "monotonic", lambda: now["seconds"])
-    monkeypatch.setattr(progress, "_ask", lambda _: now["progress"])
+    monkeypatch.setattr(progress, "_call", lambda _: now["progress"])
 
     class Book:
         progress = None

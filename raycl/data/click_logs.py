@@ -1,4 +1,4 @@
-"""Group click logs: labeled rows become one row per positive, with the explicit negatives of its query."""
+"""Group click logs: one row per positive, with the explicit negatives of its query."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,25 +45,26 @@ _PAIR = pa.schema(
 GROUPED = ColumnNames(image=None, query="query", document="document", negatives="negatives")
 
 
-def group_source(source: Source, logbook: Any) -> ray.data.Dataset:
-    """Return the pairs of a labeled source, as :func:`group_rows` does."""
+def group_source(source: Source, coordinator: Any) -> ray.data.Dataset:
+    """Return the pairs of a labeled source; see :func:`group_rows`."""
     described = replace(source, pieces=())
 
     def read(batch: pa.Table) -> Iterator[pa.Table]:
-        for text in batch["piece"].to_pylist():
-            piece = Fragment.from_json(text)
-            batches = ((rows, labels_as_given(rows, described)) for rows in described.read(piece))
-            yield from _valid_tables(f"{piece.uri}:{piece.first_id}, labeled", batches, logbook)
+        for text in batch["fragment"].to_pylist():
+            fragment = Fragment.from_json(text)
+            batches = ((rows, labels_as_given(rows, described)) for rows in described.read(fragment))
+            yield from _valid_tables(f"{fragment.uri}:{fragment.first_id}, labeled", batches, coordinator)
 
-    pieces = ray.data.from_items(
-        [{"piece": piece.to_json()} for piece in source.pieces], override_num_blocks=len(source.pieces)
+    fragments = ray.data.from_items(
+        [{"fragment": fragment.to_json()} for fragment in source.pieces],
+        override_num_blocks=len(source.pieces),
     )
-    labeled = pieces.map_batches(read, batch_size=1, batch_format="pyarrow", zero_copy_batch=True)
-    return group_rows(labeled, logbook)
+    labeled = fragments.map_batches(read, batch_size=1, batch_format="pyarrow", zero_copy_batch=True)
+    return group_rows(labeled, coordinator)
 
 
-def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, logbook: Any) -> ray.data.Dataset:
-    """Return the pairs of the user's own labeled dataset, as :func:`group_rows` does."""
+def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, coordinator: Any) -> ray.data.Dataset:
+    """Return the pairs of the user's labeled dataset; see :func:`group_rows`."""
     label = columns.label
     assert label is not None, "a labeled dataset has a column of labels"
 
@@ -72,22 +73,22 @@ def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, logbook: Any)
         where = [f"row {place} of a batch" for place in range(len(labels))]
         empty: Any = pa.array([], pa.int64()).to_numpy()
         rows = RawRows(values=values, sample_id=empty, label=empty, where=where)
-        yield from _valid_tables(f"labeled {_hash_of([values, labels])}", [(rows, labels)], logbook)
+        yield from _valid_tables(f"labeled {_hash_of([values, labels])}", [(rows, labels)], coordinator)
 
-    return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow"), logbook)
+    return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow"), coordinator)
 
 
-def group_rows(labeled: ray.data.Dataset, logbook: Any) -> ray.data.Dataset:
-    """Return one row a positive: query, document, and the documents that its query was not clicked for.
+def group_rows(labeled: ray.data.Dataset, coordinator: Any) -> ray.data.Dataset:
+    """Return one row per positive: query, document, and the unclicked documents of the query.
 
-    Rows belong to one query if they have one ``query_id``, or without ids one text. A repeated pair
-    counts once, and a document that was clicked once is no negative of that query. What is left
-    out is counted in the logbook.
+    Rows belong to the same query if they share ``query_id``, or the text if there are no ids. Repeated
+    pairs count once, and a document that was clicked at least once is not a negative of that query.
+    The coordinator counts the skipped rows.
     """
     grouped = labeled.groupby("group").map_groups(_pairs_of_group, batch_format="pyarrow")
 
     def finish(table: pa.Table) -> pa.Table:
-        ray.get(logbook.add_left_out.remote(*_left_out_of(table)))
+        ray.get(coordinator.add_left_out.remote(*_left_out_of(table)))
         kept = table.filter(table["document"].is_valid())
         return kept.select([name for name in kept.column_names if not name.startswith("num_")])
 
@@ -99,7 +100,7 @@ def _left_out_of(pairs: pa.Table) -> tuple[str, Counter[str]]:
     left_out = Counter()
     for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED):
         left_out[cause] = int(sum(pairs[f"num_{cause}"].to_pylist()))
-    # One query may fill several blocks, and several queries may share a text.
+    # A query may span several blocks, and several queries may share a text.
     names = pairs.select(["query", "query_id", "document"])
     return f"groups {_hash_of(names.to_pydict())}", left_out
 
@@ -116,7 +117,7 @@ def labels_as_given(rows: RawRows, source: Source) -> list[Any]:
 
 
 def _valid_tables(
-    name: str, batches: Iterable[tuple[RawRows, Sequence[Any]]], logbook: Any
+    name: str, batches: Iterable[tuple[RawRows, Sequence[Any]]], coordinator: Any
 ) -> Iterator[pa.Table]:
     """Yield the valid rows, and report the counts of all rows."""
     broken: Counter[str] = Counter()
@@ -125,8 +126,8 @@ def _valid_tables(
     for rows, labels in batches:
         num_rows += len(labels)
         yield _valid_rows(rows, labels, broken, examples)
-    # These rows are not training rows: their pairs will be.
-    ray.get(logbook.add_rows.remote(name, num_rows, 0, broken, examples[:NUM_EXAMPLES]))
+    # These rows are not training rows; their pairs are counted later.
+    ray.get(coordinator.add_rows.remote(name, num_rows, 0, broken, examples[:NUM_EXAMPLES]))
 
 
 def _valid_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], examples: list[str]) -> pa.Table:
@@ -141,7 +142,7 @@ def _valid_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], exam
 
 
 def is_clicked(label: Any) -> bool:
-    """Return whether a label is 1; raises ``BrokenValueError`` unless it is 0 or 1."""
+    """Return whether a label is 1; raise ``BrokenValueError`` unless it is 0 or 1."""
     if str(label) in ("1", "True", "1.0"):
         return True
     if str(label) in ("0", "False", "0.0"):
@@ -191,7 +192,7 @@ class _SeenDocuments:
 
 
 def _pairs_of_group(table: pa.Table) -> pa.Table:
-    # The shuffle returns the rows of a query in any order, but ids of pairs hash their contents.
+    # The shuffle returns rows in any order; sort them, since the ids of pairs hash their contents.
     rows = sorted(table.to_pylist(), key=itemgetter("document", "document_id", "query", "clicked"))
     seen, seen_negatives = _SeenDocuments(), _SeenDocuments()
     positives = [row for row in rows if row["clicked"] and seen.add(row)]
@@ -229,7 +230,7 @@ def grouped_columns(columns: ColumnNames) -> ColumnNames:
 
 
 def check_labels(columns: ColumnNames) -> None:
-    """Refuse a dataset with both labels and a list of negatives."""
+    """Raise if a dataset has both labels and a list of negatives."""
     if columns.label is not None and columns.negatives is not None:
         raise DataError(
             f"the dataset has labels ({columns.label!r}) and lists of negatives ({columns.negatives!r}): "

@@ -27,9 +27,9 @@ _HEARTBEAT_S, _ANSWER_S = 1.0, 10.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class ReadStats:
-    """What has been read so far; ``broken`` counts rows by cause, ``left_out`` what is sound but of no use.
+    """Counts of the rows read so far: ``broken`` (invalid) and ``left_out`` (valid but skipped), by cause.
 
-    ``num_flat`` rows are used though all pixels of their image have one value.
+    ``num_flat`` rows are used, although all pixels of their image are equal.
     """
 
     num_rows: int = 0
@@ -41,7 +41,7 @@ class ReadStats:
 
     @property
     def num_broken(self) -> int:
-        """Rows left out, whatever the cause."""
+        """The number of invalid rows, for any cause."""
         return sum(self.broken.values())
 
     def describe_broken(self) -> str:
@@ -50,26 +50,26 @@ class ReadStats:
         return f"{causes}; for example {'; '.join(self.examples)}"
 
     def check(self, max_invalid_fraction: float, *, min_rows: int = 0) -> None:
-        """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is broken."""
+        """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is invalid."""
         if self.num_rows >= min_rows and self.num_broken > max_invalid_fraction * self.num_rows:
             raise DataError(
-                f"{self.num_broken} of {self.num_rows} rows are broken ({self.describe_broken()}), "
+                f"{self.num_broken} of {self.num_rows} rows are invalid ({self.describe_broken()}), "
                 f"more than the fraction {max_invalid_fraction:g} allowed; "
-                "mend the data or raise data.max_invalid_fraction"
+                "fix the data or raise data.max_invalid_fraction"
             )
 
 
 @final
 class RunCoordinator:
-    """Keep the latest progress, the counts of each piece of the data, notices, heartbeats and stop requests.
+    """Keep the latest progress, the counts of each data fragment, notices, heartbeats and stop requests.
 
-    A piece that is read again (an epoch later, or by a task that Ray retried) counts once. With ``tags``
+    A fragment that is read again (in a later epoch, or by a retried task) counts once. With ``tags``
     of a run, its rows are exported to Prometheus. The ``journal``, a file on the driver's node, restores
     counts, notices and stop requests if the process is restarted.
     """
 
     def __init__(self, tags: Mapping[str, str] | None = None, journal: str | None = None) -> None:
-        self._pieces: dict[str, tuple[int, int, Counter[str], list[str], int]] = {}
+        self._fragments: dict[str, tuple[int, int, Counter[str], list[str], int]] = {}
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
         self._left_out: dict[str, Counter[str]] = {}
@@ -89,24 +89,24 @@ class RunCoordinator:
 
     def add_rows(
         self,
-        piece: str,
+        fragment: str,
         num_rows: int,
         num_train: int,
         broken: Mapping[str, int],
         examples: list[str],
         num_flat: int = 0,
     ) -> None:
-        """Count the rows of one piece; ``num_train`` of them are valid and not held out."""
+        """Count the rows of one fragment; ``num_train`` of them are valid and not held out."""
         now = (num_rows, num_train, Counter(broken), examples, num_flat)
-        if self._pieces.get(piece) != now:
-            self._write("add_rows", piece, num_rows, num_train, dict(broken), examples, num_flat)
-        self._pieces[piece] = now
+        if self._fragments.get(fragment) != now:
+            self._write("add_rows", fragment, num_rows, num_train, dict(broken), examples, num_flat)
+        self._fragments[fragment] = now
 
-    def add_left_out(self, piece: str, left_out: Mapping[str, int]) -> None:
-        """Count the skipped rows of one piece by cause; they are valid but of no use."""
-        if self._left_out.get(piece) != Counter(left_out):
-            self._write("add_left_out", piece, dict(left_out))
-        self._left_out[piece] = Counter(left_out)
+    def add_left_out(self, fragment: str, left_out: Mapping[str, int]) -> None:
+        """Count the skipped rows of one fragment by cause; they are valid but unused."""
+        if self._left_out.get(fragment) != Counter(left_out):
+            self._write("add_left_out", fragment, dict(left_out))
+        self._left_out[fragment] = Counter(left_out)
 
     def add_progress(self, progress: Mapping[str, Any]) -> None:
         """Update the progress of training; values of the same names are replaced."""
@@ -141,14 +141,14 @@ class RunCoordinator:
         return time.monotonic() - self._last_heartbeat
 
     def rows(self) -> ReadStats:
-        """Return the counts over all pieces."""
-        pieces = [self._pieces[name] for name in sorted(self._pieces)]
+        """Return the counts over all fragments."""
+        fragments = [self._fragments[name] for name in sorted(self._fragments)]
         return ReadStats(
-            num_rows=sum(piece[0] for piece in pieces),
-            num_train=sum(piece[1] for piece in pieces),
-            broken=dict(sum((piece[2] for piece in pieces), Counter())),
-            examples=[example for piece in pieces for example in piece[3]][:NUM_EXAMPLES],
-            num_flat=sum(piece[4] for piece in pieces),
+            num_rows=sum(fragment[0] for fragment in fragments),
+            num_train=sum(fragment[1] for fragment in fragments),
+            broken=dict(sum((fragment[2] for fragment in fragments), Counter())),
+            examples=[example for fragment in fragments for example in fragment[3]][:NUM_EXAMPLES],
+            num_flat=sum(fragment[4] for fragment in fragments),
             left_out={k: v for k, v in sum(self._left_out.values(), Counter()).items() if v},
         )
 
@@ -179,7 +179,7 @@ def _entries(journal: Path) -> Iterator[tuple[str, list[Any]]]:
 
 
 def rows_in(coordinator: Any) -> ReadStats:
-    """Return the counts of the rows read so far; an actor that died is waited for, since Ray restarts it."""
+    """Return the counts of the rows read so far; retries while Ray restarts a dead actor."""
     until = time.monotonic() + _RESTART_S
     while True:
         try:
@@ -200,7 +200,7 @@ def send_heartbeats(coordinator: Any, *, interval_s: float = _HEARTBEAT_S) -> It
 
     def send() -> None:
         while True:
-            # A coordinator that died is restarted, and answers the next one.
+            # Ray restarts a dead coordinator, which then answers the next heartbeat.
             with contextlib.suppress(RayActorError, GetTimeoutError):
                 if ray.get(coordinator.heartbeat.remote(), timeout=_ANSWER_S):
                     stop_requested.set()

@@ -1,4 +1,4 @@
-"""Dealing: Ray Data gives every worker its tables of an epoch, and begins the next epoch before this one is used up."""
+"""The split of an epoch among workers by Ray Data, with prefetching of the next epoch."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,51 +13,51 @@ from raycl.data.sampler import BatchShard
 
 OpenEpoch = Callable[[int], ray.data.Dataset]
 
-_AHEAD = 2  # tables that wait, of 64 MiB at most
+_AHEAD = 2  # prefetched tables, of 64 MiB at most
 
 
 @final
 class EpochSplits:
-    """A worker's tables, epoch after epoch: equally many rows for each worker.
+    """A worker's tables of each epoch; every worker gets the same number of rows.
 
-    An actor of Ray Data deals an epoch, and takes seconds to begin. That of the next epoch is started
-    along with this one's, and reads as soon as the last row of this one is dealt.
+    A Ray Data actor splits an epoch, and takes seconds to start. The actor of the next epoch is therefore
+    started with the actor of this epoch, and reads as soon as this epoch is read.
     """
 
     def __init__(self) -> None:
         self._last: tuple[BatchShard, int, _Reading] | None = None
-        self._actors: dict[int, Any] = {}  # of the first worker, by epoch
+        self._actors: dict[int, Any] = {}  # by epoch; on the first worker only
 
     def tables(
         self, open_epoch: OpenEpoch, share: BatchShard, *, epoch: int, continues: bool, has_next: bool
     ) -> Iterator[pa.Table]:
-        """Yield this worker's tables of an epoch; every worker calls this, with the same arguments but its rank.
+        """Yield this worker's tables of an epoch; collective, with equal arguments except for the rank.
 
-        ``continues`` says that the epoch before was used to its end, ``has_next`` that the next epoch will
-        follow, with the same share.
+        ``continues``: the previous epoch was used to its end. ``has_next``: the next epoch will follow with
+        the same share.
         """
-        reading = self._begun(share, epoch) if continues else None
+        reading = self._prefetched(share, epoch) if continues else None
         self._last = None
         wanted = ([epoch] if reading is None else []) + ([epoch + 1] if has_next else [])
-        parts = self._deal(open_epoch, share, wanted, kept=set() if reading is None else {epoch})
+        parts = self._split(open_epoch, share, wanted, kept=set() if reading is None else {epoch})
         if reading is None:
             reading = _Reading(parts[epoch])
         if has_next:
-            reading.turn.let_follow(parts[epoch + 1])
+            reading.turn.set_next(parts[epoch + 1])
         self._last = share, epoch, reading
         yield from reading.tables
 
-    def _begun(self, share: BatchShard, epoch: int) -> "_Reading | None":
-        """Return the reading of an epoch if it was begun behind the one before."""
-        # Alike on all workers: an epoch that has ended has begun the next one, if there was to be one.
+    def _prefetched(self, share: BatchShard, epoch: int) -> "_Reading | None":
+        """Return the reading of an epoch if it was started during the previous epoch."""
+        # Equal on all workers: an epoch that ended has started the next one, if ``has_next``.
         if self._last is None or self._last[:2] != (share, epoch - 1):
             return None
         return self._last[2].turn.following
 
-    def _deal(
+    def _split(
         self, open_epoch: OpenEpoch, share: BatchShard, epochs: list[int], *, kept: set[int]
     ) -> dict[int, Any]:
-        """Start actors that deal these epochs, and end all others but ``kept``; return this worker's parts."""
+        """Start the actors of these epochs, and stop all others except ``kept``; return this worker's parts."""
         if not epochs:
             return {}
         parts: Any = None
@@ -68,26 +68,26 @@ class EpochSplits:
         if share.num_workers > 1:
             parts = broadcast_from_rank_zero(parts)
         if share.rank == 0:
-            self._end_actors_but(kept)
+            self._stop_actors_except(kept)
             self._actors |= {epoch: parts[epoch][0]._coord_actor for epoch in epochs}
         return {epoch: parts[epoch][share.rank] for epoch in epochs}
 
-    def _end_actors_but(self, kept: set[int]) -> None:
-        """End the actors of epochs that every worker has left by now, or that nobody will enter.
+    def _stop_actors_except(self, kept: set[int]) -> None:
+        """Stop the actors of epochs that no worker reads anymore.
 
-        Ray would not: what is broadcast is pickled on the way, and an actor whose handle was pickled lives as
-        long as its owner. That would be a process of 120 MB more each epoch.
+        Ray does not stop them: broadcasting pickles their handles, and an actor with a pickled handle lives
+        as long as its owner. Each epoch would leak a process of 120 MB.
         """
         for epoch in self._actors.keys() - kept:
             actor = self._actors.pop(epoch)
-            # Of an epoch that was left in its middle, tasks and what they claim of the cluster end first.
+            # If an epoch was not read to its end, first stop its tasks and release their resources.
             ray.wait([actor.shutdown_executor.remote()], timeout=5)
             ray.kill(actor)
 
 
 @final
 class _Reading:
-    """The tables of an epoch, some of them ahead. When this is forgotten, its thread and what follows it end."""
+    """The prefetched tables of an epoch; deleting this stops its thread and the next epoch's reading."""
 
     def __init__(self, part: Any) -> None:
         self.turn = _NextEpoch()
@@ -96,30 +96,30 @@ class _Reading:
 
 @final
 class _NextEpoch:
-    """The next epoch's turn: it begins once all of this one is read, and that it comes is known."""
+    """Starts to read the next epoch once this epoch is read and the next epoch's part is set."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_read, self._part = False, None
         self.following: _Reading | None = None
 
-    def let_follow(self, part: Any) -> None:
-        """Let this part of the next epoch be read after this epoch."""
+    def set_next(self, part: Any) -> None:
+        """Set the part of the next epoch, to be read after this epoch."""
         with self._lock:
             self._part = part
-            self._begin()
+            self._start_if_ready()
 
-    def come(self) -> None:
-        """All of this epoch is read."""
+    def mark_read(self) -> None:
+        """Record that this epoch is read completely."""
         with self._lock:
             self._is_read = True
-            self._begin()
+            self._start_if_ready()
 
-    def _begin(self) -> None:
+    def _start_if_ready(self) -> None:
         if self._is_read and self._part is not None:
             self.following, self._part = _Reading(self._part), None
 
 
 def _read(part: Any, turn: _NextEpoch) -> Iterator[pa.Table]:
     yield from part.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-    turn.come()
+    turn.mark_read()

@@ -1,4 +1,4 @@
-"""The order of an epoch: which rows make the global batch of a step, and which are a worker's."""
+"""The order of the rows of an epoch, their global batches, and each worker's shard."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from raycl.data.in_memory import Batch, InMemoryDataset
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchShard:
-    """One worker's part of every global batch: ``batch_size / num_workers`` rows."""
+    """One worker's shard of every global batch: ``batch_size / num_workers`` rows."""
 
     batch_size: int
     rank: int = 0
@@ -21,17 +21,17 @@ class BatchShard:
 
     @property
     def local_batch_size(self) -> int:
-        """Rows of this worker in a step."""
+        """Rows of this worker per step."""
         return self.batch_size // self.num_workers
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class InMemorySampler:
-    """Batches of rows at hand, in a global order drawn by (seed, epoch).
+    """Batches of rows in memory, in a global order seeded by (seed, epoch).
 
-    Whatever the number of workers, step by step the same rows make the global batch. The last
-    incomplete batch of an epoch is left out. ``length_buckets`` is that of :func:`bucketed`.
+    The rows of the global batch of each step do not depend on the number of workers. The incomplete
+    last batch of an epoch is dropped. See :func:`bucketed` for ``length_buckets``.
     """
 
     rows: InMemoryDataset
@@ -49,7 +49,7 @@ class InMemorySampler:
     ) -> Iterator[Batch]:
         """Yield this worker's batches of one epoch from step ``start`` on.
 
-        ``continues`` and ``has_next`` only matter to a stream, which reads the next epoch ahead.
+        ``continues`` and ``has_next`` are ignored; a stream uses them to prefetch the next epoch.
         """
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.rows))
@@ -75,11 +75,11 @@ def bucketed(
     num_buckets: int,
     rng: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Return the rows of whole batches in an order that brings texts of like lengths into one batch.
+    """Reorder the rows of complete batches, so that texts of similar length form a batch.
 
-    The rows of every ``num_buckets`` batches are sorted by ``num_tokens`` and cut into batches again,
-    which come in random order; a batch's rows are dealt to the workers in turn, so that all of them
-    encode as much. So each epoch has other batches, and its rows are those of ``order``.
+    The rows of every ``num_buckets`` batches are sorted by ``num_tokens`` and cut into batches, which
+    are shuffled. The rows of a batch are assigned to workers in turn, for equal work. Batches differ
+    between epochs; the result has the same rows as ``order``.
     """
     batches = []
     for start in range(0, len(order), num_buckets * share.batch_size):

@@ -1,4 +1,4 @@
-"""A set too large to hold: every epoch reads it anew, in a seeded order, by Ray Data."""
+"""Datasets larger than memory: Ray Data reads them in every epoch, in a seeded order."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ from raycl.data.sources import Source
 @final
 @dataclass(frozen=True, kw_only=True)
 class StreamingSampler:
-    """Batches of a set that is read in every epoch; the same order for the same number of workers.
+    """Batches of a dataset that is read in every epoch; the order depends on the number of workers.
 
-    Pieces come in an order drawn by (seed, epoch); rows are shuffled among the ``shuffle_buffer_size``
-    read last. Ray Data deals equally many rows to every worker, and batches are cut here, so that
-    all workers make the same number of steps. With several ``length_buckets`` texts of like lengths
-    make a batch, as far as the shuffled rows reach: see :func:`bucketed`.
+    Fragments are read in an order seeded by (seed, epoch), and rows are shuffled in a buffer of
+    ``shuffle_buffer_size`` rows. Ray Data splits the rows equally among workers, so that all workers
+    make the same number of steps. With several ``length_buckets``, texts of similar length form a
+    batch, within the shuffle buffer; see :func:`bucketed`.
     """
 
     open_epoch: OpenEpoch
@@ -45,11 +45,11 @@ class StreamingSampler:
         continues: bool = False,
         has_next: bool = False,
     ) -> Iterator[Batch]:
-        """Yield this worker's batches of one epoch from step ``start`` on; every worker calls this.
+        """Yield this worker's batches of one epoch from step ``start`` on; collective.
 
-        ``has_next`` says that the next epoch will follow, with the same share: its rows are read while the
-        last rows of this one are used. ``continues`` says that the epoch before was used to its end. All
-        workers pass equal values.
+        ``has_next``: the next epoch will follow with the same share, so its rows are prefetched while the
+        last rows of this epoch are used. ``continues``: the previous epoch was used to its end. All workers
+        must pass equal values.
         """
         window = max(self.shuffle_buffer_size // share.num_workers, share.local_batch_size)
         seed = (self.seed, epoch, share.rank)
@@ -61,8 +61,8 @@ class StreamingSampler:
         def arranged(rows: InMemoryDataset, order: NDArray[np.int64], window: int) -> NDArray[np.int64]:
             if self.length_buckets == 1:
                 return order
-            # Drawn alike on all workers: where their windows have as many batches, those of a step are
-            # about as long.
+            # The same seed on all workers: if their windows have equally many batches, the batches of a
+            # step have similar lengths.
             rng = np.random.default_rng((self.seed, epoch, window))
             own = BatchShard(batch_size=share.local_batch_size)
             return bucketed(order, rows.num_tokens(), share=own, num_buckets=self.length_buckets, rng=rng)
@@ -75,12 +75,12 @@ class StreamingSampler:
 def stream_source(
     source: Source, decoder: Decoder, *, seed: int, kept_whole: frozenset[int] = frozenset()
 ) -> OpenEpoch:
-    """Return how to open an epoch of a source; ``kept_whole`` is that of ``decode_source``."""
+    """Return a function that opens an epoch of a source; see ``decode_source`` for ``kept_whole``."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
         order = np.random.default_rng((seed, epoch)).permutation(len(source.pieces))
-        pieces = tuple(source.pieces[index] for index in order)
-        return decode_source(source, decoder, pieces, kept_whole=kept_whole)
+        fragments = tuple(source.pieces[index] for index in order)
+        return decode_source(source, decoder, fragments, kept_whole=kept_whole)
 
     return open_epoch
 
@@ -93,11 +93,11 @@ def stream_dataset(
     seed: int,
     classes: tuple[str, ...] | None = None,
 ) -> OpenEpoch:
-    """Return how to open an epoch of a user's own Ray Dataset; ``classes`` are those of ``decode_dataset``."""
+    """Return a function that opens an epoch of a user's Ray Dataset; see ``decode_dataset`` for ``classes``."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
         shuffled = dataset.randomize_block_order(seed=hash((seed, epoch)) % 2**31)
-        # A dataset keeps the settings of the process that made it.
+        # A dataset keeps the settings of the process that created it.
         shuffled.context.execution_options.preserve_order = True
         return decode_dataset(shuffled, columns, decoder, classes=classes)
 
@@ -107,17 +107,17 @@ def stream_dataset(
 def _shuffle(
     tables: Iterator[pa.Table], formats: Formats, window: int, seed: tuple[int, ...]
 ) -> Iterator[tuple[InMemoryDataset, np.ndarray]]:
-    """Yield windows of rows, each with the order to take them in."""
-    held: list[pa.Table] = []
-    num_windows = num_held = 0
+    """Yield windows of rows, each with a random order of its rows."""
+    buffered: list[pa.Table] = []
+    num_windows = num_buffered = 0
     for table in tables:
-        held.append(table)
-        num_held += table.num_rows
-        if num_held >= window:
-            yield _window(held, formats, (*seed, num_windows))
-            held, num_held, num_windows = [], 0, num_windows + 1
-    if num_held:
-        yield _window(held, formats, (*seed, num_windows))
+        buffered.append(table)
+        num_buffered += table.num_rows
+        if num_buffered >= window:
+            yield _window(buffered, formats, (*seed, num_windows))
+            buffered, num_buffered, num_windows = [], 0, num_windows + 1
+    if num_buffered:
+        yield _window(buffered, formats, (*seed, num_windows))
 
 
 def _window(
@@ -133,21 +133,21 @@ def _rebatch(
     epoch: int,
     arranged: Callable[[InMemoryDataset, NDArray[np.int64], int], NDArray[np.int64]],
 ) -> Iterator[Batch]:
-    """Cut windows into batches of exactly ``size`` rows; what is over begins the next window's.
+    """Cut windows into batches of exactly ``size`` rows; a remainder is completed by the next window.
 
-    ``arranged`` gives the rows of a window's whole batches, by its number, in the order to take them.
+    ``arranged`` returns the order of the rows of a window's complete batches, given the window's index.
     """
-    over: Batch | None = None
+    rest: Batch | None = None
     for number, (rows, order) in enumerate(windows):
         first = 0
-        if over is not None:
-            first = min(size - len(over), len(order))
-            over = over.joined(rows.take(order[:first], epoch=epoch))
-            if len(over) < size:
+        if rest is not None:
+            first = min(size - len(rest), len(order))
+            rest = rest.joined(rows.take(order[:first], epoch=epoch))
+            if len(rest) < size:
                 continue
-            yield over
+            yield rest
         last = first + (len(order) - first) // size * size
         whole = arranged(rows, order[first:last], number)
         for start in range(0, len(whole), size):
             yield rows.take(whole[start : start + size], epoch=epoch)
-        over = rows.take(order[last:], epoch=epoch) if last < len(order) else None
+        rest = rows.take(order[last:], epoch=epoch) if last < len(order) else None

@@ -86,7 +86,7 @@ def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path)
         "more than 64,000,000 pixels": 1,
     }
     assert pixels_of(rows.take(np.arange(6))).aspect.max() == pytest.approx(640 / 427, rel=0.1)
-    with pytest.raises(DataError, match="4 of 10 rows are broken"):
+    with pytest.raises(DataError, match="4 of 10 rows are invalid"):
         seen.check(0.01)
 
 

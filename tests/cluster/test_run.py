@@ -544,7 +544,7 @@ def test_a_users_own_dataset_and_network_train(tmp_path: Path) -> None:
 def test_too_many_broken_rows_stop_before_training(tmp_path: Path) -> None:
     path = write_digits(tmp_path / "digits.parquet", 200, broken=20)
     with pytest.raises(
-        DataError, match=r"20 of 200 rows are broken \(20 not an image; for example digits.parquet row 180"
+        DataError, match=r"20 of 200 rows are invalid \(20 not an image; for example digits.parquet row 180"
     ):
         raycl.train(small_run(), data=str(path), output=str(tmp_path / "run"), quiet=True)
     assert not (tmp_path / "run" / "checkpoints").exists()

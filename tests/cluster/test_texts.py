@@ -332,7 +332,7 @@ def test_bad_pairs_are_refused_before_anything_is_rented(click_log: Path, tmp_pa
     refused(DataError, "no query has a document with label 1", empty)
     broken = tmp_path / "broken.parquet"
     pq.write_table(pa.Table.from_pylist([{**row, "label": 2} for row in rows]), broken)
-    refused(DataError, r"100 of 100 rows are broken \(100 label other than 0 and 1", broken)
+    refused(DataError, r"100 of 100 rows are invalid \(100 label other than 0 and 1", broken)
     refused(DataError, "no column 'clicked'", click_log, **{"data.columns.query": "clicked"})
     refused(StorageError, "no tokenizer at", click_log, **{"text.tokenizer": str(tmp_path / "none.json")})
     refused(ConfigError, "projection_head.dim", click_log, **{"projection_head.dim": 20})

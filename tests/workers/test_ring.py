@@ -360,16 +360,16 @@ def refusals(rank: int, num_workers: int) -> list[str]:
 
 def test_impossible_input_is_refused_before_anything_is_sent() -> None:
     expected = [
-        "the two views are not",
-        "the sample ids do not match",
+        "the two views must be",
+        "sample_id does not match its rows",
         "the temperature must be above 0",
         "query and key must be",
-        "the sample ids do not match",
+        "sample_id does not match its rows",
         "the temperature must be above 0",
         "negative_id requires negatives",
         "negative_id is None",
         "negative_id does not match its rows",
-        "the negatives are not",
+        "the negatives must be",
     ]
     for texts in run_workers(refusals, 2):
         for text, start in zip(texts, expected, strict=True):
