@@ -72,11 +72,11 @@ def pairs(tmp_path: Path) -> Path:
         (["--columns", ""], "--columns: no texts have the role ''; "),
         (
             ["--columns", "query", "--vocabulary-size", "100"],
-            "text.vocabulary_size: input should be greater than or equal to 261, came 100",
+            "text.vocabulary_size: input should be greater than or equal to 261, got 100",
         ),
         (
             ["--columns", "query", "--num-texts", "0"],
-            "text.tokenizer_train_size: input should be greater than or equal to 1, came 0",
+            "text.tokenizer_train_size: input should be greater than or equal to 1, got 0",
         ),
     ],
     ids=["unknown", "an id", "nothing", "small", "no texts"],

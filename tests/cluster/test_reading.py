@@ -358,7 +358,7 @@ def test_the_doctor_looks_at_machine_cluster_and_data(mixed: Path) -> None:
     assert "10 rows without labels" in findings["data"].seen
     assert "1 .txt" in findings["other files"].seen
     assert not findings["sample"].good
-    assert "4 broken" in findings["sample"].seen
+    assert "4 invalid" in findings["sample"].seen
     assert "1 flat" in findings["sample"].seen
     missing = {finding.name: finding for finding in raycl.run_doctor(data=mixed / "none")}
     assert not missing["data"].good
