@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raycl.distributed import pass_on, ring, use_shared_memory
+from raycl.distributed import collectives, pass_on, use_shared_memory
 from raycl.distributed.ring import ring_info_nce, ring_nt_xent
 from raycl.errors import ConfigError
 from raycl.losses import info_nce, nt_xent
@@ -175,7 +175,7 @@ def test_gradient_is_the_same_whoever_else_wants_one(wanted: tuple[bool, ...]) -
 
 def count_passes(rank: int, num_workers: int, wanted: tuple[bool, ...]) -> int:
     (query, key, temperature, _), sample_id, _ = make_inputs(rank, {"wanted": wanted})
-    with patch.object(ring, "pass_on", wraps=pass_on) as passes:
+    with patch.object(collectives, "pass_on", wraps=pass_on) as passes:
         ring_info_nce(query, key, sample_id, temperature=temperature)
     return passes.call_count
 
