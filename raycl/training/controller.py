@@ -1,7 +1,11 @@
-"""Ray Train's trainer, and the placement groups that a crashed controller leaves in the cluster."""
+"""The side of Ray Train's controller: its trainer, the outcomes of worker groups, leaked placement groups.
+
+The controller imports this module to unpickle them, so the module imports no code of the workers.
+"""
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import ray
@@ -17,6 +21,34 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 constants.ENV_VARS_TO_PROPAGATE.add("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S")
 
 _Group: Any = gcs_pb2.PlacementGroupTableData  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@final
+@dataclass(frozen=True)
+class Finished:
+    """The end of the run; ``metrics`` are the last ones, with ``step``, ``samples``, ``epoch`` and ``seconds``."""
+
+    metrics: dict[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class ResizeRequested:
+    """The next stage needs another number of workers, within these limits."""
+
+    min_workers: int
+    max_workers: int
+
+
+@final
+@dataclass(frozen=True)
+class Stopped:
+    """A stop was requested; the checkpoint of this step is saved."""
+
+    step: int
+
+
+Outcome = Finished | ResizeRequested | Stopped
 
 
 @final
@@ -40,10 +72,7 @@ class RayTrainer(TorchTrainer):
 
 @final
 class _DataContextOnly(DatasetsCallback):
-    """Pass the driver's settings of Ray Data to the workers, and no data sets.
-
-    The controller imports this module to unpickle it, so the module imports no code of the workers.
-    """
+    """Pass the driver's settings of Ray Data to the workers, and no data sets."""
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         return {}

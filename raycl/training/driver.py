@@ -23,8 +23,15 @@ from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find
 from raycl.records import write_result
 from raycl.storage import Place
 from raycl.training.checkpoint import SCORE, saved_steps
-from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
-from raycl.training.job import Finished, Job, Outcome, ResizeRequested, Stopped
+from raycl.training.controller import (
+    Finished,
+    Outcome,
+    RayTrainer,
+    ResizeRequested,
+    Stopped,
+    remove_leaked_placement_groups,
+)
+from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.process import environment
 from raycl.training.resume import CHECKPOINTS, repair_manifest

@@ -1,4 +1,4 @@
-"""The job that the driver passes to a group of workers, and the outcome that the group returns."""
+"""The job that the driver passes to a group of workers."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -72,31 +72,3 @@ class Job:
             rows_in(self.coordinator).check(
                 self.config.data.max_invalid_fraction, min_rows=min(_MIN_ROWS_CHECKED, self.num_train)
             )
-
-
-@final
-@dataclass(frozen=True)
-class Finished:
-    """The end of the run; ``metrics`` are the last ones, with ``step``, ``samples``, ``epoch`` and ``seconds``."""
-
-    metrics: dict[str, Any]
-
-
-@final
-@dataclass(frozen=True)
-class ResizeRequested:
-    """The next stage needs another number of workers, within these limits."""
-
-    min_workers: int
-    max_workers: int
-
-
-@final
-@dataclass(frozen=True)
-class Stopped:
-    """A stop was requested; the checkpoint of this step is saved."""
-
-    step: int
-
-
-Outcome = Finished | ResizeRequested | Stopped

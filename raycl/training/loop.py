@@ -25,8 +25,9 @@ from raycl.training.checkpoint import (
     save_towers,
 )
 from raycl.training.collapse_monitor import CollapseMonitor, Limits
+from raycl.training.controller import Finished, Outcome, ResizeRequested, Stopped
 from raycl.training.evaluators import build_evaluator
-from raycl.training.job import Finished, Job, Outcome, ResizeRequested, Stopped
+from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.objectives import Objective
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
