@@ -70,7 +70,7 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
         )
     if before["streamed"] != now["streamed"]:
         raise ConfigError(
-            f"the data were {_kept(before)} at first and would be {_kept(now)} on this cluster, in another order; "
+            f"the data were {_kept(before)} and would be {_kept(now)} on this cluster, in another order; "
             "set data.cache to materialize or stream, as at first, or give another --output"
         )
     began = before["workers"]
