@@ -40,7 +40,7 @@ def loss_flop(num_workers: int, batch_size: int, dim: int) -> float:
 
 
 def queue_payload(local_batch: int, dim: int, *, itemsize: int) -> Payload:
-    """Return what a worker's part of a batch takes: rows with ids and steps. Rank 0 sends those of all."""
+    """Return the bytes of a worker's part of a batch: rows with ids and steps. Rank 0 sends all parts."""
     return Payload(sent=local_batch * (dim * itemsize + 2 * _ID), received=0)
 
 

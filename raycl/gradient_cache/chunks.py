@@ -1,4 +1,4 @@
-"""Embed a batch in independent chunks, once for the loss and once more for the gradient."""
+"""Embed a batch in independent chunks, first for the loss, then for the gradient."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
