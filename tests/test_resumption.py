@@ -74,7 +74,7 @@ def test_stages_may_be_added_and_not_taken_away(output: str) -> None:
         ({"workers": [2, 2]}, "began with 2, 4 by stage, got 2;"),
         ({"workers": [4, 4, 4]}, "began with 2, 4 by stage, got 4;"),
         ({"num_rows": 600}, r"the run began with 700 rows .*--resume got 600 \(images\)"),
-        ({"streamed": False}, "were streamed at first and would be held in memory on this cluster"),
+        ({"streamed": False}, "were streamed and would be held in memory on this cluster"),
     ],
 )
 def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
