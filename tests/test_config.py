@@ -191,7 +191,7 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         (
             "moco_v2",
             ["stages.0.loss=nt_xent"],
-            "nt_xent is incompatible with .* takes key tower, and no store",
+            "nt_xent is incompatible with .* takes key tower, and negatives.store none",
         ),
         ("moco_v2", ["negatives.store=none"], "info_nce has no negatives"),
         ("moco_v2", ["stages.0.proximal_weight=1.0"], "proximal_weight needs the slots"),
@@ -284,7 +284,8 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         (
             "two_tower",
             {"stages.0.loss": "siglip", "negatives.explicit": False, **QUEUE},
-            "loss siglip is incompatible with key tower and negatives.store queue: it takes key tower, and no store",
+            "loss siglip is incompatible with key tower and negatives.store queue: it takes key tower, and "
+            "negatives.store none",
             {"negatives.store": "none"},
         ),
         (
@@ -402,3 +403,10 @@ def test_an_accelerator_is_asked_for_with_gpu() -> None:
     assert override(recipe("simclr"), {"gpu": True, "accelerator": "H100"}).accelerator == "H100"
     with pytest.raises(ConfigError, match="accelerator='H100' requires gpu=true"):
         override(recipe("simclr"), {"accelerator": "H100"})
+
+
+def test_a_bias_without_a_loss_that_has_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nt_xent has no bias, got -3; set loss to siglip, or remove bias"):
+        override(recipe("simclr"), {"stages.0.bias": -3.0})
+    config = override(recipe("clip"), {"stages.0.loss": "siglip", "stages.0.bias": -3.0})
+    assert config.first_bias == -3.0

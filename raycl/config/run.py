@@ -268,7 +268,7 @@ class RunConfig(Section):
         if self.key not in spec.keys or (store != "none" and not spec.stored_negatives):
             return (
                 f"loss {stage.loss} is incompatible with key {self.key} and negatives.store {store}: it takes "
-                f"key {join_names(spec.keys)}{'' if spec.stored_negatives else ', and no store'}"
+                f"key {join_names(spec.keys)}{'' if spec.stored_negatives else ', and negatives.store none'}"
             )
         explicit = kind == "pairs" and self.negatives.explicit
         if explicit and spec.pairs and not spec.explicit_negatives:

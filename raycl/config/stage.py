@@ -7,6 +7,8 @@ from pydantic import Field, field_validator, model_validator
 from raycl.config.schema import Count, Fraction, NotNegative, Positive, Section
 from raycl.loss_specs import LOSSES, MIXED, join_names
 
+_INITIAL_BIAS = -10.0
+
 
 @final
 class Stage(Section):
@@ -55,7 +57,7 @@ class Stage(Section):
     temperature: Positive = 0.1
     """Divisor of the cosines in a cross-entropy; 0.1 as in SimCLR."""
 
-    bias: float = -10.0
+    bias: float = _INITIAL_BIAS
     """Bias of ``siglip``, with the paper's initial value; learned with ``learn_temperature``."""
 
     logq_correction: bool = False
@@ -113,6 +115,15 @@ class Stage(Section):
             raise ValueError(
                 f"hinge_weight mixes the hinge with a cross-entropy, got loss {self.loss}; "
                 f"set loss to {join_names(mixing)}, or remove hinge_weight"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_loss_with_its_bias(self) -> Self:
+        if self.bias != _INITIAL_BIAS and "bias" not in LOSSES[self.loss].learns:
+            losses = join_names(name for name, spec in LOSSES.items() if "bias" in spec.learns)
+            raise ValueError(
+                f"loss {self.loss} has no bias, got {self.bias:g}; set loss to {losses}, or remove bias"
             )
         return self
 
