@@ -236,8 +236,8 @@ def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> N
     first, second, third, alone, last = ids.query.tolist()
     assert first == second == third
     assert len({first, alone, last}) == 3
-    lent = torch.tensor([shown[0][0], shown[1][0], 5])
-    assert ids.of(lent).tolist() == [first, first, 5]
+    stored = torch.tensor([shown[0][0], shown[1][0], 5])
+    assert ids.of(stored).tolist() == [first, first, 5]
     slots = small_config(
         "simcse", {"key": "memory_bank", "negatives.store": "memory_bank", "negatives.in_batch": False}
     )
@@ -439,12 +439,12 @@ class Watched:
     contrast: Objective
     told: list[tuple[StoreBatch, Ids]] = field(default_factory=list)
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
-        self.told.append((lent, ids))
-        return self.contrast(query, key, lent, ids)
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        self.told.append((stored, ids))
+        return self.contrast(query, key, stored, ids)
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
-        return self.contrast.collapsed_loss(batch_size=batch_size, lent=lent)
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        return self.contrast.collapsed_loss(batch_size=batch_size, stored=stored)
 
 
 def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batch() -> None:
@@ -459,17 +459,17 @@ def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batc
     for step, views in enumerate(maker.views(rows.batches(8))):
         settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.0, "precision": "float32"}
         stepped = train_step(learner, store, watched, views, step=step, **settings)
-        lent, ids = watched.told[-1]
+        stored, ids = watched.told[-1]
         assert ids.negative is not None
-        assert lent.negatives is not None
-        assert lent.negative_id is not None
+        assert stored.negatives is not None
+        assert stored.negative_id is not None
         assert ids.names is not None
         assert ids.names.negative is not None
-        assert lent.negative_name is not None
-        assert lent.negative_name.tolist() == [*ids.names.negative.tolist(), *documents]
+        assert stored.negative_name is not None
+        assert stored.negative_name.tolist() == [*ids.names.negative.tolist(), *documents]
         # A document that the batch has too is known by the batch's id, whatever it was called before.
-        assert lent.negative_id.tolist() == ids.of(lent.negative_name).tolist()
-        assert lent.negative_id[: len(ids.negative)].tolist() == ids.negative.tolist()
+        assert stored.negative_id.tolist() == ids.of(stored.negative_name).tolist()
+        assert stored.negative_id[: len(ids.negative)].tolist() == ids.negative.tolist()
         num_candidates = 8 + len(ids.negative) + len(documents)
         assert stepped.collapsed_loss == pytest.approx((math.log(num_candidates) + math.log(8)) / 2)
         documents += views.known.key[:, 0].tolist()

@@ -183,8 +183,8 @@ def test_the_slots_of_a_bank_begin_at_embeddings() -> None:
             rows = worker.learner.encode(samples)
         store: Any = worker.store
         store.initialize(rows, ids)
-        lent = store.fetch(next(worker.maker.views(worker.batches(1))), step=0)
-        torch.testing.assert_close(F.normalize(lent.key, dim=1), F.normalize(rows, dim=1))
+        stored = store.fetch(next(worker.maker.views(worker.batches(1))), step=0)
+        torch.testing.assert_close(F.normalize(stored.key, dim=1), F.normalize(rows, dim=1))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -174,8 +174,8 @@ def test_each_row_keeps_its_id_so_that_false_negatives_can_be_told(
     queue = KeyQueue(capacity, DIM)
     for _, ids, step in some_pushes(sizes, seed):
         queue.push(np.repeat(ids[:, None], DIM, 1).astype(np.float32), ids, step)
-        for lent in (queue.negatives(), queue.since(0)[0], queue.get(ids)):
-            assert np.array_equal(lent.rows[:, 0], lent.sample_id)
+        for stored in (queue.negatives(), queue.since(0)[0], queue.get(ids)):
+            assert np.array_equal(stored.rows[:, 0], stored.sample_id)
         # The queue lends the very keys of the batch that was pushed last: all are found by id.
         assert np.isin(ids[-capacity:], queue.negatives().sample_id).all()
 
@@ -266,11 +266,11 @@ def test_bank_equals_a_dictionary_in_double_precision(
         bank.update(np.array(batch_ids, np.int64), rows, step)
         expected = plain_update(before, momentum, list(zip(batch_ids, rows, strict=True)))
         steps |= dict.fromkeys(batch_ids, step)
-        lent = bank.negatives()
-        assert lent.sample_id.tolist() == sorted(ids)
-        assert lent.step.tolist() == [steps[one] for one in sorted(ids)]
+        stored = bank.negatives()
+        assert stored.sample_id.tolist() == sorted(ids)
+        assert stored.step.tolist() == [steps[one] for one in sorted(ids)]
         np.testing.assert_allclose(
-            lent.rows,
+            stored.rows,
             np.array([expected[one] for one in sorted(ids)]),
             rtol=0,
             atol=2e-6 if dtype == np.float32 else 2.0**-12 + 2e-6,  # half a step of float16
@@ -572,11 +572,11 @@ def test_store_does_not_keep_the_arrays_it_was_given(kind: str) -> None:
 def test_lent_rows_become_tensors_without_a_copy(kind: str) -> None:
     store = STORES[kind]()
     WRITES[kind](store, ROWS, IDS)
-    lent = store.negatives()
-    assert torch.from_numpy(lent.rows).data_ptr() == lent.rows.ctypes.data
-    assert torch.from_numpy(lent.rows).is_contiguous()
+    stored = store.negatives()
+    assert torch.from_numpy(stored.rows).data_ptr() == stored.rows.ctypes.data
+    assert torch.from_numpy(stored.rows).is_contiguous()
     assert torch.from_numpy(store.get(IDS[:1]).rows).is_contiguous()
-    assert lent.sample_id.dtype == lent.step.dtype == np.int64
+    assert stored.sample_id.dtype == stored.step.dtype == np.int64
 
 
 @pytest.mark.parametrize("kind", STORES)

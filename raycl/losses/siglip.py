@@ -244,7 +244,7 @@ class SigLip:
         """Create the loss from settings."""
         return cls(temperature=settings.temperature, bias=settings.bias)
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: Any, ids: Any) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: Any, ids: Any) -> Tensor:
         """Return the loss."""
         assert key is not None, "the configuration provides a key for each query"
         scalars: dict[str, Any] = {"temperature": self.temperature, "bias": self.bias}
@@ -264,6 +264,6 @@ class SigLip:
             **scalars,
         )
 
-    def collapsed_loss(self, *, batch_size: int, lent: Any) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: Any) -> float | None:
         """Return None: the loss of collapsed embeddings depends on the learned temperature and bias."""
         return None

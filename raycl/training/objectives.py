@@ -58,16 +58,16 @@ class StoreBatch:
 
 
 class Objective(Protocol):
-    """A loss of queries and keys [local_batch, dim], their ids, and the rows of a store (``lent``).
+    """A loss of queries and keys [local_batch, dim], their ids, and the rows of a store (``stored``).
 
     It averages over this worker's queries. The mean over workers is the loss of the global batch.
     """
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss, a scalar."""
         ...
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the loss if all embeddings were equal, or None if it is unknown."""
         ...
 
@@ -86,12 +86,12 @@ class NtXent:
             temperature=settings.temperature,
         )
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss; NT-Xent uses no store."""
         assert key is not None, "the configuration gives NT-Xent two views"
         return gathered_nt_xent(query, key, ids.query, temperature=self.temperature)
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""
         return math.log(2 * batch_size - 1)
 
@@ -119,23 +119,23 @@ class InfoNce:
             proximal_weight=settings.proximal_weight,
         )
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss."""
-        positive = _positive(key, lent)
+        positive = _positive(key, stored)
         loss = gathered_info_nce(
             query,
             positive,
             ids,
-            lent,
+            stored,
             temperature=self.temperature,
             in_batch=self.in_batch,
             of_pairs=self.of_pairs,
         )
-        return _pulled(loss, query, lent, self.proximal_weight)
+        return _add_proximal_term(loss, query, stored, self.proximal_weight)
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""
-        num_stored = 0 if lent.negatives is None else len(lent.negatives)
+        num_stored = 0 if stored.negatives is None else len(stored.negatives)
         return math.log(num_stored + (batch_size if self.in_batch else 1))
 
 
@@ -158,7 +158,7 @@ class Bidirectional:
             log_frequency=settings.log_frequency,
         )
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss."""
         assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
         rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
@@ -171,15 +171,15 @@ class Bidirectional:
                 "gathered_key": gather(key),
                 "offset": rank() * len(query),
             }
-        if lent.negatives is not None and lent.negative_id is not None:
-            rows |= {"negatives": lent.negatives, "negative_id": lent.negative_id}
-            if self.log_frequency is not None and lent.negative_name is not None:
-                rows["negative_log_frequency"] = self.log_frequency(lent.negative_name)
+        if stored.negatives is not None and stored.negative_id is not None:
+            rows |= {"negatives": stored.negatives, "negative_id": stored.negative_id}
+            if self.log_frequency is not None and stored.negative_name is not None:
+                rows["negative_log_frequency"] = self.log_frequency(stored.negative_name)
         return clip(query, key, temperature=self.temperature, **rows)
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates, the mean of both directions."""
-        num_stored = 0 if lent.negatives is None else len(lent.negatives)
+        num_stored = 0 if stored.negatives is None else len(stored.negatives)
         return (math.log(batch_size + num_stored) + math.log(batch_size)) / 2
 
 
@@ -205,32 +205,32 @@ class Nce:
             proximal_weight=settings.proximal_weight,
         )
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss; the batch updates the normalizing constant first, until it is settled."""
-        assert lent.key is not None, "the configuration gives NCE a memory bank"
-        assert lent.negatives is not None, "the configuration gives NCE a memory bank"
+        assert stored.key is not None, "the configuration gives NCE a memory bank"
+        assert stored.negatives is not None, "the configuration gives NCE a memory bank"
         if not self.normalizer.is_settled:
             mass = noise_mass(
                 query.detach(),
-                lent.negatives,
+                stored.negatives,
                 temperature=self.temperature,
                 sample_id=ids.query,
-                noise_id=lent.negative_id,
+                noise_id=stored.negative_id,
             )
             self.normalizer.update(gather_detached(mass[None]))
         loss = nce(
             query,
-            lent.key,
-            lent.negatives,
+            stored.key,
+            stored.negatives,
             num_samples=self.num_samples,
             temperature=self.temperature,
             log_normalizer=self.normalizer.log_normalizer,
             sample_id=ids.query,
-            noise_id=lent.negative_id,
+            noise_id=stored.negative_id,
         )
-        return _pulled(loss, query, lent, self.proximal_weight)
+        return _add_proximal_term(loss, query, stored, self.proximal_weight)
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return None: the value depends on the normalizing constant."""
         return None
 
@@ -257,21 +257,21 @@ class Hinge:
             proximal_weight=settings.proximal_weight,
         )
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss."""
         loss = gathered_hinge(
             query,
-            _positive(key, lent),
+            _positive(key, stored),
             ids,
-            lent,
+            stored,
             margin=self.margin,
             hardest=self.hardest,
             in_batch=self.in_batch,
             bidirectional=self.bidirectional and self.in_batch,
         )
-        return _pulled(loss, query, lent, self.proximal_weight)
+        return _add_proximal_term(loss, query, stored, self.proximal_weight)
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the margin."""
         return self.margin
 
@@ -285,15 +285,16 @@ class WeightedObjective:
     hinge: Objective
     hinge_weight: float
 
-    def __call__(self, query: Tensor, key: Tensor | None, lent: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
         """Return the loss."""
-        entropy = self.cross_entropy(query, key, lent, ids)
-        return entropy.lerp(self.hinge(query, key, lent, ids), self.hinge_weight)
+        entropy = self.cross_entropy(query, key, stored, ids)
+        return entropy.lerp(self.hinge(query, key, stored, ids), self.hinge_weight)
 
-    def collapsed_loss(self, *, batch_size: int, lent: StoreBatch) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the weighted mean of both values, or None if one is unknown."""
         parts = [
-            part.collapsed_loss(batch_size=batch_size, lent=lent) for part in (self.cross_entropy, self.hinge)
+            part.collapsed_loss(batch_size=batch_size, stored=stored)
+            for part in (self.cross_entropy, self.hinge)
         ]
         if parts[0] is None or parts[1] is None:
             return None
@@ -340,14 +341,14 @@ def gathered_info_nce(
     query: Tensor,
     key: Tensor,
     ids: Ids,
-    lent: StoreBatch,
+    stored: StoreBatch,
     *,
     temperature: float | Tensor,
     in_batch: bool,
     of_pairs: bool = False,
 ) -> Tensor:
     """InfoNCE over the keys of all workers and the stored negatives."""
-    stored_rows: dict[str, Any] = {"negatives": lent.negatives, "negative_id": lent.negative_id}
+    stored_rows: dict[str, Any] = {"negatives": stored.negatives, "negative_id": stored.negative_id}
     # A single id for both sides is cheaper to compare.
     pair_ids = {"query_id": ids.query, "key_id": ids.key} if of_pairs else {"sample_id": ids.query}
     if num_workers() == 1 or not (in_batch or of_pairs):
@@ -372,7 +373,7 @@ def gathered_hinge(
     query: Tensor,
     key: Tensor,
     ids: Ids,
-    lent: StoreBatch,
+    stored: StoreBatch,
     *,
     margin: float,
     hardest: bool,
@@ -387,8 +388,8 @@ def gathered_hinge(
         "bidirectional": bidirectional,
         "query_id": ids.query,
         "key_id": ids.key,
-        "negatives": lent.negatives,
-        "negative_id": lent.negative_id,
+        "negatives": stored.negatives,
+        "negative_id": stored.negative_id,
     }
     if num_workers() == 1:
         return hinge(query, key, **settings)
@@ -405,16 +406,16 @@ def gathered_hinge(
     )
 
 
-def _positive(key: Tensor | None, lent: StoreBatch) -> Tensor:
+def _positive(key: Tensor | None, stored: StoreBatch) -> Tensor:
     """Return the positive of each query: its key, or its own slot."""
-    positive = lent.key if key is None else key
+    positive = stored.key if key is None else key
     assert positive is not None, "the configuration gives every query a key or a slot"
     return positive
 
 
-def _pulled(loss: Tensor, query: Tensor, lent: StoreBatch, weight: float) -> Tensor:
+def _add_proximal_term(loss: Tensor, query: Tensor, stored: StoreBatch, weight: float) -> Tensor:
     """Add the proximal term, which pulls each embedding to its slot."""
     if not weight:
         return loss
-    assert lent.key is not None, "the configuration gives a proximal term a memory bank"
-    return loss + weight * proximal_term(query, lent.key)
+    assert stored.key is not None, "the configuration gives a proximal term a memory bank"
+    return loss + weight * proximal_term(query, stored.key)

@@ -94,7 +94,7 @@ def train_step(
     return StepOutput(
         loss=value,
         stop_requested=num_requests > 0,
-        collapsed_loss=objective.collapsed_loss(batch_size=len(query) * num_workers(), lent=stored),
+        collapsed_loss=objective.collapsed_loss(batch_size=len(query) * num_workers(), stored=stored),
         watched=watched,
     )
 

@@ -83,15 +83,15 @@ def info_nce_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Te
     answers = []
     for by_ring in (True, False):
         (query, key, temperature, negatives), sample_id, negative_id = make_inputs(rank, case)
-        lent = (negatives, negative_id) if case.get("negatives", True) else (None, None)
+        stored = (negatives, negative_id) if case.get("negatives", True) else (None, None)
         inputs = [query, key, temperature, *([negatives] if case.get("negatives", True) else [])]
         with small_tiles(), use_shared_memory() if case.get("shared") else contextlib.nullcontext():
             if by_ring:
                 loss = ring_info_nce(
-                    query, key, sample_id, negatives=lent[0], negative_id=lent[1], temperature=temperature
+                    query, key, sample_id, negatives=stored[0], negative_id=stored[1], temperature=temperature
                 )
             else:
-                store = StoreBatch(negatives=lent[0], negative_id=lent[1])
+                store = StoreBatch(negatives=stored[0], negative_id=stored[1])
                 loss = gathered_info_nce(
                     query, key, Ids(sample_id, sample_id), store, temperature=temperature, in_batch=True
                 )
