@@ -115,7 +115,7 @@ MUTATIONS = [
         "raycl/training/train_state.py",
         "self.temperature.clamp_()",
         "pass",
-        "tests/test_plain_steps.py tests/test_training_stores.py tests/test_every_loss.py tests/test_api.py",
+        STEPS,
     ),
     Mutation(
         "momentum and its complement are exchanged",

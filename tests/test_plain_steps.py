@@ -1,5 +1,6 @@
 """Five steps of every recipe beside plain torch, in float64: losses and weights."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raycl.models.temperature import MIN_TEMPERATURE
 from raycl.training.logq import Frequencies
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
@@ -59,6 +61,9 @@ RECIPES = {
     "esimcse": Case("esimcse", {"negatives.capacity": 3 * ROWS, "text_augment.repetition": 0.0}, **FEW),
     "two_tower discount": Case("two_tower", TEXTS | {"stages.0.logq_correction": True}, explicit=True, **FEW),
     "two_tower separate": Case("two_tower", TEXTS | {"separate_towers": True}, explicit=True, **FEW),
+    "two_tower separate, chunks": Case(
+        "two_tower", TEXTS | CHUNKS | {"separate_towers": True}, explicit=True, **FEW
+    ),
     "two_tower hinge": Case("two_tower", TEXTS | HINGE, explicit=True, **FEW),
     "two_tower mixed": Case("two_tower", TEXTS | MIXED, explicit=True, **FEW),
     "two_tower info_nce": Case("two_tower", TEXTS | {"stages.0.loss": "info_nce"}, explicit=True, **FEW),
@@ -68,6 +73,12 @@ RECIPES = {
     "simclr siglip, chunks": Case("simclr", SMALL | CHUNKS | SIGLIP),
     "two_tower queue": Case(
         "two_tower", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW
+    ),
+    "two_tower queue, ids": Case(
+        "two_tower",
+        TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS},
+        explicit=True,
+        **FEW,
     ),
 }
 
@@ -102,6 +113,16 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
         follower = [each.detach() for each in worker.learner.momentum_encoder.parameters()]
         expected = [each.detach() for each in plain.momentum_tower.parameters()]
         assert_moved_alike(follower, expected, before, tolerance)
+
+
+def test_a_learned_temperature_stays_above_its_minimum() -> None:
+    state = Worker(RECIPES["two_tower learned temperature"], device=CPU).learner
+    assert state.temperature is not None
+    with torch.no_grad():
+        state.temperature.log_temperature.fill_(math.log(MIN_TEMPERATURE))
+    state.temperature.log_temperature.grad = torch.tensor(1.0)  # the step lowers it
+    state.update()
+    assert state.temperature().item() == pytest.approx(MIN_TEMPERATURE)
 
 
 def in_float64(views: Views) -> Views:
