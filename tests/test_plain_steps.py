@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raycl.models.temperature import MIN_TEMPERATURE
+from raycl.optimizers import set_learning_rate
 from raycl.training.logq import Frequencies
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
@@ -121,6 +122,7 @@ def test_a_learned_temperature_stays_above_its_minimum() -> None:
     with torch.no_grad():
         state.temperature.log_temperature.fill_(math.log(MIN_TEMPERATURE))
     state.temperature.log_temperature.grad = torch.tensor(1.0)  # the step lowers it
+    set_learning_rate(state.optimizer, 0.1)
     state.update()
     assert state.temperature().item() == pytest.approx(MIN_TEMPERATURE)
 
