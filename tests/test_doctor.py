@@ -14,16 +14,9 @@ from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.doctor.memory import ALLOCATOR, bank_bytes, estimate_memory
 from raycl.doctor.memory_profile import MemoryProfile, peak_bytes, profile_memory
-from raycl.doctor.nodes import (
-    delete_file,
-    network_address,
-    reachable_ports,
-    read_files,
-    remove_folders,
-    versions,
-    write_file,
-)
+from raycl.doctor.nodes import network_address, reachable_ports, versions
 from raycl.doctor.result import CheckResult
+from raycl.doctor.storage import delete_file, read_files, write_file
 from raycl.errors import ConfigError, StorageError
 from raycl.recipes import recipe
 from raycl.storage import Place
@@ -56,32 +49,24 @@ def test_a_result_is_one_line_whatever_the_error_contains() -> None:
     )
 
 
-def test_a_file_is_read_as_written_and_leaves_no_folder_behind(tmp_path: Path) -> None:
-    folder = Place(str(tmp_path / "deep" / "runs"))
-    written = write_file(folder, "mine")
-    assert written.created == (str(tmp_path / "deep" / "runs"), str(tmp_path / "deep"))
-    assert read_files(folder, ["mine"]) == {}
-    (tmp_path / "deep" / "runs" / "mine").write_text("yours")
-    assert read_files(folder, ["mine", "other"]) == {"mine": "sees other bytes in", "other": "does not see"}
+def test_a_file_is_read_as_written_and_deleted(tmp_path: Path) -> None:
+    folder = Place(str(tmp_path))
+    assert write_file(folder, "mine") == ""
+    assert read_files(folder, {"mine": "a"}) == []
+    (tmp_path / "mine").write_text("yours")
+    assert read_files(folder, {"mine": "a", "other": "b"}) == [
+        "sees other bytes in the file of a",
+        "does not see the file of b",
+    ]
     assert delete_file(folder, "mine") == delete_file(folder, "mine") == ""
-    remove_folders(written.created)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_others_use_are_kept(tmp_path: Path) -> None:
-    folder = Place(str(tmp_path / "deep" / "runs"))
-    created = write_file(folder, "mine").created
-    (tmp_path / "deep" / "theirs").write_text("")
-    delete_file(folder, "mine")
-    remove_folders(created)
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["theirs"]
-
-
-def test_a_folder_that_cannot_be_written_is_reported_and_nothing_is_created(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    written = write_file(Place(str(tmp_path / "file" / "runs")), "mine")
-    assert "cannot write" in written.problem
-    assert written.created == ()
+def test_no_folder_is_created_on_a_node_that_lacks_it(tmp_path: Path) -> None:
+    assert write_file(Place(str(tmp_path / "runs")), "mine") == ""
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").write_text("a file")
+    assert "cannot write" in write_file(Place(str(tmp_path / "runs")), "mine")
 
 
 def test_a_port_is_open_to_others_unless_it_listens_on_loopback_alone() -> None:

@@ -1,13 +1,12 @@
-"""Checks of the cluster: versions, size, object store, GPUs, access, storage and network."""
+"""Checks of the cluster: versions, size, object store, GPUs, access and network."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ray
 from ray import exceptions
@@ -20,39 +19,28 @@ from raycl.doctor.nodes import (
     Node,
     NodeAnswer,
     NodeInfo,
-    WrittenFile,
     ask_nodes,
-    delete_file,
     fetch_seconds,
     gpu_memory,
     on_node,
     random_bytes,
     reachable_ports,
-    read_files,
-    remove_folders,
     versions,
-    write_file,
 )
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
-from raycl.errors import RayclError, StorageError, last_line
-from raycl.storage import Place, absolute
+from raycl.errors import last_line
 
 AUTOSCALING = "--set autoscaling=true"
-HERE = "this machine"
 MIN_OBJECT_STORE = 2**28
 MIN_BYTES_PER_S = 30e6  # 240 Mbit/s
 _TRANSFER_BYTES = 64 * 2**20
 _MAX_TRANSFERS = 8
-_MAX_PROBLEMS = 4  # problems that a result lists
-_STORAGE_TIMEOUT_S = 2 * TIMEOUT_S + 120.0  # requests to S3 are retried for 102 s
 _UNTYPED_NODE = re.compile(r"node_[0-9a-f]*")  # Ray's type of a node that was started by hand
 _LOOPBACK = ("127.", "localhost", "[::1]")
 _FIX_GPUS = "install NVIDIA's driver and a torch with CUDA there, or start Ray with the right --num-gpus (see `nvidia-smi`)"
 _FIX_ACCESS = (
     "set RAY_AUTH_MODE=token on all nodes before Ray starts (`ray get-auth-token --generate`), and here"
 )
-_FIX_PERMISSION = "let every node and this machine write, read and delete there"
-_FIX_SHARING = "give a folder that all nodes share (NFS, FSx, a volume of many writers), or s3://"
 # Ray reads its authentication mode once per process, so the call without a token needs its own process.
 _CALL_WITHOUT_TOKEN = """
 import sys
@@ -206,109 +194,6 @@ def _exposed_services(address: str, nodes: Sequence[Node]) -> list[str]:
 def _port(address: str | None) -> int:
     port = (address or "").rpartition(":")[2]
     return int(port) if port.isdigit() else 0
-
-
-def check_storage(output: str, nodes: Sequence[Node]) -> CheckResult:
-    """Write a small file next to ``output`` from every node, read the others' files, and delete them all."""
-    try:
-        place = Place(absolute(output))
-        exists = place.exists()
-        folder = _folder_of(place)
-        test = StorageTest(folder, nodes)
-        try:
-            remedy = _FIX_PERMISSION
-            problems = test.write()
-            if not problems:
-                problems = test.read()
-                remedy = _FIX_SHARING if folder.is_local else _FIX_PERMISSION
-        finally:
-            leftovers = test.delete()
-    except RayclError as error:
-        return failed("storage", str(error))
-    if problems or leftovers:
-        return failed(
-            "storage", f"{folder}: {_listed(problems or leftovers)}", remedy if problems else _FIX_PERMISSION
-        )
-    where = HERE if len(nodes) == 1 else f"{len(nodes)} nodes and {HERE}"
-    seen = f"{folder}: written, read and deleted from {where}"
-    if exists:
-        seen += f"; {output} exists already, so raycl train needs --resume or another --output"
-    return passed("storage", seen)
-
-
-@final
-class StorageTest:
-    """One file from each node and one from this machine, to be written, read and deleted."""
-
-    def __init__(self, folder: Place, nodes: Sequence[Node]) -> None:
-        self._folder, self._nodes = folder, nodes
-        prefix = f".raycl-doctor-{uuid.uuid4().hex}"
-        self._own_file = f"{prefix}-here"
-        self._files = {node.node_id: f"{prefix}-{number}" for number, node in enumerate(nodes)}
-        self._created: dict[str, Sequence[str]] = {}
-        self._created_here: Sequence[str] = ()
-
-    def write(self) -> list[str]:
-        """Write all files; return the problems."""
-        # This machine writes last: a folder that it creates would hide that the nodes have none.
-        answers: list[NodeAnswer[WrittenFile]] = self._ask(write_file, self._file_of_each())
-        here = write_file(self._folder, self._own_file)
-        self._created = {each.node.node_id: each.value.created for each in answers if each.value}
-        self._created_here = here.created
-        problems = [(each.node.name, each.problem or (each.value and each.value.problem)) for each in answers]
-        return [f"{name}: {problem}" for name, problem in [*problems, (HERE, here.problem)] if problem]
-
-    def read(self) -> list[str]:
-        """Read the file of this machine and of the next node on each node, and all files here; return the problems."""
-        ids = list(self._files)
-        neighbors = zip(ids, [*ids[1:], *ids[:1]], strict=True)
-        answers = self._ask(
-            read_files, {node: ((self._own_file, self._files[other]),) for node, other in neighbors}
-        )
-        owners = {self._files[node.node_id]: node.name for node in self._nodes} | {self._own_file: HERE}
-        found = {each.node.name: each.value or {} for each in answers}
-        found[HERE] = read_files(self._folder, list(self._files.values()))
-        return [f"{each.node.name}: {each.problem}" for each in answers if each.problem] + [
-            f"{reader} {problem} the file of {owners[file]}"
-            for reader, problems in found.items()
-            for file, problem in problems.items()
-        ]
-
-    def delete(self) -> list[str]:
-        """Delete all files and the folders created for them; return the problems."""
-        answers = self._ask(delete_file, self._file_of_each())
-        problems = [f"{each.node.name}: {text}" for each in answers if (text := each.problem or each.value)]
-        if text := delete_file(self._folder, self._own_file):
-            problems.append(f"{HERE}: {text}")
-        # On shared storage this also deletes the files of nodes that did not answer.
-        for file in self._files.values():
-            delete_file(self._folder, file)
-        # Folders can be removed only when all files are gone.
-        creators = [node for node in self._nodes if self._created.get(node.node_id)]
-        ask_nodes(
-            creators, remove_folders, by_node={node: (folders,) for node, folders in self._created.items()}
-        )
-        remove_folders(self._created_here)
-        return problems
-
-    def _file_of_each(self) -> dict[str, Sequence[Any]]:
-        return {node: (file,) for node, file in self._files.items()}
-
-    def _ask(self, question: Callable[..., Any], by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
-        return ask_nodes(self._nodes, question, self._folder, by_node=by_node, timeout_s=_STORAGE_TIMEOUT_S)
-
-
-def _folder_of(place: Place) -> Place:
-    """Return the folder or prefix that an output lies in; a bucket is its own."""
-    try:
-        return place.beside("")
-    except StorageError:
-        return place
-
-
-def _listed(problems: Sequence[str]) -> str:
-    num_more = len(problems) - _MAX_PROBLEMS
-    return "; ".join(problems[:_MAX_PROBLEMS]) + (f"; and {num_more} more" if num_more > 0 else "")
 
 
 def check_network(nodes: Sequence[Node], gradient_bytes: float = 0.0) -> CheckResult:

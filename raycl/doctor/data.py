@@ -1,6 +1,6 @@
 """Checks of the data: size, and a sample of decoded rows with their errors, sizes and labels."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -14,7 +14,7 @@ from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames
 from raycl.data.coordinator import NUM_EXAMPLES
 from raycl.data.decode import are_flat, row_error
-from raycl.data.images import BrokenImageError, image_sides
+from raycl.data.images import image_sides
 from raycl.data.labels import NO_LABEL
 from raycl.data.sources import Fragment, RawRows, Source, find_source
 from raycl.display import format_bytes
@@ -29,6 +29,7 @@ from raycl.training.preflight import column_names
 MAX_FRAGMENTS = 8
 MAX_ROWS = 2_048  # in all fragments together
 _TIMEOUT_S = 180.0
+_TEXT_ROLES = ("caption", "document", "negatives", "query", "text")
 # The recipe that reads each kind of data where none is given.
 _READERS = {"image": "simclr", "image_text": "clip", "text": "simcse", "pairs": "two_tower"}
 _KINDS = {"image": "images", "text": "texts", "image_text": "images with captions", "pairs": "pairs"}
@@ -36,63 +37,52 @@ _FIX_ACCESS = "check that every node reaches the data, with the same credentials
 
 
 @final
-@dataclass(kw_only=True)
-class SampleStats:
-    """Statistics of some rows.
+@dataclass(frozen=True, kw_only=True)
+class SampledRow:
+    """A row of the sample: its origin, its label, and the cause if it is invalid.
 
-    ``errors`` counts invalid rows by cause, ``labels`` rows by label, ``clicks`` rows by whether they are clicks. ``sizes`` are width and height of images in pixels; all pixels of ``num_flat`` images have one value.
-    ``num_characters`` of each text and ``num_texts`` of each row are by role. ``decoded_bytes`` is the size of the
-    valid rows in the object store.
+    A valid row has ``is_click`` in a click log, the (width, height) of its image in pixels, and by role the
+    number of characters of each of its texts.
     """
 
-    num_rows: int = 0
-    num_flat: int = 0
-    decoded_bytes: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    examples: list[str] = field(default_factory=list)
-    labels: Counter[int] = field(default_factory=Counter)
-    clicks: Counter[bool] = field(default_factory=Counter)
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    num_characters: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    num_texts: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-
-    def merge(self, other: "SampleStats") -> None:
-        """Add the statistics of other rows."""
-        self.num_rows += other.num_rows
-        self.num_flat += other.num_flat
-        self.decoded_bytes += other.decoded_bytes
-        self.errors += other.errors
-        self.examples = (self.examples + other.examples)[:NUM_EXAMPLES]
-        self.labels += other.labels
-        self.clicks += other.clicks
-        self.sizes += other.sizes
-        for role, numbers in other.num_characters.items():
-            self.num_characters[role] += numbers
-        for role, numbers in other.num_texts.items():
-            self.num_texts[role] += numbers
+    where: str
+    label: int
+    error: str | None
+    is_click: bool | None = None
+    image_size: tuple[int, int] | None = None
+    num_characters: Mapping[str, list[int]] = field(default_factory=dict[str, list[int]])
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataSummary:
-    """A data source and the statistics of a sample of its rows."""
+    """A data source and a sample of its rows.
+
+    ``num_flat`` images of the sample have one value in all pixels; ``sample_bytes`` is the size of the valid rows
+    in the object store.
+    """
 
     source: Source
-    sample: SampleStats
+    rows: Sequence[SampledRow]
+    num_flat: int
+    sample_bytes: int
 
     @property
     def decoded_bytes(self) -> float:
         """The estimated size of all rows after decoding, in bytes."""
-        return self.sample.decoded_bytes / max(1, self.sample.num_rows) * self.source.num_rows
+        return self.sample_bytes / max(1, len(self.rows)) * self.source.num_rows
 
     @property
     def negatives_per_pair(self) -> float:
         """The mean number of explicit negatives of a pair."""
-        if counts := self.sample.num_texts.get("negatives"):
+        if counts := [len(numbers) for numbers in self.num_characters("negatives")]:
             return float(np.mean(counts))
-        if self.source.columns.label is None or not _has_pairs(self.source):
-            return 0.0
-        return self.sample.clicks[False] / max(1, self.sample.clicks[True])
+        clicks = Counter(row.is_click for row in self.rows)
+        return clicks[False] / max(1, clicks[True])
+
+    def num_characters(self, role: str) -> list[list[int]]:
+        """Return the number of characters of each text of each valid row."""
+        return [row.num_characters[role] for row in self.rows if role in row.num_characters]
 
 
 def check_data(
@@ -109,15 +99,16 @@ def check_data(
         ignored = ", ".join(f"{count} {extension}" for extension, count in source.ignored)
         yield passed("other files", f"ignored: {ignored}")
     try:
-        sample = _read_sample(source, config)
+        summary = _read_sample(source, config)
     # Whatever stops a task, the other checks still run.
     except Exception as error:
         yield failed("sample", last_line(error), _FIX_ACCESS)
         return None
-    yield _check_sample(sample, config.data.max_invalid_fraction)
+    yield _check_sample(summary, config.data.max_invalid_fraction)
     if source.columns.label is not None or source.has_labels:
-        yield _check_labels(sample, source.columns.label or "the folders")
-    return DataSummary(source, sample)
+        labels = Counter(row.label for row in summary.rows)
+        yield _check_labels(labels, source.columns.label or "the folders")
+    return summary
 
 
 def _find(uri: str, columns: ColumnNames | None, config: RunConfig | None) -> tuple[Source, RunConfig]:
@@ -172,7 +163,7 @@ def _file_bytes(source: Source) -> int:
     return sum(num_bytes for path, num_bytes in place.files() if path in used)
 
 
-def _read_sample(source: Source, config: RunConfig) -> SampleStats:
+def _read_sample(source: Source, config: RunConfig) -> DataSummary:
     """Decode rows of fragments spread over the source, in tasks that take no CPU."""
     # The tokenizer does not exist yet, and no row is invalid because of it.
     vocabulary = Vocabulary.stand_in() if config.has_texts else None
@@ -185,105 +176,109 @@ def _read_sample(source: Source, config: RunConfig) -> SampleStats:
         task.remote(description, fragment.to_json(), formats, MAX_ROWS // len(fragments))
         for fragment in fragments
     ]
-    parts: list[SampleStats] = ray.get(refs, timeout=_TIMEOUT_S)
-    sample = SampleStats()
-    for part in parts:
-        sample.merge(part)
-    return sample
-
-
-def sample_rows(source: Source, fragment: str, formats: Formats, num_rows: int) -> SampleStats:
-    """Decode the first rows of a fragment as a run does; labels of clicks must be 0 or 1."""
-    stats = SampleStats()
-    for rows in source.read(Fragment.from_json(fragment)):
-        _add_rows(stats, rows, formats, num_rows - stats.num_rows, source)
-        if stats.num_rows >= num_rows:
-            break
-    return stats
-
-
-def _add_rows(stats: SampleStats, rows: RawRows, formats: Formats, num_rows: int, source: Source) -> None:
-    count = min(num_rows, len(rows.sample_id))
-    values = {role: rows.values[role][:count] for role in formats}
-    decoded = {role: each.decode_all(values[role]) for role, each in formats.items()}
-    stats.num_rows += count
-    stats.labels.update(rows.label[:count].tolist())
-    has_clicks = _has_pairs(source) and source.columns.label is not None
-    clicks = labels_as_given(rows, source) if has_clicks else None
-    valid = []
-    for row in range(count):
-        error = row_error(decoded, row) or (clicks and _count_click(stats, clicks[row]))
-        if error is None:
-            valid.append(row)
-            continue
-        stats.errors[str(error)] += 1
-        if len(stats.examples) < NUM_EXAMPLES:
-            stats.examples.append(f"{rows.where[row]} ({error})")
-    kept = {role: [each[row] for row in valid] for role, each in decoded.items()}
-    stats.num_flat += int(are_flat(formats, kept).sum())
-    stats.decoded_bytes += sum(column.nbytes for column in store_all(formats, kept).values())
-    _add_sizes(stats, {role: [each[row] for row in valid] for role, each in values.items()})
-
-
-def _count_click(stats: SampleStats, label: Any) -> BrokenValueError | None:
-    """Count a click or its absence; return the error of any other label."""
-    try:
-        stats.clicks[is_clicked(label)] += 1
-    except BrokenValueError as error:
-        return error
-    return None
-
-
-def _add_sizes(stats: SampleStats, values: Mapping[str, Sequence[Any]]) -> None:
-    for image in values.get("image", ()):
-        try:
-            stats.sizes.append(image_sides(image))
-        except BrokenImageError:
-            continue
-    for role in {"text", "caption", "query", "document", "negatives"} & values.keys():
-        for value in values[role]:
-            texts = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
-            texts = [text for text in texts if isinstance(text, str | bytes)]
-            stats.num_texts[role].append(len(texts))
-            stats.num_characters[role] += [
-                len(text.decode() if isinstance(text, bytes) else text) for text in texts
-            ]
-
-
-def _check_sample(sample: SampleStats, max_invalid_fraction: float) -> CheckResult:
-    num_invalid = sample.errors.total()
-    seen = ", ".join(
-        [f"{sample.num_rows:,} rows decoded", f"{num_invalid:,} invalid", *_describe_sizes(sample)]
+    parts: list[DataSummary] = ray.get(refs, timeout=_TIMEOUT_S)
+    return DataSummary(
+        source=source,
+        rows=[row for part in parts for row in part.rows],
+        num_flat=sum(part.num_flat for part in parts),
+        sample_bytes=sum(part.sample_bytes for part in parts),
     )
-    if num_invalid:
-        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(sample.errors.items()))
-        seen += f": {causes}; for example {'; '.join(sample.examples)}"
+
+
+def sample_rows(source: Source, fragment: str, formats: Formats, num_rows: int) -> DataSummary:
+    """Decode the first rows of a fragment as a run does; labels of clicks must be 0 or 1."""
+    rows: list[SampledRow] = []
+    num_flat = num_bytes = 0
+    for raw in source.read(Fragment.from_json(fragment)):
+        count = min(num_rows - len(rows), len(raw.sample_id))
+        values = {role: raw.values[role][:count] for role in formats}
+        decoded = {role: each.decode_all(values[role]) for role, each in formats.items()}
+        has_clicks = _has_pairs(source) and source.columns.label is not None
+        labels = labels_as_given(raw, source) if has_clicks else None
+        sampled = [_sampled_row(raw, row, decoded, labels) for row in range(count)]
+        kept = {
+            role: [value for value, row in zip(column, sampled, strict=True) if row.error is None]
+            for role, column in decoded.items()
+        }
+        num_flat += int(are_flat(formats, kept).sum())
+        num_bytes += sum(column.nbytes for column in store_all(formats, kept).values())
+        rows += sampled
+        if len(rows) >= num_rows:
+            break
+    return DataSummary(source=source, rows=rows, num_flat=num_flat, sample_bytes=num_bytes)
+
+
+def _sampled_row(
+    raw: RawRows, row: int, decoded: Mapping[str, Sequence[Any]], labels: Sequence[Any] | None
+) -> SampledRow:
+    error, is_click = row_error(decoded, row), None
+    if error is None and labels is not None:
+        try:
+            is_click = is_clicked(labels[row])
+        except BrokenValueError as invalid:
+            error = invalid
+    where, label = raw.where[row], int(raw.label[row])
+    if error is not None:
+        return SampledRow(where=where, label=label, error=str(error))
+    return SampledRow(
+        where=where,
+        label=label,
+        error=None,
+        is_click=is_click,
+        image_size=image_sides(raw.values["image"][row]) if "image" in decoded else None,
+        num_characters={
+            role: _num_characters(raw.values[role][row]) for role in _TEXT_ROLES if role in decoded
+        },
+    )
+
+
+def _num_characters(value: Any) -> list[int]:
+    texts = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+    return [
+        len(text.decode() if isinstance(text, bytes) else text)
+        for text in texts
+        if isinstance(text, str | bytes)
+    ]
+
+
+def _check_sample(summary: DataSummary, max_invalid_fraction: float) -> CheckResult:
+    num_rows = len(summary.rows)
+    invalid = [row for row in summary.rows if row.error is not None]
+    counts = [f"{num_rows:,} rows decoded", f"{len(invalid):,} invalid"]
+    seen = ", ".join([*counts, *_describe_sizes(summary)])
+    if invalid:
+        by_cause = Counter(row.error for row in invalid)
+        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(by_cause.items()))
+        examples = "; ".join(f"{row.where} ({row.error})" for row in invalid[:NUM_EXAMPLES])
+        seen += f": {causes}; for example {examples}"
     remedy = f"fix them, or raise data.max_invalid_fraction ({max_invalid_fraction:g})"
-    return passed_if(num_invalid <= max_invalid_fraction * sample.num_rows, "sample", seen, remedy)
+    return passed_if(len(invalid) <= max_invalid_fraction * num_rows, "sample", seen, remedy)
 
 
-def _describe_sizes(sample: SampleStats) -> Iterator[str]:
-    if sample.sizes:
-        widths, heights = zip(*sample.sizes, strict=True)
+def _describe_sizes(summary: DataSummary) -> Iterator[str]:
+    if sizes := [row.image_size for row in summary.rows if row.image_size is not None]:
+        widths, heights = zip(*sizes, strict=True)
         yield f"images of {min(widths)}x{min(heights)} to {max(widths)}x{max(heights)} pixels"
-    if sample.num_flat:
-        yield f"{sample.num_flat:,} flat (all pixels of one value)"
-    for role, lengths in sorted(sample.num_characters.items()):
-        if not lengths:
+    if summary.num_flat:
+        yield f"{summary.num_flat:,} flat (all pixels of one value)"
+    for role in _TEXT_ROLES:
+        rows = summary.num_characters(role)
+        if not any(rows):
             continue
-        per_row = sample.num_texts[role]
+        lengths = np.concatenate(rows)
+        per_row = [len(numbers) for numbers in rows]
         several = f" in {np.mean(per_row):.1f} per row" if set(per_row) != {1} else ""
         yield (
-            f"{role} of {min(lengths):,} to {max(lengths):,} characters, {np.mean(lengths):,.0f} on average{several}"
+            f"{role} of {lengths.min():,.0f} to {lengths.max():,.0f} characters, {lengths.mean():,.0f} on average{several}"
         )
 
 
-def _check_labels(sample: SampleStats, column: str) -> CheckResult:
-    num_missing = sample.labels[NO_LABEL]
-    if num_missing == sample.num_rows:
-        seen = f"{column!r} holds no label in the {sample.num_rows:,} rows of the sample"
+def _check_labels(counts: Counter[int], column: str) -> CheckResult:
+    num_missing, num_rows = counts[NO_LABEL], counts.total()
+    if num_missing == num_rows:
+        seen = f"{column!r} holds no label in the {num_rows:,} rows of the sample"
         return failed("labels", seen, "fill the column, or name another with --set data.columns.label=NAME")
-    seen = f"{len(sample.labels.keys() - {NO_LABEL}):,} different ones in the sample"
+    seen = f"{len(counts.keys() - {NO_LABEL}):,} different ones in the sample"
     if num_missing:
-        seen += f", {num_missing:,} of {sample.num_rows:,} rows without one"
+        seen += f", {num_missing:,} of {num_rows:,} rows without one"
     return passed("labels", seen)

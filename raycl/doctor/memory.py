@@ -18,12 +18,13 @@ from raycl.doctor.memory_profile import MemoryProfile, profile_memory
 from raycl.doctor.nodes import Node, NodeAnswer, NodeInfo, ask_nodes, gpu_memory
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
 from raycl.errors import RayclError, last_line
+from raycl.negatives.spec import BankSpec
 from raycl.negatives.start import nodes_for_a_bank
-from raycl.ray_runtime import check_resources
+from raycl.ray_runtime import object_store_bytes
 from raycl.storage import Place
 from raycl.training import build
 from raycl.training.data_module import known_tokenizer
-from raycl.training.driver import cpus_of_a_worker, spare_cpus
+from raycl.training.driver import check_cluster
 
 # Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
 ALLOCATOR = 4 / 3
@@ -85,16 +86,18 @@ def check_memory(
     """Yield the results for a recipe; return the bytes of its gradients, 0 if they could not be measured."""
     answers = [answer for answer in answers if answer.value is not None]
     num_samples = 0 if data is None else data.source.num_rows
-    yield from _check_workers(config, is_streamed(config, data, answers))
+    try:
+        check_cluster(config, streamed=is_streamed(config, data), report=lambda _: None)
+    except RayclError as error:
+        yield failed("workers", str(error))
     try:
         profiles = _profile_stages(config)
-        row_bytes, negatives = (0.0, 0.0) if data is None else (data.decoded_bytes, data.negatives_per_pair)
         estimate = estimate_memory(
             config,
             profiles,
             num_samples=num_samples,
-            row_bytes=row_bytes / max(1, num_samples),
-            negatives_per_pair=negatives,
+            row_bytes=0.0 if data is None else data.decoded_bytes / num_samples,
+            negatives_per_pair=0.0 if data is None else data.negatives_per_pair,
         )
     # An encoder of the user's may raise anything.
     except Exception as error:
@@ -108,22 +111,6 @@ def check_memory(
         yield check_decoded_data(config, data, answers)
     yield from _check_bank(config, num_samples, answers)
     return profiles[0].parameters
-
-
-def _check_workers(config: RunConfig, streamed: bool) -> Iterator[CheckResult]:
-    """Refuse more workers than the cluster has resources for, as a run does."""
-    if config.autoscaling:
-        return
-    workers = max(config.worker_range(stage)[0] for stage in config.stages)
-    try:
-        check_resources(
-            workers=workers,
-            cpus_per_worker=cpus_of_a_worker(config, workers, streamed=streamed),
-            gpu=config.gpu,
-            spare_cpus=spare_cpus(streamed),
-        )
-    except RayclError as error:
-        yield failed("workers", str(error))
 
 
 def _check_worker(config: RunConfig, estimate: MemoryEstimate, answers: Answers) -> CheckResult:
@@ -174,7 +161,7 @@ def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -
     """Compare the decoded rows with the object stores, by the rule of a run."""
     name = "decoded data"
     rows = f"{data.source.num_rows:,} decoded rows take {format_bytes(data.decoded_bytes)}"
-    if is_streamed(config, data, answers):
+    if is_streamed(config, data):
         return passed(name, f"{rows}; they are streamed: each epoch reads them again")
     total = sum(answer.node.object_store for answer in answers)
     seen = f"{rows}, held in object stores of {format_bytes(total)}"
@@ -182,11 +169,11 @@ def check_decoded_data(config: RunConfig, data: DataSummary, answers: Answers) -
     return passed_if(data.decoded_bytes <= total, name, seen, remedy)
 
 
-def is_streamed(config: RunConfig, data: DataSummary | None, answers: Answers) -> bool:
+def is_streamed(config: RunConfig, data: DataSummary | None) -> bool:
     """Return whether a run would read the rows again in each epoch; without data, if the recipe says so."""
     if config.data.cache != "auto" or data is None:
         return config.data.cache == "stream"
-    return data.decoded_bytes > min((answer.node.object_store for answer in answers), default=0.0) / 2
+    return data.decoded_bytes > object_store_bytes() / 2
 
 
 def _check_bank(config: RunConfig, num_samples: int, answers: Answers) -> Iterator[CheckResult]:
@@ -214,7 +201,14 @@ def bank_bytes(config: RunConfig, num_samples: int) -> list[float]:
     """Return the bytes of each shard of the run's bank actors; nothing if it has none."""
     if config.negatives.store == "none" or config.bank.location == "worker":
         return []
-    spec = build.bank_spec(config, output="bank", name="bank", num_samples=num_samples)
+    return _shard_bytes(_bank_spec(config, num_samples))
+
+
+def _bank_spec(config: RunConfig, num_samples: int) -> BankSpec:
+    return build.bank_spec(config, output="bank", name="bank", num_samples=num_samples)
+
+
+def _shard_bytes(spec: BankSpec) -> list[float]:
     return [float(spec.bytes_of(shard)) for shard in range(spec.num_shards)]
 
 
@@ -242,7 +236,7 @@ def estimate_memory(
             "optimizer": weights * (OPTIMIZER_STATES[config.optimizer.name] if momentum else 0),
             "momentum encoder": weights + measured.buffers if config.key == "momentum_encoder" else 0.0,
             "activations": sum(
-                row * _rows_with_graph(count, stage) + (waiting * count if stage.chunk_size else 0.0)
+                _activations(count, stage, row, waiting)
                 for count, row, waiting in zip(rows, measured.activations, measured.waiting, strict=True)
             ),
             "views": sum(count * each for count, each in zip(rows, measured.inputs, strict=True)),
@@ -250,9 +244,9 @@ def estimate_memory(
             "embeddings": _EMBEDDINGS * stage.batch_size * config.projection_head.dim * 4.0,
             "negatives": _store_bytes(config, num_samples),
         }
-        on_host = {"process", "waiting rows"} | (
-            {"negatives"} if config.negatives.store == "memory_bank" else set()
-        )
+        on_host = {"process", "waiting rows"}
+        if config.negatives.store == "memory_bank":
+            on_host.add("negatives")
         on_gpu = frozenset(parts) - on_host if config.gpu else frozenset[str]()
         estimates.append(MemoryEstimate(stage=number, parts=parts, on_gpu=on_gpu))
     return max(estimates, key=lambda estimate: estimate.total)
@@ -267,19 +261,19 @@ def _rows_of_sides(config: RunConfig, stage: Stage, negatives_per_pair: float) -
     return [float(local_batch), local_batch * (1.0 + explicit)]
 
 
-def _rows_with_graph(num_rows: float, stage: Stage) -> float:
-    """Return how many rows keep their graph at the same time."""
+def _activations(num_rows: float, stage: Stage, row: float, waiting: float) -> float:
+    """Return the bytes of the rows with their graph, and of the rows that wait for other chunks."""
     if stage.chunk_size is None:
-        return num_rows
-    return min(num_rows, stage.chunk_size * max(1, stage.cached_chunks))
+        return num_rows * row
+    return min(num_rows, stage.chunk_size * max(1, stage.cached_chunks)) * row + num_rows * waiting
 
 
 def _store_bytes(config: RunConfig, num_samples: int) -> float:
     """Return the bytes of the store in a worker: the whole queue, its part of a memory bank, or fetched rows."""
     if config.negatives.store == "none":
         return 0.0
-    spec = build.bank_spec(config, output="bank", name="bank", num_samples=num_samples)
-    whole = float(sum(spec.bytes_of(shard) for shard in range(spec.num_shards)))
+    spec = _bank_spec(config, num_samples)
+    whole = sum(_shard_bytes(spec))
     if config.negatives.store == "queue":
         # The loss reads rows of float16 as float32.
         return whole + (4.0 * spec.capacity * spec.dim if spec.dtype == "float16" or config.gpu else 0.0)

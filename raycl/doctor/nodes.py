@@ -9,7 +9,7 @@ import platform
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,8 +20,7 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycl.errors import RayclError, last_line
-from raycl.storage import Place
+from raycl.errors import last_line
 
 TIMEOUT_S = 60.0  # Ray may need ten seconds to start a process on a busy node
 PACKAGES = ("ray", "torch", "pyarrow", "raycl")
@@ -85,21 +84,16 @@ def ask_nodes(
     nodes: Iterable[Node],
     question: Callable[..., Value],
     *arguments: Any,
-    by_node: Mapping[str, Sequence[Any]] | None = None,
     num_gpus: float = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> list[NodeAnswer[Value]]:
-    """Call a function on each node, in tasks that take no CPU, and wait for at most ``timeout_s``.
-
-    ``by_node`` holds further arguments by node id.
-    """
+    """Call a function on each node, in tasks that take no CPU, and wait for at most ``timeout_s``."""
     pending = {}
     for node in nodes:
         task = ray.remote(question).options(
             num_cpus=0, num_gpus=num_gpus, max_retries=0, scheduling_strategy=on_node(node)
         )
-        further = (by_node or {}).get(node.node_id, ())
-        pending[task.remote(*arguments, *further)] = node  # pyright: ignore[reportCallIssue]
+        pending[task.remote(*arguments)] = node  # pyright: ignore[reportCallIssue]
     if pending:
         ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s)
     return [_answer(ref, node, timeout_s) for ref, node in pending.items()]
@@ -204,64 +198,6 @@ def _answers(address: str, port: int) -> bool:
     except OSError:
         return True  # only a refusal proves that the port is closed
     return True
-
-
-@final
-@dataclass(frozen=True)
-class WrittenFile:
-    """The error of writing a file, if any, and the folders that were created for it, the deepest first."""
-
-    problem: str = ""
-    created: tuple[str, ...] = ()
-
-
-def write_file(folder: Place, file: str) -> WrittenFile:
-    """Write a small file that contains its own name."""
-    created: tuple[str, ...] = ()
-    if folder.is_local:
-        path = Path(folder.root)
-        created = tuple(str(each) for each in (path, *path.parents) if not each.exists())
-    try:
-        (folder / file).write_bytes(file.encode())
-    except RayclError as error:
-        remove_folders(created)
-        return WrittenFile(problem=str(error))
-    return WrittenFile(created=created)
-
-
-def read_files(folder: Place, files: Sequence[str]) -> dict[str, str]:
-    """Return the problem of each file that is missing or differs from the one written."""
-    problems = {}
-    for file in files:
-        place = folder / file
-        try:
-            if not place.exists():
-                problems[file] = "does not see"
-            elif place.read_bytes() != file.encode():
-                problems[file] = "sees other bytes in"
-        except RayclError as error:
-            problems[file] = f"{error}:"
-    return problems
-
-
-def delete_file(folder: Place, file: str) -> str:
-    """Delete a file if it exists; return the error, if any."""
-    place = folder / file
-    try:
-        if place.exists():
-            place.delete()
-    except RayclError as error:
-        return str(error)
-    return ""
-
-
-def remove_folders(folders: Sequence[str]) -> None:
-    """Remove these local folders, the deepest first, until one is missing or in use."""
-    for folder in folders:
-        try:
-            Path(folder).rmdir()
-        except OSError:
-            return
 
 
 def random_bytes(num_bytes: int) -> np.ndarray:

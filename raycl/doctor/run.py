@@ -13,13 +13,13 @@ from raycl.doctor.checks import (
     check_network,
     check_object_store,
     check_size,
-    check_storage,
     check_versions,
 )
 from raycl.doctor.data import check_data
 from raycl.doctor.memory import check_memory
 from raycl.doctor.nodes import alive_nodes, ask_nodes, describe_node
 from raycl.doctor.result import CheckResult, failed
+from raycl.doctor.storage import check_storage
 from raycl.errors import RayclError, last_line
 from raycl.progress import ProgressLine
 from raycl.ray_runtime import connect_cluster

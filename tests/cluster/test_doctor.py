@@ -18,16 +18,11 @@ from raycl.config.overrides import override
 from raycl.data.coordinator import start_coordinator
 from raycl.data.sources import find_source
 from raycl.doctor import CheckResult, examine
-from raycl.doctor.checks import (
-    StorageTest,
-    check_access,
-    check_storage,
-    has_autoscaler,
-    refuses_calls_without_token,
-)
+from raycl.doctor.checks import check_access, has_autoscaler, refuses_calls_without_token
 from raycl.doctor.data import DataSummary, check_data
 from raycl.doctor.memory import check_decoded_data, check_memory
 from raycl.doctor.nodes import Node, alive_nodes, ask_nodes, describe_node
+from raycl.doctor.storage import check_storage
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.training.data_module import DataModule
@@ -128,17 +123,6 @@ def test_an_existing_output_is_reported(tmp_path: Path) -> None:
     finding = check_storage(str(tmp_path / "run"), alive_nodes())
     assert finding.good
     assert "exists already" in finding.seen
-
-
-def test_a_file_that_another_node_reads_differently_is_reported(tmp_path: Path) -> None:
-    test = StorageTest(Place(str(tmp_path)), alive_nodes())
-    assert test.write() == []
-    for path in tmp_path.iterdir():
-        path.write_bytes(b"other")
-    problems = test.read()
-    assert any("sees other bytes in the file of this machine" in problem for problem in problems)
-    test.delete()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_images_are_described_with_sizes_labels_and_invalid_rows(tmp_path: Path) -> None:
