@@ -31,10 +31,10 @@ from raycl.embedding_snapshot import (
 from raycl.errors import ConfigError, DataError, RunError, StoppedError
 from raycl.provenance import read_commands, save_command_line, typed
 from raycl.records import ROLLBACK
-from raycl.report import curves
-from raycl.report.curves import downsample
+from raycl.report import plots
 from raycl.report.history import read_history
 from raycl.report.page import query_neighbors, render_comparison
+from raycl.report.plots import downsample
 from raycl.report.run import read_run
 from raycl.report.sections import batch_sizes
 from raycl.report.snapshots import NeighborSearch, project, summarize
@@ -130,7 +130,7 @@ COLUMNS = {
 
 def test_each_drawing_shows_the_metric_of_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, list[list[float]]] = {}
-    plot, draw = Axes.plot, curves.draw_curves
+    plot, draw = Axes.plot, plots.draw_curves
 
     def noted(axes: Axes, x: Any, y: Any, *more: Any, **style: Any) -> Any:
         next(reversed(drawn.values())).append([float(value) for value in y])

@@ -3,7 +3,8 @@
 import json
 import math
 from array import array
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from raycl.records import ROLLBACK, with_new_names
 
 Floats = NDArray[np.float64]
-_Column = tuple["array[int]", "array[float]"]  # numbers of lines, and values
 
 
 @final
@@ -109,26 +109,24 @@ def read_history(lines: Iterable[str]) -> History:
     one line that was cut would hide all others, and a null (a value that is not finite) would be like a metric
     that was not logged.
     """
-    columns: dict[str, _Column] = {}
+    places: defaultdict[str, array[int]] = defaultdict(
+        lambda: array("i")
+    )  # numbers of the lines with a metric
+    values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     events: list[Event] = []
-    rollbacks: list[tuple[int, float]] = []
+    rollbacks: list[tuple[int, int]] = []
     workers, num_lines, num_unreadable = None, 0, 0
     for text in lines:
         try:
             line: dict[str, Any] = with_new_names(json.loads(text))
             step = int(line["step"])
-            values = [
-                (name, _to_float(value))
-                for name, value in line.items()
-                if value is None or isinstance(value, int | float)
-            ]
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             num_unreadable += 1
             continue
-        for name, value in values:
-            numbers, column = columns.setdefault(name, (array("i"), array("d")))
-            numbers.append(num_lines)
-            column.append(value)
+        for name, value in line.items():
+            if value is None or isinstance(value, int | float):
+                places[name].append(num_lines)
+                values[name].append(_to_float(value))
         if "event" in line:
             events.append(Event(step=step, kind=str(line["event"]), text=str(line.get("text", ""))))
         if line.get("event") == ROLLBACK:
@@ -139,9 +137,34 @@ def read_history(lines: Iterable[str]) -> History:
             events.append(Event(step=step, kind="workers", text=text))
         workers = workers_now
         num_lines += 1
-    return History(
-        series=_series(columns, num_lines, rollbacks), events=events, num_unreadable=num_unreadable
-    )
+    series = _series(places, values, num_lines, rollbacks)
+    return History(series=series, events=events, num_unreadable=num_unreadable)
+
+
+def _series(
+    places: Mapping[str, "array[int]"],
+    values: Mapping[str, "array[float]"],
+    num_lines: int,
+    rollbacks: list[tuple[int, int]],
+) -> dict[str, Series]:
+    """Return each metric, given the numbers of the lines with it, and its values."""
+    step_at, samples_at = np.full((2, num_lines), np.nan)
+    for name, column in (("step", step_at), ("samples", samples_at)):
+        if name in places:
+            column[places[name]] = values[name]
+    is_dropped = np.zeros(num_lines, np.bool_)
+    for number, back_to in rollbacks:
+        is_dropped[:number] |= step_at[:number] > back_to
+    by_line = {"step": step_at, "samples": samples_at, "is_dropped": is_dropped}
+    # Most metrics are logged on the same lines and share the arrays of these lines.
+    shared: dict[bytes, dict[str, Any]] = {}
+    series: dict[str, Series] = {}
+    for name, at in places.items():
+        key = at.tobytes()
+        if key not in shared:
+            shared[key] = {field: column[at] for field, column in by_line.items()}
+        series[name] = Series(value=np.array(values[name]), **shared[key])
+    return series
 
 
 def _to_float(value: float | None) -> float:
@@ -150,35 +173,3 @@ def _to_float(value: float | None) -> float:
     except OverflowError:  # an integer of hundreds of digits
         return math.nan
     return number if math.isfinite(number) else math.nan
-
-
-def _series(
-    columns: dict[str, _Column], num_lines: int, rollbacks: list[tuple[int, float]]
-) -> dict[str, Series]:
-    step, samples = (_by_line(columns.get(name), num_lines) for name in ("step", "samples"))
-    is_dropped = np.zeros(num_lines, np.bool_)
-    for line, back_to in rollbacks:
-        is_dropped[:line] |= step[:line] > back_to
-    # Most metrics are logged on the same lines and share the arrays that say where.
-    shared: dict[bytes, dict[str, Any]] = {}
-    series = {}
-    for name, (numbers, values) in columns.items():
-        key = numbers.tobytes()
-        if key not in shared:
-            lines = np.frombuffer(numbers, np.int32)
-            shared[key] = {
-                "step": step[lines],
-                "samples": samples[lines],
-                "is_dropped": is_dropped[lines],
-            }
-        series[name] = Series(value=np.array(values), **shared[key])
-    return series
-
-
-def _by_line(column: _Column | None, num_lines: int) -> Floats:
-    """Return a value for every line, NaN where it has none."""
-    found = np.full(num_lines, np.nan)
-    if column is not None:
-        numbers, values = column
-        found[np.frombuffer(numbers, np.int32)] = np.frombuffer(values)
-    return found

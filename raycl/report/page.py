@@ -12,8 +12,8 @@ from markupsafe import Markup
 
 from raycl.errors import ConfigError
 from raycl.report import sections
-from raycl.report.drawing import NUM_HUES, NUM_STYLES, SVG_DASHES
 from raycl.report.notes import make_notes
+from raycl.report.plots import NUM_HUES, NUM_STYLES, SVG_DASHES
 from raycl.report.run import Run
 from raycl.report.sections import EVALUATION_METRICS
 from raycl.report.snapshots import NeighborSearch, QueryNeighbors, choose_queries

@@ -7,8 +7,8 @@ from typing import final
 import numpy as np
 from markupsafe import Markup
 
-from raycl.report.curves import Axis, Curve, Timeline, draw_curves, draw_shares
 from raycl.report.history import Floats, History, Series
+from raycl.report.plots import Axis, Curve, Timeline, draw_curves, draw_shares
 from raycl.report.run import Run
 from raycl.report.snapshots import draw_map, draw_similarities, project, summarize
 from raycl.training.collapse_monitor import Limits
@@ -93,6 +93,10 @@ COMPARED = (
     "embedding_std", "samples_per_second", "data_wait_fraction", "negatives_age_mean",
 )  # fmt: skip
 
+_COLLAPSE = (
+    "positive_negative_gap", "effective_rank", "embedding_std", "alignment", "uniformity", "batchnorm_leakage",
+)  # fmt: skip
+
 
 def timeline_of(run: Run) -> Timeline:
     """Return the start of each stage that the run has reached, and its events."""
@@ -173,22 +177,11 @@ def collapse_panels(run: Run) -> list[Panel]:
     }
     captions = {"effective_rank": f"how many dims the embeddings fill, of {max_rank:g} at most"}
     panels = []
-    for name in (
-        "positive_negative_gap",
-        "effective_rank",
-        "embedding_std",
-        "alignment",
-        "uniformity",
-        "batchnorm_leakage",
-    ):
-        if history.has(name):
-            plot = PLOTS[name]
-            plot = replace(
-                plot,
-                axis=replace(plot.axis, healthy_from=healthy_from.get(name)),
-                caption=captions.get(name, plot.caption),
-            )
-            panels.append(_plot(history[name], plot, timeline_of(run)))
+    for name in filter(history.has, _COLLAPSE):
+        plot = PLOTS[name]
+        axis = replace(plot.axis, healthy_from=healthy_from.get(name))
+        plot = replace(plot, axis=axis, caption=captions.get(name, plot.caption))
+        panels.append(_plot(history[name], plot, timeline_of(run)))
     return panels
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from raycl.embedding_snapshot import EDGES, EmbeddingSnapshot, ProbeSet, Similarities
-from raycl.report.drawing import HUES, INK, MARKERS, MUTED, NUM_HUES, PAPER, Drawing
+from raycl.report.plots import HUES, INK, MARKERS, MUTED, NUM_HUES, PAPER, Drawing
 
 NUM_QUERIES, NUM_NEIGHBORS = 8, 6
 _MAX_GROUPS = 10  # colors of a map, for the most frequent labels; the other labels share one
