@@ -79,9 +79,9 @@ class LossSettings:
 MIXED = "hinge"  # the loss that ``hinge_weight`` mixes into others
 _ANY_KEY = ("tower", "momentum_encoder", "memory_bank")
 LOSSES: dict[str, LossSpec] = {
-    "nt_xent": LossSpec(objective="raycl.training.objectives:NtXent", needs_batch=True, mixes=True),
+    "nt_xent": LossSpec(objective="raycl.losses.nt_xent:NtXent", needs_batch=True, mixes=True),
     "info_nce": LossSpec(
-        objective="raycl.training.objectives:InfoNce",
+        objective="raycl.losses.info_nce:InfoNce",
         keys=_ANY_KEY,
         pairs=True,
         stored_negatives=True,
@@ -89,7 +89,7 @@ LOSSES: dict[str, LossSpec] = {
         mixes=True,
     ),
     "clip": LossSpec(
-        objective="raycl.training.objectives:Bidirectional",
+        objective="raycl.losses.clip:Clip",
         pairs=True,
         is_for_pairs=True,
         stored_negatives=True,
@@ -99,10 +99,10 @@ LOSSES: dict[str, LossSpec] = {
         mixes=True,
     ),
     "nce": LossSpec(
-        objective="raycl.training.objectives:Nce", keys=("memory_bank",), stored_negatives=True, learns=()
+        objective="raycl.losses.nce:Nce", keys=("memory_bank",), stored_negatives=True, learns=()
     ),
     "hinge": LossSpec(
-        objective="raycl.training.objectives:Hinge",
+        objective="raycl.losses.hinge:Hinge",
         keys=_ANY_KEY,
         pairs=True,
         stored_negatives=True,

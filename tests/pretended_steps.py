@@ -24,10 +24,10 @@ from raycl.data.ids import Ids
 from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch
 from raycl.data.texts import TokenLists, Tokens
+from raycl.losses.logq import Frequencies
 from raycl.recipes import recipe
 from raycl.tokenization import Vocabulary
 from raycl.training import build
-from raycl.training.logq import Frequencies
 from raycl.training.step import StepOutput, train_step
 from tests.pretend_gpu import CPU, CUDA, Trace, is_on_device, pretend_gpu
 from tests.pretend_nccl import pretend_nccl

@@ -17,17 +17,19 @@ from torch import Tensor, nn
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset, texts_of, tokens_of
 from raycl.errors import ConfigError
+from raycl.losses.clip import Clip
+from raycl.losses.example_ids import Ids, MatchKeys, assign_example_ids, merge_ids
+from raycl.losses.hinge import Hinge
+from raycl.losses.info_nce import InfoNce
+from raycl.losses.objective import Objective, StoreBatch
 from raycl.models.temperature import MIN_TEMPERATURE, LearnedTemperature
 from raycl.models.towers import Tower, TwoTowers
 from raycl.training import build
 from raycl.training.evaluators import RetrievalEvaluator
-from raycl.training.example_ids import Ids, assign_example_ids, merge_ids
-from raycl.training.logq import Frequencies
-from raycl.training.objectives import Bidirectional, Hinge, InfoNce, Objective, StoreBatch
 from raycl.training.pairs import PairTransform
 from raycl.training.step import train_step
 from raycl.training.train_state import TrainState
-from raycl.training.views import MatchKeys, Transform, Views, stacked
+from raycl.training.views import Transform, Views, stacked
 from tests.pairs import BAG, TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 
@@ -387,7 +389,7 @@ def planted(*, with_ids: bool) -> MatchKeys:
 @pytest.mark.parametrize(
     "contrast",
     [
-        Bidirectional(temperature=0.5),
+        Clip(temperature=0.5),
         InfoNce(temperature=0.5, in_batch=True, of_pairs=True),
         InfoNce(temperature=0.5, in_batch=False, of_pairs=True),
         Hinge(margin=9.0, hardest=False, in_batch=True, bidirectional=True),
@@ -453,7 +455,7 @@ def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batc
     rows = rows_of(config, clicks(24, num_negatives=[1, 0, 2]))
     learner = build.learner(config, towers_of(config), num_samples=None)
     store = build.store(config, None, None, CPU)
-    watched = Watched(Bidirectional(temperature=0.2))
+    watched = Watched(Clip(temperature=0.2))
     maker = build.view_maker(config, build.modality(config, vocabulary()), CPU)
     documents: list[int] = []
     for step, views in enumerate(maker.views(rows.batches(8))):
@@ -535,12 +537,17 @@ def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> 
 # How common documents are
 
 
+def counted(rows: InMemoryDataset, *, explicit: bool) -> Any:
+    settings = {"stages.0.loss": "clip", "stages.0.logq_correction": True, "negatives.explicit": explicit}
+    return build.frequencies(small_config(settings=settings), rows, CPU)
+
+
 def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() -> None:
     config, values = small_config(), clicks(50, num_negatives=[2, 0, 3])
     texts = [*values["document"], *(text for row in values["negatives"] for text in row)]
     counts = Counter(texts)
     rows = rows_of(config, values)
-    frequencies = Frequencies.of(rows, explicit=True)
+    frequencies = counted(rows, explicit=True)
     known = drawing_of(config).known(whole(rows))
     assert known.negative is not None
     ids = torch.cat([known.key, known.negative])[:, 0]
@@ -559,13 +566,12 @@ def test_explicit_negatives_that_are_not_taken_do_not_count() -> None:
     known = drawing_of(small_config()).known(whole(rows)).key[:, 0]
     counts = Counter(values["document"])
     expected = torch.tensor([counts[text] for text in values["document"]]).log()
-    assert torch.allclose(Frequencies.of(rows, explicit=False)(known), expected)
-    assert not torch.allclose(Frequencies.of(rows, explicit=True)(known), expected)
+    assert torch.allclose(counted(rows, explicit=False)(known), expected)
+    assert not torch.allclose(counted(rows, explicit=True)(known), expected)
 
 
 def test_frequencies_of_no_rows_are_zero() -> None:
-    config = small_config()
-    nothing = Frequencies.of(rows_of(config, {"query": [], "document": []}), explicit=True)
+    nothing = counted(rows_of(small_config(), {"query": [], "document": []}), explicit=True)
     assert nothing(torch.tensor([3, 4])).tolist() == [0, 0]
 
 
@@ -587,7 +593,7 @@ def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
     learned = LearnedTemperature(0.3).double()
 
     def loss() -> Tensor:
-        return Bidirectional(temperature=learned())(query, key, StoreBatch(), ids)
+        return Clip(temperature=learned())(query, key, StoreBatch(), ids)
 
     loss().backward()
     gradient = learned.log_temperature.grad

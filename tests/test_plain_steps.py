@@ -3,14 +3,13 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from raycl.losses.logq import Frequencies
 from raycl.models.temperature import MIN_TEMPERATURE
 from raycl.optimizers import set_learning_rate
-from raycl.training.logq import Frequencies
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU
@@ -93,7 +92,7 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
     count = made_up_counts(batches) if worker.stage.logq_correction else {}
     worker.frequencies = Frequencies(
-        np.array(sorted(count)), np.log([count[each] for each in sorted(count)]).astype(np.float32)
+        torch.tensor(sorted(count)), torch.tensor([count[each] for each in sorted(count)]).log()
     )
     state = worker.store.state_dict()
     is_bank = worker.config.key == "memory_bank"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import siglip
+from raycl.losses.example_ids import Ids
+from raycl.losses.objective import StoreBatch
 from raycl.losses.siglip import SigLip
-from raycl.training.example_ids import Ids
-from raycl.training.objectives import StoreBatch
 from tests.embeddings import make_pair_ids, make_views, named_ids, worker_spans
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients
 from tests.plain_losses import plain_siglip

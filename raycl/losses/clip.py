@@ -1,11 +1,17 @@
 """Symmetric cross-entropy of pairs, for CLIP (Radford et al., 2021) and two towers."""
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
+from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
 from raycl.errors import ConfigError
+from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
     check_companion,
@@ -15,9 +21,11 @@ from raycl.losses.checks import (
     checked_pair_ids,
     checked_temperature,
 )
+from raycl.losses.example_ids import Ids
 from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.info_nce import query_mask
+from raycl.losses.info_nce import query_mask, ring_info_nce
 from raycl.losses.mutual import MutualSoftmax
+from raycl.losses.objective import StoreBatch
 from raycl.losses.softmax import RowGroup, evaluate_softmax
 from raycl.losses.tiled import (
     BLOCK_ROWS,
@@ -277,3 +285,55 @@ def _biases(of_keys: Tensor, of_negatives: Tensor | None, rows: Tensor) -> tuple
     # A constant shift does not change the softmax, and biases up to 0 keep the bound of the logits valid.
     both = ((both.amin() - both) * LOG2_E).to(rows)
     return both[: len(of_keys)], both[len(of_keys) :]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Cross-entropy in both directions: queries against keys and other negatives, keys against queries.
+
+    ``log_frequency`` maps the names [n] of keys to log counts for the logQ correction, if it is enabled.
+    """
+
+    temperature: float | Tensor
+    log_frequency: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(temperature=settings.temperature, log_frequency=settings.log_frequency)
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
+        if num_workers() > 1 and self.log_frequency is None and exceeds_gather_limit(query, key):
+            to_keys = ring_info_nce(
+                query,
+                key,
+                ids.query,
+                ids.key,
+                temperature=self.temperature,
+                negatives=stored.negatives,
+                negative_id=stored.negative_id,
+            )
+            return (to_keys + ring_info_nce(key, query, ids.key, ids.query, temperature=self.temperature)) / 2
+        rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
+        if self.log_frequency is not None:
+            rows["key_log_frequency"] = self.log_frequency(ids.key_name)
+        if num_workers() > 1:
+            rows |= {f"gathered_{name}": gather_detached(value) for name, value in rows.items()}
+            rows |= {
+                "gathered_query": gather(query),
+                "gathered_key": gather(key),
+                "offset": rank() * len(query),
+            }
+        if stored.negatives is not None and stored.negative_id is not None:
+            rows |= {"negatives": stored.negatives, "negative_id": stored.negative_id}
+            if self.log_frequency is not None and stored.negative_name is not None:
+                rows["negative_log_frequency"] = self.log_frequency(stored.negative_name)
+        return clip(query, key, temperature=self.temperature, **rows)
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return the logarithm of the number of candidates, the mean of both directions."""
+        num_stored = 0 if stored.negatives is None else len(stored.negatives)
+        return (math.log(batch_size + num_stored) + math.log(batch_size)) / 2

@@ -3,13 +3,16 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 
+from raycl.distributed import gather, gather_detached, num_workers, rank
 from raycl.errors import ConfigError
+from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
     check_gathered,
@@ -17,8 +20,11 @@ from raycl.losses.checks import (
     check_pair,
     checked_pair_ids,
 )
+from raycl.losses.example_ids import Ids
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.info_nce import query_mask
+from raycl.losses.nce import add_proximal_term
+from raycl.losses.objective import StoreBatch, positive_of
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     Gradients,
@@ -481,3 +487,58 @@ def _within(span: slice, whole: slice) -> slice | None:
     if not whole.start <= span.start < whole.stop:
         return None
     return slice(span.start - whole.start, span.stop - whole.start)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hinge:
+    """Margin loss of each query's positive against gathered and stored negatives."""
+
+    margin: float
+    hardest: bool
+    in_batch: bool
+    bidirectional: bool
+    proximal_weight: float = 0.0
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(
+            margin=settings.margin,
+            hardest=settings.hardest,
+            in_batch=settings.in_batch,
+            bidirectional=settings.learns_keys and settings.in_batch,
+            proximal_weight=settings.proximal_weight,
+        )
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        key = positive_of(key, stored)
+        gathered: dict[str, Any] = {}
+        if num_workers() > 1:
+            # Gather ids even without in-batch negatives: a stored row may be the key of another worker's pair.
+            gathered = {
+                "gathered_query": gather(query) if self.bidirectional else None,
+                "gathered_key": gather(key) if self.in_batch else None,
+                "offset": rank() * len(query),
+                "gathered_query_id": gather_detached(ids.query),
+                "gathered_key_id": gather_detached(ids.key),
+            }
+        loss = hinge(
+            query,
+            key,
+            margin=self.margin,
+            hardest=self.hardest,
+            in_batch=self.in_batch,
+            bidirectional=self.bidirectional,
+            query_id=ids.query,
+            key_id=ids.key,
+            negatives=stored.negatives,
+            negative_id=stored.negative_id,
+            **gathered,
+        )
+        return add_proximal_term(loss, query, stored, self.proximal_weight)
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return the margin."""
+        return self.margin

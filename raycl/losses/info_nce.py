@@ -1,11 +1,16 @@
 """InfoNCE (van den Oord et al., 2018), with negatives as in MoCo (He et al., 2020)."""
 
+import math
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
+from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
 from raycl.errors import ConfigError
+from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
     check_offset,
@@ -13,7 +18,11 @@ from raycl.losses.checks import (
     checked_pair_ids,
     checked_temperature,
 )
+from raycl.losses.example_ids import Ids
 from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.nce import add_proximal_term
+from raycl.losses.objective import StoreBatch, positive_of
+from raycl.losses.ring import evaluate_ring
 from raycl.losses.softmax import RowGroup, evaluate_softmax
 from raycl.losses.tiled import (
     LOG2_E,
@@ -106,6 +115,52 @@ def info_nce(
     return fused(evaluate, rows, columns.to(rows), others, checked_temperature(temperature, rows))
 
 
+def ring_info_nce(
+    query: Tensor,
+    key: Tensor,
+    query_id: Tensor,
+    key_id: Tensor,
+    *,
+    temperature: float | Tensor,
+    negatives: Tensor | None = None,
+    negative_id: Tensor | None = None,
+) -> Tensor:
+    """InfoNCE over the keys of all workers, which pass around a ring instead of being gathered.
+
+    Has the same value, gradients and errors as :func:`info_nce` with gathered keys; the ids are this
+    worker's. ``negatives`` are not sent. Collective in the forward pass only: every worker must scale
+    the loss equally.
+    """
+    check_pair("query and key", query, key)
+    others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
+    check_columns("the negatives", others, query)
+    local, own = len(query), slice(rank() * len(query), (rank() + 1) * len(query))
+    checked_pair_ids(
+        sample_id=None,
+        query_id=(query_id, None),
+        key_id=(key_id, None),
+        negative_id=negative_id,
+        own=slice(0, local),
+        batch=None,
+        in_batch=True,
+        num_negatives=None if negatives is None else len(others),
+    )
+    rows = working_precision(query)
+    temperature = checked_temperature(temperature, rows)
+    group = RowGroup(slice(0, local), positive=0)
+    query_ids = gather_detached(query_id)
+    key_ids = query_ids if key_id is query_id else gather_detached(key_id)
+    to_keys = to_queries = query_mask((query_ids, key_ids), own, negative_id, group.blocks, in_batch=True)
+    if key_ids is not query_ids:
+        # With one id for both sides, a key has the false negatives of its query.
+        to_queries = FalseNegativeMask(
+            (key_ids, query_ids), key_id, query_ids, row_blocks=group.blocks, num_own=1
+        )
+    evaluate = partial(evaluate_ring, groups=(group,), masks=(to_keys, to_queries))
+    others = others.to(rows) if others.requires_grad else others
+    return fused(evaluate, rows, key.to(rows), others, temperature)
+
+
 def evaluate_info_nce(
     rows: Tensor,
     columns: Tensor,
@@ -187,3 +242,57 @@ def _checked_columns(
     if in_batch:
         check_offset(offset, len(query), len(columns))
     return columns
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InfoNce:
+    """Cross-entropy of each query's key, or own slot, against gathered and stored negatives.
+
+    ``of_pairs`` means that queries and keys differ in kind and have separate ids.
+    """
+
+    temperature: float | Tensor
+    in_batch: bool
+    of_pairs: bool = False
+    proximal_weight: float = 0.0
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(
+            temperature=settings.temperature,
+            in_batch=settings.in_batch,
+            of_pairs=settings.pairs,
+            proximal_weight=settings.proximal_weight,
+        )
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        loss = self._cross_entropy(query, positive_of(key, stored), stored, ids)
+        return add_proximal_term(loss, query, stored, self.proximal_weight)
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return the logarithm of the number of candidates."""
+        num_stored = 0 if stored.negatives is None else len(stored.negatives)
+        return math.log(num_stored + (batch_size if self.in_batch else 1))
+
+    def _cross_entropy(self, query: Tensor, key: Tensor, stored: StoreBatch, ids: Ids) -> Tensor:
+        settings: dict[str, Any] = {
+            "temperature": self.temperature,
+            "negatives": stored.negatives,
+            "negative_id": stored.negative_id,
+        }
+        key_id = ids.key if self.of_pairs else ids.query
+        if num_workers() > 1 and self.in_batch and exceeds_gather_limit(key):
+            return ring_info_nce(query, key, ids.query, key_id, **settings)
+        # A single id for both sides is cheaper to compare.
+        own_ids = {"query_id": ids.query, "key_id": key_id} if self.of_pairs else {"sample_id": ids.query}
+        settings |= {"in_batch": self.in_batch, **own_ids}
+        if num_workers() > 1 and (self.in_batch or self.of_pairs):
+            settings |= {f"gathered_{name}": gather_detached(each) for name, each in own_ids.items()}
+            settings |= {
+                "gathered_key": gather(key) if self.in_batch else None,
+                "offset": rank() * len(query),
+            }
+        return info_nce(query, key, **settings)

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raycl.distributed import gather_detached
 from raycl.errors import ConfigError, RunError
+from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
     check_pair,
@@ -17,7 +20,9 @@ from raycl.losses.checks import (
     checked_ids,
     checked_temperature,
 )
+from raycl.losses.example_ids import Ids
 from raycl.losses.false_negatives import count_same, mask_same
+from raycl.losses.objective import StoreBatch
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     Gradients,
@@ -129,6 +134,14 @@ def proximal_term(query: Tensor, own_slot: Tensor) -> Tensor:
     check_pair("query and own_slot", query, own_slot)
     rows = working_precision(query)
     return (rows - own_slot.to(rows)).square().sum(1).mean()
+
+
+def add_proximal_term(loss: Tensor, query: Tensor, stored: StoreBatch, weight: float) -> Tensor:
+    """Add the proximal term, which pulls each embedding to its slot."""
+    if not weight:
+        return loss
+    assert stored.key is not None, "the configuration gives a proximal term a memory bank"
+    return loss + weight * proximal_term(query, stored.key)
 
 
 @final
@@ -283,3 +296,55 @@ class NormalizingConstant:
         parts = torch.tensor([self._log_normalizer, estimate], dtype=torch.float64)
         weights = torch.tensor([self._momentum, 1 - self._momentum], dtype=torch.float64)
         self._log_normalizer = (parts + weights.log()).logsumexp(0).item()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Nce:
+    """Each query's own slot against noise from the memory bank, which has ``num_samples`` slots."""
+
+    temperature: float
+    num_samples: int
+    normalizer: NormalizingConstant
+    proximal_weight: float = 0.0
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        assert settings.num_samples is not None, "the configuration gives NCE a memory bank"
+        assert settings.normalizer is not None, "the train state of NCE estimates the normalizing constant"
+        return cls(
+            temperature=settings.temperature,
+            num_samples=settings.num_samples,
+            normalizer=settings.normalizer,
+            proximal_weight=settings.proximal_weight,
+        )
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss; the batch updates the normalizing constant first, until it is settled."""
+        assert stored.key is not None, "the configuration gives NCE a memory bank"
+        assert stored.negatives is not None, "the configuration gives NCE a memory bank"
+        if not self.normalizer.is_settled:
+            mass = noise_mass(
+                query.detach(),
+                stored.negatives,
+                temperature=self.temperature,
+                sample_id=ids.query,
+                noise_id=stored.negative_id,
+            )
+            self.normalizer.update(gather_detached(mass[None]))
+        loss = nce(
+            query,
+            stored.key,
+            stored.negatives,
+            num_samples=self.num_samples,
+            temperature=self.temperature,
+            log_normalizer=self.normalizer.log_normalizer,
+            sample_id=ids.query,
+            noise_id=stored.negative_id,
+        )
+        return add_proximal_term(loss, query, stored, self.proximal_weight)
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return None: the value depends on the normalizing constant."""
+        return None

@@ -1,14 +1,22 @@
 """NT-Xent, the loss of SimCLR (Chen et al., 2020)."""
 
+import math
+from dataclasses import dataclass
 from functools import partial
+from typing import Self, final
 
 import torch
 from torch import Tensor
 
+from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
 from raycl.errors import ConfigError
+from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_offset, check_pair, check_sample_id, checked_ids, checked_temperature
+from raycl.losses.example_ids import Ids
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.mutual import MutualSoftmax
+from raycl.losses.objective import StoreBatch
+from raycl.losses.ring import evaluate_ring
 from raycl.losses.softmax import RowGroup, evaluate_softmax, row_blocks
 from raycl.losses.tiled import (
     LOG2_E,
@@ -73,6 +81,25 @@ def nt_xent(
     return fused(partial(_evaluate_gathered, groups=groups, ids=ids), rows, columns, temperature)
 
 
+def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor) -> Tensor:
+    """NT-Xent over the views of all workers, which pass around a ring instead of being gathered.
+
+    Has the same value, gradients and errors as :func:`nt_xent` with gathered views; ``sample_id`` are
+    this worker's ids. Collective in the forward pass only: every worker must scale the loss equally.
+    """
+    check_pair("the two views", view_a, view_b)
+    check_sample_id(sample_id, view_a)
+    rows = working_precision(torch.cat([view_a, view_b]))
+    temperature = checked_temperature(temperature, rows)
+    groups = two_views(len(view_a), len(view_a), 0)
+    all_ids = gather_detached(sample_id)
+    column_ids = all_ids.view(num_workers(), -1).repeat(1, 2).flatten()  # both views of each worker
+    mask = FalseNegativeMask(
+        (all_ids, all_ids), sample_id.repeat(2), column_ids, row_blocks=row_blocks(groups), num_own=2
+    )
+    return fused(partial(_evaluate_by_ring, groups=groups, mask=mask), rows, temperature)
+
+
 def two_views(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowGroup]:
     """Return the columns of the rows of each view and of their positives, among 2 * batch columns."""
     return (
@@ -132,7 +159,7 @@ def _evaluate_gathered(
     loss = evaluate_softmax(
         rows,
         columns,
-        rows.new_empty(0, rows.shape[1]),
+        rows[:0],
         groups=groups,
         scale=LOG2_E / temperature,
         bound=bound,
@@ -140,6 +167,29 @@ def _evaluate_gathered(
         gradients=(*gradients, None),
     )
     return loss, scaled_gradients(rows, tuple(gradients), temperature, len(rows))
+
+
+def _evaluate_by_ring(
+    rows: Tensor,
+    temperature: Tensor,
+    *,
+    groups: tuple[RowGroup, RowGroup],
+    mask: FalseNegativeMask,
+    with_gradient: bool,
+) -> tuple[Tensor, Gradients]:
+    """Return the loss of both views against the views of all workers, and one gradient for both roles."""
+    loss, (as_rows, as_columns, _, at_temperature) = evaluate_ring(
+        rows,
+        rows,
+        rows[:0],
+        temperature,
+        groups=groups,
+        masks=(mask, mask),
+        with_gradient=with_gradient,
+    )
+    if as_rows is not None and as_columns is not None:
+        as_rows += as_columns
+    return loss, (as_rows, at_temperature)
 
 
 def _checked_columns(
@@ -157,3 +207,39 @@ def _checked_columns(
         )
     check_offset(offset, len(view), len(gathered_a))
     return torch.cat([gathered_a, gathered_b])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NtXent:
+    """Each view against all other views of the global batch."""
+
+    temperature: float | Tensor
+
+    @classmethod
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
+        return cls(temperature=settings.temperature)
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss; NT-Xent uses no store."""
+        assert key is not None, "the configuration gives NT-Xent two views"
+        if num_workers() == 1:
+            return nt_xent(query, key, temperature=self.temperature, sample_id=ids.query)
+        if exceeds_gather_limit(query, key):
+            return ring_nt_xent(query, key, ids.query, temperature=self.temperature)
+        gathered_a, gathered_b = gather(torch.stack([query, key], dim=1)).unbind(1)
+        return nt_xent(
+            query,
+            key,
+            temperature=self.temperature,
+            gathered_a=gathered_a,
+            gathered_b=gathered_b,
+            offset=rank() * len(query),
+            sample_id=ids.query,
+            gathered_sample_id=gather_detached(ids.query),
+        )
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return the logarithm of the number of candidates."""
+        return math.log(2 * batch_size - 1)

@@ -26,7 +26,7 @@ class RowGroup(NamedTuple):
     """Rows whose positives lie on one diagonal of the logits, and so do the rows themselves."""
 
     rows: slice
-    positive: int  # column of the first row's positive
+    positive: int | None  # column of the first row's positive; None if the caller adds the positives
     own: int | None = None  # column of the first row itself; None if it is not a candidate
 
     @property
@@ -37,8 +37,13 @@ class RowGroup(NamedTuple):
 
     def match(self, block: slice) -> slice:
         """Return the columns of the positives of a block of rows."""
+        assert self.positive is not None, "the group has positives"
         first = self.positive - self.rows.start
         return slice(first + block.start, first + block.stop)
+
+    def positives(self, columns: Tensor, block: slice) -> Tensor | None:
+        """Return the positives of a block of rows among the columns, if the group has any."""
+        return None if self.positive is None else columns[self.match(block)]
 
     @property
     def blocks(self) -> list[slice]:
@@ -261,21 +266,24 @@ def evaluate_softmax(
     losses = []
     for group in groups:
         for block in group.blocks:
-            match = group.match(block)
+            positives = group.positives(columns, block)
+            bias = None
+            if column_bias is not None:
+                bias = column_bias[group.match(block)]
             strip = SoftmaxRows(
                 rows,
-                columns[match],
+                positives,
                 block,
                 scale=scale,
                 bound=bound,
                 gradient=to_rows,
                 diagonals=group.diagonals,
-                positive_bias=None if column_bias is None else column_bias[match],
+                positive_bias=bias,
             )
             kept = strip.meet(batch, holds_positives=True) + strip.meet(others)
             softmax = strip.finish()
-            if to_columns is not None:
-                to_columns[match] -= softmax.one_minus_p[:, None] * strip.rows
+            if to_columns is not None and positives is not None:
+                to_columns[group.match(block)] -= softmax.one_minus_p[:, None] * strip.rows
             strip.add_column_gradients(kept, softmax)
             losses.append(softmax.loss)
     return torch.cat(losses).mean()

@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig, Stage
-from raycl.data.in_memory import InMemoryDataset
+from raycl.data.in_memory import InMemoryDataset, texts_of, tokens_of
 from raycl.distributed import all_sum, rank
 from raycl.errors import ConfigError
 from raycl.losses import NormalizingConstant
+from raycl.losses.logq import Frequencies
+from raycl.losses.objective import Objective, build_objective
 from raycl.models.heads import build_projection_head
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
@@ -25,9 +27,7 @@ from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec
 from raycl.optimizers import build_optimizer
 from raycl.tokenization import Vocabulary
-from raycl.training.logq import Frequencies
 from raycl.training.modality import ImageModality, ImageTowerBuilder, Modality, TowerBuilder
-from raycl.training.objectives import Objective, build_objective
 from raycl.training.pairs import ImageTextModality, PairModality
 from raycl.training.stores import BankStore, NoStore, QueueStore, Store
 from raycl.training.texts import TextModality, TextTowerBuilder
@@ -128,11 +128,16 @@ def _rows_normalized_together(config: RunConfig, stage: Stage) -> int:
     }.get(config.batchnorm, 0)
 
 
-def frequencies(config: RunConfig, rows: InMemoryDataset) -> Frequencies | None:
-    """Count the documents of these rows, if a stage has the logQ correction."""
+def frequencies(config: RunConfig, rows: InMemoryDataset, device: torch.device) -> Frequencies | None:
+    """Count these rows' documents, and explicit negatives if used, if a stage has the logQ correction."""
     if not any(stage.logq_correction for stage in config.stages):
         return None
-    return Frequencies.of(rows, explicit=config.negatives.explicit)
+    found = []
+    for batch in rows.batches(4_096):
+        found.append(tokens_of(batch, "document").text_id)
+        if config.negatives.explicit and "negatives" in batch.contents:
+            found.append(texts_of(batch, "negatives").tokens.text_id)
+    return Frequencies.of(found).to(device)
 
 
 def contrast(

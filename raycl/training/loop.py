@@ -15,6 +15,7 @@ from raycl.data.coordinator import send_heartbeats
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
+from raycl.losses.objective import Objective
 from raycl.records import ROLLBACK
 from raycl.training import build
 from raycl.training.checkpoint import (
@@ -29,7 +30,6 @@ from raycl.training.controller import Finished, Outcome, ResizeRequested, Stoppe
 from raycl.training.evaluators import build_evaluator
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
-from raycl.training.objectives import Objective
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
 from raycl.training.snapshot_writer import open_snapshot_writer
 from raycl.training.stages import Position, StagePlan, momentum_schedule, stage_plans
@@ -80,7 +80,7 @@ class Trainer:
         sampler = job.stream or InMemorySampler(rows=train_rows, seed=config.seed, length_buckets=buckets)
         self._epochs = Epochs(sampler, views)
         self._last_views: Views | None = None
-        self._frequencies = build.frequencies(config, train_rows)
+        self._frequencies = build.frequencies(config, train_rows, device)
         self._evaluator = build_evaluator(config, rows, job.holdout, views.drawing, wanted=job.is_evaluated)
         self._snapshots = open_snapshot_writer(job, rows, views.drawing)
 

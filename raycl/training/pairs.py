@@ -14,9 +14,10 @@ from raycl.data.columns import ColumnNames
 from raycl.data.ids import IdFormat
 from raycl.data.in_memory import Batch, ids_of, texts_of, tokens_of
 from raycl.data.texts import TextsFormat
+from raycl.losses.example_ids import MatchKeys
 from raycl.training.modality import ImageTowerBuilder, TowerBuilder
 from raycl.training.texts import TextTowerBuilder, TextTransform
-from raycl.training.views import Draft, ImageTransform, MatchKeys, as_is
+from raycl.training.views import Draft, ImageTransform, as_is
 
 
 @final

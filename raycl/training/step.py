@@ -11,10 +11,10 @@ from raycl.device_copy import Download
 from raycl.distributed import all_sum, gather_detached, gather_uneven, mean_over_workers, num_workers
 from raycl.embedding_metrics import MAX_ROWS, measure
 from raycl.errors import NonFiniteLossError
+from raycl.losses.example_ids import assign_example_ids
+from raycl.losses.objective import Objective
 from raycl.optimizers import set_learning_rate
 from raycl.step_timer import phase
-from raycl.training.example_ids import assign_example_ids
-from raycl.training.objectives import Objective
 from raycl.training.process import autocast
 from raycl.training.stores import Store
 from raycl.training.train_state import TrainState

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from raycl.device_copy import Download, upload
 from raycl.distributed import gather_detached
+from raycl.losses.objective import StoreBatch
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.client import MemoryBankClient, QueueClient
-from raycl.training.objectives import StoreBatch
 from raycl.training.views import Views
 
 

@@ -15,12 +15,13 @@ from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.in_memory import Batch, texts_of
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
+from raycl.losses.example_ids import MatchKeys
 from raycl.models.registry import OWN
 from raycl.models.specs import TextEncoderSpec
 from raycl.models.text import build_text_encoder, text_representation_dim
 from raycl.tokenization import Vocabulary
 from raycl.training.modality import TowerBuilder
-from raycl.training.views import Draft, MatchKeys, as_is
+from raycl.training.views import Draft, as_is
 
 _CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the augmentations
 

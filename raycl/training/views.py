@@ -17,23 +17,8 @@ from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.streaming import StreamingSampler
 from raycl.device_copy import upload
+from raycl.losses.example_ids import MatchKeys
 from raycl.step_timer import phase
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MatchKeys:
-    """Names of queries, keys and explicit negatives, int64 [num_rows, num_names] each.
-
-    A name is an id of a row or of its content. Rows that share a name in the same column are duplicates;
-    with ``shared_id_space``, in any column, for queries and for keys. The store of negatives indexes keys
-    by the first column. ``negative`` is None unless the batch has explicit negatives.
-    """
-
-    query: Tensor
-    key: Tensor
-    negative: Tensor | None = None
-    shared_id_space: bool = False
 
 
 @final

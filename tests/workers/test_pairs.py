@@ -11,10 +11,9 @@ from torch import Tensor
 
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset
+from raycl.losses.example_ids import Ids, MatchKeys, assign_example_ids
 from raycl.training import build
-from raycl.training.example_ids import Ids, assign_example_ids
 from raycl.training.step import train_step
-from raycl.training.views import MatchKeys
 from tests.pairs import TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 from tests.workers.processes import run_workers
@@ -127,7 +126,7 @@ def losses_weights_and_rows_after_steps(
     learner.set_embed_config(build.manner(config, stage))
     learner.wrap_ddp(device)
     store = build.store(config, None, None, device)
-    frequencies = build.frequencies(config, rows)
+    frequencies = build.frequencies(config, rows, torch.device("cpu"))
     losses = []
     batches = shares(rows, rank, num_workers)
     for step, views in enumerate(build.view_maker(config, samples, device).views(batches)):

@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raycl.distributed import collectives, pass_on, use_shared_memory
-from raycl.distributed.ring import ring_info_nce, ring_nt_xent
 from raycl.errors import ConfigError
 from raycl.losses import info_nce, nt_xent
-from raycl.training.example_ids import Ids
-from raycl.training.objectives import StoreBatch, gathered_info_nce, gathered_nt_xent
+from raycl.losses.clip import Clip
+from raycl.losses.example_ids import Ids
+from raycl.losses.info_nce import InfoNce, ring_info_nce
+from raycl.losses.nt_xent import NtXent, ring_nt_xent
+from raycl.losses.objective import Objective, StoreBatch
 from tests.gradients import assert_close
 from tests.workers.processes import run_workers
 
@@ -69,42 +71,41 @@ def results(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [loss.detach(), *(torch.autograd.grad(2 * loss, wanted) if wanted else ())]
 
 
-def nt_xent_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+def objective(loss: str, temperature: Tensor) -> Objective:
+    settings: dict[str, Any] = {"temperature": temperature}
+    return {
+        "nt_xent": lambda: NtXent(**settings),
+        "info_nce": lambda: InfoNce(in_batch=True, **settings),
+        "info_nce of pairs": lambda: InfoNce(in_batch=True, of_pairs=True, **settings),
+        "clip": lambda: Clip(**settings),
+    }[loss]()
+
+
+def by_ring_and_gathered(
+    rank: int, num_workers: int, loss: str, case: Case
+) -> tuple[list[Tensor], list[Tensor]]:
     answers = []
-    for loss_of in (ring_nt_xent, gathered_nt_xent):
-        (view_a, view_b, temperature, _), sample_id, _ = make_inputs(rank, case)
-        with small_tiles(), use_shared_memory() if case.get("shared") else contextlib.nullcontext():
-            loss = loss_of(view_a, view_b, sample_id, temperature=temperature)
-            answers.append(results(loss, [view_a, view_b, temperature]))
+    for limit in (0, 2**60):
+        (query, key, temperature, negatives), query_id, negative_id = make_inputs(rank, case)
+        key_id = query_id if loss in ("nt_xent", "info_nce") else query_id // 2
+        stored, inputs = StoreBatch(), [query, key, temperature]
+        if loss != "nt_xent" and case.get("negatives", True):
+            stored = StoreBatch(negatives=negatives, negative_id=negative_id)
+            inputs.append(negatives)
+        shared = use_shared_memory() if case.get("shared") else contextlib.nullcontext()
+        with small_tiles(), shared, patch.object(collectives, "MAX_GATHERED_BYTES", limit):
+            value = objective(loss, temperature)(query, key, stored, Ids(query_id, key_id))
+            answers.append(results(value, inputs))
     return answers[0], answers[1]
 
 
-def info_nce_both_ways(rank: int, num_workers: int, case: Case) -> tuple[list[Tensor], list[Tensor]]:
-    answers = []
-    for by_ring in (True, False):
-        (query, key, temperature, negatives), sample_id, negative_id = make_inputs(rank, case)
-        stored = (negatives, negative_id) if case.get("negatives", True) else (None, None)
-        inputs = [query, key, temperature, *([negatives] if case.get("negatives", True) else [])]
-        with small_tiles(), use_shared_memory() if case.get("shared") else contextlib.nullcontext():
-            if by_ring:
-                loss = ring_info_nce(
-                    query, key, sample_id, negatives=stored[0], negative_id=stored[1], temperature=temperature
-                )
-            else:
-                store = StoreBatch(negatives=stored[0], negative_id=stored[1])
-                loss = gathered_info_nce(
-                    query, key, Ids(sample_id, sample_id), store, temperature=temperature, in_batch=True
-                )
-            answers.append(results(loss, inputs))
-    return answers[0], answers[1]
-
-
-BOTH_WAYS = {"nt_xent": nt_xent_both_ways, "info_nce": info_nce_both_ways}
+OF_VIEWS = ("nt_xent", "info_nce")
+LOSSES = (*OF_VIEWS, "info_nce of pairs", "clip")
 
 
 def compare(loss: str, num_workers: int, tolerance: float = 1e-10, **case: Any) -> float:
     """Hold the ring's answers on every worker against the others; return the mean of the values."""
-    answers = run_workers(BOTH_WAYS[loss], num_workers, case)
+    answers = run_workers(by_ring_and_gathered, num_workers, loss, case)
     for ours, gathered in answers:
         assert [each.dtype for each in ours] == [each.dtype for each in gathered]
         assert_close(ours, gathered, tolerance, 1e-14)
@@ -113,7 +114,7 @@ def compare(loss: str, num_workers: int, tolerance: float = 1e-10, **case: Any) 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
-@pytest.mark.parametrize("loss", BOTH_WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_value_and_all_gradients_are_those_over_gathered_rows(
     loss: str, temperature: float, num_workers: int
 ) -> None:
@@ -123,26 +124,26 @@ def test_value_and_all_gradients_are_those_over_gathered_rows(
     )
 
 
-@pytest.mark.parametrize("loss", BOTH_WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_false_negatives_are_masked_on_the_same_worker_and_on_others(loss: str) -> None:
     # Distinct ids; ids that are distinct on each worker; ids that come twice on a worker.
     distinct, shared, doubled = (compare(loss, 3, num_ids=num_ids) for num_ids in (1_000, 17, 5))
     assert distinct > shared > doubled
 
 
-@pytest.mark.parametrize("loss", BOTH_WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_messages_through_shared_memory_change_nothing(loss: str) -> None:
     compare(loss, 3, shared=True)
 
 
-@pytest.mark.parametrize("loss", BOTH_WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("num_workers", (1, 3))
 def test_half_precision_loses_nothing_but_its_own_rounding(num_workers: int, loss: str) -> None:
     # Gathered rows round the gradient of every worker, the ring only their sum.
     compare(loss, num_workers, 1e-2, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("loss", BOTH_WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_rows_of_any_length_on_any_worker_neither_overflow_nor_underflow(loss: str) -> None:
     """A worker's own rows do not tell how large its logits become."""
     compare(loss, 3, 1e-6, growth=100.0, temperature=5.0)
@@ -169,6 +170,7 @@ def test_a_queue_in_half_precision_is_met_as_it_is() -> None:
 )
 def test_gradient_is_the_same_whoever_else_wants_one(wanted: tuple[bool, ...]) -> None:
     compare("info_nce", 2, wanted=wanted)
+    compare("clip", 2, wanted=wanted)
     if any(wanted[:3]):
         compare("nt_xent", 2, wanted=wanted)
 
@@ -176,7 +178,7 @@ def test_gradient_is_the_same_whoever_else_wants_one(wanted: tuple[bool, ...]) -
 def count_passes(rank: int, num_workers: int, wanted: tuple[bool, ...]) -> int:
     (query, key, temperature, _), sample_id, _ = make_inputs(rank, {"wanted": wanted})
     with patch.object(collectives, "pass_on", wraps=pass_on) as passes:
-        ring_info_nce(query, key, sample_id, temperature=temperature)
+        ring_info_nce(query, key, sample_id, sample_id, temperature=temperature)
     return passes.call_count
 
 
@@ -190,7 +192,7 @@ def gradients_without_rank_0(rank: int, num_workers: int) -> tuple[list[Tensor],
     unwilling = {"wanted": (False,) * 4} if rank == 0 else {}
     inputs, sample_id, _ = make_inputs(rank, unwilling)
     ours = results(ring_nt_xent(inputs[0], inputs[1], sample_id, temperature=inputs[2]), inputs[:3])
-    return ours, nt_xent_both_ways(rank, num_workers, {})[1]
+    return ours, by_ring_and_gathered(rank, num_workers, "nt_xent", {})[1]
 
 
 def test_a_worker_that_wants_no_gradient_stops_nobody() -> None:
@@ -220,13 +222,14 @@ def gradients_of_a_worker(rank: int, num_workers: int, loss: str) -> list[Tensor
     parallel = DistributedDataParallel(tower) if num_workers > 1 else tower
     embedding, temperature = parallel(torch.cat([each.chunk(num_workers)[rank] for each in batch]))
     query, key = embedding.chunk(2)
-    loss_of = ring_nt_xent if loss == "nt_xent" else ring_info_nce
-    loss_of(query, key, ids.chunk(num_workers)[rank], temperature=temperature).backward()
+    own = ids.chunk(num_workers)[rank]
+    with patch.object(collectives, "MAX_GATHERED_BYTES", 0):
+        objective(loss, temperature)(query, key, StoreBatch(), Ids(own, own)).backward()
     return [each.grad for each in tower.parameters() if each.grad is not None]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("loss", BOTH_WAYS)
+@pytest.mark.parametrize("loss", OF_VIEWS)
 def test_workers_give_the_gradient_of_the_whole_batch_for_tower_and_temperature(
     loss: str, num_workers: int
 ) -> None:
@@ -265,8 +268,9 @@ def memory_of_a_loss(rank: int, num_workers: int, by_ring: bool) -> tuple[int, i
     view_a, view_b = torch.randn(2, 64, 512).unbind()
     view_a, view_b = view_a.clone().requires_grad_(), view_b.clone().requires_grad_()
     with Alive() as alive:
-        loss_of = ring_nt_xent if by_ring else gathered_nt_xent
-        loss_of(view_a, view_b, torch.arange(64) + 64 * rank, temperature=10.0).backward()
+        ids = torch.arange(64) + 64 * rank
+        with patch.object(collectives, "MAX_GATHERED_BYTES", 0 if by_ring else 2**60):
+            NtXent(temperature=10.0)(view_a, view_b, StoreBatch(), Ids(ids, ids)).backward()
     return alive.largest, alive.most
 
 
@@ -286,7 +290,8 @@ def broken_row(rank: int, num_workers: int) -> list[bool]:
     if rank == 1:
         rows[1][3, 0] = torch.nan
     losses = [
-        loss_of(rows[0], rows[1], sample_id, temperature=0.1) for loss_of in (ring_nt_xent, ring_info_nce)
+        ring_nt_xent(rows[0], rows[1], sample_id, temperature=0.1),
+        ring_info_nce(rows[0], rows[1], sample_id, sample_id, temperature=0.1),
     ]
     return [bool(loss.isnan()) for loss in losses]
 
@@ -323,16 +328,17 @@ def test_every_tensor_goes_once_round_the_ring_and_comes_home(num_workers: int) 
 
 
 def test_alone_without_a_group_it_is_the_loss_itself() -> None:
-    inputs, sample_id, negative_id = make_inputs(0, {"num_ids": 7})
-    query, key, temperature, negatives = inputs
+    (query, key, temperature, negatives), ids, negative_id = make_inputs(0, {"num_ids": 7})
     shared: Case = {"temperature": temperature, "negatives": negatives, "negative_id": negative_id}
-    assert torch.equal(
-        ring_info_nce(query, key, sample_id, **shared), info_nce(query, key, sample_id=sample_id, **shared)
-    )
-    assert torch.equal(
-        ring_nt_xent(query, key, sample_id, temperature=0.1),
-        nt_xent(query, key, sample_id=sample_id, temperature=0.1),
-    )
+    ours = [
+        ring_info_nce(query, key, ids, ids, **shared),
+        ring_nt_xent(query, key, ids, temperature=0.1),
+    ]
+    expected = [
+        info_nce(query, key, sample_id=ids, **shared),
+        nt_xent(query, key, sample_id=ids, temperature=0.1),
+    ]
+    assert_close(ours, expected, 1e-12)
     assert pass_on(query).arrived()[0].data_ptr() == query.data_ptr()
 
 
@@ -342,13 +348,13 @@ def refusals(rank: int, num_workers: int) -> list[str]:
         (ring_nt_xent, (query, key[:3], ids), {}),
         (ring_nt_xent, (query, key, ids[:3]), {}),
         (ring_nt_xent, (query, key, ids), {"temperature": 0.0}),
-        (ring_info_nce, (query, key[:3], ids), {}),
-        (ring_info_nce, (query, key, ids[:3]), {}),
-        (ring_info_nce, (query, key, ids), {"temperature": -1.0}),
-        (ring_info_nce, (query, key, ids), {"negative_id": negative_id}),
-        (ring_info_nce, (query, key, ids), {"negatives": negatives}),
-        (ring_info_nce, (query, key, ids), {"negatives": negatives, "negative_id": negative_id[:3]}),
-        (ring_info_nce, (query, key, ids), {"negatives": negatives[:, :2], "negative_id": negative_id}),
+        (ring_info_nce, (query, key[:3], ids, ids), {}),
+        (ring_info_nce, (query, key, ids[:3], ids), {}),
+        (ring_info_nce, (query, key, ids, ids), {"temperature": -1.0}),
+        (ring_info_nce, (query, key, ids, ids), {"negative_id": negative_id}),
+        (ring_info_nce, (query, key, ids, ids), {"negatives": negatives}),
+        (ring_info_nce, (query, key, ids, ids), {"negatives": negatives, "negative_id": negative_id[:3]}),
+        (ring_info_nce, (query, key, ids, ids), {"negatives": negatives[:, :2], "negative_id": negative_id}),
     ]
     texts = []
     for loss, rows, changes in calls:
@@ -364,7 +370,7 @@ def test_impossible_input_is_refused_before_anything_is_sent() -> None:
         "sample_id does not match its rows",
         "the temperature must be above 0",
         "query and key must be",
-        "sample_id does not match its rows",
+        "query_id does not match its rows",
         "the temperature must be above 0",
         "negative_id requires negatives",
         "negative_id is None",

@@ -13,11 +13,13 @@ from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.distributed import collectives
 from raycl.losses import nt_xent
+from raycl.losses.example_ids import Ids
+from raycl.losses.nt_xent import NtXent
+from raycl.losses.objective import StoreBatch
 from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower
 from raycl.recipes import recipe
 from raycl.training import build
-from raycl.training.objectives import gathered_nt_xent
 from raycl.training.step import train_step
 from raycl.training.views import Views
 from tests.workers.processes import run_workers
@@ -67,7 +69,8 @@ def gradients_of_a_worker(rank: int, num_workers: int) -> list[Tensor]:
     rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
     view_a, view_b, sample_id = (each[rows] for each in make_views())
     embedding, temperature = parallel(torch.cat([view_a, view_b]))
-    gathered_nt_xent(*embedding.chunk(2), sample_id, temperature=temperature).backward()
+    loss = NtXent(temperature=temperature)
+    loss(*embedding.chunk(2), StoreBatch(), Ids(sample_id, sample_id)).backward()
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 

@@ -1,12 +1,28 @@
 """Ids of the rows of all workers: duplicates, which share a name, get the same id."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from raycl.distributed import gather_detached, gather_uneven, rank
-from raycl.training.views import MatchKeys
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MatchKeys:
+    """Names of queries, keys and explicit negatives, int64 [num_rows, num_names] each.
+
+    A name is an id of a row or of its content. Rows that share a name in the same column are duplicates;
+    with ``shared_id_space``, in any column, for queries and for keys. The store of negatives indexes keys
+    by the first column. ``negative`` is None unless the batch has explicit negatives.
+    """
+
+    query: Tensor
+    key: Tensor
+    negative: Tensor | None = None
+    shared_id_space: bool = False
 
 
 class Names(NamedTuple):

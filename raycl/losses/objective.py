@@ -1,0 +1,105 @@
+"""The interface of an objective, a loss over all workers, and the mixture of two."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from raycl.loss_specs import LOSSES, MIXED, LossSettings
+from raycl.losses.example_ids import Ids
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoreBatch:
+    """The rows of a store for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
+
+    A store returns names as ``negative_id``. ``identified`` replaces them by the ids of the batch and
+    keeps them in ``negative_name`` [n].
+    """
+
+    key: Tensor | None = None
+    negatives: Tensor | None = None
+    negative_id: Tensor | None = None
+    negative_name: Tensor | None = None
+
+    def identified(self, ids: Ids) -> "StoreBatch":
+        """Return a copy with the ids of the batch in place of names."""
+        if self.negative_id is None:
+            return self
+        return replace(self, negative_id=ids.of(self.negative_id), negative_name=self.negative_id)
+
+    def joined(
+        self, negatives: Tensor, negative_id: Tensor, negative_name: Tensor | None = None
+    ) -> "StoreBatch":
+        """Return a copy with explicit negatives before the stored ones; their names default to their ids."""
+        negative_name = negative_id if negative_name is None else negative_name
+        if self.negatives is not None and self.negative_id is not None:
+            own_name = self.negative_id if self.negative_name is None else self.negative_name
+            negatives = torch.cat([negatives, self.negatives.to(negatives)])
+            negative_id = torch.cat([negative_id, self.negative_id])
+            negative_name = torch.cat([negative_name, own_name])
+        return replace(self, negatives=negatives, negative_id=negative_id, negative_name=negative_name)
+
+
+class Objective(Protocol):
+    """A loss of queries and keys [local_batch, dim], their ids, and the rows of a store (``stored``).
+
+    It averages over this worker's queries. The mean over workers is the loss of the global batch.
+    """
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss, a scalar."""
+        ...
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return the loss if all embeddings were equal, or None if it is unknown."""
+        ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WeightedObjective:
+    """The weighted mean of a cross-entropy and a hinge; ``hinge_weight`` is the weight of the hinge."""
+
+    cross_entropy: Objective
+    hinge: Objective
+    hinge_weight: float
+
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+        """Return the loss."""
+        entropy = self.cross_entropy(query, key, stored, ids)
+        return entropy.lerp(self.hinge(query, key, stored, ids), self.hinge_weight)
+
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
+        """Return the weighted mean of both values, or None if one is unknown."""
+        parts = [
+            part.collapsed_loss(batch_size=batch_size, stored=stored)
+            for part in (self.cross_entropy, self.hinge)
+        ]
+        if parts[0] is None or parts[1] is None:
+            return None
+        return parts[0] + self.hinge_weight * (parts[1] - parts[0])
+
+
+def build_objective(loss: str, *, hinge_weight: float, **settings: Any) -> Objective:
+    """Return the loss of this name over all workers, mixed with a hinge of weight ``hinge_weight``.
+
+    ``settings`` are the fields of :class:`~raycl.loss_specs.LossSettings`.
+    """
+    given = LossSettings(**settings)
+    if hinge_weight in (0.0, 1.0):
+        return LOSSES[MIXED if hinge_weight else loss].build(given)
+    return WeightedObjective(
+        cross_entropy=LOSSES[loss].build(given),
+        hinge=LOSSES[MIXED].build(given),
+        hinge_weight=hinge_weight,
+    )
+
+
+def positive_of(key: Tensor | None, stored: StoreBatch) -> Tensor:
+    """Return the positive of each query: its key, or its own slot."""
+    positive = stored.key if key is None else key
+    assert positive is not None, "the configuration gives every query a key or a slot"
+    return positive

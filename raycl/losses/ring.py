@@ -1,0 +1,136 @@
+"""Softmax over the columns of all workers by ring communication: no worker holds the rows of all workers.
+
+Gathered rows and their gradient take num_workers * local_batch * dim on every worker. Here a worker
+holds its own rows and the rows of one other worker at a time (as in Inf-CL: Cheng et al., 2024), at
+the cost of one additional matrix product per pair of workers.
+
+There are two rounds. In the first, columns pass around the ring, and each row computes its logsumexp
+over all of them. In the second, rows pass around with their logsumexp, and each worker sums the
+gradient of its own columns. Gradients are never sent. Sent rows are read-only, so communication
+overlaps with computation.
+
+All workers must call a loss with equal local batches. Workers agree on the gradients to compute, so
+that a worker without gradients cannot block the others.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raycl.distributed import gather_detached, num_workers, rank, visit_all
+from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.softmax import ColumnBlock, RowGroup, Softmax, SoftmaxRows, row_blocks
+from raycl.losses.tiled import (
+    LOG2_E,
+    Gradients,
+    gradient_buffers,
+    longest,
+    product,
+    read_bound_and,
+    scaled_gradients,
+    zero_denormals,
+)
+
+
+def evaluate_ring(
+    rows: Tensor,
+    columns: Tensor,
+    negatives: Tensor,
+    temperature: Tensor,
+    *,
+    groups: Sequence[RowGroup],
+    masks: tuple[FalseNegativeMask | None, FalseNegativeMask | None],
+    with_gradient: bool,
+) -> tuple[Tensor, Gradients]:
+    """Classify each row's positive among the columns of all workers and the negatives; collective.
+
+    Args:
+        rows: [num_rows, dim], this worker's rows.
+        columns: [num_rows, dim], this worker's columns.
+        negatives: [num_negatives, dim], further candidates of these rows; they are not sent.
+        temperature: a scalar.
+        groups: positions of the positives among this worker's columns.
+        masks: false negatives of these rows among the columns of all workers, in the order of ranks, and
+            the negatives; and of these columns among the rows of all workers. One mask may be both.
+        with_gradient: whether to compute gradients.
+
+    Returns:
+        The mean loss over rows, and the gradients of rows, columns, negatives and temperature.
+    """
+    to_columns, to_rows = masks
+    wants_columns = with_gradient and columns.requires_grad
+    lengths = torch.stack([longest(each, columns.dtype) for each in (columns, negatives)]).amax()
+    agreed = gather_detached(torch.stack([lengths, lengths.new_full((), wants_columns)])[None]).amax(0)
+    # The second round is collective: all workers take part if one needs it.
+    distinct = masks if to_rows is not to_columns else (to_columns,)
+    bound, needs_second_round = read_bound_and(rows, agreed[0], temperature, *distinct, flag=agreed[1])
+    scale = LOG2_E / temperature
+    at_rows, at_negatives = gradient_buffers(
+        rows, negatives, temperature=temperature, with_gradient=with_gradient
+    )
+    blocks = [
+        SoftmaxRows(
+            rows,
+            group.positives(columns, block),
+            block,
+            scale=scale,
+            bound=bound,
+            gradient=at_rows,
+            diagonals=group.diagonals,
+        )
+        for group in groups
+        for block in group.blocks
+    ]
+    others = ColumnBlock(negatives, mask=to_columns, first=num_workers() * len(columns))
+    for block in blocks:
+        block.meet(others)
+
+    def meet(worker: int, visiting: Tensor) -> None:
+        visitors = ColumnBlock(visiting, mask=to_columns, first=worker * len(columns))
+        for block in blocks:
+            block.meet(visitors, holds_positives=worker == rank())
+
+    visit_all(meet, columns)
+    softmax = Softmax(*(torch.cat(parts) for parts in zip(*(each.finish() for each in blocks), strict=True)))
+    at_columns = None
+    if needs_second_round:
+        at_columns = _column_gradient(rows, columns, softmax, groups, scale, to_rows)
+    if at_negatives is not None:
+        for block in row_blocks(groups):
+            logsumexp = softmax.logsumexp[block, None]
+            for k, _, tile in others.tiles(rows[block] * scale, block):
+                weights = zero_denormals(tile.sub_(logsumexp)).exp2_()
+                at_negatives[others.pieces[k]] += product(weights.T, rows[block].T)
+    gradients = scaled_gradients(rows, (at_rows, at_columns, at_negatives), temperature, len(rows))
+    return softmax.loss.mean(), gradients
+
+
+def _column_gradient(
+    rows: Tensor,
+    columns: Tensor,
+    softmax: Softmax,
+    groups: Sequence[RowGroup],
+    scale: Tensor,
+    mask: FalseNegativeMask | None,
+) -> Tensor:
+    """Return the unscaled gradient of this worker's columns from the rows of all workers."""
+    gradient = torch.zeros_like(columns)
+    diagonals = [-diagonal for group in groups for diagonal in group.diagonals]
+
+    def meet(worker: int, visiting: Tensor, logsumexp: Tensor) -> None:
+        # No logit exceeds the logsumexp of its row, so exp2 cannot overflow.
+        visitors = ColumnBlock(visiting, mask=mask, first=worker * len(rows), bias=-logsumexp)
+        for block in row_blocks(groups):
+            masked = diagonals if worker == rank() else ()
+            for _, piece, tile in visitors.tiles(
+                columns[block] * scale, block, diagonals=masked, bias=visitors.bias
+            ):
+                gradient[block] += product(zero_denormals(tile).exp2_(), piece.T)
+
+    visit_all(meet, rows, softmax.logsumexp)
+    for group in groups:
+        if group.positive is not None:
+            matched = group.match(group.rows)
+            gradient[matched] -= softmax.one_minus_p[group.rows, None] * rows[group.rows]
+    return gradient
