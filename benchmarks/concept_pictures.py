@@ -25,7 +25,7 @@ from sklearn.datasets import load_sample_images
 
 from raycl.augment import ImageAugmentation
 from raycl.config.overrides import override
-from raycl.embedding_metrics import effective_rank, embedding_std, positive_negative_gap
+from raycl.evaluation.embedding_metrics import effective_rank, embedding_std, positive_negative_gap
 from raycl.recipes import recipe
 from raycl.training.stages import stage_plans
 

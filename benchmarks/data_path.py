@@ -94,13 +94,13 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     import torch
 
     import raycl
-    from raycl.data.coordinator import start_coordinator
     from raycl.data.in_memory import InMemoryDataset
     from raycl.data.prefetch import Prefetched
     from raycl.data.sampler import BatchShard, InMemorySampler
     from raycl.data.sources import find_source
     from raycl.ray_runtime import connect_cluster, fetch_tables
     from raycl.training import build
+    from raycl.training.coordinator import start_coordinator
     from raycl.training.data_module import DataModule
     from raycl.training.preflight import column_names
     from raycl.training.process import prepare_process
@@ -116,9 +116,9 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         },
     )
     connect_cluster(None)
-    with start_coordinator() as logbook:
+    with start_coordinator() as coordinator:
         source = find_source(options.data, column_names(config))
-        samples = DataModule(config, logbook, source, None)
+        samples = DataModule(config, coordinator, source, None)
         modality = build.modality(config)
         if stream:
             epochs: Any = samples.stream()

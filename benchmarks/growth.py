@@ -93,10 +93,10 @@ def cost(work: Callable[[], Any], clock: Callable[[], float] = time.process_time
 
 def rows(size: int) -> dict[str, float]:
     import raycl
-    from raycl.data.coordinator import start_coordinator
     from raycl.data.sampler import BatchShard
     from raycl.data.sources import find_source
     from raycl.ray_runtime import connect_cluster
+    from raycl.training.coordinator import start_coordinator
     from raycl.training.data_module import DataModule
     from raycl.training.preflight import column_names
     from raycl.training.process import prepare_process
@@ -108,9 +108,9 @@ def rows(size: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         data = write_images(Path(folder) / "images.parquet", size)
         connect_cluster(None)
-        with start_coordinator() as logbook:
+        with start_coordinator() as coordinator:
             source = find_source(str(data), column_names(config))
-            stream = DataModule(config, logbook, source, None).stream()
+            stream = DataModule(config, coordinator, source, None).stream()
 
             def read(epoch: int) -> float:
                 began = time.perf_counter()

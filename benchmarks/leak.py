@@ -31,7 +31,7 @@ def read_images(config: RunConfig, data: str, num_images: int) -> tuple[torch.Te
     """Decode the first images of a set; return pixels and ids."""
     source = find_source(data, column_names(config))
     decode, pixels, ids = ImageTowerBuilder(config).image_format().decode, [], []
-    for rows in source.read(source.pieces[0]):
+    for rows in source.read(source.fragments[0]):
         pixels += [decode(image)[0] for image in rows.values["image"]]
         ids += rows.sample_id.tolist()
     return torch.from_numpy(np.stack(pixels[:num_images])), np.array(ids[:num_images])

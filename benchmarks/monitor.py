@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import raycl
-from raycl.embedding_metrics import measure
+from raycl.evaluation.embedding_metrics import measure
 from raycl.models.image import build_image_encoder
 from raycl.training.process import prepare_process
 

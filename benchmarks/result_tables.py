@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from raycl.step_timer import REST
+from raycl.distributed.step_timer import REST
 
 PHASES = {
     "data": "wait for rows",

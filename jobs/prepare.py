@@ -83,7 +83,7 @@ def pairs(
     asked = ColumnNames(**{**vars(columns), **names})
     num_pairs, rows = group_pairs(data, output, columns=asked, address=address, debug=debug, **found)
     print(f"{num_pairs:,} pairs in {output}")
-    for cause, count in (rows.left_out | rows.broken).items():  # pyright: ignore[reportOperatorIssue]
+    for cause, count in (rows.skipped | rows.invalid).items():  # pyright: ignore[reportOperatorIssue]
         print(f"skipped: {count:,} {cause}")
 
 
@@ -97,7 +97,7 @@ def groups(
     """Collect equivalent texts into one row, for `raycl train simcse`; OUTPUT ends in .parquet."""
     found = gather_texts(data, output, group=group, text=text)
     print(f"{found.num_rows:,} rows of {found.num_texts:,} texts in {output}")
-    print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_broken:,}")
+    print(f"skipped: {found.num_alone:,} texts without a partner; invalid: {found.num_invalid:,}")
 
 
 if __name__ == "__main__":

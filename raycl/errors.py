@@ -54,7 +54,7 @@ class StoppedError(RunError):
         self.signum = signum
 
 
-class BrokenValueError(ValueError):
+class InvalidValueError(ValueError):
     """A value is invalid; the message is the cause, the same for all values of that kind."""
 
 

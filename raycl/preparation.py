@@ -1,7 +1,7 @@
 """One-time conversions of a data set, so that runs can read it fast."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import pyarrow as pa
@@ -11,15 +11,17 @@ import ray
 from raycl.config.overrides import override
 from raycl.data.click_logs import check_labels, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
+from raycl.data.decode import map_fragments
 from raycl.data.ids import is_missing, stable_id
 from raycl.data.labels import NO_LABEL
+from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source, find_source, plain_values
 from raycl.errors import DataError
 from raycl.lease import writing_new
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.recipes import recipe
-from raycl.tokenization import BrokenTextError, Tokenizer, read_text
+from raycl.tokenization import InvalidTextError, Tokenizer, read_text
+from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import count_tokens
 
 
@@ -45,24 +47,18 @@ def pack_images(
 
 
 def _image_rows(source: Source) -> ray.data.Dataset:
-    without_pieces = replace(source, pieces=())
+    def read(described: Source, fragment: Fragment) -> Iterator[pa.Table]:
+        for rows in described.read(fragment):
+            columns = {
+                "image": pa.array(rows.values["image"], pa.binary()),
+                "sample_id": rows.sample_id,
+                "path": rows.where,
+            }
+            if source.has_labels:
+                columns["label"] = pa.array(rows.label, pa.int64(), mask=rows.label == NO_LABEL)
+            yield pa.table(columns)
 
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        for text in batch["piece"].to_pylist():
-            for rows in without_pieces.read(Fragment.from_json(text)):
-                columns = {
-                    "image": pa.array(rows.values["image"], pa.binary()),
-                    "sample_id": rows.sample_id,
-                    "path": rows.where,
-                }
-                if source.has_labels:
-                    columns["label"] = pa.array(rows.label, pa.int64(), mask=rows.label == NO_LABEL)
-                yield pa.table(columns)
-
-    pieces = ray.data.from_items(
-        [{"piece": piece.to_json()} for piece in source.pieces], override_num_blocks=len(source.pieces)
-    )
-    return pieces.map_batches(read, batch_size=1, batch_format="pyarrow")
+    return map_fragments(source, read)
 
 
 def group_pairs(
@@ -143,7 +139,7 @@ class GatheredTexts:
     num_rows: int
     num_texts: int
     num_alone: int
-    num_broken: int
+    num_invalid: int
 
 
 def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> GatheredTexts:
@@ -155,9 +151,9 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
     """
     with writing_new(output, is_file=True) as place:
         texts_by_group: dict[int, dict[str, None]] = {}
-        num_broken = 0
+        num_invalid = 0
         source = find_source(data, ColumnNames(image=None, text=text, sample_id=group))
-        for file in {piece.place.uri: piece.place for piece in source.pieces}.values():
+        for file in {fragment.place.uri: fragment.place for fragment in source.fragments}.values():
             with file.wrap_errors("read"), file.open() as source_file:
                 table = pq.read_table(source_file, columns=[group, text])
             for name, value in zip(plain_values(table[group]), plain_values(table[text]), strict=True):
@@ -165,8 +161,8 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
                     continue
                 try:
                     texts_by_group.setdefault(stable_id(name), {})[read_text(value)] = None
-                except BrokenTextError:
-                    num_broken += 1
+                except InvalidTextError:
+                    num_invalid += 1
         rows = [list(texts) for texts in texts_by_group.values() if len(texts) > 1]
         if not rows:
             raise DataError(
@@ -178,5 +174,5 @@ def gather_texts(data: str, output: str, *, group: str, text: str = "text") -> G
             num_rows=len(rows),
             num_texts=sum(map(len, rows)),
             num_alone=len(texts_by_group) - len(rows),
-            num_broken=num_broken,
+            num_invalid=num_invalid,
         )

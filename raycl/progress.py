@@ -145,7 +145,7 @@ def rows_read(coordinator: Any, total: int) -> Reading:
 
     def read() -> tuple[int, int, str] | None:
         rows = _call(coordinator.rows)
-        return rows and (rows.num_rows, total, f"rows, {rows.num_broken} invalid")
+        return rows and (rows.num_rows, total, f"rows, {rows.num_invalid} invalid")
 
     return read
 

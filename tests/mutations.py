@@ -475,7 +475,7 @@ MUTATIONS = [
     ),
     Mutation(
         "effective rank of centered rows",
-        "raycl/embedding_metrics.py",
+        "raycl/evaluation/embedding_metrics.py",
         "exact = _clean(rows).cpu().double()\n",
         "exact = _clean(rows).cpu().double()\n    exact = exact - exact.mean(0)\n",
         "tests/test_embedding_metrics.py",

@@ -1,7 +1,8 @@
-"""Data without Ray: decoding, sources, ids, held-out rows, the order of an epoch."""
+"""Data without Ray: decoding, sources, ids, held-out rows, prefetching, and the counts of a coordinator."""
 
-import io
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,19 @@ import pytest
 from PIL import Image
 
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import RunCoordinator
 from raycl.data.decode import are_flat
 from raycl.data.ids import stable_ids
-from raycl.data.images import BrokenImageError, ImageFormat, image_sides
+from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.in_memory import InMemoryDataset, pixels_of
 from raycl.data.prefetch import Prefetched
-from raycl.data.sampler import BatchShard, InMemorySampler
-from raycl.data.sources import ROWS_PER_FRAGMENT, Fragment, find_source
+from raycl.data.read_stats import ReadStats
+from raycl.data.sources import ROWS_PER_FRAGMENT, RawRows, Source, find_source
 from raycl.data.split import make_split
 from raycl.errors import DataError
+from raycl.training.coordinator import RunCoordinator
+from tests.images import encode
 
-
-def encoded(picture: Image.Image, kind: str = "PNG") -> bytes:
-    stream = io.BytesIO()
-    picture.save(stream, kind)
-    return stream.getvalue()
+NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
 
 
 def colors(width: int = 20, height: int = 10) -> Image.Image:
@@ -38,38 +36,31 @@ def colors(width: int = 20, height: int = 10) -> Image.Image:
     return Image.fromarray(pixels)
 
 
+def read(source: Source) -> list[RawRows]:
+    return [rows for fragment in source.fragments for rows in source.read(fragment)]
+
+
+# Images
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "CMYK", "YCbCr", "RGBA", "LA", "I;16"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_mode_of_image_decodes(mode: str, channels: int) -> None:
-    if mode == "I;16":
-        picture = Image.fromarray(np.full((10, 20), 40_000, np.uint16))
-    else:
-        picture = colors().convert(mode)
+def test_every_image_mode_is_decoded(mode: str, channels: int) -> None:
+    gray16 = Image.fromarray(np.full((10, 20), 40_000, np.uint16))
+    picture = gray16 if mode == "I;16" else colors().convert(mode)
     kind = "TIFF" if mode in {"CMYK", "YCbCr", "I;16"} else "PNG"
-    pixels, aspect = ImageFormat(size=8, channels=channels).decode(encoded(picture, kind))
-    assert pixels.shape == (8, 8, channels)
-    assert pixels.dtype == np.uint8
-    assert aspect == 2.0
+    pixels, aspect = ImageFormat(size=8, channels=channels).decode(encode(picture, kind))
+    assert (pixels.shape, pixels.dtype, aspect) == ((8, 8, channels), np.uint8, 2.0)
     assert pixels.max() > 30
 
 
-def test_an_image_of_the_stored_size_keeps_its_pixels() -> None:
-    picture = colors(16, 16)
-    pixels, aspect = ImageFormat(size=16).decode(encoded(picture))
-    assert np.array_equal(pixels, np.asarray(picture))
-    assert aspect == 1.0
-
-
-def test_transparent_pixels_become_white() -> None:
-    picture = Image.new("RGBA", (8, 8), (10, 20, 30, 0))
-    assert (ImageFormat(size=8).decode(encoded(picture))[0] == 255).all()
-
-
-def test_an_array_decodes_like_the_image() -> None:
-    picture = colors(30, 20)
-    from_array = ImageFormat(size=8).decode(np.asarray(picture))
-    from_bytes = ImageFormat(size=8).decode(encoded(picture))
-    assert np.array_equal(from_array[0], from_bytes[0])
+def test_pixels_of_the_decode_size_are_unchanged_and_transparent_ones_become_white() -> None:
+    for content in (encode(colors(16, 16)), np.asarray(colors(16, 16))):
+        pixels, aspect = ImageFormat(size=16).decode(content)
+        assert np.array_equal(pixels, np.asarray(colors(16, 16)))
+        assert aspect == 1.0
+    transparent = Image.new("RGBA", (8, 8), (10, 20, 30, 0))
+    assert (ImageFormat(size=8).decode(encode(transparent))[0] == 255).all()
 
 
 @pytest.mark.parametrize(
@@ -81,128 +72,156 @@ def test_an_array_decodes_like_the_image() -> None:
         (7, "no image bytes"),
         (np.zeros((4, 4, 3), np.float32), "an array other than uint8"),
         (np.zeros((4, 4, 2), np.uint8), "an array without"),
+        *((np.full(shape, value, np.float32), "not finite")
+          for value in (np.nan, np.inf) for shape in ((8, 8), (8, 8, 3))),
+        (encode(Image.fromarray(np.full((8, 8), np.nan, np.float32)), "TIFF"), "not finite"),
+        *((content[: len(content) // 2], "truncated|undecodable")
+          for content in (encode(NOISE, "JPEG"), encode(NOISE, "PNG"))),
+        (encode(Image.new("1", (20_000, 20_000))), "more than 64,000,000 pixels"),
     ],
-)
-def test_broken_content_has_a_cause(content: object, cause: str) -> None:
-    with pytest.raises(BrokenImageError, match=cause):
+)  # fmt: skip
+def test_invalid_images_have_a_cause(content: object, cause: str) -> None:
+    with pytest.raises(InvalidImageError, match=cause):
         ImageFormat(size=8).decode(content)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_pixels_that_are_not_finite_are_broken(value: float) -> None:
-    pixels = np.zeros((8, 8), np.float32)
-    pixels[3, 4] = value
-    for content in (pixels, np.stack([pixels] * 3, axis=-1), encoded(Image.fromarray(pixels), "TIFF")):
-        with pytest.raises(BrokenImageError, match="not finite"):
-            ImageFormat(size=8).decode(content)
-
-
-def test_images_whose_pixels_have_one_value_are_flat() -> None:
+def test_images_whose_pixels_all_have_one_value_are_flat() -> None:
     formats = {"image": ImageFormat(size=8), "other": ImageFormat(size=8, channels=1)}
     black, red, dot = (np.zeros((8, 8, 3), np.uint8) for _ in range(3))
     red[..., 0] = 200
     dot[5, 2, 1] = 1
     contents = {
         "image": formats["image"].decode_all([black, red, dot, dot]),
-        "other": formats["other"].decode_all([encoded(colors())] * 3 + [red]),
+        "other": formats["other"].decode_all([encode(colors())] * 3 + [red]),
     }
     assert are_flat(formats, contents).tolist() == [True, True, False, True]
     assert are_flat(formats, {"image": [], "other": []}).tolist() == []
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_truncated_image_is_broken_and_not_half_gray(kind: str) -> None:
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
-    content = encoded(noise, kind)
-    with pytest.raises(BrokenImageError, match="truncated|undecodable"):
-        ImageFormat(size=8).decode(content[: len(content) // 2])
+def test_image_sides_are_read_without_decoding() -> None:
+    assert image_sides(encode(colors(20, 10))) == (20, 10)
 
 
-def test_a_huge_image_is_refused_before_it_is_decoded() -> None:
-    huge = encoded(Image.new("1", (20_000, 20_000)))
-    with pytest.raises(BrokenImageError, match="more than 64,000,000 pixels"):
-        ImageFormat(size=8).decode(huge)
+@pytest.mark.parametrize(("width", "height"), [(401, 300), (1_400, 400), (20_000, 10)])
+@pytest.mark.parametrize("size", [100, 224, 500])
+def test_large_images_are_resized_as_by_pillow(width: int, height: int, size: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(noise).resize((60, 40)).resize((width, height)))
+    for picture in (noise, smooth):
+        resized = ImageFormat(size=size).decode(picture)[0]
+        expected = Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR, reducing_gap=3.0)
+        assert np.abs(resized.astype(int) - np.asarray(expected)).max() <= 1
 
 
-def test_sides_are_read_without_decoding() -> None:
-    assert image_sides(encoded(colors(20, 10))) == (20, 10)
+@pytest.mark.parametrize(
+    ("shape", "size", "by_torch"),
+    [
+        ((300, 400, 3), 224, True),
+        ((30, 40, 3), 16, False),
+        ((300, 400), 224, False),
+        ((400, 1_400, 3), 224, False),
+    ],
+)
+def test_only_large_photographs_are_resized_by_torch_whose_errors_stop_the_run(
+    shape: tuple[int, ...], size: int, by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no such library")
+
+    monkeypatch.setattr("torch.nn.functional.interpolate", refuse)
+    image_format = ImageFormat(size=size, channels=3 if len(shape) == 3 else 1)
+    if by_torch:
+        with pytest.raises(OSError, match="no such library"):
+            image_format.decode(np.zeros(shape, np.uint8))
+    else:
+        assert image_format.decode(np.zeros(shape, np.uint8))[0].shape[:2] == (size, size)
 
 
-def write_images(folder: Path, names: list[str]) -> None:
+# Sources
+
+
+def write_images(folder: Path, names: list[str]) -> Source:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(encoded(colors(), "JPEG" if name.lower().endswith("jpg") else "PNG"))
+        (folder / name).write_bytes(encode(colors(), "JPEG" if name.lower().endswith("jpg") else "PNG"))
+    return find_source(str(folder))
+
+
+def write_parquet(path: Path, num_rows: int = 3, row_group_size: int = 10, **columns: object) -> str:
+    table = {"image": [b"%d" % row for row in range(num_rows)], **columns}
+    pq.write_table(pa.table(table), path, row_group_size=row_group_size)
+    return str(path)
 
 
 def test_class_folders_give_labels_and_sorted_names_give_ids(tmp_path: Path) -> None:
-    write_images(tmp_path, ["dog/b.png", "cat/z.JPG", "cat/a.png"])
     (tmp_path / "notes.txt").write_text("x")
-    source = find_source(str(tmp_path))
-    assert source.classes == ("cat", "dog")
-    assert source.ignored == ((".txt", 1),)
-    rows = next(source.read(source.pieces[0]))
+    source = write_images(tmp_path, ["dog/b.png", "cat/z.JPG", "cat/a.png"])
+    [rows] = read(source)
+    assert (source.classes, source.ignored) == (("cat", "dog"), ((".txt", 1),))
     assert rows.where == ["cat/a.png", "cat/z.JPG", "dog/b.png"]
-    assert rows.label.tolist() == [0, 0, 1]
-    assert rows.sample_id.tolist() == [0, 1, 2]
+    assert (rows.label.tolist(), rows.sample_id.tolist()) == ([0, 0, 1], [0, 1, 2])
 
 
 def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
-    write_images(tmp_path, ["a.png", "b.png"])
-    source = find_source(str(tmp_path))
+    source = write_images(tmp_path, ["a.png", "b.png"])
     assert not source.has_labels
-    assert next(source.read(source.pieces[0])).label.tolist() == [-1, -1]
+    assert read(source)[0].label.tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("make", [lambda p: None, lambda p: (p / "a.txt").write_text("x")])
-def test_a_folder_without_images_says_so(tmp_path: Path, make) -> None:
-    make(tmp_path)
-    with pytest.raises(DataError, match="holds no images and no parquet files"):
-        find_source(str(tmp_path))
-
-
-def test_nothing_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is nothing at"):
-        find_source(str(tmp_path / "missing"))
-
-
-def write_parquet(path: Path, num_rows: int, row_group_size: int, **columns: object) -> None:
-    table = {"image": [b"%d" % row for row in range(num_rows)], **columns}
-    pq.write_table(pa.table(table), path, row_group_size=row_group_size)
+def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
+    for name in ("empty", "texts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("x")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
+    write_parquet(tmp_path / "rows.parquet", 0)
+    for name, message in (
+        ("missing", "there is nothing at"),
+        ("empty", "holds no images and no parquet files"),
+        ("texts", "holds no images and no parquet files"),
+        ("rows.parquet", "holds no rows"),
+        ("bad.parquet", "as parquet"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find_source(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("row_group_size", [7, 1000, 2048, 5000, 20_000])
-def test_pieces_cover_every_row_once_whatever_the_row_groups(tmp_path: Path, row_group_size: int) -> None:
+def test_fragments_cover_each_row_once_for_any_row_groups(tmp_path: Path, row_group_size: int) -> None:
     for name, num_rows in (("a", 9_001), ("b", 3)):
         write_parquet(tmp_path / f"{name}.parquet", num_rows, row_group_size)
     source = find_source(str(tmp_path))
-    rows = [row for piece in source.pieces for row in source.read(Fragment.from_json(piece.to_json()))]
+    rows = read(source)
     assert np.concatenate([row.sample_id for row in rows]).tolist() == list(range(9_004))
     contents = [content for row in rows for content in row.values["image"]]
     assert contents == [b"%d" % row for row in [*range(9_001), *range(3)]]
-    assert max(piece.num_rows for piece in source.pieces) <= 2 * ROWS_PER_FRAGMENT
+    assert max(fragment.num_rows for fragment in source.fragments) <= 2 * ROWS_PER_FRAGMENT
 
 
-def test_an_id_column_is_taken_and_text_is_hashed(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", 3, 3, number=[7, 5, 6], name=["x", "y", "x"])
-    file = str(tmp_path / "a.parquet")
-    by_number = find_source(file, ColumnNames(sample_id="number"))
-    assert next(by_number.read(by_number.pieces[0])).sample_id.tolist() == [7, 5, 6]
-    by_name = find_source(file, ColumnNames(sample_id="name"))
-    ids = next(by_name.read(by_name.pieces[0])).sample_id.tolist()
+def test_ids_come_from_the_id_column_and_texts_are_hashed(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", number=[7, 5, 6], name=["x", "y", "x"])
+    by_number, by_name = (find_source(file, ColumnNames(sample_id=name)) for name in ("number", "name"))
+    assert read(by_number)[0].sample_id.tolist() == [7, 5, 6]
     # On every machine and in every process: those of a set that was embedded last year still fit.
-    assert ids == [5717441744405258058, 6892360672924705551, 5717441744405258058]
+    expected = [5717441744405258058, 6892360672924705551, 5717441744405258058]
+    assert read(by_name)[0].sample_id.tolist() == expected
+    assert by_name.sample_ids(by_name.fragments).tolist() == expected
+
+
+def test_ids_are_integers_of_64_bits_or_hashes_and_required() -> None:
+    assert stable_ids([0, -1, 2**63, 2**64 - 2]).tolist() == [0, -1, -(2**63), -2]
+    assert len(set(stable_ids(["a", "b", "1", 1]).tolist())) == 4
+    with pytest.raises(DataError, match="row 1 of a batch has no id"):
+        stable_ids([3, None])
 
 
 def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", 3, 2, label=["dog", "cat", "dog"])
-    source = find_source(str(tmp_path))
+    source = find_source(write_parquet(tmp_path / "a.parquet", 3, 2, label=["dog", "cat", "dog"]))
     assert source.classes == ("cat", "dog")
-    labels = np.concatenate([rows.label for piece in source.pieces for rows in source.read(piece)])
-    assert labels.tolist() == [1, 0, 1]
+    assert np.concatenate([rows.label for rows in read(source)]).tolist() == [1, 0, 1]
 
 
-def test_hugging_face_images_read_like_plain_bytes_or_from_their_files(tmp_path: Path) -> None:
-    images = [encoded(colors(20 + index)) for index in range(5)]
+def test_hugging_face_images_are_read_from_their_bytes_or_files(tmp_path: Path) -> None:
+    images = [encode(colors(20 + index)) for index in range(3)]
     (tmp_path / "1.png").write_bytes(images[1])
     structs = [
         {"bytes": images[0], "path": "0.png"},
@@ -218,13 +237,12 @@ def test_hugging_face_images_read_like_plain_bytes_or_from_their_files(tmp_path:
     ]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     pq.write_table(pa.table({"image": pa.array(structs, kind)}), tmp_path / "hugging_face.parquet")
-    source = find_source(str(tmp_path / "hugging_face.parquet"))
-    [rows] = source.read(source.pieces[0])
-    decoded = ImageFormat(size=8).decode_all(rows.values["image"])
-    plain = ImageFormat(size=8).decode_all(images[:3])
-    for (pixels, aspect), (expected, expected_aspect) in zip(decoded[:3], plain, strict=True):
-        assert np.array_equal(pixels, expected)
-        assert aspect == expected_aspect
+    [rows] = read(find_source(str(tmp_path / "hugging_face.parquet")))
+    decoded: list[Any] = ImageFormat(size=8).decode_all(rows.values["image"])
+    plain: list[Any] = ImageFormat(size=8).decode_all(images)
+    assert [(pixels.tolist(), aspect) for pixels, aspect in decoded[:3]] == [
+        (pixels.tolist(), aspect) for pixels, aspect in plain
+    ]
     elsewhere = "no image bytes, and a path that is not absolute"
     assert [str(each) for each in decoded[3:]] == [
         *("missing value", "missing value", elsewhere),
@@ -232,34 +250,16 @@ def test_hugging_face_images_read_like_plain_bytes_or_from_their_files(tmp_path:
     ]
 
 
-@pytest.mark.parametrize("role", ["image", "label", "sample_id"])
-def test_a_missing_column_names_those_that_exist(tmp_path: Path, role: str) -> None:
-    write_parquet(tmp_path / "a.parquet", 3, 2, weight=[1, 2, 3])
-    with pytest.raises(DataError, match=rf"no column 'img'; it has image, weight.*data.columns.{role}="):
-        find_source(str(tmp_path), ColumnNames(**{role: "img"}))
+def test_columns_that_are_missing_or_hold_no_images_are_named(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", weight=[2**45] * 3)
+    for role in ("image", "label", "sample_id"):
+        with pytest.raises(DataError, match=rf"no column 'img'; it has image, weight.*data.columns.{role}="):
+            find_source(file, ColumnNames(**{role: "img"}))
+    with pytest.raises(DataError, match=r"encoded bytes.* column 'weight' of .* holds int64; name another"):
+        find_source(file, ColumnNames(image="weight"))
 
 
-def test_unsigned_ids_wrap_text_is_hashed_and_a_row_without_id_is_refused() -> None:
-    assert stable_ids([0, -1, 2**63, 2**64 - 2]).tolist() == [0, -1, -(2**63), -2]
-    assert stable_ids(["a", "b"]).tolist() == stable_ids(["a", "b"]).tolist()
-    assert len(set(stable_ids(["a", "b", "1", 1]).tolist())) == 4
-    with pytest.raises(DataError, match="row 1 of a batch has no id"):
-        stable_ids([3, None])
-
-
-def test_a_column_that_holds_no_bytes_is_refused(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", 3, 10, size=[2**45] * 3)
-    with pytest.raises(DataError, match=r"encoded bytes.* column 'size' of .* holds int64; name another"):
-        find_source(str(tmp_path / "a.parquet"), ColumnNames(image="size"))
-
-
-def test_an_empty_parquet_file_and_a_damaged_one_say_so(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "empty.parquet", 0, 1)
-    with pytest.raises(DataError, match="holds no rows"):
-        find_source(str(tmp_path / "empty.parquet"))
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(DataError, match="as parquet"):
-        find_source(str(tmp_path / "bad.parquet"))
+# Rows in memory
 
 
 def test_held_out_rows_are_few_the_same_in_any_order_and_never_trained_on() -> None:
@@ -272,117 +272,47 @@ def test_held_out_rows_are_few_the_same_in_any_order_and_never_trained_on() -> N
     assert not (bank & test).any()
     assert np.array_equal(holdout.is_evaluated(ids), test | bank)
     assert np.array_equal(holdout.is_test(ids[::-1]), test[::-1])
+    assert make_split(100, num_test=2_000, num_train=10_000, seed=0).test == 0.1  # at most a tenth
 
 
-def test_a_small_set_holds_out_at_most_a_tenth() -> None:
-    assert make_split(100, num_test=2_000, num_train=10_000, seed=0).test == 0.1
-
-
-def rows_of(num_rows: int, size: int = 8) -> InMemoryDataset:
-    image_format = ImageFormat(size=size, channels=1)
-    pixels = [bytes([row % 256]) * size * size for row in range(num_rows)]
+def test_rows_are_read_by_position_from_all_tables() -> None:
+    image_format = ImageFormat(size=8, channels=1)
     table = pa.table(
         {
-            "image.pixels": pa.array(pixels, pa.binary(size * size)),
-            "image.aspect": pa.array(np.ones(num_rows), pa.float32()),
-            "sample_id": pa.array(np.arange(num_rows), pa.int64()),
-            "label": pa.array(np.arange(num_rows) % 3, pa.int64()),
+            "image.pixels": pa.array([bytes([row]) * 64 for row in range(20)], pa.binary(64)),
+            "image.aspect": pa.array(np.arange(20) / 2, pa.float32()),
+            "sample_id": pa.array(np.arange(20), pa.int64()),
+            "label": pa.array(np.arange(20) % 3 - 1, pa.int64()),
         }
     )
-    # Several tables, one of them sliced and one empty, as Ray may hand them over.
-    return InMemoryDataset([table.slice(0, 5), table.slice(5, 0), table.slice(5)], {"image": image_format})
-
-
-def test_rows_are_read_by_position_over_all_tables() -> None:
-    batch = rows_of(20).take(np.array([19, 0, 5, 4]))
-    assert batch.sample_id.tolist() == [19, 0, 5, 4]
-    assert pixels_of(batch).images[:, 0, 0, 0].tolist() == [19, 0, 5, 4]
-    assert batch.label.tolist() == [1, 0, 2, 1]
-
-
-def test_chosen_rows_keep_their_pixels() -> None:
-    chosen = rows_of(20).where(lambda ids: ids % 2 == 1)
-    assert len(chosen) == 10
-    assert [pixels_of(batch).images[:, 0, 0, 0].tolist() for batch in chosen.batches(4)][2] == [17, 19]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
-def test_global_batches_hold_the_same_rows_for_any_number_of_workers(num_workers: int) -> None:
-    shuffled = InMemorySampler(rows=rows_of(103), seed=5)
-    alone = [batch.sample_id for batch in shuffled.epoch_batches(BatchShard(batch_size=12), epoch=2)]
-    shares = [BatchShard(batch_size=12, rank=rank, num_workers=num_workers) for rank in range(num_workers)]
-    together = zip(*(shuffled.epoch_batches(share, epoch=2) for share in shares), strict=True)
-    joined = [np.concatenate([batch.sample_id for batch in step]) for step in together]
-    assert len(alone) == len(joined) == 103 // 12
-    for one, many in zip(alone, joined, strict=True):
-        assert np.array_equal(one, many)
-
-
-def test_an_epoch_has_every_row_once_and_another_order_each_time() -> None:
-    shuffled = InMemorySampler(rows=rows_of(60), seed=5)
-    orders = [
-        np.concatenate(
-            [batch.sample_id for batch in shuffled.epoch_batches(BatchShard(batch_size=6), epoch=epoch)]
-        )
-        for epoch in (0, 1)
+    # Several tables, some sliced and one empty, as Ray may return them.
+    parts = [table.slice(0, 5), table.slice(5, 0), table.slice(5)]
+    rows = InMemoryDataset(parts, {"image": image_format})
+    for positions in ([19, 0, 5, 4, 19], []):
+        batch = rows.take(np.array(positions, np.int64), epoch=2)
+        pixels = pixels_of(batch)
+        assert batch.sample_id.tolist() == pixels.images[:, 0, 0, 0].tolist() == positions
+        assert (pixels.images == pixels.images[:, :1, :1]).all()
+        assert pixels.images.flags.writeable  # torch refuses other memory
+        assert pixels.aspect.tolist() == [position / 2 for position in positions]
+        assert batch.label.tolist() == [position % 3 - 1 for position in positions]
+        assert batch.epoch == 2
+    odd = rows.where(lambda ids: ids % 2 == 1)
+    assert len(odd) == 10
+    assert [pixels_of(batch).images[:, 0, 0, 0].tolist() for batch in odd.batches(4)][1:] == [
+        [9, 11, 13, 15],
+        [17, 19],
     ]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(60))
-    assert not np.array_equal(*orders)
+    assert odd.labeled().sample_id.tolist() == [1, 5, 7, 11, 13, 17, 19]
 
 
-def test_an_epoch_begun_in_the_middle_goes_on_with_the_same_batches() -> None:
-    shuffled, share = (
-        InMemorySampler(rows=rows_of(60), seed=5),
-        BatchShard(batch_size=6, rank=1, num_workers=2),
-    )
-    whole = [batch.sample_id.tolist() for batch in shuffled.epoch_batches(share, epoch=1)]
-    rest = [batch.sample_id.tolist() for batch in shuffled.epoch_batches(share, epoch=1, start=4)]
-    assert rest == whole[4:]
+# Prefetching
 
 
-def test_a_large_photograph_is_squashed_as_pillow_does() -> None:
-    rng = np.random.default_rng(0)
-    for width, height in ((401, 300), (1_400, 400), (20_000, 10)):
-        noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        smooth = np.asarray(Image.fromarray(noise).resize((60, 40)).resize((width, height)))
-        for picture in (noise, smooth):
-            for size in (100, 224, 500):
-                squashed = ImageFormat(size=size).decode(picture)[0]
-                want = Image.fromarray(picture).resize(
-                    (size, size), Image.Resampling.BILINEAR, reducing_gap=3.0
-                )
-                assert np.abs(squashed.astype(int) - np.asarray(want)).max() <= 1, (width, height, size)
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "by_torch"),
-    [
-        ((300, 400, 3), 224, True),
-        ((30, 40, 3), 16, False),
-        ((300, 400), 224, False),
-        ((400, 1_400, 3), 224, False),
-    ],
-)
-def test_only_large_photographs_are_squashed_by_torch_and_its_errors_are_not_the_images(
-    shape: tuple[int, ...], size: int, by_torch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no such library")
-
-    monkeypatch.setattr("torch.nn.functional.interpolate", refuse)
-    format_here = ImageFormat(size=size, channels=3 if len(shape) == 3 else 1)
-    picture = np.zeros(shape, np.uint8)
-    if by_torch:
-        with pytest.raises(OSError, match="no such library"):
-            format_here.decode(picture)
-    else:
-        assert format_here.decode(picture)[0].shape[:2] == (size, size)
-
-
-def test_prefetched_items_that_are_forgotten_end_their_thread() -> None:
+def test_prefetching_stops_once_its_items_are_forgotten() -> None:
     made: list[int] = []
 
-    def endless():
+    def endless() -> Iterator[int]:
         while True:
             made.append(len(made))
             yield made[-1]
@@ -397,24 +327,34 @@ def test_prefetched_items_that_are_forgotten_end_their_thread() -> None:
     assert len(made) <= 5
 
 
-def test_prefetched_items_are_prepared_before_anybody_asks_and_end_once() -> None:
+def test_prefetched_items_are_prepared_early_in_order_and_end_once() -> None:
     begun = threading.Event()
 
-    def two():
+    def many() -> Iterator[int]:
         begun.set()
-        yield 1
-        yield 2
+        yield from range(50)
 
-    items = Prefetched(two())
+    items = Prefetched(many())
     assert begun.wait(10)
-    assert list(items) == [1, 2]
+    assert list(items) == list(range(50))
     assert list(items) == []
 
 
-def test_who_waits_for_an_item_gets_an_error_where_they_are_closed() -> None:
+def test_an_error_is_raised_in_place_of_its_item() -> None:
+    def failing() -> Iterator[int]:
+        yield 1
+        raise ValueError("damaged")
+
+    items = Prefetched(failing())
+    assert next(items) == 1
+    with pytest.raises(ValueError, match="damaged"):
+        next(items)
+
+
+def test_closing_raises_an_error_in_a_waiting_and_in_a_later_caller() -> None:
     never = threading.Event()
 
-    def one():
+    def one() -> Iterator[int]:
         yield 1
         never.wait(60)
 
@@ -426,65 +366,59 @@ def test_who_waits_for_an_item_gets_an_error_where_they_are_closed() -> None:
         with pytest.raises(ValueError, match="closed while they were in use"):
             waiting.result(10)
     never.set()
-    # And nobody takes what is left for the whole.
     items = Prefetched(iter(range(5)))
     items.close()
     with pytest.raises(ValueError, match="closed"):
         list(items)
 
 
-def test_prefetched_items_keep_their_order_and_hand_errors_over() -> None:
-    assert list(Prefetched(iter(range(50)))) == list(range(50))
-
-    def failing():
-        yield 1
-        raise ValueError("broken")
-
-    items = Prefetched(failing())
-    assert next(items) == 1
-    with pytest.raises(ValueError, match="broken"):
-        next(items)
+# Counts
 
 
-def test_a_logbook_goes_on_from_its_journal_whose_last_line_may_be_cut(tmp_path: Path) -> None:
+def stats(**counts: Any) -> ReadStats:
+    return ReadStats(num_rows=10, num_train=8, examples=["x.jpg (not an image)"], **counts)
+
+
+def test_a_restarted_coordinator_restores_its_journal_despite_an_incomplete_last_line(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     first = RunCoordinator(None, str(journal))
-    first.add_rows("a", 10, 8, {"not an image": 1}, ["a.png"])
-    first.add_left_out("a", {"labels without a query": 3})
-    first.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # read again: counts once
+    first.add_rows("a", stats(invalid=Counter({"not an image": 1})))
+    last = stats(invalid=Counter({"not an image": 2}), num_flat=3)
+    groups = ReadStats(skipped=Counter({"labels without a query": 3}))
+    first.add_rows("groups", groups)
+    first.add_rows("a", last)
     first.request_stop()
     first.request_stop()
     with journal.open("a") as file:
-        file.write('["add_rows", ["b", 10, 8')
+        file.write('["add_rows", ["b", {"num_rows": 8')
     second = RunCoordinator(None, str(journal))
     assert second.rows() == first.rows()
-    assert second.rows().num_rows == 10
-    assert second.rows().num_flat == 3
+    assert (second.rows().num_rows, second.rows().num_flat, second.rows().skipped) == (10, 3, groups.skipped)
     assert second.heartbeat()
-    second.add_rows("a", 10, 8, {"not an image": 2}, ["a.png"], 3)  # as in each epoch: nothing new
-    second.add_left_out("a", {"labels without a query": 3})
-    second.add_rows("c", 5, 5, {}, [])
+    second.add_rows("a", last)  # as in each epoch: nothing new
+    second.add_rows("groups", groups)
+    second.add_rows("c", ReadStats(num_rows=5))
     assert RunCoordinator(None, str(journal)).rows().num_rows == 15
-    assert journal.read_text().count("add_rows") == 4  # of them one that was cut; nothing twice
+    assert journal.read_text().count("add_rows") == 5  # the incomplete one included
     assert RunCoordinator(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
 
 
-def test_a_disk_that_is_full_costs_a_logbook_its_journal_and_nothing_else(tmp_path: Path) -> None:
-    logbook = RunCoordinator(None, str(tmp_path / "journal"))
-    logbook._journal = Path("/dev/full").open("a")
-    logbook.request_stop()
-    logbook.add_rows("a", 10, 8, {}, [])
-    assert logbook.heartbeat()
-    assert logbook.rows().num_rows == 10
+def test_a_full_disk_costs_a_coordinator_only_its_journal(tmp_path: Path) -> None:
+    coordinator = RunCoordinator(None, str(tmp_path / "journal"))
+    coordinator._journal = Path("/dev/full").open("a")
+    coordinator.request_stop()
+    coordinator.add_rows("a", stats())
+    assert coordinator.heartbeat()
+    assert coordinator.rows().num_rows == 10
 
 
-def test_logbook_counts_a_piece_once_though_it_is_read_again() -> None:
-    logbook = RunCoordinator()
+def test_a_fragment_that_is_read_again_counts_once_and_too_many_invalid_rows_are_an_error() -> None:
+    coordinator = RunCoordinator()
     for _ in range(2):
-        logbook.add_rows("a", 10, 8, {"not an image": 2}, ["x.jpg (not an image)"])
-    logbook.add_rows("b", 10, 10, {}, [])
-    rows = logbook.rows()
-    assert (rows.num_rows, rows.num_train, rows.num_broken) == (20, 18, 2)
+        coordinator.add_rows("a", stats(invalid=Counter({"not an image": 2})))
+    coordinator.add_rows("b", ReadStats(num_rows=10, num_train=10))
+    rows = coordinator.rows()
+    assert (rows.num_rows, rows.num_train, rows.num_invalid) == (20, 18, 2)
     rows.check(0.1)
     with pytest.raises(DataError, match=r"2 of 20 rows are invalid \(2 not an image; for example x.jpg"):
         rows.check(0.05)

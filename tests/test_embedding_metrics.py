@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycl.embedding_metrics import (
+from raycl.errors import ConfigError
+from raycl.evaluation.embedding_metrics import (
     MAX_ROWS,
     alignment,
     effective_rank,
@@ -18,7 +19,6 @@ from raycl.embedding_metrics import (
     positive_negative_gap,
     uniformity,
 )
-from raycl.errors import ConfigError
 from tests.tiles import MetricsLogger
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycl import storage
-from raycl.data.images import BrokenImageError
+from raycl.data.images import InvalidImageError
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.negatives.snapshot import write_rows
@@ -57,7 +57,12 @@ def write_table(place: Place, num_rows: int = 600) -> None:
 
 
 def values_of(source: Source) -> list[Any]:
-    return [value for piece in source.pieces for rows in source.read(piece) for value in rows.values["image"]]
+    return [
+        value
+        for fragment in source.fragments
+        for rows in source.read(fragment)
+        for value in rows.values["image"]
+    ]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -281,7 +286,7 @@ def test_rows_of_a_table_that_do_not_come_end_the_reading(s3: FaultyS3, fault: A
     place = Place(s3.uri(f"tables/{fault}.parquet"))
     write_table(place)
     source = find_source(place.uri)
-    rows = source.read(source.pieces[0])
+    rows = source.read(source.fragments[0])
     next(rows)
     s3.add(fault, methods="GET", prefix="tables", after=700)
     with pytest.raises(StorageError) as caught:
@@ -332,7 +337,7 @@ def test_an_image_that_is_gone_is_a_broken_row_whatever_else_happens(s3: FaultyS
     filesystem.delete_file(path)
     s3.add("throttled", prefix="images/gone", fraction=0.2)
     values = values_of(source)
-    assert isinstance(values[4], BrokenImageError)
+    assert isinstance(values[4], InvalidImageError)
     assert str(values[4]) == "file not found"
     del values[4]
     assert values == [content(2_000, index) for index in range(6) if index != 4]

@@ -19,12 +19,10 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
         "distributed.shared_memory",
         "tokenization",
         "tracking.prometheus",
-        "step_timer",
-        "device_copy",
     },
     {"records", "provenance", "embedding_snapshot"},
     {"distributed", "lease"},
-    {"losses", "augment", "data", "embedding_metrics", "recompute"},
+    {"losses", "augment", "data", "recompute"},
     {"batchnorm"},
     {"models", "optimizers", "negatives", "gradient_cache"},
     {"evaluation"},
@@ -64,14 +62,12 @@ MATHEMATICS = {
     "losses",
     "augment",
     "distributed",
-    "embedding_metrics",
     "models",
     "batchnorm",
     "optimizers",
     "evaluation",
     "gradient_cache",
     "recompute",
-    "step_timer",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -134,7 +130,7 @@ def test_the_ground_knows_neither_torch_nor_ray_and_mathematics_knows_no_ray(pat
 
 
 def test_data_tasks_pay_for_torch_only_where_photographs_are_resized() -> None:
-    names = "codecs, coordinator, decode, images, in_memory, sources, split, texts"
+    names = "codecs, decode, images, in_memory, read_stats, sources, split, texts"
     task = f"""
         import sys
         import numpy

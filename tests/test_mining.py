@@ -32,7 +32,7 @@ def test_rows_without_text_or_label_are_left_out_and_counted(tmp_path: Path) -> 
     pq.write_table(pa.table(rows), path)
     found = read_values(str(path), PAIRS)
     assert found.by_role["query"] == ["a", "d"]
-    assert (found.label.tolist(), found.num_broken) == ([1, 0], 2)
+    assert (found.label.tolist(), found.num_invalid) == ([1, 0], 2)
 
 
 def test_no_match_of_a_query_is_its_negative_whatever_a_log_says() -> None:
@@ -207,7 +207,7 @@ def test_pairs_that_a_run_would_not_take_are_broken_and_ids_are_those_of_a_run(t
         "document_id": [1, 4],
         "negative_ids": [[7, 8], []],
     }
-    assert found.num_broken == 4
+    assert found.num_invalid == 4
     pq.write_table(pa.table(rows).slice(4), path)
     with pytest.raises(DataError, match="none of the 2 rows of .*can be used"):
         read_pairs(path, names)
@@ -221,7 +221,7 @@ def test_what_was_mined_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
     table, _ = mined_from(rows)
     pq.write_table(pa.Table.from_pylist(table), path)
     again = read_pairs(str(path), ColumnNames())
-    assert again.num_broken == 0
+    assert again.num_invalid == 0
     assert again.by_role == {role: [row[role] for row in table] for role in table[0]}
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raycl.step_timer import PAUSED, REST, StepTimer, counted, phase
+from raycl.distributed.step_timer import PAUSED, REST, StepTimer, counted, phase
 from raycl.training.metrics_logger import Clock
 from raycl.training.stages import Position
 
@@ -27,7 +27,7 @@ class Hands:
 def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     hands = Hands()
     stopped = SimpleNamespace(perf_counter=hands.read, monotonic=hands.read)
-    monkeypatch.setattr("raycl.step_timer.time", stopped)
+    monkeypatch.setattr("raycl.distributed.step_timer.time", stopped)
     monkeypatch.setattr("raycl.training.metrics_logger.time", stopped)
     return hands
 

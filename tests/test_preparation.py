@@ -19,7 +19,7 @@ def gathered(folder: Path, groups: pa.Array, texts: pa.Array) -> tuple[list[list
     data, output = folder / "texts.parquet", folder / "groups.parquet"
     pq.write_table(pa.table({"text": texts, "about": groups}), data)
     found = gather_texts(str(data), str(output), group="about")
-    return pq.read_table(output)["text"].to_pylist(), found.num_broken
+    return pq.read_table(output)["text"].to_pylist(), found.num_invalid
 
 
 @pytest.mark.parametrize(

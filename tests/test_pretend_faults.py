@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from raycl import device_copy
 from raycl.augment import color
 from raycl.batchnorm import shuffled, synchronized
 from raycl.batchnorm.chunked import statistics
-from raycl.device_copy import Download
+from raycl.distributed import device_copy
+from raycl.distributed.device_copy import Download
 from raycl.losses import mutual
 from raycl.losses.example_ids import assign_example_ids
 from raycl.losses.objective import StoreBatch

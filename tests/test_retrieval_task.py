@@ -50,7 +50,7 @@ def test_queries_search_the_documents_and_negatives_of_both_sets(write: Write) -
     assert task.queries == ["q", "r"]
     assert task.documents == ["a", "b", "c", "d", "e", "f"]
     assert judged(task) == {("q", "a", 1), ("r", "b", 1)}
-    assert task.sizes == {"num_train": 2, "num_test": 3, "num_broken": 0}
+    assert task.sizes == {"num_train": 2, "num_test": 3, "num_invalid": 0}
 
 
 def test_lists_of_negatives_add_nothing_but_documents(write: Write) -> None:
@@ -98,7 +98,7 @@ def test_broken_rows_of_both_sets_are_left_out_and_counted(write: Write) -> None
     train = write("train", query=["s", "t", "u"], document=["e", "f", "g"], **broken)
     task = pair_task(test, train, NAMES)
     assert (task.queries, task.documents) == (["q"], ["a", "e", "g", "c"])
-    assert task.sizes == {"num_train": 2, "num_test": 1, "num_broken": 3}
+    assert task.sizes == {"num_train": 2, "num_test": 1, "num_invalid": 3}
 
 
 def benchmark(write: Write, **changes: Any) -> tuple[str, str, str]:
@@ -120,7 +120,7 @@ def test_judgments_find_their_texts_by_id(write: Write) -> None:
     assert (task.queries, task.documents) == (["q", "r", "s"], ["c", "b", "a", "d"])
     assert judged(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
     assert excluded(task) == set()
-    assert task.sizes == {"num_train": 0, "num_test": 3, "num_broken": 0}
+    assert task.sizes == {"num_train": 0, "num_test": 3, "num_invalid": 0}
     assert task.labeled is None
 
 
@@ -153,13 +153,13 @@ def test_texts_that_are_broken_take_their_judgments_along(write: Write) -> None:
     task = judged_task(*sets, NAMES)
     assert (task.queries, task.documents) == (["r", "s"], ["c", "b", "a"])
     assert judged(task) == {("r", "b", 2), ("r", "c", 0)}
-    assert (task.sizes["num_test"], task.sizes["num_broken"]) == (3, 2)
+    assert (task.sizes["num_test"], task.sizes["num_invalid"]) == (3, 2)
 
 
 def test_a_judgment_without_a_grade_is_left_out_and_counted(write: Write) -> None:
     task = judged_task(*benchmark(write, judgments__label=[2, None, 0]), NAMES)
     assert judged(task) == {("r", "b", 2), ("r", "c", 0)}
-    assert (task.sizes["num_test"], task.sizes["num_broken"]) == (2, 1)
+    assert (task.sizes["num_test"], task.sizes["num_invalid"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_images_search_all_captions_and_share_equal_ones(write: Write) -> None:
     assert task.queries == [b"1", b"2", b"4"]
     assert task.documents == ["a cat", "a pet", "a dog", "a bird"]
     assert task.relevance.tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 2, 1], [2, 3, 1]]
-    assert task.sizes == {"num_train": 0, "num_test": 3, "num_broken": 1}
+    assert task.sizes == {"num_train": 0, "num_test": 3, "num_invalid": 1}
     single = image_task(write("single", image=[b"1", b"2"], caption=["a cat", "a dog"]), NAMES)
     assert judged(single) == {(b"1", "a cat", 1), (b"2", "a dog", 1)}
 
@@ -218,7 +218,7 @@ def test_a_reversed_task_searches_queries_by_relevant_documents(seed: int) -> No
         documents=[f"d{n}" for n in range(9)],
         relevance=np.unique(rng.integers(0, (6, 9, 3), (12, 3)), axis=0),
         num_test=12,
-        num_broken=1,
+        num_invalid=1,
     )
     reverse = task.reversed()
     relevant = {document for _, document, grade in judged(task) if grade > 0}

@@ -25,7 +25,7 @@ from PIL import EpsImagePlugin
 from raycl.cli.main import main
 from raycl.config.overrides import config_from_yaml, config_to_yaml, parse_setting
 from raycl.data.columns import ColumnNames
-from raycl.data.images import BrokenImageError, ImageFormat
+from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
@@ -427,7 +427,7 @@ def test_rows_of_pickled_objects_are_refused_before_one_is_read(
     path = write_parquet(tmp_path / "rows.parquet", plain, column, pickled_column(marker, 1), in_list=in_list)
     with pytest.raises(DataError, match=f"pickled Python objects in '{column}', which raycl never loads"):
         source = find_source(str(path), ColumnNames())
-        list(source.read(source.pieces[0]))
+        list(source.read(source.fragments[0]))
 
 
 def test_that_such_rows_would_run_is_no_idle_fear(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_a_picture_that_is_a_program_is_not_run(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     drawn = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
-    with pytest.raises(BrokenImageError, match="a PostScript program instead of an image"):
+    with pytest.raises(InvalidImageError, match="a PostScript program instead of an image"):
         ImageFormat(size=8).decode(drawn)
 
 

@@ -22,7 +22,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from raycl.errors import ConfigError, DataError
 from raycl.tokenization import inverse_document_frequency
-from raycl.tokenization.tokenizer import BrokenTextError, Tokenizer, read_text, train_tokenizer
+from raycl.tokenization.tokenizer import InvalidTextError, Tokenizer, read_text, train_tokenizer
 from tests.texts import invented_texts
 
 TEXTS = invented_texts()
@@ -339,11 +339,11 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
         (3, "int in place of a text"),
         (1.5, "float in place of a text"),
         (["ba"], "list in place of a text"),
-        (BrokenTextError("no such file"), "no such file"),
+        (InvalidTextError("no such file"), "no such file"),
     ],
 )
 def test_a_broken_text_says_why(value: Any, cause: str) -> None:
-    with pytest.raises(BrokenTextError, match=f"^{cause}$"):
+    with pytest.raises(InvalidTextError, match=f"^{cause}$"):
         read_text(value)
 
 

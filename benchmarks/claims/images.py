@@ -36,7 +36,7 @@ def training_subset(data: str, num_rows: int | None, output: Place) -> str:
     if num_rows is None or source.num_rows <= num_rows:
         return absolute(data)
     # The name follows from the address, the files and their rows, so that another set gets its own subset.
-    fragments = "\n".join(fragment.to_json() for fragment in source.pieces)
+    fragments = "\n".join(fragment.to_json() for fragment in source.fragments)
     digest = hashlib.sha256(fragments.encode()).hexdigest()[:8]
     place = output / f"train-{num_rows}-of-{source.num_rows}-{digest}.parquet"
     if not place.exists():
@@ -55,7 +55,7 @@ def _labeled(data: str) -> Source:
 
 def _to_parquet(source: Source, chosen: np.ndarray[Any, Any]) -> bytes:
     images, labels, first = [], [], 0
-    for fragment in source.pieces:
+    for fragment in source.fragments:
         for rows in source.read(fragment):
             own = chosen[(chosen >= first) & (chosen < first + len(rows.label))] - first
             images += [rows.values["image"][position] for position in own]

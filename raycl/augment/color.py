@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raycl.device_copy import constant
+from raycl.distributed.device_copy import constant
 
 GRAY = (0.299, 0.587, 0.114)  # luma of ITU-R BT.601, as in torchvision
 

@@ -22,7 +22,7 @@ from raycl.augment.color import color_transform, recolor
 from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample
 from raycl.augment.rng import uniforms
 from raycl.augment.rotation import rotate
-from raycl.device_copy import constant
+from raycl.distributed.device_copy import constant
 from raycl.errors import ConfigError
 
 # One column of uniforms each; the columns of the crop box follow, then the rotation.

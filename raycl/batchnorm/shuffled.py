@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raycl.device_copy import upload
 from raycl.distributed import gather, gather_detached, num_workers, rank
+from raycl.distributed.device_copy import upload
 
 _PURPOSE = 0x5AFF1E  # separates these draws from the orders of epochs, which hash (seed, epoch)
 

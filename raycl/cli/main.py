@@ -175,9 +175,9 @@ def embed(
     from raycl.inference.embed import embed_to_parquet
 
     rows = embed_to_parquet(run, data, output, debug=debug, **options, **chosen)
-    print(f"{rows.num_rows - rows.num_broken:,} rows embedded to {output}")
-    if rows.num_broken:
-        print(f"invalid rows: {rows.describe_broken()}")
+    print(f"{rows.num_rows - rows.num_invalid:,} rows embedded to {output}")
+    if rows.num_invalid:
+        print(f"invalid rows: {rows.describe_invalid()}")
 
 
 @app.command()
@@ -208,7 +208,7 @@ def mine(
     )  # fmt: skip
     print(
         f"{mined.num_negatives:,} negatives added to {mined.num_pairs:,} pairs in {output}; "
-        f"{mined.num_too_near:,} were too near, {mined.num_broken:,} rows are invalid"
+        f"{mined.num_too_near:,} were too near, {mined.num_invalid:,} rows are invalid"
     )
 
 

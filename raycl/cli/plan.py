@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from raycl.config import Columns, RunConfig
 from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
 from raycl.data.columns import ColumnNames
-from raycl.data.images import BrokenImageError, image_sides
+from raycl.data.images import InvalidImageError, image_sides
 from raycl.data.sources import find_source
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
@@ -108,7 +108,7 @@ def peek_image_size(data: "str | ray.data.Dataset | None", columns: ColumnNames)
     for content in _first_images(data, columns):
         try:
             sides.append(min(image_sides(content)))
-        except BrokenImageError:
+        except InvalidImageError:
             continue
     return max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
 
@@ -118,7 +118,7 @@ def _first_images(data: "str | ray.data.Dataset | None", columns: ColumnNames) -
         source = find_source(data, columns)
         return [
             content
-            for rows in islice(source.read(source.pieces[0]), 1)
+            for rows in islice(source.read(source.fragments[0]), 1)
             for content in rows.values["image"][:NUM_PEEKED]
         ]
     if data is None:

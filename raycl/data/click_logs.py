@@ -1,25 +1,26 @@
 """Group click logs: one row per positive, with the explicit negatives of its query."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, final
+from typing import Any
 
 import pyarrow as pa
 import ray
 
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import NUM_EXAMPLES
-from raycl.data.decode import values_in
+from raycl.data.decode import map_fragments
 from raycl.data.ids import content_id, entity_id, is_missing
-from raycl.data.sources import Fragment, RawRows, Source
-from raycl.errors import BrokenValueError, DataError
-from raycl.tokenization import BrokenTextError, read_text
+from raycl.data.read_stats import ReadStats
+from raycl.data.sources import Fragment, RawRows, Source, values_of
+from raycl.errors import DataError, InvalidValueError
+from raycl.tokenization import read_text
 
 WITHOUT_POSITIVE = "queries without a positive document"
 REPEATED = "repeated pairs"
 CONTRADICTED = "explicit negatives that are a positive of the same query"
+_CAUSES = (WITHOUT_POSITIVE, REPEATED, CONTRADICTED)
 
 _ROW = pa.schema(
     [
@@ -39,7 +40,7 @@ _PAIR = pa.schema(
         ("query_id", pa.int64()),
         ("document_id", pa.int64()),
         ("negative_ids", pa.list_(pa.int64())),
-        *((f"num_{cause}", pa.int64()) for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED)),
+        *((f"num_{cause}", pa.int64()) for cause in _CAUSES),
     ]
 )
 GROUPED = ColumnNames(image=None, query="query", document="document", negatives="negatives")
@@ -47,20 +48,14 @@ GROUPED = ColumnNames(image=None, query="query", document="document", negatives=
 
 def group_source(source: Source, coordinator: Any) -> ray.data.Dataset:
     """Return the pairs of a labeled source; see :func:`group_rows`."""
-    described = replace(source, pieces=())
 
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        for text in batch["fragment"].to_pylist():
-            fragment = Fragment.from_json(text)
-            batches = ((rows, labels_as_given(rows, described)) for rows in described.read(fragment))
-            yield from _valid_tables(f"{fragment.uri}:{fragment.first_id}, labeled", batches, coordinator)
+    def read(described: Source, fragment: Fragment) -> Iterator[pa.Table]:
+        stats = ReadStats()
+        for rows in described.read(fragment):
+            yield _valid_rows(rows.values, labels_as_given(rows, described), rows.where, stats)
+        ray.get(coordinator.add_rows.remote(f"{fragment.name}, labeled", stats))
 
-    fragments = ray.data.from_items(
-        [{"fragment": fragment.to_json()} for fragment in source.pieces],
-        override_num_blocks=len(source.pieces),
-    )
-    labeled = fragments.map_batches(read, batch_size=1, batch_format="pyarrow", zero_copy_batch=True)
-    return group_rows(labeled, coordinator)
+    return group_rows(map_fragments(source, read), coordinator)
 
 
 def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, coordinator: Any) -> ray.data.Dataset:
@@ -68,12 +63,12 @@ def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, coordinator: 
     label = columns.label
     assert label is not None, "a labeled dataset has a column of labels"
 
-    def read(batch: pa.Table) -> Iterator[pa.Table]:
-        values, labels = values_in(batch, columns), batch[label].to_pylist()
+    def read(batch: pa.Table) -> pa.Table:
+        values, labels, stats = values_of(batch, columns), batch[label].to_pylist(), ReadStats()
         where = [f"row {place} of a batch" for place in range(len(labels))]
-        empty: Any = pa.array([], pa.int64()).to_numpy()
-        rows = RawRows(values=values, sample_id=empty, label=empty, where=where)
-        yield from _valid_tables(f"labeled {_hash_of([values, labels])}", [(rows, labels)], coordinator)
+        valid = _valid_rows(values, labels, where, stats)
+        ray.get(coordinator.add_rows.remote(f"labeled {_hash_of([values, labels])}", stats))
+        return valid
 
     return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow"), coordinator)
 
@@ -88,21 +83,20 @@ def group_rows(labeled: ray.data.Dataset, coordinator: Any) -> ray.data.Dataset:
     grouped = labeled.groupby("group").map_groups(_pairs_of_group, batch_format="pyarrow")
 
     def finish(table: pa.Table) -> pa.Table:
-        ray.get(coordinator.add_left_out.remote(*_left_out_of(table)))
+        ray.get(coordinator.add_rows.remote(*_skipped_in(table)))
         kept = table.filter(table["document"].is_valid())
         return kept.select([name for name in kept.column_names if not name.startswith("num_")])
 
     return grouped.map_batches(finish, batch_size=None, batch_format="pyarrow")
 
 
-def _left_out_of(pairs: pa.Table) -> tuple[str, Counter[str]]:
+def _skipped_in(pairs: pa.Table) -> tuple[str, ReadStats]:
     """Return a name for these pairs, and the number of skipped rows of their groups by cause."""
-    left_out = Counter()
-    for cause in (WITHOUT_POSITIVE, REPEATED, CONTRADICTED):
-        left_out[cause] = int(sum(pairs[f"num_{cause}"].to_pylist()))
+    counts = {cause: sum(pairs[f"num_{cause}"].to_pylist()) for cause in _CAUSES}
+    skipped = Counter({cause: count for cause, count in counts.items() if count})
     # A query may span several blocks, and several queries may share a text.
     names = pairs.select(["query", "query_id", "document"])
-    return f"groups {_hash_of(names.to_pydict())}", left_out
+    return f"groups {_hash_of(names.to_pydict())}", ReadStats(skipped=skipped)
 
 
 def _hash_of(values: Any) -> int:
@@ -116,46 +110,34 @@ def labels_as_given(rows: RawRows, source: Source) -> list[Any]:
     return [source.classes[number] if number >= 0 else None for number in rows.label]
 
 
-def _valid_tables(
-    name: str, batches: Iterable[tuple[RawRows, Sequence[Any]]], coordinator: Any
-) -> Iterator[pa.Table]:
-    """Yield the valid rows, and report the counts of all rows."""
-    broken: Counter[str] = Counter()
-    examples: list[str] = []
-    num_rows = 0
-    for rows, labels in batches:
-        num_rows += len(labels)
-        yield _valid_rows(rows, labels, broken, examples)
-    # These rows are not training rows; their pairs are counted later.
-    ray.get(coordinator.add_rows.remote(name, num_rows, 0, broken, examples[:NUM_EXAMPLES]))
-
-
-def _valid_rows(rows: RawRows, labels: Sequence[Any], broken: Counter[str], examples: list[str]) -> pa.Table:
+def _valid_rows(
+    values: Mapping[str, Sequence[Any]], labels: Sequence[Any], where: Sequence[str], stats: ReadStats
+) -> pa.Table:
+    """Return the valid rows, and count all of them; training rows are counted once they are paired."""
+    stats.num_rows += len(labels)
     valid = []
     for place, label in enumerate(labels):
         try:
-            valid.append(_checked_row(rows, place, label))
-        except BrokenValueError as error:
-            broken[str(error)] += 1
-            examples.append(f"{rows.where[place]} ({error})")
+            valid.append(_checked_row({role: each[place] for role, each in values.items()}, label))
+        except InvalidValueError as error:
+            stats.add_invalid(where[place], error)
     return pa.Table.from_pylist(valid, schema=_ROW)
 
 
 def is_clicked(label: Any) -> bool:
-    """Return whether a label is 1; raise ``BrokenValueError`` unless it is 0 or 1."""
+    """Return whether a label is 1; raise ``InvalidValueError`` unless it is 0 or 1."""
     if str(label) in ("1", "True", "1.0"):
         return True
     if str(label) in ("0", "False", "0.0"):
         return False
-    raise BrokenValueError("label other than 0 and 1")
+    raise InvalidValueError("label other than 0 and 1")
 
 
-def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
+def _checked_row(values: Mapping[str, Any], label: Any) -> dict[str, Any]:
     clicked = is_clicked(label)
-    query, document = (read_text(rows.values[role][place]) for role in ("query", "document"))
+    query, document = read_text(values["query"]), read_text(values["document"])
     query_id, document_id = (
-        None if role not in rows.values else _id_of(rows.values[role][place])
-        for role in ("query_id", "document_id")
+        _id_of(values[role]) if role in values else None for role in ("query_id", "document_id")
     )
     return {
         "group": content_id(query.encode()) if query_id is None else query_id,
@@ -169,40 +151,22 @@ def _checked_row(rows: RawRows, place: int, label: Any) -> dict[str, Any]:
 
 def _id_of(value: Any) -> int:
     if is_missing(value):
-        raise BrokenTextError("missing id")
+        raise InvalidValueError("missing id")
     return entity_id(value)
-
-
-@final
-class _SeenDocuments:
-    """Documents seen so far, by id or by text."""
-
-    def __init__(self) -> None:
-        self._known: set[Any] = set()
-
-    def add(self, row: dict[str, Any]) -> bool:
-        """Add a document; return whether it was new."""
-        names = {row["document"], row["document_id"]} - {None}
-        is_new = not names & self._known
-        self._known |= names
-        return is_new
-
-    def __contains__(self, row: dict[str, Any]) -> bool:
-        return bool({row["document"], row["document_id"]} & self._known)
 
 
 def _pairs_of_group(table: pa.Table) -> pa.Table:
     # The shuffle returns rows in any order; sort them, since the ids of pairs hash their contents.
     rows = sorted(table.to_pylist(), key=itemgetter("document", "document_id", "query", "clicked"))
-    seen, seen_negatives = _SeenDocuments(), _SeenDocuments()
-    positives = [row for row in rows if row["clicked"] and seen.add(row)]
+    clicked = [row for row in rows if row["clicked"]]
     others = [row for row in rows if not row["clicked"]]
-    negatives = [row for row in others if row not in seen]
-    distinct = [row for row in negatives if seen_negatives.add(row)]
-    repeated = sum(row["clicked"] for row in rows) - len(positives) + len(negatives) - len(distinct)
+    seen: set[Any] = set()  # texts and ids of positive documents
+    positives = _with_new_documents(clicked, seen)
+    negatives = [row for row in others if not _document_of(row) & seen]
+    distinct = _with_new_documents(negatives, set())
     counts = {
         f"num_{WITHOUT_POSITIVE}": int(not positives),
-        f"num_{REPEATED}": repeated,
+        f"num_{REPEATED}": len(clicked) - len(positives) + len(negatives) - len(distinct),
         f"num_{CONTRADICTED}": len(others) - len(negatives),
     }
     explicit = {
@@ -212,10 +176,23 @@ def _pairs_of_group(table: pa.Table) -> pa.Table:
     no_pair = {**rows[0], "document": None, "document_id": None}
     pairs = [{**row, **explicit, **dict.fromkeys(counts, 0)} for row in positives or [no_pair]]
     pairs[0] |= counts
-    names = set(_PAIR.names)
-    return pa.Table.from_pylist(
-        [{k: v for k, v in pair.items() if k in names} for pair in pairs], schema=_PAIR
-    )
+    return pa.Table.from_pylist([{name: pair[name] for name in _PAIR.names} for pair in pairs], schema=_PAIR)
+
+
+def _document_of(row: Mapping[str, Any]) -> set[Any]:
+    """Return the document's text and, if it has one, its id."""
+    return {row["document"], row["document_id"]} - {None}
+
+
+def _with_new_documents(rows: list[dict[str, Any]], seen: set[Any]) -> list[dict[str, Any]]:
+    """Return the rows whose document is not among the ``seen``, by text or id; adds all to ``seen``."""
+    new = []
+    for row in rows:
+        document = _document_of(row)
+        if not document & seen:
+            new.append(row)
+        seen |= document
+    return new
 
 
 def grouped_columns(columns: ColumnNames) -> ColumnNames:

@@ -1,50 +1,26 @@
 """Column formats: decode values, store them in Arrow, and read them back in batches."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 
-class Content(Protocol):
-    """The decoded values of a column in a batch."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def joined(self, other: Self) -> Self:
-        """Return these rows followed by the rows of ``other``."""
-        ...
-
-
-class Stored(Protocol):
-    """The decoded values of a column in Arrow memory."""
-
-    def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> Content:
-        """Copy the values at these rows of these parts."""
-        ...
-
-    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tokens of each row: the longest text of a list, 0 for other contents."""
-        ...
-
-
 class Format(Protocol):
     """The format of a column's values, from the source to the batch."""
 
     def decode_all(self, values: Sequence[Any]) -> list[Any]:
-        """Return each decoded value, or the ``BrokenValueError`` of a value that cannot be decoded."""
+        """Return each decoded value, or the ``InvalidValueError`` of a value that cannot be decoded."""
         ...
 
     def store(self, decoded: Sequence[Any]) -> dict[str, pa.Array]:
         """Return Arrow columns of decoded values; there may be none."""
         ...
 
-    def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> Stored:
-        """Return the values of ``store``, whose columns now have a prefix."""
+    def read(self, columns: Mapping[str, Any]) -> Any:
+        """Return the values of the columns of ``store`` as NumPy arrays."""
         ...
 
 
@@ -60,6 +36,21 @@ def store_all(formats: Formats, decoded: Mapping[str, Sequence[Any]]) -> dict[st
     }
 
 
-def read_all(formats: Formats, parts: Sequence[pa.RecordBatch]) -> dict[str, Stored]:
+def read_all(formats: Formats, rows: pa.RecordBatch) -> dict[str, Any]:
     """Return the values of ``store_all`` by role."""
-    return {role: each.read(parts, f"{role}.") for role, each in formats.items()}
+    columns: dict[str, dict[str, pa.Array]] = {role: {} for role in formats}
+    for path in rows.schema.names:
+        role, _, name = path.partition(".")
+        if role in formats:
+            columns[role][name] = rows.column(path)
+    return {role: each.read(columns[role]) for role, each in formats.items()}
+
+
+def list_lengths(column: Any) -> NDArray[np.int64]:
+    """Return the length of each list of a column without missing values."""
+    return np.diff(column.offsets.to_numpy()).astype(np.int64)
+
+
+def to_numpy(column: pa.Array) -> NDArray[Any]:
+    """Copy a column of numbers, so that torch may use its memory."""
+    return column.to_numpy(zero_copy_only=False, writable=True)

@@ -6,7 +6,7 @@ from typing import final
 
 import pyarrow as pa
 
-from raycl.data.image_files import is_image_struct
+from raycl.data.images import is_image_struct
 from raycl.errors import DataError
 
 _OPTIONAL_OF_PAIRS = ("negatives", "query_id", "document_id", "negative_ids")  # read if present

@@ -25,7 +25,7 @@ class EpochSplits:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[BatchShard, int, _Reading] | None = None
+        self._last: tuple[BatchShard, int, _EpochReader] | None = None
         self._actors: dict[int, Any] = {}  # by epoch; on the first worker only
 
     def tables(
@@ -36,23 +36,23 @@ class EpochSplits:
         ``continues``: the previous epoch was used to its end. ``has_next``: the next epoch will follow with
         the same share.
         """
-        reading = self._prefetched(share, epoch) if continues else None
+        reader = self._prefetched(share, epoch) if continues else None
         self._last = None
-        wanted = ([epoch] if reading is None else []) + ([epoch + 1] if has_next else [])
-        parts = self._split(open_epoch, share, wanted, kept=set() if reading is None else {epoch})
-        if reading is None:
-            reading = _Reading(parts[epoch])
+        wanted = ([epoch] if reader is None else []) + ([epoch + 1] if has_next else [])
+        parts = self._split(open_epoch, share, wanted, kept=set() if reader is None else {epoch})
+        if reader is None:
+            reader = _EpochReader(parts[epoch])
         if has_next:
-            reading.turn.set_next(parts[epoch + 1])
-        self._last = share, epoch, reading
-        yield from reading.tables
+            reader.upcoming.set_next(parts[epoch + 1])
+        self._last = share, epoch, reader
+        yield from reader.tables
 
-    def _prefetched(self, share: BatchShard, epoch: int) -> "_Reading | None":
-        """Return the reading of an epoch if it was started during the previous epoch."""
+    def _prefetched(self, share: BatchShard, epoch: int) -> "_EpochReader | None":
+        """Return the reader of an epoch if it was started during the previous epoch."""
         # Equal on all workers: an epoch that ended has started the next one, if ``has_next``.
         if self._last is None or self._last[:2] != (share, epoch - 1):
             return None
-        return self._last[2].turn.following
+        return self._last[2].upcoming.following
 
     def _split(
         self, open_epoch: OpenEpoch, share: BatchShard, epochs: list[int], *, kept: set[int]
@@ -86,12 +86,12 @@ class EpochSplits:
 
 
 @final
-class _Reading:
-    """The prefetched tables of an epoch; deleting this stops its thread and the next epoch's reading."""
+class _EpochReader:
+    """The prefetched tables of an epoch; deleting this stops its thread and the next epoch's reader."""
 
     def __init__(self, part: Any) -> None:
-        self.turn = _NextEpoch()
-        self.tables = Prefetched(_read(part, self.turn), depth=_AHEAD)
+        self.upcoming = _NextEpoch()
+        self.tables = Prefetched(_read(part, self.upcoming), depth=_AHEAD)
 
 
 @final
@@ -101,7 +101,7 @@ class _NextEpoch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_read, self._part = False, None
-        self.following: _Reading | None = None
+        self.following: _EpochReader | None = None
 
     def set_next(self, part: Any) -> None:
         """Set the part of the next epoch, to be read after this epoch."""
@@ -117,9 +117,9 @@ class _NextEpoch:
 
     def _start_if_ready(self) -> None:
         if self._is_read and self._part is not None:
-            self.following, self._part = _Reading(self._part), None
+            self.following, self._part = _EpochReader(self._part), None
 
 
-def _read(part: Any, turn: _NextEpoch) -> Iterator[pa.Table]:
+def _read(part: Any, upcoming: _NextEpoch) -> Iterator[pa.Table]:
     yield from part.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-    turn.mark_read()
+    upcoming.mark_read()

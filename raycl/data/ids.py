@@ -2,15 +2,16 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raycl.errors import BrokenValueError, DataError
+from raycl.data.codecs import list_lengths, to_numpy
+from raycl.errors import DataError, InvalidValueError
 
 _INTEGER = re.compile(rb"0|-?[1-9][0-9]{0,19}")  # as Python writes it: "007" and "7" are different ids
 _64_BITS = range(-(2**63), 2**64)
@@ -27,12 +28,6 @@ class Ids:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def joined(self, other: Self) -> Self:
-        """Return these rows followed by the rows of ``other``."""
-        return type(self)(
-            np.concatenate([self.values, other.values]), np.concatenate([self.counts, other.counts])
-        )
-
 
 @final
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class IdFormat:
 
     in_lists: bool = False
 
-    def decode_all(self, values: Sequence[Any]) -> list[list[int] | BrokenValueError]:
+    def decode_all(self, values: Sequence[Any]) -> list[list[int] | InvalidValueError]:
         """Return the ids of each row as numbers, or the error of the row."""
         return [self._numbers(value) for value in values]
 
@@ -49,37 +44,17 @@ class IdFormat:
         """Return the column ``id``, of lists."""
         return {"id": pa.array(decoded, pa.list_(pa.int64()))}
 
-    def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> "StoredIds":
+    def read(self, columns: Mapping[str, Any]) -> Ids:
         """Return the ids of these columns."""
-        return StoredIds([part.column(f"{prefix}id").to_numpy(zero_copy_only=False) for part in parts])
+        return Ids(to_numpy(columns["id"].flatten()), list_lengths(columns["id"]))
 
-    def _numbers(self, value: Any) -> list[int] | BrokenValueError:
+    def _numbers(self, value: Any) -> list[int] | InvalidValueError:
         values = [value]
         if self.in_lists:
             values = [] if value is None else list(value)
-        return (
-            BrokenValueError("missing id") if any(map(is_missing, values)) else list(map(entity_id, values))
-        )
-
-
-@final
-@dataclass(frozen=True)
-class StoredIds:
-    """Ids in Arrow memory, by part."""
-
-    parts: Sequence[NDArray[Any]]
-
-    def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> Ids:
-        """Copy the ids at these rows of these parts."""
-        rows = [self.parts[each][at] for each, at in zip(part, row, strict=True)]
-        return Ids(
-            np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64),
-            np.array([len(each) for each in rows], np.int64),
-        )
-
-    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return 0 for each row: ids have no tokens."""
-        return np.zeros(len(part), np.int64)
+        if any(map(is_missing, values)):
+            return InvalidValueError("missing id")
+        return list(map(entity_id, values))
 
 
 def is_missing(value: Any) -> bool:
@@ -126,3 +101,17 @@ def stable_ids(values: list[Any]) -> NDArray[np.int64]:
 def content_id(content: bytes) -> int:
     """Hash bytes to an int64 that is the same on every machine."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def content_ids(values: Mapping[str, Sequence[Any]]) -> NDArray[np.int64]:
+    """Return the :func:`content_id` of each row; ``values`` are by role, so equal rows share an id."""
+    rows = zip(*values.values(), strict=True)
+    return np.array([content_id(b"\0".join(map(_bytes_of, row))) for row in rows], np.int64)
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, list):
+        return b"\1".join(map(_bytes_of, value))
+    return value if isinstance(value, bytes) else b"" if value is None else str(value).encode()

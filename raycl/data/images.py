@@ -1,16 +1,21 @@
-"""Decode images: encoded bytes to a square of uint8 pixels and the original aspect ratio."""
+"""Decode images: encoded bytes, or the files that hold them, to a square of uint8 pixels and the aspect ratio."""
 
 import io
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from raycl.errors import BrokenValueError
+from raycl.data.codecs import to_numpy
+from raycl.errors import InvalidValueError, StorageError
+from raycl.storage import Place
 
 Image.MAX_IMAGE_PIXELS = None  # ImageFormat.max_pixels refuses large images before they are decoded
 
@@ -22,7 +27,13 @@ _MAX_TORCH_SHRINK = 4  # factor per side
 _PROGRAMS = frozenset({"EPS"})  # PostScript: Pillow would run it in Ghostscript
 
 
-class BrokenImageError(BrokenValueError):
+# A path in a dataset must not choose an endpoint ("?") or bring a key ("@").
+_ABSOLUTE = re.compile(r"(s3://[A-Za-z0-9._-]+|)/(.+)", re.DOTALL)
+_BYTES = (pa.null(), pa.binary(), pa.large_binary())
+_PATHS = (pa.null(), pa.string(), pa.large_string())
+
+
+class InvalidImageError(InvalidValueError):
     """An image that cannot be used."""
 
 
@@ -36,12 +47,6 @@ class Pixels:
 
     def __len__(self) -> int:
         return len(self.aspect)
-
-    def joined(self, other: Self) -> Self:
-        """Return these images followed by the images of ``other``."""
-        return type(self)(
-            np.concatenate([self.images, other.images]), np.concatenate([self.aspect, other.aspect])
-        )
 
 
 @final
@@ -58,27 +63,27 @@ class ImageFormat:
     max_pixels: int = 64_000_000
 
     def decode(self, content: Any) -> tuple[NDArray[np.uint8], float]:
-        """Return pixels [size, size, channels] and the aspect ratio; raises ``BrokenImageError``.
+        """Return pixels [size, size, channels] and the aspect ratio; raises ``InvalidImageError``.
 
         ``content`` is an encoded image, an array, a Pillow image, or the error of a failed read.
         """
-        if isinstance(content, BrokenImageError):
+        if isinstance(content, InvalidImageError):
             raise content
         if not isinstance(content, bytes | np.ndarray | Image.Image):
-            raise BrokenImageError("no image bytes" if content is not None else "missing value")
+            raise InvalidImageError("no image bytes" if content is not None else "missing value")
         try:
             image, aspect = self._open(content)
         except UnidentifiedImageError:
-            raise BrokenImageError("not an image") from None
-        except BrokenImageError:
+            raise InvalidImageError("not an image") from None
+        except InvalidImageError:
             raise
         # Pillow's formats report damage by many kinds of errors; one image must not stop a run.
         except Exception as error:
             truncated = "truncated" in str(error) or isinstance(error, EOFError)
-            raise BrokenImageError("truncated image" if truncated else "undecodable image") from None
+            raise InvalidImageError("truncated image" if truncated else "undecodable image") from None
         return _resized(image, self.size).reshape(self.size, self.size, self.channels), aspect
 
-    def decode_all(self, values: Sequence[Any]) -> list[tuple[NDArray[np.uint8], float] | BrokenImageError]:
+    def decode_all(self, values: Sequence[Any]) -> list[tuple[NDArray[np.uint8], float] | InvalidImageError]:
         """Return each decoded value, or its error."""
         return [self._decoded_or_error(value) for value in values]
 
@@ -89,23 +94,26 @@ class ImageFormat:
             "aspect": pa.array([aspect for _, aspect in decoded], pa.float32()),
         }
 
-    def read(self, parts: Sequence[pa.RecordBatch], prefix: str) -> "StoredImages":
-        """Return the images of these columns, without a copy of their pixels."""
-        shape = (self.size, self.size, self.channels)
-        return StoredImages(
-            pixels=[_pixels(part.column(f"{prefix}pixels"), self._num_bytes, shape) for part in parts],
-            aspect=[part.column(f"{prefix}aspect").to_numpy() for part in parts],
-            shape=shape,
+    def read(self, columns: Mapping[str, Any]) -> Pixels:
+        """Return the images of these columns."""
+        pixels = columns["pixels"]
+        flat = np.frombuffer(
+            pixels.buffers()[1],
+            np.uint8,
+            count=len(pixels) * self._num_bytes,
+            offset=pixels.offset * self._num_bytes,
         )
+        images = flat.reshape(len(pixels), self.size, self.size, self.channels)
+        return Pixels(images, to_numpy(columns["aspect"]))
 
     @property
     def _num_bytes(self) -> int:
         return self.size**2 * self.channels
 
-    def _decoded_or_error(self, value: Any) -> tuple[NDArray[np.uint8], float] | BrokenImageError:
+    def _decoded_or_error(self, value: Any) -> tuple[NDArray[np.uint8], float] | InvalidImageError:
         try:
             return self.decode(value)
-        except BrokenImageError as error:
+        except InvalidImageError as error:
             return error
 
     def _open(self, content: bytes | NDArray[Any] | Image.Image) -> tuple[Image.Image, float]:
@@ -116,9 +124,9 @@ class ImageFormat:
             return self._with_aspect(content)
         with Image.open(io.BytesIO(content)) as image:
             if image.format in _PROGRAMS:
-                raise BrokenImageError("a PostScript program instead of an image")
+                raise InvalidImageError("a PostScript program instead of an image")
             if image.width * image.height > self.max_pixels:
-                raise BrokenImageError(f"more than {self.max_pixels:,} pixels")
+                raise InvalidImageError(f"more than {self.max_pixels:,} pixels")
             # JPEG decodes directly at 1/2, 1/4 or 1/8 where that is still large enough.
             image.draft(None, (self.size, self.size))
             image.load()
@@ -128,28 +136,6 @@ class ImageFormat:
         return _converted(image, "L" if self.channels == 1 else "RGB"), image.width / image.height
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class StoredImages:
-    """Images in the object store, as views of its memory; parts are Arrow's record batches."""
-
-    pixels: Sequence[NDArray[np.uint8]]
-    aspect: Sequence[NDArray[np.float32]]
-    shape: tuple[int, int, int]
-
-    def take(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> Pixels:
-        """Copy the images at these rows of these parts."""
-        images = np.empty((len(part), *self.shape), np.uint8)
-        aspect = np.empty(len(part), np.float32)
-        for index, (each, at) in enumerate(zip(part, row, strict=True)):
-            images[index], aspect[index] = self.pixels[each][at], self.aspect[each][at]
-        return Pixels(images, aspect)
-
-    def num_tokens(self, part: NDArray[np.int64], row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return 0 for each row: images have no tokens."""
-        return np.zeros(len(part), np.int64)
-
-
 def is_flat(pixels: NDArray[np.uint8]) -> bool:
     """Whether all pixels [height, width, channels] have the same value."""
     first = pixels[0]
@@ -157,22 +143,59 @@ def is_flat(pixels: NDArray[np.uint8]) -> bool:
     return bool((first == first[0]).all() and (pixels == first).all())
 
 
-def _pixels(column: pa.Array, num_bytes: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    data = np.frombuffer(
-        column.buffers()[1], np.uint8, count=len(column) * num_bytes, offset=column.offset * num_bytes
-    )
-    return data.reshape(len(column), *shape)
-
-
 def image_sides(content: Any) -> tuple[int, int]:
-    """Return (width, height) in pixels without decoding; raises ``BrokenImageError``."""
+    """Return (width, height) in pixels without decoding; raises ``InvalidImageError``."""
     if isinstance(content, np.ndarray) and content.ndim >= 2:
         return content.shape[1], content.shape[0]
     try:
         with Image.open(io.BytesIO(bytes(content))) as image:
             return image.size
     except (UnidentifiedImageError, OSError, TypeError, ValueError):
-        raise BrokenImageError("not an image") from None
+        raise InvalidImageError("not an image") from None
+
+
+def is_image_struct(kind: pa.DataType) -> bool:
+    """Whether a column holds images in the format of Hugging Face ``datasets``: ``{bytes, path}``."""
+    if not isinstance(kind, pa.StructType):
+        return False
+    types = {field.name: field.type for field in kind}
+    return types.get("bytes") in _BYTES and types.get("path") in _PATHS
+
+
+def read_image(place: Place) -> bytes | InvalidImageError:
+    """Return the content of a file, or its error; raises ``StorageError`` for a failure of the storage.
+
+    S3 denies access per role, not per file, so a denial stops the run and does not count as one invalid row.
+    """
+    try:
+        return place.read_bytes()
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError | PermissionError):
+            is_missing = isinstance(error.__cause__, FileNotFoundError)
+            return InvalidImageError("file not found" if is_missing else "no permission to read the file")
+        raise
+
+
+def struct_images(column: pa.ChunkedArray) -> list[bytes | InvalidImageError | None]:
+    """Return the bytes of an image column of structs; an image without bytes is read from its path."""
+    fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
+    names = fields["path"].cast(pa.binary()).to_pylist()  # text that is not UTF-8 must not stop the read
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(_bytes_or_file, fields["bytes"].to_pylist(), names))
+
+
+def _bytes_or_file(image: bytes | None, name: bytes | None) -> bytes | InvalidImageError | None:
+    if image is not None or name is None:
+        return image
+    path = name.decode(errors="replace")
+    absolute = _ABSOLUTE.fullmatch(path)
+    if absolute is None or ".." in path.split("/"):
+        return InvalidImageError("no image bytes, and a path that is not absolute")
+    root, below = absolute.groups()
+    # A read from a device or a pipe would never end.
+    if not root and not os.path.isfile(path):
+        return InvalidImageError("file not found")
+    return read_image(Place(root or "/") / below)
 
 
 def _resized(image: Image.Image, size: int) -> NDArray[np.uint8]:
@@ -209,14 +232,14 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 
 def _check_finite(pixels: NDArray[Any]) -> None:
     if not np.isfinite(pixels).all():
-        raise BrokenImageError("not finite")
+        raise InvalidImageError("not finite")
 
 
 def _from_array(pixels: NDArray[Any]) -> Image.Image:
     if pixels.dtype.kind == "f":
         _check_finite(pixels)
     if pixels.dtype != np.uint8 or pixels.ndim not in {2, 3}:
-        raise BrokenImageError("an array other than uint8 [height, width, channels]")
+        raise InvalidImageError("an array other than uint8 [height, width, channels]")
     if pixels.ndim == 3 and pixels.shape[2] not in {1, 3, 4}:
-        raise BrokenImageError("an array without 1, 3 or 4 channels")
+        raise InvalidImageError("an array without 1, 3 or 4 channels")
     return Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)

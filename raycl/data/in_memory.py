@@ -1,5 +1,6 @@
 """Decoded rows in memory: zero-copy views into the object store, read by position."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, final
@@ -8,10 +9,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raycl.data.codecs import Content, Formats, read_all
+from raycl.data.codecs import Formats, read_all, store_all
 from raycl.data.ids import Ids
 from raycl.data.images import Pixels
-from raycl.data.texts import TokenLists, Tokens
+from raycl.data.texts import TokenLists, Tokens, num_tokens
+
+Content = Pixels | Tokens | TokenLists | Ids
 
 
 @final
@@ -27,55 +30,59 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sample_id)
 
-    def joined(self, other: "Batch") -> "Batch":
-        """Return the rows of this batch followed by the rows of ``other``."""
-        return Batch(
-            contents={role: each.joined(other.contents[role]) for role, each in self.contents.items()},
-            sample_id=np.concatenate([self.sample_id, other.sample_id]),
-            label=np.concatenate([self.label, other.label]),
-            epoch=self.epoch,
-        )
-
 
 @final
 class InMemoryDataset:
     """The rows of decoded tables in order, without a copy of their contents."""
 
     def __init__(self, tables: Sequence[pa.Table], formats: Formats) -> None:
-        parts = [part for table in tables for part in table.to_batches() if part.num_rows]
-        self._stored = read_all(formats, parts)
-        self.sample_id = _column(parts, "sample_id")
-        self.label = _column(parts, "label")
-        sizes = [part.num_rows for part in parts]
-        self._part = np.repeat(np.arange(len(parts)), sizes)
-        self._row = np.concatenate([np.arange(size) for size in sizes] or [np.arange(0)])
+        self._formats = formats
+        self._parts = [part for table in tables for part in table.to_batches() if part.num_rows]
+        self._starts = np.cumsum([0, *(part.num_rows for part in self._parts)])
+        self._place = np.arange(self._starts[-1])  # of each row in the concatenated parts
+        self.sample_id = _column(self._parts, "sample_id")
+        self.label = _column(self._parts, "label")
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     def take(self, positions: NDArray[np.int64], *, epoch: int = 0) -> Batch:
         """Copy the rows at these positions into a batch."""
-        part, row = self._part[positions], self._row[positions]
         return Batch(
-            contents={role: stored.take(part, row) for role, stored in self._stored.items()},
+            contents=read_all(self._formats, self.arrow_rows(positions)),
             sample_id=self.sample_id[positions],
             label=self.label[positions],
             epoch=epoch,
         )
 
+    def arrow_rows(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
+        """Copy the rows at these positions, with all their columns."""
+        if not len(positions):
+            return pa.record_batch(store_all(self._formats, {role: [] for role in self._formats}))
+        # Arrow would concatenate all parts to take rows of several, so take from each, then restore the order.
+        places = self._place[positions]
+        part = np.searchsorted(self._starts, places, side="right") - 1
+        order = np.argsort(part, kind="stable")
+        numbers, firsts = np.unique(part[order], return_index=True)
+        taken = [
+            self._parts[number].take(pa.array(places[own] - self._starts[number]))
+            for number, own in zip(numbers, np.split(order, firsts[1:]), strict=True)
+        ]
+        [joined] = pa.Table.from_batches(taken).combine_chunks().to_batches()
+        return joined.take(pa.array(np.argsort(order)))
+
     def num_tokens(self) -> NDArray[np.int64]:
         """Return the number of tokens of each row [num_rows], for lists of their longest text."""
-        counts = [stored.num_tokens(self._part, self._row) for stored in self._stored.values()]
-        return np.sum([np.zeros(len(self), np.int64), *counts], axis=0)
+        counts = [num_tokens(part) for part in self._parts]
+        return np.concatenate([np.empty(0, np.int64), *counts])[self._place]
 
     def where(self, keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Self:
         """Return the rows whose ids ``keep`` accepts, sorted by id, so that the order of blocks does not matter."""
         positions = np.flatnonzero(keep(self.sample_id))
         positions = positions[np.argsort(self.sample_id[positions], kind="stable")]
-        chosen = object.__new__(type(self))
-        chosen._stored = self._stored
-        for name in ("sample_id", "label", "_part", "_row"):
-            setattr(chosen, name, getattr(self, name)[positions])
+        chosen = copy.copy(self)
+        chosen.sample_id, chosen.label = self.sample_id[positions], self.label[positions]
+        chosen._place = self._place[positions]
         return chosen
 
     def labeled(self) -> Self:

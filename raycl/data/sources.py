@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from raycl.data.columns import ColumnNames, is_list, is_text
-from raycl.data.ids import stable_ids
-from raycl.data.image_files import is_image_struct, read_image, struct_images
-from raycl.data.images import EXTENSIONS
+from raycl.data.ids import content_ids, stable_ids
+from raycl.data.images import EXTENSIONS, is_image_struct, read_image, struct_images
 from raycl.data.labels import NO_LABEL, are_numbers, class_names, label_numbers
 from raycl.errors import DataError, first_line
 from raycl.storage import Place, absolute, check_plain, is_unreachable
@@ -50,6 +49,11 @@ class Fragment:
         """The place of the parquet file."""
         return Place(self.uri) / self.file if self.file else Place(self.uri)
 
+    @property
+    def name(self) -> str:
+        """A name that is unique among the fragments of all sources."""
+        return f"{self.uri}:{self.first_id}"
+
     def to_json(self) -> str:
         """Return the fragment as text, for a column of a Ray Dataset."""
         return json.dumps(asdict(self))
@@ -71,6 +75,27 @@ class RawRows:
     label: NDArray[np.int64]
     where: list[str]
 
+    @staticmethod
+    def of_table(
+        table: pa.Table,
+        columns: ColumnNames,
+        classes: tuple[str, ...] | None,
+        *,
+        ids: NDArray[np.int64] | None = None,
+        where: list[str] | None = None,
+    ) -> "RawRows":
+        """Return the rows of a table; without an id column their ids are ``ids``, or hashes of the contents."""
+        values = values_of(table, columns)
+        if columns.sample_id is not None:
+            ids = stable_ids(table[columns.sample_id].to_pylist())
+        elif ids is None:
+            ids = content_ids(values)
+        label = np.full(len(ids), NO_LABEL, np.int64)
+        if columns.label is not None:
+            label = label_numbers(table[columns.label], classes)
+        where = [f"row with id {row_id}" for row_id in ids] if where is None else where
+        return RawRows(values=values, sample_id=ids, label=label, where=where)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +108,7 @@ class Source:
 
     uri: str
     kind: str
-    pieces: tuple[Fragment, ...]
+    fragments: tuple[Fragment, ...]
     columns: ColumnNames
     classes: tuple[str, ...] | None
     has_labels: bool
@@ -92,61 +117,47 @@ class Source:
     @property
     def num_rows(self) -> int:
         """The number of all rows, invalid ones included."""
-        return sum(piece.num_rows for piece in self.pieces)
+        return sum(fragment.num_rows for fragment in self.fragments)
 
-    def read(self, piece: Fragment) -> Iterator[RawRows]:
+    def read(self, fragment: Fragment) -> Iterator[RawRows]:
         """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``."""
-        return self._read_files(piece) if self.kind == "folder" else self._read_parquet(piece)
+        return self._read_files(fragment) if self.kind == "folder" else self._read_parquet(fragment)
 
-    def sample_ids(self, pieces: Sequence[Fragment]) -> NDArray[np.int64]:
+    def sample_ids(self, fragments: Sequence[Fragment]) -> NDArray[np.int64]:
         """Return the ids of all rows of these fragments, invalid ones included; reads at most the id column."""
         with ThreadPoolExecutor(8) as pool:
-            return np.concatenate([np.empty(0, np.int64), *pool.map(self._piece_ids, pieces)])
+            return np.concatenate([np.empty(0, np.int64), *pool.map(self._fragment_ids, fragments)])
 
-    def _piece_ids(self, piece: Fragment) -> NDArray[np.int64]:
+    def _fragment_ids(self, fragment: Fragment) -> NDArray[np.int64]:
         column = self.columns.sample_id
         if column is None:
-            return np.arange(piece.first_id, piece.first_id + piece.num_rows, dtype=np.int64)
-        with _open_parquet(piece.place) as file:
-            parts = [
-                table[column].to_pylist() for _, table in _row_range(file, piece.start, piece.stop, [column])
-            ]
+            return np.arange(fragment.first_id, fragment.first_id + fragment.num_rows, dtype=np.int64)
+        with open_parquet(fragment.place) as file:
+            parts = [table[column].to_pylist() for _, table in _row_range(file, fragment, [column])]
         return stable_ids([value for part in parts for value in part])
 
-    def _read_files(self, piece: Fragment) -> Iterator[RawRows]:
-        root = Place(piece.uri)
-        for start in range(0, len(piece.paths), 256):
-            paths = piece.paths[start : start + 256]
+    def _read_files(self, fragment: Fragment) -> Iterator[RawRows]:
+        root = Place(fragment.uri)
+        for start in range(0, len(fragment.paths), 256):
+            paths = fragment.paths[start : start + 256]
             with ThreadPoolExecutor(8) as pool:
                 images = list(pool.map(lambda path: read_image(root / path), paths))
-            ids = np.arange(start, start + len(paths), dtype=np.int64) + piece.first_id
-            labels = np.array(piece.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
+            ids = np.arange(start, start + len(paths), dtype=np.int64) + fragment.first_id
+            labels = np.array(fragment.labels[start : start + 256] or [NO_LABEL] * len(paths), np.int64)
             yield RawRows(values={"image": images}, sample_id=ids, label=labels, where=list(paths))
 
-    def _read_parquet(self, piece: Fragment) -> Iterator[RawRows]:
-        contents = self.columns.contents
-        names = [name for name in (*contents.values(), self.columns.label, self.columns.sample_id) if name]
-        with _open_parquet(piece.place) as file:
-            for first, table in _row_range(file, piece.start, piece.stop, names):
+    def _read_parquet(self, fragment: Fragment) -> Iterator[RawRows]:
+        named = (*self.columns.contents.values(), self.columns.label, self.columns.sample_id)
+        with open_parquet(fragment.place) as file:
+            for first, table in _row_range(file, fragment, [name for name in named if name]):
                 position = np.arange(first, first + table.num_rows, dtype=np.int64)
-                yield RawRows(
-                    values={role: plain_values(table[name]) for role, name in contents.items()},
-                    sample_id=self._ids(table, position - piece.start + piece.first_id),
-                    label=self._labels(table),
-                    where=[f"{piece.place.name} row {row}" for row in position],
+                yield RawRows.of_table(
+                    table,
+                    self.columns,
+                    self.classes,
+                    ids=position - fragment.start + fragment.first_id,
+                    where=[f"{fragment.place.name} row {row}" for row in position],
                 )
-
-    def _ids(self, table: pa.Table, counted: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (
-            counted
-            if self.columns.sample_id is None
-            else stable_ids(table[self.columns.sample_id].to_pylist())
-        )
-
-    def _labels(self, table: pa.Table) -> NDArray[np.int64]:
-        if self.columns.label is None:
-            return np.full(table.num_rows, NO_LABEL, np.int64)
-        return label_numbers(table[self.columns.label], self.classes)
 
 
 def find_source(uri: str, columns: ColumnNames | None = None) -> Source:
@@ -193,7 +204,7 @@ def _folder_source(uri: str, files: list[str]) -> Source:
         )
     classes = _class_folders(paths)
     labels = [classes.index(path.split("/")[0]) for path in paths] if classes else []
-    pieces = tuple(
+    fragments = tuple(
         Fragment(
             uri=uri,
             first_id=first,
@@ -206,7 +217,7 @@ def _folder_source(uri: str, files: list[str]) -> Source:
     return Source(
         uri=uri,
         kind="folder",
-        pieces=pieces,
+        fragments=fragments,
         columns=ColumnNames(),
         classes=classes,
         has_labels=classes is not None,
@@ -233,27 +244,26 @@ def _parquet_source(uri: str, files: list[str], columns: ColumnNames) -> Source:
     columns = chosen[0]
     if any(each != columns for each in chosen):
         raise DataError(f"the files of {uri} differ in their label or id columns; give them the same columns")
-    pieces: list[Fragment] = []
+    fragments: list[Fragment] = []
     first_id = 0
     for file, (group_sizes, _) in zip(files, found, strict=True):
         for start, stop in _cut(group_sizes):
-            pieces.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
+            fragments.append(Fragment(uri=uri, file=file, first_id=first_id, start=start, stop=stop))
             first_id += stop - start
     if not first_id:
         raise DataError(f"{uri} holds no rows; give a dataset with at least one batch")
-    classes = _named_classes(places, found[0][1], columns.label)
     return Source(
         uri=uri,
         kind="parquet",
-        pieces=tuple(pieces),
+        fragments=tuple(fragments),
         columns=columns,
-        classes=classes,
+        classes=_class_names(places, found[0][1], columns.label),
         has_labels=columns.label is not None,
     )
 
 
 @contextlib.contextmanager
-def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
+def open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
     """Open a parquet file; a file that cannot be read raises an error.
 
     Its rows do not count as invalid rows, since their number is unknown.
@@ -272,7 +282,7 @@ def _open_parquet(place: Place) -> Iterator[pq.ParquetFile]:
 
 
 def _inspect_parquet(place: Place) -> tuple[list[int], pa.Schema]:
-    with _open_parquet(place) as file:
+    with open_parquet(place) as file:
         metadata = file.metadata
         return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], file.schema_arrow
 
@@ -281,6 +291,14 @@ def _check_columns(place: Place, schema: pa.Schema, columns: ColumnNames) -> Col
     found = columns.found_in(schema.names, where=str(place))
     found.check_types({name: schema.field(name).type for name in found.asked.values()}, where=str(place))
     return found
+
+
+def values_of(table: pa.Table, columns: ColumnNames) -> dict[str, list[Any]]:
+    """Return the contents of a table by role.
+
+    From Arrow: NumPy would turn integers into floats if one is missing, and so merge large ids.
+    """
+    return {role: plain_values(table[name]) for role, name in columns.contents.items()}
 
 
 def plain_values(column: pa.ChunkedArray) -> list[Any]:
@@ -295,16 +313,15 @@ def plain_values(column: pa.ChunkedArray) -> list[Any]:
     return (column.cast(pa.binary()) if is_text(kind) else column).to_pylist()
 
 
-def _named_classes(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
+def _class_names(places: list[Place], schema: pa.Schema, label: str | None) -> tuple[str, ...] | None:
     """Return the sorted class names of text labels; reads that column."""
     if label is None or are_numbers(schema.field(label).type):
         return None
-    return class_names(_column(place, label) for place in places)
-
-
-def _column(place: Place, name: str) -> pa.ChunkedArray:
-    with _open_parquet(place) as file:
-        return file.read([name])[name]
+    columns = []
+    for place in places:
+        with open_parquet(place) as file:
+            columns.append(file.read([label])[label])
+    return class_names(columns)
 
 
 def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
@@ -325,20 +342,21 @@ def _cut(group_sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _row_range(
-    file: pq.ParquetFile, start: int, stop: int, columns: list[str]
+    file: pq.ParquetFile, fragment: Fragment, columns: list[str]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (position, rows) for the range; reads only the row groups of the range."""
+    """Yield (position, rows) for the rows of a fragment; reads only their row groups."""
     first = 0
     for group in range(file.metadata.num_row_groups):
         size = file.metadata.row_group(group).num_rows
         position = first
         first += size
-        if first <= start or position >= stop:
+        if first <= fragment.start or position >= fragment.stop:
             continue
         for batch in file.iter_batches(256, row_groups=[group], columns=columns):
-            low, high = max(start - position, 0), min(stop - position, batch.num_rows)
+            low = max(fragment.start - position, 0)
+            high = min(fragment.stop - position, batch.num_rows)
             if low < high:
                 yield position + low, pa.Table.from_batches([batch.slice(low, high - low)])
             position += batch.num_rows
-            if position >= stop:
+            if position >= fragment.stop:
                 return

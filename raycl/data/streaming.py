@@ -1,7 +1,8 @@
 """Datasets larger than memory: Ray Data reads them in every epoch, in a seeded order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import final
 
 import numpy as np
@@ -34,7 +35,7 @@ class StreamingSampler:
     seed: int
     shuffle_buffer_size: int
     length_buckets: int = 1
-    _dealing: EpochSplits = field(default_factory=EpochSplits, init=False, repr=False, compare=False)
+    _splits: EpochSplits = field(default_factory=EpochSplits, init=False, repr=False, compare=False)
 
     def epoch_batches(
         self,
@@ -51,25 +52,40 @@ class StreamingSampler:
         last rows of this epoch are used. ``continues``: the previous epoch was used to its end. All workers
         must pass equal values.
         """
-        window = max(self.shuffle_buffer_size // share.num_workers, share.local_batch_size)
-        seed = (self.seed, epoch, share.rank)
-        tables = self._dealing.tables(
+        tables = self._splits.tables(
             self.open_epoch, share, epoch=epoch, continues=continues, has_next=has_next
         )
-        shuffled = _shuffle(tables, self.formats, window, seed)
+        yield from islice(self._batches(tables, share, epoch), start, None)
 
-        def arranged(rows: InMemoryDataset, order: NDArray[np.int64], window: int) -> NDArray[np.int64]:
-            if self.length_buckets == 1:
-                return order
-            # The same seed on all workers: if their windows have equally many batches, the batches of a
-            # step have similar lengths.
-            rng = np.random.default_rng((self.seed, epoch, window))
-            own = BatchShard(batch_size=share.local_batch_size)
-            return bucketed(order, rows.num_tokens(), share=own, num_buckets=self.length_buckets, rng=rng)
+    def _batches(self, tables: Iterator[pa.Table], share: BatchShard, epoch: int) -> Iterator[Batch]:
+        """Yield complete batches of shuffled windows; a remainder is completed by the next window."""
+        size = share.local_batch_size
+        rest: list[pa.Table] = []
+        windows = _windows(tables, max(self.shuffle_buffer_size // share.num_workers, size))
+        for number, window in enumerate(windows):
+            num_rest = sum(table.num_rows for table in rest)
+            rows = InMemoryDataset([*rest, *window], self.formats)
+            rng = np.random.default_rng((self.seed, epoch, share.rank, number))
+            shuffled = num_rest + rng.permutation(len(rows) - num_rest)
+            order = np.concatenate([np.arange(num_rest), shuffled])
+            complete = len(order) // size * size
+            first = min(size, complete) if num_rest else 0
+            if self.length_buckets > 1:
+                order[first:complete] = self._bucketed(order[first:complete], rows, size, (epoch, number))
+            for begin in range(0, complete, size):
+                yield rows.take(order[begin : begin + size], epoch=epoch)
+            rest = (
+                [pa.Table.from_batches([rows.arrow_rows(order[complete:])])] if complete < len(order) else []
+            )
 
-        for step, batch in enumerate(_rebatch(shuffled, share.local_batch_size, epoch, arranged)):
-            if step >= start:
-                yield batch
+    def _bucketed(
+        self, order: NDArray[np.int64], rows: InMemoryDataset, size: int, window: tuple[int, int]
+    ) -> NDArray[np.int64]:
+        # The same seed on all workers: if their windows have equally many batches, the batches of a step
+        # have similar lengths.
+        rng = np.random.default_rng((self.seed, *window))
+        own = BatchShard(batch_size=size)
+        return bucketed(order, rows.num_tokens(), share=own, num_buckets=self.length_buckets, rng=rng)
 
 
 def stream_source(
@@ -78,8 +94,8 @@ def stream_source(
     """Return a function that opens an epoch of a source; see ``decode_source`` for ``kept_whole``."""
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
-        order = np.random.default_rng((seed, epoch)).permutation(len(source.pieces))
-        fragments = tuple(source.pieces[index] for index in order)
+        order = np.random.default_rng((seed, epoch)).permutation(len(source.fragments))
+        fragments = tuple(source.fragments[index] for index in order)
         return decode_source(source, decoder, fragments, kept_whole=kept_whole)
 
     return open_epoch
@@ -104,50 +120,15 @@ def stream_dataset(
     return open_epoch
 
 
-def _shuffle(
-    tables: Iterator[pa.Table], formats: Formats, window: int, seed: tuple[int, ...]
-) -> Iterator[tuple[InMemoryDataset, np.ndarray]]:
-    """Yield windows of rows, each with a random order of its rows."""
-    buffered: list[pa.Table] = []
-    num_windows = num_buffered = 0
+def _windows(tables: Iterator[pa.Table], min_rows: int) -> Iterator[list[pa.Table]]:
+    """Yield successive tables of at least ``min_rows`` rows together; the last window may have fewer."""
+    window: list[pa.Table] = []
+    num_rows = 0
     for table in tables:
-        buffered.append(table)
-        num_buffered += table.num_rows
-        if num_buffered >= window:
-            yield _window(buffered, formats, (*seed, num_windows))
-            buffered, num_buffered, num_windows = [], 0, num_windows + 1
-    if num_buffered:
-        yield _window(buffered, formats, (*seed, num_windows))
-
-
-def _window(
-    tables: list[pa.Table], formats: Formats, seed: tuple[int, ...]
-) -> tuple[InMemoryDataset, np.ndarray]:
-    rows = InMemoryDataset(tables, formats)
-    return rows, np.random.default_rng(seed).permutation(len(rows))
-
-
-def _rebatch(
-    windows: Iterator[tuple[InMemoryDataset, np.ndarray]],
-    size: int,
-    epoch: int,
-    arranged: Callable[[InMemoryDataset, NDArray[np.int64], int], NDArray[np.int64]],
-) -> Iterator[Batch]:
-    """Cut windows into batches of exactly ``size`` rows; a remainder is completed by the next window.
-
-    ``arranged`` returns the order of the rows of a window's complete batches, given the window's index.
-    """
-    rest: Batch | None = None
-    for number, (rows, order) in enumerate(windows):
-        first = 0
-        if rest is not None:
-            first = min(size - len(rest), len(order))
-            rest = rest.joined(rows.take(order[:first], epoch=epoch))
-            if len(rest) < size:
-                continue
-            yield rest
-        last = first + (len(order) - first) // size * size
-        whole = arranged(rows, order[first:last], number)
-        for start in range(0, len(whole), size):
-            yield rows.take(whole[start : start + size], epoch=epoch)
-        rest = rows.take(order[last:], epoch=epoch) if last < len(order) else None
+        window.append(table)
+        num_rows += table.num_rows
+        if num_rows >= min_rows:
+            yield window
+            window, num_rows = [], 0
+    if num_rows:
+        yield window

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raycl.distributed.shared_memory import MAX_BYTES, SharedMemory
+from raycl.distributed.step_timer import phase
 from raycl.errors import RayclError
-from raycl.step_timer import phase
 
 _memory: SharedMemory | None = None
 # Embeddings gathered on each worker, and as much for their gradient; below it gathering is faster.

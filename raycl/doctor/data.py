@@ -12,14 +12,14 @@ from raycl.config import RunConfig
 from raycl.data.click_logs import check_labels, is_clicked, labels_as_given
 from raycl.data.codecs import Formats, store_all
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import NUM_EXAMPLES
 from raycl.data.decode import are_flat, row_error
 from raycl.data.images import image_sides
 from raycl.data.labels import NO_LABEL
+from raycl.data.read_stats import NUM_EXAMPLES
 from raycl.data.sources import Fragment, RawRows, Source, find_source
 from raycl.display import format_bytes
 from raycl.doctor.result import CheckResult, failed, passed, passed_if
-from raycl.errors import BrokenValueError, DataError, RayclError, last_line
+from raycl.errors import DataError, InvalidValueError, RayclError, last_line
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
@@ -146,9 +146,9 @@ def _describe(source: Source, config: RunConfig) -> str:
     labels = "with labels" if source.has_labels else "without labels"
     if config.data.kind == "image" and not source.has_labels:
         labels += " (no periodic kNN)"
-    pieces = f"{len(source.pieces):,} piece{'' if len(source.pieces) == 1 else 's'}"
+    fragments = f"{len(source.fragments):,} fragment{'' if len(source.fragments) == 1 else 's'}"
     return (
-        f"{source.num_rows:,} rows {labels}, {_KINDS[config.data.kind]}, {source.kind} in {pieces}, "
+        f"{source.num_rows:,} rows {labels}, {_KINDS[config.data.kind]}, {source.kind} in {fragments}, "
         f"{format_bytes(num_bytes)} ({format_bytes(num_bytes / source.num_rows)} per row)"
     )
 
@@ -159,7 +159,7 @@ def _file_bytes(source: Source) -> int:
     if not place.is_folder():
         with place.open() as file:
             return file.size()
-    used = {path for piece in source.pieces for path in piece.paths or (piece.file,)}
+    used = {path for fragment in source.fragments for path in fragment.paths or (fragment.file,)}
     return sum(num_bytes for path, num_bytes in place.files() if path in used)
 
 
@@ -168,13 +168,12 @@ def _read_sample(source: Source, config: RunConfig) -> DataSummary:
     # The tokenizer does not exist yet, and no row is invalid because of it.
     vocabulary = Vocabulary.stand_in() if config.has_texts else None
     formats: Any = build.modality(config, vocabulary).formats(source.columns)
-    step = max(1, len(source.pieces) // MAX_FRAGMENTS)
-    fragments = source.pieces[::step][:MAX_FRAGMENTS]
+    step = max(1, len(source.fragments) // MAX_FRAGMENTS)
+    fragments = source.fragments[::step][:MAX_FRAGMENTS]
     task: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(sample_rows)  # pyright: ignore
-    description = ray.put(replace(source, pieces=()))
+    description = ray.put(replace(source, fragments=()))
     refs: list[Any] = [
-        task.remote(description, fragment.to_json(), formats, MAX_ROWS // len(fragments))
-        for fragment in fragments
+        task.remote(description, fragment, formats, MAX_ROWS // len(fragments)) for fragment in fragments
     ]
     parts: list[DataSummary] = ray.get(refs, timeout=_TIMEOUT_S)
     return DataSummary(
@@ -185,11 +184,11 @@ def _read_sample(source: Source, config: RunConfig) -> DataSummary:
     )
 
 
-def sample_rows(source: Source, fragment: str, formats: Formats, num_rows: int) -> DataSummary:
+def sample_rows(source: Source, fragment: Fragment, formats: Formats, num_rows: int) -> DataSummary:
     """Decode the first rows of a fragment as a run does; labels of clicks must be 0 or 1."""
     rows: list[SampledRow] = []
     num_flat = num_bytes = 0
-    for raw in source.read(Fragment.from_json(fragment)):
+    for raw in source.read(fragment):
         count = min(num_rows - len(rows), len(raw.sample_id))
         values = {role: raw.values[role][:count] for role in formats}
         decoded = {role: each.decode_all(values[role]) for role, each in formats.items()}
@@ -215,7 +214,7 @@ def _sampled_row(
     if error is None and labels is not None:
         try:
             is_click = is_clicked(labels[row])
-        except BrokenValueError as invalid:
+        except InvalidValueError as invalid:
             error = invalid
     where, label = raw.where[row], int(raw.label[row])
     if error is not None:

@@ -46,7 +46,7 @@ def evaluate_retrieval(
 
     Returns ``recall_at_1``, ``recall_at_5``, ``recall_at_10``, ``ndcg_at_10``, ``mrr`` and ``map``;
     ``average_precision`` over the pairs of ``test`` if they have labels of both kinds; the numbers of rows
-    ``num_train``, ``num_test`` and ``num_broken``; and for texts the same metrics of TF-IDF and BM25 as
+    ``num_train``, ``num_test`` and ``num_invalid``; and for texts the same metrics of TF-IDF and BM25 as
     ``baseline``. ``examples`` adds that many queries with their nearest documents. Raises ``DataError`` if a
     column is missing or nothing is relevant; ``ConfigError`` if only one of ``queries`` and ``documents``
     is given, or ``train`` beside them, or for images any set beside ``test``, or if the run has an encoder

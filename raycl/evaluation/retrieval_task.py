@@ -30,12 +30,12 @@ class Task:
     labeled: NDArray[np.int64] | None = None
     num_train: int = 0
     num_test: int
-    num_broken: int
+    num_invalid: int
 
     @property
     def sizes(self) -> dict[str, int]:
         """The number of rows in each set, and of the rows skipped as invalid."""
-        return {"num_train": self.num_train, "num_test": self.num_test, "num_broken": self.num_broken}
+        return {"num_train": self.num_train, "num_test": self.num_test, "num_invalid": self.num_invalid}
 
     def relevant_documents(self) -> NDArray[np.int64]:
         """Return the positions of documents that are relevant to some query, sorted."""
@@ -52,7 +52,7 @@ class Task:
             documents=self.queries,
             relevance=np.stack([number[kept[:, 1]], kept[:, 0], kept[:, 2]], axis=1),
             num_test=self.num_test,
-            num_broken=self.num_broken,
+            num_invalid=self.num_invalid,
         )
 
 
@@ -86,7 +86,7 @@ def pair_task(test: str, train: str | None, names: ColumnNames) -> Task:
         labeled=_labeled(relevance, pairs.label),
         num_train=0 if known is None else len(known.label),
         num_test=len(pairs.label),
-        num_broken=pairs.num_broken + (0 if known is None else known.num_broken),
+        num_invalid=pairs.num_invalid + (0 if known is None else known.num_invalid),
     )
 
 
@@ -104,11 +104,11 @@ def judged_task(test: str, queries: str, documents: str, names: ColumnNames) -> 
     for role, uri in (("query", queries), ("document", documents)):
         id_column = ids[f"{role}_id"]
         columns = ColumnNames(image=None, **{role: getattr(names, role) or role, f"{role}_id": id_column})
-        found = read_values(uri, columns, keep_broken=True).by_role
+        found = read_values(uri, columns, keep_invalid=True).by_role
         texts[role] = found[role]
         rows[role] = _rows_by_id(judgments.by_role[f"{role}_id"], found[f"{role}_id"], uri)
     relevance = np.stack([rows["query"], rows["document"], judgments.label], axis=1)
-    return _valid_texts_task(texts["query"], texts["document"], relevance, judgments.num_broken)
+    return _valid_texts_task(texts["query"], texts["document"], relevance, judgments.num_invalid)
 
 
 def image_task(test: str, names: ColumnNames) -> Task:
@@ -123,7 +123,7 @@ def image_task(test: str, names: ColumnNames) -> Task:
         documents=list(document),
         relevance=np.unique(relevance.reshape(-1, 3), axis=0),
         num_test=len(captions),
-        num_broken=values.num_broken,
+        num_invalid=values.num_invalid,
     )
 
 
@@ -181,7 +181,7 @@ def _as_text(value: Any) -> str:
 
 
 def _valid_texts_task(
-    queries: list[Any], documents: list[Any], relevance: NDArray[np.int64], num_broken: int
+    queries: list[Any], documents: list[Any], relevance: NDArray[np.int64], num_invalid: int
 ) -> Task:
     """Skip and count queries and documents with invalid texts, and skip their judgments."""
     is_query, is_document = (np.array([text is not None for text in each]) for each in (queries, documents))
@@ -195,5 +195,5 @@ def _valid_texts_task(
         relevance=renumbered,
         excluded=_without_matches(_own_texts(queries, documents), renumbered),
         num_test=len(relevance),
-        num_broken=num_broken + int((~is_query).sum() + (~is_document).sum()),
+        num_invalid=num_invalid + int((~is_query).sum() + (~is_document).sum()),
     )

@@ -16,7 +16,7 @@ from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import read_values
 from raycl.storage import Place, absolute, check_plain
-from raycl.tokenization import BrokenTextError, read_text
+from raycl.tokenization import InvalidTextError, read_text
 
 REQUIRED_COLUMNS = ("sentence1", "sentence2", "score")
 
@@ -85,7 +85,7 @@ def _texts(table: pa.Table, name: str, uri: str) -> list[str]:
     for row, value in enumerate(values):
         try:
             values[row] = read_text(value)
-        except BrokenTextError as error:
+        except InvalidTextError as error:
             raise DataError(
                 f"row {row} of {uri} has a {name} that cannot be used: {error}; mend it or leave the row out"
             ) from None

@@ -12,14 +12,14 @@ import torch
 from raycl.augment.images import center_view
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
-from raycl.data.images import BrokenImageError
+from raycl.data.images import InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.encoder_io import load_state
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.registry import check_trusted
 from raycl.models.towers import Towers
 from raycl.storage import Place, absolute
-from raycl.tokenization import BrokenTextError, Vocabulary, padded_rows, read_text
+from raycl.tokenization import InvalidTextError, Vocabulary, padded_rows, read_text
 from raycl.training import build
 from raycl.training.checkpoint import STATE
 from raycl.training.modality import ImageTowerBuilder
@@ -51,7 +51,7 @@ class CheckpointEncoder:
             )
         try:
             pixels, _ = ImageTowerBuilder(self.config).image_format().decode(content)
-        except BrokenImageError as error:
+        except InvalidImageError as error:
             raise DataError(f"the image cannot be used: {error}; give a picture file") from error
         mean, std = self.config.normalization
         image = center_view(pixels[None], size=self.config.data.image_size, mean=mean, std=std)
@@ -69,7 +69,7 @@ class CheckpointEncoder:
             )
         try:
             tokens = self.vocabulary.tokenizer.encode([read_text(text)], self.config.text.max_length)
-        except BrokenTextError as error:
+        except InvalidTextError as error:
             raise DataError(f"the text cannot be used: {error}; give another one") from None
         tower = self.tower.towers[-1 if self.config.data.kind == "image_text" else 0]
         return tower(torch.from_numpy(padded_rows(tokens)))[0].numpy()

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import ReadStats, rows_in
 from raycl.data.decode import decode_dataset, decode_source
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of, tokens_of
+from raycl.data.read_stats import ReadStats
 from raycl.data.sources import find_source
 from raycl.data.texts import TextFormat
-from raycl.device_copy import upload
+from raycl.distributed.device_copy import upload
 from raycl.evaluation.embed import embed
 from raycl.gpus import check_gpu
 from raycl.inference.encoder import read_encoders
@@ -28,6 +28,7 @@ from raycl.lease import writing_new
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder
 from raycl.models.registry import SideName, trusted_packages
 from raycl.ray_runtime import connect_cluster, fetch_tables
+from raycl.training.coordinator import rows_in
 
 BATCH_SIZE = 256
 BLOCK_ROWS = 4_096
@@ -74,7 +75,7 @@ def embed_to_parquet(
                 decode_source(source, decoder), saved, role=role, gpu=gpu, network=network
             )
             embedded.write_parquet(path, filesystem=filesystem)
-            return rows_in(decoder.logbook)
+            return rows_in(decoder.coordinator)
 
 
 def embed_values(

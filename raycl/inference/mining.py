@@ -40,7 +40,7 @@ class Mined:
     num_pairs: int
     num_negatives: int
     num_too_near: int
-    num_broken: int = 0
+    num_invalid: int = 0
 
 
 def mine_negatives(
@@ -94,7 +94,7 @@ def mine_negatives(
         table, mined = pairs.with_mined(ranking, similarity, num_negatives, max_relative_score)
         filesystem, path = place.resolve()
         pq.write_table(table, path, filesystem=filesystem, row_group_size=1_024)
-        return replace(mined, num_broken=values.num_broken)
+        return replace(mined, num_invalid=values.num_invalid)
 
 
 @final

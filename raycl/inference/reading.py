@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from raycl.data.codecs import Formats
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.data.decode import Decoder, Keep, decode_source, row_error
 from raycl.data.ids import IdFormat
 from raycl.data.images import ImageFormat
@@ -20,7 +19,8 @@ from raycl.data.sources import Source, find_source
 from raycl.errors import DataError
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, fetch_tables, unwrap_ray_errors
-from raycl.tokenization import BrokenTextError, read_text
+from raycl.tokenization import InvalidTextError, read_text
+from raycl.training.coordinator import rows_in, start_coordinator
 
 TEXTS = ("text", "caption", "query", "document")
 
@@ -41,7 +41,7 @@ def counting_decoder(
     """
     with start_coordinator() as coordinator:
         with unwrap_ray_errors(), ProgressLine(title, rows_read(coordinator, num_rows), quiet=quiet):
-            yield Decoder(formats=formats, logbook=coordinator, keep=keep)
+            yield Decoder(formats=formats, coordinator=coordinator, keep=keep)
         rows_in(coordinator).check(max_invalid_fraction)
 
 
@@ -78,13 +78,13 @@ def read_images(
 class Values:
     """The values of a set by role, and labels [num_rows], -1 for a missing label.
 
-    ``num_broken`` counts skipped rows: invalid texts (negatives included), and missing labels if the set
+    ``num_invalid`` counts skipped rows: invalid texts (negatives included), and missing labels if the set
     has a label column.
     """
 
     by_role: dict[str, list[Any]]
     label: NDArray[np.int64]
-    num_broken: int = 0
+    num_invalid: int = 0
 
     @property
     def has_labels(self) -> bool:
@@ -101,21 +101,21 @@ class Values:
         return Values(
             by_role={role: list(compress(values, is_valid)) for role, values in self.by_role.items()},
             label=self.label[is_valid],
-            num_broken=self.num_broken + int((~is_valid).sum()),
+            num_invalid=self.num_invalid + int((~is_valid).sum()),
         )
 
 
-def read_values(uri: str, columns: ColumnNames, *, keep_broken: bool = False) -> Values:
+def read_values(uri: str, columns: ColumnNames, *, keep_invalid: bool = False) -> Values:
     """Read the columns of a set, texts as strings.
 
-    ``keep_broken`` keeps all rows, with None for an invalid text. Raises ``DataError`` for a missing
+    ``keep_invalid`` keeps all rows, with None for an invalid text. Raises ``DataError`` for a missing
     column, or if no row is valid.
     """
     source = find_source(uri, columns)
     by_role: dict[str, list[Any]] = {role: [] for role in source.columns.contents}
     labels = [np.empty(0, np.int64)]
-    for piece in source.pieces:
-        for rows in source.read(piece):
+    for fragment in source.fragments:
+        for rows in source.read(fragment):
             for role, values in rows.values.items():
                 by_role[role] += (_valid_value(role, value) for value in values)
             labels.append(_integer_labels(rows.label, source.classes))
@@ -123,10 +123,10 @@ def read_values(uri: str, columns: ColumnNames, *, keep_broken: bool = False) ->
     is_valid = np.ones(len(found.label), np.bool_)
     for role in {*TEXTS, "negatives"} & by_role.keys():
         is_valid &= [value is not None for value in by_role[role]]
-    if source.columns.label is not None and not keep_broken:
+    if source.columns.label is not None and not keep_invalid:
         is_valid &= found.label >= 0
     valid = found.select(is_valid, uri)
-    return found if keep_broken else valid
+    return found if keep_invalid else valid
 
 
 def read_pairs(uri: str, names: ColumnNames) -> Values:
@@ -162,7 +162,7 @@ def _valid_text(value: Any) -> Any:
         return [text for text in map(_valid_text, value) if text is not None] or None
     try:
         return read_text(value)
-    except BrokenTextError:
+    except InvalidTextError:
         return None
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from raycl.augment.images import center_view
 from raycl.batchnorm import replace_batchnorm
-from raycl.data.images import BrokenImageError, ImageFormat
+from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.models.heads import build_projection_head
 from raycl.models.registry import (
@@ -38,7 +38,7 @@ from raycl.models.registry import (
 )
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.storage import Place
-from raycl.tokenization import BrokenTextError, Tokenizer, padded_rows, read_text
+from raycl.tokenization import InvalidTextError, Tokenizer, padded_rows, read_text
 
 
 @final
@@ -108,7 +108,7 @@ class TextEncoder(nn.Module):
         """Tokenize texts to int64 [batch, length]; raises ``DataError`` for an invalid text."""
         try:
             rows = self.tokenizer.encode(list(map(read_text, texts)), self.spec.max_tokens)
-        except BrokenTextError as error:
+        except InvalidTextError as error:
             raise DataError(f"a text cannot be used: {error}; leave it out") from None
         return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
 
@@ -252,7 +252,7 @@ def _decode(image: Any, image_format: ImageFormat, position: int) -> NDArray[np.
         )
     try:
         return image_format.decode(image if path is None else Place(str(path)).read_bytes())[0]
-    except (BrokenImageError, StorageError) as error:
+    except (InvalidImageError, StorageError) as error:
         raise DataError(f"{name} cannot be used: {error}; leave it out or mend it") from None
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from PIL import Image
 
 from raycl.data.columns import ColumnNames
-from raycl.data.images import BrokenImageError, ImageFormat, image_sides
+from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.labels import NO_LABEL
 from raycl.data.sources import Fragment, Source, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.serve.schemas import Sample, Text
-from raycl.tokenization import BrokenTextError, read_text
+from raycl.tokenization import InvalidTextError, read_text
 
 THUMBNAIL = 128  # pixels of the longer side
 _CACHE_SIZE = 512
@@ -49,14 +49,14 @@ class SampleViewer:
             if self._positions is None:
                 self._positions = _Positions(self._source)
         number, offset = self._positions.find(sample_id)
-        rows = next(iter(self._source.read(_one_row(self._source.pieces[number], offset))))
+        rows = next(iter(self._source.read(_one_row(self._source.fragments[number], offset))))
         try:
             image = (
                 thumbnail(rows.values["image"][0], max_pixels=self._max_pixels)
                 if "image" in rows.values
                 else None
             )
-        except BrokenImageError as error:
+        except InvalidImageError as error:
             raise DataError(
                 f"the image of sample {sample_id} is invalid: {error}; repair it in the data set"
             ) from None
@@ -76,10 +76,10 @@ class _Positions:
     """The position of each id: counted, or looked up in a data set with its own ids."""
 
     def __init__(self, source: Source) -> None:
-        self._first = np.array([fragment.first_id for fragment in source.pieces])
+        self._first = np.array([fragment.first_id for fragment in source.fragments])
         self._num_rows, self._order = source.num_rows, None
         if source.columns.sample_id is not None:
-            ids = source.sample_ids(source.pieces)
+            ids = source.sample_ids(source.fragments)
             self._order = np.argsort(ids, kind="stable")
             self._ids = ids[self._order]
 
@@ -110,7 +110,7 @@ def _one_row(fragment: Fragment, offset: int) -> Fragment:
 def thumbnail(content: Any, *, max_pixels: int) -> str:
     """Return a thumbnail of an encoded image as a data: URL, in the image's aspect ratio.
 
-    Raises ``BrokenImageError`` for an image that training would skip too.
+    Raises ``InvalidImageError`` for an image that training would skip too.
     """
     decoder = ImageFormat(size=THUMBNAIL, max_pixels=max_pixels)
     pixels, _ = decoder.decode(content)
@@ -131,7 +131,7 @@ def _texts_of(value: Any) -> list[str]:
     for each in value if isinstance(value, list | tuple | np.ndarray) else [value]:
         try:
             text = read_text(each)
-        except BrokenTextError as error:
+        except InvalidTextError as error:
             text = f"({error})"
         texts.append(text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …")
     return texts

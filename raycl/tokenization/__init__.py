@@ -2,7 +2,7 @@
 
 from raycl.tokenization.tokenizer import (
     PADDING,
-    BrokenTextError,
+    InvalidTextError,
     Tokenizer,
     padded,
     padded_rows,
@@ -13,7 +13,7 @@ from raycl.tokenization.vocabulary import Vocabulary, inverse_document_frequency
 
 __all__ = [
     "PADDING",
-    "BrokenTextError",
+    "InvalidTextError",
     "Tokenizer",
     "Vocabulary",
     "inverse_document_frequency",

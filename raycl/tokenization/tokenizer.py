@@ -17,7 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from raycl.errors import BrokenValueError, ConfigError, DataError
+from raycl.errors import ConfigError, DataError, InvalidValueError
 
 PADDING = 0
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
@@ -33,30 +33,30 @@ _LONG_RUN = re.compile(r"\S{64}")  # training time grows faster than the square 
 _LONGEST_WORD = 32  # characters; WordPiece time grows with the cube of the word's length
 
 
-class BrokenTextError(BrokenValueError):
+class InvalidTextError(InvalidValueError):
     """One text cannot be used."""
 
 
 def read_text(value: Any) -> str:
-    """Return a value as text; raises ``BrokenTextError``.
+    """Return a value as text; raises ``InvalidTextError``.
 
     ``value`` is a string, UTF-8 bytes, or the error that replaces the text. Arrow rejects a whole
     column of strings if one is invalid UTF-8: cast the column to binary and pass its bytes.
     """
-    if isinstance(value, BrokenTextError):
+    if isinstance(value, InvalidTextError):
         raise value
     if value is None or (isinstance(value, float) and value != value):  # NaN: pandas' missing value
-        raise BrokenTextError("missing value")
+        raise InvalidTextError("missing value")
     if not isinstance(value, str | bytes):
-        raise BrokenTextError(f"{type(value).__name__} in place of a text")
+        raise InvalidTextError(f"{type(value).__name__} in place of a text")
     try:
         text = value.decode() if isinstance(value, bytes) else value
         if not text.isascii():
             text.encode()  # a string may hold unpaired surrogates, which have no bytes
     except UnicodeError:
-        raise BrokenTextError("invalid UTF-8") from None
+        raise InvalidTextError("invalid UTF-8") from None
     if not text or text.isspace():
-        raise BrokenTextError("empty text")
+        raise InvalidTextError("empty text")
     return text
 
 

@@ -99,7 +99,7 @@ class CollapseMonitor:
 
         Args:
             step: the step of the reading; readings are equally spaced.
-            measures: the metrics of :meth:`raycl.embedding_metrics.Measures.known`, over rows of all workers.
+            measures: the metrics of :meth:`raycl.evaluation.embedding_metrics.Measures.known`, over rows of all workers.
                 Readings of fewer than 8 rows are skipped.
             loss: the loss of the step.
             collapsed_loss: the loss if all embeddings were equal: the logarithm of the number of

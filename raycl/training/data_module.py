@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from raycl.config import RunConfig, TextConfig
 from raycl.data.click_logs import check_labels, group_dataset, group_source, grouped_columns
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import rows_in
 from raycl.data.decode import Decoder, Keep, classes_of, columns_of, decode_dataset, decode_source
 from raycl.data.sources import Fragment, Source
 from raycl.data.split import Holdout, make_split
@@ -21,8 +20,9 @@ from raycl.errors import ConfigError, DataError
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
 from raycl.ray_runtime import fetch_tables, object_store_bytes, unwrap_ray_errors
 from raycl.storage import Place
-from raycl.tokenization import BrokenTextError, Tokenizer, Vocabulary, read_text
+from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
 from raycl.training import build
+from raycl.training.coordinator import rows_in
 from raycl.training.preflight import column_names
 from raycl.training.resume import load_tokenizer
 
@@ -117,7 +117,7 @@ class DataModule:
                 "not provide; give the address of the data, or set data.cache=materialize"
             )
         evaluated = self._evaluation_fragments() if self.holdout.test else ()
-        others = [fragment for fragment in self._source.pieces if fragment not in set(evaluated)]
+        others = [fragment for fragment in self._source.fragments if fragment not in set(evaluated)]
         ids = self._source.sample_ids(evaluated)
         return np.unique(np.concatenate([ids[self.holdout.is_train(ids)], self._source.sample_ids(others)]))
 
@@ -132,7 +132,7 @@ class DataModule:
                 seed=seed,
                 kept_whole=frozenset(
                     fragment.first_id
-                    for fragment in self._source.pieces
+                    for fragment in self._source.fragments
                     if fragment.first_id not in evaluated
                 ),
             )
@@ -155,7 +155,7 @@ class DataModule:
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(
             formats=build.modality(self._config, self._vocabulary).formats(self.columns),
-            logbook=self._coordinator,
+            coordinator=self._coordinator,
             holdout=self.holdout,
             keep=keep,
             count=count,
@@ -196,7 +196,7 @@ class DataModule:
 
     def _evaluation_fragments(self) -> tuple[Fragment, ...]:
         """Return enough evenly spaced fragments for the evaluation; all fragments of a small data set."""
-        fragments = self._source.pieces if self._source is not None else ()
+        fragments = self._source.fragments if self._source is not None else ()
         settings = self._config.evaluation
         enough = JUDGED_PART * (settings.num_test + settings.num_train)
         return fragments[:: max(1, self.num_rows // enough)]
@@ -290,8 +290,8 @@ def count_tokens(
 def _texts_of_source(source: Source, columns: ColumnNames) -> Iterator[str]:
     described = replace(source, columns=columns)
     # The order is random: with more texts than needed, the sample covers the whole data set.
-    for number in np.random.default_rng(0).permutation(len(source.pieces)):
-        for rows in described.read(source.pieces[number]):
+    for number in np.random.default_rng(0).permutation(len(source.fragments)):
+        for rows in described.read(source.fragments[number]):
             for values in rows.values.values():
                 yield from _valid_texts(values)
 
@@ -312,5 +312,5 @@ def _valid_texts(values: list[Any]) -> Iterator[str]:
         for text in value if isinstance(value, list | tuple) else [value]:
             try:
                 yield read_text(text)
-            except BrokenTextError:
+            except InvalidTextError:
                 continue  # counted when the rows are decoded

@@ -8,7 +8,6 @@ from torch import nn
 
 from raycl.config import RunConfig
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import rows_in
 from raycl.data.in_memory import InMemoryDataset
 from raycl.data.split import Holdout
 from raycl.data.streaming import StreamingSampler
@@ -17,6 +16,7 @@ from raycl.negatives.bank import Bank
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
 from raycl.training import build
+from raycl.training.coordinator import rows_in
 from raycl.training.modality import Modality
 
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked

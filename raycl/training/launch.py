@@ -11,7 +11,6 @@ import ray
 from torch import nn
 
 from raycl.config import RunConfig
-from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
 from raycl.negatives.bank import Bank
@@ -23,6 +22,7 @@ from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training import build
 from raycl.training.checkpoint import saved_steps
+from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule, known_tokenizer
 from raycl.training.driver import GracefulShutdown, Printer, check_cluster, train_in_groups
 from raycl.training.job import Job
@@ -286,8 +286,8 @@ def _write_result(run: ValidatedRun, final: dict[str, Any], coordinator: Any) ->
         seconds=seconds,
         samples_per_second=final.pop("samples") / max(seconds, 1e-9),
         final=final,
-        invalid_rows=dict(rows.broken),
-        skipped=dict(rows.left_out),
+        invalid_rows=dict(rows.invalid),
+        skipped=dict(rows.skipped),
         flat_images=rows.num_flat,
     )
     run.lease.check()

@@ -11,7 +11,6 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raycl.data.coordinator import send_heartbeats
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
@@ -27,6 +26,7 @@ from raycl.training.checkpoint import (
 )
 from raycl.training.collapse_monitor import CollapseMonitor, Limits
 from raycl.training.controller import Finished, Outcome, ResizeRequested, Stopped
+from raycl.training.coordinator import send_heartbeats
 from raycl.training.evaluators import build_evaluator
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger

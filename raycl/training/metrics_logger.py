@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from raycl.distributed import num_workers, rank
+from raycl.distributed.step_timer import PAUSED, StepTimer, counted, phase
 from raycl.errors import StorageError
 from raycl.records import ROLLBACK, MetricsLog
-from raycl.step_timer import PAUSED, StepTimer, counted, phase
 from raycl.tracking import Trackers, open_trackers
 from raycl.tracking.prometheus import Exporter, Reading
 from raycl.training.job import Job

@@ -7,14 +7,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from raycl.device_copy import Download
 from raycl.distributed import all_sum, gather_detached, gather_uneven, mean_over_workers, num_workers
-from raycl.embedding_metrics import MAX_ROWS, measure
+from raycl.distributed.device_copy import Download
+from raycl.distributed.step_timer import phase
 from raycl.errors import NonFiniteLossError
+from raycl.evaluation.embedding_metrics import MAX_ROWS, measure
 from raycl.losses.example_ids import assign_example_ids
 from raycl.losses.objective import Objective
 from raycl.optimizers import set_learning_rate
-from raycl.step_timer import phase
 from raycl.training.process import autocast
 from raycl.training.stores import Store
 from raycl.training.train_state import TrainState

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.device_copy import Download, upload
 from raycl.distributed import gather_detached
+from raycl.distributed.device_copy import Download, upload
 from raycl.losses.objective import StoreBatch
 from raycl.negatives import KeyQueue, MemoryBank
 from raycl.negatives.client import MemoryBankClient, QueueClient

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from raycl.batchnorm import encode_shuffled, leakage, split_batchnorm
 from raycl.distributed import all_sum, average_, num_workers
 from raycl.distributed.ddp import average_buffers, average_gradients
+from raycl.distributed.step_timer import phase
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import NormalizingConstant
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
-from raycl.step_timer import phase
 from raycl.training.views import Views
 
 PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them

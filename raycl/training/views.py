@@ -16,9 +16,9 @@ from raycl.data.in_memory import Batch, pixels_of
 from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.streaming import StreamingSampler
-from raycl.device_copy import upload
+from raycl.distributed.device_copy import upload
+from raycl.distributed.step_timer import phase
 from raycl.losses.example_ids import MatchKeys
-from raycl.step_timer import phase
 
 
 @final

@@ -15,7 +15,6 @@ import pytest
 import ray
 
 from raycl.config.overrides import override
-from raycl.data.coordinator import start_coordinator
 from raycl.data.sources import find_source
 from raycl.doctor import CheckResult, examine
 from raycl.doctor.checks import check_access, has_autoscaler, refuses_calls_without_token
@@ -25,6 +24,7 @@ from raycl.doctor.nodes import Node, alive_nodes, ask_nodes, describe_node
 from raycl.doctor.storage import check_storage
 from raycl.recipes import recipe
 from raycl.storage import Place
+from raycl.training.coordinator import start_coordinator
 from raycl.training.data_module import DataModule
 from raycl.training.preflight import column_names
 from tests.conftest import BUCKET
@@ -197,8 +197,10 @@ def test_decoded_data_is_streamed_exactly_where_a_run_streams(tmp_path: Path, ca
         {"data.decode_size": size, "data.cache": cache, "evaluation.every_epochs": 0},
     )
     result = check_decoded_data(config, summary_of(data, config), ask_nodes(alive_nodes(), describe_node))
-    with start_coordinator() as logbook:
-        streamed = DataModule(config, logbook, find_source(data, column_names(config)), None).must_stream()
+    with start_coordinator() as coordinator:
+        streamed = DataModule(
+            config, coordinator, find_source(data, column_names(config)), None
+        ).must_stream()
     assert ("streamed" in result.seen) == streamed
     # 24 images of 12 MiB just fit into a store of 300 MiB.
     assert result.good

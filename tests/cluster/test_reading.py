@@ -1,4 +1,4 @@
-"""Reading by Ray Data: every kind of broken image counted by cause, streams dealt evenly."""
+"""Reading by Ray Data: invalid images are counted by cause, and streams are split evenly."""
 
 import threading
 import time
@@ -17,10 +17,10 @@ from PIL import Image
 
 import raycl
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import ReadStats, rows_in, start_coordinator
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import InMemoryDataset, pixels_of, tokens_of
+from raycl.data.read_stats import ReadStats
 from raycl.data.sampler import BatchShard
 from raycl.data.sources import find_source
 from raycl.data.streaming import StreamingSampler, stream_source
@@ -30,6 +30,7 @@ from raycl.inference.reading import read_images
 from raycl.preparation import pack_images
 from raycl.ray_runtime import connect_cluster
 from raycl.tokenization import Vocabulary
+from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule
 from tests.images import digit_files, encode, photograph, write_digits
 
@@ -64,23 +65,23 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def logbook() -> Iterator[Any]:
+def coordinator() -> Iterator[Any]:
     with start_coordinator() as actor:
         yield actor
 
 
 def read(uri: Path) -> tuple[InMemoryDataset, ReadStats]:
-    with start_coordinator() as logbook:
-        decoded = decode_source(find_source(str(uri)), Decoder(formats=FORMATS, logbook=logbook))
-        return InMemoryDataset(ray.get(decoded.materialize().to_arrow_refs()), FORMATS), rows_in(logbook)
+    with start_coordinator() as coordinator:
+        decoded = decode_source(find_source(str(uri)), Decoder(formats=FORMATS, coordinator=coordinator))
+        return InMemoryDataset(ray.get(decoded.materialize().to_arrow_refs()), FORMATS), rows_in(coordinator)
 
 
-def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path) -> None:
+def test_images_of_every_mode_are_read_and_invalid_ones_counted_by_cause(mixed: Path) -> None:
     rows, seen = read(mixed)
     assert len(rows) == 6
     assert seen.num_rows == 10
     assert seen.num_flat == 1
-    assert dict(seen.broken) == {
+    assert seen.invalid == {
         "not an image": 2,
         "truncated image": 1,
         "more than 64,000,000 pixels": 1,
@@ -90,22 +91,22 @@ def test_every_mode_is_read_and_every_broken_image_counted_by_cause(mixed: Path)
         seen.check(0.01)
 
 
-def test_a_file_that_is_gone_when_its_turn_comes_is_one_broken_row(
-    mixed: Path, tmp_path: Path, logbook: Any
+def test_a_file_that_disappears_before_it_is_read_is_one_invalid_row(
+    mixed: Path, tmp_path: Path, coordinator: Any
 ) -> None:
     for name in ("a.jpg", "b.jpg", "c.jpg"):
         (tmp_path / name).write_bytes((mixed / "color.jpg").read_bytes())
     source = find_source(str(tmp_path))
     (tmp_path / "b.jpg").unlink()
-    decoded = decode_source(source, Decoder(formats=FORMATS, logbook=logbook))
+    decoded = decode_source(source, Decoder(formats=FORMATS, coordinator=coordinator))
     rows = InMemoryDataset(ray.get(decoded.materialize().to_arrow_refs()), FORMATS)
     assert rows.sample_id.tolist() == [0, 2]
-    assert dict(rows_in(logbook).broken) == {"file not found": 1}
-    assert rows_in(logbook).examples == ["b.jpg (file not found)"]
+    assert rows_in(coordinator).invalid == {"file not found": 1}
+    assert rows_in(coordinator).examples == ["b.jpg (file not found)"]
 
 
-def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logbook: Any
+def test_a_large_stream_holds_out_rows_of_the_evaluation_fragments_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Any
 ) -> None:
     monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
     monkeypatch.setattr("raycl.training.data_module.JUDGED_PART", 1)
@@ -118,7 +119,7 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
             "evaluation.num_train": 200,
         },
     )
-    samples = DataModule(config, logbook, source, None)
+    samples = DataModule(config, coordinator, source, None)
     judged_on = samples.to_judge_on()
     assert judged_on is not None
     judged = {row["sample_id"] for row in judged_on.take_all()}
@@ -127,11 +128,11 @@ def test_a_large_stream_spares_rows_of_the_judged_pieces_only(
     trained_on = [int(row) for batch in samples.stream().epoch_batches(BatchShard(batch_size=1), epoch=0)
                   for row in batch.sample_id]  # fmt: skip
     assert sorted(trained_on) == sorted(set(range(1_000)) - held_out)
-    assert 20 < len(held_out) < 60  # a tenth of the judged pieces, of which there are six of sixteen
+    assert 20 < len(held_out) < 60  # a tenth of the evaluation fragments, six of sixteen
     assert samples.num_train_expected() == pytest.approx(len(trained_on), abs=15)
 
 
-def test_ids_follow_sorted_names_whatever_is_broken(mixed: Path) -> None:
+def test_ids_follow_sorted_names_also_beside_invalid_images(mixed: Path) -> None:
     names = sorted(path.name for path in mixed.iterdir() if path.suffix != ".txt")
     sound = [
         names.index(name)
@@ -140,20 +141,20 @@ def test_ids_follow_sorted_names_whatever_is_broken(mixed: Path) -> None:
     assert sorted(read(mixed)[0].sample_id.tolist()) == sorted(sound)
 
 
-def test_a_dataset_without_ids_names_equal_images_alike(logbook: Any) -> None:
+def test_equal_images_of_a_dataset_without_ids_share_an_id(coordinator: Any) -> None:
     same = encode(photograph())
     dataset = ray.data.from_items(
         [{"picture": same}, {"picture": encode(photograph()[:100])}, {"picture": same}]
     )
     columns = ColumnNames(image="picture")
-    decoded = decode_dataset(dataset, columns, Decoder(formats=FORMATS, logbook=logbook))
+    decoded = decode_dataset(dataset, columns, Decoder(formats=FORMATS, coordinator=coordinator))
     ids = [row["sample_id"] for row in decoded.take_all()]
     assert len(set(ids)) == 2
     with pytest.raises(DataError, match="no column 'image'; it has picture"):
-        decode_dataset(dataset, ColumnNames(), Decoder(formats=FORMATS, logbook=logbook))
+        decode_dataset(dataset, ColumnNames(), Decoder(formats=FORMATS, coordinator=coordinator))
 
 
-def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, logbook: Any) -> None:
+def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, coordinator: Any) -> None:
     images, digits = digit_files(40)
     names = [f"digit {digit}" if digit else None for digit in digits]
     plain = pa.table({"image": pa.array(images, pa.binary()), "label": names, "sample_id": range(40)})
@@ -162,12 +163,15 @@ def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, logbook: Any
     hugging_face = ray.data.from_arrow(plain.set_column(0, "image", pa.array(structs))).repartition(2)
     config = raycl.override(raycl.recipe("simclr", image_size=16), {"evaluation.every_epochs": 0})
     source = find_source(str(tmp_path / "plain.parquet"))
-    kinds = [DataModule(config, logbook, source, None), DataModule(config, logbook, None, hugging_face)]
+    kinds = [
+        DataModule(config, coordinator, source, None),
+        DataModule(config, coordinator, None, hugging_face),
+    ]
     assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
     files, dataset = (sorted(samples.all().take_all(), key=lambda row: row["sample_id"]) for samples in kinds)
     assert files == dataset
     with pytest.raises(DataError, match="labels must be integers or text, column 'label' of the dataset"):
-        DataModule(config, logbook, None, ray.data.from_items([{"image": b"", "label": 0.5}]))
+        DataModule(config, coordinator, None, ray.data.from_items([{"image": b"", "label": 0.5}]))
 
 
 def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> None:
@@ -189,15 +193,15 @@ def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingSampler]:
-    """Three files, so that a stream has several pieces to put in order."""
+    """Three files, so that a stream has several fragments to put in order."""
     connect_cluster()  # sets the order of blocks, as every door does
     folder = tmp_path_factory.mktemp("stream")
     for name, num_images in (("a", 70), ("b", 81), ("c", 50)):
         write_digits(folder / f"{name}.parquet", num_images)
     source = find_source(str(folder))
     gray = ImageFormat(size=16, channels=1)
-    with start_coordinator() as logbook:
-        opened = stream_source(source, Decoder(formats={"image": gray}, logbook=logbook), seed=3)
+    with start_coordinator() as coordinator:
+        opened = stream_source(source, Decoder(formats={"image": gray}, coordinator=coordinator), seed=3)
         yield StreamingSampler(open_epoch=opened, formats={"image": gray}, seed=3, shuffle_buffer_size=64)
 
 
@@ -217,20 +221,20 @@ def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_a_new_order(
     assert len(seen) == len(set(seen)) == 200
 
 
-def test_a_stream_begun_in_the_middle_goes_on_with_the_same_batches(stream: StreamingSampler) -> None:
+def test_a_stream_resumed_in_an_epoch_has_the_same_batches(stream: StreamingSampler) -> None:
     share = BatchShard(batch_size=20)
     assert ids_of(stream, share, 1, start=4) == ids_of(stream, share, 1)[4:]
 
 
-def test_a_stream_of_texts_puts_like_lengths_into_one_batch(tmp_path: Path) -> None:
+def test_a_stream_of_texts_puts_similar_lengths_into_one_batch(tmp_path: Path) -> None:
     texts = [" ".join(["word"] * length) for length in np.random.default_rng(0).permutation(200) + 1]
     pq.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet")
     source = find_source(str(tmp_path), ColumnNames(image=None, text="text"))
     tokenizer = Vocabulary.of_texts(texts[:10], max_length=300, size=300, lowercase=True).tokenizer
     formats = {"text": TextFormat(tokenizer=tokenizer, max_length=300)}
     padding: dict[int, int] = {}
-    with start_coordinator() as logbook:
-        opened = stream_source(source, Decoder(formats=formats, logbook=logbook), seed=3)
+    with start_coordinator() as coordinator:
+        opened = stream_source(source, Decoder(formats=formats, coordinator=coordinator), seed=3)
         for buckets in (1, 4):
             stream = StreamingSampler(
                 open_epoch=opened, formats=formats, seed=3, shuffle_buffer_size=80, length_buckets=buckets
@@ -244,7 +248,7 @@ def test_a_stream_of_texts_puts_like_lengths_into_one_batch(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+def split_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads instead of Ray Train's workers: the first one leaves each thing for the other."""
     box: list[Any] = []
     here = threading.Barrier(2)
@@ -268,7 +272,7 @@ def by_two_workers(
         return list(threads.map(work, [replace(stream), replace(stream)], shares, timeout=120))
 
 
-def test_two_workers_share_a_streamed_epoch_evenly(stream: StreamingSampler, dealt: None) -> None:
+def test_two_workers_share_a_streamed_epoch_evenly(stream: StreamingSampler, split_by_threads: None) -> None:
     results = by_two_workers(stream, lambda each, share: ids_of(each, share, 0))
     assert len(results[0]) == len(results[1]) == 10
     seen = [row_id for batches in results for batch in batches for row_id in batch]
@@ -286,7 +290,7 @@ def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) 
     ]
 
 
-def test_an_epoch_that_was_begun_ahead_has_the_same_batches(stream: StreamingSampler, dealt: None) -> None:
+def test_a_prefetched_epoch_has_the_same_batches(stream: StreamingSampler, split_by_threads: None) -> None:
     share = BatchShard(batch_size=20)
     alone = [batch for epoch in range(3) for batch in ids_of(stream, share, epoch)]
     assert several(stream, share, range(3)) == alone
@@ -309,7 +313,7 @@ def test_the_next_epoch_is_read_while_this_one_is_used(stream: StreamingSampler)
     batches = mine.epoch_batches(share, epoch=0, has_next=True)
     next(batches)
     assert opened == [0, 1]
-    following = begun_behind(mine)
+    following = prefetched_epoch(mine)
     assert len(list(batches)) == 9
     rest = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=1, continues=True)]
     assert opened == [0, 1]
@@ -318,35 +322,35 @@ def test_the_next_epoch_is_read_while_this_one_is_used(stream: StreamingSampler)
 
 
 @pytest.mark.parametrize("epoch", [1, 4])
-def test_what_was_begun_for_nothing_ends(stream: StreamingSampler, epoch: int) -> None:
+def test_a_prefetched_epoch_that_is_not_needed_is_stopped(stream: StreamingSampler, epoch: int) -> None:
     mine, share = replace(stream), BatchShard(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, has_next=True)
     next(batches)
-    stopped = begun_behind(mine).tables._stopped
+    stopped = prefetched_epoch(mine).tables._stopped
     del batches
     # The epoch before was left in its middle, so that not all workers may have begun the next one.
     assert ids_of(mine, share, epoch) == ids_of(stream, share, epoch)
     assert stopped.wait(10)
 
 
-def test_the_actor_of_an_epoch_that_is_dealt_again_ends(stream: StreamingSampler) -> None:
+def test_the_actor_of_an_epoch_that_is_split_again_is_stopped(stream: StreamingSampler) -> None:
     mine, share = replace(stream), BatchShard(batch_size=20)
     first: list[Any] = []
     for _ in range(3):
         next(mine.epoch_batches(share, epoch=0, has_next=True))
-        first.append(mine._dealing._actors[0])
+        first.append(mine._splits._actors[0])
     assert len({actor._actor_id for actor in first}) == 3
     for actor in first[:2]:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(actor.stats.remote(), timeout=30)
 
 
-def begun_behind(stream: StreamingSampler) -> Any:
+def prefetched_epoch(stream: StreamingSampler) -> Any:
     """Wait until the next epoch is begun; return its reading."""
     until = time.monotonic() + 60
-    last = stream._dealing._last
+    last = stream._splits._last
     assert last is not None
-    while (following := last[2].turn.following) is None or following.tables._ready.empty():
+    while (following := last[2].upcoming.following) is None or following.tables._ready.empty():
         assert time.monotonic() < until, "nothing of the next epoch was read"
         time.sleep(0.1)
     return following

@@ -577,7 +577,7 @@ def test_embedding_and_judging_a_run(finished: Finished, tmp_path: Path) -> None
 
     embedded = tmp_path / "embedded.parquet"
     rows = raycl.embed(str(finished.output), str(finished.data), str(embedded), quiet=True)
-    assert rows.num_broken == NUM_BROKEN
+    assert rows.num_invalid == NUM_BROKEN
     table = pq.read_table(embedded)
     assert sorted(table["sample_id"].to_pylist()) == list(range(NUM_IMAGES - NUM_BROKEN))
     assert len(table["representation"][0].as_py()) == 16

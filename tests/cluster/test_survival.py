@@ -24,12 +24,13 @@ from ray.util.placement_group import (
 )
 
 import raycl
-from raycl.data import coordinator
-from raycl.data.coordinator import send_heartbeats
+from raycl.data.read_stats import ReadStats
 from raycl.errors import RunError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
+from raycl.training import coordinator
 from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
+from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown, workers_that_fit
 from tests.cluster.strikes import kill_process, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
@@ -194,9 +195,11 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
     assert list((output / "checkpoints").glob("step-*"))
 
 
-def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:
+def test_what_a_coordinator_was_told_outlives_it(tmp_path: Path) -> None:
     with coordinator.start_coordinator() as book, GracefulShutdown(book, Place(str(tmp_path))) as signals:
-        ray.get(book.add_rows.remote("piece", 9, 7, {"not an image": 2}, ["one.png (not an image)"]))
+        stats = ReadStats(num_rows=9, num_train=7, examples=["one.png (not an image)"])
+        stats.invalid["not an image"] = 2
+        ray.get(book.add_rows.remote("fragment", stats))
         ray.get(book.add_notice.remote("something happened"))
         signals.request_stop()
         before = coordinator.rows_in(book)
@@ -206,7 +209,7 @@ def test_what_a_logbook_was_told_outlives_it(tmp_path: Path) -> None:
             assert coordinator.rows_in(book) == before
             assert ray.get(book.notices.remote()) == ["something happened"]
             assert ray.get(book.heartbeat.remote())
-        assert before.num_broken == 2
+        assert before.num_invalid == 2
         ray.kill(book, no_restart=False)
         assert signals.request_stop() < 60  # whether it is there or not
 
@@ -304,7 +307,7 @@ def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
     assert asked(streamed=True, cpus_per_worker=1.0, autoscaling=True) == (1, 8)
 
 
-def test_a_logbook_hears_a_worker_that_says_nothing_else_and_answers_when_it_is_to_stop() -> None:
+def test_a_coordinator_hears_a_worker_that_says_nothing_else_and_answers_when_it_is_to_stop() -> None:
     with coordinator.start_coordinator() as book:
         with send_heartbeats(book, interval_s=0.2) as asked_to_stop:
             time.sleep(2.0)

@@ -17,7 +17,6 @@ import raycl
 from raycl.config import RunConfig
 from raycl.data.click_logs import CONTRADICTED, REPEATED, WITHOUT_POSITIVE
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import rows_in, start_coordinator
 from raycl.embedding_snapshot import LATEST, read_probe_set, read_snapshot
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
@@ -25,6 +24,7 @@ from raycl.preparation import gather_texts, group_pairs, make_tokenizer
 from raycl.records import read_metrics
 from raycl.report.writer import write_report
 from raycl.storage import Place
+from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
@@ -134,14 +134,14 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Pa
             "label": [int(row % 4 == 1) for row in range(len(ids))],
         }
     )
-    with start_coordinator() as logbook:
+    with start_coordinator() as coordinator:
         config = run_of("two_tower", **{"evaluation.every_epochs": 0})  # none is held out
-        samples = DataModule(config, logbook, None, ray.data.from_arrow(table))
+        samples = DataModule(config, coordinator, None, ray.data.from_arrow(table))
         samples.learn_vocabulary(None)
         decoded = samples.all().materialize()
-        rows = rows_in(logbook)
+        rows = rows_in(coordinator)
     assert decoded.count() == samples.num_rows == rows.num_train == num_queries
-    assert (rows.num_rows, rows.broken) == (len(ids), {"missing id": 2})
+    assert (rows.num_rows, rows.invalid) == (len(ids), {"missing id": 2})
     assert samples.num_read_first(streamed=False) == len(ids)
     held = {name for row in decoded.take_all() for name in row["query_id.id"]}
     assert held == {2**60 + number for number in range(num_queries)}
@@ -230,8 +230,8 @@ def test_a_grouped_log_is_streamed_by_a_tokenizer_made_before(click_log: Path, t
     grouped, place = tmp_path / "grouped", tmp_path / "tokenizer.json"
     num_pairs, rows = group_pairs(str(click_log), str(grouped), columns=PAIRS)
     assert num_pairs == NUM_QUERIES
-    assert rows.left_out[WITHOUT_POSITIVE] == 1
-    assert (rows.num_rows, rows.num_broken) == (pq.read_metadata(click_log).num_rows, 2)
+    assert rows.skipped[WITHOUT_POSITIVE] == 1
+    assert (rows.num_rows, rows.num_invalid) == (pq.read_metadata(click_log).num_rows, 2)
     made = make_tokenizer(str(click_log), str(place), columns=PAIRS, vocabulary_size=400)
     texts = tmp_path / "texts.parquet"  # the same without ids
     pq.write_table(pq.read_table(click_log, columns=["query", "document"]), texts)
@@ -315,7 +315,7 @@ def test_texts_of_one_group_become_a_row(tmp_path: Path) -> None:
     pq.write_table(pa.table(rows), data)
     found = gather_texts(str(data), str(output), group="photo")
     assert pq.read_table(output)["text"].to_pylist() == [["a", "b"]]
-    assert (found.num_rows, found.num_texts, found.num_alone, found.num_broken) == (1, 2, 1, 1)
+    assert (found.num_rows, found.num_texts, found.num_alone, found.num_invalid) == (1, 2, 1, 1)
 
 
 def test_bad_pairs_are_refused_before_anything_is_rented(click_log: Path, tmp_path: Path) -> None:

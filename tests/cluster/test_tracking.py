@@ -3,6 +3,7 @@
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 
 import raycl
 from raycl.data.columns import ColumnNames
-from raycl.data.coordinator import start_coordinator
+from raycl.data.read_stats import ReadStats
 from raycl.data.split import Holdout
 from raycl.records import ROLLBACK, read_metrics
 from raycl.storage import Place
 from raycl.tracking.prometheus import METRICS
+from raycl.training.coordinator import start_coordinator
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.stages import Position
@@ -59,12 +61,12 @@ def patient(**arguments: Any) -> nn.Module:
 
 
 @pytest.fixture
-def logbook() -> Iterator[Any]:
+def coordinator() -> Iterator[Any]:
     with start_coordinator() as actor:
         yield actor
 
 
-def recorder_of(output: Path, logbook: Any) -> MetricsLogger:
+def recorder_of(output: Path, coordinator: Any) -> MetricsLogger:
     """Return that of a run which has just begun."""
     config = raycl.override(raycl.recipe("simclr"), {"tracking.tensorboard": True})
     job = Job(
@@ -74,7 +76,7 @@ def recorder_of(output: Path, logbook: Any) -> MetricsLogger:
         stream=None,
         num_train=0,
         holdout=Holdout(seed=0),
-        coordinator=logbook,
+        coordinator=coordinator,
         is_evaluated=False,
         columns=ColumnNames(),
         workers=(1, 1),
@@ -88,8 +90,8 @@ def shown_in_tensorboard(output: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in shown.Scalars(name)]
 
 
-def test_what_was_rolled_back_is_no_longer_in_tensorboard(logbook: Any, tmp_path: Path) -> None:
-    recorder = recorder_of(tmp_path, logbook)
+def test_what_was_rolled_back_is_no_longer_in_tensorboard(coordinator: Any, tmp_path: Path) -> None:
+    recorder = recorder_of(tmp_path, coordinator)
     for step in (1, 2, 3):
         recorder.write(Position(step=step), {"loss": 1.0})
     recorder.notify(Position(step=1, rollbacks=1), ROLLBACK, "went back from step 3")
@@ -99,11 +101,11 @@ def test_what_was_rolled_back_is_no_longer_in_tensorboard(logbook: Any, tmp_path
 
 
 def test_a_tracker_that_fails_is_told_once_and_counted_and_the_run_goes_on(
-    logbook: Any, tmp_path: Path
+    coordinator: Any, tmp_path: Path
 ) -> None:
     in_the_way = tmp_path / "tensorboard"
     in_the_way.write_text("a file where the folder should be")
-    recorder = recorder_of(tmp_path, logbook)
+    recorder = recorder_of(tmp_path, coordinator)
     deadline = time.monotonic() + 60
     lines: list[dict[str, Any]] = []
     step = 0
@@ -116,7 +118,7 @@ def test_a_tracker_that_fails_is_told_once_and_counted_and_the_run_goes_on(
         time.sleep(0.5)
     in_the_way.unlink()
     recorder.close(finished=True)
-    [notice] = ray.get(logbook.notices.remote())
+    [notice] = ray.get(coordinator.notices.remote())
     assert "tracking.tensorboard failed: " in notice
     assert [line["event"] for line in lines if "event" in line] == ["tracking"]
     # All that was refused meanwhile came there in the end.
@@ -143,7 +145,8 @@ def scrape(run: str) -> Samples:
 def test_what_does_not_change_stays_visible() -> None:
     """Ray itself forgets a gauge after two exports, 10 s apart."""
     with start_coordinator({"run": "lasting", "recipe": "none"}) as actor:
-        ray.get(actor.add_rows.remote("piece", 8, 5, {"not an image": 2, "too large": 1}, []))
+        stats = ReadStats(num_rows=8, num_train=5, invalid=Counter({"not an image": 2, "too large": 1}))
+        ray.get(actor.add_rows.remote("fragment", stats))
         for _ in range(60):
             if seen := scrape("lasting"):
                 break
@@ -151,8 +154,8 @@ def test_what_does_not_change_stays_visible() -> None:
         time.sleep(25)
         again = scrape("lasting")
     assert [value for _, value in again["rows_read"]] == [8]
-    broken = {tags["cause"]: value for tags, value in again["rows_invalid"]}
-    assert broken == {"not an image": 2, "too large": 1}
+    invalid = {tags["cause"]: value for tags, value in again["rows_invalid"]}
+    assert invalid == {"not an image": 2, "too large": 1}
     assert again == seen
 
 

@@ -14,8 +14,8 @@ from raycl.batchnorm import synchronize
 from raycl.distributed import all_sum, average_, gather, gather_detached, use_shared_memory
 from raycl.distributed.ddp import average_gradients
 from raycl.distributed.shared_memory import MAX_BYTES, SharedMemory
+from raycl.distributed.step_timer import StepTimer, counted
 from raycl.errors import RayclError
-from raycl.step_timer import StepTimer, counted
 from tests.workers.processes import run_workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is used on Linux only")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from raycl.batchnorm import synchronize
 from raycl.distributed import average_
-from raycl.embedding_metrics import measure
+from raycl.evaluation.embedding_metrics import measure
 from raycl.gradient_cache import embed_in_chunks
 from raycl.training.collapse_monitor import CollapseMonitor, Limits
 from raycl.training.step import StepOutput, _few

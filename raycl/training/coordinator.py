@@ -6,8 +6,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -15,48 +15,11 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycl.errors import DataError
+from raycl.data.read_stats import ReadStats
 from raycl.tracking.prometheus import Exporter, Reading
-
-NUM_EXAMPLES = 3
 
 _RESTART_S = 30.0  # in which Ray restarts the actor
 _HEARTBEAT_S, _ANSWER_S = 1.0, 10.0
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ReadStats:
-    """Counts of the rows read so far: ``broken`` (invalid) and ``left_out`` (valid but skipped), by cause.
-
-    ``num_flat`` rows are used, although all pixels of their image are equal.
-    """
-
-    num_rows: int = 0
-    num_train: int = 0
-    broken: Mapping[str, int] = field(default_factory=dict)
-    examples: Sequence[str] = ()
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    num_flat: int = 0
-
-    @property
-    def num_broken(self) -> int:
-        """The number of invalid rows, for any cause."""
-        return sum(self.broken.values())
-
-    def describe_broken(self) -> str:
-        """Return the counts by cause and the first examples, in one line."""
-        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.broken.items()))
-        return f"{causes}; for example {'; '.join(self.examples)}"
-
-    def check(self, max_invalid_fraction: float, *, min_rows: int = 0) -> None:
-        """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is invalid."""
-        if self.num_rows >= min_rows and self.num_broken > max_invalid_fraction * self.num_rows:
-            raise DataError(
-                f"{self.num_broken} of {self.num_rows} rows are invalid ({self.describe_broken()}), "
-                f"more than the fraction {max_invalid_fraction:g} allowed; "
-                "fix the data or raise data.max_invalid_fraction"
-            )
 
 
 @final
@@ -69,17 +32,15 @@ class RunCoordinator:
     """
 
     def __init__(self, tags: Mapping[str, str] | None = None, journal: str | None = None) -> None:
-        self._fragments: dict[str, tuple[int, int, Counter[str], list[str], int]] = {}
+        self._fragments: dict[str, ReadStats] = {}
         self._progress: dict[str, Any] = {}
         self._notices: list[str] = []
-        self._left_out: dict[str, Counter[str]] = {}
         self._exporter = None if tags is None else Exporter(tags, self._readings)
         self._stop_requested = False
         self._last_heartbeat = time.monotonic()
         self._journal: TextIO | None = None
         if journal is not None:
-            for name, arguments in _entries(Path(journal)):
-                getattr(self, name)(*arguments)
+            self._restore(Path(journal))
             # An actor without the driver's file system has no journal.
             with contextlib.suppress(OSError):
                 opened = Path(journal).open("a")
@@ -87,26 +48,11 @@ class RunCoordinator:
                 opened.flush()
                 self._journal = opened
 
-    def add_rows(
-        self,
-        fragment: str,
-        num_rows: int,
-        num_train: int,
-        broken: Mapping[str, int],
-        examples: list[str],
-        num_flat: int = 0,
-    ) -> None:
-        """Count the rows of one fragment; ``num_train`` of them are valid and not held out."""
-        now = (num_rows, num_train, Counter(broken), examples, num_flat)
-        if self._fragments.get(fragment) != now:
-            self._write("add_rows", fragment, num_rows, num_train, dict(broken), examples, num_flat)
-        self._fragments[fragment] = now
-
-    def add_left_out(self, fragment: str, left_out: Mapping[str, int]) -> None:
-        """Count the skipped rows of one fragment by cause; they are valid but unused."""
-        if self._left_out.get(fragment) != Counter(left_out):
-            self._write("add_left_out", fragment, dict(left_out))
-        self._left_out[fragment] = Counter(left_out)
+    def add_rows(self, fragment: str, stats: ReadStats) -> None:
+        """Count the rows of one fragment."""
+        if self._fragments.get(fragment) != stats:
+            self._write("add_rows", fragment, vars(stats))
+        self._fragments[fragment] = stats
 
     def add_progress(self, progress: Mapping[str, Any]) -> None:
         """Update the progress of training; values of the same names are replaced."""
@@ -142,15 +88,21 @@ class RunCoordinator:
 
     def rows(self) -> ReadStats:
         """Return the counts over all fragments."""
-        fragments = [self._fragments[name] for name in sorted(self._fragments)]
-        return ReadStats(
-            num_rows=sum(fragment[0] for fragment in fragments),
-            num_train=sum(fragment[1] for fragment in fragments),
-            broken=dict(sum((fragment[2] for fragment in fragments), Counter())),
-            examples=[example for fragment in fragments for example in fragment[3]][:NUM_EXAMPLES],
-            num_flat=sum(fragment[4] for fragment in fragments),
-            left_out={k: v for k, v in sum(self._left_out.values(), Counter()).items() if v},
-        )
+        total = ReadStats()
+        for _, stats in sorted(self._fragments.items(), key=itemgetter(0)):
+            total.merge(stats)
+        return total
+
+    def _restore(self, journal: Path) -> None:
+        """Repeat the calls of the journal; an incomplete last one was never answered."""
+        for line in journal.read_text().splitlines() if journal.exists() else ():
+            with contextlib.suppress(ValueError):
+                name, arguments = json.loads(line)
+                if name == "add_rows":
+                    fragment, stats = arguments
+                    counters = {cause: Counter(stats[cause]) for cause in ("invalid", "skipped")}
+                    arguments = [fragment, ReadStats(**stats | counters)]
+                getattr(self, name)(*arguments)
 
     def _write(self, name: str, *arguments: Any) -> None:
         """Write a call to the journal before it is answered."""
@@ -165,17 +117,9 @@ class RunCoordinator:
     def _readings(self) -> Iterator[Reading]:
         rows = self.rows()
         yield Reading("rows_read", rows.num_rows)
-        for name, counts in (("rows_invalid", rows.broken), ("rows_skipped", rows.left_out)):
+        for name, counts in (("rows_invalid", rows.invalid), ("rows_skipped", rows.skipped)):
             for cause, count in counts.items():
                 yield Reading(name, count, cause)
-
-
-def _entries(journal: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the calls of the journal; an incomplete last one was never answered."""
-    for line in journal.read_text().splitlines() if journal.exists() else ():
-        with contextlib.suppress(ValueError):
-            name, arguments = json.loads(line)
-            yield name, arguments
 
 
 def rows_in(coordinator: Any) -> ReadStats:

@@ -1,0 +1,59 @@
+"""Counts of the rows read from a data set, with the invalid ones by cause."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import final
+
+from raycl.errors import DataError
+
+NUM_EXAMPLES = 3
+
+
+@final
+@dataclass(kw_only=True)
+class ReadStats:
+    """Counts of rows: ``num_train`` are valid and not held out, ``skipped`` ones are valid but unused.
+
+    ``num_flat`` rows are used, although all pixels of their image are equal.
+    """
+
+    num_rows: int = 0
+    num_train: int = 0
+    num_flat: int = 0
+    invalid: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def merge(self, other: "ReadStats") -> None:
+        """Add the counts of other rows."""
+        self.num_rows += other.num_rows
+        self.num_train += other.num_train
+        self.num_flat += other.num_flat
+        self.invalid.update(other.invalid)
+        self.skipped.update(other.skipped)
+        self.examples = (self.examples + other.examples)[:NUM_EXAMPLES]
+
+    @property
+    def num_invalid(self) -> int:
+        """The number of invalid rows, for any cause."""
+        return self.invalid.total()
+
+    def add_invalid(self, where: str, cause: Exception) -> None:
+        """Count an invalid row; ``where`` names it among the examples."""
+        self.invalid[str(cause)] += 1
+        if len(self.examples) < NUM_EXAMPLES:
+            self.examples.append(f"{where} ({cause})")
+
+    def describe_invalid(self) -> str:
+        """Return the counts by cause and the first examples, in one line."""
+        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.invalid.items()))
+        return f"{causes}; for example {'; '.join(self.examples)}"
+
+    def check(self, max_invalid_fraction: float, *, min_rows: int = 0) -> None:
+        """Raise ``DataError`` if more than this fraction of at least ``min_rows`` rows is invalid."""
+        if self.num_rows >= min_rows and self.num_invalid > max_invalid_fraction * self.num_rows:
+            raise DataError(
+                f"{self.num_invalid} of {self.num_rows} rows are invalid ({self.describe_invalid()}), "
+                f"more than the fraction {max_invalid_fraction:g} allowed; "
+                "fix the data or raise data.max_invalid_fraction"
+            )
