@@ -29,16 +29,17 @@ from measuring import describe_machine, summarize
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
+from raycl.models.build import build_towers
 from raycl.negatives import MemoryBank
 from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient
 from raycl.negatives.start import start_bank
 from raycl.ray_runtime import connect_cluster
 from raycl.recipes import recipe
-from raycl.training import build
 from raycl.training.process import prepare_process
 from raycl.training.step import train_step
-from raycl.training.stores import Store
+from raycl.training.stores import Store, bank_spec, build_store
+from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.views import Views
 
 BATCH, DIM, NUM_NEGATIVES = 256, 128, 4_096
@@ -99,14 +100,14 @@ def batches(num_samples: int) -> Iterator[Views]:
 def measure_steps(method: str, bank: Bank, sample_id: np.ndarray, blocks: int, steps: int) -> dict[str, Any]:
     """Alternate blocks of steps between the two stores."""
     config = config_of(method)
-    towers = build.towers(config, build.modality(config)).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    learner = build.learner(config, towers, num_samples=len(sample_id))
+    towers = build_towers(config).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    learner = TrainState.build(config, towers, num_samples=len(sample_id))
     stage = config.stages[0]
-    learner.set_embed_config(build.manner(config, stage))
-    contrast = build.contrast(config, stage, learner, hinge_weight=0.0, num_samples=len(sample_id))
+    learner.set_embed_config(EmbedConfig.of(config, stage))
+    contrast = learner.objective(config, stage, hinge_weight=0.0, num_samples=len(sample_id))
     stores = {
-        "process": Timed(build.store(config, None, sample_id, CPU)),
-        "actor": Timed(build.store(config, bank, sample_id, CPU)),
+        "process": Timed(build_store(config, None, sample_id, CPU)),
+        "actor": Timed(build_store(config, bank, sample_id, CPU)),
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in stores}
     views, number = batches(len(sample_id)), 0
@@ -189,7 +190,7 @@ def resident_mb(pid: int) -> float:
 def measure(method: str, num_samples: int, arguments: argparse.Namespace) -> dict[str, Any]:
     sample_id = np.arange(num_samples)
     with tempfile.TemporaryDirectory() as folder:
-        spec = build.bank_spec(config_of(method), output=folder, name=method, num_samples=num_samples)
+        spec = bank_spec(config_of(method), output=folder, name=method, num_samples=num_samples)
         # The memory of a process with almost no rows.
         tiny = replace(spec, name="tiny", capacity=1_024, output=f"{folder}/tiny")
         small = start_bank(tiny, np.arange(1_024))

@@ -99,11 +99,12 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     from raycl.data.sampler import BatchShard, InMemorySampler
     from raycl.data.sources import find_source
     from raycl.ray_runtime import connect_cluster, fetch_tables
-    from raycl.training import build
     from raycl.training.coordinator import start_coordinator
     from raycl.training.data_module import DataModule
     from raycl.training.preflight import column_names
     from raycl.training.process import prepare_process
+    from raycl.training.transforms import build_formats, build_transform
+    from raycl.training.views import ViewMaker
 
     # Beside tasks that read, a worker has a core of its own.
     prepare_process(1 if stream else options.cores)
@@ -119,13 +120,13 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     with start_coordinator() as coordinator:
         source = find_source(options.data, column_names(config))
         samples = DataModule(config, coordinator, source, None)
-        modality = build.modality(config)
         if stream:
             epochs: Any = samples.stream()
         else:
-            tables = fetch_tables(samples.all())
-            epochs = InMemorySampler(rows=InMemoryDataset(tables, modality.formats(samples.columns)), seed=0)
-        views = build.view_maker(config, modality, torch.device("cpu"))
+            tables = fetch_tables(samples.rows_to_keep())
+            formats = build_formats(config, None, samples.columns)
+            epochs = InMemorySampler(rows=InMemoryDataset(tables, formats), seed=0)
+        views = ViewMaker.of(config, build_transform(config), torch.device("cpu"))
         share = BatchShard(batch_size=options.batch_size)
         for epoch in range(1_000):
             batches = epochs.epoch_batches(share, epoch=epoch, continues=epoch > 0, has_next=True)
@@ -218,9 +219,9 @@ def decoding_batches(options: argparse.Namespace) -> Iterator[int]:
 
 def decoder(config: Any) -> Any:
     """Return what turns an encoded image into the square that raycl keeps."""
-    from raycl.training.modality import ImageTowerBuilder
+    from raycl.training.transforms import image_format
 
-    return ImageTowerBuilder(config).image_format().decode
+    return image_format(config).decode
 
 
 class Encoded:

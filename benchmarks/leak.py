@@ -20,17 +20,16 @@ from measuring import describe_machine
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.data.sources import find_source
-from raycl.records import read_metrics
+from raycl.records import CONFIG, read_metrics
 from raycl.storage import Place
-from raycl.training.modality import ImageTowerBuilder
 from raycl.training.preflight import column_names
-from raycl.training.resume import CONFIG
+from raycl.training.transforms import image_format
 
 
 def read_images(config: RunConfig, data: str, num_images: int) -> tuple[torch.Tensor, np.ndarray]:
     """Decode the first images of a set; return pixels and ids."""
     source = find_source(data, column_names(config))
-    decode, pixels, ids = ImageTowerBuilder(config).image_format().decode, [], []
+    decode, pixels, ids = image_format(config).decode, [], []
     for rows in source.read(source.fragments[0]):
         pixels += [decode(image)[0] for image in rows.values["image"]]
         ids += rows.sample_id.tolist()

@@ -120,9 +120,9 @@ def configure(options: argparse.Namespace, tokenizer: str | None = None) -> RunC
 def save_start(options: argparse.Namespace, pairs: pa.Table) -> None:
     """Write what all sides start from: pairs, tokenizer and untrained encoder."""
     # Imported here, so that the peer's processes do not pay for it.
+    from raycl.models.build import build_encoder, complete_spec, encoder_specs
     from raycl.models.encoder_io import save_encoder
     from raycl.tokenization import Vocabulary
-    from raycl.training import build
 
     pq.write_table(pairs, options.folder / PAIRS)
     texts = [*pairs["query"].to_pylist(), *pairs["document"].to_pylist()]
@@ -131,11 +131,12 @@ def save_start(options: argparse.Namespace, pairs: pa.Table) -> None:
     vocabulary = Vocabulary.of_texts(
         texts, max_length=options.max_length, size=config.text.vocabulary_size, lowercase=True
     )
-    side = build.modality(config, vocabulary).sides[0]
-    network = side.encoder()
+    spec = encoder_specs(config, vocabulary.tokenizer)[0]
+    network = build_encoder(config, spec, vocabulary)
     start = str(options.folder / "start")
-    spec = side.spec(network, own=False)
-    save_encoder(network, spec, Place(start), tokenizer=vocabulary.tokenizer)
+    save_encoder(
+        network, complete_spec(spec, network, own=False), Place(start), tokenizer=vocabulary.tokenizer
+    )
     raycl.export_encoder(start, str(options.folder / "exported"))
 
 

@@ -57,13 +57,14 @@ def train(
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
     uri = None if data is None else str(data)
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
-    config = plan_run(_named(recipe), data=uri or dataset, flags=flags, settings=settings)
+    config, source = plan_run(_named(recipe), data=uri or dataset, flags=flags, settings=settings)
     from raycl.training.launch import train as launch
 
     return launch(
         config,
         output=str(output),
         data=uri,
+        source=source,
         dataset=dataset,
         encoder=encoder,
         resume=resume,
@@ -218,10 +219,10 @@ def plan_examined(
     is_complete = isinstance(recipe, RunConfig) or recipe.endswith((".yaml", ".yml"))
     if data is not None or is_complete:
         try:
-            return plan_run(recipe, data=data or "", flags=flags, settings=settings)
+            return plan_run(recipe, data=data or "", flags=flags, settings=settings).config
         except (DataError, StorageError):
             if data is None:
                 raise  # the YAML file cannot be read
     # A given data.image_size replaces the default.
     sized = {"data.image_size": IMAGE_SIZE, **settings_of(settings)}
-    return plan_run(recipe, data="", flags=flags, settings=sized)
+    return plan_run(recipe, data="", flags=flags, settings=sized).config

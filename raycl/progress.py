@@ -1,11 +1,11 @@
 """The live progress line, read from the coordinator while the driver waits."""
 
+import contextlib
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any, Self, final
 
 import ray
@@ -42,82 +42,77 @@ class ProgressLine:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         if not self._quiet:
             self._thread.join()
 
     def _watch(self) -> None:
-        if self._console.is_jupyter:
-            self._draw_in_notebook()
-        elif self._console.is_terminal:
-            self._draw_bar()
-        else:
-            self._print_lines()
-
-    def _draw_bar(self) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self._console) as bar:
-            task: TaskID | None = None
+        with self._open_display() as show:
             while True:
-                last = self._stopped.is_set()
-                for notice in self._new_notices():
-                    bar.console.print(notice, markup=False, highlight=False)
+                is_last = self._stopped.is_set()
+                notices = self._notices()[self._num_printed :]
+                self._num_printed += len(notices)
+                for notice in notices:  # above the bar, since rich redirects stderr
+                    print(notice, file=sys.stderr, flush=True)
                 if seen := self._read():
-                    done, total, text = seen
-                    if task is None:
-                        task = bar.add_task(self._title, total=total, text=text)
-                    bar.update(task, completed=done, total=total, text=text)
-                if last:
+                    show(*seen, is_last)
+                if is_last:
                     return
                 self._stopped.wait(POLL_S)
 
-    def _draw_in_notebook(self) -> None:
-        # rich needs ipywidgets for a live bar; IPython can replace displayed HTML without it.
-        from IPython import display as notebook
+    def _open_display(self) -> contextlib.AbstractContextManager["Show"]:
+        if self._console.is_jupyter:
+            return contextlib.nullcontext(_show_in_notebook(self._title))
+        if self._console.is_terminal:
+            return _open_bar(self._title, self._console)
+        return contextlib.nullcontext(_print_periodically(self._title))
 
-        place: Any = None
-        while True:
-            last = self._stopped.is_set()
-            for notice in self._new_notices():
-                print(notice, file=sys.stderr, flush=True)
-            if seen := self._read():
-                bar = notebook.HTML(progress_html(self._title, *seen))
-                if place is None:
-                    place = notebook.display(bar, display_id=True)
-                else:
-                    place.update(bar)
-            if last:
-                return
-            self._stopped.wait(POLL_S)
 
-    def _print_lines(self) -> None:
-        printed_at = 0.0
-        while True:
-            last = self._stopped.is_set()
-            for notice in self._new_notices():
-                print(notice, file=sys.stderr, flush=True)
-            if (last or time.monotonic() - printed_at > LINE_EVERY_S) and (seen := self._read()):
-                done, total, text = seen
-                print(f"{self._title} {done:,}/{total:,}  {text}", file=sys.stderr, flush=True)
-                printed_at = time.monotonic()
-            if last:
-                return
-            self._stopped.wait(POLL_S)
+Show = Callable[[int, int, str, bool], object]  # shows done, total and text; whether they are the last
 
-    def _new_notices(self) -> list[str]:
-        """Return the notices that have not been printed yet."""
-        notices = self._notices()[self._num_printed :]
-        self._num_printed += len(notices)
-        return notices
+
+@contextlib.contextmanager
+def _open_bar(title: str, console: Console) -> Iterator[Show]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        tasks: list[TaskID] = []
+
+        def show(done: int, total: int, text: str, is_last: bool) -> None:
+            if not tasks:
+                tasks.append(bar.add_task(title, total=total, text=text))
+            bar.update(tasks[0], completed=done, total=total, text=text)
+
+        yield show
+
+
+def _show_in_notebook(title: str) -> Show:
+    # rich needs ipywidgets for a live bar; IPython can replace displayed HTML without it.
+    from IPython import display
+
+    place: Any = display.display(display.HTML(""), display_id=True)
+
+    def show(done: int, total: int, text: str, is_last: bool) -> None:
+        place.update(display.HTML(progress_html(title, done, total, text)))
+
+    return show
+
+
+def _print_periodically(title: str) -> Show:
+    printed_at = [0.0]
+
+    def show(done: int, total: int, text: str, is_last: bool) -> None:
+        if is_last or time.monotonic() - printed_at[0] > LINE_EVERY_S:
+            print(f"{title} {done:,}/{total:,}  {text}", file=sys.stderr, flush=True)
+            printed_at[0] = time.monotonic()
+
+    return show
 
 
 @final

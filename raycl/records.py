@@ -1,16 +1,22 @@
-"""The records of a run: ``metrics.jsonl`` and ``result.json``."""
+"""The files of a run's output: their names, ``metrics.jsonl``, ``result.json``, and the list of checkpoints."""
 
 import errno
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 from raycl.errors import StorageError
 from raycl.storage import Place
 
+CONFIG = "config.yaml"
+DATA = "data.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+CHECKPOINTS = "checkpoints"  # the folder of Ray Train's checkpoints
+CHECKPOINT_LIST = "checkpoint_manager_snapshot.json"  # Ray Train's list of them
+STATE = "state.pt"  # in each checkpoint
 RENAMED = {  # keys of lines and results that older versions wrote
     "spread": "embedding_std",
     "leakage": "batchnorm_leakage",
@@ -123,3 +129,72 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if value - value == 0.0 else None
     return value
+
+
+_COPY = "checkpoint_list.json"
+_RESULTS, _LATEST, _NUMBERS = "checkpoint_results", "latest_checkpoint_result", "checkpoint_report_indices"
+_NAME = "checkpoint_dir_name"
+
+
+def backup_manifest(output: Place) -> None:
+    """Copy the list of checkpoints, unless it is truncated."""
+    if output.is_local and (listed := _read(output / CHECKPOINTS / CHECKPOINT_LIST)) is not None:
+        (output / CHECKPOINTS / _COPY).write_text(json.dumps(listed))
+
+
+def repair_manifest(output: Place) -> str | None:
+    """Replace a truncated list of checkpoints by its copy; return a message, or None for an intact list.
+
+    Without a copy, at most one checkpoint should exist, which no list contains: the truncated list is
+    deleted.
+
+    Raises:
+        StorageError: The list is truncated, and there are several checkpoints and no copy.
+    """
+    folder = output / CHECKPOINTS
+    place = folder / CHECKPOINT_LIST
+    if not (output.is_local and place.exists()) or _read(place) is not None:
+        return None
+    copy = copied_list(folder)
+    if copy is not None:
+        place.write_text(json.dumps(copy))
+        return "the list of checkpoints was truncated: resuming from the one before"
+    if len({path.split("/")[0] for path, _ in folder.files() if "/" in path}) > 1:
+        raise StorageError(
+            f"{place} is truncated and has no copy: move the folder {CHECKPOINTS} away to start over with "
+            "--resume, or give another --output"
+        )
+    Path(place.resolve()[1]).unlink()
+    return "the list of the first checkpoint was truncated: starting over"
+
+
+def copied_list(folder: Place) -> dict[str, Any] | None:
+    """Return the copied list of checkpoints in ``folder``, without deleted ones; None without a copy."""
+    copy = _read(folder / _COPY)
+    return None if copy is None else _without_deleted(copy, folder)
+
+
+def _read(place: Place) -> dict[str, Any] | None:
+    """Return the parsed content, or None if the file is missing or truncated."""
+    if not place.exists():
+        return None
+    try:
+        found = json.loads(place.read_text())
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _without_deleted(listed: dict[str, Any], folder: Place) -> dict[str, Any]:
+    """Remove checkpoints that were deleted after the copy was made."""
+    numbers = listed.get(_NUMBERS) or range(len(listed[_RESULTS]))
+    kept = [
+        (result, number)
+        for result, number in zip(listed[_RESULTS], numbers, strict=True)
+        if (folder / result[_NAME]).exists()
+    ]
+    results = [result for result, _ in kept]
+    # Results are ordered by score, numbers by time.
+    newest = max(kept, key=lambda pair: pair[1], default=(None, 0))[0]
+    latest = listed[_LATEST] if listed[_LATEST] in results else newest
+    return listed | {_RESULTS: results, _NUMBERS: [number for _, number in kept], _LATEST: latest}

@@ -326,21 +326,21 @@ MUTATIONS = [
     # Views and their order
     Mutation(
         "every epoch has the same views",
-        "raycl/training/views.py",
+        "raycl/training/transforms.py",
         "            epoch=batch.epoch,\n            view=number,",
         "            epoch=0,\n            view=number,",
         "tests/test_views.py",
     ),
     Mutation(
         "both views are the same",
-        "raycl/training/views.py",
+        "raycl/training/transforms.py",
         "            epoch=batch.epoch,\n            view=number,",
         "            epoch=batch.epoch,\n            view=0,",
         "tests/test_views.py",
     ),
     Mutation(
         "a view depends on the row's place in the batch",
-        "raycl/training/views.py",
+        "raycl/training/transforms.py",
         "drawn = self.augmentation.draw(\n            batch.sample_id,",
         "drawn = self.augmentation.draw(\n            np.arange(len(batch)),",
         "tests/test_views.py",
@@ -398,8 +398,8 @@ MUTATIONS = [
     Mutation(
         "throughput is that of one worker",
         "raycl/training/loop.py",
-        "timing = self._logger.clock.lap(position.samples)\n",
-        "timing = self._logger.clock.lap(position.samples // num_workers())\n",
+        "seconds, timing = self._logger.clock.lap(position.samples)\n",
+        "seconds, timing = self._logger.clock.lap(position.samples // num_workers())\n",
         "tests/cluster/test_run.py",
     ),
     Mutation(
@@ -412,8 +412,8 @@ MUTATIONS = [
     Mutation(
         "the warm-up is left out",
         "raycl/training/stages.py",
-        "return min(round(self.stage.warmup_epochs * self.steps_per_epoch), self.num_steps // 10)",
-        "return 0",
+        "warmup = min(round(stage.warmup_epochs * steps_per_epoch), num_steps // 10)",
+        "warmup = 0",
         "tests/test_stage_plan.py",
     ),
     Mutation(
@@ -426,8 +426,8 @@ MUTATIONS = [
     Mutation(
         "the weight of the hinge does not move",
         "raycl/training/stages.py",
-        "return constant(first) if last is None else linear(",
-        "return constant(first) if True else linear(",
+        "hinge_weight=constant(first) if last is None else linear(",
+        "hinge_weight=constant(first) if True else linear(",
         "tests/test_stage_plan.py",
     ),
     Mutation(
@@ -490,8 +490,8 @@ MUTATIONS = [
     Mutation(
         "a retrieval's own query is a match",
         "raycl/training/evaluators.py",
-        "        key_id = torch.cat([self._key_ids(rows, share) for rows, share in parts])",
-        "        key_id = torch.cat([self._key_ids(rows, share) for rows, share in parts]).flip(0)",
+        "for batch in _batches(test, bank)])",
+        "for batch in _batches(test, bank)]).flip(0)",
         "tests/workers/test_pairs.py tests/test_pairs.py",
     ),
 ]

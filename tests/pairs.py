@@ -17,8 +17,8 @@ from raycl.data.codecs import store_all
 from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe
 from raycl.tokenization import Vocabulary
-from raycl.training import build
 from raycl.training.preflight import column_names
+from raycl.training.transforms import build_formats
 from tests.images import digit_files, encode
 from tests.texts import invented_texts
 
@@ -69,7 +69,7 @@ def vocabulary() -> Vocabulary:
 def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> InMemoryDataset:
     """Return rows of these values by role, with the ids 0, 1, 2, ..., as they come out of Arrow."""
     columns = column_names(config).found_in(list(values), where="the test")
-    formats = build.modality(config, vocabulary()).formats(columns)
+    formats = build_formats(config, vocabulary().tokenizer, columns)
     contents = {role: each.decode_all(values[role]) for role, each in formats.items()}
     numbers = pa.array(range(len(next(iter(values.values())))), pa.int64())
     return InMemoryDataset(

@@ -25,10 +25,14 @@ from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch
 from raycl.data.texts import TokenLists, Tokens
 from raycl.losses.logq import Frequencies
+from raycl.models.build import build_towers
 from raycl.recipes import recipe
 from raycl.tokenization import Vocabulary
-from raycl.training import build
 from raycl.training.step import StepOutput, train_step
+from raycl.training.stores import build_store
+from raycl.training.train_state import EmbedConfig, TrainState
+from raycl.training.transforms import build_transform
+from raycl.training.views import ViewMaker
 from tests.pretend_gpu import CPU, CUDA, Trace, is_on_device, pretend_gpu
 from tests.pretend_nccl import pretend_nccl
 
@@ -103,14 +107,16 @@ class Worker:
     def __init__(self, case: Case, workers: int = 1, device: torch.device = CUDA) -> None:
         self.case, self.config, self.device = case, configuration(case, workers), device
         self.vocabulary = Vocabulary.stand_in() if self.config.has_texts else None
-        self.modality = build.modality(self.config, self.vocabulary)
-        towers = build.towers(self.config, self.modality).to(device)
+        towers = build_towers(self.config, self.vocabulary).to(device)
         if self.config.data.kind in ("image", "image_text"):
             towers.to(memory_format=torch.channels_last)
-        self.learner = build.learner(self.config, towers, num_samples=NUM_SAMPLES)
-        self.learner.set_embed_config(build.manner(self.config, self.stage))
-        self.maker = build.view_maker(self.config, self.modality, device)
-        self.store = build.store(self.config, None, np.arange(NUM_SAMPLES), device)
+        self.learner = TrainState.build(self.config, towers, num_samples=NUM_SAMPLES)
+        self.learner.set_embed_config(EmbedConfig.of(self.config, self.stage))
+        transform = build_transform(
+            self.config, None if self.vocabulary is None else self.vocabulary.tokenizer
+        )
+        self.maker = ViewMaker.of(self.config, transform, device)
+        self.store = build_store(self.config, None, np.arange(NUM_SAMPLES), device)
         self.frequencies: Frequencies | None = None
 
     @property
@@ -130,10 +136,9 @@ class Worker:
         return [each.detach() for module in modules if module is not None for each in module.parameters()]
 
     def step(self, views: Any, step: int, *, is_watched: bool = False) -> StepOutput:
-        contrast = build.contrast(
+        contrast = self.learner.objective(
             self.config,
             self.stage,
-            self.learner,
             hinge_weight=self.stage.hinge_weight,
             num_samples=NUM_SAMPLES,
             frequencies=self.frequencies,

@@ -39,7 +39,7 @@ def test_a_recipe_a_file_and_a_configuration_take_the_same_flags(digits: Path, t
     (tmp_path / "mine.yaml").write_text(raycl.config_to_yaml(config))
     for settings in ({"precision": "bfloat16"}, ["precision=bfloat16"]):
         named, read, stated = (
-            plan_run(each, data=str(digits), flags=flags, settings=settings)
+            plan_run(each, data=str(digits), flags=flags, settings=settings).config
             for each in ("simclr", str(tmp_path / "mine.yaml"), config)
         )
         assert named == read == stated
@@ -62,7 +62,7 @@ class Arrays:
 
 def test_a_recipe_takes_its_size_from_the_images_of_a_dataset() -> None:
     arrays: Any = Arrays("image")
-    assert plan_run("simclr", data=arrays, flags={}, settings={}).data.image_size == 12
+    assert plan_run("simclr", data=arrays, flags={}, settings={}).config.data.image_size == 12
     unnamed: Any = Arrays("img")
     with pytest.raises(DataError, match="the dataset has no column 'image'; it has img"):
         plan_run("simclr", data=unnamed, flags={}, settings={})

@@ -16,10 +16,10 @@ from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference import checkpoint_encoder as saved
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
+from raycl.models.build import build_towers
 from raycl.models.momentum import MomentumEncoder
 from raycl.recipes import recipe
-from raycl.training import build
-from raycl.training.modality import ImageTowerBuilder
+from raycl.training.transforms import image_format
 from tests.images import digit_files
 
 SMALL = {
@@ -36,7 +36,7 @@ def small_config(name: str = "moco_v2", **settings: Any) -> RunConfig:
 
 def tower_of(config: RunConfig, *, seed: int) -> nn.Module:
     """Return a tower whose weights and running statistics are like no new one's."""
-    whole = build.towers(config, build.modality(config))
+    whole = build_towers(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in [*whole.parameters(), *whole.buffers()]:
@@ -73,7 +73,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def expected(config: RunConfig, whole: nn.Module, image: bytes) -> np.ndarray:
-    pixels, _ = ImageTowerBuilder(config).image_format().decode(image)
+    pixels, _ = image_format(config).decode(image)
     mean, std = config.normalization
     with torch.no_grad():
         return whole(center_view(pixels[None], size=16, mean=mean, std=std))[0].numpy()

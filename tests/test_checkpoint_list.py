@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raycl.errors import StorageError
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, backup_manifest, repair_manifest
 from raycl.storage import Place
-from raycl.training.resume import CHECKPOINTS, LISTED, backup_manifest, repair_manifest
 
 
 def result(step: int) -> dict[str, Any]:
@@ -27,12 +27,12 @@ def write_list(output: Path, *steps: int) -> dict[str, Any]:
     folder = output / CHECKPOINTS
     for step in steps:
         (folder / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
-    (folder / LISTED).write_text(json.dumps(listed))
+    (folder / CHECKPOINT_LIST).write_text(json.dumps(listed))
     return listed
 
 
 def listed_in(output: Path) -> dict[str, Any]:
-    return json.loads((output / CHECKPOINTS / LISTED).read_text())
+    return json.loads((output / CHECKPOINTS / CHECKPOINT_LIST).read_text())
 
 
 @pytest.mark.parametrize("rest", ["", '{"ray_version": "2.60.0", "checkpoint_res', "[]"])
@@ -41,7 +41,7 @@ def test_a_list_that_was_cut_is_the_one_before(tmp_path: Path, rest: str) -> Non
     before = write_list(tmp_path, 10, 20)
     backup_manifest(output)
     assert repair_manifest(output) is None
-    (tmp_path / CHECKPOINTS / LISTED).write_text(rest)
+    (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).write_text(rest)
     backup_manifest(output)  # a truncated list is not copied
     assert repair_manifest(output) is not None
     assert listed_in(tmp_path) == before
@@ -54,7 +54,7 @@ def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
     backup_manifest(output)
     for step in (10, 30):
         (tmp_path / CHECKPOINTS / f"step-{step:08d}").rmdir()
-    (tmp_path / CHECKPOINTS / LISTED).write_text("")
+    (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).write_text("")
     assert repair_manifest(output) is not None
     found = listed_in(tmp_path)
     assert found["checkpoint_results"] == [result(20)]
@@ -69,7 +69,7 @@ def test_the_newest_is_gone_on_from_and_not_the_best(tmp_path: Path) -> None:
     backup_manifest(output)
     assert listed["latest_checkpoint_result"] == result(40)
     (tmp_path / CHECKPOINTS / "step-00000040").rmdir()
-    (tmp_path / CHECKPOINTS / LISTED).write_text("")
+    (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).write_text("")
     assert repair_manifest(output) is not None
     assert listed_in(tmp_path)["latest_checkpoint_result"] == result(30)
 
@@ -78,8 +78,10 @@ def test_a_list_that_was_cut_and_has_no_copy_is_refused_where_much_would_be_lost
     write_list(tmp_path, 10, 20)
     for step in (10, 20):
         (tmp_path / CHECKPOINTS / f"step-{step:08d}" / "state.pt").write_bytes(b"0")
-    (tmp_path / CHECKPOINTS / LISTED).write_text("{")
-    with pytest.raises(StorageError, match=f"{LISTED} is truncated .* move the folder checkpoints away"):
+    (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).write_text("{")
+    with pytest.raises(
+        StorageError, match=f"{CHECKPOINT_LIST} is truncated .* move the folder checkpoints away"
+    ):
         repair_manifest(Place(str(tmp_path)))
 
 
@@ -88,6 +90,6 @@ def test_the_first_list_has_no_copy_and_goes(tmp_path: Path) -> None:
     assert repair_manifest(output) is None
     backup_manifest(output)
     (tmp_path / CHECKPOINTS).mkdir()
-    (tmp_path / CHECKPOINTS / LISTED).write_text("")
+    (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).write_text("")
     assert repair_manifest(output) is not None
-    assert not (tmp_path / CHECKPOINTS / LISTED).exists()
+    assert not (tmp_path / CHECKPOINTS / CHECKPOINT_LIST).exists()

@@ -6,8 +6,9 @@ from pydantic import ValidationError
 from raycl.config import RunConfig, Stage
 from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override
 from raycl.errors import ConfigError
+from raycl.models.build import build_towers
 from raycl.recipes import RECIPES, recipe
-from raycl.training import build
+from raycl.training.train_state import TrainState
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -378,7 +379,7 @@ def test_a_stage_of_nce_may_be_added_to_a_run_that_had_none() -> None:
     first = override(recipe("instance_discrimination", image_size=16), {**shape, "stages.0.loss": "info_nce"})
     longer = override(first, {"stages.1.loss": "nce"})
     states = [
-        build.learner(config, build.towers(config, build.modality(config)), num_samples=9).state_dict()
+        TrainState.build(config, build_towers(config), num_samples=9).state_dict()
         for config in (first, longer)
     ]
     assert states[0].keys() == states[1].keys()

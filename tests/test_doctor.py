@@ -18,9 +18,10 @@ from raycl.doctor.nodes import network_address, reachable_ports, versions
 from raycl.doctor.result import CheckResult
 from raycl.doctor.storage import delete_file, read_files, write_file
 from raycl.errors import ConfigError, StorageError
+from raycl.models.build import build_towers
+from raycl.optimizers import build_optimizer
 from raycl.recipes import recipe
 from raycl.storage import Place
-from raycl.training import build
 from tests.images import write_digits
 from tests.test_cli import run_raycl
 
@@ -111,7 +112,7 @@ def test_the_stage_that_needs_most_counts() -> None:
 def test_the_state_of_each_optimizer_is_counted(name: str, states: int) -> None:
     config = small(**{"optimizer.name": name})
     module = nn.Linear(100, 50)
-    made = build.optimizer(config, module)
+    made = build_optimizer(module=module, **config.optimizer.model_dump())
     module(torch.ones(2, 100)).sum().backward()
     made.step()
     kept = sum(each.nbytes for state in made.state.values() for each in state.values() if each.numel() > 1)
@@ -188,7 +189,7 @@ def test_memory_per_row_is_measured_with_and_without_chunks() -> None:
     }
     config = small(**settings)
     whole = profile_memory(config, config.stages[0], None)
-    towers = build.towers(config, build.modality(config))
+    towers = build_towers(config)
     assert whole.parameters == sum(each.nbytes for each in towers.parameters())
     assert whole.inputs == (3 * 16 * 16 * 4,)
     assert whole.waiting == (0.0,)

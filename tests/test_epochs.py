@@ -14,7 +14,8 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.training.stages import Position, StagePlan, stage_plans
-from raycl.training.views import Epochs, ImageTransform, ViewMaker, Views
+from raycl.training.transforms import ImageTransform
+from raycl.training.views import Epochs, ViewMaker, Views
 
 NUM_ROWS, SIZE, BATCH_SIZE = 22, 8, 4  # five batches an epoch
 SHARE = BatchShard(batch_size=BATCH_SIZE)
@@ -59,7 +60,7 @@ def epochs(asked: Asked) -> Epochs:
         augmentation=ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.5,)),
         seed=0,
     )
-    return Epochs(asked, ViewMaker(drawing=drawing, num_views=2, device=torch.device("cpu")))  # type: ignore[arg-type]
+    return Epochs(asked, ViewMaker(transform=drawing, num_views=2, device=torch.device("cpu")))  # type: ignore[arg-type]
 
 
 def plan_of(**length: int) -> StagePlan:

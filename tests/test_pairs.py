@@ -22,14 +22,15 @@ from raycl.losses.example_ids import Ids, MatchKeys, assign_example_ids, merge_i
 from raycl.losses.hinge import Hinge
 from raycl.losses.info_nce import InfoNce
 from raycl.losses.objective import Objective, StoreBatch
+from raycl.models.build import build_towers
 from raycl.models.temperature import MIN_TEMPERATURE, LearnedTemperature
 from raycl.models.towers import Tower, TwoTowers
-from raycl.training import build
 from raycl.training.evaluators import RetrievalEvaluator
-from raycl.training.pairs import PairTransform
 from raycl.training.step import train_step
+from raycl.training.stores import build_store
 from raycl.training.train_state import TrainState
-from raycl.training.views import Transform, Views, stacked
+from raycl.training.transforms import PairTransform, Transform, build_transform, count_documents
+from raycl.training.views import ViewMaker, Views, stacked
 from tests.pairs import BAG, TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 
@@ -38,11 +39,11 @@ TEXTS = invented_texts(60, seed=3)
 
 
 def drawing_of(config: RunConfig) -> Transform:
-    return build.modality(config, vocabulary()).drawing()
+    return build_transform(config, vocabulary().tokenizer)
 
 
 def towers_of(config: RunConfig) -> Any:
-    return build.towers(config, build.modality(config, vocabulary()))
+    return build_towers(config, vocabulary())
 
 
 def whole(rows: InMemoryDataset, *, epoch: int = 0) -> Batch:
@@ -180,11 +181,11 @@ def test_rows_of_one_text_and_of_several_go_together() -> None:
 
 
 def embedded(config: RunConfig, rows: InMemoryDataset, *, training: bool) -> tuple[Tensor, Tensor]:
-    learner = build.learner(config, towers_of(config), num_samples=None)
+    learner = TrainState.build(config, towers_of(config), num_samples=None)
     learner.tower.train(training)
     torch.manual_seed(0)
     views = next(
-        build.view_maker(config, build.modality(config, vocabulary()), CPU).views(iter([whole(rows)]))
+        ViewMaker.of(config, build_transform(config, vocabulary().tokenizer), CPU).views(iter([whole(rows)]))
     )
     query, key, _ = learner.embed(views, step=0)
     assert key is not None
@@ -453,10 +454,10 @@ def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batc
     queue = {"negatives.store": "queue", "negatives.capacity": 40, "stages.0.batch_size": 8}
     config = small_config(settings=queue)
     rows = rows_of(config, clicks(24, num_negatives=[1, 0, 2]))
-    learner = build.learner(config, towers_of(config), num_samples=None)
-    store = build.store(config, None, None, CPU)
+    learner = TrainState.build(config, towers_of(config), num_samples=None)
+    store = build_store(config, None, None, CPU)
     watched = Watched(Clip(temperature=0.2))
-    maker = build.view_maker(config, build.modality(config, vocabulary()), CPU)
+    maker = ViewMaker.of(config, build_transform(config, vocabulary().tokenizer), CPU)
     documents: list[int] = []
     for step, views in enumerate(maker.views(rows.batches(8))):
         settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.0, "precision": "float32"}
@@ -500,9 +501,8 @@ def test_images_are_stacked_as_they_are() -> None:
 def test_keys_are_the_documents_and_then_the_negatives() -> None:
     config = small_config()
     rows = rows_of(config, clicks(8, num_negatives=[2, 0, 3]))
-    samples = build.modality(config, vocabulary())
-    views = next(build.view_maker(config, samples, CPU).views(iter([whole(rows)])))
-    learner = build.learner(config, towers_of(config), num_samples=None)
+    views = next(ViewMaker.of(config, drawing_of(config), CPU).views(iter([whole(rows)])))
+    learner = TrainState.build(config, towers_of(config), num_samples=None)
     query, key, negatives = learner.embed(views, step=0)
     assert views.view_b is not None
     assert views.negatives is not None
@@ -539,7 +539,7 @@ def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> 
 
 def counted(rows: InMemoryDataset, *, explicit: bool) -> Any:
     settings = {"stages.0.loss": "clip", "stages.0.logq_correction": True, "negatives.explicit": explicit}
-    return build.frequencies(small_config(settings=settings), rows, CPU)
+    return count_documents(small_config(settings=settings), rows, CPU)
 
 
 def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() -> None:
@@ -609,7 +609,7 @@ def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
 
 def test_the_temperature_is_brought_back_above_the_least_after_the_step_and_learns_on() -> None:
     config = small_config(settings={"learn_temperature": True, "stages.0.temperature": 0.02})
-    learner = build.learner(config, towers_of(config), num_samples=None)
+    learner = TrainState.build(config, towers_of(config), num_samples=None)
     temperature = learner.temperature
     assert temperature is not None
     assert temperature().item() == pytest.approx(0.02)
@@ -629,7 +629,7 @@ def test_the_temperature_is_brought_back_above_the_least_after_the_step_and_lear
 
 def test_the_temperature_is_not_decayed() -> None:
     config = small_config(settings={"learn_temperature": True})
-    learner = build.learner(config, towers_of(config), num_samples=None)
+    learner = TrainState.build(config, towers_of(config), num_samples=None)
     assert learner.temperature is not None
     decay = [
         group["weight_decay"]
@@ -652,7 +652,7 @@ def test_a_shared_tower_has_each_parameter_once() -> None:
     assert len(list(two.parameters())) == 2 * len(list(one.parameters()))
     assert not any(name.startswith("key.") for name in one.state_dict())
     assert {name.replace("key.", "query.", 1) for name in two.state_dict()} == set(one.state_dict())
-    learned = parts_of(build.learner(shared, one, num_samples=None))
+    learned = parts_of(TrainState.build(shared, one, num_samples=None))
     assert len({id(each) for each in learned}) == len(learned) == len(list(one.parameters()))
     # Changed on one side only, both sides of a shared tower change.
     with torch.no_grad():
@@ -707,7 +707,7 @@ def test_the_judge_counts_keys_among_the_nearest_as_one_would_by_hand() -> None:
     judge = RetrievalEvaluator(
         bank=rows_of(config, {"query": ["unheard"] * len(bank), "document": bank}),
         test=rows_of(config, {"query": list(queries), "document": list(documents)}),
-        drawing=PairTransform(),
+        transform=PairTransform(),
     )
     tower = Tower(Angles(queries | documents | copied | after | near), nn.Sequential())
     measures = judge.measure(TwoTowers(tower, tower), CPU)
@@ -727,7 +727,7 @@ def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None
     values = clicks(60, num_negatives=[0], seed=seed)
     rows = rows_of(config, {role: values[role] for role in ("query", "document")})
     test, bank = rows.where(lambda ids: ids < 25), rows.where(lambda ids: ids >= 25)
-    found = RetrievalEvaluator(bank=bank, test=test, drawing=PairTransform()).measure(towers, CPU)
+    found = RetrievalEvaluator(bank=bank, test=test, transform=PairTransform()).measure(towers, CPU)
     assert towers.training
 
     towers.eval()
@@ -769,7 +769,7 @@ def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
         for inputs in (drawing.plain(batch).on(CPU), drawing.plain_key(batch).on(CPU))
     )
     test, bank = rows.where(lambda ids: ids < 20), rows.where(lambda ids: ids >= 20)
-    judge = RetrievalEvaluator(bank=bank, test=test, drawing=drawing)
+    judge = RetrievalEvaluator(bank=bank, test=test, transform=drawing)
     assert judge.measure(TwoTowers(image, caption), CPU) == {"recall_at_10": 1.0, "recall_at_1": 1.0}
 
 

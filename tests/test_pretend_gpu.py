@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from raycl.data.in_memory import Batch
 from raycl.evaluation.embed import ROWS_AHEAD, embed
+from raycl.models.build import complete_spec, encoder_specs
 from raycl.models.encoder_io import ImageEncoder, TextEncoder
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator
-from raycl.training.snapshot_writer import SnapshotWriter
+from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, SnapshotWriter
 from tests.pretend_gpu import CPU, CUDA, is_on_device
 from tests.pretended_steps import CASES, PARTS, Worker, batch, count, on_host, pretended
 
@@ -66,12 +66,18 @@ class InMemoryDataset:
         return batch(self._config, 0, rows=len(positions))
 
 
+def spec_of(worker: Worker) -> Any:
+    tokenizer = None if worker.vocabulary is None else worker.vocabulary.tokenizer
+    encoder = worker.learner.tower.towers[0].encoder
+    return complete_spec(encoder_specs(worker.config, tokenizer)[0], encoder, own=False)
+
+
 def judge(worker: Worker) -> Any:
     bank, test = InMemoryDataset(worker, 64), InMemoryDataset(worker, 32)
-    drawing: Any = worker.maker.drawing
+    transform: Any = worker.maker.transform
     if worker.config.has_two_towers:
-        return RetrievalEvaluator(bank=bank, test=test, drawing=drawing)  # type: ignore[arg-type]
-    return KnnEvaluator(bank=bank, test=test, prepare=drawing.plain, k=5)  # type: ignore[arg-type]
+        return RetrievalEvaluator(bank=bank, test=test, transform=transform)  # type: ignore[arg-type]
+    return KnnEvaluator(bank=bank, test=test, transform=transform, k=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -158,7 +164,7 @@ def test_a_checkpoint_of_a_cpu_goes_on_on_a_gpu(name: str) -> None:
 def test_saved_encoders_answer_where_they_lie() -> None:
     with pretended():
         worker = Worker(CASES["simclr"])
-        spec: Any = worker.modality.sides[0].spec(worker.learner.tower.towers[0].encoder, own=False)
+        spec: Any = spec_of(worker)
         images = ImageEncoder(worker.learner.tower.towers[0].encoder, spec).eval()
         pixels = np.zeros((20, 24, 3), np.uint8)
         for given in (np.stack([pixels] * 3), [pixels] * 3, []):
@@ -166,7 +172,7 @@ def test_saved_encoders_answer_where_they_lie() -> None:
             assert is_on_device(rows)
             assert rows.shape == (len(given), spec.representation_dim)
         worker = Worker(CASES["simcse"])
-        spec = worker.modality.sides[0].spec(worker.learner.tower.towers[0].encoder, own=False)
+        spec = spec_of(worker)
         vocabulary = Vocabulary.stand_in()
         texts = TextEncoder(worker.learner.tower.towers[0].encoder, spec, vocabulary.tokenizer).eval()
         for told in (["a b", "c"], []):
@@ -196,9 +202,9 @@ def test_a_snapshot_is_written(name: str, workers: int, tmp_path: Path) -> None:
         writer = SnapshotWriter(
             rows=rows,
             positions=np.arange(20),
-            drawing=worker.maker.drawing,
+            transform=worker.maker.transform,
             output=Place(str(tmp_path)),
-            vocabulary=None,
+            tokenizer=None,
             held_out=True,
             seed=0,
         )

@@ -19,9 +19,8 @@ from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch
 from raycl.demo.digits import write_digits
 from raycl.errors import ConfigError, DataError
-from raycl.records import METRICS, RESULT
+from raycl.records import CONFIG, METRICS, RESULT
 from raycl.storage import Place
-from raycl.training.resume import CONFIG
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -11,7 +11,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError
 from raycl.storage import Place
-from raycl.training.resume import check_output, check_same_data
+from raycl.training.preflight import check_output, check_same_data
 
 TWO_STAGES = {"stages.0.epochs": 3, "stages.1.batch_size": 512}
 
@@ -49,6 +49,8 @@ def test_what_leaves_views_and_weights_alone_may_change(output: str, settings: d
         ({"seed": 1}, "would change seed from 0 to 1"),
         ({"stages.0.epochs": 4}, r"would change stages\.0\.epochs from 3 to 4"),
         ({"stages.1.batch_size": 256}, r"would change stages\.1\.batch_size from 512 to 256"),
+        ({"data.channels": 1}, r"would change data\.channels from 3 to 1"),
+        ({"encoder.kwargs": {"dropout": 0.9}}, r"would change encoder\.kwargs"),
     ],
 )
 def test_what_gives_other_weights_may_not(output: str, settings: dict[str, Any], says: str) -> None:

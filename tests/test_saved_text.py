@@ -14,7 +14,7 @@ from raycl.inference.encoder import load_encoder
 from raycl.models.encoder_io import HEAD_WEIGHTS, KEY, SPEC, TOKENIZER, WEIGHTS, TextEncoder
 from raycl.models.towers import Tower
 from raycl.tokenization import padded_rows, train_tokenizer
-from raycl.training import build
+from raycl.training.transforms import build_transform
 from tests.pairs import TRANSFORMER, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 from tests.towers import save
@@ -89,7 +89,7 @@ def test_of_images_and_captions_the_key_side_reads_texts(tmp_path: Path) -> None
     assert torch.allclose(captions.encode(TEXTS), projected(saved.towers[1], rows), atol=1e-6)
     images = load_encoder(str(tmp_path))
     batch = rows_of(config, {"image": noise_images(3), "caption": TEXTS[:3]}).take(np.arange(3))
-    plain = build.modality(config, vocabulary()).drawing().plain(batch).on(torch.device("cpu"))
+    plain = build_transform(config, vocabulary().tokenizer).plain(batch).on(torch.device("cpu"))
     assert torch.allclose(images(plain), projected(saved.towers[0], plain), atol=1e-6)
     assert not (tmp_path / TOKENIZER).exists()
 

@@ -24,8 +24,8 @@ from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower, TwoTowers
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, train_tokenizer
-from raycl.training.snapshot_writer import SnapshotWriter, _thumbnail
-from raycl.training.views import ImageTransform
+from raycl.training.evaluators import SnapshotWriter, _thumbnail
+from raycl.training.transforms import ImageTransform, Transform
 from tests.images import digit_files
 from tests.texts import invented_texts
 from tests.workers.processes import run_workers
@@ -72,9 +72,9 @@ def snapshot_writer(folder: Path, **changed: Any) -> SnapshotWriter:
     return SnapshotWriter(
         rows=rows,
         positions=np.random.default_rng(0).permutation(NUM_ROWS),
-        drawing=ImageTransform(augmentation=augmentation, seed=0),
+        transform=ImageTransform(augmentation=augmentation, seed=0),
         output=Place(str(folder)),
-        vocabulary=None,
+        tokenizer=None,
         held_out=True,
         seed=0,
     )
@@ -113,7 +113,7 @@ def test_rows_are_the_unit_representations_of_their_samples(tmp_path: Path) -> N
     assert probes is not None
     by_id = {int(number): place for place, number in enumerate(digits().sample_id)}
     batch = digits().take(np.array([by_id[int(number)] for number in probes.sample_id]))
-    images = snapshot_writer(tmp_path).drawing.plain(batch).on(CPU)
+    images = snapshot_writer(tmp_path).transform.plain(batch).on(CPU)
     with torch.no_grad():
         expected = F.normalize(built.eval().encoder(images), dim=1)
     assert np.allclose(snapshot.embedding, expected.numpy(), atol=2e-3)
@@ -159,19 +159,19 @@ def test_dropout_makes_the_views_of_a_sample_different(tmp_path: Path) -> None:
 
 def test_equal_keys_are_not_counted_as_negatives(tmp_path: Path) -> None:
     class Alike:
-        """A drawing for which all samples show one thing but the first."""
+        """A transform for which all samples show one thing but the first."""
 
-        def __init__(self, drawing: ImageTransform) -> None:
-            self._drawing = drawing
+        def __init__(self, transform: Transform) -> None:
+            self._transform = transform
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._drawing, name)
+            return getattr(self._transform, name)
 
         def plain_key_id(self, batch: Batch) -> Tensor:
             return torch.from_numpy((batch.sample_id == 100).astype(np.int64))
 
     made = snapshot_writer(tmp_path)
-    alike = SnapshotWriter(**{**vars(made), "drawing": Alike(made.drawing)})  # type: ignore[arg-type]
+    alike = SnapshotWriter(**{**vars(made), "transform": Alike(made.transform)})  # type: ignore[arg-type]
     alike.write(tower(), CPU, step=0)
     snapshot = read_snapshot(Place(str(tmp_path)), FIRST)
     assert snapshot is not None

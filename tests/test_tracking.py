@@ -27,7 +27,7 @@ from raycl.tracking import MetricsRecord, Trackers, check_trackers, open_tracker
 from raycl.tracking.background import MAX_WAITING, BackgroundTracker
 from raycl.tracking.mlflow import MlflowRun
 from raycl.tracking.tensorboard import EventFiles
-from raycl.training.resume import check_output
+from raycl.training.preflight import check_output
 from tests.conftest import BUCKET
 
 

@@ -14,11 +14,11 @@ from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import check_inputs
+from raycl.models.build import build_towers
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.towers import Towers
 from raycl.recipes import recipe
-from raycl.training import build
 from tests import pairs
 from tests.pairs import vocabulary
 from tests.towers import save, trained
@@ -104,7 +104,7 @@ def test_a_list_of_checkpoints_that_was_cut_gives_way_to_its_copy(tmp_path: Path
 def test_a_module_of_the_users_own_is_passed_again(tmp_path: Path) -> None:
     config = of_images("simclr")
     linear, other = nn.Linear(256, 24), nn.Linear(256, 24)
-    towers = build.towers(config, build.modality(config), nn.Sequential(nn.Flatten(), linear))
+    towers = build_towers(config, None, nn.Sequential(nn.Flatten(), linear))
     run = write_run(tmp_path / "run", config, towers, 5)
     with pytest.raises(StorageError, match="do not fit the network.*pass the same one"):
         raycl.load_encoder(run)

@@ -7,9 +7,9 @@ import torch
 
 from raycl.config import RunConfig
 from raycl.data.split import Holdout
+from raycl.models.build import build_towers
 from raycl.models.towers import Towers
 from raycl.storage import Place
-from raycl.training import build
 from raycl.training.checkpoint import save_towers
 from raycl.training.job import Job
 from raycl.training.preflight import column_names
@@ -18,7 +18,7 @@ from tests.pairs import vocabulary
 
 def trained(config: RunConfig, *, seed: int = 0) -> Towers:
     """Return towers whose weights and running statistics are like no new one's, in evaluation mode."""
-    towers = build.towers(config, build.modality(config, vocabulary()))
+    towers = build_towers(config, vocabulary())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in [*towers.parameters(), *towers.buffers()]:
@@ -42,7 +42,7 @@ def save(config: RunConfig, output: Path) -> Towers:
         columns=column_names(config),
         vocabulary=vocabulary(),
     )
-    save_towers(towers, job, job.modality())
+    save_towers(towers, job)
     return towers
 
 

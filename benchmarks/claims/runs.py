@@ -21,14 +21,13 @@ from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.errors import CollapseError, ConfigError, NonFiniteLossError
 from raycl.inference.checkpoint_encoder import last_checkpoint
 from raycl.inference.encoder import load_encoder
+from raycl.models.build import build_towers
 from raycl.models.encoder_io import ImageEncoder
 from raycl.models.momentum import MomentumEncoder
-from raycl.records import RESULT, ROLLBACK, read_metrics, read_result
+from raycl.records import CONFIG, RESULT, ROLLBACK, read_metrics, read_result
 from raycl.storage import Place
-from raycl.training import build
 from raycl.training.launch import train
-from raycl.training.modality import ImageTowerBuilder
-from raycl.training.resume import CONFIG
+from raycl.training.transforms import ImageTransform
 
 RUNS = "runs"
 
@@ -175,10 +174,10 @@ def probe_run(
         raise ConfigError(f"{run} has no momentum encoder, key is {config.key}; give runs of MoCo")
     content = (run / "checkpoints" / last_checkpoint(run) / "state.pt").read_bytes()
     state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)["learner"]
-    tower = build.towers(config, build.modality(config))
+    tower = build_towers(config)
     key_tower = MomentumEncoder(tower)
     tower.load_state_dict(state["tower"])
     key_tower.load_state_dict(state["momentum_encoder"])
-    augment = ImageTowerBuilder(config).drawing().augmentation
+    augment = ImageTransform.of(config).augmentation
     view_a, view_b = (augment(images, ids, seed=0, epoch=0, view=view) for view in (0, 1))
     return leakage(tower, key_tower, view_a, view_b, group_size=group_size, num_groupings=num_groupings)

@@ -98,8 +98,8 @@ def train(
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
-    config = plan_run(recipe, data=data, flags=flags, settings=settings or [])
-    with validate_run(config, output=output, resume=resume, data=data, address=address) as admission:
+    config, source = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    with validate_run(config, output=output, resume=resume, data=data, source=source, address=address) as run:
         # All checks above run without loading Ray and torch.
         from raycl.ray_runtime import prestart_ray
 
@@ -107,7 +107,7 @@ def train(
         from raycl.training.launch import train_validated
 
         with typed(sys.argv), reported(output):
-            result = train_validated(admission, address=address, debug=debug)
+            result = train_validated(run, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
     print(
         f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "

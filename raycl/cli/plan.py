@@ -2,14 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycl.config import Columns, RunConfig
 from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
 from raycl.data.columns import ColumnNames
 from raycl.data.images import InvalidImageError, image_sides
-from raycl.data.sources import find_source
+from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
 from raycl.storage import Place
@@ -24,14 +23,21 @@ NUM_PEEKED = 16
 _MAX_INVALID_FRACTION: dict[str, type] = {"data.max_invalid_fraction": float}
 
 
+class RunPlan(NamedTuple):
+    """The configuration of a run, and its data if they were found for the image size."""
+
+    config: RunConfig
+    source: Source | None = None
+
+
 def plan_run(
     run: str | RunConfig,
     *,
     data: "str | ray.data.Dataset | None",
     flags: Mapping[str, Any],
     settings: Settings,
-) -> RunConfig:
-    """Return the configuration of a recipe, a YAML file or a ``RunConfig``, with flags and then settings applied.
+) -> RunPlan:
+    """Plan the run of a recipe, a YAML file or a ``RunConfig``, with flags and then settings applied.
 
     The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Raises ``ConfigError`` or ``DataError``.
@@ -40,18 +46,21 @@ def plan_run(
     overrides = {**flags, **pairs}
     if isinstance(run, RunConfig):
         _check_flags(flags, run, "the configuration")
-        return override(run, overrides)
+        return RunPlan(override(run, overrides))
     if run.endswith((".yaml", ".yml")):
         config = config_from_yaml(Place(run).read_text(), name=run)
         _check_flags(flags, config, run)
-        return override(config, overrides)
+        return RunPlan(override(config, overrides))
     config = recipe(run, image_size=LARGEST)
     requested = override(config, overrides)  # report typing errors before reading data
     if requested.data.kind not in ("image", "image_text"):
-        return requested
+        return RunPlan(requested)
     if "data.image_size" in pairs:
-        return override(recipe(run, image_size=pairs["data.image_size"]), overrides)
-    return override(recipe(run, image_size=peek_image_size(data, column_names(requested))), overrides)
+        return RunPlan(override(recipe(run, image_size=pairs["data.image_size"]), overrides))
+    columns = column_names(requested)
+    source = find_source(data, columns) if isinstance(data, str) else None
+    size = peek_image_size(data if source is None else source, columns)
+    return RunPlan(override(recipe(run, image_size=size), overrides), source)
 
 
 def run_flags(
@@ -102,7 +111,7 @@ def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None
         )
 
 
-def peek_image_size(data: "str | ray.data.Dataset | None", columns: ColumnNames) -> int:
+def peek_image_size(data: "Source | ray.data.Dataset | None", columns: ColumnNames) -> int:
     """Return the median shorter side of the first valid images, between 8 and 224 pixels."""
     sides = []
     for content in _first_images(data, columns):
@@ -113,14 +122,10 @@ def peek_image_size(data: "str | ray.data.Dataset | None", columns: ColumnNames)
     return max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
 
 
-def _first_images(data: "str | ray.data.Dataset | None", columns: ColumnNames) -> list[Any]:
-    if isinstance(data, str):
-        source = find_source(data, columns)
-        return [
-            content
-            for rows in islice(source.read(source.fragments[0]), 1)
-            for content in rows.values["image"][:NUM_PEEKED]
-        ]
+def _first_images(data: "Source | ray.data.Dataset | None", columns: ColumnNames) -> list[Any]:
+    if isinstance(data, Source):
+        first = next(data.read(data.fragments[0]), None)
+        return [] if first is None else list(first.values["image"][:NUM_PEEKED])
     if data is None:
         return []
     from raycl.data.decode import columns_of

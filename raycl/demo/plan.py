@@ -8,8 +8,8 @@ from raycl.config.overrides import override
 from raycl.demo.digits import ANGLES, CANVAS
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
+from raycl.records import CONFIG
 from raycl.storage import Place
-from raycl.training.resume import CONFIG
 
 RUN = "run"
 EPOCHS = 40

@@ -23,8 +23,8 @@ from raycl.errors import DataError, InvalidValueError, RayclError, last_line
 from raycl.recipes import recipe
 from raycl.storage import Place
 from raycl.tokenization import Vocabulary
-from raycl.training import build
 from raycl.training.preflight import column_names
+from raycl.training.transforms import build_formats
 
 MAX_FRAGMENTS = 8
 MAX_ROWS = 2_048  # in all fragments together
@@ -166,8 +166,7 @@ def _file_bytes(source: Source) -> int:
 def _read_sample(source: Source, config: RunConfig) -> DataSummary:
     """Decode rows of fragments spread over the source, in tasks that take no CPU."""
     # The tokenizer does not exist yet, and no row is invalid because of it.
-    vocabulary = Vocabulary.stand_in() if config.has_texts else None
-    formats: Any = build.modality(config, vocabulary).formats(source.columns)
+    formats: Any = build_formats(config, Vocabulary.stand_in().tokenizer, source.columns)
     step = max(1, len(source.fragments) // MAX_FRAGMENTS)
     fragments = source.fragments[::step][:MAX_FRAGMENTS]
     task: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(sample_rows)  # pyright: ignore

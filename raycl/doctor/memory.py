@@ -22,9 +22,9 @@ from raycl.negatives.spec import BankSpec
 from raycl.negatives.start import nodes_for_a_bank
 from raycl.ray_runtime import object_store_bytes
 from raycl.storage import Place
-from raycl.training import build
 from raycl.training.data_module import known_tokenizer
 from raycl.training.driver import check_cluster
+from raycl.training.stores import bank_spec
 
 # Allocators keep freed memory: real workers took 1.14 to 1.32 times the sum of the parts (docs/doctor.md).
 ALLOCATOR = 4 / 3
@@ -205,7 +205,7 @@ def bank_bytes(config: RunConfig, num_samples: int) -> list[float]:
 
 
 def _bank_spec(config: RunConfig, num_samples: int) -> BankSpec:
-    return build.bank_spec(config, output="bank", name="bank", num_samples=num_samples)
+    return bank_spec(config, output="bank", name="bank", num_samples=num_samples)
 
 
 def _shard_bytes(spec: BankSpec) -> list[float]:

@@ -13,9 +13,9 @@ from raycl.batchnorm import split_batchnorm
 from raycl.config import RunConfig, Stage
 from raycl.doctor.nodes import process_memory
 from raycl.gradient_cache import embed_in_chunks
+from raycl.models.build import build_towers
 from raycl.models.towers import TwoTowers
 from raycl.tokenization import Tokenizer, Vocabulary
-from raycl.training import build
 from raycl.training.process import autocast, available_cores
 
 # Measured along with twice as many: the difference excludes costs that do not grow with the rows.
@@ -43,7 +43,7 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
     """Build the towers and measure a step of few rows, with the graph of all and, if set, in chunks."""
     process = process_memory()
     torch.set_num_threads(available_cores())
-    towers = build.towers(config, build.modality(config, _vocabulary(config, tokenizer)))
+    towers = build_towers(config, _vocabulary(config, tokenizer))
     towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if config.batchnorm == "shuffled":
         split_batchnorm(towers, 2)  # the groups have no influence on the sizes

@@ -14,16 +14,15 @@ from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
 from raycl.data.images import InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError
+from raycl.models.build import build_towers, encoder_specs, load_tokenizer
 from raycl.models.encoder_io import load_state
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.registry import check_trusted
+from raycl.models.specs import ImageEncoderSpec
 from raycl.models.towers import Towers
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, CONFIG, STATE, copied_list
 from raycl.storage import Place, absolute
 from raycl.tokenization import InvalidTextError, Vocabulary, padded_rows, read_text
-from raycl.training import build
-from raycl.training.checkpoint import STATE
-from raycl.training.modality import ImageTowerBuilder
-from raycl.training.resume import CHECKPOINTS, CONFIG, LISTED, copied_list, load_tokenizer
 
 _LIST_ATTEMPTS, _LIST_WAIT_S = 3, 0.5
 
@@ -45,16 +44,16 @@ class CheckpointEncoder:
         The image is prepared as for evaluation, without augmentation. Raises ``DataError`` if it cannot
         be decoded, ``ConfigError`` if the run has no images.
         """
-        if self.config.data.kind in ("text", "pairs"):
+        spec = encoder_specs(self.config, self.vocabulary.tokenizer if self.vocabulary else None)[0]
+        if not isinstance(spec, ImageEncoderSpec):
             raise ConfigError(
                 f"the run of recipe {self.config.recipe} has texts and no images; ask by --text"
             )
         try:
-            pixels, _ = ImageTowerBuilder(self.config).image_format().decode(content)
+            pixels, _ = spec.image_format().decode(content)
         except InvalidImageError as error:
             raise DataError(f"the image cannot be used: {error}; give a picture file") from error
-        mean, std = self.config.normalization
-        image = center_view(pixels[None], size=self.config.data.image_size, mean=mean, std=std)
+        image = center_view(pixels[None], size=spec.image_size, mean=spec.mean, std=spec.std)
         return self.tower.towers[0](image)[0].numpy()
 
     @torch.inference_mode()
@@ -87,7 +86,7 @@ def load_checkpoint_encoder(run: str) -> CheckpointEncoder:
     check_config_trusted(config, named_in)
     checkpoint, state = last_state(output)
     vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
-    towers = build.towers(config, build.modality(config, vocabulary))
+    towers = build_towers(config, vocabulary)
     try:
         tower = _load_key_tower(towers, state).eval()
     except (RuntimeError, KeyError, TypeError) as error:
@@ -135,14 +134,16 @@ def last_state(output: Place) -> tuple[str, dict[str, Any]]:
 def last_checkpoint(output: Place) -> str:
     """Return the name of the last complete checkpoint; raises ``StorageError`` if there is none."""
     folder = output / CHECKPOINTS
-    latest = _read_list(folder).get("latest_checkpoint_result") if (folder / LISTED).exists() else None
+    latest = (
+        _read_list(folder).get("latest_checkpoint_result") if (folder / CHECKPOINT_LIST).exists() else None
+    )
     if latest is None:
         raise StorageError(f"the run at {output} has no checkpoint yet; repeat the command after its first")
     return latest["checkpoint_dir_name"]
 
 
 def _read_list(folder: Place) -> dict[str, Any]:
-    place = folder / LISTED
+    place = folder / CHECKPOINT_LIST
     for _ in range(_LIST_ATTEMPTS):
         try:
             return json.loads(place.read_text())

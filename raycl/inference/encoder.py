@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from raycl.inference.checkpoint_encoder import check_config_trusted, last_state, read_config
 from raycl.inference.preflight import has_checkpoint, has_encoder
+from raycl.models.build import build_encoder, complete_spec, encoder_specs, load_tokenizer
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, read_encoder
 from raycl.models.registry import SideName, check_side
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
@@ -51,12 +53,6 @@ def read_encoders(
         check_side(side)
     if has_encoder(uri) or not has_checkpoint(uri):
         return [read_encoder(str(uri), side=side) for side in sides]
-    # These import Ray Train, which a saved encoder does not need.
-    from raycl.inference.checkpoint_encoder import check_config_trusted, last_state, read_config
-    from raycl.training import build
-    from raycl.training.checkpoint import encoder_specs
-    from raycl.training.resume import load_tokenizer
-
     output = Place(absolute(uri))
     config, named_in = read_config(output)
     check_config_trusted(config, named_in, trusted, own_encoder=network is not None)
@@ -64,10 +60,11 @@ def read_encoders(
     step = checkpoint.removeprefix("step-").partition("-")[0].lstrip("0") or "0"
     print(f"{uri} has not finished: using its checkpoint after step {step}", file=sys.stderr)
     vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
-    modality = build.modality(config, vocabulary)
-    with torch.random.fork_rng():  # building a network seeds the generator
-        encoders = [side.encoder() if network is None else network for side in modality.sides]
-    specs = encoder_specs(config, modality, encoders, own=network is not None)
+    specs = []
+    for spec in encoder_specs(config, vocabulary.tokenizer if vocabulary else None):
+        with torch.random.fork_rng():  # building a network seeds the generator
+            encoder = build_encoder(config, spec, vocabulary) if network is None else network
+        specs.append(complete_spec(spec, encoder, own=network is not None))
     prefixes = ("query.", "key.") if config.has_two_towers else ("",)
     by_side = {"query": (specs[0], prefixes[0]), "key": (specs[-1], prefixes[len(specs) - 1])}
     weights = state.get("tower", {})

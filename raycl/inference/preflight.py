@@ -8,8 +8,8 @@ from raycl.errors import ConfigError, StorageError
 from raycl.gpus import are_missing, check_gpu
 from raycl.lease import check_absent
 from raycl.models.registry import SPEC, SideName, check_side
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS
 from raycl.storage import Place, absolute
-from raycl.training.resume import CHECKPOINTS, LISTED
 
 
 def check_package(to: str | None) -> None:
@@ -34,7 +34,7 @@ def has_encoder(run: str | os.PathLike[str]) -> bool:
 
 def has_checkpoint(run: str | os.PathLike[str]) -> bool:
     """Whether the run saved a checkpoint."""
-    return (Place(absolute(run)) / CHECKPOINTS / LISTED).exists()
+    return (Place(absolute(run)) / CHECKPOINTS / CHECKPOINT_LIST).exists()
 
 
 def check_inputs(

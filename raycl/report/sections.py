@@ -11,7 +11,7 @@ from raycl.report.history import Floats, History, Series
 from raycl.report.plots import Axis, Curve, Timeline, draw_curves, draw_shares
 from raycl.report.run import Run
 from raycl.report.snapshots import draw_map, draw_similarities, project, summarize
-from raycl.training.collapse_monitor import Limits
+from raycl.training.collapse_monitor import healthy_from
 
 EVALUATION_METRICS = {
     "knn_top1": "kNN top-1 accuracy",
@@ -168,18 +168,14 @@ def _evaluation_panel(history: History, names: Sequence[str], timeline: Timeline
 
 def collapse_panels(run: Run) -> list[Panel]:
     """Return the metrics that distinguish a healthy run from a collapsed one."""
-    history, limits = run.history, Limits()
+    history = run.history
     max_rank = min(history["num_rows"].last or 1.0, history["dim"].last or 1.0)
-    healthy_from = {
-        "positive_negative_gap": limits.min_gap,
-        "effective_rank": max_rank**limits.min_effective_rank,
-        "embedding_std": limits.min_embedding_std,
-    }
+    limits = healthy_from(max_rank)
     captions = {"effective_rank": f"how many dims the embeddings fill, of {max_rank:g} at most"}
     panels = []
     for name in filter(history.has, _COLLAPSE):
         plot = PLOTS[name]
-        axis = replace(plot.axis, healthy_from=healthy_from.get(name))
+        axis = replace(plot.axis, healthy_from=limits.get(name))
         plot = replace(plot, axis=axis, caption=captions.get(name, plot.caption))
         panels.append(_plot(history[name], plot, timeline_of(run)))
     return panels

@@ -8,33 +8,30 @@ checkpoint only once it is complete. Views, the order of the samples and dropout
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 import ray.train
 import torch
-from torch import nn
 
-from raycl.config import RunConfig
 from raycl.distributed import all_sum, check_equal, rank
 from raycl.errors import NonFiniteLossError
+from raycl.models.build import complete_spec, encoder_specs
 from raycl.models.encoder_io import load_state, save_encoder
 from raycl.models.registry import KEY
-from raycl.models.specs import EncoderSpec, HeadSpec, TextEncoderSpec
+from raycl.models.specs import TextEncoderSpec
 from raycl.models.towers import Towers
+from raycl.records import CHECKPOINTS, STATE, backup_manifest
 from raycl.storage import Place
 from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
-from raycl.training.modality import Modality
-from raycl.training.resume import CHECKPOINTS, backup_manifest
 from raycl.training.stages import Position
 from raycl.training.stores import Store
 from raycl.training.train_state import TrainState
 
-STATE = "state.pt"
 SCORE = "score"  # Ray Train keeps the checkpoints with the highest ones
 _STEP = re.compile(r"step-([0-9]{8,})")
 _ORDER = ("rollbacks", "step", "stage")
@@ -192,37 +189,18 @@ def load_healthy_checkpoint() -> Restored | None:
     return None if latest is None else _load(latest.checkpoint)
 
 
-def encoder_specs(
-    config: RunConfig, modality: Modality, encoders: Sequence[nn.Module], *, own: bool
-) -> list[EncoderSpec]:
-    """Return the spec of each tower's encoder; ``own`` if no name in the configuration builds it."""
-    head = None
-    if config.has_two_towers and config.projection_head.num_layers:
-        head = HeadSpec(**config.projection_head.model_dump())
-    specs = [
-        side.spec(encoder, own=own).model_copy(update={"projection_head": head})
-        for side, encoder in zip(modality.sides, encoders, strict=True)
-    ]
-    if config.separate_towers and isinstance(specs[0], TextEncoderSpec):
-        # The query tower never saw texts as long as documents.
-        specs[0] = specs[0].model_copy(update={"cut_at": config.text.max_length})
-    return specs
-
-
-def save_towers(towers: Towers, job: Job, modality: Modality) -> None:
+def save_towers(towers: Towers, job: Job) -> None:
     """Write the encoder; for two towers, also the key encoder and the projection heads."""
-    encoders = [tower.encoder for tower in towers.towers]
-    specs = encoder_specs(job.config, modality, encoders, own=job.network is not None)
+    specs = encoder_specs(job.config, job.tokenizer)
     saved = list(zip(towers.towers, specs, (job.output, job.output / KEY), strict=False))
     # The spec of the first tower is written last: it marks the encoder of the run as saved.
     for tower, spec, folder in reversed(saved):
-        has_tokenizer = job.vocabulary is not None and isinstance(spec, TextEncoderSpec)
         save_encoder(
             tower.encoder,
-            spec,
+            complete_spec(spec, tower.encoder, own=job.network is not None),
             folder,
             projection_head=None if spec.projection_head is None else tower.projection_head,
-            tokenizer=job.vocabulary.tokenizer if has_tokenizer and job.vocabulary else None,
+            tokenizer=job.tokenizer if isinstance(spec, TextEncoderSpec) else None,
         )
 
 

@@ -17,14 +17,14 @@ from raycl.data.sources import Fragment, Source
 from raycl.data.split import Holdout, make_split
 from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import ConfigError, DataError
+from raycl.models.build import load_tokenizer
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
 from raycl.ray_runtime import fetch_tables, object_store_bytes, unwrap_ray_errors
 from raycl.storage import Place
 from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
-from raycl.training import build
 from raycl.training.coordinator import rows_in
 from raycl.training.preflight import column_names
-from raycl.training.resume import load_tokenizer
+from raycl.training.transforms import build_formats
 
 JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
 
@@ -36,71 +36,58 @@ class DataModule:
     Labeled pairs are grouped by query first, which reads all of them.
     """
 
-    def __init__(
-        self, config: RunConfig, coordinator: Any, source: Source | None, dataset: ray.data.Dataset | None
-    ) -> None:
+    def __init__(self, config: RunConfig, coordinator: Any, source: Source | None, dataset: Any) -> None:
+        """Give a source, or else a Ray Dataset."""
         self._config, self._coordinator, self._source, self._dataset = config, coordinator, source, dataset
-        requested = column_names(config)
         self._num_clicks: int | None = None
-        self.columns = source.columns if source is not None else columns_of(_given(dataset), requested)
+        self.columns = source.columns if source else columns_of(dataset, column_names(config))
         if config.data.kind == "pairs":
             check_labels(self.columns)
             if self.columns.label is not None:
                 self._group()
-        self.classes = (
-            source.classes if source is not None else classes_of(_given(self._dataset), self.columns)
-        )
-        self.num_rows = self._source.num_rows if self._source is not None else _given(self._dataset).count()
+        self.classes = source.classes if source else classes_of(self._dataset, self.columns)
+        self.num_rows = self._source.num_rows if self._source else self._dataset.count()
+        self.streamed = self._must_stream()
         self.holdout = self._hold_out()
-        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: Tokenizer | None = None
 
     @property
     def can_be_judged(self) -> bool:
         """Whether the samples allow periodic evaluation: they have labels, or are pairs."""
         if self._config.has_two_towers:
             return True
-        if self._source is not None:
-            return self._source.has_labels
-        return self.columns.label is not None
+        return self._source.has_labels if self._source else self.columns.label is not None
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether some samples are held out for the periodic evaluation."""
+        return self.holdout.test > 0 and self.can_be_judged
 
     def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
         """Count the tokens of the texts, with a new tokenizer unless one is given; required before decoding."""
-        self._vocabulary = find_vocabulary(self._config, tokenizer, self.columns, self._source, self._dataset)
-        return self._vocabulary
-
-    def must_stream(self) -> bool:
-        """Whether the decoded rows are too many for half of a node's object store."""
-        data = self._config.data
-        if data.cache != "auto":
-            return data.cache == "stream"
-        return self.num_rows * self._bytes_per_row() > object_store_bytes() / 2
+        vocabulary = learn_vocabulary(self._config.text, tokenizer, self.columns, self._source, self._dataset)
+        self._tokenizer = vocabulary.tokenizer
+        return vocabulary
 
     def num_train_expected(self) -> int:
         """Return the number of training rows if all rows are valid."""
-        num_candidates = self.num_rows if self._source is None else _num_rows(self._evaluation_fragments())
+        num_candidates = self._num_evaluation_rows() if self._source else self.num_rows
         return self.num_rows - round(num_candidates * self.holdout.test)
 
-    def num_read_first(self, streamed: bool) -> int:
+    def num_read_first(self) -> int:
         """Return the number of rows to read before training; for a click log, the rows that became pairs."""
         if self._num_clicks is not None:
             return self._num_clicks
-        return (
-            _num_rows(self._evaluation_fragments())
-            if streamed and self._source is not None
-            else self.num_rows
-        )
+        return self._num_evaluation_rows() if self.streamed and self._source else self.num_rows
 
-    def all(self) -> ray.data.Dataset:
-        """Return all rows, decoded."""
-        return self._decode(self._decoder())
-
-    def to_judge_on(self) -> ray.data.Dataset | None:
-        """Return the rows of the periodic evaluation, or None without evaluation."""
-        if self.holdout.test == 0 or not self.can_be_judged:
+    def rows_to_keep(self) -> ray.data.Dataset | None:
+        """Return the decoded rows to keep in memory: all, or only the evaluation rows of a stream, if any."""
+        if not self.streamed:
+            return self._decode(self._decoder())
+        if not self.is_evaluated:
             return None
-        return self._decode(
-            self._decoder(self.holdout.is_evaluated, count=self.holdout.is_test), self._evaluation_fragments()
-        )
+        decoder = self._decoder(self.holdout.is_evaluated, count=self.holdout.is_test)
+        return self._decode(decoder, self._evaluation_fragments())
 
     def sample_ids(self, decoded: ray.data.Dataset | None) -> NDArray[np.int64]:
         """Return the distinct training ids, sorted; without ``decoded``, ids of invalid rows as well.
@@ -124,21 +111,13 @@ class DataModule:
     def stream(self) -> StreamingSampler:
         """Return the training rows, read again every epoch."""
         decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
-        evaluated = {fragment.first_id for fragment in self._evaluation_fragments()}
-        opened = (
-            stream_source(
-                self._source,
-                decoder,
-                seed=seed,
-                kept_whole=frozenset(
-                    fragment.first_id
-                    for fragment in self._source.fragments
-                    if fragment.first_id not in evaluated
-                ),
-            )
-            if self._source is not None
-            else stream_dataset(_given(self._dataset), self.columns, decoder, seed=seed, classes=self.classes)
-        )
+        if self._source is None:
+            opened = stream_dataset(self._dataset, self.columns, decoder, seed=seed, classes=self.classes)
+        else:
+            first_ids = {fragment.first_id for fragment in self._source.fragments}
+            evaluated = {fragment.first_id for fragment in self._evaluation_fragments()}
+            kept_whole = frozenset(first_ids - evaluated)
+            opened = stream_source(self._source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,
             formats=decoder.formats,
@@ -150,11 +129,11 @@ class DataModule:
     def _decode(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
         if self._source is not None:
             return decode_source(self._source, decoder, fragments)
-        return decode_dataset(_given(self._dataset), self.columns, decoder, classes=self.classes)
+        return decode_dataset(self._dataset, self.columns, decoder, classes=self.classes)
 
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(
-            formats=build.modality(self._config, self._vocabulary).formats(self.columns),
+            formats=build_formats(self._config, self._tokenizer, self.columns),
             coordinator=self._coordinator,
             holdout=self.holdout,
             keep=keep,
@@ -166,7 +145,7 @@ class DataModule:
         grouped = (
             group_source(self._source, self._coordinator)
             if self._source is not None
-            else group_dataset(_given(self._dataset), self.columns, self._coordinator)
+            else group_dataset(self._dataset, self.columns, self._coordinator)
         )
         self._source, self._dataset = None, grouped.materialize()
         rows = rows_in(self._coordinator)
@@ -176,20 +155,23 @@ class DataModule:
         if self._dataset.count() == 0:
             raise DataError("no query has a document with label 1; training needs positive pairs")
 
-    def _bytes_per_row(self) -> int:
-        """Return the approximate size of a decoded row; texts count with their maximum length."""
+    def _must_stream(self) -> bool:
+        """Whether the decoded rows are too many for half of a node's object store."""
         data, text = self._config.data, self._config.text
+        if data.cache != "auto":
+            return data.cache == "stream"
         image = data.channels * data.resolved_decode_size**2 if data.kind in ("image", "image_text") else 0
         num_tokens = {"image": 0, "pairs": text.max_length + text.longest}.get(data.kind, text.max_length)
-        return image + 4 * num_tokens
+        bytes_per_row = image + 4 * num_tokens  # texts have at most their maximum length
+        return self.num_rows * bytes_per_row > object_store_bytes() / 2
 
     def _hold_out(self) -> Holdout:
         settings = self._config.evaluation
         if settings.every_epochs == 0 or not self.can_be_judged:
             return Holdout(seed=self._config.seed)
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
-        in_fragments = self._source is not None and self.must_stream()
-        num_rows = _num_rows(self._evaluation_fragments()) if in_fragments else self.num_rows
+        in_fragments = self._source is not None and self.streamed
+        num_rows = self._num_evaluation_rows() if in_fragments else self.num_rows
         return make_split(
             num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
         )
@@ -201,14 +183,8 @@ class DataModule:
         enough = JUDGED_PART * (settings.num_test + settings.num_train)
         return fragments[:: max(1, self.num_rows // enough)]
 
-
-def _num_rows(fragments: tuple[Fragment, ...]) -> int:
-    return sum(fragment.num_rows for fragment in fragments)
-
-
-def _given(dataset: ray.data.Dataset | None) -> ray.data.Dataset:
-    assert dataset is not None, "a run has a source or a dataset"
-    return dataset
+    def _num_evaluation_rows(self) -> int:
+        return sum(fragment.num_rows for fragment in self._evaluation_fragments())
 
 
 ROLES = ("text", "caption", "query", "document", "negatives")
@@ -225,7 +201,14 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
     encoder = config.text_encoder if config.data.kind == "image_text" else config.encoder
     if not encoder.name.startswith(HUGGING_FACE) or not encoder.kwargs.get("pretrained", True):
         return asked
-    own = _tokenizer_of_model(encoder.name.removeprefix(HUGGING_FACE))
+    folder = encoder.name.removeprefix(HUGGING_FACE)
+    place = Place(folder) / TOKENIZER
+    if not place.exists():
+        raise ConfigError(
+            f"the model in {folder} has no {TOKENIZER} beside it, and its weights require its own "
+            "tokenizer; save its fast tokenizer there, or set encoder.kwargs.pretrained=false"
+        )
+    own = Tokenizer(place.read_text())
     if asked is not None and asked.fingerprint != own.fingerprint:
         raise ConfigError(
             f"text.tokenizer {config.text.tokenizer} is not the one that {encoder.name} was trained with; remove "
@@ -234,57 +217,27 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
     return own
 
 
-def _tokenizer_of_model(folder: str) -> Tokenizer:
-    place = Place(folder) / TOKENIZER
-    if not place.exists():
-        raise ConfigError(
-            f"the model in {folder} has no {TOKENIZER} beside it, and its weights require its own "
-            "tokenizer; save its fast tokenizer there, or set encoder.kwargs.pretrained=false"
-        )
-    return Tokenizer(place.read_text())
-
-
-def find_vocabulary(
-    config: RunConfig,
-    tokenizer: Tokenizer | None,
-    columns: ColumnNames,
-    source: Source | None,
-    dataset: ray.data.Dataset | None,
+def learn_vocabulary(
+    text: TextConfig, tokenizer: Tokenizer | None, columns: ColumnNames, source: Source | None, dataset: Any
 ) -> Vocabulary:
-    """Count the tokens of the run's texts, with a tokenizer trained on them unless one is given.
+    """Count the tokens of these columns, with a tokenizer trained on them unless one is given.
 
     Raises ``DataError`` if no text is valid.
     """
-    only_texts = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
-    return count_tokens(config.text, tokenizer, only_texts, source, dataset)
+    columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
 
-
-def count_tokens(
-    text: TextConfig,
-    tokenizer: Tokenizer | None,
-    columns: ColumnNames,
-    source: Source | None,
-    dataset: ray.data.Dataset | None,
-) -> Vocabulary:
-    """Count the tokens of these columns, as :func:`find_vocabulary` does."""
-
-    def count() -> Vocabulary:
+    def learn() -> Vocabulary:
         texts = _texts_of_source(source, columns) if source else _texts_of_dataset(dataset, columns)
         found = list(islice(texts, text.tokenizer_train_size))
         if not found:
             raise DataError("found no valid text to train a tokenizer on; check the text columns")
-        return Vocabulary.of_texts(
-            found,
-            tokenizer,
-            max_length=text.longest,
-            size=text.vocabulary_size,
-            lowercase=text.lowercase,
-        )
+        size, lowercase = text.vocabulary_size, text.lowercase
+        return Vocabulary.of_texts(found, tokenizer, max_length=text.longest, size=size, lowercase=lowercase)
 
     if source is None:
-        return count()
+        return learn()
     with unwrap_ray_errors():  # near the data, not on the client
-        return ray.get(ray.remote(num_cpus=1)(count).remote())
+        return ray.get(ray.remote(num_cpus=1)(learn).remote())
 
 
 def _texts_of_source(source: Source, columns: ColumnNames) -> Iterator[str]:
@@ -296,13 +249,9 @@ def _texts_of_source(source: Source, columns: ColumnNames) -> Iterator[str]:
                 yield from _valid_texts(values)
 
 
-def _texts_of_dataset(dataset: ray.data.Dataset | None, columns: ColumnNames) -> Iterator[str]:
-    assert dataset is not None, "a run has a source or a dataset"
+def _texts_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[str]:
     names = list(columns.contents.values())
-    batches: Iterator[Any] = iter(
-        dataset.select_columns(names).iter_batches(batch_format="pyarrow", batch_size=1_024)
-    )
-    for batch in batches:
+    for batch in dataset.select_columns(names).iter_batches(batch_format="pyarrow", batch_size=1_024):
         for name in names:
             yield from _valid_texts(batch[name].to_pylist())
 

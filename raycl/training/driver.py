@@ -20,7 +20,7 @@ from raycl.errors import RunError, StoppedError, StorageError, last_line
 from raycl.gpus import accelerators, check_accelerator, check_bfloat16
 from raycl.progress import ProgressLine, notices_of, steps_made
 from raycl.ray_runtime import check_resources, cpus_for_a_worker, crowding, find_raycl_error
-from raycl.records import write_result
+from raycl.records import CHECKPOINTS, repair_manifest, write_result
 from raycl.storage import Place
 from raycl.training.checkpoint import SCORE, saved_steps
 from raycl.training.controller import (
@@ -34,7 +34,6 @@ from raycl.training.controller import (
 from raycl.training.job import Job
 from raycl.training.loop import run_worker
 from raycl.training.process import environment
-from raycl.training.resume import CHECKPOINTS, repair_manifest
 
 Printer = Callable[[str], None]
 

@@ -1,24 +1,46 @@
-"""Periodic evaluation during training: weighted kNN on labels, or recall on held-out pairs."""
+"""Periodic evaluation during training: kNN on labels, recall on held-out pairs, and embedding snapshots."""
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from raycl.config import RunConfig
+from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.split import Holdout
+from raycl.data.texts import TokenLists, Tokens
 from raycl.distributed import all_sum, gather_detached, num_workers, rank
+from raycl.embedding_snapshot import (
+    FIRST,
+    LATEST,
+    EmbeddingSnapshot,
+    ProbeSet,
+    Similarities,
+    count_cosines,
+    write_probe_set,
+    write_snapshot,
+)
 from raycl.evaluation.embed import embed
 from raycl.evaluation.knn import knn_predict, nearest
 from raycl.models.towers import Tower, Towers, TwoTowers
-from raycl.training.views import Draft, Transform
+from raycl.storage import Place
+from raycl.tokenization import Tokenizer
+from raycl.training.job import Job
+from raycl.training.transforms import Draft, Transform
 
 BATCH_SIZE = 256
+NUM_COMPARED = 400  # samples whose views are compared, each with all others
+THUMBNAIL = 64  # pixels of the longer side
 
 
 class Evaluator(Protocol):
@@ -34,13 +56,12 @@ class Evaluator(Protocol):
 class KnnEvaluator:
     """Weighted kNN: training rows (``bank``) vote on the labels of held-out rows (``test``).
 
-    ``prepare`` converts rows to encoder inputs without augmentation. The encoder computes in
-    ``precision``; neighbors are found in float32.
+    The encoder computes in ``precision``; neighbors are found in float32.
     """
 
     bank: InMemoryDataset
     test: InMemoryDataset
-    prepare: Callable[[Batch], Draft]
+    transform: Transform
     k: int = 200
     temperature: float = 0.07
     precision: str = "float32"
@@ -60,7 +81,7 @@ class KnnEvaluator:
         self, encoder: nn.Module, rows: InMemoryDataset, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         share = _own_share(len(rows))
-        inputs = (self.prepare(rows.take(part)).on(device) for part in _batches(share))
+        inputs = (self.transform.plain(batch).on(device) for batch in _batches((rows, share)))
         representation = embed(encoder, inputs, precision=self.precision)
         return representation.to(device), torch.from_numpy(rows.label[share]).to(device)
 
@@ -72,18 +93,17 @@ class RetrievalEvaluator:
 
     bank: InMemoryDataset
     test: InMemoryDataset
-    drawing: Transform
+    transform: Transform
     precision: str = "float32"
 
     def measure(self, towers: Towers, device: torch.device) -> dict[str, float]:
         """Return the fraction of queries whose own key, or an equal one, is among the nearest 1 and 10 keys."""
         assert isinstance(towers, TwoTowers), "pairs have two towers"
-        test = _own_share(len(self.test))
-        query = self._embed(towers.query, self.test, test, 0, device)
-        wanted = self._key_ids(self.test, test).to(device)
-        parts = [(self.test, test), (self.bank, _own_share(len(self.bank)))]
-        key = torch.cat([self._embed(towers.key_tower, rows, share, 1, device) for rows, share in parts])
-        key_id = torch.cat([self._key_ids(rows, share) for rows, share in parts])
+        test, bank = ((rows, _own_share(len(rows))) for rows in (self.test, self.bank))
+        query = self._embed(towers.query, self.transform.plain, device, test)
+        key = self._embed(towers.key_tower, self.transform.plain_key, device, test, bank)
+        key_id = torch.cat([self.transform.plain_key_id(batch) for batch in _batches(test, bank)])
+        wanted = key_id[: len(query)].to(device)
         keys, ids = gather_detached(key.to(device)), gather_detached(key_id.to(device))
         # Keep each document once: duplicates would fill the first ranks.
         order = ids.argsort(stable=True)
@@ -92,24 +112,19 @@ class RetrievalEvaluator:
         chosen = order[is_new]
         _, found = nearest(query.to(device), keys[chosen], k=10)
         is_right = ids[chosen][found] == wanted[:, None]
-        counts = torch.stack([is_right[:, :1].sum(), is_right.sum(), torch.tensor(len(test), device=device)])
+        counts = torch.stack([is_right[:, :1].sum(), is_right.sum(), torch.tensor(len(query), device=device)])
         at_1, at_10, num_evaluated = all_sum(counts).tolist()
         return {"recall_at_10": at_10 / num_evaluated, "recall_at_1": at_1 / num_evaluated}
 
     def _embed(
-        self, tower: Tower, rows: InMemoryDataset, share: NDArray[np.int64], number: int, device: torch.device
+        self, tower: Tower, draw: Callable[[Batch], Draft], device: torch.device, *parts: "_Part"
     ) -> Tensor:
-        draw = self.drawing.plain if number == 0 else self.drawing.plain_key
-        inputs = (draw(rows.take(part)).on(device) for part in _batches(share))
+        inputs = (draw(batch).on(device) for batch in _batches(*parts))
         return embed(tower, inputs, precision=self.precision)
-
-    def _key_ids(self, rows: InMemoryDataset, share: NDArray[np.int64]) -> Tensor:
-        parts = [self.drawing.plain_key_id(rows.take(part)) for part in _batches(share)]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 
 def build_evaluator(
-    config: RunConfig, rows: InMemoryDataset, holdout: Holdout, drawing: Transform, *, wanted: bool
+    config: RunConfig, rows: InMemoryDataset, holdout: Holdout, transform: Transform, *, wanted: bool
 ) -> Evaluator | None:
     """Return the evaluator of the run; None unless it is ``wanted`` and each worker has a row."""
     if not wanted:
@@ -119,16 +134,16 @@ def build_evaluator(
         bank, test = bank.labeled(), test.labeled()
     if min(len(bank), len(test)) < num_workers():
         return None
+    precision = config.tower_precision
     if config.has_two_towers:
-        return RetrievalEvaluator(bank=bank, test=test, drawing=drawing, precision=config.tower_precision)
+        return RetrievalEvaluator(bank=bank, test=test, transform=transform, precision=precision)
+    k, temperature = config.evaluation.k, config.evaluation.temperature
     return KnnEvaluator(
-        bank=bank,
-        test=test,
-        prepare=drawing.plain,
-        k=config.evaluation.k,
-        temperature=config.evaluation.temperature,
-        precision=config.tower_precision,
+        bank=bank, test=test, transform=transform, k=k, temperature=temperature, precision=precision
     )
+
+
+_Part = tuple[InMemoryDataset, NDArray[np.int64]]  # rows and positions in them
 
 
 def _own_share(num_rows: int) -> NDArray[np.int64]:
@@ -136,6 +151,162 @@ def _own_share(num_rows: int) -> NDArray[np.int64]:
     return np.arange(num_rows // num_workers()) * num_workers() + rank()
 
 
-def _batches(positions: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, len(positions), BATCH_SIZE):
-        yield positions[start : start + BATCH_SIZE]
+def _batches(*parts: _Part) -> Iterator[Batch]:
+    for rows, positions in parts:
+        for start in range(0, len(positions), BATCH_SIZE):
+            yield rows.take(positions[start : start + BATCH_SIZE])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SnapshotWriter:
+    """Writes embeddings and similarities of the rows at ``positions`` for the report.
+
+    All workers call it together, and the first one writes.
+    """
+
+    rows: InMemoryDataset
+    positions: NDArray[np.int64]
+    transform: Transform
+    output: Place
+    tokenizer: Tokenizer | None
+    held_out: bool
+    seed: int
+
+    def write(self, towers: Towers, device: torch.device, *, step: int) -> None:
+        """Write the snapshot before the first step, or replace the latest one; raises ``StorageError``."""
+        number = len(self.positions)
+        plain, plain_key = self.transform.plain, self.transform.plain_key
+        if isinstance(towers, TwoTowers):
+            embedding = self._embed(towers.query, plain, number, device)
+            key = self._embed(towers.key_tower, plain_key, number, device)
+            compared, num_compared = (embedding, key), number
+        else:
+            embedding, key = self._embed(towers.encoder, plain, number, device), None
+            num_compared = min(NUM_COMPARED, number)
+            compared = self._two_views(towers, num_compared, device)
+        key_id = torch.cat(list(map(self.transform.plain_key_id, self._share(num_compared))))
+        similarities = _similarities(*compared, _in_order(key_id.to(device), num_compared))
+        if rank() != 0:
+            return
+        if step == 0:
+            write_probe_set(self.output, self._probe_set())
+        snapshot = EmbeddingSnapshot(
+            step=step,
+            embedding=embedding.half().numpy(),
+            key=None if key is None else key.half().numpy(),
+            similarities=similarities,
+        )
+        write_snapshot(self.output, FIRST if step == 0 else LATEST, snapshot)
+
+    def _embed(
+        self, encoder: nn.Module, draw: Callable[[Batch], Draft], number: int, device: torch.device
+    ) -> Tensor:
+        """Return the unit embeddings [number, dim] of the first rows, on the CPU."""
+        inputs = (draw(batch).on(device) for batch in self._share(number))
+        return _in_order(F.normalize(embed(encoder, inputs), dim=1).to(device), number)
+
+    def _two_views(self, tower: Tower, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of two views, as in the loss except that BatchNorm uses its running statistics."""
+        torch.manual_seed(hash((self.seed, rank())) % 2**63)  # views may differ by dropout alone
+        views = []
+        with torch.no_grad(), _eval_with_dropout(tower):
+            for which in (0, 1):
+                inputs = (self.transform.view(batch, which).on(device) for batch in self._share(number))
+                own = torch.cat([tower(each) for each in inputs])
+                views.append(_in_order(F.normalize(own.float(), dim=1), number))
+        return views[0], views[1]
+
+    def _share(self, number: int) -> Iterator[Batch]:
+        """Yield this worker's share of the first rows, equally many on each worker: the last may wrap around."""
+        share = np.arange(-(-number // num_workers())) * num_workers() + rank()
+        return _batches((self.rows, self.positions[share % number]))
+
+    def _probe_set(self) -> ProbeSet:
+        batch = self.rows.take(self.positions)
+        contents: dict[str, list[bytes] | list[str]] = {}
+        for role, content in batch.contents.items():
+            if isinstance(content, Pixels):
+                pictures = zip(content.images, content.aspect, strict=True)
+                contents[role] = [_thumbnail(pixels, float(aspect)) for pixels, aspect in pictures]
+            elif self.tokenizer is not None and role in ("text", "caption", "query", "document"):
+                contents[role] = self.tokenizer.decode(_first_texts(content))
+        return ProbeSet(
+            sample_id=batch.sample_id, label=batch.label, contents=contents, held_out=self.held_out
+        )
+
+
+def build_snapshot_writer(job: Job, rows: InMemoryDataset, transform: Transform) -> SnapshotWriter | None:
+    """Choose held-out rows or, without any, training rows, the same on all workers.
+
+    Returns None if the run wants no snapshot or, as a stream without evaluation, keeps no rows in memory.
+    """
+    held_out = rows.where(job.holdout.is_test)
+    is_held_out = len(held_out) >= 2
+    shown = held_out if is_held_out else rows.where(job.holdout.is_train)
+    if not job.config.has_two_towers and len(labeled := shown.labeled()) >= 2:
+        shown = labeled
+    number = min(job.config.evaluation.num_snapshot_samples, len(shown))
+    if number < 2:
+        return None
+    # Rows are sorted by id, which may be the order of their classes.
+    positions = np.random.default_rng(job.config.seed).permutation(len(shown))[:number]
+    return SnapshotWriter(
+        rows=shown,
+        positions=positions,
+        transform=transform,
+        output=job.output,
+        tokenizer=job.tokenizer,
+        held_out=is_held_out,
+        seed=job.config.seed,
+    )
+
+
+def _in_order(own: Tensor, number: int) -> Tensor:
+    """Return the rows of all workers' shares on the CPU, in the order of the samples."""
+    shares = gather_detached(own).unflatten(0, (num_workers(), -1))
+    return shares.transpose(0, 1).flatten(0, 1)[:number].cpu()
+
+
+@contextlib.contextmanager
+def _eval_with_dropout(network: nn.Module) -> Iterator[None]:
+    """Switch a network to evaluation mode, which leaves its state unchanged, except for its dropout."""
+    modes = {module: module.training for module in network.modules()}
+    for module in modes:
+        module.training = isinstance(module, _DropoutNd)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _similarities(query: Tensor, key: Tensor, key_id: Tensor) -> Similarities:
+    """Count the cosines of queries with their own keys, and with other keys that differ from these."""
+    cosines = query @ key.T
+    others = key_id[:, None] != key_id[None, :]
+    return Similarities(
+        positives=count_cosines(cosines.diagonal().numpy()), negatives=count_cosines(cosines[others].numpy())
+    )
+
+
+def _first_texts(content: object) -> list[NDArray[np.int32]]:
+    if isinstance(content, TokenLists):
+        content = content.picked(np.zeros(len(content), np.int64))
+    assert isinstance(content, Tokens), "the column has texts"
+    return np.split(content.values, np.cumsum(content.lengths)[:-1])
+
+
+def _thumbnail(pixels: NDArray[np.uint8], aspect: float) -> bytes:
+    """Return a small image with the proportions of the original."""
+    side = min(THUMBNAIL, len(pixels))
+    size = (side, max(1, round(side / aspect))) if aspect > 1 else (max(1, round(side * aspect)), side)
+    picture = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+    if picture.size != size:
+        picture = picture.resize(size, Image.Resampling.LANCZOS)
+    stream = io.BytesIO()
+    if side <= THUMBNAIL // 2:
+        picture.save(stream, "PNG")  # lossless, since every pixel is visible
+    else:
+        picture.save(stream, "JPEG", quality=85)
+    return stream.getvalue()

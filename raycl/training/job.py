@@ -14,10 +14,9 @@ from raycl.data.streaming import StreamingSampler
 from raycl.lease import Lease
 from raycl.negatives.bank import Bank
 from raycl.storage import Place
-from raycl.tokenization import Vocabulary
-from raycl.training import build
+from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.coordinator import rows_in
-from raycl.training.modality import Modality
+from raycl.training.transforms import build_formats
 
 _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is checked
 
@@ -58,13 +57,16 @@ class Job:
         """Return the minimum and maximum number of workers of a stage."""
         return self.config.worker_range(self.config.stages[stage])
 
-    def modality(self) -> Modality:
-        """Return the formats and the towers of the samples."""
-        return build.modality(self.config, self.vocabulary)
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the texts, if any."""
+        return None if self.vocabulary is None else self.vocabulary.tokenizer
 
-    def load_rows(self, modality: Modality) -> InMemoryDataset:
+    def load_rows(self) -> InMemoryDataset:
         """Fetch the decoded rows of ``blocks``."""
-        return InMemoryDataset(ray.get(list(self.blocks)), modality.formats(self.columns))
+        return InMemoryDataset(
+            ray.get(list(self.blocks)), build_formats(self.config, self.tokenizer, self.columns)
+        )
 
     def check_streamed_rows(self) -> None:
         """Raise ``DataError`` if too many rows of the stream were invalid so far."""

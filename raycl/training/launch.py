@@ -11,23 +11,32 @@ import ray
 from torch import nn
 
 from raycl.config import RunConfig
+from raycl.data.sources import Source
 from raycl.display import Displayable, Table
 from raycl.errors import ConfigError, RayclError, RunError, StoppedError, StorageError
+from raycl.models.build import build_towers
 from raycl.negatives.bank import Bank
 from raycl.negatives.start import start_bank
 from raycl.progress import ProgressLine, rows_read
 from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.records import write_result
 from raycl.storage import Place
-from raycl.tokenization import Tokenizer, Vocabulary
-from raycl.training import build
+from raycl.tokenization import Vocabulary
 from raycl.training.checkpoint import saved_steps
 from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule, known_tokenizer
 from raycl.training.driver import GracefulShutdown, Printer, check_cluster, train_in_groups
 from raycl.training.job import Job
-from raycl.training.preflight import ValidatedRun, check_size, validate_run
-from raycl.training.resume import check_same_data, describe_data, save_run_files
+from raycl.training.preflight import (
+    ValidatedRun,
+    check_same_data,
+    check_size,
+    describe_data,
+    save_run_files,
+    validate_run,
+)
+from raycl.training.stores import bank_spec
+from raycl.training.transforms import build_transform
 
 NOTABLE_LEAKAGE = 0.05  # encoders that cannot use the leak reach up to 0.04
 
@@ -73,6 +82,7 @@ def train(
     *,
     output: str,
     data: str | None = None,
+    source: Source | None = None,
     dataset: ray.data.Dataset | None = None,
     encoder: nn.Module | None = None,
     resume: bool = False,
@@ -80,12 +90,16 @@ def train(
     quiet: bool = False,
     debug: bool = False,
 ) -> RunResult:
-    """Pretrain an encoder as ``raycl.train`` does; one of ``data`` and ``dataset`` is given."""
+    """Pretrain an encoder as ``raycl.train`` does; one of ``data`` and ``dataset`` is given.
+
+    ``source`` is what ``data`` holds, if it was found already.
+    """
     with validate_run(
         config,
         output=output,
         resume=resume,
         data=data,
+        source=source,
         own_encoder=encoder is not None,
         address=address,
     ) as run:
@@ -114,7 +128,7 @@ def train_validated(
 
     config, output = run.config, run.output
     tokenizer = known_tokenizer(config, output, resumed=run.resumed) if config.has_texts else None
-    _check_towers(config, encoder, tokenizer)
+    _check_towers(config, encoder, Vocabulary(tokenizer) if tokenizer else Vocabulary.stand_in())
     if dashboard := connect_cluster(address, debug=debug):
         report(f"dashboard: http://{dashboard}")
     if config.gpu:
@@ -125,12 +139,16 @@ def train_validated(
         GracefulShutdown(coordinator, output, run.lease.check) as shutdown,
     ):
         data = DataModule(config, coordinator, run.source, dataset)
-        streamed = data.must_stream()
         _report_skipped(data, run, report)
-        described = describe_data(config, run.data, data.num_rows, data.classes, streamed=streamed)
+        described = describe_data(config, run.data, data.num_rows, data.classes, streamed=data.streamed)
         _check_data(run, data, described)
-        check_cluster(config, streamed=streamed, report=report)
-        vocabulary = _learn_vocabulary(data, config, tokenizer, encoder, report)
+        check_cluster(config, streamed=data.streamed, report=report)
+        vocabulary = None
+        if config.has_texts:
+            report("counting the tokens of the texts" if tokenizer else "training a tokenizer on the texts")
+            vocabulary = data.learn_vocabulary(tokenizer)
+            if tokenizer is None:
+                _check_towers(config, encoder, vocabulary)
         job = _read_data(run, data, coordinator, quiet=quiet)
         job = replace(job, vocabulary=vocabulary, network=encoder)
         with _open_bank(job, report) as bank:
@@ -146,13 +164,11 @@ def train_validated(
                 return _write_result(run, final, coordinator)
 
 
-def _check_towers(config: RunConfig, network: nn.Module | None, tokenizer: Tokenizer | None) -> None:
+def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Vocabulary) -> None:
     """Raise ``ConfigError`` for invalid views or towers before the workers start."""
-    vocabulary = Vocabulary.stand_in() if tokenizer is None else Vocabulary(tokenizer)
-    modality = build.modality(config, vocabulary)
-    modality.drawing()
+    build_transform(config, vocabulary.tokenizer)
     if network is None:
-        build.towers(config, modality)
+        build_towers(config, vocabulary)
 
 
 def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> None:
@@ -165,46 +181,29 @@ def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> Non
 
 def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) -> None:
     """Raise ``ConfigError`` or ``DataError`` if the data do not match the configuration or the earlier run."""
-    config = run.config
-    check_size(config, data.num_rows)
+    check_size(run.config, data.num_rows)
     check_same_data(run.output, described)
-    if described["streamed"] and any(stage.logq_correction for stage in config.stages):
+    if data.streamed and any(stage.logq_correction for stage in run.config.stages):
         raise ConfigError(
             "logq_correction needs document counts, which are not available for streamed data; "
             "set data.cache=materialize, or remove it"
         )
 
 
-def _learn_vocabulary(
-    data: DataModule,
-    config: RunConfig,
-    tokenizer: Tokenizer | None,
-    encoder: nn.Module | None,
-    report: Printer,
-) -> Vocabulary | None:
-    """Train a tokenizer unless one is given, and count the tokens of the texts."""
-    if not config.has_texts:
-        return None
-    report("counting the tokens of the texts" if tokenizer else "training a tokenizer on the texts")
-    vocabulary = data.learn_vocabulary(tokenizer)
-    if encoder is None:
-        _check_towers(config, None, vocabulary.tokenizer)
-    return vocabulary
-
-
 def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: bool) -> Job:
     """Read all rows, or only the evaluation rows of a stream; return the job without its bank."""
-    config, streamed = run.config, data.must_stream()
+    config, streamed = run.config, data.streamed
     title = "reading the rows for evaluation" if streamed else "reading"
-    progress = rows_read(coordinator, data.num_read_first(streamed))
-    with ProgressLine(title, progress, quiet=quiet):
-        dataset = data.to_judge_on() if streamed else data.all()
+    with ProgressLine(title, rows_read(coordinator, data.num_read_first()), quiet=quiet):
+        dataset = data.rows_to_keep()
         decoded = None if dataset is None else dataset.materialize()
     rows = rows_in(coordinator)
     rows.check(config.data.max_invalid_fraction)
     num_train = data.num_train_expected() if streamed else rows.num_train
     check_size(config, num_train)
-    job = Job(
+    needs_ids = config.negatives.store == "memory_bank"
+    sample_id = data.sample_ids(None if streamed else decoded) if needs_ids else None
+    return Job(
         config=config,
         output=run.output,
         blocks=tuple(decoded.to_arrow_refs() if decoded is not None else ()),  # pyright: ignore[reportArgumentType]
@@ -212,14 +211,12 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         num_train=num_train,
         holdout=data.holdout,
         coordinator=coordinator,
-        is_evaluated=data.holdout.test > 0 and data.can_be_judged,
+        is_evaluated=data.is_evaluated,
         columns=data.columns,
         lease=run.lease,
+        sample_id=None if sample_id is None else ray.put(sample_id),
+        num_samples=None if sample_id is None else len(sample_id),
     )
-    if config.negatives.store != "memory_bank":
-        return job
-    sample_id = data.sample_ids(None if streamed else decoded)
-    return replace(job, sample_id=ray.put(sample_id), num_samples=len(sample_id))
 
 
 @contextlib.contextmanager
@@ -234,9 +231,8 @@ def _open_bank(job: Job, report: Printer) -> Iterator[Bank | None]:
     if negatives.store == "none" or config.bank.location == "worker":
         yield None
         return
-    spec = build.bank_spec(
-        config, output=job.output.uri, name=_bank_name(job.output), num_samples=job.num_samples
-    )
+    name = _bank_name(job.output)
+    spec = bank_spec(config, output=job.output.uri, name=name, num_samples=job.num_samples)
     sample_id = None if job.sample_id is None else ray.get(job.sample_id)
     bank = start_bank(spec, sample_id, cluster_grows=config.autoscaling)
     address = ray.get_runtime_context().gcs_address

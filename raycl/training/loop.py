@@ -15,8 +15,7 @@ from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.losses.objective import Objective
-from raycl.records import ROLLBACK
-from raycl.training import build
+from raycl.models.build import build_towers
 from raycl.training.checkpoint import (
     Checkpointer,
     Restored,
@@ -24,18 +23,19 @@ from raycl.training.checkpoint import (
     load_healthy_checkpoint,
     save_towers,
 )
-from raycl.training.collapse_monitor import CollapseMonitor, Limits
+from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.controller import Finished, Outcome, ResizeRequested, Stopped
 from raycl.training.coordinator import send_heartbeats
-from raycl.training.evaluators import build_evaluator
+from raycl.training.evaluators import build_evaluator, build_snapshot_writer
 from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.process import autocast, available_cores, prepare_device, prepare_process
-from raycl.training.snapshot_writer import open_snapshot_writer
 from raycl.training.stages import Position, StagePlan, momentum_schedule, stage_plans
 from raycl.training.step import StepOutput, train_step
-from raycl.training.stores import BankStore, Store
-from raycl.training.views import Epochs, Views
+from raycl.training.stores import BankStore, Store, build_store, wait_for_all
+from raycl.training.train_state import EmbedConfig, TrainState
+from raycl.training.transforms import build_transform, count_documents
+from raycl.training.views import Epochs, ViewMaker, Views
 
 
 def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
@@ -71,33 +71,32 @@ class Trainer:
         self._position = Position() if restored is None else restored.position
         self._metrics = {} if restored is None else dict(restored.metrics)
 
-        self._modality = job.modality()
-        rows = job.load_rows(self._modality)
+        rows = job.load_rows()
         train_rows = rows.where(job.holdout.is_train)
         check_equal(len(train_rows), "the number of training rows")
-        views = build.view_maker(config, self._modality, device)
+        transform = build_transform(config, job.tokenizer)
         buckets = config.text.length_buckets
         sampler = job.stream or InMemorySampler(rows=train_rows, seed=config.seed, length_buckets=buckets)
-        self._epochs = Epochs(sampler, views)
+        self._epochs = Epochs(sampler, ViewMaker.of(config, transform, device))
         self._last_views: Views | None = None
-        self._frequencies = build.frequencies(config, train_rows, device)
-        self._evaluator = build_evaluator(config, rows, job.holdout, views.drawing, wanted=job.is_evaluated)
-        self._snapshots = open_snapshot_writer(job, rows, views.drawing)
+        self._frequencies = count_documents(config, train_rows, device)
+        self._evaluator = build_evaluator(config, rows, job.holdout, transform, wanted=job.is_evaluated)
+        self._snapshots = build_snapshot_writer(job, rows, transform)
 
         self._plans = stage_plans(config, num_train=job.num_train)
         self._num_steps = sum(plan.num_steps for plan in self._plans)
         self._momentum = momentum_schedule(config, self._plans)
 
-        self._towers = build.towers(config, self._modality, job.network).to(device)
+        self._towers = build_towers(config, job.vocabulary, job.network).to(device)
         self._towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self._state = build.learner(config, self._towers, num_samples=job.num_samples)
-        limits = Limits(patience=config.monitor.patience, initial_patience=config.monitor.initial_patience)
-        self._monitor = CollapseMonitor(limits)
+        self._state = TrainState.build(config, self._towers, num_samples=job.num_samples)
+        patience, initial_patience = config.monitor.patience, config.monitor.initial_patience
+        self._monitor = CollapseMonitor(patience=patience, initial_patience=initial_patience)
         if restored is not None:
             self._state.load_state_dict(restored.train_state)
             self._monitor.load_state_dict(restored.monitor_state)
         self._store = self._open_store(restored)
-        self._state.set_embed_config(build.manner(config, self._plan.stage))
+        self._state.set_embed_config(EmbedConfig.of(config, self._plan.stage))
         self._state.wrap_ddp(device)
         self._logger = MetricsLogger(
             job, self._position, num_steps=self._num_steps, on_accelerator=device.type == "cuda"
@@ -190,11 +189,10 @@ class Trainer:
         """Return the loss of the next step."""
         stage, hinge_weight = self._plan.stage, self._plan.hinge_weight(self._position.stage_step)
         if self._position.step < self._position.cross_entropy_until:
-            stage, hinge_weight = build.without_hinge(self._config, stage), 0.0
-        return build.contrast(
+            stage, hinge_weight = self._config.without_hinge(stage), 0.0
+        return self._state.objective(
             self._config,
             stage,
-            self._state,
             hinge_weight=hinge_weight,
             num_samples=self._job.num_samples,
             frequencies=self._frequencies,
@@ -211,13 +209,13 @@ class Trainer:
                 loss=output.loss,
                 collapsed_loss=output.collapsed_loss,
             )
-            timing = self._logger.clock.lap(position.samples)
+            seconds, timing = self._logger.clock.lap(position.samples)
             metrics = {
                 "loss": output.loss,
                 "learning_rate": self._plan.learning_rate(position.stage_step - 1),
-                **timing.metrics(),
+                **timing,
                 **measures,
-                **self._store.metrics(step=position.step - 1, seconds=timing.seconds),
+                **self._store.metrics(step=position.step - 1, seconds=seconds),
             }
             self._logger.write(position, metrics)
             if rank() == 0:
@@ -260,11 +258,11 @@ class Trainer:
         )
         until = self._position.cross_entropy_until
         text = f"rolled back from step {position.step}; cross-entropy until step {until}"
-        self._logger.notify(self._position, ROLLBACK, text)
+        self._logger.roll_back(self._position, text)
         self._metrics["rollbacks"] = self._position.rollbacks
         self._store = self._open_store(restored)
         self._monitor.reset()
-        self._state.set_embed_config(build.manner(self._config, self._plan.stage))
+        self._state.set_embed_config(EmbedConfig.of(self._config, self._plan.stage))
         self._logger.clock.lap(self._position.samples)  # or the next lap would count negative samples
         self._save(always=True)  # or a lost worker would resume from the collapse
 
@@ -287,7 +285,7 @@ class Trainer:
         evaluated = self._evaluate()
         self._position = self._position.next_stage()
         self._save(evaluated=evaluated, always=True)
-        self._state.set_embed_config(build.manner(self._config, self._plan.stage))
+        self._state.set_embed_config(EmbedConfig.of(self._config, self._plan.stage))
 
     def _finish(self) -> Finished | None:
         position = self._position
@@ -297,7 +295,7 @@ class Trainer:
         if rank() != 0:
             return None
         self._logger.flush()
-        save_towers(self._towers, self._job, self._modality)
+        save_towers(self._towers, self._job)
         num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
         totals = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
         return Finished({**totals, "seconds": position.seconds, **self._metrics})
@@ -332,9 +330,9 @@ class Trainer:
         if self._job.bank is not None:
             if rank() == 0:
                 self._job.bank.restore(0 if restored is None else restored.position.step)
-            build.meet(self._device)
+            wait_for_all(self._device)
         sample_id: Any = None if self._job.sample_id is None else ray.get(self._job.sample_id)
-        store = build.store(self._config, self._job.bank, sample_id, self._device)
+        store = build_store(self._config, self._job.bank, sample_id, self._device)
         if restored is not None:
             store.load_state_dict(restored.store_state)
         return store

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 from raycl.distributed import num_workers, rank
@@ -27,8 +26,9 @@ class MetricsLogger:
         self.clock = Clock(position, on_accelerator=on_accelerator)
         self._coordinator, self._num_steps, self._position = job.coordinator, num_steps, position
         self._log: MetricsLog | None = None
-        self._gauges: PrometheusGauges | None = None
         self._trackers, self._progress_sent_at = Trackers([]), 0.0
+        self._latest: dict[str, Any] = {}  # exported to Prometheus, with the next two
+        self._num_trained_steps = self._num_trained_samples = 0
         if rank() == 0:
             self._log = MetricsLog(
                 job.output,
@@ -37,11 +37,11 @@ class MetricsLogger:
                 check=job.check_lease,
             )
             self._trackers = open_trackers(job.config, job.output, resume_step=position.step)
-            self._gauges = PrometheusGauges({"run": job.output.name, "recipe": job.config.recipe}, position)
+            self._exporter = Exporter({"run": job.output.name, "recipe": job.config.recipe}, self._readings)
 
     def write(self, position: Position, metrics: Mapping[str, Any]) -> None:
         """Add a line of metrics, measured at this position."""
-        if self._log is None or self._gauges is None:
+        if self._log is None:
             return
         line = {
             "step": position.step,
@@ -55,9 +55,11 @@ class MetricsLogger:
         }
         if failures := self._trackers.num_failures:
             line["tracking_failures"] = failures
-        self._position = position
+        # After a rollback the position is an earlier one; the counters never decrease.
+        self._num_trained_steps += max(0, position.step - self._position.step)
+        self._num_trained_samples += max(0, position.samples - self._position.samples)
+        self._position, self._latest = position, self._latest | line
         self._log.write(line)
-        self._gauges.update(position, line)
         self._trackers.write(position.step, line)
         for text in self._trackers.messages():
             self.notify(position, "tracking", text)
@@ -83,12 +85,15 @@ class MetricsLogger:
 
     def notify(self, position: Position, event: str, text: str) -> None:
         """Print an event in the driver at once, and add it as a line."""
-        if event == ROLLBACK:
-            self._trackers.roll_back(position.step)
         self.write(position, {"event": event, "text": text})
         self.flush()
         if self._log is not None:
             self._coordinator.add_notice.remote(f"step {position.step}: {text}")
+
+    def roll_back(self, position: Position, text: str) -> None:
+        """Notify of a rollback to this position; the trackers drop later steps."""
+        self._trackers.roll_back(position.step)
+        self.notify(position, ROLLBACK, text)
 
     def flush(self) -> None:
         """Write the buffered lines to storage; raises ``StorageError``."""
@@ -97,14 +102,21 @@ class MetricsLogger:
 
     def close(self, *, finished: bool) -> None:
         """Send the last metrics to the trackers; ``finished`` is false if the run failed or will be continued."""
-        if self._gauges is None:
+        if self._log is None:
             return
         self._trackers.close(finished=finished)
-        self._gauges.close()
+        self._exporter.close()
         # An error here must not hide the one that ended the run.
         with contextlib.nullcontext() if finished else contextlib.suppress(StorageError):
             for text in self._trackers.messages():
                 self.notify(self._position, "tracking", text)
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading("trained_steps", self._num_trained_steps)
+        yield Reading("trained_samples", self._num_trained_samples)
+        for name, value in self._latest.items():
+            if isinstance(value, int | float):
+                yield Reading(name, value)
 
 
 @final
@@ -135,8 +147,11 @@ class Clock:
         finally:
             self._paused_s += time.monotonic() - since
 
-    def lap(self, samples: int) -> "StepTiming":
-        """Return the timing since the last lap; ``samples`` counts the whole run."""
+    def lap(self, samples: int) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last lap, and its throughput and fraction of each phase as metrics.
+
+        ``samples`` counts the whole run.
+        """
         seconds = self.seconds()
         elapsed = max(seconds - self._lap_seconds, 1e-9)
         throughput = (samples - self._lap_samples) / elapsed
@@ -144,50 +159,7 @@ class Clock:
         phases = self._timer.seconds()
         phases.pop(PAUSED, None)
         total = max(sum(phases.values()), 1e-9)
-        fractions = {name: spent / total for name, spent in phases.items()}
-        return StepTiming(seconds=elapsed, samples_per_second=throughput, fractions=fractions)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class StepTiming:
-    """The duration of a few steps, their throughput, and the fraction of each phase."""
-
-    seconds: float
-    samples_per_second: float
-    fractions: Mapping[str, float]
-
-    def metrics(self) -> dict[str, float]:
-        """Return throughput and fractions under their names in ``metrics.jsonl``."""
-        data = self.fractions.get("data", 0.0)
-        fractions = {f"{name}_fraction": part for name, part in self.fractions.items() if name != "data"}
-        return {"samples_per_second": self.samples_per_second, "data_wait_fraction": data} | fractions
-
-
-@final
-class PrometheusGauges:
-    """Export the latest value of every logged number, and counters of steps and samples."""
-
-    def __init__(self, tags: Mapping[str, str], position: Position) -> None:
-        self._position = position
-        self._latest: dict[str, Any] = {}
-        self._num_steps = self._num_samples = 0
-        self._exporter = Exporter(tags, self._readings)
-
-    def update(self, position: Position, line: Mapping[str, Any]) -> None:
-        """Export a line of metrics, measured at this position."""
-        # After a rollback the position is an earlier one; the counters never decrease.
-        self._num_steps += max(0, position.step - self._position.step)
-        self._num_samples += max(0, position.samples - self._position.samples)
-        self._position, self._latest = position, self._latest | dict(line)
-
-    def close(self) -> None:
-        """Export the last values."""
-        self._exporter.close()
-
-    def _readings(self) -> Iterator[Reading]:
-        yield Reading("trained_steps", self._num_steps)
-        yield Reading("trained_samples", self._num_samples)
-        for name, value in self._latest.items():
-            if isinstance(value, int | float):
-                yield Reading(name, value)
+        waited = phases.pop("data", 0.0) / total
+        fractions = {f"{name}_fraction": spent / total for name, spent in phases.items()}
+        metrics = {"samples_per_second": throughput, "data_wait_fraction": waited, **fractions}
+        return elapsed, metrics

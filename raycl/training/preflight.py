@@ -1,20 +1,32 @@
-"""Fast checks before the import of torch and the start of Ray."""
+"""Checks of a run before the import of torch and the start of Ray, and the rules of ``--resume``."""
 
 import contextlib
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from raycl.config import RunConfig
+from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source, find_source
-from raycl.errors import DataError
+from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
 from raycl.lease import Lease, writing
-from raycl.models.registry import check_encoder_name
+from raycl.models.registry import SPEC, TOKENIZER, check_encoder_name
+from raycl.provenance import save_command_line
+from raycl.records import CONFIG, DATA
 from raycl.storage import Place, absolute
+from raycl.tokenization import Vocabulary
 from raycl.tracking import check_trackers
-from raycl.training.resume import check_output
+
+# The settings that a resumed run may change: resources, checkpoints, monitoring and logging. It may also
+# extend the last stage and append further stages.
+MAY_CHANGE = re.compile(
+    r"workers|min_workers|gpu|accelerator|autoscaling|cpus_per_worker|stages\.\d+\.(workers|chunk_size|cached_chunks|activation_checkpoint_every)|"
+    r"checkpoints\..*|monitor\..*|tracking\..*|data\.cache|bank\.(detached|max_staleness|timeout_s)|log_every_steps|max_failures"
+)
 
 
 @final
@@ -37,13 +49,14 @@ def validate_run(
     output: str,
     resume: bool,
     data: str | None,
+    source: Source | None = None,
     own_encoder: bool = False,
     address: str | None = None,
 ) -> Iterator[ValidatedRun]:
     """Check names, GPUs, output and data, and hold the lease of the output in the context.
 
-    ``own_encoder`` means that a module replaces the encoder of the configuration. Raises ``ConfigError``,
-    ``DataError`` or ``StorageError``.
+    ``source`` is what ``data`` holds, if it was found already. ``own_encoder`` means that a module replaces
+    the encoder of the configuration. Raises ``ConfigError``, ``DataError`` or ``StorageError``.
     """
     _check_encoder_names(config, own_encoder=own_encoder)
     if config.gpu and not config.autoscaling and are_missing(address):
@@ -52,7 +65,8 @@ def validate_run(
     place = Place(absolute(output))
     with writing(place) as lease:
         check_output(config, place, resume=resume)
-        source = None if data is None else find_source(data, column_names(config))
+        if data is not None and source is None:
+            source = find_source(data, column_names(config))
         if source is not None:
             check_size(config, source.num_rows)
         yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, data=data, source=source)
@@ -85,3 +99,96 @@ def column_names(config: RunConfig) -> ColumnNames:
     named = config.data.columns.model_dump()
     unused = {role for roles in _ROLES.values() for role in roles} - set(_ROLES[config.data.kind])
     return ColumnNames(**named | dict.fromkeys(unused))
+
+
+def check_output(config: RunConfig, output: Place, *, resume: bool) -> None:
+    """Check that the output is writable; an earlier run there requires ``resume`` and the same settings."""
+    saved = output / CONFIG
+    if saved.exists():
+        if not resume:
+            raise ConfigError(
+                f"{output} holds an earlier run; give another --output, or --resume to continue it"
+            )
+        _check_unchanged(config_from_yaml(saved.read_text(), name=saved.uri), config)
+    output.check_writable()
+
+
+def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
+    """Refuse to resume with settings that would change the views or weights of the rest of the run."""
+    last = len(saved.stages) - 1
+    if len(config.stages) <= last:
+        raise ConfigError(
+            f"the run has {last + 1} stages, and --resume got only {len(config.stages)}; repeat all of them "
+            "(further ones may follow), or give another --output"
+        )
+    longer = re.compile(rf"stages\.{last}\.(epochs|steps)")
+    added = tuple(f"stages.{index}." for index in range(last + 1, len(config.stages)))
+    for key, (before, now) in differences(saved, config).items():
+        if key == "precision" and saved.tower_precision == config.tower_precision:
+            continue
+        if not (MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added)):
+            raise ConfigError(
+                f"--resume would change {key} from {before!r} to {now!r}; "
+                "repeat the flags of the first run, or give another --output"
+            )
+
+
+def check_same_data(output: Place, now: dict[str, Any]) -> None:
+    """Refuse to resume on other rows, or on the same rows in another order.
+
+    The same rows at another address, such as a copy in a nearer bucket, are accepted.
+    """
+    if not (output / DATA).exists():
+        return
+    before = json.loads((output / DATA).read_text())
+    if before["num_rows"] != now["num_rows"]:
+        raise ConfigError(
+            f"the run began with {before['num_rows']} rows ({before['data'] or 'a dataset'}), and --resume got "
+            f"{now['num_rows']} ({now['data'] or 'a dataset'}); give the same data, or another --output"
+        )
+    if before["streamed"] != now["streamed"]:
+        raise ConfigError(
+            f"the data were {_kept(before)} and would be {_kept(now)} on this cluster, in another order; "
+            "set data.cache to materialize or stream, as at first, or give another --output"
+        )
+    began = before["workers"]
+    if now["streamed"] and began != now["workers"][: len(began)]:
+        raise ConfigError(
+            f"a streamed epoch depends on the number of workers: the run began with {_listed(began)}, got "
+            f"{_listed(now['workers'])}; repeat them, or give another --output"
+        )
+
+
+def describe_data(
+    config: RunConfig, data: str | None, num_rows: int, classes: Any, *, streamed: bool
+) -> dict[str, Any]:
+    """Return the content of ``data.json``, which a resumed run is compared with."""
+    ranges = [config.worker_range(stage) for stage in config.stages]
+    return {
+        "data": data and absolute(data),
+        "num_rows": num_rows,
+        "streamed": streamed,
+        "classes": classes,
+        "workers": [most if least == most else f"{least}:{most}" for least, most in ranges],
+    }
+
+
+def save_run_files(
+    output: Place, config: RunConfig, described: dict[str, Any], vocabulary: Vocabulary | None
+) -> None:
+    """Write the files that a resumed run reads, and delete the encoder's spec until the run ends."""
+    (output / SPEC).delete()  # until then, the encoder is the one of the last checkpoint
+    (output / CONFIG).write_text(config_to_yaml(config))
+    (output / DATA).write_text(json.dumps(described) + "\n")
+    save_command_line(output)
+    if vocabulary is not None:
+        (output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
+
+
+def _listed(workers: list[int | str]) -> str:
+    """Return the workers of all stages, or a single number where all have the same."""
+    return str(workers[0]) if len(set(workers)) == 1 else f"{', '.join(map(str, workers))} by stage"
+
+
+def _kept(described: dict[str, Any]) -> str:
+    return "streamed" if described["streamed"] else "held in memory"

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import final
 
 from raycl.config import RunConfig, Stage
@@ -53,12 +52,11 @@ class Position:
 @final
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """Stage ``index`` of a run; its schedules count the steps of the stage.
+    """A stage of a run; its schedules count the steps of the stage.
 
     For a stream, ``num_steps`` may be slightly too high, since its invalid rows are not known beforehand.
     """
 
-    index: int
     stage: Stage
     steps_per_epoch: int
     num_steps: int
@@ -80,22 +78,24 @@ class StagePlan:
 
 def stage_plans(config: RunConfig, *, num_train: int) -> list[StagePlan]:
     """Return the plans of all stages of a run on ``num_train`` rows."""
-    lengths = [_Length(stage, num_train // stage.batch_size) for stage in config.stages]
-    samples = [length.num_steps * length.stage.batch_size for length in lengths]
-    before = [0, *accumulate(samples)]
-    return [
-        StagePlan(
-            index=index,
-            stage=length.stage,
-            steps_per_epoch=length.steps_per_epoch,
-            num_steps=length.num_steps,
-            learning_rate=_learning_rate_over_run(length, before[index], before[-1])
-            if length.stage.learning_rate_scope == "run"
-            else _learning_rate_over_stage(length),
-            hinge_weight=_hinge_weight(length),
+    total = sum(_num_steps(stage, num_train) * stage.batch_size for stage in config.stages)
+    plans, samples_before = [], 0
+    for stage in config.stages:
+        steps_per_epoch, num_steps = num_train // stage.batch_size, _num_steps(stage, num_train)
+        warmup = min(round(stage.warmup_epochs * steps_per_epoch), num_steps // 10)
+        first, last = stage.hinge_weight, stage.final_hinge_weight
+        plan = StagePlan(
+            stage=stage,
+            steps_per_epoch=steps_per_epoch,
+            num_steps=num_steps,
+            learning_rate=_learning_rate_over_run(stage, warmup, samples_before, total)
+            if stage.learning_rate_scope == "run"
+            else _learning_rate_over_stage(stage, warmup, num_steps),
+            hinge_weight=constant(first) if last is None else linear(first, last, num_steps=num_steps - 1),
         )
-        for index, length in enumerate(lengths)
-    ]
+        plans.append(plan)
+        samples_before += num_steps * stage.batch_size
+    return plans
 
 
 def momentum_schedule(config: RunConfig, plans: Sequence[StagePlan]) -> Schedule:
@@ -106,41 +106,29 @@ def momentum_schedule(config: RunConfig, plans: Sequence[StagePlan]) -> Schedule
     return cosine(first, last, num_steps=sum(plan.num_steps for plan in plans))
 
 
-@final
-@dataclass(frozen=True)
-class _Length:
-    stage: Stage
-    steps_per_epoch: int
-
-    @property
-    def num_steps(self) -> int:
-        stage = self.stage
-        return stage.steps if stage.steps is not None else (stage.epochs or 0) * self.steps_per_epoch
-
-    @property
-    def num_warmup(self) -> int:
-        return min(round(self.stage.warmup_epochs * self.steps_per_epoch), self.num_steps // 10)
+def _num_steps(stage: Stage, num_train: int) -> int:
+    return stage.steps if stage.steps is not None else (stage.epochs or 0) * (num_train // stage.batch_size)
 
 
-def _learning_rate_over_stage(length: _Length) -> Schedule:
+def _learning_rate_over_stage(stage: Stage, warmup: int, num_steps: int) -> Schedule:
     """Return a linear warm-up, then half a cosine, two steps down or a constant."""
-    total, warmup, peak = length.num_steps, length.num_warmup, length.stage.peak_learning_rate
+    peak = stage.peak_learning_rate
     rest = {
         "constant": constant(peak),
-        "cosine": cosine(peak, 0.0, num_steps=total - warmup),
+        "cosine": cosine(peak, 0.0, num_steps=num_steps - warmup),
         # At epochs 120 and 160 of 200, as in InstDisc and MoCo.
-        "step": step_down(peak, factor=0.1, steps=[total * part // 5 - warmup for part in (3, 4)]),
-    }[length.stage.learning_rate_schedule]
+        "step": step_down(peak, factor=0.1, steps=[num_steps * part // 5 - warmup for part in (3, 4)]),
+    }[stage.learning_rate_schedule]
     # The first step must change the weights: start above zero.
     return join([linear(peak / (warmup + 1), peak, num_steps=warmup), rest], boundaries=[warmup])
 
 
-def _learning_rate_over_run(length: _Length, samples_before: int, total_samples: int) -> Schedule:
+def _learning_rate_over_run(stage: Stage, warmup: int, samples_before: int, total_samples: int) -> Schedule:
     """Return this stage's part of a schedule over the samples of all stages.
 
     Only the first stage warms up; later stages continue the schedule.
     """
-    stage, warmup = length.stage, 0 if samples_before else length.num_warmup
+    warmup = 0 if samples_before else warmup
     shape = {
         "constant": lambda progress: 1.0,
         "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -152,8 +140,3 @@ def _learning_rate_over_run(length: _Length, samples_before: int, total_samples:
         return stage.peak_learning_rate * shape(min(1.0, progress)) * min(1.0, (step + 1) / (warmup + 1))
 
     return value
-
-
-def _hinge_weight(length: _Length) -> Schedule:
-    first, last = length.stage.hinge_weight, length.stage.final_hinge_weight
-    return constant(first) if last is None else linear(first, last, num_steps=length.num_steps - 1)

@@ -5,6 +5,7 @@ the download costs no wait of its own.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -12,12 +13,63 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.distributed import gather_detached
+from raycl.config import RunConfig
+from raycl.distributed import all_sum, gather_detached, rank
 from raycl.distributed.device_copy import Download, upload
 from raycl.losses.objective import StoreBatch
 from raycl.negatives import KeyQueue, MemoryBank
+from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
+from raycl.negatives.spec import BankSpec
 from raycl.training.views import Views
+
+NEW_NODE_S = 900.0  # limit for a new node to start, including its installation
+
+
+def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | None) -> BankSpec:
+    """Return the spec of the run's bank."""
+    is_queue = config.negatives.store == "queue"
+    return BankSpec(
+        name=config.bank.name or name,
+        kind="queue" if is_queue else "memory_bank",
+        dim=config.projection_head.dim,
+        output=output,
+        capacity=config.negatives.capacity if is_queue else num_samples or 0,
+        dtype=config.bank.dtype,
+        wire_dtype=None if is_queue or config.bank.max_staleness == 0 else "float16",
+        seed=config.seed,
+        momentum=config.negatives.bank_momentum,
+        num_shards=config.bank.shards,
+        detached=config.bank.detached,
+        # With autoscaling, the replacement of a lost node takes minutes.
+        timeout_s=max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0),
+    )
+
+
+def build_store(
+    config: RunConfig, bank: Bank | None, sample_id: NDArray[np.int64] | None, device: torch.device
+) -> "Store":
+    """Return this worker's store: a client of ``bank``, or a local store without one."""
+    negatives, dim, dtype = config.negatives, config.projection_head.dim, config.bank.dtype
+    if negatives.store == "none":
+        return NoStore()
+    if negatives.store == "queue":
+        queue = KeyQueue(negatives.capacity, dim, dtype) if bank is None else QueueClient(bank, rank=rank())
+        return QueueStore(queue, capacity=negatives.capacity, device=device)
+    assert sample_id is not None, "a memory bank needs the sample ids of the run"
+    if bank is None:
+        momentum = negatives.bank_momentum
+        slots = MemoryBank(sample_id, dim, seed=config.seed, momentum=momentum, dtype=dtype)
+    else:
+        staleness, barrier = config.bank.max_staleness, partial(wait_for_all, device)
+        slots = MemoryBankClient(bank, sample_id, rank=rank(), max_staleness=staleness, barrier=barrier)
+    return BankStore(slots, num_negatives=negatives.num_negatives, device=device)
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Wait for all workers; collective."""
+    # Read the result on the host: NCCL calls return before the other workers arrive.
+    all_sum(torch.zeros(1, device=device)).item()
 
 
 class Store(Protocol):

@@ -10,14 +10,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raycl.batchnorm import encode_shuffled, leakage, split_batchnorm
+from raycl.config import RunConfig, Stage
 from raycl.distributed import all_sum, average_, num_workers
 from raycl.distributed.ddp import average_buffers, average_gradients
 from raycl.distributed.step_timer import phase
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import NormalizingConstant
+from raycl.losses.logq import Frequencies
+from raycl.losses.objective import Objective, build_objective
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
+from raycl.optimizers import build_optimizer
 from raycl.training.views import Views
 
 PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them
@@ -40,6 +44,24 @@ class EmbedConfig:
     activation_checkpoint_every: int | None = None
     rows_per_group: int | None = None
     leak_group_size: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig, stage: Stage) -> "EmbedConfig":
+        """Return the settings of a stage."""
+        rows_per_group = config.rows_per_group(stage)
+        in_batch_only = config.negatives.store == "none"
+        leak_group_sizes = {
+            "synchronized": 0 if in_batch_only else stage.batch_size,
+            "local": 0 if in_batch_only and config.workers_of(stage) == 1 else config.local_batch_size(stage),
+            "shuffled": rows_per_group,
+        }
+        return cls(
+            chunk_size=stage.chunk_size,
+            cached_chunks=stage.cached_chunks,
+            activation_checkpoint_every=stage.activation_checkpoint_every,
+            rows_per_group=rows_per_group if config.batchnorm == "shuffled" else None,
+            leak_group_size=leak_group_sizes.get(config.batchnorm, 0),
+        )
 
 
 class Embedded(NamedTuple):
@@ -69,6 +91,58 @@ class TrainState:
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
         self._seed, self._embed_config = seed, EmbedConfig()
         self._parallel: nn.Module = tower
+
+    @classmethod
+    def build(cls, config: RunConfig, towers: Towers, *, num_samples: int | None) -> "TrainState":
+        """Build the state of a run; ``num_samples`` is the number of slots of a memory bank, if any."""
+        normalizer = temperature = None
+        if num_samples is not None:  # for every loss: a stage of NCE may be appended to a finished run
+            normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
+        if config.learn_temperature:
+            device = next(towers.parameters()).device
+            temperature = LearnedTemperature(config.stages[0].temperature, bias=config.first_bias).to(device)
+        learned = nn.ModuleList(filter(None, (towers, temperature)))
+        return cls(
+            towers,
+            build_optimizer(module=learned, **config.optimizer.model_dump()),
+            temperature=temperature,
+            momentum_encoder=MomentumEncoder(towers) if config.key == "momentum_encoder" else None,
+            normalizer=normalizer,
+            seed=config.seed,
+        )
+
+    def objective(
+        self,
+        config: RunConfig,
+        stage: Stage,
+        *,
+        hinge_weight: float,
+        num_samples: int | None = None,
+        frequencies: Frequencies | None = None,
+    ) -> Objective:
+        """Return the loss over all workers, in which the hinge has the weight ``hinge_weight``."""
+        learned = self.temperature
+        temperature = stage.temperature if learned is None else learned()
+        bias = stage.bias if learned is None or learned.bias is None else learned.bias
+        assert not stage.logq_correction or frequencies is not None, (
+            "documents are counted before the first step"
+        )
+        return build_objective(
+            stage.loss,
+            hinge_weight=hinge_weight,
+            temperature=temperature,
+            bias=bias,
+            margin=stage.margin,
+            hardest=stage.hardest_negative,
+            in_batch=config.negatives.in_batch and config.key != "memory_bank",
+            pairs=config.has_two_towers,
+            # Keys of a momentum encoder or a bank have no gradient.
+            learns_keys=config.key == "tower",
+            proximal_weight=stage.proximal_weight,
+            log_frequency=frequencies if stage.logq_correction else None,
+            normalizer=self.normalizer,
+            num_samples=num_samples,
+        )
 
     def wrap_ddp(self, device: torch.device) -> None:
         """Average gradients with the other workers from now on; collective."""

@@ -1,9 +1,9 @@
 """The views of a batch, with the ids of the next batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, final
+from functools import cached_property
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raycl.augment.images import ImageAugmentation, center_view
-from raycl.data.in_memory import Batch, pixels_of
+from raycl.config import RunConfig
+from raycl.data.in_memory import Batch
 from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.streaming import StreamingSampler
 from raycl.distributed.device_copy import upload
 from raycl.distributed.step_timer import phase
 from raycl.losses.example_ids import MatchKeys
+from raycl.training.transforms import Draft, Transform
 
 
 @final
@@ -68,104 +69,18 @@ def stacked(first: Tensor, second: Tensor) -> Tensor:
 
 
 @final
-@dataclass(frozen=True)
-class Draft:
-    """A view drawn on the host: tensors, and the function that makes the view on a device."""
-
-    tensors: tuple[Tensor, ...]
-    make: Callable[..., Tensor]
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the view [batch, ...] on a device."""
-        return self.make(*upload(self.tensors, device))
-
-
-def as_is(tensor: Tensor) -> Draft:
-    """Return the draft of a view that is ready on the host."""
-    return Draft((tensor,), lambda moved: moved)
-
-
-class Transform(Protocol):
-    """Convert the rows of a batch to encoder inputs, on the host except for ``Draft.make``."""
-
-    def view(self, batch: Batch, number: int) -> Draft:
-        """Draw a random view of every row, a function of seed, epoch, sample and ``number``."""
-        ...
-
-    def plain(self, batch: Batch) -> Draft:
-        """Return every row without augmentation, as for the periodic evaluation."""
-        ...
-
-    def plain_key(self, batch: Batch) -> Draft:
-        """Return the key of every row without augmentation; for pairs, the other half."""
-        ...
-
-    def plain_key_id(self, batch: Batch) -> Tensor:
-        """Return the ids of these keys, int64 [batch]; equal ids mark equal keys."""
-        ...
-
-    def negatives(self, batch: Batch) -> Tensor | None:
-        """Return the explicit negatives of all rows in order, or None."""
-        ...
-
-    def known(self, batch: Batch) -> MatchKeys:
-        """Return the names of queries, keys and negatives."""
-        ...
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ImageTransform:
-    """Images: cropped, colored and blurred at random, or whole."""
-
-    augmentation: ImageAugmentation
-    seed: int
-
-    def view(self, batch: Batch, number: int) -> Draft:
-        """Draw [batch, channels, size, size]."""
-        pixels = pixels_of(batch)
-        drawn = self.augmentation.draw(
-            batch.sample_id,
-            shape=pixels.images.shape[1:3],
-            seed=self.seed,
-            epoch=batch.epoch,
-            view=number,
-            aspect=pixels.aspect,
-        )
-        return Draft((torch.from_numpy(pixels.images), drawn), self.augmentation.apply)
-
-    def plain(self, batch: Batch) -> Draft:
-        """Return [batch, channels, size, size]."""
-        settings = self.augmentation
-        make = partial(center_view, size=settings.size, mean=settings.mean, std=settings.std)
-        return Draft((torch.from_numpy(pixels_of(batch).images),), make)
-
-    def plain_key(self, batch: Batch) -> Draft:
-        """Return the same as ``plain``."""
-        return self.plain(batch)
-
-    def plain_key_id(self, batch: Batch) -> Tensor:
-        """Return the sample ids."""
-        return torch.from_numpy(batch.sample_id)
-
-    def negatives(self, batch: Batch) -> Tensor | None:
-        """Return None: images have no explicit negatives."""
-        return None
-
-    def known(self, batch: Batch) -> MatchKeys:
-        """Return the sample ids as names."""
-        names = torch.from_numpy(batch.sample_id)[:, None]
-        return MatchKeys(query=names, key=names)
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class ViewMaker:
-    """Draw the views of batches on a device."""
+    """Draw the views of batches on a device: two, or one if the key is a slot of a memory bank."""
 
-    drawing: Transform
+    transform: Transform
     num_views: int
     device: torch.device
+
+    @classmethod
+    def of(cls, config: RunConfig, transform: Transform, device: torch.device) -> "ViewMaker":
+        """Return the maker of a run's views."""
+        return cls(transform=transform, num_views=1 if config.key == "memory_bank" else 2, device=device)
 
     def views(self, batches: Iterator[Batch]) -> Iterator[Views]:
         """Yield the views of each batch, with the ids of the next one.
@@ -183,13 +98,13 @@ class ViewMaker:
 
     def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the rows [local_batch, ...] without augmentation, and their ids."""
-        draft = self.drawing.plain(batch)
+        draft = self.transform.plain(batch)
         *moved, sample_id = upload([*draft.tensors, torch.from_numpy(batch.sample_id)], self.device)
         return draft.make(*moved), sample_id
 
     def _send(self, batch: Batch) -> "_Sent":
-        drafts = [self.drawing.view(batch, number) for number in range(self.num_views)]
-        known, negatives = self.drawing.known(batch), self.drawing.negatives(batch)
+        drafts = [self.transform.view(batch, number) for number in range(self.num_views)]
+        known, negatives = self.transform.known(batch), self.transform.negatives(batch)
         of_rows = [torch.from_numpy(batch.sample_id), known.query, known.key, known.negative, negatives]
         of_views = [each for draft in drafts for each in draft.tensors]
         with torch.cuda.stream(self._side_stream):

@@ -120,7 +120,7 @@ def test_a_large_stream_holds_out_rows_of_the_evaluation_fragments_only(
         },
     )
     samples = DataModule(config, coordinator, source, None)
-    judged_on = samples.to_judge_on()
+    judged_on = samples.rows_to_keep()
     assert judged_on is not None
     judged = {row["sample_id"] for row in judged_on.take_all()}
     held_out = {row for row in judged if samples.holdout.is_test(np.array([row]))[0]}
@@ -168,7 +168,9 @@ def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, coordinator:
         DataModule(config, coordinator, None, hugging_face),
     ]
     assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
-    files, dataset = (sorted(samples.all().take_all(), key=lambda row: row["sample_id"]) for samples in kinds)
+    files, dataset = (
+        sorted(samples.rows_to_keep().take_all(), key=lambda row: row["sample_id"]) for samples in kinds
+    )
     assert files == dataset
     with pytest.raises(DataError, match="labels must be integers or text, column 'label' of the dataset"):
         DataModule(config, coordinator, None, ray.data.from_items([{"image": b"", "label": 0.5}]))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,37 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROOT = Path(__file__).parent.parent.parent
 
 
+def write_config(folder: Path, config: raycl.RunConfig) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json")))
+    return path
+
+
+def start(*arguments: object, program: Sequence[str] = ("jobs/train.py",), **options: Any) -> Any:
+    """Start a process that trains in the cluster of the tests."""
+    return subprocess.Popen(
+        [sys.executable, *program, *map(str, arguments)],
+        **{
+            "cwd": ROOT,
+            "env": os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            **options,
+        },
+    )
+
+
+def stop(process: Any, ready: Callable[[], bool], wait_s: float = 0.0) -> tuple[int, str]:
+    """Send SIGTERM once the process is ready; return its exit status and stderr."""
+    wait_until(lambda: ready() or process.poll() is not None)
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=150)
+    assert "Traceback" not in errors
+    return process.returncode, errors
+
+
 def losses_of(output: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(Place(str(output))) if "loss" in line]
 
@@ -62,25 +94,11 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
             "evaluation.every_epochs": 0,
         }
     )
-    file, output = tmp_path / "run.yaml", tmp_path / "run"
-    file.write_text(json.dumps(config.model_dump(mode="json")))
+    file, output = write_config(tmp_path, config), tmp_path / "run"
 
     def ended_at(name: str, *flags: str) -> tuple[int, str]:
-        """Send SIGTERM once this file is there; return the exit status and stderr."""
-        arguments = [str(file), "--data", str(data), "--output", str(output), *flags]
-        process = subprocess.Popen(
-            [sys.executable, "jobs/train.py", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        wait_until(lambda: (output / name).exists() or process.poll() is not None)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=120)
-        assert "Traceback" not in errors
-        return process.returncode, errors
+        process = start(file, "--data", data, "--output", output, *flags)
+        return stop(process, lambda: (output / name).exists())
 
     status, errors = ended_at("metrics.jsonl")
     assert status == 128 + signal.SIGTERM
@@ -110,20 +128,13 @@ def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: 
     arguments = {"channels": 1, "marker": str(tmp_path / "nowhere"), "seconds": 2}
     settings = {"encoder.name": "tests.cluster.networks:slow", "encoder.kwargs": arguments}
     config = small_run(**settings, workers=1, **{"stages.0.epochs": 100, "evaluation.every_epochs": 0})
-    (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    file = write_config(tmp_path, config)
 
     def interrupted(output: Path, times: int) -> tuple[int, str]:
         """Press Ctrl-C in a terminal: the processes of its Ray get the signal as well."""
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "jobs/train.py",
-                *map(str, (tmp_path / "run.yaml", "--data", data, "--output", output)),
-            ],
-            cwd=ROOT,
+        process = start(
+            *(file, "--data", data, "--output", output),
             env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-            stderr=subprocess.PIPE,
-            text=True,
             start_new_session=True,
             # Where the tests were started in the background, it would be ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -149,19 +160,9 @@ def test_a_run_that_waits_for_nodes_stops_when_it_is_asked_to(tmp_path: Path) ->
     data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
     settings = ["workers=9", "autoscaling=true", "data.image_size=16", "stages.0.batch_size=63"]
     flags = [flag for setting in settings for flag in ("--set", setting)]
-    process = subprocess.Popen(
-        [sys.executable, "jobs/train.py", "simclr", "--data", str(data), "--output", str(output), *flags],
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_until(lambda: (output / "result.json").exists())
-    time.sleep(10)  # until it waits
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=150)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in errors
+    process = start("simclr", "--data", data, "--output", output, *flags)
+    status, _ = stop(process, lambda: (output / "result.json").exists(), wait_s=10)  # until it waits
+    assert status == 128 + signal.SIGTERM
     assert read_result(Place(str(output)))["status"] == "stopped"
 
 
@@ -176,21 +177,12 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
             "evaluation.every_epochs": 0,
         }
     )
-    (tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     # Two views a step make 16 seconds of silence; a heartbeat comes every second.
     impatient = "import raycl.training.driver as groups, raycl.cli.main; groups._NO_HEARTBEAT_S = 11.0; raycl.cli.main.main()"
-    flags = ["train", str(tmp_path / "run.yaml"), "--data", str(data), "--output", str(output)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", impatient, *flags],
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_until(lambda: (output / "metrics.jsonl").exists() or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=150)
-    assert process.returncode == 128 + signal.SIGTERM
+    arguments = ("train", write_config(tmp_path, config), "--data", data, "--output", output)
+    process = start(*arguments, program=("-c", impatient))
+    status, errors = stop(process, lambda: (output / "metrics.jsonl").exists())
+    assert status == 128 + signal.SIGTERM
     assert "which is saved" in read_result(Place(str(output)))["error"], errors
     assert list((output / "checkpoints").glob("step-*"))
 

@@ -138,11 +138,11 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Pa
         config = run_of("two_tower", **{"evaluation.every_epochs": 0})  # none is held out
         samples = DataModule(config, coordinator, None, ray.data.from_arrow(table))
         samples.learn_vocabulary(None)
-        decoded = samples.all().materialize()
+        decoded = samples.rows_to_keep().materialize()
         rows = rows_in(coordinator)
     assert decoded.count() == samples.num_rows == rows.num_train == num_queries
     assert (rows.num_rows, rows.invalid) == (len(ids), {"missing id": 2})
-    assert samples.num_read_first(streamed=False) == len(ids)
+    assert samples.num_read_first() == len(ids)
     held = {name for row in decoded.take_all() for name in row["query_id.id"]}
     assert held == {2**60 + number for number in range(num_queries)}
 

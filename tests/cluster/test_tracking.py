@@ -18,7 +18,7 @@ import raycl
 from raycl.data.columns import ColumnNames
 from raycl.data.read_stats import ReadStats
 from raycl.data.split import Holdout
-from raycl.records import ROLLBACK, read_metrics
+from raycl.records import read_metrics
 from raycl.storage import Place
 from raycl.tracking.prometheus import METRICS
 from raycl.training.coordinator import start_coordinator
@@ -94,7 +94,7 @@ def test_what_was_rolled_back_is_no_longer_in_tensorboard(coordinator: Any, tmp_
     recorder = recorder_of(tmp_path, coordinator)
     for step in (1, 2, 3):
         recorder.write(Position(step=step), {"loss": 1.0})
-    recorder.notify(Position(step=1, rollbacks=1), ROLLBACK, "went back from step 3")
+    recorder.roll_back(Position(step=1, rollbacks=1), "went back from step 3")
     recorder.write(Position(step=2, rollbacks=1), {"loss": 0.5})
     recorder.close(finished=True)
     assert shown_in_tensorboard(tmp_path, "loss") == [(1, 1.0), (2, 0.5)]

@@ -12,8 +12,12 @@ from torch import Tensor
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.losses.example_ids import Ids, MatchKeys, assign_example_ids
-from raycl.training import build
+from raycl.models.build import build_towers
 from raycl.training.step import train_step
+from raycl.training.stores import build_store
+from raycl.training.train_state import EmbedConfig, TrainState
+from raycl.training.transforms import build_transform, count_documents
+from raycl.training.views import ViewMaker
 from tests.pairs import TRANSFORMER, clicks, noise_images, rows_of, small_config, vocabulary
 from tests.texts import invented_texts
 from tests.workers.processes import run_workers
@@ -120,19 +124,17 @@ def losses_weights_and_rows_after_steps(
     config, device = config_of(case, num_workers, chunk_size), torch.device("cpu")
     values = values_of(config.recipe)
     rows = rows_of(config, {role: values[role] for role in roles or CASES[case][2]})
-    samples, stage = build.modality(config, vocabulary()), config.stages[0]
-    towers = build.towers(config, samples)
-    learner = build.learner(config, towers, num_samples=None)
-    learner.set_embed_config(build.manner(config, stage))
+    stage, transform = config.stages[0], build_transform(config, vocabulary().tokenizer)
+    towers = build_towers(config, vocabulary())
+    learner = TrainState.build(config, towers, num_samples=None)
+    learner.set_embed_config(EmbedConfig.of(config, stage))
     learner.wrap_ddp(device)
-    store = build.store(config, None, None, device)
-    frequencies = build.frequencies(config, rows, torch.device("cpu"))
+    store = build_store(config, None, None, device)
+    frequencies = count_documents(config, rows, torch.device("cpu"))
     losses = []
     batches = shares(rows, rank, num_workers)
-    for step, views in enumerate(build.view_maker(config, samples, device).views(batches)):
-        contrast = build.contrast(
-            config, stage, learner, hinge_weight=stage.hinge_weight, frequencies=frequencies
-        )
+    for step, views in enumerate(ViewMaker.of(config, transform, device).views(batches)):
+        contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, frequencies=frequencies)
         settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.9, "precision": "float32"}
         losses.append(train_step(learner, store, contrast, views, step=step, **settings).loss)
     parts = filter(None, (towers, learner.temperature, learner.momentum_encoder))
@@ -142,7 +144,7 @@ def losses_weights_and_rows_after_steps(
 
 def first_weights(case: str) -> list[Tensor]:
     config = config_of(case, 1, None)
-    towers = build.towers(config, build.modality(config, vocabulary()))
+    towers = build_towers(config, vocabulary())
     return [parameter.detach() for parameter in towers.parameters()]
 
 

@@ -16,11 +16,13 @@ from raycl.losses import nt_xent
 from raycl.losses.example_ids import Ids
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import StoreBatch
+from raycl.models.build import build_towers
 from raycl.models.heads import build_projection_head
 from raycl.models.towers import Tower
 from raycl.recipes import recipe
-from raycl.training import build
 from raycl.training.step import train_step
+from raycl.training.stores import build_store
+from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.views import Views
 from tests.workers.processes import run_workers
 
@@ -147,12 +149,12 @@ def losses_weights_and_rows_after_steps(
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     collectives.MAX_GATHERED_BYTES = max_gathered_bytes
     config = override(config_of(method, num_workers), {"stages.0.chunk_size": chunk_size})
-    tower = build.towers(config, build.modality(config), build_tower().encoder.float())
-    learner = build.learner(config, tower, num_samples=50)
+    tower = build_towers(config, None, build_tower().encoder.float())
+    learner = TrainState.build(config, tower, num_samples=50)
     stage = config.stages[0]
-    contrast = build.contrast(config, stage, learner, hinge_weight=stage.hinge_weight, num_samples=50)
-    learner.set_embed_config(build.manner(config, stage))
-    store = build.store(config, None, np.arange(50), torch.device("cpu"))
+    contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, num_samples=50)
+    learner.set_embed_config(EmbedConfig.of(config, stage))
+    store = build_store(config, None, np.arange(50), torch.device("cpu"))
     learner.wrap_ddp(torch.device("cpu"))
     rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
     view_a, view_b, _ = (each[rows] for each in make_views())

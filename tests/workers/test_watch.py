@@ -8,7 +8,7 @@ from raycl.batchnorm import synchronize
 from raycl.distributed import average_
 from raycl.evaluation.embedding_metrics import measure
 from raycl.gradient_cache import embed_in_chunks
-from raycl.training.collapse_monitor import CollapseMonitor, Limits
+from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.step import StepOutput, _few
 from tests.workers.processes import run_workers
 
@@ -23,7 +23,7 @@ def embeddings() -> tuple[Tensor, Tensor]:
 
 def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
     query, key = (each[rank * LOCAL :][:LOCAL] for each in embeddings())
-    monitor = CollapseMonitor(Limits(initial_patience=3))
+    monitor = CollapseMonitor(initial_patience=3)
     measures = StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key)).measure()
     monitor.update(step=1, measures=measures, loss=1.0, collapsed_loss=9.0)
     point = StepOutput(loss=1.0, collapsed_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))

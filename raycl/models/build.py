@@ -1,0 +1,136 @@
+"""Encoders and towers from the configuration of a run."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
+from raycl.config import RunConfig
+from raycl.errors import ConfigError, StorageError
+from raycl.models.heads import build_projection_head
+from raycl.models.image import representation_dim
+from raycl.models.registry import OWN, TOKENIZER
+from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.models.text import text_representation_dim
+from raycl.models.towers import Tower, Towers, TwoTowers
+from raycl.storage import Place
+from raycl.tokenization import Tokenizer, Vocabulary
+
+
+def encoder_specs(config: RunConfig, tokenizer: Tokenizer | None) -> list[EncoderSpec]:
+    """Return the spec of each tower's encoder: one, or two for towers with different encoders.
+
+    ``representation_dim`` is 0 until :func:`complete_spec` sets it. Texts need the tokenizer.
+    """
+    if config.data.kind == "image":
+        return [_image_spec(config)]
+    assert tokenizer is not None, "texts need a tokenizer"
+    text = _text_spec(config, tokenizer)
+    if config.data.kind == "image_text":
+        return [_image_spec(config), text]
+    if config.separate_towers:
+        # The query tower never sees texts as long as documents.
+        return [text.model_copy(update={"cut_at": config.text.max_length}), text]
+    return [text]
+
+
+def _image_spec(config: RunConfig) -> ImageEncoderSpec:
+    mean, std = config.normalization
+    return ImageEncoderSpec(
+        stem=config.encoder.stem,
+        width=config.encoder.width,
+        image_size=config.data.image_size,
+        channels=config.data.channels,
+        stored_size=config.data.resolved_decode_size,
+        max_pixels=config.data.max_pixels,
+        mean=mean,
+        std=std,
+        **_common_fields(config, is_text=False),
+    )
+
+
+def _text_spec(config: RunConfig, tokenizer: Tokenizer) -> TextEncoderSpec:
+    return TextEncoderSpec(
+        num_tokens=tokenizer.num_tokens,
+        max_length=config.text.longest,
+        tokenizer=tokenizer.fingerprint,
+        **_common_fields(config, is_text=True),
+    )
+
+
+def _common_fields(config: RunConfig, *, is_text: bool) -> dict[str, Any]:
+    encoder = config.text_encoder if is_text and config.data.kind == "image_text" else config.encoder
+    is_result = config.has_two_towers and config.projection_head.num_layers
+    return {
+        "name": encoder.name,
+        "arguments": encoder.kwargs,
+        "representation_dim": 0,
+        "norm": config.batchnorm if config.batchnorm in ("layer", "group") else "batch",
+        "projection_head": HeadSpec(**config.projection_head.model_dump()) if is_result else None,
+    }
+
+
+def build_encoder(config: RunConfig, spec: EncoderSpec, vocabulary: Vocabulary | None) -> nn.Module:
+    """Build an untrained encoder; equal seeds give equal weights.
+
+    A bag of subwords starts from the token weights of the vocabulary.
+    """
+    torch.manual_seed(config.seed)
+    encoder = spec.build()
+    weights = None if vocabulary is None else vocabulary.weights
+    if weights is not None and isinstance(spec, TextEncoderSpec) and hasattr(encoder, "start_weights"):
+        encoder.start_weights(torch.tensor(weights))  # pyright: ignore[reportCallIssue]
+    return encoder
+
+
+def complete_spec(spec: EncoderSpec, encoder: nn.Module, *, own: bool) -> EncoderSpec:
+    """Return the spec to save with an encoder; ``own`` if the configuration cannot build it by name."""
+    known = {"representation_dim": _representation_dim(spec, encoder)}
+    return spec.model_copy(update=known | ({"name": OWN} if own else {}))
+
+
+def _representation_dim(spec: EncoderSpec, encoder: nn.Module) -> int:
+    """Return the width of an encoder's output; raises ``ConfigError`` if it rejects such samples."""
+    if isinstance(spec, ImageEncoderSpec):
+        return representation_dim(encoder, image_size=spec.image_size, channels=spec.channels)
+    return text_representation_dim(encoder)
+
+
+def build_towers(
+    config: RunConfig, vocabulary: Vocabulary | None = None, network: nn.Module | None = None
+) -> Towers:
+    """Build encoders and projection heads, with BatchNorm replaced as configured.
+
+    ``network`` is the user's own encoder, which replaces the only one. Raises ``ConfigError`` if the run
+    has two.
+    """
+    specs = encoder_specs(config, None if vocabulary is None else vocabulary.tokenizer)
+    if network is not None and len(specs) > 1:
+        raise ConfigError(
+            "got one encoder for a run with two; name each by package.module:function in the configuration"
+        )
+    made = []
+    for number, spec in enumerate(specs):
+        encoder = build_encoder(config, spec, vocabulary) if network is None else network
+        torch.manual_seed(config.seed + 1 + number)
+        dim = _representation_dim(spec, encoder)
+        made.append(Tower(encoder, build_projection_head(dim, **config.projection_head.model_dump())))
+    towers: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]
+    if config.batchnorm == "synchronized":
+        synchronize(towers)
+    elif config.batchnorm == "shuffled":
+        split_batchnorm(towers, config.rows_per_group(config.stages[0]))
+    elif config.batchnorm != "local":
+        replace_batchnorm(towers, config.batchnorm)
+    return towers
+
+
+def load_tokenizer(uri: str) -> Tokenizer:
+    """Read a ``tokenizer.json``, or the tokenizer of a run; raises ``StorageError`` or ``ConfigError``."""
+    place = Place(uri)
+    if not uri.endswith(".json"):
+        place = place / TOKENIZER
+    if not place.exists():
+        raise StorageError(f"found no tokenizer at {place}; give a tokenizer.json, or the output of a run")
+    return Tokenizer(place.read_text())

@@ -1,0 +1,321 @@
+"""The rows of each kind of data as encoder inputs: their formats, random views, and names of duplicates."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raycl.augment.images import ImageAugmentation, center_view
+from raycl.augment.rng import uniforms
+from raycl.augment.text import TextAugmentation
+from raycl.config import RunConfig
+from raycl.data.codecs import Format, Formats
+from raycl.data.columns import ColumnNames
+from raycl.data.ids import IdFormat
+from raycl.data.images import ImageFormat
+from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, pixels_of, texts_of, tokens_of
+from raycl.data.texts import TextFormat, TextsFormat, Tokens
+from raycl.distributed.device_copy import upload
+from raycl.losses.example_ids import MatchKeys
+from raycl.losses.logq import Frequencies
+from raycl.tokenization import Tokenizer
+
+_CHOICE = 6 << 40  # a separate sequence of draws, after the sequences of the augmentations
+
+
+def build_formats(config: RunConfig, tokenizer: Tokenizer | None, columns: ColumnNames) -> Formats:
+    """Return the format of each column by role; texts need the tokenizer."""
+    kind, text = config.data.kind, config.text
+    if kind == "image":
+        return {"image": image_format(config)}
+    assert tokenizer is not None, "texts need a tokenizer"
+    texts = TextsFormat(tokenizer=tokenizer, max_length=text.max_length)
+    if kind == "text":
+        return {"text": texts}
+    if kind == "image_text":
+        return {"image": image_format(config), "caption": texts}
+    document_length = text.max_document_length or text.max_length
+    known: dict[str, Format] = {
+        "query": TextFormat(tokenizer=tokenizer, max_length=text.max_length),
+        "document": TextFormat(tokenizer=tokenizer, max_length=document_length),
+        "negatives": TextsFormat(tokenizer=tokenizer, max_length=document_length, may_be_empty=True),
+        "query_id": IdFormat(),
+        "document_id": IdFormat(),
+        "negative_ids": IdFormat(in_lists=True),
+    }
+    return {role: known[role] for role in columns.contents}
+
+
+def image_format(config: RunConfig) -> ImageFormat:
+    """Return the format of decoded images."""
+    data = config.data
+    return ImageFormat(size=data.resolved_decode_size, channels=data.channels, max_pixels=data.max_pixels)
+
+
+def build_transform(config: RunConfig, tokenizer: Tokenizer | None = None) -> "Transform":
+    """Return the transform from rows to views; raises ``ConfigError`` for invalid settings."""
+    kind = config.data.kind
+    if kind == "image":
+        return ImageTransform.of(config)
+    if kind == "pairs":
+        return PairTransform(explicit=config.negatives.explicit)
+    assert tokenizer is not None, "texts need a tokenizer"
+    if kind == "text":
+        return TextTransform("text", config, tokenizer)
+    return ImageTextTransform(ImageTransform.of(config), TextTransform("caption", config, tokenizer))
+
+
+def count_documents(config: RunConfig, rows: InMemoryDataset, device: torch.device) -> Frequencies | None:
+    """Count the documents of these rows, if a stage has the logQ correction: explicit negatives, if used, too."""
+    if not any(stage.logq_correction for stage in config.stages):
+        return None
+    found = []
+    for batch in rows.batches(4_096):
+        found.append(tokens_of(batch, "document").text_id)
+        if config.negatives.explicit and "negatives" in batch.contents:
+            found.append(texts_of(batch, "negatives").tokens.text_id)
+    return Frequencies.of(found).to(device)
+
+
+@final
+@dataclass(frozen=True)
+class Draft:
+    """A view drawn on the host: tensors, and the function that makes the view on a device."""
+
+    tensors: tuple[Tensor, ...]
+    make: Callable[..., Tensor] = lambda ready: ready
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the view [batch, ...] on a device."""
+        return self.make(*upload(self.tensors, device))
+
+
+class Transform(ABC):
+    """Convert the rows of a batch to encoder inputs, on the host except for ``Draft.make``."""
+
+    @abstractmethod
+    def view(self, batch: Batch, number: int) -> Draft:
+        """Draw a random view of every row, a function of seed, epoch, sample and ``number``."""
+
+    @abstractmethod
+    def plain(self, batch: Batch) -> Draft:
+        """Return every row without augmentation, as for the periodic evaluation."""
+
+    def plain_key(self, batch: Batch) -> Draft:
+        """Return the key of every row without augmentation; for pairs, the other half."""
+        return self.plain(batch)
+
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the ids of these keys, int64 [batch]; equal ids mark equal keys."""
+        return torch.from_numpy(batch.sample_id)
+
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return the explicit negatives of all rows in order, or None."""
+        return None
+
+    def known(self, batch: Batch) -> MatchKeys:
+        """Return the names of queries, keys and negatives: by default the sample ids."""
+        names = torch.from_numpy(batch.sample_id)[:, None]
+        return MatchKeys(query=names, key=names)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ImageTransform(Transform):
+    """Images [batch, channels, size, size]: cropped, colored and blurred at random, or whole."""
+
+    augmentation: ImageAugmentation
+    seed: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "ImageTransform":
+        """Return the transform of a run."""
+        mean, std = config.normalization
+        augmentation = ImageAugmentation(
+            size=config.data.image_size,
+            channels=config.data.channels,
+            mean=mean,
+            std=std,
+            **config.augment.model_dump(exclude={"mean", "std"}),
+        )
+        return cls(augmentation=augmentation, seed=config.seed)
+
+    def view(self, batch: Batch, number: int) -> Draft:
+        """Draw a random view of every image."""
+        pixels = pixels_of(batch)
+        drawn = self.augmentation.draw(
+            batch.sample_id,
+            shape=pixels.images.shape[1:3],
+            seed=self.seed,
+            epoch=batch.epoch,
+            view=number,
+            aspect=pixels.aspect,
+        )
+        return Draft((torch.from_numpy(pixels.images), drawn), self.augmentation.apply)
+
+    def plain(self, batch: Batch) -> Draft:
+        """Return whole images."""
+        settings = self.augmentation
+        make = partial(center_view, size=settings.size, mean=settings.mean, std=settings.std)
+        return Draft((torch.from_numpy(pixels_of(batch).images),), make)
+
+
+@final
+class TextTransform(Transform):
+    """Tokens [batch, length] of one text of each row, padded with 0 at the end.
+
+    A row may hold a list of equivalent texts: two views show two texts of the list, or the same text twice.
+    The words change at random; without changes, views differ by dropout alone.
+    """
+
+    def __init__(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> None:
+        self._role, self._seed = role, config.seed
+        changes = config.text_augment.model_dump()
+        self._augmentation = TextAugmentation(
+            max_length=config.text.max_length,
+            begins_word=tokenizer.begins_word,
+            special_tokens=tokenizer.special_tokens,
+            **changes,
+        )
+        self._changes = any(changes.values())
+        # A memory bank indexes its slots by sample id.
+        self._known_by_text = config.key != "memory_bank"
+
+    def view(self, batch: Batch, number: int) -> Draft:
+        """Return the texts of a view, with word changes."""
+        tokens = torch.from_numpy(self.shown(batch, number).padded())
+        if self._changes:
+            # On the host: each change reads the new lengths, which would synchronize with a device.
+            tokens = self._augmentation(
+                tokens, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number
+            )
+        return Draft((tokens,))
+
+    def shown(self, batch: Batch, number: int) -> Tokens:
+        """Return the texts of a view, before word changes."""
+        texts = texts_of(batch, self._role)
+        return texts.picked(self._choice(batch, texts.counts, number))
+
+    def plain(self, batch: Batch) -> Draft:
+        """Return the first text of each row."""
+        return Draft((torch.from_numpy(self._first(batch).padded()),))
+
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the id of that text."""
+        return torch.from_numpy(self._first(batch).text_id)
+
+    def known(self, batch: Batch) -> MatchKeys:
+        """Return the text ids of both views, the own text first; for a memory bank, the sample ids."""
+        if not self._known_by_text:
+            return super().known(batch)
+        shown = [torch.from_numpy(self.shown(batch, number).text_id) for number in (0, 1)]
+        query = torch.stack(shown, dim=1)
+        return MatchKeys(query=query, key=query.flip(1), shared_id_space=True)
+
+    def _first(self, batch: Batch) -> Tokens:
+        return texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64))
+
+    def _choice(self, batch: Batch, counts: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        """Return the index of the text that the view shows; views of a row show different texts if possible."""
+        if int(counts.max(initial=0)) <= 1:
+            return np.zeros(len(counts), np.int64)
+        drawn = uniforms(batch.sample_id, seed=self._seed + _CHOICE, epoch=batch.epoch, view=0, num=2)
+        first, step = drawn.double().numpy().T
+        begin = (first * counts).astype(np.int64)
+        stride = 1 + (step * np.maximum(counts - 1, 1)).astype(np.int64)
+        return (begin + number * stride) % counts
+
+
+@final
+@dataclass(frozen=True)
+class PairTransform(Transform):
+    """Queries as view 0, their documents as view 1: tokens [batch, length], padded with 0 at the end."""
+
+    explicit: bool = True
+
+    def view(self, batch: Batch, number: int) -> Draft:
+        """Return the queries or the documents."""
+        tokens = tokens_of(batch, "document" if number else "query")
+        return Draft((torch.from_numpy(tokens.padded()),))
+
+    def plain(self, batch: Batch) -> Draft:
+        """Return the queries."""
+        return self.view(batch, 0)
+
+    def plain_key(self, batch: Batch) -> Draft:
+        """Return the documents."""
+        return self.view(batch, 1)
+
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the text ids of the documents."""
+        return torch.from_numpy(tokens_of(batch, "document").text_id)
+
+    def negatives(self, batch: Batch) -> Tensor | None:
+        """Return the negatives of all queries in order, or None."""
+        if not self._has_negatives(batch):
+            return None
+        tokens = texts_of(batch, "negatives").tokens
+        return torch.from_numpy(tokens.padded()) if len(tokens) else None
+
+    def known(self, batch: Batch) -> MatchKeys:
+        """Return text ids and, if the data have ids, these as well: [num_rows, 1] or [num_rows, 2]."""
+        query_id, document_id = ids_of(batch, "query_id"), ids_of(batch, "document_id")
+        query = [tokens_of(batch, "query").text_id]
+        if query_id is not None:
+            query.append(query_id.values)
+        key = [tokens_of(batch, "document").text_id]
+        if document_id is not None:
+            key.append(document_id.values)
+        negative = []
+        if self._has_negatives(batch):
+            negative.append(texts_of(batch, "negatives").tokens.text_id)
+            if document_id is not None:
+                negative_ids = ids_of(batch, "negative_ids")
+                # Negatives without ids are identified by their texts alone.
+                negative.append(negative[0] if negative_ids is None else negative_ids.values)
+        return MatchKeys(
+            query=_columns(query), key=_columns(key), negative=_columns(negative) if negative else None
+        )
+
+    def _has_negatives(self, batch: Batch) -> bool:
+        return self.explicit and "negatives" in batch.contents
+
+
+def _columns(names: list[NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.stack(names, axis=1))
+
+
+@final
+@dataclass(frozen=True)
+class ImageTextTransform(Transform):
+    """Images as view 0, a caption as view 1; of several captions, each epoch uses another one."""
+
+    image: ImageTransform
+    caption: TextTransform
+
+    def view(self, batch: Batch, number: int) -> Draft:
+        """Return images, or tokens [batch, length]."""
+        return self.caption.view(batch, 1) if number else self.image.view(batch, 0)
+
+    def plain(self, batch: Batch) -> Draft:
+        """Return whole images."""
+        return self.image.plain(batch)
+
+    def plain_key(self, batch: Batch) -> Draft:
+        """Return the first caption of each image."""
+        return self.caption.plain(batch)
+
+    def plain_key_id(self, batch: Batch) -> Tensor:
+        """Return the text ids of these captions."""
+        return self.caption.plain_key_id(batch)
+
+    def known(self, batch: Batch) -> MatchKeys:
+        """Return the sample ids of images, and the text ids of captions, which images may share."""
+        text_id = torch.from_numpy(self.caption.shown(batch, 1).text_id)
+        return MatchKeys(query=self.image.known(batch).query, key=text_id[:, None])
