@@ -60,9 +60,9 @@ class Timed:
         with self.timing():
             return self.store.fetch(views, step=step)
 
-    def start_download(self, rows: torch.Tensor, views: Views, key_id: torch.Tensor) -> None:
+    def start_download(self, rows: torch.Tensor, views: Views) -> None:
         with self.timing():
-            self.store.start_download(rows, views, key_id)
+            self.store.start_download(rows, views)
 
     def update(self, *, step: int) -> None:
         with self.timing():

@@ -22,6 +22,7 @@ class LossSpec:
         explicit_negatives: whether it uses negatives given with the queries.
         needs_batch: whether the other rows of the batch must be negatives.
         log_frequency: whether it corrects for the frequency of keys in the data.
+        labels: whether it requires labels.
         mixes: whether a hinge may be mixed into it.
         learns: scalars that can be learned: ``temperature``, ``bias``.
     """
@@ -34,6 +35,7 @@ class LossSpec:
     explicit_negatives: bool = False
     needs_batch: bool = False
     log_frequency: bool = False
+    labels: bool = False
     mixes: bool = False
     learns: tuple[str, ...] = ("temperature",)
 
@@ -116,6 +118,7 @@ LOSSES: dict[str, LossSpec] = {
         needs_batch=True,
         learns=("temperature", "bias"),
     ),
+    "supcon": LossSpec(objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True),
 }
 
 

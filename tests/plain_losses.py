@@ -1,6 +1,7 @@
 """The losses written plainly, with all pairs at once: what the tiled ones are held against."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -186,6 +187,19 @@ def plain_nce(
         at_noise = (kept @ row / temperature).exp() / normalizer
         own = at_positive / (at_positive + share)
         losses.append(-own.log() - (share / (at_noise + share)).log().sum())
+    return torch.stack(losses).mean()
+
+
+def plain_supcon(
+    rows: Tensor, label: Tensor, temperature: Tensor, *, own: Sequence[int] | None = None
+) -> Tensor:
+    """Write the loss down as the paper's equation 2, row by row; ``own`` are the rows of one worker."""
+    losses = []
+    for i in range(len(rows)) if own is None else own:
+        others = [j for j in range(len(rows)) if j != i]
+        logits = torch.stack([rows[i] @ rows[j] / temperature for j in others])
+        positive = torch.tensor([bool(label[j] == label[i]) for j in others])
+        losses.append(-(logits[positive] - logits.exp().sum().log()).sum() / positive.sum())
     return torch.stack(losses).mean()
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.batchnorm.shuffled import permutation
 from raycl.config import RunConfig
+from raycl.losses.example_ids import ExampleIds
 from raycl.negatives.memory_bank import draw_slots
 from raycl.training.views import Views
 from tests.plain_losses import (
@@ -135,8 +136,11 @@ class PlainRun:
         self.count = {} if count is None else count
         self.normalizer: float | None = None
 
-    def step(self, views: Views, step: int, *, learning_rate: float, momentum: float) -> float:
-        """Make a step and return its loss."""
+    def step(
+        self, views: Views, names: ExampleIds, step: int, *, learning_rate: float, momentum: float
+    ) -> float:
+        """Make a step with these views, whose rows have these names, and return its loss."""
+        self.names = names
         query, key, negatives = self.embed(views, step)
         loss = self.loss(query, key, negatives, views, step)
         self.optimizer.zero_grad()
@@ -262,7 +266,7 @@ class PlainRun:
             )
         frequency: list[Tensor | None] = [None, None]
         if self.stage.logq_correction:
-            texts = [views.known.key[:, 0].tolist(), self.names_of_others(views)]
+            texts = [self.names.key[:, 0].tolist(), self.names_of_others(views)]
             frequency = [torch.tensor([self.count[text] for text in each]).log() for each in texts]
         return plain_bidirectional(
             query,
@@ -278,7 +282,7 @@ class PlainRun:
 
     def number(self, views: Views) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids of queries, of keys, and of the negatives that are not of the batch: explicit, queued."""
-        known = views.known
+        known = self.names
         rows = known.key.tolist() + ([] if known.negative is None else known.negative.tolist())
         numbers = plain_ids(rows, shared=known.shared_id_space)
         names = [row if known.shared_id_space else row[:1] for row in rows]
@@ -292,7 +296,7 @@ class PlainRun:
 
     def names_of_others(self, views: Views) -> list[int]:
         """Return the names of the negatives that are not of the batch."""
-        negative = views.known.negative
+        negative = self.names.negative
         return ([] if negative is None else negative[:, 0].tolist()) + self.queue_names
 
     def store(self, embeddings: Tensor, views: Views) -> None:
@@ -302,7 +306,7 @@ class PlainRun:
             # Not torch's cast, which rounds twice: to float32, then to float16.
             rows = torch.from_numpy(embeddings.numpy().astype(self.config.bank.dtype))
             self.queue = torch.cat([self.queue, rows])[-negatives.capacity :]
-            self.queue_names = (self.queue_names + views.known.key[:, 0].tolist())[-negatives.capacity :]
+            self.queue_names = (self.queue_names + self.names.key[:, 0].tolist())[-negatives.capacity :]
         if self.slots is not None:
             ids, kept = views.sample_id, negatives.bank_momentum
             self.slots[ids] = F.normalize(kept * self.slots[ids] + (1 - kept) * embeddings, dim=1)

@@ -2,17 +2,10 @@
 
 import argparse
 import contextlib
-import io
 import json
-import os
-import subprocess
-import sys
-import tarfile
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +60,7 @@ CASES = {
     "simclr chunks, group norm": Case("simclr", SMALL | CHUNKS | {"batchnorm": "group"}),
     "simclr chunks, bfloat16": Case("simclr", SMALL | CHUNKS | {"precision": "bfloat16"}),
     "simclr hinge": Case("simclr", SMALL | {"stages.0.loss": "hinge", "stages.0.hardest_negative": True}),
+    "simclr supcon": Case("simclr", SMALL | {"stages.0.loss": "supcon"}),
     "simclr shuffled": Case("simclr", SMALL | {"batchnorm": "shuffled", "batchnorm_groups": 4}),
     "moco_v1": Case("moco_v1", SMALL | QUEUE),
     "moco_v2": Case("moco_v2", SMALL | QUEUE),
@@ -152,7 +146,7 @@ class Worker:
             learning_rate=0.01,
             momentum=0.9,
             precision=self.config.precision,  # named by each case
-            **({"is_watched": True} if is_watched else {}),  # older revisions have no such argument
+            is_watched=is_watched,
         )
 
 
@@ -261,34 +255,15 @@ def count_all() -> dict[str, Counts | str]:
     return found
 
 
-def count_at(revision: str) -> dict[str, Counts | str]:
-    """Return what these tests count of raycl as it was at a revision."""
-    root = Path(__file__).parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(
-            ["git", "archive", revision, "raycl"], cwd=root, check=True, stdout=subprocess.PIPE
-        ).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-            packed.extractall(folder, filter="data")
-        (Path(folder) / "tests").symlink_to(root / "tests")
-        command = [sys.executable, "-m", "tests.pretended_steps", "--json"]
-        done = subprocess.run(
-            command, cwd=folder, check=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": folder}
-        )
-    return json.loads(done.stdout)
-
-
-def table(now: dict[str, Counts | str], before: dict[str, Counts | str] | None) -> str:
-    """Return the counts in Markdown: now, or before and now."""
+def table(counts: dict[str, Counts | str]) -> str:
+    """Return the counts in Markdown."""
     lines = [
         "| recipe | workers | waits: views | waits: step | launches: views | launches: step |",
         "|---|---|---|---|---|---|",
     ]
-    for name, counts in now.items():
+    for name, found in counts.items():
         cells = [
-            cell(counts, part, place)
-            if before is None
-            else f"{cell(before[name], part, place)} → {cell(counts, part, place)}"
+            "fails" if isinstance(found, str) else str(found[part][place])
             for place in (0, 2)
             for part in PARTS
         ]
@@ -296,14 +271,9 @@ def table(now: dict[str, Counts | str], before: dict[str, Counts | str] | None) 
     return "\n".join(lines)
 
 
-def cell(counts: Counts | str, part: str, place: int) -> str:
-    return "fails" if isinstance(counts, str) else str(counts[part][place])
-
-
 def main() -> None:
     """Print the counts of all cases in Markdown, or each line that waits in some of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", help="a revision of git to compare with")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("names", nargs="*", help="cases whose waits are to be listed by line")
     options = parser.parse_args()
@@ -311,7 +281,7 @@ def main() -> None:
         lines = (f"{json.dumps(name)}: {json.dumps(counts)}" for name, counts in count_all().items())
         print("{\n" + ",\n".join(lines) + "\n}")
     elif not options.names:
-        print(table(count_all(), None if options.before is None else count_at(options.before)))
+        print(table(count_all()))
     for name in options.names:
         for workers in (1, 2):
             counted = count(CASES[name], workers)

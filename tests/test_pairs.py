@@ -18,7 +18,7 @@ from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset, texts_of, tokens_of
 from raycl.errors import ConfigError
 from raycl.losses.clip import Clip
-from raycl.losses.example_ids import Ids, MatchKeys, assign_example_ids, merge_ids
+from raycl.losses.example_ids import ExampleIds, IdExchange, merge_ids
 from raycl.losses.hinge import Hinge
 from raycl.losses.info_nce import InfoNce
 from raycl.losses.objective import Objective, StoreBatch
@@ -53,6 +53,14 @@ def whole(rows: InMemoryDataset, *, epoch: int = 0) -> Batch:
 # Which rows are one thing
 
 
+def assigned(names: ExampleIds) -> ExampleIds:
+    return IdExchange(CPU).start(names)()
+
+
+def merged(names: Any, **settings: Any) -> Any:
+    return merge_ids(np.asarray(names, np.int64), **settings)
+
+
 def connected(names: list[list[int]]) -> list[int]:
     """Return for each row the least first name of all that it is connected to, step by step."""
     groups = [{row} for row in range(len(names))]
@@ -70,7 +78,7 @@ def test_rows_that_names_connect_are_one_thing_known_by_its_least_first_name(
 ) -> None:
     row = st.lists(st.integers(-6, 6), min_size=num_names, max_size=num_names)
     names = data.draw(st.lists(row, min_size=num_rows, max_size=num_rows))
-    assert merge_ids(torch.tensor(names)).tolist() == connected(names)
+    assert merged(names).tolist() == connected(names)
 
 
 def test_a_long_chain_of_names_is_one_thing() -> None:
@@ -78,15 +86,15 @@ def test_a_long_chain_of_names_is_one_thing() -> None:
     chain = torch.arange(1, 500)
     names = torch.stack([chain // 2, (chain + 1) // 2 + 1_000], dim=1)
     shuffled = names[torch.randperm(len(names), generator=torch.Generator().manual_seed(0))]
-    assert merge_ids(shuffled).unique().tolist() == [0]
+    assert np.unique(merged(shuffled.numpy())).tolist() == [0]
 
 
 def test_names_of_different_kinds_are_not_compared() -> None:
-    assert merge_ids(torch.tensor([[1, 2], [2, 1]])).tolist() == [1, 2]
+    assert merged([[1, 2], [2, 1]]).tolist() == [1, 2]
 
 
 def test_no_rows_are_no_things() -> None:
-    assert merge_ids(torch.empty(0, 2, dtype=torch.int64)).tolist() == []
+    assert merged(np.empty((0, 2))).tolist() == []
 
 
 @given(st.data())
@@ -95,7 +103,7 @@ def test_negatives_are_keys_among_the_others_and_queries_are_not(data: st.DataOb
     query, key = (data.draw(st.lists(name, min_size=4, max_size=4)) for _ in range(2))
     negative = data.draw(st.lists(name, max_size=5))
     rows = [torch.tensor(each, dtype=torch.int64).reshape(-1, 2) for each in (query, key, negative)]
-    ids = assign_example_ids(MatchKeys(query=rows[0], key=rows[1], negative=rows[2]))
+    ids = assigned(ExampleIds(query=rows[0], key=rows[1], negative=rows[2]))
     assert ids.negative is not None
     assert ids.query.tolist() == connected(query)
     assert [*ids.key.tolist(), *ids.negative.tolist()] == connected([*key, *negative])
@@ -228,12 +236,12 @@ def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> N
     texts = [TEXTS[:2], [TEXTS[2], TEXTS[1]], TEXTS[0].upper(), TEXTS[3:5], TEXTS[5]]
     rows = rows_of(config, {"text": texts})
     drawing = drawing_of(config)
-    known = drawing.known(whole(rows))
+    known = drawing.example_ids(whole(rows))
     assert known.negative is None
     shown = [drawing.shown(whole(rows), number).text_id.tolist() for number in (0, 1)]
     assert known.query.T.tolist() == shown
     assert known.key.T.tolist() == shown[::-1]  # a store calls a key by the text that it shows
-    ids = assign_example_ids(known)
+    ids = assigned(known)
     # Equal tokens are one text: an encoder cannot tell them apart.
     assert ids.query.equal(ids.key)
     first, second, third, alone, last = ids.query.tolist()
@@ -244,7 +252,7 @@ def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> N
     slots = small_config(
         "simcse", {"key": "memory_bank", "negatives.store": "memory_bank", "negatives.in_batch": False}
     )
-    assert drawing_of(slots).known(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert drawing_of(slots).example_ids(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
 @given(st.data(), st.integers(1, 14), st.integers(1, 3))
@@ -261,9 +269,7 @@ def test_names_of_one_kind_connect_crosswise(data: st.DataObject, num_rows: int,
             groups.remove(group)
         groups.append(joined)
     expected = {member: min(min(names[each]) for each in group) for group in groups for member in group}
-    assert merge_ids(torch.tensor(names), shared_id_space=True).tolist() == [
-        expected[n] for n in range(num_rows)
-    ]
+    assert merged(names, shared_id_space=True).tolist() == [expected[n] for n in range(num_rows)]
 
 
 # Pairs
@@ -293,13 +299,13 @@ def test_a_batch_without_explicit_negatives_has_none() -> None:
     values = clicks(6, num_negatives=[0, 0, 0, 2])
     drawing, rows = drawing_of(config), rows_of(config, values)
     assert drawing.negatives(rows.take(np.array([0, 1, 2]))) is None
-    known = drawing.known(rows.take(np.array([0, 1, 2]))).negative
+    known = drawing.example_ids(rows.take(np.array([0, 1, 2]))).negative
     assert known is not None
     assert known.shape == (0, 2)
     without = {role: values[role] for role in ("query", "document")}
     batch = whole(rows_of(config, without))
     assert drawing.negatives(batch) is None
-    assert drawing.known(batch).negative is None
+    assert drawing.example_ids(batch).negative is None
 
 
 def test_explicit_negatives_that_are_not_wanted_are_left_out() -> None:
@@ -307,17 +313,17 @@ def test_explicit_negatives_that_are_not_wanted_are_left_out() -> None:
     values = clicks(6, num_negatives=[2])
     batch = whole(rows_of(config, values))
     assert drawing_of(config).negatives(batch) is None
-    known, all_known = drawing_of(config).known(batch), drawing_of(small_config()).known(batch)
+    known, all_known = drawing_of(config).example_ids(batch), drawing_of(small_config()).example_ids(batch)
     assert known.negative is None
     assert known.query.equal(all_known.query)
     assert known.key.equal(all_known.key)
 
 
-def names_of(*roles: str) -> MatchKeys:
+def names_of(*roles: str) -> ExampleIds:
     values = clicks(30, num_negatives=[2, 0, 3])
     config = small_config()
     batch = whole(rows_of(config, {role: values[role] for role in ("query", "document", *roles)}))
-    return drawing_of(config).known(batch)
+    return drawing_of(config).example_ids(batch)
 
 
 def test_pairs_are_known_by_their_texts_and_by_ids_where_there_are_some() -> None:
@@ -350,7 +356,7 @@ def test_negatives_without_ids_are_known_by_their_texts_where_documents_have_ids
     assert by_text.negative is not None
     assert known.query.shape[1] == 1
     assert known.negative.equal(by_text.negative.expand(-1, 2))
-    ids = assign_example_ids(known)
+    ids = assigned(known)
     assert ids.negative is not None
     same_text = known.negative[:, :1] == known.key[:, 0]
     assert bool(same_text.any())
@@ -371,7 +377,7 @@ THINGS_BY_NAME = ["QSQWRSU", "abcabde", "czbaw"]  # "y" has the id of "a"
 THINGS_BY_TEXT = ["QSQWRTU", "abcaBde", "czxyw"]
 
 
-def planted(*, with_ids: bool) -> MatchKeys:
+def planted(*, with_ids: bool) -> ExampleIds:
     values: dict[str, list[Any]] = {
         "query": [text for text, _ in QUERIES],
         "document": [text for text, _ in DOCUMENTS],
@@ -384,7 +390,7 @@ def planted(*, with_ids: bool) -> MatchKeys:
             "negative_ids": [[name for _, name in row] for row in NEGATIVES],
         }
     config = small_config()
-    return drawing_of(config).known(whole(rows_of(config, values)))
+    return drawing_of(config).example_ids(whole(rows_of(config, values)))
 
 
 @pytest.mark.parametrize(
@@ -400,7 +406,7 @@ def planted(*, with_ids: bool) -> MatchKeys:
 )
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Objective, with_ids: bool) -> None:
-    ids = assign_example_ids(planted(with_ids=with_ids))
+    ids = assigned(planted(with_ids=with_ids))
     assert ids.negative is not None
     num_pairs, num_negatives = len(ids.key), len(ids.negative)
     # With unit vectors as queries the gradient at key j is that at its similarities with all of them.
@@ -410,7 +416,7 @@ def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Objectiv
         torch.rand(count, num_pairs, dtype=torch.float64, generator=generator).requires_grad_()
         for count in (num_pairs, num_negatives)
     )
-    contrast(query, key, StoreBatch().joined(negatives, ids.negative), ids).backward()
+    contrast(query, key, StoreBatch().for_batch(ids, negatives), ids).backward()
     assert key.grad is not None
     assert negatives.grad is not None
     meets = torch.cat([key.grad, negatives.grad]).T != 0  # [queries, candidates]
@@ -426,13 +432,14 @@ def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Objectiv
 
 def test_explicit_negatives_come_before_what_a_store_lends() -> None:
     negatives, stored = torch.rand(3, 4), torch.rand(2, 4).half()
-    ids, stored_ids = torch.arange(3), torch.arange(7, 9)
-    joined = StoreBatch(negatives=stored, negative_id=stored_ids).joined(negatives, ids)
+    own, stored_ids = torch.arange(3), torch.arange(7, 9)
+    ids = ExampleIds(query=own, key=own, negative=own, num_negatives=(3,))
+    joined = StoreBatch(negatives=stored, negative_id=stored_ids).for_batch(ids, negatives)
     assert joined.negatives is not None
     assert joined.negative_id is not None
     assert joined.negatives.equal(torch.cat([negatives, stored.float()]))
     assert joined.negative_id.tolist() == [0, 1, 2, 7, 8]
-    assert StoreBatch().joined(negatives, ids).negatives is negatives
+    assert StoreBatch().for_batch(ids, negatives).negatives is negatives
 
 
 @dataclass
@@ -440,9 +447,9 @@ class Watched:
     """A loss that keeps what it was told."""
 
     contrast: Objective
-    told: list[tuple[StoreBatch, Ids]] = field(default_factory=list)
+    told: list[tuple[StoreBatch, ExampleIds]] = field(default_factory=list)
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         self.told.append((stored, ids))
         return self.contrast(query, key, stored, ids)
 
@@ -466,16 +473,15 @@ def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batc
         assert ids.negative is not None
         assert stored.negatives is not None
         assert stored.negative_id is not None
-        assert ids.names is not None
-        assert ids.names.negative is not None
+        assert ids.negative_name is not None
         assert stored.negative_name is not None
-        assert stored.negative_name.tolist() == [*ids.names.negative.tolist(), *documents]
+        assert stored.negative_name.tolist() == [*ids.negative_name.tolist(), *documents]
         # A document that the batch has too is known by the batch's id, whatever it was called before.
         assert stored.negative_id.tolist() == ids.of(stored.negative_name).tolist()
         assert stored.negative_id[: len(ids.negative)].tolist() == ids.negative.tolist()
         num_candidates = 8 + len(ids.negative) + len(documents)
         assert stepped.collapsed_loss == pytest.approx((math.log(num_candidates) + math.log(8)) / 2)
-        documents += views.known.key[:, 0].tolist()
+        documents += ids.stored_key.tolist()
     assert len(watched.told) == 3
 
 
@@ -524,7 +530,7 @@ def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> 
     known_by = {}
     for epoch in range(20):
         batch = whole(rows, epoch=epoch)
-        known, tokens = drawing.known(batch), drawing.view(batch, 1).on(CPU)
+        known, tokens = drawing.example_ids(batch), drawing.view(batch, 1).on(CPU)
         assert known.query[:, 0].tolist() == [0, 1, 2, 3]
         assert known.negative is None
         for row, name in zip(tokens, known.key[:, 0].tolist(), strict=True):
@@ -548,7 +554,7 @@ def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() ->
     counts = Counter(texts)
     rows = rows_of(config, values)
     frequencies = counted(rows, explicit=True)
-    known = drawing_of(config).known(whole(rows))
+    known = drawing_of(config).example_ids(whole(rows))
     assert known.negative is not None
     ids = torch.cat([known.key, known.negative])[:, 0]
     expected = torch.tensor([counts[text] for text in texts]).log()
@@ -563,7 +569,7 @@ def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() ->
 def test_explicit_negatives_that_are_not_taken_do_not_count() -> None:
     values = clicks(50, num_negatives=[2, 0, 3])
     rows = rows_of(small_config(), values)
-    known = drawing_of(small_config()).known(whole(rows)).key[:, 0]
+    known = drawing_of(small_config()).example_ids(whole(rows)).key[:, 0]
     counts = Counter(values["document"])
     expected = torch.tensor([counts[text] for text in values["document"]]).log()
     assert torch.allclose(counted(rows, explicit=False)(known), expected)
@@ -585,7 +591,7 @@ def test_a_learned_temperature_that_begins_below_the_least_is_refused() -> None:
 
 
 def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
-    ids = assign_example_ids(planted(with_ids=True))
+    ids = assigned(planted(with_ids=True))
     generator = torch.Generator().manual_seed(0)
     query, key = (
         F.normalize(torch.randn(7, 5, dtype=torch.float64, generator=generator), dim=1) for _ in range(2)
@@ -776,19 +782,19 @@ def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
 def test_a_document_is_as_common_and_called_the_same_whatever_comes_beside_it() -> None:
     config = small_config()
     documents = {"query": ["one", "two", "three"], "document": TEXTS[:3], "document_id": ["7", "7", "8"]}
-    together = assign_example_ids(drawing_of(config).known(whole(rows_of(config, documents))))
+    together = assigned(drawing_of(config).example_ids(whole(rows_of(config, documents))))
     assert together.key[0] == together.key[1] != together.key[2]
     for row in range(3):
         alone = {role: values[row : row + 1] for role, values in documents.items()}
-        ids = assign_example_ids(drawing_of(config).known(whole(rows_of(config, alone))))
-        assert ids.key_name[0] == together.key_name[row]
+        ids = assigned(drawing_of(config).example_ids(whole(rows_of(config, alone))))
+        assert ids.stored_key[0] == together.stored_key[row]
         # A queue that has it under that name from an earlier step lends the same thing.
-        assert together.of(ids.key_name)[0] == together.key[row]
+        assert together.of(ids.stored_key)[0] == together.key[row]
 
 
 def test_views_without_names_are_known_by_their_samples() -> None:
     ids = torch.tensor([4, 5])
     views = Views(view_a=torch.zeros(2, 3), view_b=None, sample_id=ids, ids=ids.numpy())
-    assert views.known.query.tolist() == views.known.key.tolist() == [[4], [5]]
-    named = replace(views, known=MatchKeys(query=ids[:, None] + 1, key=ids[:, None]))
-    assert named.known.query.tolist() == [[5], [6]]
+    assert views.example_ids.query.tolist() == views.example_ids.key.tolist() == [4, 5]
+    named = replace(views, example_ids=ExampleIds(query=ids + 1, key=ids))
+    assert named.example_ids.query.tolist() == [5, 6]

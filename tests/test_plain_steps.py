@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
 from raycl.models.temperature import MIN_TEMPERATURE
 from raycl.optimizers import set_learning_rate
@@ -90,7 +91,8 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
         if module is not None:
             module.double()
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
-    count = made_up_counts(batches) if worker.stage.logq_correction else {}
+    names = [worker.maker.drawing.example_ids(rows) for rows in worker.batches(STEPS)]
+    count = made_up_counts(names) if worker.stage.logq_correction else {}
     worker.frequencies = Frequencies(
         torch.tensor(sorted(count)), torch.tensor([count[each] for each in sorted(count)]).log()
     )
@@ -104,7 +106,7 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
     before = [each.clone() for each in weights_of(plain)]
     for step, views in enumerate(batches):
         torch.manual_seed(step)  # of dropout
-        plain_loss = plain.step(views, step, learning_rate=0.01, momentum=0.9)
+        plain_loss = plain.step(views, names[step], step, learning_rate=0.01, momentum=0.9)
         torch.manual_seed(step)
         assert worker.step(views, step).loss == pytest.approx(plain_loss, rel=tolerance)
     tolerance = max(tolerance, 1e-8)  # AdamW divides by the gradient's size, which may be next to nothing
@@ -133,8 +135,8 @@ def in_float64(views: Views) -> Views:
     return replace(views, **{name: cast(getattr(views, name)) for name in ("view_a", "view_b", "negatives")})
 
 
-def made_up_counts(batches: list[Views]) -> dict[int, int]:
-    known = [names for views in batches for names in (views.known.key, views.known.negative)]
+def made_up_counts(batches: list[ExampleIds]) -> dict[int, int]:
+    known = [names for batch in batches for names in (batch.key, batch.negative)]
     texts = {text for names in known if names is not None for text in names[:, 0].tolist()}
     return {text: 1 + text % 7 for text in texts}
 

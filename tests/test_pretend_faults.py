@@ -14,10 +14,9 @@ from raycl.batchnorm.chunked import statistics
 from raycl.distributed import device_copy
 from raycl.distributed.device_copy import Download
 from raycl.losses import mutual
-from raycl.losses.example_ids import assign_example_ids
 from raycl.losses.objective import StoreBatch
 from raycl.models.temperature import LearnedTemperature
-from raycl.training import step, stores
+from raycl.training import stores
 from tests import pretend_gpu
 from tests.pretended_steps import CASES, count
 from tests.test_pretend_gpu import COUNTED_WITH, COUNTS
@@ -79,19 +78,15 @@ def gather_from_host(rows: Tensor) -> Tensor:
     return gather_strided(rows.cpu()).to(rows.device)
 
 
-def identify_and_read(known: Any) -> Any:
-    assert known.query.max().item() < 2**62
-    return assign_example_ids(known)
+def before_the_loss(use: Callable[[Tensor], Any]) -> Plant:
+    """Use the ids of the queries before the loss."""
 
+    def for_batch(self: StoreBatch, ids: Any, explicit: Any) -> StoreBatch:
+        use(ids.query)
+        return original(self, ids, explicit)
 
-def identify_and_launch(known: Any) -> Any:
-    assert (known.query + 1).shape == known.query.shape
-    return assign_example_ids(known)
-
-
-def identify_by_products(known: Any) -> Any:
-    assert (known.query @ known.query.T).ndim == 2
-    return assign_example_ids(known)
+    original = StoreBatch.for_batch
+    return replacing(StoreBatch, "for_batch", for_batch)
 
 
 def elemt_by_wide_counts(*given: Tensor) -> Tensor:
@@ -147,9 +142,9 @@ FAULTS: dict[str, tuple[str, int, Plant, str]] = {
     "rows with gaps are gathered": (
         "moco_v2", 2, replacing(shuffled, "gather_detached", gather_strided), "contiguous",
     ),
-    "a number is read": ("simclr", 1, replacing(step, "assign_example_ids", identify_and_read), "waits"),
-    "something is launched": ("simclr", 1, replacing(step, "assign_example_ids", identify_and_launch), "launches"),
-    "integers are multiplied": ("simclr", 1, replacing(step, "assign_example_ids", identify_by_products), "multiplies no"),
+    "a number is read": ("simclr", 1, before_the_loss(lambda ids: ids.max().item()), "waits"),
+    "something is launched": ("simclr", 1, before_the_loss(lambda ids: ids + 1), "launches"),
+    "integers are multiplied": ("simclr", 1, before_the_loss(lambda ids: ids[:, None] @ ids[None]), "multiplies no"),
     "counts have another type": (
         "simclr", 2, replacing(torch, "batch_norm_backward_elemt", elemt_by_wide_counts), "int32",
     ),

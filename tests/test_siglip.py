@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import siglip
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.objective import StoreBatch
 from raycl.losses.siglip import SigLip
 from tests.embeddings import make_pair_ids, make_views, named_ids, worker_spans
@@ -83,7 +83,7 @@ def on_a_worker(rank: int, num_workers: int, by_ring: bool) -> list[Tensor]:
     local = leaves(inputs[0][own], inputs[1][own], *inputs[2:])
     with tiny_tiles_in("siglip"), patch("raycl.distributed.collectives.MAX_GATHERED_BYTES", limit):
         loss_of = SigLip(temperature=local[2], bias=local[3])
-        loss = loss_of(local[0], local[1], StoreBatch(), Ids(query_id[own], key_id[own]))
+        loss = loss_of(local[0], local[1], StoreBatch(), ExampleIds(query=query_id[own], key=key_id[own]))
         return value_and_gradients(loss, local)
 
 

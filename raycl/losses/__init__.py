@@ -6,6 +6,7 @@ from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
 from raycl.losses.nt_xent import nt_xent
 from raycl.losses.siglip import siglip
+from raycl.losses.supcon import supcon
 
 __all__ = [
     "NormalizingConstant",
@@ -17,4 +18,5 @@ __all__ = [
     "nt_xent",
     "proximal_term",
     "siglip",
+    "supcon",
 ]

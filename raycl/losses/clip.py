@@ -21,7 +21,7 @@ from raycl.losses.checks import (
     checked_pair_ids,
     checked_temperature,
 )
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.info_nce import query_mask, ring_info_nce
 from raycl.losses.mutual import MutualSoftmax
@@ -303,7 +303,7 @@ class Clip:
         """Return the loss with these settings."""
         return cls(temperature=settings.temperature, log_frequency=settings.log_frequency)
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
         if num_workers() > 1 and self.log_frequency is None and exceeds_gather_limit(query, key):
@@ -319,7 +319,7 @@ class Clip:
             return (to_keys + ring_info_nce(key, query, ids.key, ids.query, temperature=self.temperature)) / 2
         rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
         if self.log_frequency is not None:
-            rows["key_log_frequency"] = self.log_frequency(ids.key_name)
+            rows["key_log_frequency"] = self.log_frequency(ids.stored_key)
         if num_workers() > 1:
             rows |= {f"gathered_{name}": gather_detached(value) for name, value in rows.items()}
             rows |= {

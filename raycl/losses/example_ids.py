@@ -1,141 +1,193 @@
-"""Ids of the rows of all workers: duplicates, which share a name, get the same id."""
+"""Ids of the rows of a batch, which say what rows are the same example."""
 
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from raycl.distributed import gather_detached, gather_uneven, rank
+from raycl.distributed import gather_detached, num_workers, rank
+from raycl.distributed.device_copy import Download, upload
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MatchKeys:
-    """Names of queries, keys and explicit negatives, int64 [num_rows, num_names] each.
+class ExampleIds:
+    """Ids of this worker's queries and keys, int64 [local_batch]; equal ids mark the same query or key.
 
-    A name is an id of a row or of its content. Rows that share a name in the same column are duplicates;
-    with ``shared_id_space``, in any column, for queries and for keys. The store of negatives indexes keys
-    by the first column. ``negative`` is None unless the batch has explicit negatives.
+    A transform names rows instead, [rows, num_names]: a name is an id of a row or of its content. Rows that
+    share a name in the same column are duplicates; with ``shared_id_space``, in any column. An
+    :class:`IdExchange` replaces the names by ids that are the same on all workers.
+
+    Attributes:
+        query: ids of the queries.
+        key: ids of the keys.
+        negative: ids of the explicit negatives, which count as keys; None if the batch has none. A
+            transform names this worker's; afterwards, those of all workers, in the order of ranks.
+        label: classes [local_batch]; an unlabeled row has a class of its own. None for pairs.
+        shared_id_space: whether names of different columns are comparable.
+        key_name: the names by which a store indexes the keys: the first ones.
+        negative_name: the same for explicit negatives.
+        num_negatives: the number of explicit negatives of each worker.
+        names: all names by which a store may index a row of the batch, ascending; None if names are ids.
+        name_ids: the id of each of these names.
     """
 
     query: Tensor
     key: Tensor
     negative: Tensor | None = None
+    label: Tensor | None = None
     shared_id_space: bool = False
-
-
-class Names(NamedTuple):
-    """Names of keys and negatives, which do not depend on the batch, and the batch's id of each name.
-
-    ``key`` [local_batch] and ``negative`` [num_negatives] belong to this worker. ``all`` holds the names of
-    all workers in ascending order, and ``id`` the id of each.
-    """
-
-    key: Tensor
-    negative: Tensor | None
-    all: Tensor
-    id: Tensor
-
-
-class Ids(NamedTuple):
-    """Ids of this worker's queries and keys [local_batch], and of its explicit negatives, if any.
-
-    Equal ids mark duplicate queries, or duplicate keys; negatives count as keys. Without ``names``, ids
-    and names are equal.
-    """
-
-    query: Tensor
-    key: Tensor
-    negative: Tensor | None = None
-    names: Names | None = None
+    key_name: Tensor | None = None
+    negative_name: Tensor | None = None
+    num_negatives: tuple[int, ...] = ()
+    names: Tensor | None = None
+    name_ids: Tensor | None = None
 
     @property
-    def key_name(self) -> Tensor:
-        """The names by which a store indexes the keys, [local_batch]."""
-        return self.key if self.names is None else self.names.key
+    def has_single_names(self) -> bool:
+        """Whether each row has one name, which is its id."""
+        return self.query.shape[1] == self.key.shape[1] == 1
 
-    def of_negatives(self) -> tuple[Tensor, ...]:
-        """Return the ids of this worker's explicit negatives and, if they differ, their names."""
-        assert self.negative is not None, "the batch has no explicit negatives"
-        if self.names is None or self.names.negative is None:
-            return (self.negative,)
-        return self.negative, self.names.negative
+    @property
+    def stored_key(self) -> Tensor:
+        """The names by which a store indexes the keys, [local_batch]."""
+        return self.key if self.key_name is None else self.key_name
 
     def of(self, name: Tensor) -> Tensor:
-        """Return the ids of stored keys with these names, both [num_rows]."""
-        if self.names is None:
+        """Return the ids of stored rows with these names, both [num_rows]."""
+        if self.names is None or self.name_ids is None:
             return name
-        place = torch.searchsorted(self.names.all, name.contiguous()).clamp(max=len(self.names.all) - 1)
-        return torch.where(self.names.all[place] == name, self.names.id[place], name)
+        place = torch.searchsorted(self.names, name.contiguous()).clamp(max=len(self.names) - 1)
+        return torch.where(self.names[place] == name, self.name_ids[place], name)
+
+    def on(self, device: torch.device) -> Self:
+        """Return the ids on a device, in one transfer."""
+        fields = ("query", "key", "negative", "label", "key_name", "negative_name", "names", "name_ids")
+        moved = upload([getattr(self, field) for field in fields], device)
+        return replace(self, **dict(zip(fields, moved, strict=True)))
 
 
-def assign_example_ids(known: MatchKeys) -> Ids:
-    """Return the ids of a batch, the same on all workers; collective if rows have several names.
+def own_classes(label: NDArray[np.int64], sample_id: NDArray[np.int64]) -> Tensor:
+    """Return the labels; a row without label (-1) gets a class of its own below 0, from its sample id."""
+    return torch.from_numpy(np.where(label >= 0, label, ~(sample_id & np.iinfo(np.int64).max)))
 
-    Duplicates are transitive: rows share an id if a chain of shared names connects them. The id is the
-    least of their first names.
+
+@final
+class IdExchange:
+    """Merges the names of all workers' rows into ids, on the host.
+
+    The names of a batch travel during the previous step. The host waits for the device only for the first
+    batch, and for a batch with more explicit negatives than there is room for.
     """
-    negative = known.negative
-    if known.key.shape[1] == 1:
-        of_negatives = None if negative is None else negative[:, 0]
-        return Ids(_identify_queries(known), known.key[:, 0], of_negatives)
-    key, of_negatives, names = _identify_keys(known)
-    return Ids(_identify_queries(known), key, of_negatives, names)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._capacity = device, 0
+
+    def start(self, names: ExampleIds) -> Callable[[], ExampleIds]:
+        """Send this worker's names; return a function that returns the ids of the batch. Both are collective."""
+        if num_workers() == 1:
+            return lambda: _merged(names, [_parts(names)])
+        if names.has_single_names and names.negative is None:
+            return lambda: _merged(names, [_parts(names)])
+        sent = Download(self._gather(names))
+        return lambda: self._receive(names, *sent.arrived())
+
+    def _gather(self, names: ExampleIds) -> Tensor:
+        """Return the message of each worker, [num_workers, size]: the number of negatives, and all names."""
+        parts = [each.flatten() for each in (names.query, names.key)]
+        count = 0
+        if names.negative is not None:
+            count, width = names.negative.shape
+            room = names.negative.new_zeros(self._capacity, width)
+            fitting = names.negative[: self._capacity]
+            room[: len(fitting)] = fitting
+            parts.append(room.flatten())
+        message = torch.cat([torch.tensor([count]), *parts])
+        return gather_detached(upload([message[None]], self._device)[0])
+
+    def _receive(self, names: ExampleIds, messages: Tensor) -> ExampleIds:
+        most = int(messages[:, 0].max())
+        if most > self._capacity:
+            self._capacity = 1 << (most - 1).bit_length()  # seldom again
+            messages = self._gather(names).cpu()
+        sizes = [1, names.query.numel(), names.key.numel()]
+        sizes.append(messages.shape[1] - sum(sizes))
+        everyone = []
+        for message in messages:
+            count, query, key, room = message.split(sizes)
+            query, key = query.view_as(names.query), key.view_as(names.key)
+            negative = None if names.negative is None else room.view(-1, key.shape[1])[: int(count)]
+            everyone.append((query, key, negative))
+        return _merged(names, everyone)
 
 
-def _identify_queries(known: MatchKeys) -> Tensor:
-    names = known.query
-    if names.shape[1] == 1:
-        return names[:, 0]
-    ids = merge_ids(gather_detached(names), shared_id_space=known.shared_id_space)
-    return ids[rank() * len(names) :][: len(names)]
+Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _identify_keys(known: MatchKeys) -> tuple[Tensor, Tensor | None, Names]:
-    key, negative = known.key, known.negative
-    rows, own = gather_detached(key), slice(rank() * len(key), (rank() + 1) * len(key))
-    owner = torch.empty(0, dtype=torch.int64, device=key.device)
-    if negative is not None:
-        # The number of negatives differs between workers.
-        others, owner = gather_uneven(negative, torch.full((len(negative),), rank(), device=key.device))
-        rows = torch.cat([rows, others])
-    ids = merge_ids(rows, shared_id_space=known.shared_id_space)
-    is_own = owner == rank()
-    names = Names(
-        key[:, 0].contiguous(),
-        None if negative is None else negative[:, 0].contiguous(),
-        *_table(rows, ids, shared_id_space=known.shared_id_space),
+def _parts(names: ExampleIds) -> Parts:
+    return names.query, names.key, names.negative
+
+
+def _merged(own: ExampleIds, everyone: list[Parts]) -> ExampleIds:
+    """Return the ids of this worker's rows, given the names of all workers, or only its own."""
+    query, key = (torch.cat([parts[side] for parts in everyone]).numpy() for side in (0, 1))
+    local = len(own.query)
+    first = rank() * local if len(everyone) > 1 else 0
+    ours = slice(first, first + local)
+    negatives = [parts[2] for parts in everyone if parts[2] is not None]
+    rows = np.concatenate([key, *(each.numpy() for each in negatives)])
+    ids = merge_ids(rows, shared_id_space=own.shared_id_space)
+    called = rows if own.shared_id_space else rows[:, :1]
+    merged = replace(
+        own,
+        query=_tensor(merge_ids(query, shared_id_space=own.shared_id_space)[ours]),
+        key=_tensor(ids[ours]),
+        negative=_tensor(ids[len(key) :]) if negatives else None,
+        num_negatives=tuple(len(each) for each in negatives),
     )
-    num_keys = len(rows) - len(owner)
-    return ids[own], None if negative is None else ids[num_keys:][is_own], names
+    if rows.shape[1] == 1:
+        return merged
+    names, place = np.unique(called, return_index=True)
+    return replace(
+        merged,
+        key_name=_tensor(key[ours, 0]),
+        negative_name=_tensor(rows[len(key) :, 0]) if negatives else None,
+        names=_tensor(names),
+        name_ids=_tensor(ids[place // called.shape[1]]),
+    )
 
 
-def _table(rows: Tensor, ids: Tensor, *, shared_id_space: bool) -> tuple[Tensor, Tensor]:
-    """Return all names by which a store may index a key, ascending, and their ids."""
-    called = rows if shared_id_space else rows[:, :1]
-    order = called.flatten().argsort()
-    return called.flatten()[order], ids[:, None].expand_as(called).flatten()[order]
-
-
-def merge_ids(names: Tensor, *, shared_id_space: bool = False) -> Tensor:
+def merge_ids(names: NDArray[np.int64], *, shared_id_space: bool = False) -> NDArray[np.int64]:
     """Return ids [num_rows] for names [num_rows, num_names]; rows that share a name share the id.
 
-    The id is the least first name or, with ``shared_id_space``, the least of all names.
+    Duplicates are transitive. The id is the least first name or, with ``shared_id_space``, the least of all
+    names.
     """
+    num_rows, num_names = names.shape
+    if num_names == 1 or not num_rows:
+        return names[:, 0] if num_names else np.empty(0, np.int64)
     if shared_id_space:
-        ids = names.amin(1)
-        groups = torch.unique(names, return_inverse=True)[1]
+        ids = names.min(1)
+        numbers = np.unique(names, return_inverse=True)[1].reshape(names.shape)
     else:
         ids = names[:, 0]
         # Number the names of each column separately, so that columns never match.
-        columns = [torch.unique(column, return_inverse=True)[1] for column in names.unbind(1)]
-        groups = torch.stack([each + number * len(names) for number, each in enumerate(columns)], dim=1)
-    largest = torch.iinfo(ids.dtype).max
-    while True:
-        least = torch.full((names.numel(),), largest, dtype=ids.dtype, device=ids.device)
-        least = least.scatter_reduce(0, groups.flatten(), ids[:, None].expand_as(groups).flatten(), "amin")
-        now = least[groups].amin(1) if len(names) else ids
-        if torch.equal(now, ids):
-            return now
-        ids = now
+        columns = [np.unique(column, return_inverse=True)[1] for column in names.T]
+        numbers = np.stack([each + place * num_rows for place, each in enumerate(columns)], axis=1)
+    size = num_rows + names.size  # rows, then names
+    edges = np.repeat(np.arange(num_rows), num_names), num_rows + numbers.ravel()
+    graph = coo_array((np.ones(names.size, bool), edges), shape=(size, size))
+    component = connected_components(graph, directed=False)[1][:num_rows]
+    least = np.full(size, np.iinfo(np.int64).max)
+    np.minimum.at(least, component, ids)
+    return least[component]
+
+
+def _tensor(array: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -18,7 +18,7 @@ from raycl.losses.checks import (
     checked_pair_ids,
     checked_temperature,
 )
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.nce import add_proximal_term
 from raycl.losses.objective import StoreBatch, positive_of
@@ -267,7 +267,7 @@ class InfoNce:
             proximal_weight=settings.proximal_weight,
         )
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         loss = self._cross_entropy(query, positive_of(key, stored), stored, ids)
         return add_proximal_term(loss, query, stored, self.proximal_weight)
@@ -277,7 +277,7 @@ class InfoNce:
         num_stored = 0 if stored.negatives is None else len(stored.negatives)
         return math.log(num_stored + (batch_size if self.in_batch else 1))
 
-    def _cross_entropy(self, query: Tensor, key: Tensor, stored: StoreBatch, ids: Ids) -> Tensor:
+    def _cross_entropy(self, query: Tensor, key: Tensor, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         settings: dict[str, Any] = {
             "temperature": self.temperature,
             "negatives": stored.negatives,

@@ -20,7 +20,7 @@ from raycl.losses.checks import (
     checked_ids,
     checked_temperature,
 )
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import count_same, mask_same
 from raycl.losses.objective import StoreBatch
 from raycl.losses.tiled import (
@@ -320,7 +320,7 @@ class Nce:
             proximal_weight=settings.proximal_weight,
         )
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss; the batch updates the normalizing constant first, until it is settled."""
         assert stored.key is not None, "the configuration gives NCE a memory bank"
         assert stored.negatives is not None, "the configuration gives NCE a memory bank"

@@ -12,7 +12,7 @@ from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num
 from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_offset, check_pair, check_sample_id, checked_ids, checked_temperature
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch
@@ -75,7 +75,7 @@ def nt_xent(
     temperature = checked_temperature(temperature, rows)
     if gathered_a is None and gathered_b is None:
         return fused(partial(_evaluate_local, sample_id=sample_id), rows, temperature)
-    columns = _checked_columns(view_a, gathered_a, gathered_b, offset).to(rows)
+    columns = gathered_views(view_a, gathered_a, gathered_b, offset).to(rows)
     ids = checked_ids(("sample_id", sample_id), ("gathered_sample_id", gathered_sample_id), len(columns) // 2)
     groups = two_views(len(view_a), len(columns) // 2, offset)
     return fused(partial(_evaluate_gathered, groups=groups, ids=ids), rows, columns, temperature)
@@ -192,10 +192,8 @@ def _evaluate_by_ring(
     return loss, (as_rows, at_temperature)
 
 
-def _checked_columns(
-    view: Tensor, gathered_a: Tensor | None, gathered_b: Tensor | None, offset: int
-) -> Tensor:
-    """Return the candidates, [2 * batch, dim]."""
+def gathered_views(view: Tensor, gathered_a: Tensor | None, gathered_b: Tensor | None, offset: int) -> Tensor:
+    """Return the views of all workers, [2 * batch, dim]; raise unless they match this worker's."""
     if gathered_a is None or gathered_b is None:
         missing = "gathered_a" if gathered_a is None else "gathered_b"
         raise ConfigError(f"only one view is gathered: {missing} is None; gather both or neither")
@@ -221,7 +219,7 @@ class NtXent:
         """Return the loss with these settings."""
         return cls(temperature=settings.temperature)
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss; NT-Xent uses no store."""
         assert key is not None, "the configuration gives NT-Xent two views"
         if num_workers() == 1:

@@ -6,8 +6,9 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from raycl.distributed import gather_uneven
 from raycl.loss_specs import LOSSES, MIXED, LossSettings
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 
 
 @final
@@ -15,8 +16,8 @@ from raycl.losses.example_ids import Ids
 class StoreBatch:
     """The rows of a store for one step: own slots [local_batch, dim], negatives [n, dim] with ids [n].
 
-    A store returns names as ``negative_id``. ``identified`` replaces them by the ids of the batch and
-    keeps them in ``negative_name`` [n].
+    A store indexes rows by names. ``for_batch`` replaces them by the ids of the batch and keeps them in
+    ``negative_name`` [n].
     """
 
     key: Tensor | None = None
@@ -24,23 +25,24 @@ class StoreBatch:
     negative_id: Tensor | None = None
     negative_name: Tensor | None = None
 
-    def identified(self, ids: Ids) -> "StoreBatch":
-        """Return a copy with the ids of the batch in place of names."""
-        if self.negative_id is None:
-            return self
-        return replace(self, negative_id=ids.of(self.negative_id), negative_name=self.negative_id)
+    def for_batch(self, ids: ExampleIds, explicit: Tensor | None) -> "StoreBatch":
+        """Return a copy with the ids of the batch, and with the explicit negatives of all workers first.
 
-    def joined(
-        self, negatives: Tensor, negative_id: Tensor, negative_name: Tensor | None = None
-    ) -> "StoreBatch":
-        """Return a copy with explicit negatives before the stored ones; their names default to their ids."""
-        negative_name = negative_id if negative_name is None else negative_name
-        if self.negatives is not None and self.negative_id is not None:
-            own_name = self.negative_id if self.negative_name is None else self.negative_name
-            negatives = torch.cat([negatives, self.negatives.to(negatives)])
-            negative_id = torch.cat([negative_id, self.negative_id])
-            negative_name = torch.cat([negative_name, own_name])
-        return replace(self, negatives=negatives, negative_id=negative_id, negative_name=negative_name)
+        ``explicit`` are the embeddings of this worker's explicit negatives, if the batch has any; collective.
+        """
+        negatives, name, negative_id = self.negatives, self.negative_id, None
+        if name is not None:
+            negative_id = ids.of(name)
+        if explicit is not None and ids.negative is not None:
+            explicit_name = ids.negative if ids.negative_name is None else ids.negative_name
+            (rows,) = gather_uneven(explicit, sizes=ids.num_negatives)
+            if negatives is None or name is None or negative_id is None:
+                negatives, name, negative_id = rows, explicit_name, ids.negative
+            else:
+                negatives = torch.cat([rows, negatives.to(rows)])
+                name = torch.cat([explicit_name, name])
+                negative_id = torch.cat([ids.negative, negative_id])
+        return replace(self, negatives=negatives, negative_id=negative_id, negative_name=name)
 
 
 class Objective(Protocol):
@@ -49,7 +51,7 @@ class Objective(Protocol):
     It averages over this worker's queries. The mean over workers is the loss of the global batch.
     """
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss, a scalar."""
         ...
 
@@ -67,7 +69,7 @@ class WeightedObjective:
     hinge: Objective
     hinge_weight: float
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: Ids) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         entropy = self.cross_entropy(query, key, stored, ids)
         return entropy.lerp(self.hinge(query, key, stored, ids), self.hinge_weight)

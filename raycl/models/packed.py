@@ -17,13 +17,12 @@ class PackedTokens:
     ``length`` is the length of the longest row; wider padding is dropped.
     """
 
-    def __init__(self, tokens: Tensor) -> None:
-        """``tokens`` are [batch, length]; their last column must hold a token other than padding."""
+    def __init__(self, tokens: Tensor, num_real: int) -> None:
+        """Pack ``tokens`` [batch, length], of which ``num_real`` are no padding."""
         self.batch, self.length = tokens.shape
         self.real = tokens != PADDING  # [batch, length]
         # None without padding: then both layouts are views of each other.
-        index = self.real.flatten().nonzero().squeeze(1)
-        self._index = None if len(index) == tokens.numel() else index
+        self._index = None if num_real == tokens.numel() else _true_positions(self.real.flatten(), num_real)
         self._packed_index = self._index  # rounded rows append copies of the first token
         self.tokens = self.pack(tokens)  # [num_packed]
 
@@ -35,10 +34,12 @@ class PackedTokens:
                 f"not a batch of tokens, came {tokens.dtype} {list(tokens.shape)}; "
                 "give int64 [batch, length] with at least one token"
             )
-        # One read from the device, not three.
-        position = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-        last = ((tokens != PADDING) * position).amax()
-        smallest, largest, length = torch.stack([tokens.amin(), tokens.amax(), last]).tolist()
+        # The only read from the device.
+        is_real = tokens != PADDING
+        last = (is_real * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).amax()
+        smallest, largest, length, num_real = torch.stack(
+            [tokens.amin(), tokens.amax(), last, is_real.sum()]
+        ).tolist()
         if smallest < 0 or largest >= num_tokens:
             raise ConfigError(
                 f"tokens from {smallest} to {largest} came to an encoder of {num_tokens} tokens; "
@@ -48,7 +49,7 @@ class PackedTokens:
             raise ConfigError(
                 f"a row has {length} tokens, the encoder takes {max_length}; cut texts at max_length"
             )
-        return cls(tokens[:, : max(length, 1)])
+        return cls(tokens[:, : max(length, 1)], num_real)
 
     def rounded(self) -> Self:
         """Append copies of the first token until the number of packed tokens is round.
@@ -90,6 +91,13 @@ class PackedTokens:
         """Average values [num_packed, dim] over the tokens of each row, to float32 [batch, dim]."""
         total = self.unpack(values.to(torch.promote_types(values.dtype, torch.float32))).sum(1)
         return total / self.real.sum(1, keepdim=True).clamp(min=1)
+
+
+def _true_positions(flags: Tensor, count: int) -> Tensor:
+    """Return the positions of the ``count`` true flags; unlike ``nonzero``, does not wait for the device."""
+    place = torch.where(flags, flags.cumsum(0) - 1, count)  # false ones share the last place
+    positions = torch.empty(count + 1, dtype=torch.int64, device=flags.device)
+    return positions.scatter_(0, place, torch.arange(len(flags), device=flags.device))[:count]
 
 
 def _round_up(number: int) -> int:

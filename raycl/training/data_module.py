@@ -17,6 +17,7 @@ from raycl.data.sources import Fragment, Source
 from raycl.data.split import Holdout, make_split
 from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import ConfigError, DataError
+from raycl.loss_specs import LOSSES
 from raycl.models.build import load_tokenizer
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
 from raycl.ray_runtime import fetch_tables, object_store_bytes, unwrap_ray_errors
@@ -46,6 +47,11 @@ class DataModule:
             if self.columns.label is not None:
                 self._group()
         self.classes = source.classes if source else classes_of(self._dataset, self.columns)
+        if not self._has_labels and (losses := [s.loss for s in config.stages if LOSSES[s.loss].labels]):
+            raise ConfigError(
+                f"loss {losses[0]} needs labels, but the samples have none; "
+                "name their column with --set data.columns.label=NAME"
+            )
         self.num_rows = self._source.num_rows if self._source else self._dataset.count()
         self.streamed = self._must_stream()
         self.holdout = self._hold_out()
@@ -56,6 +62,10 @@ class DataModule:
         """Whether the samples allow periodic evaluation: they have labels, or are pairs."""
         if self._config.has_two_towers:
             return True
+        return self._has_labels
+
+    @property
+    def _has_labels(self) -> bool:
         return self._source.has_labels if self._source else self.columns.label is not None
 
     @property

@@ -7,12 +7,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from raycl.distributed import all_sum, gather_detached, gather_uneven, mean_over_workers, num_workers
+from raycl.distributed import all_sum, gather_detached, mean_over_workers, num_workers
 from raycl.distributed.device_copy import Download
 from raycl.distributed.step_timer import phase
 from raycl.errors import NonFiniteLossError
 from raycl.evaluation.embedding_metrics import MAX_ROWS, measure
-from raycl.losses.example_ids import assign_example_ids
 from raycl.losses.objective import Objective
 from raycl.optimizers import set_learning_rate
 from raycl.training.process import autocast
@@ -67,13 +66,10 @@ def train_step(
     with phase("forward"), autocast(precision, views.view_a.device):
         query, key, negatives = state.embed(views, step=step)
     with phase("loss"):
-        ids = assign_example_ids(views.known)
-        stored = stored.identified(ids)
-        if negatives is not None and ids.negative is not None:
-            stored = stored.joined(*gather_uneven(negatives, *ids.of_negatives()))
-        loss = objective(query, key, stored, ids)
+        stored = stored.for_batch(views.example_ids, negatives)
+        loss = objective(query, key, stored, views.example_ids)
     with phase("store"):
-        store.start_download(query if key is None else key, views, ids.key_name)
+        store.start_download(query if key is None else key, views)
     positive = stored.key if key is None else key
     assert positive is not None, "every query has a key or a slot"
     watched = _few(query, positive) if is_watched else None

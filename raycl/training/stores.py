@@ -79,8 +79,8 @@ class Store(Protocol):
         """Return the stored rows to compare with the queries of this batch."""
         ...
 
-    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
-        """Start to copy the embeddings [local_batch, dim] with these ids to the host; collective."""
+    def start_download(self, rows: Tensor, views: Views) -> None:
+        """Start to copy the embeddings [local_batch, dim] of these views to the host; collective."""
         ...
 
     def update(self, *, step: int) -> None:
@@ -116,7 +116,7 @@ class NoStore:
         """Return no rows."""
         return StoreBatch()
 
-    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+    def start_download(self, rows: Tensor, views: Views) -> None:
         """Do nothing."""
 
     def update(self, *, step: int) -> None:
@@ -154,9 +154,9 @@ class QueueStore:
         held = self._queue.negatives()
         return StoreBatch(negatives=torch.from_numpy(held.rows), negative_id=torch.from_numpy(held.sample_id))
 
-    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+    def start_download(self, rows: Tensor, views: Views) -> None:
         """Gather the keys of all workers, in the order of ranks, and start to copy them to the host."""
-        self._keys = gather_detached(rows), gather_detached(key_id)
+        self._keys = gather_detached(rows), gather_detached(views.example_ids.stored_key)
         self._download = Download(*self._keys)
 
     def update(self, *, step: int) -> None:
@@ -216,7 +216,7 @@ class BankStore:
             rows, sample_id = gather_detached(rows), gather_detached(sample_id)
         self._bank.initialize(sample_id.cpu().numpy(), rows.cpu().numpy())
 
-    def start_download(self, rows: Tensor, views: Views, key_id: Tensor) -> None:
+    def start_download(self, rows: Tensor, views: Views) -> None:
         """Start to copy the batch's embeddings to the host, of all workers if each has its own bank."""
         if isinstance(self._bank, MemoryBankClient):
             self._download = Download(torch.from_numpy(views.ids), rows)

@@ -250,7 +250,7 @@ class TrainState:
             query = self._in_chunks(towers.query, views.view_a)
             keys = self._in_chunks(towers.key_tower, views.keys())
         # Keep an empty tensor if this batch has no negatives, since other workers may have some.
-        negatives = keys[len(views) :] if views.known.negative is not None else None
+        negatives = keys[len(views) :] if views.example_ids.negative is not None else None
         return Embedded(query, keys[: len(views)], negatives)
 
     def _encode_shuffled(self, views: Views, step: int) -> Embedded:

@@ -22,7 +22,7 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, pixels_of, texts_of, tokens_of
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
 from raycl.distributed.device_copy import upload
-from raycl.losses.example_ids import MatchKeys
+from raycl.losses.example_ids import ExampleIds, own_classes
 from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
 
@@ -119,10 +119,10 @@ class Transform(ABC):
         """Return the explicit negatives of all rows in order, or None."""
         return None
 
-    def known(self, batch: Batch) -> MatchKeys:
-        """Return the names of queries, keys and negatives: by default the sample ids."""
+    def example_ids(self, batch: Batch) -> ExampleIds:
+        """Return the names of queries, keys and negatives, by default the sample ids, and the labels."""
         names = torch.from_numpy(batch.sample_id)[:, None]
-        return MatchKeys(query=names, key=names)
+        return ExampleIds(query=names, key=names, label=own_classes(batch.label, batch.sample_id))
 
 
 @final
@@ -210,13 +210,14 @@ class TextTransform(Transform):
         """Return the id of that text."""
         return torch.from_numpy(self._first(batch).text_id)
 
-    def known(self, batch: Batch) -> MatchKeys:
+    def example_ids(self, batch: Batch) -> ExampleIds:
         """Return the text ids of both views, the own text first; for a memory bank, the sample ids."""
         if not self._known_by_text:
-            return super().known(batch)
+            return super().example_ids(batch)
         shown = [torch.from_numpy(self.shown(batch, number).text_id) for number in (0, 1)]
         query = torch.stack(shown, dim=1)
-        return MatchKeys(query=query, key=query.flip(1), shared_id_space=True)
+        label = own_classes(batch.label, batch.sample_id)
+        return ExampleIds(query=query, key=query.flip(1), label=label, shared_id_space=True)
 
     def _first(self, batch: Batch) -> Tokens:
         return texts_of(batch, self._role).picked(np.zeros(len(batch), np.int64))
@@ -263,7 +264,7 @@ class PairTransform(Transform):
         tokens = texts_of(batch, "negatives").tokens
         return torch.from_numpy(tokens.padded()) if len(tokens) else None
 
-    def known(self, batch: Batch) -> MatchKeys:
+    def example_ids(self, batch: Batch) -> ExampleIds:
         """Return text ids and, if the data have ids, these as well: [num_rows, 1] or [num_rows, 2]."""
         query_id, document_id = ids_of(batch, "query_id"), ids_of(batch, "document_id")
         query = [tokens_of(batch, "query").text_id]
@@ -279,7 +280,7 @@ class PairTransform(Transform):
                 negative_ids = ids_of(batch, "negative_ids")
                 # Negatives without ids are identified by their texts alone.
                 negative.append(negative[0] if negative_ids is None else negative_ids.values)
-        return MatchKeys(
+        return ExampleIds(
             query=_columns(query), key=_columns(key), negative=_columns(negative) if negative else None
         )
 
@@ -315,7 +316,7 @@ class ImageTextTransform(Transform):
         """Return the text ids of these captions."""
         return self.caption.plain_key_id(batch)
 
-    def known(self, batch: Batch) -> MatchKeys:
+    def example_ids(self, batch: Batch) -> ExampleIds:
         """Return the sample ids of images, and the text ids of captions, which images may share."""
         text_id = torch.from_numpy(self.caption.shown(batch, 1).text_id)
-        return MatchKeys(query=self.image.known(batch).query, key=text_id[:, None])
+        return ExampleIds(query=self.image.example_ids(batch).query, key=text_id[:, None])

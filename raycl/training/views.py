@@ -1,6 +1,6 @@
 """The views of a batch, with the ids of the next batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, final
@@ -18,7 +18,7 @@ from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.streaming import StreamingSampler
 from raycl.distributed.device_copy import upload
 from raycl.distributed.step_timer import phase
-from raycl.losses.example_ids import MatchKeys
+from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.training.transforms import Draft, Transform
 
 
@@ -29,8 +29,8 @@ class Views:
 
     For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are the
     explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
-    is its copy on the host. ``known`` identifies duplicates, by default by sample id. ``next_ids`` are the
-    ids of this worker's next batch, or None at the end of an epoch.
+    is its copy on the host. ``example_ids`` identify duplicates, by default by sample id. ``next_ids`` are the
+    sample ids of this worker's next batch, or None at the end of an epoch.
     """
 
     view_a: Tensor
@@ -39,12 +39,12 @@ class Views:
     ids: NDArray[np.int64]
     next_ids: NDArray[np.int64] | None = None
     negatives: Tensor | None = None
-    known: MatchKeys = field(default=None)  # type: ignore[assignment]
+    example_ids: ExampleIds = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.known is None:
-            names = self.sample_id[:, None]
-            object.__setattr__(self, "known", MatchKeys(query=names, key=names))
+        if self.example_ids is None:
+            ids = ExampleIds(query=self.sample_id, key=self.sample_id)
+            object.__setattr__(self, "example_ids", ids)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -83,7 +83,7 @@ class ViewMaker:
         return cls(transform=transform, num_views=1 if config.key == "memory_bank" else 2, device=device)
 
     def views(self, batches: Iterator[Batch]) -> Iterator[Views]:
-        """Yield the views of each batch, with the ids of the next one.
+        """Yield the views of each batch, with the ids of the next one; collective.
 
         The next batch is drawn, and its copy to an accelerator started, during the step of this one.
         """
@@ -104,15 +104,14 @@ class ViewMaker:
 
     def _send(self, batch: Batch) -> "_Sent":
         drafts = [self.transform.view(batch, number) for number in range(self.num_views)]
-        known, negatives = self.transform.known(batch), self.transform.negatives(batch)
-        of_rows = [torch.from_numpy(batch.sample_id), known.query, known.key, known.negative, negatives]
+        of_rows = [torch.from_numpy(batch.sample_id), self.transform.negatives(batch)]
         of_views = [each for draft in drafts for each in draft.tensors]
         with torch.cuda.stream(self._side_stream):
             moved = upload([*of_rows, *of_views], self.device)
-        return _Sent(batch, drafts, known.shared_id_space, moved)
+        return _Sent(batch, drafts, moved, self._exchange.start(self.transform.example_ids(batch)))
 
     def _make(self, sent: "_Sent", next_ids: NDArray[np.int64] | None) -> Views:
-        sample_id, query, key, negative, negatives, *of_views = sent.moved
+        sample_id, negatives, *of_views = sent.moved
         if self._side_stream is not None:
             step = torch.cuda.current_stream(self.device)
             step.wait_stream(self._side_stream)
@@ -126,8 +125,12 @@ class ViewMaker:
             ids=sent.batch.sample_id,
             next_ids=next_ids,
             negatives=negatives,
-            known=MatchKeys(query=query, key=key, negative=negative, shared_id_space=sent.shared_id_space),
+            example_ids=sent.example_ids().on(self.device),
         )
+
+    @cached_property
+    def _exchange(self) -> IdExchange:
+        return IdExchange(self.device)
 
     @cached_property
     def _side_stream(self) -> torch.cuda.Stream | None:
@@ -139,8 +142,8 @@ class _Sent(NamedTuple):
 
     batch: Batch
     drafts: list[Draft]
-    shared_id_space: bool
     moved: list[Any]  # the tensors of its rows, then of its drafts
+    example_ids: Callable[[], ExampleIds]
 
 
 def _next(batches: Iterator[Batch]) -> Batch | None:

@@ -1,6 +1,7 @@
 """The step of texts and pairs on several workers equals the step of one process on the whole batch."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset
-from raycl.losses.example_ids import Ids, MatchKeys, assign_example_ids
+from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.models.build import build_towers
 from raycl.training.step import train_step
 from raycl.training.stores import build_store
@@ -192,8 +193,10 @@ def test_names_tell_of_false_negatives_that_texts_do_not() -> None:
     assert all(abs(ours - other) > 1e-3 for ours, other in zip(by_names, by_texts, strict=True))
 
 
-def identified(rank: int, num_workers: int, known: list[MatchKeys]) -> Ids:
-    return assign_example_ids(known[rank])
+def identified(rank: int, num_workers: int, batches: list[list[ExampleIds]]) -> list[ExampleIds]:
+    exchange = IdExchange(torch.device("cpu"))
+    # The second batch has more explicit negatives than any before.
+    return [exchange.start(workers[rank])() for workers in batches]
 
 
 @pytest.mark.parametrize("num_negatives", [[0, 0, 0, 0], [3, 0, 1, 5], [0, 9, 0, 0], None])
@@ -205,21 +208,24 @@ def test_workers_agree_with_one_on_what_is_one_thing(num_names: int, num_negativ
         return torch.randint(-25, 25, (num_rows, num_names), generator=generator)
 
     parts = [
-        MatchKeys(query=names(6), key=names(6), negative=None if num_negatives is None else names(count))
+        ExampleIds(query=names(6), key=names(6), negative=None if num_negatives is None else names(count))
         for count in num_negatives or [0] * 4
     ]
-    whole = MatchKeys(
+    whole = ExampleIds(
         query=torch.cat([part.query for part in parts]),
         key=torch.cat([part.key for part in parts]),
         negative=None
         if num_negatives is None
         else torch.cat([part.negative for part in parts if part.negative is not None]),
     )
-    expected = assign_example_ids(whole)
-    found = run_workers(identified, 4, parts)
-    for side in ("query", "key", "negative"):
-        ours = [getattr(ids, side) for ids in found]
-        if getattr(expected, side) is None:
-            assert ours == [None] * 4
+    (expected,) = identified(0, 1, [[whole]])
+    fewer = [replace(part, negative=None if part.negative is None else part.negative[:1]) for part in parts]
+    found = [ids[1] for ids in run_workers(identified, 4, [fewer, parts])]
+    assert torch.equal(torch.cat([ids.query for ids in found]), expected.query)
+    assert torch.equal(torch.cat([ids.key for ids in found]), expected.key)
+    for ids in found:
+        if expected.negative is None:
+            assert ids.negative is None
         else:
-            assert torch.equal(torch.cat(ours), getattr(expected, side))
+            assert torch.equal(ids.negative, expected.negative)
+            assert ids.num_negatives == tuple(num_negatives or ())

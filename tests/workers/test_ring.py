@@ -18,7 +18,7 @@ from raycl.distributed import collectives, pass_on, use_shared_memory
 from raycl.errors import ConfigError
 from raycl.losses import info_nce, nt_xent
 from raycl.losses.clip import Clip
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import InfoNce, ring_info_nce
 from raycl.losses.nt_xent import NtXent, ring_nt_xent
 from raycl.losses.objective import Objective, StoreBatch
@@ -94,7 +94,7 @@ def by_ring_and_gathered(
             inputs.append(negatives)
         shared = use_shared_memory() if case.get("shared") else contextlib.nullcontext()
         with small_tiles(), shared, patch.object(collectives, "MAX_GATHERED_BYTES", limit):
-            value = objective(loss, temperature)(query, key, stored, Ids(query_id, key_id))
+            value = objective(loss, temperature)(query, key, stored, ExampleIds(query=query_id, key=key_id))
             answers.append(results(value, inputs))
     return answers[0], answers[1]
 
@@ -224,7 +224,7 @@ def gradients_of_a_worker(rank: int, num_workers: int, loss: str) -> list[Tensor
     query, key = embedding.chunk(2)
     own = ids.chunk(num_workers)[rank]
     with patch.object(collectives, "MAX_GATHERED_BYTES", 0):
-        objective(loss, temperature)(query, key, StoreBatch(), Ids(own, own)).backward()
+        objective(loss, temperature)(query, key, StoreBatch(), ExampleIds(query=own, key=own)).backward()
     return [each.grad for each in tower.parameters() if each.grad is not None]
 
 
@@ -270,7 +270,7 @@ def memory_of_a_loss(rank: int, num_workers: int, by_ring: bool) -> tuple[int, i
     with Alive() as alive:
         ids = torch.arange(64) + 64 * rank
         with patch.object(collectives, "MAX_GATHERED_BYTES", 0 if by_ring else 2**60):
-            NtXent(temperature=10.0)(view_a, view_b, StoreBatch(), Ids(ids, ids)).backward()
+            NtXent(temperature=10.0)(view_a, view_b, StoreBatch(), ExampleIds(query=ids, key=ids)).backward()
     return alive.largest, alive.most
 
 

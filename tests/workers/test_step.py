@@ -13,7 +13,7 @@ from raycl.config import RunConfig
 from raycl.config.overrides import override
 from raycl.distributed import collectives
 from raycl.losses import nt_xent
-from raycl.losses.example_ids import Ids
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import StoreBatch
 from raycl.models.build import build_towers
@@ -72,7 +72,7 @@ def gradients_of_a_worker(rank: int, num_workers: int) -> list[Tensor]:
     view_a, view_b, sample_id = (each[rows] for each in make_views())
     embedding, temperature = parallel(torch.cat([view_a, view_b]))
     loss = NtXent(temperature=temperature)
-    loss(*embedding.chunk(2), StoreBatch(), Ids(sample_id, sample_id)).backward()
+    loss(*embedding.chunk(2), StoreBatch(), ExampleIds(query=sample_id, key=sample_id)).backward()
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
