@@ -15,8 +15,8 @@ from raycl.errors import ConfigError
 from raycl.losses import clip, info_nce, tiled
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.tiled import read_sizes
-from tests.embeddings import make_rows, make_views, of_worker, worker_spans
-from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
+from tests.embeddings import make_rows, make_views, of_worker
+from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import are_pairs, plain_bidirectional
 from tests.tiles import MetricsLogger, count_products, tiny_tiles_in
 
@@ -363,77 +363,6 @@ def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
     assert 0 < value < 1e-2
 
 
-def test_a_pair_alone_has_no_loss() -> None:
-    inputs = leaves(*make_views(1, 3), torch.tensor(0.07))
-    loss = clip(inputs[0], inputs[1], temperature=inputs[2])
-    assert_zero(value_and_gradients(loss, inputs))
-
-
-@pytest.mark.parametrize("temperature", (0.07, 0.01))
-def test_pairs_whose_candidates_are_all_masked_have_no_loss(temperature: float) -> None:
-    inputs = leaves(*make_views(4, 3), make_rows(5, 3))
-    same = torch.zeros(5, dtype=torch.int64)
-    loss = clip(
-        *inputs[:2],
-        temperature=temperature,
-        query_id=same[:4],
-        key_id=same[:4],
-        negatives=inputs[2],
-        negative_id=same,
-    )
-    assert_zero(value_and_gradients(loss, inputs))
-
-
-def test_a_queue_that_is_still_empty_changes_nothing() -> None:
-    inputs = leaves(*make_views(4, 3), torch.tensor(0.07))
-    with_empty, without = (
-        value_and_gradients(clip(inputs[0], inputs[1], temperature=inputs[2], negatives=queue), inputs)
-        for queue in (torch.empty(0, 3), None)
-    )
-    assert all(map(torch.equal, with_empty, without))
-
-
-@pytest.mark.parametrize("with_companions", (False, True))
-@pytest.mark.parametrize("temperature", (0.2, 0.01))
-@pytest.mark.parametrize("num_workers", (1, 2, 4))
-def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
-    num_workers: int, temperature: float, with_companions: bool
-) -> None:
-    """Slicing plays the part of the gather, the mean that of DDP."""
-    companions = make_companions(300, 200, num_ids=250) if with_companions else {}
-    of_negatives = {name: companions.pop(name) for name in list(companions) if name.startswith("negative")}
-    inputs = leaves(*make_views(300, 4), torch.tensor(temperature), make_rows(200, 4), dtype=torch.float64)
-    query, key, degrees, queue = inputs
-    shared = {"temperature": degrees, "negatives": queue, **of_negatives}
-    whole = clip(query, key, **companions, **shared)
-    batch = {"query": query, "key": key, **companions}
-    losses = [
-        clip(offset=own.start, **of_worker(batch, own), **shared) for own in worker_spans(300, num_workers)
-    ]
-    mean = value_and_gradients(torch.stack(losses).mean(), inputs)
-    assert_close(mean, value_and_gradients(whole, inputs), 1e-11)
-
-
-@pytest.mark.parametrize("temperature", (0.1, 0.01))
-def test_no_matrix_of_all_pairs_is_ever_held(temperature: float) -> None:
-    batch, dim = 4096, 64
-    inputs = leaves(*make_views(batch, dim))
-    companions = make_companions(batch, 0, num_ids=4000, frequencies=False)
-    del companions["negative_id"]
-    with MetricsLogger() as alone:
-        clip(*inputs, temperature=temperature, **companions).backward()
-    assert 0 < alone.largest <= 256 * 1024  # one tile, the 64th part of all pairs
-    with MetricsLogger() as gathered:
-        clip(
-            *(rows[1024:1300] for rows in inputs),
-            temperature=temperature,
-            gathered_query=inputs[0],
-            gathered_key=inputs[1],
-            offset=1024,
-        ).backward()
-    assert 0 < gathered.largest <= 256 * batch
-
-
 def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
     """The batch alone: one product for the sums, one more for weights, one for each gradient."""
     inputs = (*make_views(5, 4), torch.tensor(0.1), make_rows(3, 4))
@@ -446,25 +375,6 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
             others = {"negatives": queue} if has_negatives else {}
             loss = partial(clip, query, key, temperature=degrees, **others)
             assert count_products(loss, "softmax", "mutual") == num_products, wanted
-
-
-def test_distinct_ids_cost_no_mask() -> None:
-    views, queue = make_views(40, 4), make_rows(50, 4)
-    for query_id, negative_id, masked in (
-        (torch.randperm(40), torch.arange(140, 190), False),
-        (torch.randperm(40) % 39, torch.arange(140, 190), True),
-        (torch.randperm(40), torch.arange(139, 189), True),
-    ):
-        with MetricsLogger() as recorder:
-            clip(
-                *views,
-                temperature=0.1,
-                query_id=query_id,
-                key_id=torch.arange(100, 140),
-                negatives=queue,
-                negative_id=negative_id,
-            )
-        assert ("masked_fill_" in recorder.functions) == masked
 
 
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))
@@ -481,17 +391,6 @@ def test_broken_rows_and_frequencies_give_nan(place: int, temperature: float, br
         negative_log_frequency=torch.zeros(12),
     )
     assert loss.isnan()
-
-
-def test_rows_whose_gradient_the_gather_lost_are_refused_where_one_is_wanted() -> None:
-    query, key = leaves(*make_views(8, 3))
-    lost = {"gathered_query": query * 1, "gathered_key": key.detach(), "temperature": 0.2, "offset": 4}
-    with pytest.raises(ConfigError, match="key would get no gradient: it requires one, but gathered_key"):
-        clip(query[4:], key[4:], **lost)
-    with torch.no_grad():
-        assert clip(query[4:], key[4:], **lost).isfinite()
-    clip(query[4:], key[4:].detach(), **lost).backward()
-    assert query.grad is not None
 
 
 ROWS = torch.eye(4)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raycl.errors import ConfigError
 from raycl.losses import clip, hinge, info_nce, nt_xent, tiled
 from tests.embeddings import make_rows, make_views
-from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
+from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_bidirectional, plain_hinge, plain_info_nce, plain_nt_xent
 from tests.tiles import MetricsLogger
 
@@ -249,6 +249,85 @@ def test_no_weight_is_a_number_too_small_for_full_speed(loss: Callable[..., Tens
         loss(query.requires_grad_(), key, temperature=0.01)
     assert seen
     assert sum(seen) == 0
+
+
+# Candidates
+
+TEMPERATURE = {"temperature": 0.1}
+COLD = {"temperature": 0.01}
+ALL = [
+    *(partial(loss, **heat) for heat in (TEMPERATURE, COLD) for loss in (nt_xent, info_nce, clip)),
+    *(partial(hinge, margin=0.3, **ways) for ways in WAYS),
+]
+WITH_NEGATIVES = [loss for loss in ALL if loss.func is not nt_xent]
+
+
+def ids_of(loss: Loss, ids: Tensor) -> dict[str, Tensor]:
+    return {"query_id": ids, "key_id": ids} if loss.func is clip else {"sample_id": ids}
+
+
+@pytest.mark.parametrize("loss", ALL, ids=name_of)
+@pytest.mark.parametrize("batch", (1, 4))
+def test_rows_whose_candidates_are_all_masked_have_no_loss(batch: int, loss: Loss) -> None:
+    inputs = leaves(*make_views(batch, 3))
+    same: dict[str, Any] = ids_of(loss, torch.zeros(batch, dtype=torch.int64))
+    if loss in WITH_NEGATIVES:
+        same |= {"negatives": make_rows(4, 3), "negative_id": torch.zeros(4, dtype=torch.int64)}
+    assert_zero(value_and_gradients(loss(*inputs, **same), inputs))
+
+
+@pytest.mark.parametrize("loss", WITH_NEGATIVES, ids=name_of)
+def test_a_queue_that_is_still_empty_changes_nothing(loss: Loss) -> None:
+    inputs, empty = leaves(*make_views(4, 3)), torch.empty(0, 3)
+    results = value_and_gradients(loss(*inputs, negatives=empty), inputs)
+    assert_close(results, value_and_gradients(loss(*inputs), inputs), 1e-6)
+    if loss.func is not clip and not loss.keywords.get("bidirectional"):
+        alone = loss(*inputs, negatives=empty, in_batch=False)
+        assert_zero(value_and_gradients(alone, inputs))
+
+
+@pytest.mark.parametrize("loss", ALL, ids=name_of)
+@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
+@pytest.mark.parametrize("place", (0, 1, 2))
+def test_broken_rows_give_no_number(place: int, broken: float, loss: Loss) -> None:
+    rows = [*make_views(9, 4), make_rows(12, 4)]
+    rows[place][3, 1] = broken
+    negatives = {"negatives": rows[2]} if loss in WITH_NEGATIVES else {}
+    if place < 2 or negatives:
+        assert not loss(*rows[:2], **negatives).isfinite()
+
+
+@pytest.mark.parametrize("loss", ALL, ids=name_of)
+def test_no_matrix_of_all_pairs_is_ever_held(loss: Loss) -> None:
+    batch, dim, own = 4096, 16, slice(1024, 1300)
+    inputs, ids = leaves(*make_views(batch, dim)), torch.arange(batch) % 4000
+    with MetricsLogger() as alone:
+        loss(*inputs, **(ids_of(loss, ids) if loss.func is clip else {})).backward()
+    assert 0 < alone.largest <= 256 * (batch if loss.func is info_nce else 1024)
+    sides = ("gathered_a", "gathered_b") if loss.func is nt_xent else ("gathered_query", "gathered_key")
+    gathered: dict[str, Any] = dict(zip(sides, inputs, strict=True))
+    if loss.func is info_nce or loss.keywords.get("bidirectional") is False:
+        del gathered["gathered_query"]
+    with MetricsLogger() as of_a_worker:
+        loss(*(rows[own] for rows in inputs), **gathered, offset=own.start).backward()
+    assert 0 < of_a_worker.largest <= 256 * batch * (2 if loss.func is nt_xent else 1)
+
+
+@pytest.mark.parametrize("loss", ALL, ids=name_of)
+def test_distinct_ids_cost_no_mask(loss: Loss) -> None:
+    views, queue, ids = make_views(40, 4), make_rows(50, 4), torch.randperm(40)
+    for sample_id, negative_id, masked in (
+        (ids, torch.arange(40, 90), False),
+        (ids, torch.arange(39, 89), loss in WITH_NEGATIVES),
+        (ids % 39, torch.arange(40, 90), True),
+    ):
+        negatives = {"negatives": queue, "negative_id": negative_id} if loss in WITH_NEGATIVES else {}
+        with MetricsLogger() as recorder:
+            loss(*views, **ids_of(loss, sample_id), **negatives)
+        assert ("masked_fill_" in recorder.functions) == masked
+    with MetricsLogger() as recorder:
+        loss(*views)
+    assert not recorder.functions & {"sort", "argsort", "searchsorted", "masked_fill_"}
 
 
 # Refusals

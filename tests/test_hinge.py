@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +15,7 @@ from raycl.errors import ConfigError
 from raycl.losses import clip, hinge
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.tiled import read_sizes
-from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids, of_worker, worker_spans
+from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids
 from tests.gradients import assert_close, assert_zero, leaves, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_hinge
 from tests.tiles import MetricsLogger, count_products, tiny_tiles_in
@@ -35,7 +34,7 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "hardest": st.booleans(),
     "direction": st.sampled_from(("rows", "both", "negatives only")),
 }
-tiny_tiles = partial(tiny_tiles_in, "hinge")
+tiny_tiles = partial(tiny_tiles_in, "hinge", "softmax")
 
 
 def compare_with_plain(
@@ -141,28 +140,6 @@ def test_any_sizes_and_ids_equal_the_plain_formula(
         )
 
 
-@pytest.mark.parametrize("hardest", (False, True))
-def test_gradients_agree_with_finite_differences(hardest: bool) -> None:
-    """Exactly: between its kinks the loss is quadratic at most in any one number."""
-    inputs = leaves(*make_views(6, 3, noise=1.0), make_rows(5, 3), dtype=torch.float64)
-
-    def loss_of(query: Tensor, key: Tensor, negatives: Tensor) -> Tensor:
-        return hinge(query, key, margin=0.4, hardest=hardest, negatives=negatives)
-
-    value, *gradients = value_and_gradients(loss_of(*inputs), inputs)
-    assert value > 0.01
-    with torch.no_grad():
-        for tensor, gradient in zip(inputs, gradients, strict=True):
-            numbers = tensor.view(-1)
-            for k in range(len(numbers)):
-                numbers[k] += 1e-4
-                above = loss_of(*inputs)
-                numbers[k] -= 2e-4
-                below = loss_of(*inputs)
-                numbers[k] += 1e-4
-                assert (above - below).item() / 2e-4 == pytest.approx(gradient.view(-1)[k].item(), abs=1e-9)
-
-
 def test_by_default_all_negatives_count_and_both_ways_if_the_batch_does() -> None:
     query, key, negatives = *make_views(20, 5), make_rows(9, 5)
     plain = plain_hinge(query, key, margin=0.3, hardest=False, bidirectional=True)
@@ -264,55 +241,6 @@ def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
         )
 
 
-def without_masks(
-    query: Tensor,
-    key: Tensor,
-    negatives: Tensor,
-    *,
-    false_keys: dict[int, set[int]],
-    false_negatives: dict[int, set[int]],
-    **ways: Any,
-) -> Tensor:
-    """Take each pair alone, with the candidates that are left: the false ones are not there at all."""
-    every, each_negative = range(len(key)), range(len(negatives))
-    losses = []
-    for k in every:
-        keys = [n for n in every if n != k and n not in false_keys.get(k, ())]
-        others = [n for n in each_negative if n not in false_negatives.get(k, ())]
-        queries = [n for n in every if n != k and k not in false_keys.get(n, ())]
-        forth, back = torch.cat([key[keys], negatives[others]]), query[queries]
-        mine, its = query[k : k + 1], key[k : k + 1]
-        losses.append(hinge(mine, its, in_batch=False, negatives=forth, **ways))
-        losses.append(hinge(its, mine, in_batch=False, negatives=back, **ways))
-    return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize("hardest", (False, True))
-def test_the_mask_removes_exactly_the_planted_false_negatives(hardest: bool) -> None:
-    """Clicks 20 to 23 are planted among 20 distinct ones, and four of the negatives are clicked keys."""
-    query, key = make_views(24, 5, noise=0.6)
-    query_id, key_id = torch.arange(24), torch.arange(100, 124)
-    # Query 0 has the keys of clicks 0, 20 and 21; that of click 5 has a second query, 22, and query 0 as
-    # a third: so for all of query 0's clicks it is no negative.
-    query_id[[20, 21, 23]], query[[20, 21, 23]] = 0, query[0].clone()
-    key_id[[22, 23]], key[[22, 23]] = 105, key[5].clone()
-    key[20:22] = F.normalize(query[0] + 0.1 * make_rows(2, 5), dim=1)
-    negatives, negative_id = make_rows(9, 5), torch.arange(200, 209)
-    for place, click in ((1, 20), (4, 5), (6, 22), (8, 19)):
-        negatives[place], negative_id[place] = key[click], key_id[click]
-    of_query_0 = {0, 5, 20, 21, 22, 23}
-    false_keys = {click: of_query_0 - {click} for click in (0, 20, 21, 23)}
-    false_keys |= {5: {22, 23}, 22: {5, 23}}
-    false_negatives = {click: {1, 4, 6} for click in (0, 20, 21, 23)} | {5: {4, 6}, 22: {4, 6}, 19: {8}}
-    inputs = leaves(query, key, negatives, dtype=torch.float64)
-    ways = {"margin": 0.3, "hardest": hardest}
-    ids = {"query_id": query_id, "key_id": key_id, "negative_id": negative_id}
-    ours = hinge(*inputs[:2], negatives=inputs[2], **ids, **ways)
-    true = without_masks(*inputs, false_keys=false_keys, false_negatives=false_negatives, **ways)
-    assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, inputs), 1e-12)
-    assert (hinge(*inputs[:2], negatives=inputs[2], **ways) - ours) > 1e-3
-
-
 def negatives_of_each_pair(loss: Any, *, query_id: Tensor, key_id: Tensor, negative_id: Tensor) -> Tensor:
     """Say which keys, negatives and queries each pair pushes away, [batch, num_candidates]."""
     batch = len(key_id)
@@ -343,18 +271,6 @@ def test_the_same_candidates_are_masked_as_by_the_cross_entropy() -> None:
         theirs = negatives_of_each_pair(partial(clip, temperature=1.0), **ids)
         assert torch.equal(ours, theirs)
         assert 0.1 < ours.double().mean() < 0.9
-
-
-@pytest.mark.parametrize("ways", WAYS)
-def test_sample_ids_are_short_for_the_same_ids_of_queries_and_of_keys(ways: dict[str, Any]) -> None:
-    inputs = leaves(*make_views(300, 4, noise=1.0), make_rows(90, 4))
-    ids, negative_id = torch.arange(300) % 20, torch.arange(90)
-    shared = {"margin": 0.3, "negatives": inputs[2], "negative_id": negative_id, **ways}
-    short = hinge(*inputs[:2], sample_id=ids, **shared)
-    long = hinge(*inputs[:2], query_id=ids, key_id=ids.clone(), **shared)
-    for one, other in zip(value_and_gradients(short, inputs), value_and_gradients(long, inputs), strict=True):
-        assert torch.equal(one, other)
-    assert short != hinge(*inputs[:2], sample_id=torch.arange(300) + 300, **shared)
 
 
 def test_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None:
@@ -442,104 +358,11 @@ def test_of_equally_hard_queries_the_first_alone_is_pushed_away() -> None:
     assert torch.equal(columns[2], rows[1])
 
 
-@pytest.mark.parametrize("hardest", (False, True))
-@pytest.mark.parametrize("in_batch", (True, False))
-def test_a_queue_that_is_still_empty_gives_no_nan(in_batch: bool, hardest: bool) -> None:
-    inputs = leaves(*make_views(4, 3))
-    ways = {"margin": 0.9, "hardest": hardest}
-    results = value_and_gradients(
-        hinge(*inputs, **ways, in_batch=in_batch, negatives=torch.empty(0, 3)), inputs
-    )
-    if in_batch:
-        assert all(map(torch.equal, results, value_and_gradients(hinge(*inputs, **ways), inputs)))
-        assert results[0] > 0
-    else:
-        assert_zero(results)
-
-
-@pytest.mark.parametrize("ways", WAYS)
-@pytest.mark.parametrize("batch", (1, 4))
-def test_pairs_whose_candidates_are_all_masked_have_no_loss(batch: int, ways: dict[str, Any]) -> None:
-    inputs = leaves(*make_views(batch, 3), make_rows(4, 3))
-    loss = hinge(
-        *inputs[:2],
-        margin=3.0,
-        sample_id=torch.zeros(batch, dtype=torch.int64),
-        negatives=inputs[2],
-        negative_id=torch.zeros(4, dtype=torch.int64),
-        **ways,
-    )
-    assert_zero(value_and_gradients(loss, inputs))
-
-
 def test_long_rows_and_a_wide_margin_give_the_right_value() -> None:
     query, key = make_views(300, 4)
     lengths = torch.logspace(-3, 2, 300)[:, None]
     for ways in WAYS:
         compare_with_plain(query * lengths, key, make_rows(30, 4) * 9, margin=40.0, **ways)
-
-
-@pytest.mark.parametrize("ways", WAYS)
-@pytest.mark.parametrize("with_ids", (False, True))
-@pytest.mark.parametrize("num_workers", (1, 2, 4))
-def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
-    num_workers: int, with_ids: bool, ways: dict[str, Any]
-) -> None:
-    """Slicing plays the part of the gather, the mean that of DDP."""
-    ids, negative_id = (torch.arange(300) % 250, torch.arange(200) % 180) if with_ids else (None, None)
-    inputs = leaves(*make_views(300, 4, noise=1.0), make_rows(200, 4), dtype=torch.float64)
-    query, key, queue = inputs
-    shared = {"margin": 0.2, "negatives": queue, "negative_id": negative_id, **ways}
-    whole = hinge(query, key, sample_id=ids, **shared)
-    batch = {"key": key} | ({"query": query} if ways["bidirectional"] else {})
-    batch |= {} if ids is None else {"sample_id": ids}
-    losses = [
-        hinge(**{"query": query[own]} | of_worker(batch, own), offset=own.start, **shared)
-        for own in worker_spans(300, num_workers)
-    ]
-    mean = value_and_gradients(torch.stack(losses).mean(), inputs)
-    assert_close(mean, value_and_gradients(whole, inputs), 1e-12)
-
-
-@pytest.mark.parametrize("ways", [*WAYS, {"in_batch": False}, {"in_batch": False, "hardest": True}])
-@pytest.mark.parametrize("num_workers", (2, 4))
-def test_pairs_of_other_workers_are_known_as_those_of_the_same_batch(
-    num_workers: int, ways: dict[str, Any]
-) -> None:
-    """A query's positives are on several workers, and among the negatives of all."""
-    pair_ids, negative_id = make_pair_ids(200, 150, 120)
-    inputs = leaves(*make_views(200, 4, noise=1.0), make_rows(150, 4), dtype=torch.float64)
-    query, key, negatives = inputs
-    shared = {"margin": 0.2, "negatives": negatives, "negative_id": negative_id, **ways}
-    whole = hinge(query, key, **named_ids(pair_ids, None), **shared)
-    gathered = {"gathered_key": key} if ways.get("in_batch", True) else {}
-    gathered |= {"gathered_query": query} if ways.get("bidirectional") else {}
-    losses = []
-    for own in worker_spans(200, num_workers):
-        ids = named_ids(pair_ids, own)
-        losses.append(hinge(query[own], key[own], offset=own.start, **ids, **gathered, **shared))
-    mean = value_and_gradients(torch.stack(losses).mean(), inputs)
-    assert_close(mean, value_and_gradients(whole, inputs), 1e-12)
-
-
-@pytest.mark.parametrize("hardest", (False, True))
-def test_no_matrix_of_all_pairs_is_ever_held(hardest: bool) -> None:
-    batch, dim = 8192, 64
-    inputs, ids = leaves(*make_views(batch, dim)), torch.arange(batch) % 8000
-    with MetricsLogger() as alone:
-        hinge(*inputs, margin=0.2, hardest=hardest).backward()
-    assert 0 < alone.largest <= batch * dim  # as much as the queries: the 128th part of all pairs
-    with MetricsLogger() as gathered:
-        hinge(
-            *(rows[2048:2348] for rows in inputs),
-            margin=0.2,
-            hardest=hardest,
-            gathered_query=inputs[0],
-            gathered_key=inputs[1],
-            offset=2048,
-            **named_ids((ids, torch.arange(batch) % 7500), slice(2048, 2348)),
-        ).backward()
-    assert 0 < gathered.largest <= batch * dim
 
 
 def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
@@ -549,31 +372,7 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
     for (wanted, num_products), hardest in itertools.product(expected.items(), (False, True)):
         query, key, queue = wanting(inputs, wanted)
         loss = partial(hinge, query, key, margin=0.3, hardest=hardest, negatives=queue)
-        assert count_products(loss, "hinge") == (2 if hardest else num_products), wanted
-
-
-def test_distinct_ids_cost_no_mask_and_without_ids_nothing_is_looked_for() -> None:
-    (query, key), queue = make_views(40, 4), make_rows(50, 4)
-    for sample_id, negative_id, masked in (
-        (torch.randperm(40), torch.arange(40, 90), False),
-        (torch.randperm(40), torch.arange(39, 89), True),
-        (torch.randperm(40) % 39, torch.arange(40, 90), True),
-    ):
-        with MetricsLogger() as recorder:
-            hinge(query, key, margin=0.3, sample_id=sample_id, negatives=queue, negative_id=negative_id)
-        assert ("masked_fill_" in recorder.functions) == masked
-        assert "searchsorted" in recorder.functions
-    for query_id, key_id, masked in (
-        (torch.randperm(40), torch.randperm(40), False),
-        (torch.randperm(40) % 39, torch.randperm(40), True),
-        (torch.randperm(40), torch.randperm(40) % 39, True),
-    ):
-        with MetricsLogger() as recorder:
-            hinge(query, key, margin=0.3, query_id=query_id, key_id=key_id)
-        assert ("masked_fill_" in recorder.functions) == masked
-    with MetricsLogger() as recorder:
-        hinge(query, key, margin=0.3, negatives=queue)
-    assert not recorder.functions & {"sort", "argsort", "searchsorted", "masked_fill_"}
+        assert count_products(loss, "hinge", "softmax") == (2 if hardest else num_products), wanted
 
 
 def test_only_blocks_of_rows_with_false_negatives_cost_a_pass() -> None:
@@ -590,16 +389,6 @@ def test_only_blocks_of_rows_with_false_negatives_cost_a_pass() -> None:
     with MetricsLogger() as recorder:
         mask.apply_(torch.zeros(50, 600), blocks[2], whole)
     assert "masked_fill_" not in recorder.functions
-
-
-@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
-@pytest.mark.parametrize("ways", WAYS)
-@pytest.mark.parametrize("place", (0, 1, 2))
-def test_broken_rows_give_nan(place: int, ways: dict[str, Any], broken: float) -> None:
-    rows = [*make_views(9, 4), make_rows(12, 4)]
-    rows[place][3] = broken
-    with tiny_tiles():
-        assert not hinge(*rows[:2], margin=0.3, negatives=rows[2], **ways).isfinite()
 
 
 def test_rows_whose_gradient_the_gather_lost_are_refused_where_one_is_wanted() -> None:
@@ -650,30 +439,6 @@ ALONE = {"in_batch": False, "negatives": ROWS, "query_id": IDS, "key_id": IDS, "
         ({"negatives": ROWS[:, :2]}, "the negatives must be [rows, dim] with the dim of the queries"),
         (BOTH | {"gathered_key": ROWS[0]}, "the rows of gathered_key must be [rows, dim]"),
         (BOTH | {"gathered_query": ROWS[:, :2]}, "the rows of gathered_query must be [rows, dim]"),
-        (BOTH | {"offset": 1}, "offset 1 with 4 rows for 4 gathered rows"),
-        (BOTH | {"sample_id": IDS}, "gathered_sample_id is None; pass both or neither"),
-        (BOTH | {"gathered_sample_id": IDS}, "sample_id is None; pass both or neither"),
-        (
-            BOTH | {"sample_id": IDS, "gathered_sample_id": IDS[:3]},
-            "gathered_sample_id does not match its rows: got [3] ids for 4 rows",
-        ),
-        (
-            {"sample_id": IDS, "query_id": IDS, "key_id": IDS},
-            "two kinds of ids: got sample_id with query_id and key_id; pass sample_id if a pair is one",
-        ),
-        (BOTH | {"sample_id": IDS, "gathered_key_id": IDS}, "got sample_id with key_id; pass sample_id"),
-        ({"key_id": torch.eye(4)}, "key_id does not match its rows: got [4, 4] ids for 4 rows"),
-        ({"gathered_query_id": IDS}, "gathered_query_id requires gathered_key, got only [4] values"),
-        (BOTH | {"query_id": IDS}, "gathered_query_id is None; pass both or neither"),
-        (BOTH | {"gathered_key_id": IDS}, "ids are missing: key_id is None; pass both"),
-        (
-            BOTH | {"key_id": IDS, "gathered_key_id": IDS[:3]},
-            "gathered_key_id does not match its rows: got [3] ids for 4 rows; gather the ids",
-        ),
-        (
-            {"negatives": ROWS, "query_id": IDS, "negative_id": IDS},
-            "ids are missing: key_id is None; pass both or neither",
-        ),
         (
             ALONE | {"gathered_query_id": IDS, "gathered_key_id": torch.arange(8)},
             "gathered_key_id does not match its rows: got [8] ids for 4 rows",

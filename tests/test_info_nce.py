@@ -13,8 +13,8 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import info_nce
-from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids, of_worker, worker_spans
-from tests.gradients import assert_close, assert_zero, leaves, tolerance_at, value_and_gradients, wanting
+from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids
+from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import plain_info_nce
 from tests.tiles import MetricsLogger, count_products
 
@@ -212,49 +212,6 @@ def test_sample_ids_are_short_for_the_same_ids_of_queries_and_of_keys() -> None:
         assert torch.equal(one, other)
 
 
-def test_plain_form_needs_query_key_and_temperature_only() -> None:
-    inputs = leaves(*make_views(20, 5))
-    exact = leaves(*inputs, dtype=torch.float64)
-    plain = plain_info_nce(exact[0], exact[1], torch.tensor(0.1))
-    ours = info_nce(inputs[0], inputs[1], temperature=0.1)
-    assert_close(value_and_gradients(ours, inputs), value_and_gradients(plain, exact), 1e-5)
-
-
-def test_float64_rows_are_computed_in_float64() -> None:
-    inputs = leaves(*make_views(5, 3), torch.tensor(0.07), make_rows(9, 3), dtype=torch.float64)
-    ours = info_nce(inputs[0], inputs[1], temperature=inputs[2], negatives=inputs[3])
-    plain = plain_info_nce(*inputs)
-    assert_close(value_and_gradients(ours, inputs), value_and_gradients(plain, inputs), 1e-13)
-
-
-@pytest.mark.parametrize("in_batch", (True, False))
-def test_a_queue_that_is_still_empty_gives_no_nan(in_batch: bool) -> None:
-    inputs = leaves(*make_views(4, 3), torch.tensor(0.07))
-    loss = info_nce(
-        inputs[0], inputs[1], temperature=inputs[2], in_batch=in_batch, negatives=torch.empty(0, 3)
-    )
-    results = value_and_gradients(loss, inputs)
-    if in_batch:
-        alone = info_nce(inputs[0], inputs[1], temperature=inputs[2])
-        assert_close(results, value_and_gradients(alone, inputs), 1e-12)
-    else:
-        assert_zero(results)
-
-
-@pytest.mark.parametrize("temperature", (0.07, 0.01))
-def test_a_query_whose_candidates_are_all_masked_has_no_loss(temperature: float) -> None:
-    inputs = leaves(*make_views(4, 3))
-    zeros = torch.zeros(4, dtype=torch.int64)
-    loss = info_nce(
-        *inputs,
-        temperature=temperature,
-        sample_id=zeros,
-        negatives=make_rows(4, 3),
-        negative_id=zeros,
-    )
-    assert_zero(value_and_gradients(loss, inputs))
-
-
 @pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
 def test_unrelated_rows_neither_overflow_nor_underflow(temperature: float) -> None:
     """The best similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
@@ -278,30 +235,6 @@ def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
     assert 0 < value < 1e-2
 
 
-@pytest.mark.parametrize("with_ids", (False, True))
-@pytest.mark.parametrize("temperature", (0.2, 0.01))
-@pytest.mark.parametrize("num_workers", (2, 4))
-def test_mean_over_workers_gives_loss_and_gradient_of_the_whole_batch(
-    num_workers: int, temperature: float, with_ids: bool
-) -> None:
-    """Slicing plays the part of the gather, the mean that of DDP."""
-    ids, negative_id = (torch.arange(300) % 250, torch.arange(500) % 400) if with_ids else (None, None)
-    inputs = leaves(*make_views(300, 7), torch.tensor(temperature), make_rows(500, 7))
-    query, key, degrees, queue = inputs
-    shared = {"temperature": degrees, "negatives": queue, "negative_id": negative_id}
-    whole = info_nce(query, key, sample_id=ids, **shared)
-    batch = {"key": key} if ids is None else {"key": key, "sample_id": ids}
-    losses = [
-        info_nce(query[own], offset=own.start, **of_worker(batch, own), **shared)
-        for own in worker_spans(300, num_workers)
-    ]
-    assert_close(
-        value_and_gradients(torch.stack(losses).mean(), inputs),
-        value_and_gradients(whole, inputs),
-        tolerance_at(temperature),
-    )
-
-
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
 def test_only_a_strip_is_held_and_of_a_queue_only_a_tile(temperature: float) -> None:
     inputs, queue = leaves(*make_views(600, 4)), make_rows(5000, 4)
@@ -320,30 +253,6 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
         query, key, degrees, queue = wanting(inputs, wanted)
         loss = partial(info_nce, query, key, temperature=degrees, negatives=queue)
         assert count_products(loss, "softmax") == num_products, wanted
-
-
-def test_distinct_ids_cost_no_mask() -> None:
-    (query, key), queue = make_views(40, 4), make_rows(50, 4)
-    for negative_id, masked in ((torch.arange(40, 90), False), (torch.arange(39, 89), True)):
-        with MetricsLogger() as recorder:
-            info_nce(
-                query,
-                key,
-                temperature=0.1,
-                sample_id=torch.randperm(40),
-                negatives=queue,
-                negative_id=negative_id,
-            )
-        assert ("masked_fill_" in recorder.functions) == masked
-
-
-@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
-@pytest.mark.parametrize("temperature", (0.1, 0.01))
-@pytest.mark.parametrize("place", (0, 1, 2))
-def test_broken_rows_give_nan(place: int, temperature: float, broken: float) -> None:
-    rows = [*make_views(9, 4), make_rows(12, 4)]
-    rows[place][3] = broken
-    assert info_nce(rows[0], rows[1], temperature=temperature, negatives=rows[2]).isnan()
 
 
 def test_loss_is_the_mean_over_the_queries() -> None:
