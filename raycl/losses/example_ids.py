@@ -27,8 +27,8 @@ class ExampleIds:
     Attributes:
         query: ids of the queries.
         key: ids of the keys.
-        negative: ids of the explicit negatives, which count as keys; None if the batch has none. A
-            transform names this worker's; afterwards, those of all workers, in the order of ranks.
+        negative: ids of the explicit negatives of all workers, in the order of ranks, which count as keys;
+            a transform names this worker's only. None if the batch has none.
         label: classes [local_batch]; an unlabeled row has a class of its own. None for pairs.
         shared_id_space: whether names of different columns are comparable.
         key_name: the names by which a store indexes the keys: the first ones.

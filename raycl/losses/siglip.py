@@ -16,6 +16,7 @@ from raycl.distributed import (
     rank,
     visit_all,
 )
+from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_gathered,
     check_offset,
@@ -23,8 +24,10 @@ from raycl.losses.checks import (
     checked_pair_ids,
     checked_temperature,
 )
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.info_nce import query_mask
+from raycl.losses.objective import StoreBatch
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     Gradients,
@@ -240,11 +243,11 @@ class SigLip:
     bias: float | Tensor
 
     @classmethod
-    def build(cls, settings: Any) -> Self:
-        """Create the loss from settings."""
+    def build(cls, settings: LossSettings) -> Self:
+        """Return the loss with these settings."""
         return cls(temperature=settings.temperature, bias=settings.bias)
 
-    def __call__(self, query: Tensor, key: Tensor | None, stored: Any, ids: Any) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         assert key is not None, "the configuration provides a key for each query"
         scalars: dict[str, Any] = {"temperature": self.temperature, "bias": self.bias}
@@ -264,6 +267,6 @@ class SigLip:
             **scalars,
         )
 
-    def collapsed_loss(self, *, batch_size: int, stored: Any) -> float | None:
+    def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return None: the loss of collapsed embeddings depends on the learned temperature and bias."""
         return None

@@ -110,7 +110,7 @@ def _checked_rows(
 
 
 def _groups(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowGroup]:
-    """Return the rows of each view, which are no candidates of themselves, among 2 * batch columns."""
+    """Return the rows of each view, which exclude themselves as candidates, among 2 * batch columns."""
     return (
         RowGroup(slice(0, local_batch), positive=None, own=offset),
         RowGroup(slice(local_batch, 2 * local_batch), positive=None, own=batch + offset),

@@ -18,7 +18,7 @@ class PackedTokens:
     """
 
     def __init__(self, tokens: Tensor, num_real: int) -> None:
-        """Pack ``tokens`` [batch, length], of which ``num_real`` are no padding."""
+        """Pack ``tokens`` [batch, length], of which ``num_real`` are real."""
         self.batch, self.length = tokens.shape
         self.real = tokens != PADDING  # [batch, length]
         # None without padding: then both layouts are views of each other.
