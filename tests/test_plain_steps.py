@@ -91,7 +91,7 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
         if module is not None:
             module.double()
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
-    names = [worker.maker.drawing.example_ids(rows) for rows in worker.batches(STEPS)]
+    names = [worker.maker.transform.example_ids(rows) for rows in worker.batches(STEPS)]
     count = made_up_counts(names) if worker.stage.logq_correction else {}
     worker.frequencies = Frequencies(
         torch.tensor(sorted(count)), torch.tensor([count[each] for each in sorted(count)]).log()
