@@ -26,6 +26,7 @@ from tests.plain_losses import (
     plain_nce,
     plain_nt_xent,
     plain_siglip,
+    plain_supcon,
 )
 
 
@@ -238,6 +239,9 @@ class PlainRun:
         temperature = temperature if self.config.learn_temperature else temperature.detach()
         if self.stage.loss == "nt_xent":
             return plain_nt_xent(query, positive, temperature, ids=(query_id, query_id))
+        if self.stage.loss == "supcon":
+            assert self.names.label is not None
+            return plain_supcon(torch.cat([query, positive]), self.names.label.repeat(2), temperature)
         if self.stage.loss == "nce":
             masked = query_id[:, None] == other_id
             logits = (query @ others.T / temperature).detach()[~masked]
