@@ -1,7 +1,6 @@
 """SigLIP's pairwise sigmoid loss in tiles, over workers and by a ring against the formula in float64."""
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,14 +10,10 @@ from torch import Tensor
 
 from raycl.errors import ConfigError
 from raycl.losses import siglip
-from raycl.losses.example_ids import ExampleIds
-from raycl.losses.objective import StoreBatch
-from raycl.losses.siglip import SigLip
-from tests.embeddings import make_pair_ids, make_views, named_ids, worker_spans
+from tests.embeddings import make_pair_ids, make_views, named_ids
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients
 from tests.plain_losses import plain_siglip
 from tests.tiles import MetricsLogger, count_products, tiny_tiles_in
-from tests.workers.processes import run_workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,29 +69,6 @@ def test_only_a_tile_is_held_and_no_product_is_taken_without_gradient() -> None:
     assert 0 < recorder.largest <= 256 * 1024
     small = make_views(5, 4)
     assert count_products(lambda: siglip(*small, temperature=0.1, bias=0.0), "siglip") == 1
-
-
-def on_a_worker(rank: int, num_workers: int, by_ring: bool) -> list[Tensor]:
-    inputs, own = make_inputs(24), worker_spans(24, num_workers)[rank]
-    (query_id, key_id), _ = make_pair_ids(24, 0, 20)
-    limit = 0 if by_ring else 2**30
-    local = leaves(inputs[0][own], inputs[1][own], *inputs[2:])
-    with tiny_tiles_in("siglip"), patch("raycl.distributed.collectives.MAX_GATHERED_BYTES", limit):
-        loss_of = SigLip(temperature=local[2], bias=local[3])
-        loss = loss_of(local[0], local[1], StoreBatch(), ExampleIds(query=query_id[own], key=key_id[own]))
-        return value_and_gradients(loss, local)
-
-
-@pytest.mark.parametrize("by_ring", (False, True))
-@pytest.mark.parametrize("num_workers", (1, 2, 3, 4))
-def test_workers_give_loss_and_gradient_of_the_whole_batch(num_workers: int, by_ring: bool) -> None:
-    inputs = make_inputs(24)
-    true = value_and_gradients(plain_siglip(*inputs, pair_ids=make_pair_ids(24, 0, 20)[0]), inputs)
-    answers = run_workers(on_a_worker, num_workers, by_ring)
-    losses, queries, keys, temperatures, biases = zip(*answers, strict=True)
-    ours = [torch.cat(queries) / num_workers, torch.cat(keys) / num_workers]
-    scalars: list[Any] = [torch.stack(each).mean() for each in (losses, temperatures, biases)]
-    assert_close([scalars[0], *ours, *scalars[1:]], true, 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,18 +13,15 @@ from torch import Tensor
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.losses import nt_xent, supcon
-from raycl.losses.example_ids import ExampleIds, own_classes
-from raycl.losses.objective import StoreBatch
-from raycl.losses.supcon import SupCon
+from raycl.losses.example_ids import own_classes
 from raycl.recipes import recipe
 from raycl.training.data_module import DataModule
-from tests.embeddings import make_views, worker_spans
+from tests.embeddings import make_views
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients
 from tests.plain_losses import plain_supcon
 from tests.pretend_gpu import CPU
 from tests.pretended_steps import SMALL, Case, Worker
 from tests.tiles import MetricsLogger, tiny_tiles_in
-from tests.workers.processes import run_workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,27 +93,6 @@ def test_only_tiles_are_held() -> None:
     with MetricsLogger() as recorder:
         supcon(view_a, view_b, labels_of(2048, 10), temperature=0.1).backward()
     assert 0 < recorder.largest <= 256 * 4096
-
-
-def on_a_worker(rank: int, num_workers: int, by_ring: bool) -> list[Tensor]:
-    inputs, own = make_inputs(24), worker_spans(24, num_workers)[rank]
-    local, label = leaves(inputs[0][own], inputs[1][own], inputs[2]), labels_of(24, 7)[own]
-    limit = 0 if by_ring else 2**30
-    ids = ExampleIds(query=label, key=label, label=label)
-    with tiny_tiles_in("softmax"), patch("raycl.distributed.collectives.MAX_GATHERED_BYTES", limit):
-        loss = SupCon(temperature=local[2])(local[0], local[1], StoreBatch(), ids)
-        return value_and_gradients(loss, local)
-
-
-@pytest.mark.parametrize("by_ring", (False, True))
-@pytest.mark.parametrize("num_workers", (1, 2, 3, 4))
-def test_workers_give_loss_and_gradient_of_the_whole_batch(num_workers: int, by_ring: bool) -> None:
-    inputs, label = make_inputs(24), labels_of(24, 7).repeat(2)
-    true = value_and_gradients(plain_supcon(torch.cat(inputs[:2]), label, inputs[2]), inputs)
-    losses, views_a, views_b, temperatures = zip(*run_workers(on_a_worker, num_workers, by_ring), strict=True)
-    ours = [torch.cat(each) / num_workers for each in (views_a, views_b)]
-    scalars = [torch.stack(each).mean() for each in (losses, temperatures)]
-    assert_close([scalars[0], *ours, scalars[1]], true, 1e-10)
 
 
 def test_an_unlabeled_sample_is_of_a_class_of_its_own() -> None:

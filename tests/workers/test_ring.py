@@ -8,9 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -200,47 +199,6 @@ def test_a_worker_that_wants_no_gradient_stops_nobody() -> None:
     assert len(ours) == 1
     for theirs, gathered in others:
         assert_close(theirs, gathered, 1e-10)
-
-
-class Tower(nn.Module):
-    """One layer and a learned temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(DIM, 4).double()
-        self.log_temperature = nn.Parameter(torch.tensor(-1.5, dtype=torch.float64))
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return F.normalize(self.layer(rows), dim=1), self.log_temperature.exp()
-
-
-def gradients_of_a_worker(rank: int, num_workers: int, loss: str) -> list[Tensor]:
-    batch = [unit_rows(12, 7), unit_rows(12, 8)]
-    ids = torch.arange(12) % 11
-    tower = Tower()
-    parallel = DistributedDataParallel(tower) if num_workers > 1 else tower
-    embedding, temperature = parallel(torch.cat([each.chunk(num_workers)[rank] for each in batch]))
-    query, key = embedding.chunk(2)
-    own = ids.chunk(num_workers)[rank]
-    with patch.object(collectives, "MAX_GATHERED_BYTES", 0):
-        objective(loss, temperature)(query, key, StoreBatch(), ExampleIds(query=own, key=own)).backward()
-    return [each.grad for each in tower.parameters() if each.grad is not None]
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("loss", OF_VIEWS)
-def test_workers_give_the_gradient_of_the_whole_batch_for_tower_and_temperature(
-    loss: str, num_workers: int
-) -> None:
-    tower, ids = Tower(), torch.arange(12) % 11
-    embedding, temperature = tower(torch.cat([unit_rows(12, 7), unit_rows(12, 8)]))
-    query, key = embedding.chunk(2)
-    loss_of = nt_xent if loss == "nt_xent" else info_nce
-    loss_of(query, key, temperature=temperature, sample_id=ids).backward()
-    whole = [each.grad for each in tower.parameters() if each.grad is not None]
-    for gradients in run_workers(gradients_of_a_worker, num_workers, loss):
-        assert_close(gradients, whole, 1e-10)
 
 
 class Alive(TorchDispatchMode):
