@@ -32,7 +32,6 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"progress", "cli.ray_options", "training.coordinator"},
     {"training", "inference"},
     {"cli.bank_tables", "preparation", "report"},
-    {"evaluation.retrieval_task"},
     {"evaluation.classification", "evaluation.retrieval", "evaluation.sts"},
     {"cli.plan", "doctor", "demo", "serve"},
     {"api", "cli.serve"},

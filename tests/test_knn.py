@@ -1,9 +1,7 @@
 """Nearest neighbors, their vote, and the linear probe."""
 
-import inspect
-import re
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,12 +13,12 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raycl import evaluate
 from raycl.errors import ConfigError, DataError, RayclError
 from raycl.evaluation import knn as knn_module
 from raycl.evaluation import knn_accuracy, knn_predict, nearest
 from raycl.evaluation import linear as linear_module
 from raycl.evaluation.linear import linear_accuracy
+from tests.test_floors import modules_imported_by
 
 InMemoryDataset = tuple[Tensor, Tensor]
 
@@ -48,14 +46,14 @@ def blobs(num_rows: int, num_classes: int = 5, dim: int = 9, noise: float = 1.0)
 
 
 def plain_nearest(query: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The whole matrix in float64, and a stable sort."""
+    """Sort the whole matrix in float64, stably."""
     similarity = F.normalize(query.double(), dim=1) @ F.normalize(bank.double(), dim=1).T
     similarity, index = similarity.sort(dim=1, descending=True, stable=True)
     return similarity[:, :k], index[:, :k]
 
 
 def plain_predict(query: Tensor, bank: Tensor, label: Tensor, k: int, temperature: float) -> list[int]:
-    """One query and one class at a time, as the paper writes it."""
+    """Sum the votes of one query and one class at a time."""
     similarity, index = plain_nearest(query, bank, k)
     predicted: list[int] = []
     for row, chosen in zip(similarity, index, strict=True):
@@ -74,11 +72,21 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return rows[500:], label[500:], rows[:500], label[:500]
 
 
+Blocks = Callable[[int, int], None]
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Blocks:
+    """Set the number of queries and of bank rows in a tile."""
+    return lambda *sizes: monkeypatch.setattr(knn_module, "_CPU_BLOCKS", sizes)
+
+
 @pytest.mark.parametrize("k", [1, 2, 17, 130, 301, 1_000])
-@pytest.mark.parametrize("blocks", [(None, None), (12, 1), (7, 50), (64, 16), (5, 299), (3, 5)])
-def test_nearest_equals_a_sort_of_the_whole_matrix(k: int, blocks: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize("sizes", [(256, 8_192), (12, 1), (7, 50), (64, 16), (5, 299), (3, 5)])
+def test_nearest_equals_a_sort_of_the_whole_matrix(k: int, sizes: tuple[int, int], blocks: Blocks) -> None:
+    blocks(*sizes)
     query, bank = draw(23, 11, seed=1), draw(301, 11, seed=2)
-    similarity, index = nearest(query, bank, k=k, query_block=blocks[0], bank_block=blocks[1])
+    similarity, index = nearest(query, bank, k=k)
     expected, expected_index = plain_nearest(query, bank, k)
     assert similarity.shape == index.shape == (23, min(k, 301))
     torch.testing.assert_close(similarity, expected.float(), rtol=0, atol=5e-7)
@@ -87,63 +95,51 @@ def test_nearest_equals_a_sort_of_the_whole_matrix(k: int, blocks: tuple[int | N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_of_equal_similarities_the_lower_index_is_kept_and_comes_first(dtype: torch.dtype, sign: int) -> None:
-    # Rows of one entry: every similarity is exactly 1, 0 or -1, so every choice is one of ties.
+def test_equal_similarities_are_in_order_of_index(dtype: torch.dtype, sign: int, blocks: Blocks) -> None:
+    # Rows of one entry: every similarity is exactly 1, 0 or -1, so every choice is between ties.
     bank = torch.eye(3, dtype=dtype)[torch.arange(200) * 7 % 3] * sign
     for k in (1, 5, 66, 70, 199):
         for bank_block in (8, 17, 64, 500):
-            _, index = nearest(torch.eye(3, dtype=dtype), bank, k=k, bank_block=bank_block)
+            blocks(256, bank_block)
+            _, index = nearest(torch.eye(3, dtype=dtype), bank, k=k)
             assert torch.equal(index, plain_nearest(torch.eye(3), bank, k)[1])
-
-
-def test_zero_and_minus_zero_are_equal_similarities() -> None:
     _, index = knn_module._top(torch.tensor([[-0.0, 0.0, -0.0]]), torch.arange(3)[None], 1)
     assert index.tolist() == [[0]]
 
 
-def test_negative_similarities_are_ordered_too() -> None:
-    query, bank = draw(1, 4).abs(), -draw(100, 4, seed=1).abs()
-    similarity, index = nearest(query, bank, k=100, bank_block=32)
-    assert bool((similarity < 0).all())
-    assert torch.equal(index, plain_nearest(query, bank, 100)[1])
-
-
 @pytest.mark.parametrize("rising", [True, False])
-def test_a_sorted_bank_gives_the_same_neighbors(rising: bool) -> None:
+def test_the_order_of_the_bank_and_negative_similarities_change_nothing(rising: bool, blocks: Blocks) -> None:
+    blocks(256, 64)
     query, bank = draw(4, 6), draw(1_000, 6, seed=1)
     order = (bank @ query[0]).argsort(descending=not rising)
-    _, index = nearest(query, bank[order], k=9, bank_block=64)
+    _, index = nearest(query, bank[order], k=9)
     assert torch.equal(index, plain_nearest(query, bank[order], 9)[1])
+    similarity, index = nearest(query.abs(), -bank.abs(), k=1_000)
+    assert bool((similarity < 0).all())
+    assert torch.equal(index, plain_nearest(query.abs(), -bank.abs(), 1_000)[1])
 
 
 @pytest.mark.parametrize("k", [1, 5, 40, 203])
 @pytest.mark.parametrize("temperature", [0.01, 0.07, 1.0])
-@pytest.mark.parametrize("blocks", [(None, None), (7, 33)])
+@pytest.mark.parametrize("sizes", [(256, 8_192), (7, 33)])
 def test_vote_equals_the_plain_vote(
-    k: int, temperature: float, blocks: tuple[int | None, int | None]
+    k: int, temperature: float, sizes: tuple[int, int], blocks: Blocks
 ) -> None:
+    blocks(*sizes)
     bank, label = blobs(203, noise=1.5)
     query = torch.cat([blobs(58, noise=1.5)[0], bank[:3]])  # some queries are in the bank
-    predicted = knn_predict(
-        query,
-        bank,
-        label,
-        k=k,
-        temperature=temperature,
-        query_block=blocks[0],
-        bank_block=blocks[1],
-    )
+    predicted = knn_predict(query, bank, label, k=k, temperature=temperature)
     assert predicted.dtype == torch.int64
     assert predicted.tolist() == plain_predict(query, bank, label, k, temperature)
 
 
-def test_low_temperature_does_not_overflow_and_listens_to_the_nearest() -> None:
+def test_a_low_temperature_does_not_overflow_and_follows_the_nearest() -> None:
     bank, label = blobs(200)
     predicted = knn_predict(bank, bank, label, temperature=1e-4)
     assert torch.equal(predicted, label)
 
 
-def test_of_equal_votes_the_lower_class_wins() -> None:
+def test_the_lower_class_wins_ties() -> None:
     bank = torch.ones(6, 2)
     label = torch.tensor([9, 4, 9, 4, 70, 5])
     assert knn_predict(bank[:1], bank, label, k=6).tolist() == [4]
@@ -177,9 +173,10 @@ def test_narrow_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(similarity, expected, rtol=0, atol=5e-7)
 
 
-def test_float64_stays_float64() -> None:
+def test_float64_stays_float64(blocks: Blocks) -> None:
+    blocks(256, 30)
     query, bank = draw(9, 8, dtype=torch.float64), draw(90, 8, seed=1)
-    similarity, index = nearest(query, bank, k=10, bank_block=30)
+    similarity, index = nearest(query, bank, k=10)
     expected, expected_index = plain_nearest(query, bank, 10)
     torch.testing.assert_close(similarity, expected, rtol=0, atol=1e-14)
     assert torch.equal(index, expected_index)
@@ -207,52 +204,41 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_memory_does_not_grow_with_the_bank() -> None:
+def test_memory_does_not_grow_with_the_bank(blocks: Blocks) -> None:
+    blocks(32, 1_024)
     query = draw(64, 8)
     largest: list[int] = []
     for num_rows in (4_096, 65_536):
         bank, label = draw(num_rows, 8, seed=1), torch.arange(num_rows)
         with LargestTensor() as seen:
-            knn_predict(query, bank, label, k=20, query_block=32, bank_block=1_024)
+            knn_predict(query, bank, label, k=20)
         largest.append(seen.num_bytes)
     assert largest[0] == largest[1] <= 32 * 1_024 * 8
 
 
-def test_raw_pixels_of_digits_are_told_apart(digits: tuple[Tensor, ...]) -> None:
+def test_knn_classifies_digits_with_200_neighbors_at_temperature_007(digits: tuple[Tensor, ...]) -> None:
     train, train_label, test, test_label = digits
     accuracy = knn_accuracy(test, test_label, train, train_label, k=20)
     assert 0.96 < accuracy < 1
-    predicted = knn_predict(test, train, train_label, k=20, num_classes=10)
+    predicted = knn_predict(test, train, train_label, k=20)
     assert accuracy == pytest.approx((predicted == test_label).double().mean().item())
-
-
-def test_default_neighbors_are_200_at_temperature_7_hundredths(
-    digits: tuple[Tensor, ...],
-) -> None:
-    train, train_label, test, _ = digits
-    predicted = knn_predict(test[:60], train, train_label)
-    assert predicted.tolist() == plain_predict(test[:60], train, train_label, 200, 0.07)
+    by_default = knn_predict(test[:60], train, train_label)
+    assert by_default.tolist() == plain_predict(test[:60], train, train_label, 200, 0.07)
 
 
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
         ({"k": 0}, ConfigError, "k must be at least 1, got 0"),
-        ({"bank_block": 0}, ConfigError, "bank_block must be at least 1, got 0"),
         ({"temperature": 0.0}, ConfigError, r"must be positive, got 0\.0"),
         ({"temperature": float("nan")}, ConfigError, "must be positive, got nan"),
-        ({"query": torch.ones(3)}, DataError, r"got \[3\] and \[4, 2\]"),
-        ({"query": torch.ones(3, 5)}, DataError, r"got \[3, 5\] and \[4, 2\]"),
         ({"bank": torch.ones(0, 2), "bank_label": torch.ones(0).long()}, DataError, "is empty"),
-        ({"bank_label": torch.arange(5)}, DataError, r"\[4\], got \[5\]"),
-        ({"bank_label": torch.ones(4)}, DataError, "must be integers, got torch.float32"),
         ({"bank_label": torch.arange(4) - 1}, DataError, "must be 0 or more, got -1"),
-        ({"num_classes": 3}, DataError, "below num_classes = 3, got 3"),
         ({"bank": torch.full((4, 2), torch.nan)}, DataError, "bank has rows .* not finite"),
         ({"query": torch.full((4, 2), torch.inf)}, DataError, "query has rows .* not finite"),
     ],
 )
-def test_bad_input_of_the_vote_is_named(
+def test_invalid_input_of_the_vote_is_named(
     arguments: dict[str, Any], kind: type[RayclError], words: str
 ) -> None:
     good: dict[str, Any] = {
@@ -270,30 +256,21 @@ def test_accuracy_of_no_queries_is_an_error_but_their_neighbors_are_none() -> No
     assert knn_predict(bank[:0], bank, label).shape == (0,)
     with pytest.raises(DataError, match="the set of queries is empty"):
         knn_accuracy(bank[:0], label[:0], bank, label)
-    with pytest.raises(DataError, match="query_label"):
-        knn_accuracy(bank[:3], label[:2], bank, label)
 
 
-def test_judging_by_neighbors_does_not_import_scikit_learn() -> None:
-    # Read, not run: a fresh process would spend its seconds on importing torch.
-    for room in (evaluate, knn_module):
-        assert "sklearn" not in vars(room)
-        assert not re.search(r"(import|from) .*(sklearn|linear)\b", code_of(room))
+def test_knn_does_not_import_scikit_learn() -> None:
+    imported = modules_imported_by(Path(str(knn_module.__file__)))
+    assert not {module for module in imported if "sklearn" in module or "linear" in module}
 
 
-def code_of(module: ModuleType) -> str:
-    """Return a module's source without its docstring."""
-    return inspect.getsource(module).split('"""', 2)[2]
-
-
-def test_separable_classes_are_told_apart_by_a_line() -> None:
+def test_the_probe_separates_separable_classes() -> None:
     train, train_label = blobs(300, noise=0.01)
     test, test_label = blobs(60, noise=0.01)
     assert linear_accuracy(train, train_label, test, test_label) == 1.0
     assert linear_accuracy(train, train_label, test, test_label, labels_per_class=1) == 1.0
 
 
-def test_linear_probe_reads_digits(digits: tuple[Tensor, ...]) -> None:
+def test_the_probe_classifies_digits(digits: tuple[Tensor, ...]) -> None:
     full = linear_accuracy(*digits)
     few = linear_accuracy(*digits, labels_per_class=10)
     assert 0.94 < full < 1
@@ -312,17 +289,20 @@ def test_each_draw_holds_that_many_labels_of_each_class_and_draws_differ(
         return fit(rows, label, *rest)
 
     monkeypatch.setattr(linear_module, "_fit", spy)
-    linear_accuracy(train, train_label, *blobs(50), labels_per_class=3, num_draws=4)
-    assert len(fitted) == 4
+    linear_accuracy(train, train_label, *blobs(50), labels_per_class=3)
+    assert len(fitted) == 5
     for rows, label in fitted:
         assert sorted(label.tolist()) == sorted(train_label.unique().tolist() * 3)
         assert len({tuple(row) for row in rows.tolist()}) == 15
-    assert len({tuple(rows.flatten().tolist()) for rows, _ in fitted}) == 4
+    assert len({tuple(rows.flatten().tolist()) for rows, _ in fitted}) == 5
 
 
-def test_few_label_accuracy_is_the_mean_over_draws() -> None:
+def test_few_label_accuracy_is_the_mean_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = (*blobs(200, noise=2), *blobs(101, noise=2))
-    means = [linear_accuracy(*sets, labels_per_class=2, num_draws=n) for n in (1, 2)]
+    means = []
+    for num_draws in (1, 2):
+        monkeypatch.setattr(linear_module, "_NUM_DRAWS", num_draws)
+        means.append(linear_accuracy(*sets, labels_per_class=2))
     second = 2 * means[1] - means[0]
     assert 0 < second < 1
     assert second != means[0]
@@ -348,43 +328,47 @@ def test_weight_decay_is_chosen_on_training_rows_only(monkeypatch: pytest.Monkey
     accuracy = linear_accuracy(train, train_label, test, test_label)
     linear_accuracy(train, train_label, -test, test_label)  # other test rows, the same choice
     assert chosen[0] == chosen[1]
-    fixed = linear_accuracy(train, train_label, test, test_label, weight_decay=chosen[0])
-    assert accuracy == fixed
+    monkeypatch.setattr(linear_module, "_choose_weight_decay", lambda *arguments: chosen[0])
+    assert accuracy == linear_accuracy(train, train_label, test, test_label)
 
 
 def test_the_weight_decay_chosen_is_the_best_and_of_equals_the_strongest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     accuracy = {1e-1: 0.2, 1e-2: 0.9, 1e-3: 0.9, 1e-4: 0.5}
-    monkeypatch.setattr(linear_module, "_fit", lambda rows, label, decay, limit: decay)
+    monkeypatch.setattr(linear_module, "_fit", lambda rows, label, decay: decay)
     monkeypatch.setattr(linear_module, "_accuracy", lambda decay, *rest: accuracy[decay])
     rows, label = (item.numpy() for item in blobs(50))
     choose: Any = linear_module._choose_weight_decay
-    assert choose(rows, label, 500, numpy.random.default_rng(0)) == 1e-2
+    assert choose(rows, label, numpy.random.default_rng(0)) == 1e-2
 
 
 def test_units_of_a_column_do_not_matter_to_the_probe() -> None:
     train, train_label = blobs(200, noise=2)
     test, test_label = blobs(1_000, noise=2)
-    plain = linear_accuracy(train, train_label, test, test_label, weight_decay=0.1)
     units = 10.0 ** torch.arange(-4, 5)
-    scaled = linear_accuracy(train * units + 1, train_label, test * units + 1, test_label, weight_decay=0.1)
+    plain, scaled = (
+        linear_accuracy(rows, train_label, others, test_label)
+        for rows, others in ((train, test), (train * units + 1, test * units + 1))
+    )
     assert scaled == pytest.approx(plain, abs=0.005)
 
 
 def test_weight_decay_means_the_same_for_a_set_given_twice() -> None:
     rows, label = (item.numpy() for item in blobs(200, noise=2))
     fit: Any = linear_module._fit
-    once = fit(rows, label, 0.1, 500)[-1].coef_
-    twice = fit(rows.repeat(2, 0), label.repeat(2), 0.1, 500)[-1].coef_
+    once = fit(rows, label, 0.1)[-1].coef_
+    twice = fit(rows.repeat(2, 0), label.repeat(2), 0.1)[-1].coef_
     assert abs(once).max() > 0.1
     assert abs(once - twice).max() < 2e-3
 
 
-def test_a_probe_cut_short_is_judged_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_probe_that_does_not_converge_is_logged_without_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
-    sets = (*blobs(200, noise=2), *blobs(100, noise=2))
-    assert 0.2 < linear_accuracy(*sets, weight_decay=1e-4, max_iterations=2) < 1
+    monkeypatch.setattr(linear_module, "_MAX_ITERATIONS", 2)
+    assert 0.2 < linear_accuracy(*blobs(200, noise=2), *blobs(100, noise=2)) < 1
     assert "stopped at 2 iterations" in caplog.text
 
 
@@ -397,19 +381,12 @@ def test_classes_too_small_to_hold_rows_out_still_give_a_probe() -> None:
     ("arguments", "kind", "words"),
     [
         ({"labels_per_class": 0}, ConfigError, "labels_per_class must be at least 1, got 0"),
-        ({"num_draws": 0}, ConfigError, "num_draws must be at least 1, got 0"),
-        ({"weight_decay": 0.0}, ConfigError, r"must be positive, got 0\.0"),
         ({"labels_per_class": 3}, DataError, "labels_per_class is 3, but class 1 has only 2"),
-        ({"train": torch.ones(4)}, DataError, r"train must be .* got \[4\]"),
-        ({"test": torch.ones(0, 2)}, DataError, r"test must be .* got \[0, 2\]"),
-        ({"test": torch.ones(5, 3)}, DataError, "got 2 and 3"),
-        ({"train_label": torch.ones(6).long()}, DataError, r"\[5\], got \[6\]"),
-        ({"train_label": torch.ones(5)}, DataError, "integers, got torch.float32"),
         ({"train_label": torch.full((5,), 6)}, DataError, "only class 6"),
         ({"train": torch.full((5, 2), torch.nan)}, DataError, "not finite"),
     ],
 )
-def test_bad_input_of_the_probe_is_named(
+def test_invalid_input_of_the_probe_is_named(
     arguments: dict[str, Any], kind: type[RayclError], words: str
 ) -> None:
     good: dict[str, Any] = {

@@ -12,8 +12,7 @@ import pytest
 
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError, DataError
-from raycl.evaluation.retrieval import evaluate_retrieval
-from raycl.evaluation.retrieval_task import Task, image_task, judged_task, pair_task
+from raycl.evaluation.retrieval import Task, evaluate_retrieval, image_task, judged_task, pair_task
 from raycl.models.encoder_io import save_encoder
 from raycl.models.specs import ImageEncoderSpec
 from raycl.storage import Place

@@ -21,8 +21,13 @@ from tokenizers import Tokenizer as TheirTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from raycl.errors import ConfigError, DataError
-from raycl.tokenization import inverse_document_frequency
-from raycl.tokenization.tokenizer import InvalidTextError, Tokenizer, read_text, train_tokenizer
+from raycl.tokenization import (
+    InvalidTextError,
+    Tokenizer,
+    inverse_document_frequency,
+    read_text,
+    train_tokenizer,
+)
 from tests.texts import invented_texts
 
 TEXTS = invented_texts()
@@ -56,7 +61,7 @@ def spelled(tokenizer: Tokenizer, row: np.ndarray) -> str:
 
 def test_the_same_texts_give_the_same_file_in_every_process() -> None:
     code = (
-        "import hashlib\nfrom raycl.tokenization.tokenizer import train_tokenizer\n"
+        "import hashlib\nfrom raycl.tokenization import train_tokenizer\n"
         "from tests.texts import invented_texts\n"
         "for kind in ('bpe', 'wordpiece'):\n"
         "    text = train_tokenizer(invented_texts(), vocabulary_size=1_000, kind=kind, cls=True).to_json()\n"

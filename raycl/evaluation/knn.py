@@ -8,8 +8,6 @@ from torch import Tensor
 
 from raycl.errors import ConfigError, DataError
 
-__all__ = ["knn_accuracy", "knn_predict", "nearest"]
-
 # Rows of queries and of the bank in a tile. On a CPU the tile (8 MB) and the block of the bank stay in
 # the last-level cache; an accelerator needs larger products.
 _CPU_BLOCKS = (256, 8_192)
@@ -20,14 +18,7 @@ _GROUP = 8
 
 
 @torch.no_grad()
-def nearest(
-    query: Tensor,
-    bank: Tensor,
-    *,
-    k: int,
-    query_block: int | None = None,
-    bank_block: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def nearest(query: Tensor, bank: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     """Find the ``k`` rows of the bank with the highest cosine similarity to each query, exactly.
 
     ``query`` is [num_queries, dim], ``bank`` is [num_rows, dim], of any dtype; rows need not have unit
@@ -38,17 +29,18 @@ def nearest(
     Returns similarity and index, both [num_queries, min(k, num_rows)], best first, on the query's device.
     Ties are in order of index.
 
-    Beside inputs and result it needs a float copy of the queries, a block of the bank and a tile
-    [query_block, bank_block] with its candidates: under 100 MB on a CPU for 10,000 queries, 128 dimensions
+    Beside inputs and result it needs a float copy of the queries, a block of the bank and a tile of queries
+    by rows of the bank with its candidates: under 100 MB on a CPU for 10,000 queries, 128 dimensions
     and k = 200, for a bank of any length. In the worst case (very large k, or a block whose rows all beat
     all earlier ones) the candidates take 60 bytes per entry of the tile.
 
-    Raises ``ConfigError`` for k or a block size below 1, ``DataError`` for invalid shapes, an empty bank or
-    values that are not finite.
+    Raises ``ConfigError`` for k below 1, ``DataError`` for an empty bank or values that are not finite.
     """
-    _check_rows(query, bank)
-    _check_at_least_one("k", k)
-    query_block, bank_block = _blocks_for(query, query_block, bank_block)
+    if len(bank) == 0:
+        raise DataError("the bank is empty: got 0 rows; give the rows to search")
+    if k < 1:
+        raise ConfigError(f"k must be at least 1, got {k}; give a positive number of rows")
+    query_block, bank_block = _CPU_BLOCKS if query.device.type == "cpu" else _ACCELERATOR_BLOCKS
     wide = torch.float64 in (query.dtype, bank.dtype)
     query = _unit(query.to(torch.float64 if wide else torch.float32), "query")
     similarity = query.new_full((len(query), min(k, len(bank))), -torch.inf)
@@ -72,31 +64,26 @@ def knn_predict(
     *,
     k: int = 200,
     temperature: float = 0.07,
-    num_classes: int | None = None,
-    query_block: int | None = None,
-    bank_block: int | None = None,
 ) -> Tensor:
     """Predict each query's class by the weighted vote of its ``k`` nearest rows.
 
     A neighbor votes for its class with weight exp(cosine / temperature) (InstDisc; Wu et al., 2018).
     ``query`` is [num_queries, dim], ``bank`` is [num_rows, dim], ``bank_label`` is [num_rows], integers
-    from 0 with gaps allowed. A ``k`` larger than the bank means the whole bank. If ``num_classes`` is
-    given, labels must lie below it.
+    from 0 with gaps allowed. A ``k`` larger than the bank means the whole bank.
 
     Returns classes [num_queries] int64 on the query's device; the lowest class wins ties. Exact and
     repeatable on every device. Memory as in ``nearest``, plus about 80 bytes for each of the
     num_queries * k neighbors.
 
-    Raises ``ConfigError`` for k or a block size below 1 or a temperature that is not positive,
-    ``DataError`` for invalid shapes, labels or values.
+    Raises ``ConfigError`` for k below 1 or a temperature that is not positive, ``DataError`` for negative
+    labels, an empty bank or values that are not finite.
     """
     if not temperature > 0:
         raise ConfigError(
             f"the temperature of the vote must be positive, got {temperature}; InstDisc uses 0.07"
         )
-    _check_rows(query, bank)
-    _check_labels("bank_label", bank_label, len(bank), num_classes)
-    similarity, index = nearest(query, bank, k=k, query_block=query_block, bank_block=bank_block)
+    _check_labels("bank_label", bank_label)
+    similarity, index = nearest(query, bank, k=k)
     label = bank_label.to(query.device, torch.int64)[index]  # [num_queries, k]
     return _vote(similarity, label, temperature)
 
@@ -109,26 +96,15 @@ def knn_accuracy(
     *,
     k: int = 200,
     temperature: float = 0.07,
-    query_block: int | None = None,
-    bank_block: int | None = None,
 ) -> float:
     """Return the top-1 accuracy of ``knn_predict``, 0 to 1.
 
     ``query_label`` is [num_queries]; the rest as in ``knn_predict``. Raises ``DataError`` without queries.
     """
-    _check_rows(query, bank)
-    _check_labels("query_label", query_label, len(query), None)
+    _check_labels("query_label", query_label)
     if len(query) == 0:
         raise DataError("the set of queries is empty: got 0 rows; give a test set with some")
-    predicted = knn_predict(
-        query,
-        bank,
-        bank_label,
-        k=k,
-        temperature=temperature,
-        query_block=query_block,
-        bank_block=bank_block,
-    )
+    predicted = knn_predict(query, bank, bank_label, k=k, temperature=temperature)
     return (predicted == query_label.to(predicted.device)).double().mean().item()
 
 
@@ -153,8 +129,8 @@ def _similarity(query: Tensor, block: Tensor) -> Tensor:
 def _merge(similarity: Tensor, index: Tensor, tile: Tensor, start: int) -> None:
     """Merge the rows of a tile [queries, group, num_groups] into the best so far.
 
-    The k best rows lie in the k groups with the highest maxima. Of these only groups that beat the k-th
-    best so far are searched, which soon become few. The comparison is strict, so a later row never
+    The k best rows lie in the k groups with the highest maxima. Only groups that beat the k-th best so far
+    are searched, which soon become few. The comparison is strict, so a later row never
     displaces an equal earlier one.
     """
     k, group = similarity.shape[1], tile.shape[1]
@@ -224,43 +200,6 @@ def _unit(rows: Tensor, name: str) -> Tensor:
     return rows / norm.clamp_min(1e-12)
 
 
-def _blocks_for(query: Tensor, query_block: int | None, bank_block: int | None) -> tuple[int, int]:
-    """Return the given block sizes, by default those that suit the device."""
-    default = _CPU_BLOCKS if query.device.type == "cpu" else _ACCELERATOR_BLOCKS
-    query_block = default[0] if query_block is None else query_block
-    bank_block = default[1] if bank_block is None else bank_block
-    _check_at_least_one("query_block", query_block)
-    _check_at_least_one("bank_block", bank_block)
-    return query_block, bank_block
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} must be at least 1, got {value}; give a positive number of rows")
-
-
-def _check_rows(query: Tensor, bank: Tensor) -> None:
-    if query.ndim != 2 or bank.ndim != 2 or query.shape[1] != bank.shape[1]:
-        raise DataError(
-            "query and bank must be [num_queries, dim] and [num_rows, dim] of one dim, got "
-            f"{list(query.shape)} and {list(bank.shape)}; embed both with the same encoder"
-        )
-    if len(bank) == 0:
-        raise DataError("the bank is empty: got 0 rows; give the rows to search")
-
-
-def _check_labels(name: str, label: Tensor, num_rows: int, num_classes: int | None) -> None:
-    if label.shape != (num_rows,):
-        raise DataError(
-            f"{name} must be one label per row, [{num_rows}], got {list(label.shape)}; "
-            "check that rows and labels come from the same set"
-        )
-    if label.is_floating_point() or label.is_complex() or label.dtype == torch.bool:
-        raise DataError(f"{name} must be integers, got {label.dtype}; number the classes from 0")
-    if num_rows and int(label.min()) < 0:
+def _check_labels(name: str, label: Tensor) -> None:
+    if len(label) and int(label.min()) < 0:
         raise DataError(f"{name} must be 0 or more, got {int(label.min())}; leave unlabeled rows out")
-    if num_classes is not None and num_rows and int(label.max()) >= num_classes:
-        raise DataError(
-            f"{name} must lie below num_classes = {num_classes}, got {int(label.max())}; "
-            "raise num_classes, or check the label column"
-        )

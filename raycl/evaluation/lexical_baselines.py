@@ -10,8 +10,6 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from raycl.errors import DataError
 from raycl.evaluation.search import Ranking, pair_numbers, ranking_width
 
-__all__ = ["bm25_search", "tfidf_search", "tfidf_similarity"]
-
 # Unlike scikit-learn's default, this keeps words of one character: "vitamin C", "type 2".
 _WORD = r"\w+"
 _CELLS = 2**22  # of the dense block of queries by documents, 32 MB
@@ -29,11 +27,11 @@ def tfidf_search(
     and of a document that it must not find.
 
     Returns a ranking as ``raycl.evaluation.search.search`` does, without documents that share no word with
-    the query: -inf and -1 fill their places. Raises ``ConfigError`` for k below 1, ``DataError`` for
-    invalid positions, or without a query, a document or a word.
+    the query: -inf and -1 fill their places. Raises ``ConfigError`` for k below 1, ``DataError``
+    without a query, a document or a word.
     """
     width = ranking_width(k, len(queries), len(documents))
-    known = pair_numbers(excluded, len(queries), len(documents))
+    known = pair_numbers(excluded, len(documents))
     vectorizer = _fitted(documents, "documents")
     columns = vectorizer.transform(documents).T.tocsr()  # [num_words, num_documents]
     rows = vectorizer.transform(queries)
@@ -55,7 +53,7 @@ def bm25_search(
     similarity is the BM25 score. Words, arguments and errors as in ``tfidf_search``.
     """
     width = ranking_width(k, len(queries), len(documents))
-    known = pair_numbers(excluded, len(queries), len(documents))
+    known = pair_numbers(excluded, len(documents))
     words = _vectorizer().build_analyzer()
     number: dict[str, int] = {}
     tokens = [[number.setdefault(word, len(number)) for word in words(document)] for document in documents]
@@ -71,27 +69,14 @@ def bm25_search(
     return _ranking(scores(), (len(queries), len(documents)), width, known)
 
 
-def tfidf_similarity(left: Sequence[str], right: Sequence[str], corpus: Iterable[str]) -> NDArray[np.float64]:
+def tfidf_similarity(left: Sequence[str], right: Sequence[str], corpus: Sequence[str]) -> NDArray[np.float64]:
     """Return the cosine of TF-IDF of each pair of texts, [num_pairs], 0 to 1.
 
     Words are weighted as in ``tfidf_search``, with document frequencies in ``corpus``; a word outside it
-    counts as the rarest. A text without words has similarity 0. Raises ``DataError`` for sides of
-    different length, or without a pair, a word or a corpus.
+    counts as the rarest. A text without words has similarity 0. Raises ``DataError`` if no text has a word.
     """
-    if len(left) != len(right):
-        raise DataError(
-            f"pairs need two sides of one length, got {len(left)} and {len(right)} texts; "
-            "check that both come from the same pairs"
-        )
-    if len(left) == 0:
-        raise DataError("the set of pairs is empty: got 0 rows; give a test set with some")
     # Only words of the pairs matter, and the corpus may lack some of them.
     vocabulary = _fitted([*left, *right], "pairs").vocabulary_
-    corpus = list(corpus)
-    if not corpus:
-        raise DataError(
-            "the corpus is empty: got 0 texts; give the texts that document frequencies come from"
-        )
     vectorizer = _vectorizer(vocabulary).fit(corpus)
     product = vectorizer.transform(left).multiply(vectorizer.transform(right))
     return np.asarray(product.sum(axis=1), dtype=np.float64).ravel()

@@ -7,11 +7,9 @@ import numpy as np
 import pytrec_eval
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
-from sklearn.metrics import average_precision_score, f1_score, precision_recall_curve
+from sklearn.metrics import average_precision_score
 
 from raycl.errors import DataError
-
-__all__ = ["average_precision", "best_f1", "best_threshold", "retrieval_scores", "spearman", "sts_scores"]
 
 Numbers = NDArray[np.floating] | NDArray[np.integer]
 
@@ -45,11 +43,14 @@ def retrieval_scores(
     columns. Grades of 1 and above are relevant; only nDCG distinguishes them. Queries without a relevant
     document are skipped: ``num_queries`` counts the others, ``num_skipped`` the skipped ones.
 
-    Raises ``DataError`` for invalid shapes, positions or grades, a document twice in a ranking, or if no
-    query has a relevant document.
+    Raises ``DataError`` for other grades, or if no query has a relevant document.
     """
-    _check_ranking(ranked)
-    _check_relevance(relevance, len(ranked))
+    grades = relevance[:, 2]
+    if len(grades) and not 0 <= grades.min() <= grades.max() <= _MAX_GRADE:
+        raise DataError(
+            f"grades of relevance must be 0 to {_MAX_GRADE}, got {grades.min()} to {grades.max()}; "
+            "check the label column"
+        )
     gains = _gains(relevance)
     judged = sorted(gains, key=int)
     if not judged:
@@ -71,46 +72,27 @@ def average_precision(similarity: NDArray[np.floating], label: NDArray[np.intege
     """Return the average precision of pairs ranked by similarity, 0 to 1.
 
     ``similarity`` and ``label`` are [num_pairs]; the label is 1 for a match, else 0.
-    Pairs of equal similarity share one threshold. Raises ``DataError`` for invalid shapes or values, or
-    labels of a single class.
+    Pairs of equal similarity share one threshold.
     """
-    _check_pairs("the", similarity, label)
     return float(average_precision_score(label, similarity))
 
 
-def best_threshold(similarity: NDArray[np.floating], label: NDArray[np.integer]) -> float:
-    """Return the similarity threshold with the best F1, the lowest of several.
-
-    Arguments and errors as in ``average_precision``.
-    """
-    _check_pairs("the", similarity, label)
-    precision, recall, threshold = precision_recall_curve(label, similarity)
-    total = precision + recall
-    f1 = 2 * precision * recall / np.where(total > 0, total, 1)
-    return float(threshold[f1[:-1].argmax()])  # the last point has no positives
-
-
-def best_f1(
-    dev_similarity: NDArray[np.floating],
-    dev_label: NDArray[np.integer],
-    similarity: NDArray[np.floating],
-    label: NDArray[np.integer],
-) -> float:
-    """Return the F1 of the test pairs, 0 to 1, at the threshold chosen on the dev pairs.
-
-    Similarities and labels of a set are [num_pairs]; errors as in ``average_precision``.
-    """
-    _check_pairs("the test", similarity, label)
-    return float(f1_score(label, similarity >= best_threshold(dev_similarity, dev_label)))
-
-
-def spearman(similarity: Numbers, score: Numbers) -> float:
+def spearman(similarity: Numbers, score: Numbers, name: str = "the set") -> float:
     """Return Spearman's rank correlation of similarities and scores, both [num_pairs]; -1 to 1.
 
-    Equal values share the mean of their ranks. Raises ``DataError`` for different shapes, values that are
-    not finite, or similarities or scores that are all equal, which have no ranks.
+    Equal values share the mean of their ranks. ``name`` names the set in errors. Raises ``DataError`` for
+    values that are not finite, or similarities or scores that are all equal, which have no ranks.
     """
-    return _spearman(similarity, score, "the set")
+    for kind, values in (("similarities", similarity), ("scores", score)):
+        if not np.isfinite(values).all():
+            raise DataError(f"{kind} of {name} are not all finite; look for nan or inf")
+        if len(np.unique(values)) < 2:
+            raise DataError(
+                f"the {len(values)} {kind} of {name} do not differ, so they have no ranks; "
+                "look for embeddings that have collapsed, or leave that data set out"
+            )
+    result: Any = spearmanr(similarity, score)
+    return float(result.statistic)
 
 
 def sts_scores(similarity: Numbers, score: Numbers, dataset: Sequence[str]) -> dict[str, Any]:
@@ -120,16 +102,9 @@ def sts_scores(similarity: Numbers, score: Numbers, dataset: Sequence[str]) -> d
     the news and the forums of STS12, are not averaged. Returns ``spearman``, the correlation by data set
     in order of appearance, and their ``mean``. Raises ``DataError`` as ``spearman`` does.
     """
-    if not len(similarity) == len(score) == len(dataset):
-        raise DataError(
-            "each pair needs a similarity, a score and the name of its data set, got "
-            f"{len(similarity)}, {len(score)} and {len(dataset)}; check that all come from the same pairs"
-        )
-    if len(dataset) == 0:
-        raise DataError("the set of pairs is empty: got 0 rows; give a test set with some")
     names = np.asarray(dataset)
     by_name = {
-        name: _spearman(similarity[names == name], score[names == name], name)
+        name: spearman(similarity[names == name], score[names == name], name)
         for name in dict.fromkeys(dataset)
     }
     return {"spearman": by_name, "mean": float(np.mean(list(by_name.values())))}
@@ -152,71 +127,3 @@ def _as_scores(row: NDArray[np.integer]) -> dict[str, float]:
     # in whatever order the search returned them.
     found = row[row >= 0].tolist()
     return {str(document): float(-place) for place, document in enumerate(found)}
-
-
-def _check_ranking(ranked: NDArray[np.integer]) -> None:
-    if ranked.ndim != 2 or 0 in ranked.shape or not np.issubdtype(ranked.dtype, np.integer):
-        raise DataError(
-            "ranked must be integers [num_queries, k] with at least one query and column, got "
-            f"{ranked.dtype} {list(ranked.shape)}; give the positions that a search returned"
-        )
-    if ranked.min() < -1:
-        raise DataError(
-            f"ranked must be positions from 0, or -1 for none, got {ranked.min()}; count documents from 0"
-        )
-    in_order = np.sort(ranked, axis=1)
-    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
-    if twice.any():
-        raise DataError(
-            f"the ranking of query {twice.any(axis=1).argmax()} names document {in_order[:, 1:][twice][0]} "
-            "twice; rank each document once"
-        )
-
-
-def _check_relevance(relevance: NDArray[np.integer], num_queries: int) -> None:
-    if relevance.ndim != 2 or relevance.shape[1] != 3 or not np.issubdtype(relevance.dtype, np.integer):
-        raise DataError(
-            "relevance must be integers [num_judgments, 3], rows of query, document and grade, got "
-            f"{relevance.dtype} {list(relevance.shape)}; give a row per judgment"
-        )
-    highest = (num_queries - 1, np.iinfo(np.int64).max, _MAX_GRADE)
-    outside = ((relevance < 0) | (relevance > highest)).any(axis=1)
-    if outside.any():
-        raise DataError(
-            f"relevance has the row {relevance[outside][0].tolist()}, but queries are 0 to "
-            f"{num_queries - 1}, documents 0 or more and grades 0 to {_MAX_GRADE}; "
-            "check the order of the columns"
-        )
-
-
-def _check_pairs(name: str, similarity: NDArray[np.floating], label: NDArray[np.integer]) -> None:
-    if similarity.ndim != 1 or label.shape != similarity.shape or len(label) == 0:
-        raise DataError(
-            f"{name} pairs must have one similarity and one label each, got {list(similarity.shape)} and "
-            f"{list(label.shape)}; check that both come from the same pairs"
-        )
-    if not np.isfinite(similarity).all():
-        raise DataError(f"{name} pairs have similarities that are not finite; look for nan in the embeddings")
-    classes = np.unique(label)
-    if not np.isin(classes, (0, 1)).all():
-        raise DataError(f"labels of pairs must be 0 or 1, got {classes[:5].tolist()}; 1 marks a match")
-    if len(classes) == 1:
-        raise DataError(f"{name} pairs all have label {classes[0]}; give matching pairs and others")
-
-
-def _spearman(similarity: Numbers, score: Numbers, name: str) -> float:
-    if similarity.ndim != 1 or score.shape != similarity.shape:
-        raise DataError(
-            f"similarity and score must both be [num_pairs], got {list(similarity.shape)} and "
-            f"{list(score.shape)}; check that both come from the same pairs"
-        )
-    for kind, values in (("similarities", similarity), ("scores", score)):
-        if not np.isfinite(values).all():
-            raise DataError(f"{kind} of {name} are not all finite; look for nan or inf")
-        if len(np.unique(values)) < 2:
-            raise DataError(
-                f"the {len(values)} {kind} of {name} do not differ, so they have no ranks; "
-                "look for embeddings that have collapsed, or leave that data set out"
-            )
-    result: Any = spearmanr(similarity, score)
-    return float(result.statistic)

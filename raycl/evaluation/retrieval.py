@@ -1,23 +1,70 @@
 """Evaluation by retrieval: queries to documents, or images to captions and back."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
+from raycl.data.ids import entity_id, is_missing
 from raycl.display import EvaluationResult
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import bm25_search, tfidf_search, tfidf_similarity
 from raycl.evaluation.metrics import average_precision, retrieval_scores
-from raycl.evaluation.retrieval_task import Task, image_task, judged_task, pair_task
 from raycl.evaluation.search import search
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
+from raycl.inference.reading import Values, read_values
 from raycl.models.encoder_io import SavedEncoder
 
 DEPTH = 100  # of rankings: MRR and MAP ignore documents below
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Distinct queries and documents with judgments by position.
+
+    ``relevance`` has rows of (query, document, grade), ``excluded`` pairs (query, document) that a ranking
+    skips. ``labeled`` has rows of (query, document, 0 or 1) if the set labels both kinds of pairs.
+    """
+
+    queries: list[Any]
+    documents: list[Any]
+    relevance: NDArray[np.int64]
+    excluded: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    labeled: NDArray[np.int64] | None = None
+    num_train: int = 0
+    num_test: int
+    num_invalid: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of rows in each set, and of the rows skipped as invalid."""
+        return {"num_train": self.num_train, "num_test": self.num_test, "num_invalid": self.num_invalid}
+
+    def relevant_documents(self) -> NDArray[np.int64]:
+        """Return the positions of documents that are relevant to some query, sorted."""
+        return np.unique(self.relevance[self.relevance[:, 2] > 0, 1])
+
+    def reversed(self) -> "Task":
+        """Return the search for queries by the relevant documents."""
+        relevant = self.relevant_documents()
+        number = np.full(len(self.documents), -1)
+        number[relevant] = np.arange(len(relevant))
+        kept = self.relevance[number[self.relevance[:, 1]] >= 0]
+        return Task(
+            queries=[self.documents[position] for position in relevant],
+            documents=self.queries,
+            relevance=np.stack([number[kept[:, 1]], kept[:, 0], kept[:, 2]], axis=1),
+            num_test=self.num_test,
+            num_invalid=self.num_invalid,
+        )
 
 
 def evaluate_retrieval(
@@ -153,3 +200,146 @@ def _examples(task: Task, query: Tensor, document: Tensor, num: int) -> list[dic
         }
         for q, row, row_similarity in zip(chosen, ranked, similarity, strict=True)
     ]
+
+
+def pair_task(test: str, train: str | None, names: ColumnNames) -> Task:
+    """Search the queries of ``test`` among the documents and negatives of both sets.
+
+    A query ignores the documents that match it in ``train``, and its own text.
+    """
+    columns = ColumnNames(
+        image=None,
+        query=names.query or "query",
+        document=names.document or "document",
+        negatives=names.negatives,
+        label=names.label,
+    )
+    pairs = read_values(test, columns)
+    known = None if train is None else read_values(train, columns)
+    query = _numbered(pairs.by_role["query"])
+    document = _numbered(_documents(pairs), [] if known is None else _documents(known))
+    grades = pairs.label if pairs.has_labels else np.ones(len(pairs.label), np.int64)
+    rows = zip(pairs.by_role["query"], pairs.by_role["document"], grades, strict=True)
+    relevance = np.array([(query[q], document[d], grade) for q, d, grade in rows], np.int64).reshape(-1, 3)
+    excluded = _own_texts(query, document)
+    if known is not None:
+        excluded |= {(query[q], document[d]) for q, d in _matches(known) if q in query}
+    return Task(
+        queries=list(query),
+        documents=list(document),
+        relevance=relevance,
+        excluded=_without_matches(excluded, relevance),
+        labeled=_labeled(relevance, pairs.label),
+        num_train=0 if known is None else len(known.label),
+        num_test=len(pairs.label),
+        num_invalid=pairs.num_invalid + (0 if known is None else known.num_invalid),
+    )
+
+
+def judged_task(test: str, queries: str, documents: str, names: ColumnNames) -> Task:
+    """Read a benchmark: sets of queries and documents by id, and judgments with grades.
+
+    A query ignores its own text. Raises ``DataError`` for a duplicate id in a set, a judgment about an
+    unknown id, or judgments without grades.
+    """
+    ids = {"query_id": names.query_id or "query_id", "document_id": names.document_id or "document_id"}
+    judgments = read_values(test, ColumnNames(image=None, **ids, label=names.label))
+    if not judgments.has_labels:
+        raise DataError("the judgments have no grades; name the column with --set data.columns.label=NAME")
+    texts, rows = {}, {}
+    for role, uri in (("query", queries), ("document", documents)):
+        id_column = ids[f"{role}_id"]
+        columns = ColumnNames(image=None, **{role: getattr(names, role) or role, f"{role}_id": id_column})
+        found = read_values(uri, columns, keep_invalid=True).by_role
+        texts[role] = found[role]
+        rows[role] = _rows_by_id(judgments.by_role[f"{role}_id"], found[f"{role}_id"], uri)
+    relevance = np.stack([rows["query"], rows["document"], judgments.label], axis=1)
+    return _valid_texts_task(texts["query"], texts["document"], relevance, judgments.num_invalid)
+
+
+def image_task(test: str, names: ColumnNames) -> Task:
+    """Search captions by images."""
+    columns = ColumnNames(image=names.image or "image", caption=names.caption or "caption")
+    values = read_values(test, columns)
+    captions = [each if isinstance(each, list) else [each] for each in values.by_role["caption"]]
+    document = _numbered(*captions)
+    relevance = np.array([(n, document[c], 1) for n, each in enumerate(captions) for c in each], np.int64)
+    return Task(
+        queries=values.by_role["image"],
+        documents=list(document),
+        relevance=np.unique(relevance.reshape(-1, 3), axis=0),
+        num_test=len(captions),
+        num_invalid=values.num_invalid,
+    )
+
+
+def _numbered(*lists: Sequence[Any]) -> dict[Any, int]:
+    """Number the distinct values in order of appearance."""
+    return {value: number for number, value in enumerate(dict.fromkeys(chain.from_iterable(lists)))}
+
+
+def _documents(pairs: Values) -> list[Any]:
+    """Return the documents, then the negatives."""
+    return [*pairs.by_role["document"], *chain.from_iterable(pairs.by_role.get("negatives", []))]
+
+
+def _matches(pairs: Values) -> list[tuple[Any, Any]]:
+    rows = zip(pairs.by_role["query"], pairs.by_role["document"], pairs.label, strict=True)
+    return [(query, document) for query, document, label in rows if label != 0]  # without labels all are -1
+
+
+def _labeled(relevance: NDArray[np.int64], label: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    if not ((label == 0).any() and (label > 0).any()):
+        return None
+    return np.stack([relevance[:, 0], relevance[:, 1], (relevance[:, 2] > 0).astype(np.int64)], axis=1)
+
+
+def _own_texts(queries: Iterable[Any], documents: Iterable[Any]) -> set[tuple[int, int]]:
+    """Return each query with the documents of the same text."""
+    positions: dict[Any, list[int]] = {}
+    for position, text in enumerate(documents):
+        positions.setdefault(text, []).append(position)
+    return {(number, position) for number, text in enumerate(queries) for position in positions.get(text, ())}
+
+
+def _without_matches(pairs: set[tuple[int, int]], relevance: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the pairs that are not judged relevant, [num_pairs, 2]."""
+    matches = {(query, document) for query, document, grade in relevance.tolist() if grade > 0}
+    return np.array(sorted(pairs - matches), np.int64).reshape(-1, 2)
+
+
+def _rows_by_id(judged: list[Any], ids: list[Any], uri: str) -> list[int]:
+    """Return the row in the set at ``uri`` of each judged id."""
+    rows: dict[int, int] = {}
+    for row, each in enumerate(ids):
+        if not is_missing(each) and rows.setdefault(entity_id(each), row) != row:
+            raise DataError(f"id {_as_text(each)} comes twice in {uri}; give each its own row")
+    unknown = [each for each in judged if is_missing(each) or entity_id(each) not in rows]
+    if unknown:
+        raise DataError(
+            f"a judgment is about id {_as_text(unknown[0])}, which {uri} lacks; give the set judged"
+        )
+    return [rows[entity_id(each)] for each in judged]
+
+
+def _as_text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _valid_texts_task(
+    queries: list[Any], documents: list[Any], relevance: NDArray[np.int64], num_invalid: int
+) -> Task:
+    """Skip and count queries and documents with invalid texts, and skip their judgments."""
+    is_query, is_document = (np.array([text is not None for text in each]) for each in (queries, documents))
+    kept = relevance[is_query[relevance[:, 0]] & is_document[relevance[:, 1]]]
+    queries, documents = list(compress(queries, is_query)), list(compress(documents, is_document))
+    query, document = np.cumsum(is_query) - 1, np.cumsum(is_document) - 1
+    renumbered = np.stack([query[kept[:, 0]], document[kept[:, 1]], kept[:, 2]], axis=1)
+    return Task(
+        queries=queries,
+        documents=documents,
+        relevance=renumbered,
+        excluded=_without_matches(_own_texts(queries, documents), renumbered),
+        num_test=len(relevance),
+        num_invalid=num_invalid + int((~is_query).sum() + (~is_document).sum()),
+    )

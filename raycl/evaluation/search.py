@@ -7,8 +7,6 @@ from torch import Tensor
 from raycl.errors import ConfigError, DataError
 from raycl.evaluation.knn import nearest
 
-__all__ = ["Ranking", "pair_numbers", "ranking_width", "search"]
-
 # Similarity and document position, both [num_queries, k], best first; -inf and -1 mark an empty place.
 Ranking = tuple[NDArray[np.floating], NDArray[np.int64]]
 
@@ -29,16 +27,11 @@ def search(
     position -1.
 
     Memory as in ``nearest`` for 1,024 queries, with k plus the most exclusions of one query. Raises
-    ``ConfigError`` for k below 1, ``DataError`` for invalid shapes, positions or values, or without a
-    query or a document.
+    ``ConfigError`` for k below 1, ``DataError`` for values that are not finite, or without a query or a
+    document.
     """
-    if query.ndim != 2 or documents.ndim != 2:
-        raise DataError(
-            "query and documents must be [num_queries, dim] and [num_documents, dim], got "
-            f"{list(query.shape)} and {list(documents.shape)}; embed both with the same encoder"
-        )
     width = ranking_width(k, len(query), len(documents))
-    known = pair_numbers(excluded, len(query), len(documents))
+    known = pair_numbers(excluded, len(documents))
     parts: list[Ranking] = []
     for first in range(0, len(query), _QUERIES):
         part = query[first : first + _QUERIES]
@@ -65,23 +58,10 @@ def ranking_width(k: int, num_queries: int, num_documents: int) -> int:
     return min(k, num_documents)
 
 
-def pair_numbers(
-    pairs: NDArray[np.integer] | None, num_queries: int, num_documents: int
-) -> NDArray[np.int64]:
-    """Number pairs of positions as query * num_documents + document, sorted and unique."""
+def pair_numbers(pairs: NDArray[np.integer] | None, num_documents: int) -> NDArray[np.int64]:
+    """Number pairs of positions [num_pairs, 2] as query * num_documents + document, sorted and unique."""
     if pairs is None:
         return np.empty(0, dtype=np.int64)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or not np.issubdtype(pairs.dtype, np.integer):
-        raise DataError(
-            "excluded must be integers [num_excluded, 2], a query's position and a document's, got "
-            f"{pairs.dtype} {list(pairs.shape)}; give a row per pair"
-        )
-    outside = ((pairs < 0) | (pairs >= (num_queries, num_documents))).any(axis=1)
-    if outside.any():
-        raise DataError(
-            f"excluded names the pair {pairs[outside][0].tolist()}, but there are {num_queries} queries "
-            f"and {num_documents} documents; count both from 0"
-        )
     query, document = pairs.astype(np.int64).T
     return np.unique(query * num_documents + document)
 

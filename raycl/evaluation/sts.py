@@ -2,20 +2,18 @@
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
 from raycl.data.columns import ColumnNames
-from raycl.data.sources import plain_values
+from raycl.data.sources import existing, open_parquet, plain_values
 from raycl.display import EvaluationResult
-from raycl.errors import ConfigError, DataError, first_line
+from raycl.errors import ConfigError, DataError
 from raycl.evaluation.lexical_baselines import tfidf_similarity
 from raycl.evaluation.metrics import sts_scores
 from raycl.inference.embed import embed_values
 from raycl.inference.encoder import read_encoders
 from raycl.inference.reading import read_values
-from raycl.storage import Place, absolute, check_plain
 from raycl.tokenization import InvalidTextError, read_text
 
 REQUIRED_COLUMNS = ("sentence1", "sentence2", "score")
@@ -63,12 +61,8 @@ def evaluate_sts(
 
 
 def _read(uri: str) -> pa.Table:
-    filesystem, path = Place(absolute(uri)).resolve()
-    try:
-        table = pq.read_table(path, filesystem=filesystem)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {uri} as parquet: {first_line(error)}; give a parquet file") from None
-    check_plain(table.schema, uri)
+    with open_parquet(existing(uri)) as file:
+        table = file.read()
     for name in REQUIRED_COLUMNS:
         if name not in table.column_names:
             raise DataError(

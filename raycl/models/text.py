@@ -235,7 +235,7 @@ class HuggingFaceEncoder(nn.Module):
     Encodes tokens [batch, length] to [batch, dim]. Nothing is downloaded, and code in the folder does
     not run. ``pooling`` takes the mean over a row's tokens or the first token. ``pretrained=False``
     builds the same architecture untrained. The model's padding id swaps with 0 (see
-    :class:`~raycl.tokenization.tokenizer.Tokenizer`).
+    :class:`~raycl.tokenization.Tokenizer`).
 
     Raises ``ConfigError`` if ``transformers`` is missing or the folder holds no such model.
     """
