@@ -111,46 +111,31 @@ def all_sum(value: Tensor) -> Tensor:
 
 @final
 class RingTransfer:
-    """Tensors in transfer from each worker to the next one of the ring."""
+    """Tensors in transfer from each worker to the next rank, from the last worker to the first.
+
+    A single worker receives its own tensors. Computation may continue and read the tensors, but must not
+    change them before the transfer has arrived.
+    """
 
     def __init__(self, *sent: Tensor) -> None:
-        """Start the transfer; see :func:`pass_on`."""
+        """Start the transfer of tensors whose shapes and types are equal on every worker (not checked)."""
         # References keep the buffers alive until they are sent.
         self._sent = tuple(each.detach().contiguous() for each in sent)
         self._received = self._sent
         self._works: list[dist.Work] = []
         if num_workers() > 1:
             self._received = tuple(torch.empty_like(each) for each in self._sent)
-            self._works = dist.batch_isend_irecv(self._messages())
+            following, before = ((rank() + step) % num_workers() for step in (1, -1))
+            messages = [dist.P2POp(dist.isend, each, following) for each in self._sent]
+            messages += [dist.P2POp(dist.irecv, each, before) for each in self._received]
+            self._works = dist.batch_isend_irecv(messages)
 
     def arrived(self) -> tuple[Tensor, ...]:
-        """Wait for the tensors of the previous worker, and return them."""
+        """Wait for the tensors of the previous worker, and return them without gradient."""
         with phase("messages"):
             for work in self._works:
                 work.wait()
         return self._received
-
-    def _messages(self) -> list[dist.P2POp]:
-        following, before = ((rank() + step) % num_workers() for step in (1, -1))
-        return [
-            *(dist.P2POp(dist.isend, each, following) for each in self._sent),
-            *(dist.P2POp(dist.irecv, each, before) for each in self._received),
-        ]
-
-
-def pass_on(*tensors: Tensor) -> RingTransfer:
-    """Start to send tensors to the next rank, and to receive the tensors of the previous rank.
-
-    The last worker sends to the first; a single worker receives its own tensors. Computation may
-    continue and read the tensors, but must not change them before the transfer has arrived.
-
-    Args:
-        tensors: Any shapes and types, equal on every worker (not checked).
-
-    Returns:
-        The transfer; its ``arrived`` returns the tensors of the previous worker, without gradient.
-    """
-    return RingTransfer(*tensors)
 
 
 def visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
@@ -158,10 +143,10 @@ def visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
 
     Args:
         meet: A function, so that it holds no tensors while the next but one arrive.
-        tensors: As for :func:`pass_on`.
+        tensors: As for :class:`RingTransfer`.
     """
     for visit in range(num_workers()):
-        passing = pass_on(*tensors) if visit < num_workers() - 1 else None
+        passing = RingTransfer(*tensors) if visit < num_workers() - 1 else None
         meet((rank() - visit) % num_workers(), *tensors)
         if passing is not None:
             tensors = passing.arrived()

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raycl.distributed import collectives, pass_on, use_shared_memory
+from raycl.distributed import RingTransfer, collectives, use_shared_memory
 from raycl.errors import ConfigError
 from raycl.losses import info_nce, nt_xent
 from raycl.losses.clip import Clip
@@ -176,7 +176,7 @@ def test_gradient_is_the_same_whoever_else_wants_one(wanted: tuple[bool, ...]) -
 
 def count_passes(rank: int, num_workers: int, wanted: tuple[bool, ...]) -> int:
     (query, key, temperature, _), sample_id, _ = make_inputs(rank, {"wanted": wanted})
-    with patch.object(collectives, "pass_on", wraps=pass_on) as passes:
+    with patch.object(collectives, "RingTransfer", wraps=RingTransfer) as passes:
         ring_info_nce(query, key, sample_id, sample_id, temperature=temperature)
     return passes.call_count
 
@@ -268,7 +268,7 @@ def pass_many(rank: int, num_workers: int) -> list[list[Any]]:
     )
     answers = []
     for _ in range(num_workers):
-        passing = pass_on(*sent)
+        passing = RingTransfer(*sent)
         assert bool((sent[0] == sent[0][0]).all())  # may be read meanwhile
         sent = passing.arrived()
         assert not any(each.requires_grad for each in sent)
@@ -297,7 +297,7 @@ def test_alone_without_a_group_it_is_the_loss_itself() -> None:
         nt_xent(query, key, sample_id=ids, temperature=0.1),
     ]
     assert_close(ours, expected, 1e-12)
-    assert pass_on(query).arrived()[0].data_ptr() == query.data_ptr()
+    assert RingTransfer(query).arrived()[0].data_ptr() == query.data_ptr()
 
 
 def refusals(rank: int, num_workers: int) -> list[str]:
