@@ -15,14 +15,7 @@ import raycl.augment.images
 from raycl.augment import ImageAugmentation, center_view, two_views, uniforms
 from raycl.augment.blur import blur, blur_by_products, blur_by_shifts, kernel_size
 from raycl.augment.color import color_transform, recolor
-from raycl.augment.crop import (
-    NUM_BOX_DRAWS,
-    draw_boxes,
-    resample,
-    resample_by_products,
-    resample_by_slices,
-)
-from raycl.augment.rotation import rotate
+from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample_by_products, resample_by_slices, rotate
 from raycl.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,11 +25,9 @@ PLAIN: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 STILL: dict[str, Any] = {
     "crop_scale": (1.0, 1.0),
     "crop_ratio": (1.0, 1.0),
-    "flip": 0.0,
-    "jitter": 0.0,
-    "grayscale": 0.0,
-    "blur": 0.0,
+    **dict.fromkeys(("flip", "jitter", "grayscale", "blur"), 0.0),
 }
+WHEN = {"seed": 0, "epoch": 0, "view": 0}
 
 
 @pytest.fixture(scope="module")
@@ -67,142 +58,16 @@ def noise(num_images: int, size: int, *, channels: int = 3) -> np.ndarray:
     return rng.integers(0, 256, (num_images, size, size, channels), dtype=np.uint8)
 
 
-# Draws
-
-
-def mixed(word: int) -> int:
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-    return word ^ (word >> 31)
-
-
-@pytest.mark.parametrize("sample_id", [0, 1, -1, 12345, -(2**63), 2**63 - 1])
-@pytest.mark.parametrize(("seed", "epoch", "view"), [(0, 0, 0), (-3, 7, 1), (2**70 + 5, 1, 0)])
-def test_uniforms_equal_a_hash_in_unbounded_integers(
-    sample_id: int, seed: int, epoch: int, view: int
-) -> None:
-    came = uniforms(np.array([sample_id]), seed=seed, epoch=epoch, view=view, num=5)
-    for column in range(5):
-        word = seed % 2**64
-        for part in (view, epoch, sample_id, column):
-            word = mixed(mixed((word + 0x9E3779B97F4A7C15) % 2**64) ^ (part % 2**64))
-        assert came[0, column].item() == (word >> 40) / 2**24
-
-
-def test_uniforms_of_a_sample_do_not_depend_on_its_batch() -> None:
-    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 300)
-    whole = uniforms(ids, seed=3, epoch=5, view=1, num=7)
-    assert whole.dtype == torch.float32
-    assert whole.shape == (300, 7)
-    order = np.random.default_rng(1).permutation(300)
-    torch.testing.assert_close(
-        uniforms(ids[order], seed=3, epoch=5, view=1, num=7), whole[order], rtol=0, atol=0
-    )
-    alone = uniforms(torch.from_numpy(ids[17:18]), seed=3, epoch=5, view=1, num=4)
-    torch.testing.assert_close(alone, whole[17:18, :4], rtol=0, atol=0)
-
-
-def test_uniforms_take_an_epoch_for_each_row() -> None:
-    ids, epochs = np.array([4, 4, 9]), np.array([0, 1, 1])
-    rows = uniforms(ids, seed=0, epoch=epochs, view=0, num=6)
-    for row in range(3):
-        alone = uniforms(ids[row : row + 1], seed=0, epoch=int(epochs[row]), view=0, num=6)
-        assert torch.equal(rows[row], alone[0])
-
-
-def test_uniforms_are_uniform() -> None:
-    draws = uniforms(np.arange(20_000), seed=0, epoch=0, view=0, num=16).double()
-    assert draws.min() >= 0
-    assert draws.max() < 1
-    # Standard errors: 0.289 / sqrt(320,000) = 0.0005 and 0.0745 / sqrt(320,000) = 0.00013.
-    assert draws.mean().item() == pytest.approx(1 / 2, abs=0.002)
-    assert draws.var().item() == pytest.approx(1 / 12, abs=0.0006)
-    for column in draws.unbind(1):
-        counts = torch.histc(column, bins=64, min=0, max=1).numpy()
-        assert chisquare(counts).pvalue > 1e-5
-
-
-def test_neighboring_seeds_epochs_views_samples_and_columns_are_uncorrelated() -> None:
-    ids = np.arange(20_000)
-
-    def draw(*, shift: int = 0, seed: int = 0, epoch: int = 0, view: int = 0) -> Tensor:
-        return uniforms(ids + shift, seed=seed, epoch=epoch, view=view, num=4)
-
-    base = draw()
-    others = [draw(shift=shift) for shift in (1, 2, 64, 2**32, -(2**63))]
-    others += [draw(seed=1), draw(seed=2**32), draw(seed=-1), draw(epoch=1), draw(epoch=2)]
-    others += [draw(view=1), draw(seed=1, epoch=1), draw(epoch=1, view=1), draw(epoch=1, shift=1)]
-    for other in others:
-        table = torch.corrcoef(torch.cat([base, other], dim=1).T) - torch.eye(8)
-        assert table.abs().max() < 5 / np.sqrt(len(ids))  # five standard errors
-        assert (base == other).float().mean() < 1e-3
-    swapped = uniforms(np.array([1]), seed=0, epoch=0, view=0, num=4)
-    assert not torch.equal(swapped, uniforms(np.array([0]), seed=0, epoch=1, view=0, num=4))
-    assert not torch.equal(swapped, uniforms(np.array([0]), seed=1, epoch=0, view=0, num=4))
-    assert not torch.equal(swapped, uniforms(np.array([0]), seed=0, epoch=0, view=1, num=4))
-
-
-# What a view depends on
-
-
-@pytest.mark.parametrize(("size", "stored"), [(32, 32), (96, 120)])
-def test_a_view_is_the_same_in_any_batch_order_and_chunk(
-    size: int, stored: int, photos: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = np.tile(squares(photos, stored), (4, 1, 1, 1))
-    ids = np.arange(len(images)) * 7 - 100
-    augmentation = ImageAugmentation(size=size, mean=MEAN, std=STD)
-
-    def views(rows: np.ndarray) -> Tensor:
-        return augmentation(images[rows], ids[rows], seed=1, epoch=2, view=0)
-
-    everything = np.arange(len(images))
-    whole = views(everything)
-    order = np.random.default_rng(0).permutation(len(images))
-    torch.testing.assert_close(views(order), whole[order], rtol=0, atol=1e-5)
-    torch.testing.assert_close(views(everything[70:75]), whole[70:75], rtol=0, atol=1e-5)
-    torch.testing.assert_close(views(everything[3:4]), whole[3:4], rtol=0, atol=1e-5)
-    monkeypatch.setattr(raycl.augment.images, "_chunks", lambda *_, **__: [slice(0, None)])
-    torch.testing.assert_close(views(everything), whole, rtol=0, atol=1e-5)
-
-
-def test_another_seed_epoch_view_or_sample_gives_another_view(photos: np.ndarray) -> None:
-    images, ids = squares(photos, 32), np.arange(len(photos))
-    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
-    base = augmentation(images, ids, seed=0, epoch=0, view=0)
-    assert torch.equal(augmentation(images, ids, seed=0, epoch=0, view=0), base)
-    for other in (
-        augmentation(images, ids, seed=1, epoch=0, view=0),
-        augmentation(images, ids, seed=0, epoch=1, view=0),
-        augmentation(images, ids, seed=0, epoch=0, view=1),
-        augmentation(images, ids + len(ids), seed=0, epoch=0, view=0),
-    ):
-        assert ((other - base).abs().mean((1, 2, 3)) > 0.05).all()
-
-
-def test_two_views_are_view_zero_and_view_one(photos: np.ndarray) -> None:
-    images, ids = torch.from_numpy(squares(photos, 32)), torch.arange(len(photos))
-    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
-    view_a, view_b = two_views(images, ids, augmentation=augmentation, seed=4, epoch=1)
-    assert torch.equal(view_a, augmentation(images, ids, seed=4, epoch=1, view=0))
-    assert torch.equal(view_b, augmentation(images, ids, seed=4, epoch=1, view=1))
-
-
-# Crop
-
-
-def relative(boxes: np.ndarray, *, height: int, width: int, aspect: float) -> dict[str, np.ndarray]:
-    """Describe boxes by what does not depend on the pixel grid."""
-    top, left, box_height, box_width = boxes.T.astype(np.float64)
-    tall, wide = box_height / height, box_width / width
-    return {
-        "area": tall * wide,
-        "log_ratio": np.log(wide / tall * aspect),
-        "middle_x": left / width + wide / 2,
-        "middle_y": top / height + tall / 2,
-        "left": left / width,
-        "top": top / height,
+def views_of(images: np.ndarray, **settings: Any) -> Tensor:
+    """Return views without changes but those of the settings, with pixels in [0, 1]."""
+    channels = images.shape[3]
+    plain = {
+        "size": images.shape[1],
+        "channels": channels,
+        "mean": (0.0,) * channels,
+        "std": (1.0,) * channels,
     }
+    return ImageAugmentation(**(STILL | plain | settings))(images, np.arange(len(images)), **WHEN)
 
 
 def largest_gap(one: np.ndarray, other: np.ndarray, *, slack: float) -> float:
@@ -222,54 +87,152 @@ def largest_gap(one: np.ndarray, other: np.ndarray, *, slack: float) -> float:
     return float(max(gaps))
 
 
+def assert_uniform(values: Tensor, low: float, high: float, *, slack: float = 1e-3) -> None:
+    # 1.95 gives the 0.1% point of the statistic of Kolmogorov and Smirnov.
+    assert largest_gap(values.numpy(), np.linspace(low, high, 10_000), slack=slack) < 1.95 / np.sqrt(
+        len(values)
+    )
+
+
+# Draws
+
+
+def mixed(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+@pytest.mark.parametrize(("seed", "epoch", "view"), [(0, 0, 0), (-3, 7, 1), (2**70 + 5, 1, 0)])
+def test_uniforms_equal_a_hash_in_unbounded_integers(seed: int, epoch: int, view: int) -> None:
+    ids = [0, 1, -1, 12345, -(2**63), 2**63 - 1]
+    came = uniforms(np.array(ids), seed=seed, epoch=epoch, view=view, num=5)
+    assert came.dtype == torch.float32
+    for row, sample_id in enumerate(ids):
+        for column in range(5):
+            word = seed % 2**64
+            for part in (view, epoch, sample_id, column):
+                word = mixed(mixed((word + 0x9E3779B97F4A7C15) % 2**64) ^ (part % 2**64))
+            assert came[row, column].item() == (word >> 40) / 2**24
+
+
+def test_uniforms_take_an_epoch_for_each_row() -> None:
+    ids, epochs = np.array([4, 4, 9]), np.array([0, 1, 1])
+    rows = uniforms(ids, seed=0, epoch=epochs, view=0, num=6)
+    for row in range(3):
+        alone = uniforms(ids[row : row + 1], seed=0, epoch=int(epochs[row]), view=0, num=6)
+        assert torch.equal(rows[row], alone[0])
+
+
+def test_neighboring_seeds_epochs_views_samples_and_columns_are_uniform_and_uncorrelated() -> None:
+    ids = np.arange(20_000)
+
+    def draw(*, shift: int = 0, seed: int = 0, epoch: int = 0, view: int = 0) -> Tensor:
+        return uniforms(ids + shift, seed=seed, epoch=epoch, view=view, num=4)
+
+    base = draw()
+    for column in base.unbind(1):
+        assert chisquare(torch.histc(column, bins=64, min=0, max=1).numpy()).pvalue > 1e-5
+    others = [draw(shift=shift) for shift in (1, 2, 64, 2**32, -(2**63))]
+    others += [draw(seed=1), draw(seed=2**32), draw(seed=-1), draw(epoch=1), draw(epoch=2)]
+    others += [draw(view=1), draw(seed=1, epoch=1), draw(epoch=1, view=1), draw(epoch=1, shift=1)]
+    for other in others:
+        table = torch.corrcoef(torch.cat([base, other], dim=1).T) - torch.eye(8)
+        assert table.abs().max() < 5 / np.sqrt(len(ids))  # five standard errors
+        assert (base == other).float().mean() < 1e-3
+    swapped = [draw(shift=1)[0], draw(seed=1)[0], draw(epoch=1)[0], draw(view=1)[0]]
+    assert len({tuple(each.tolist()) for each in swapped}) == 4
+
+
+# What a view depends on
+
+
+@pytest.mark.parametrize(("size", "stored"), [(32, 32), (96, 120)])
+def test_a_view_is_the_same_in_any_batch_order_and_chunk(
+    size: int, stored: int, photos: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = np.tile(squares(photos, stored), (4, 1, 1, 1))
+    ids = np.arange(len(images)) * 7 - 100
+    augmentation = ImageAugmentation(size=size, mean=MEAN, std=STD)
+
+    def views(rows: np.ndarray) -> Tensor:
+        return augmentation(images[rows], ids[rows], seed=1, epoch=2, view=0)
+
+    everything = np.arange(len(images))
+    whole = views(everything)
+    for rows in (np.random.default_rng(0).permutation(len(images)), everything[70:75], everything[3:4]):
+        torch.testing.assert_close(views(rows), whole[rows], rtol=0, atol=1e-5)
+    monkeypatch.setattr(raycl.augment.images, "_chunks", lambda *_, **__: [slice(0, None)])
+    torch.testing.assert_close(views(everything), whole, rtol=0, atol=1e-5)
+
+
+def test_a_view_is_a_function_of_seed_epoch_view_and_sample(photos: np.ndarray) -> None:
+    images, ids = squares(photos, 32), np.arange(len(photos))
+    augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
+    base = augmentation(images, ids, **WHEN)
+    for shift, other in ((0, {"seed": 1}), (0, {"epoch": 1}), (0, {"view": 1}), (len(ids), {})):
+        view = augmentation(images, ids + shift, **(WHEN | other))
+        assert ((view - base).abs().mean((1, 2, 3)) > 0.05).all()
+    tensors = torch.from_numpy(images), torch.from_numpy(ids)
+    both = two_views(*tensors, augmentation=augmentation, seed=0, epoch=0)
+    assert torch.equal(both[0], base)
+    assert torch.equal(both[1], augmentation(images, ids, seed=0, epoch=0, view=1))
+
+
+# Crop
+
+
+BOXES: dict[str, Any] = {"scale": (0.08, 1.0), "ratio": (3 / 4, 4 / 3)}
+
+
+def relative(boxes: np.ndarray, *, height: int, width: int, aspect: float) -> dict[str, np.ndarray]:
+    """Describe boxes by what does not depend on the pixel grid."""
+    top, left, box_height, box_width = boxes.T.astype(np.float64)
+    tall, wide = box_height / height, box_width / width
+    return {
+        "area": tall * wide,
+        "log_ratio": np.log(wide / tall * aspect),
+        "middle_x": left / width + wide / 2,
+        "middle_y": top / height + tall / 2,
+        "left": left / width,
+        "top": top / height,
+    }
+
+
+def torchvisions_boxes(num: int, height: int, width: int, scale: tuple[float, float]) -> np.ndarray:
+    torch.manual_seed(0)
+    image, ratio = torch.empty(1, height, width), list(BOXES["ratio"])
+    return np.array([transforms.RandomResizedCrop.get_params(image, list(scale), ratio) for _ in range(num)])
+
+
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.5, 1.0)])
 @pytest.mark.parametrize(("height", "width"), [(400, 400), (400, 800), (900, 300)])
 def test_crop_boxes_are_distributed_as_torchvisions(
     height: int, width: int, scale: tuple[float, float]
 ) -> None:
-    image, ratio, num = torch.empty(1, height, width), (3 / 4, 4 / 3), 2_500
-    torch.manual_seed(0)
-    theirs = np.array(
-        [transforms.RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(num)]
-    )
+    num = 2_500
+    draws = uniforms(np.arange(4 * num), **WHEN, num=NUM_BOX_DRAWS)
     # Ours crops from a square that the image was squashed to.
-    boxes = draw_boxes(
-        uniforms(np.arange(4 * num), seed=0, epoch=0, view=0, num=NUM_BOX_DRAWS),
-        height=400,
-        width=400,
-        aspect=torch.full((4 * num,), width / height),
-        scale=scale,
-        ratio=ratio,
-    )
+    aspect = torch.full((4 * num,), width / height)
+    boxes = draw_boxes(draws, height=400, width=400, aspect=aspect, scale=scale, ratio=BOXES["ratio"])
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, 2:] >= 1).all()
     assert (boxes[:, :2] + boxes[:, 2:] <= 400).all()
+    theirs = torchvisions_boxes(num, height, width, scale)
     want = relative(theirs, height=height, width=width, aspect=width / height)
     came = relative(boxes.numpy(), height=400, width=400, aspect=width / height)
     for name, values in want.items():
-        # 1.95 gives the 0.1% point of the two-sample statistic of Kolmogorov and Smirnov.
         limit = 1.95 * np.sqrt(1 / num + 1 / (4 * num))
         assert largest_gap(values, came[name], slack=0.01) < limit, name
 
 
-def test_boxes_on_a_coarse_grid_equal_torchvisions_box_for_box() -> None:
-    num, ratio = 4_000, [3 / 4, 4 / 3]
-    torch.manual_seed(0)
-    image = torch.empty(1, 8, 8)
-    theirs = np.array(
-        [transforms.RandomResizedCrop.get_params(image, [0.08, 1.0], ratio) for _ in range(num)]
-    )
-    ours = draw_boxes(
-        uniforms(np.arange(num), seed=0, epoch=0, view=0, num=NUM_BOX_DRAWS),
-        height=8,
-        width=8,
-        aspect=torch.ones(num),
-        scale=(0.08, 1.0),
-        ratio=(3 / 4, 4 / 3),
-    ).numpy()
+def test_boxes_on_a_coarse_grid_are_as_frequent_as_torchvisions() -> None:
+    num = 4_000
+    draws = uniforms(np.arange(num), **WHEN, num=NUM_BOX_DRAWS)
+    ours = draw_boxes(draws, height=8, width=8, aspect=torch.ones(num), **BOXES).numpy()
+    theirs = torchvisions_boxes(num, 8, 8, BOXES["scale"])
     for column in range(4):
-        want = np.bincount(theirs[:, column], minlength=9) / num
-        came = np.bincount(ours[:, column], minlength=9) / num
+        want, came = (np.bincount(each[:, column], minlength=9) / num for each in (theirs, ours))
         assert np.abs(want - came).max() < 5 * np.sqrt(0.25 * 2 / num)
 
 
@@ -290,51 +253,18 @@ def test_a_crop_that_never_fits_is_the_largest_central_box(aspect: float, box: l
 
 
 @pytest.mark.parametrize("method", [resample_by_products, resample_by_slices])
-@pytest.mark.parametrize(
-    "box", [(0, 0, 200, 200), (13, 40, 150, 101), (60, 7, 20, 33), (199, 199, 1, 1), (5, 0, 32, 32)]
-)
-def test_crops_equal_torchvisions_resized_crop(
-    method: Any, box: tuple[int, int, int, int], photos: np.ndarray
-) -> None:
-    images, size = photos[:6], 32
-    boxes = torch.tensor(box).expand(6, 4)
-    flip = torch.tensor([False, True] * 3)
-    came = method(torch.from_numpy(images), boxes, flip, size=size)
-    planes = as_planes(images)
-    want = tvf.resized_crop(planes.float(), *box, [size, size], antialias=True)
-    want = torch.where(flip[:, None, None, None], want.flip(3), want)
-    # The kernel by slices rounds to whole gray levels, as torchvision does on bytes.
-    tolerance = 2e-3 if method is resample_by_products else 1.01
-    torch.testing.assert_close(came, want, rtol=0, atol=tolerance)
-    assert (came - want).abs().mean() < 0.35
-
-
-def test_products_and_slices_agree_on_boxes_of_their_own(photos: np.ndarray) -> None:
-    images = torch.from_numpy(photos[:, :150])  # 150 x 200
-    boxes = draw_boxes(
-        torch.rand(len(images), NUM_BOX_DRAWS, generator=torch.Generator().manual_seed(0)),
-        height=150,
-        width=200,
-        aspect=torch.full((len(images),), 200 / 150),
-        scale=(0.08, 1.0),
-        ratio=(3 / 4, 4 / 3),
-    )
-    flip = torch.arange(len(images)) % 2 == 0
-    dense = resample_by_products(images, boxes, flip, size=64)
-    sliced = resample_by_slices(images, boxes, flip, size=64)
-    torch.testing.assert_close(dense, sliced, rtol=0, atol=1.01)
-    assert (dense - sliced).abs().mean() < 0.35
-
-
-def test_flips_have_their_probability(photos: np.ndarray) -> None:
-    image = np.repeat(squares(photos, 32)[:1], 2_000, axis=0)
-    still = STILL | {"flip": 0.3}
-    views = ImageAugmentation(size=32, **still, **PLAIN)(image, np.arange(2_000), seed=0, epoch=0, view=0)
-    upright = as_planes(image[:1]).float() / 255
-    kept = (views - upright).abs().amax((1, 2, 3)) < 1e-5
-    mirrored = (views - upright.flip(3)).abs().amax((1, 2, 3)) < 1e-5
-    assert (kept ^ mirrored).all()
-    assert mirrored.float().mean().item() == pytest.approx(0.3, abs=0.05)
+def test_crops_equal_torchvisions_resized_crop(method: Any, photos: np.ndarray) -> None:
+    boxes = [(0, 0, 200, 200), (13, 40, 150, 101), (60, 7, 20, 33), (199, 199, 1, 1), (5, 0, 32, 32)]
+    images, flip = photos[: len(boxes)], torch.arange(len(boxes)) % 2 == 1
+    came = method(torch.from_numpy(images), torch.tensor(boxes), flip, size=32)
+    for box, mirrored, plane, result in zip(boxes, flip, as_planes(images), came, strict=True):
+        want = tvf.resized_crop(plane.float(), *box, [32, 32], antialias=True)
+        want = want.flip(2) if mirrored else want
+        # The kernel by slices rounds to whole gray levels, as torchvision does on bytes.
+        torch.testing.assert_close(
+            result, want, rtol=0, atol=2e-3 if method is resample_by_products else 1.01
+        )
+        assert (result - want).abs().mean() < 0.35
 
 
 # Rotation
@@ -347,13 +277,11 @@ def test_rotation_equals_torchvisions(degrees: float, photos: np.ndarray) -> Non
     torch.testing.assert_close(rotate(planes, torch.full((len(planes),), degrees)), want, rtol=0, atol=0.02)
 
 
-def test_each_image_turns_by_an_angle_of_its_own_from_the_whole_range(photos: np.ndarray) -> None:
-    num = 2_000
-    # A line from the middle to the right: where it points tells the angle.
-    line = np.zeros((num, 65, 65, 3), dtype=np.uint8)
+def test_each_image_is_rotated_by_its_own_angle_from_the_whole_range() -> None:
+    # A line from the middle to the right: its direction gives the angle.
+    line = np.zeros((2_000, 65, 65, 3), dtype=np.uint8)
     line[:, 31:34, 32:] = 255
-    augmentation = ImageAugmentation(size=65, rotation=40.0, **STILL, **PLAIN)
-    views = augmentation(line, np.arange(num), seed=0, epoch=0, view=0)[:, 0]
+    views = views_of(line, rotation=40.0)[:, 0]
     offset = torch.arange(65) - 32.0
     up, right = -(views.sum(2) * offset).sum(1), (views.sum(1) * offset).sum(1)
     angles = torch.rad2deg(torch.atan2(up, right)).numpy()
@@ -364,13 +292,12 @@ def test_each_image_turns_by_an_angle_of_its_own_from_the_whole_range(photos: np
 
 
 def test_rotation_leaves_all_other_draws_as_they_were(photos: np.ndarray) -> None:
-    images, ids = squares(photos, 32), np.arange(len(photos))
-    settings = STILL | PLAIN | {"crop_scale": (0.2, 1.0), "flip": 0.5}
-    still = ImageAugmentation(size=32, **settings)(images, ids, seed=0, epoch=0, view=0)
-    turned = ImageAugmentation(size=32, rotation=25.0, **settings)(images, ids, seed=0, epoch=0, view=0)
-    draws = uniforms(ids, seed=0, epoch=0, view=0, num=9 + NUM_BOX_DRAWS + 1)
-    degrees = (2 * draws[:, -1] - 1) * 25.0
-    torch.testing.assert_close(turned, rotate(still, degrees), rtol=0, atol=1e-5)
+    images = squares(photos, 32)
+    still, turned = (
+        views_of(images, crop_scale=(0.2, 1.0), flip=0.5, rotation=rotation) for rotation in (0.0, 25.0)
+    )
+    draws = uniforms(np.arange(len(photos)), **WHEN, num=9 + NUM_BOX_DRAWS + 1)
+    torch.testing.assert_close(turned, rotate(still, (2 * draws[:, -1] - 1) * 25.0), rtol=0, atol=1e-5)
     assert not torch.equal(turned, still)
 
 
@@ -384,8 +311,7 @@ def colored(pixels: Tensor, **factors: float | bool) -> Tensor:
     tensors = {name: torch.full((len(pixels),), float(x)) for name, x in settings.items()}
     channels = pixels.shape[1]
     matrix, gray_share = color_transform(**tensors, grayscale=grayscale, channels=channels)
-    plain = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-    return recolor(pixels * 255, matrix, gray_share, **plain)
+    return recolor(pixels * 255, matrix, gray_share, mean=(0.0,) * channels, std=(1.0,) * channels)
 
 
 @pytest.fixture(scope="module")
@@ -402,35 +328,19 @@ def test_a_factor_equals_torchvisions(name: str, factor: float, muted: Tensor) -
     torch.testing.assert_close(colored(muted, **{name: factor}), want, rtol=0, atol=3e-4)
 
 
-def test_factors_follow_each_other_as_in_torchvision(muted: Tensor) -> None:
-    want = tvf.adjust_brightness(muted, 1.3)
-    want = tvf.adjust_contrast(want, 0.6)
-    want = tvf.adjust_saturation(want, 1.5)
-    came = colored(muted, brightness=1.3, contrast=0.6, saturation=1.5)
-    torch.testing.assert_close(came, want, rtol=0, atol=3e-4)
-    came = colored(muted, brightness=1.3, contrast=0.6, saturation=1.5, grayscale=True)
-    want = tvf.rgb_to_grayscale(want, num_output_channels=3)
-    torch.testing.assert_close(came, want, rtol=0, atol=3e-4)
-
-
 def test_color_steps_are_composed_in_the_stated_order(muted: Tensor) -> None:
-    steps = {"brightness": 1.2, "contrast": 0.7, "saturation": 0.3, "hue": 0.12}
-    one_by_one = muted
-    for name, factor in steps.items():
-        one_by_one = colored(one_by_one, **{name: factor})
-    torch.testing.assert_close(colored(muted, **steps), one_by_one, rtol=0, atol=1e-5)
-    gray = colored(one_by_one, grayscale=True)
-    torch.testing.assert_close(colored(muted, **steps, grayscale=True), gray, rtol=0, atol=1e-5)
+    steps = {"brightness": 1.2, "contrast": 0.7, "saturation": 0.3, "hue": 0.12, "grayscale": True}
+    for number in range(1, len(steps) + 1):
+        first, one_by_one = dict(list(steps.items())[:number]), muted
+        for name, factor in first.items():
+            one_by_one = colored(one_by_one, **{name: factor})
+        torch.testing.assert_close(colored(muted, **first), one_by_one, rtol=0, atol=1e-5)
 
 
-def test_grayscale_equals_torchvisions(photos: np.ndarray) -> None:
+def test_grayscale_equals_torchvisions_and_colors_are_clamped(photos: np.ndarray) -> None:
     pixels = as_planes(photos[:4]).float() / 255
     want = tvf.rgb_to_grayscale(pixels, num_output_channels=3)
     torch.testing.assert_close(colored(pixels, grayscale=True), want, rtol=0, atol=3e-4)
-
-
-def test_colors_are_clamped_to_the_range_of_an_image(photos: np.ndarray) -> None:
-    pixels = as_planes(photos[:4]).float() / 255
     came = colored(pixels, brightness=1.8)
     torch.testing.assert_close(came, tvf.adjust_brightness(pixels, 1.8), rtol=0, atol=1e-5)
     assert came.max() <= 1
@@ -445,22 +355,16 @@ def test_hue_turns_as_torchvisions_on_photographs(turns: float, photos: np.ndarr
     error = (colored(pixels, hue=turns) - want).abs().mean()
     wrong_way = (colored(pixels, hue=-turns) - want).abs().mean()
     # An approximation: HSV keeps the largest and the smallest channel, we keep their mean.
-    assert error < 0.05
-    assert error < 0.9 * change
-    assert error < 0.45 * wrong_way
+    assert error < min(0.05, 0.9 * change, 0.45 * wrong_way)
 
 
 @pytest.mark.parametrize("turns", [1 / 3, -1 / 3])
-def test_hue_takes_pure_colors_to_pure_colors(turns: float) -> None:
+def test_hue_maps_pure_colors_to_pure_colors_and_keeps_the_mean(turns: float, muted: Tensor) -> None:
     pixels = torch.eye(3)[:, :, None, None].expand(-1, -1, 8, 8).contiguous()
-    want = tvf.adjust_hue(pixels, turns)
-    torch.testing.assert_close(colored(pixels, hue=turns), want, rtol=0, atol=1e-5)
-
-
-def test_hue_keeps_the_mean_of_the_channels_and_so_gray(muted: Tensor) -> None:
+    torch.testing.assert_close(colored(pixels, hue=turns), tvf.adjust_hue(pixels, turns), rtol=0, atol=1e-5)
     gray = muted.mean(1, keepdim=True).expand(-1, 3, -1, -1).contiguous()
-    torch.testing.assert_close(colored(gray, hue=0.17), gray, rtol=0, atol=1e-6)
-    torch.testing.assert_close(colored(muted, hue=0.17).mean(1), muted.mean(1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(colored(gray, hue=turns / 2), gray, rtol=0, atol=1e-6)
+    torch.testing.assert_close(colored(muted, hue=turns / 2).mean(1), muted.mean(1), rtol=0, atol=1e-6)
 
 
 def test_one_channel_has_brightness_and_contrast_only() -> None:
@@ -470,45 +374,6 @@ def test_one_channel_has_brightness_and_contrast_only() -> None:
     want = tvf.adjust_contrast(tvf.adjust_brightness(pixels, 1.2), 0.5)
     came = colored(pixels, brightness=1.2, contrast=0.5, **settings)
     torch.testing.assert_close(came, want, rtol=0, atol=1e-5)
-
-
-def test_factors_are_drawn_from_torchvisions_ranges() -> None:
-    # A flat image at 40: brightness alone sets its level, and nothing clamps.
-    num = 4_000
-    flat = np.full((num, 8, 8, 3), 40, dtype=np.uint8)
-    settings = {"contrast": 0.0, "saturation": 0.0, "hue": 0.0}
-    for strength in (0.5, 1.5):
-        still = STILL | {"jitter": 1.0, "brightness": strength} | settings
-        views = ImageAugmentation(size=8, **still, **PLAIN)(flat, np.arange(num), seed=0, epoch=0, view=0)
-        factor = views.mean((1, 2, 3)) * 255 / 40
-        low, high = max(0.0, 1 - strength), 1 + strength
-        assert low <= factor.min() + 1e-4
-        assert factor.max() - 1e-4 <= high
-        expected = np.linspace(low, high, 10_000)
-        assert largest_gap(factor.numpy(), expected, slack=1e-3) < 1.95 / np.sqrt(num)
-
-
-def test_hue_is_drawn_evenly_to_both_sides() -> None:
-    num = 4_000
-    reddish = np.tile(np.array([150, 100, 100], dtype=np.uint8), (num, 8, 8, 1))
-    factors = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.2}
-    views = ImageAugmentation(size=8, **(STILL | {"jitter": 1.0} | factors), **PLAIN)(
-        reddish, np.arange(num), seed=0, epoch=0, view=0
-    )
-    red, green, blue = views[:, :, 4, 4].unbind(1)
-    turns = torch.atan2(np.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * np.pi)
-    expected = np.linspace(-0.2, 0.2, 10_000)
-    assert largest_gap(turns.numpy(), expected, slack=1e-4) < 1.95 / np.sqrt(num)
-
-
-def test_jitter_grayscale_and_blur_have_their_probability(photos: np.ndarray) -> None:
-    image = np.repeat(squares(photos, 16)[:1], 3_000, axis=0)
-    source = as_planes(image[:1]).float() / 255
-    for name, probability in (("jitter", 0.8), ("grayscale", 0.2), ("blur", 0.5)):
-        still = STILL | {name: probability, "blur_sigma": (0.5, 2.0)}
-        views = ImageAugmentation(size=16, **still, **PLAIN)(image, np.arange(3_000), seed=0, epoch=0, view=0)
-        changed = (views - source).abs().amax((1, 2, 3)) > 1e-4
-        assert changed.float().mean().item() == pytest.approx(probability, abs=0.04), name
 
 
 # Blur
@@ -523,13 +388,14 @@ def shifted(pixels: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "method", [blur_by_products, shifted, lambda pixels, sigma: blur(pixels.clone(), sigma)]
 )
-@pytest.mark.parametrize(("size", "channels"), [(8, 3), (32, 1), (33, 3), (96, 3), (224, 3)])
-def test_blur_equals_torchvisions(method: Any, size: int, channels: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "channels", "kernel"), [(8, 3, 3), (32, 1, 3), (33, 3, 3), (96, 3, 9), (224, 3, 23)]
+)
+def test_blur_equals_torchvisions(method: Any, size: int, channels: int, kernel: int) -> None:
     sigma = torch.tensor([0.1, 0.5, 1.0, 2.0])
     pixels = torch.rand(4, channels, size, size, generator=torch.Generator().manual_seed(0))
-    came = method(pixels, sigma)
-    for image, result, width in zip(pixels, came, sigma.tolist(), strict=True):
-        want = tvf.gaussian_blur(image, [kernel_size(size)] * 2, [width] * 2)
+    for image, result, width in zip(pixels, method(pixels, sigma), sigma.tolist(), strict=True):
+        want = tvf.gaussian_blur(image, [kernel] * 2, [width] * 2)
         torch.testing.assert_close(result, want, rtol=0, atol=1e-5)
 
 
@@ -542,23 +408,44 @@ def test_a_sigma_of_0_leaves_an_image_as_it_is(size: int) -> None:
     assert not torch.equal(after[[3, 1]], before[[3, 1]])
 
 
+# Probabilities and ranges
+
+
+def test_each_change_has_its_probability(photos: np.ndarray) -> None:
+    image = np.repeat(squares(photos, 16)[:1], 3_000, axis=0)
+    source = as_planes(image[:1]).float() / 255
+    for name, probability in (("flip", 0.3), ("jitter", 0.8), ("grayscale", 0.2), ("blur", 0.5)):
+        views = views_of(image, **{name: probability}, blur_sigma=(0.5, 2.0))
+        changed = (views - source).abs().amax((1, 2, 3)) > 1e-4
+        assert changed.float().mean().item() == pytest.approx(probability, abs=0.04), name
+        if name == "flip":
+            torch.testing.assert_close(
+                views[changed], source.flip(3).expand_as(views[changed]), rtol=0, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.5])
+def test_factors_are_drawn_from_torchvisions_ranges(strength: float) -> None:
+    # A flat image at 40: brightness alone sets its level, and nothing clamps.
+    flat = np.full((4_000, 8, 8, 3), 40, dtype=np.uint8)
+    views = views_of(flat, jitter=1.0, brightness=strength, contrast=0.0, saturation=0.0, hue=0.0)
+    assert_uniform(views.mean((1, 2, 3)) * 255 / 40, max(0.0, 1 - strength), 1 + strength)
+
+
+def test_hue_is_drawn_evenly_to_both_sides() -> None:
+    reddish = np.tile(np.array([150, 100, 100], dtype=np.uint8), (4_000, 8, 8, 1))
+    views = views_of(reddish, jitter=1.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.2)
+    red, green, blue = views[:, :, 4, 4].unbind(1)
+    turns = torch.atan2(np.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * np.pi)
+    assert_uniform(turns, -0.2, 0.2, slack=1e-4)
+
+
 def test_widths_of_blur_are_drawn_evenly_from_their_range() -> None:
-    num, size = 2_000, 40
-    points = np.zeros((num, size, size, 1), dtype=np.uint8)
+    points = np.zeros((2_000, 40, 40, 1), dtype=np.uint8)
     points[:, 20, 20] = 255
-    settings = STILL | {"blur": 1.0, "blur_sigma": (0.3, 1.2)}
-    views = ImageAugmentation(size=size, channels=1, **settings, mean=(0.0,), std=(1.0,))(
-        points, np.arange(num), seed=0, epoch=0, view=0
-    )
+    views = views_of(points, blur=1.0, blur_sigma=(0.3, 1.2))
     # Two pixels of one Gaussian give its width.
-    ratio = views[:, 0, 20, 21] / views[:, 0, 20, 20]
-    widths = torch.sqrt(-0.5 / torch.log(ratio))
-    expected = np.linspace(0.3, 1.2, 10_000)
-    assert largest_gap(widths.numpy(), expected, slack=1e-3) < 1.95 / np.sqrt(num)
-
-
-def test_kernel_is_a_tenth_of_the_image_and_odd() -> None:
-    assert [kernel_size(size) for size in (8, 32, 96, 224)] == [3, 3, 9, 23]
+    assert_uniform(torch.sqrt(-0.5 / torch.log(views[:, 0, 20, 21] / views[:, 0, 20, 20])), 0.3, 1.2)
 
 
 # The whole
@@ -570,62 +457,51 @@ def test_views_are_normalized_floats_in_channels_last(size: int, stored: int, ch
     images = noise(9, stored, channels=channels)
     mean, std = (0.5,) * channels, (0.25,) * channels
     augmentation = ImageAugmentation(size=size, channels=channels, mean=mean, std=std)
-    views = augmentation(images, np.arange(9), seed=0, epoch=0, view=0)
+    views = augmentation(images, np.arange(9), **WHEN)
     assert views.shape == (9, channels, size, size)
     assert views.dtype == torch.float32
     assert views.is_contiguous(memory_format=torch.channels_last)
     assert views.min() >= -2 - 1e-5
     assert views.max() <= 2 + 1e-5
-    assert augmentation(images[:0], np.arange(0), seed=0, epoch=0, view=0).shape[0] == 0
+    assert augmentation(images[:0], np.arange(0), **WHEN).shape[0] == 0
 
 
-def test_no_probability_leaves_the_image_and_normalizes_it(photos: np.ndarray) -> None:
+def test_changes_of_probability_0_do_nothing_and_of_1_strike_every_image(photos: np.ndarray) -> None:
     images = squares(photos, 32)
-    views = ImageAugmentation(size=32, **STILL, mean=MEAN, std=STD)(
-        images, np.arange(len(images)), seed=0, epoch=0, view=0
-    )
-    want = tvf.normalize(as_planes(images).float() / 255, list(MEAN), list(STD))
-    torch.testing.assert_close(views, want, rtol=0, atol=1e-4)
-
-
-def test_certain_grayscale_flip_and_blur_strike_every_image(photos: np.ndarray) -> None:
-    images, ids = squares(photos, 32), np.arange(len(photos))
-    still = STILL | {"flip": 1.0, "grayscale": 1.0, "blur": 1.0, "blur_sigma": (1.5, 1.5)}
-    views = ImageAugmentation(size=32, **still, **PLAIN)(images, ids, seed=0, epoch=0, view=0)
-    want = tvf.rgb_to_grayscale(as_planes(images).float() / 255, num_output_channels=3)
+    planes = as_planes(images).float() / 255
+    want = tvf.normalize(planes, list(MEAN), list(STD))
+    torch.testing.assert_close(views_of(images, mean=MEAN, std=STD), want, rtol=0, atol=1e-4)
+    want = tvf.rgb_to_grayscale(planes, num_output_channels=3)
     want = tvf.gaussian_blur(want.flip(3), [3, 3], [1.5, 1.5])
+    views = views_of(images, flip=1.0, grayscale=1.0, blur=1.0, blur_sigma=(1.5, 1.5))
     torch.testing.assert_close(views, want, rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize("size", [32, 64])
-def test_many_views_have_torchvisions_mean_and_spread(size: int, photos: np.ndarray) -> None:
+def test_many_views_have_torchvisions_statistics(size: int, photos: np.ndarray) -> None:
     images = squares(photos, size)
     repeats = 15 if size == 32 else 8
-    jitter = transforms.ColorJitter(0.8, 0.8, 0.8, 0.2)
-    gaussian = transforms.GaussianBlur(kernel_size(size), (0.1, 2.0))
     pipeline = transforms.Compose(
         [
             transforms.RandomResizedCrop(size, scale=(0.08, 1.0)),
             transforms.RandomHorizontalFlip(),
-            transforms.RandomApply([jitter], 0.8),
+            transforms.RandomApply([transforms.ColorJitter(0.8, 0.8, 0.8, 0.2)], 0.8),
             transforms.RandomGrayscale(0.2),
-            transforms.RandomApply([gaussian], 0.5),
+            transforms.RandomApply([transforms.GaussianBlur(kernel_size(size), (0.1, 2.0))], 0.5),
         ]
     )
     torch.manual_seed(0)
-    planes = as_planes(images)
-    theirs = torch.stack([pipeline(image) for _ in range(repeats) for image in planes]) / 255
+    theirs = torch.stack([pipeline(image) for _ in range(repeats) for image in as_planes(images)]) / 255
     num = 8 * repeats * len(images)
     ours = ImageAugmentation(size=size, **PLAIN)(
-        np.tile(images, (8 * repeats, 1, 1, 1)), np.arange(num), seed=0, epoch=0, view=0
+        np.tile(images, (8 * repeats, 1, 1, 1)), np.arange(num), **WHEN
     )
 
     def summary(views: Tensor) -> dict[str, Tensor]:
-        across = (views[..., 1:] - views[..., :-1]).abs().mean((1, 2, 3))
         return {
             "mean": views.mean((1, 2, 3)),
             "spread": views.std((1, 2, 3)),
-            "sharpness": across,
+            "sharpness": (views[..., 1:] - views[..., :-1]).abs().mean((1, 2, 3)),
             "color": views.std(1).mean((1, 2)),
             "dark": (views < 0.05).float().mean((1, 2, 3)),
             "bright": (views > 0.95).float().mean((1, 2, 3)),
@@ -633,7 +509,7 @@ def test_many_views_have_torchvisions_mean_and_spread(size: int, photos: np.ndar
 
     came = summary(ours)
     for name, values in summary(theirs).items():
-        # Five standard errors, and a little for the fixed order and the hue of YIQ.
+        # Five standard errors, and a little for the fixed order and the other hue.
         limit = 5 * values.std().item() / len(values) ** 0.5 + 0.01
         assert abs(came[name].mean() - values.mean()).item() < limit, name
 
@@ -653,12 +529,9 @@ def test_center_view_equals_torchvisions_resize_and_normalize(
 
 def test_views_of_squashed_images_look_like_views_of_the_originals(photos: np.ndarray) -> None:
     # With the aspect, a crop of ratio 1 of a 2:1 image spans half the width of its square.
-    images = squares(photos, 64)
-    settings = STILL | {"crop_scale": (0.5, 0.5)}
-    augmentation = ImageAugmentation(size=32, **settings, **PLAIN)
-    ids = np.arange(len(images))
-    aspect = np.full(len(images), 2.0, dtype=np.float32)
-    came = augmentation(images, ids, seed=0, epoch=0, view=0, aspect=aspect)
+    images, ids = squares(photos, 64), np.arange(len(photos))
+    augmentation = ImageAugmentation(size=32, **(STILL | {"crop_scale": (0.5, 0.5)}), **PLAIN)
+    came = augmentation(images, ids, **WHEN, aspect=np.full(len(images), 2.0, dtype=np.float32))
     for image, view in zip(as_planes(images).float() / 255, came, strict=True):
         candidates = torch.stack([tvf.resized_crop(image, 0, left, 64, 32, [32, 32]) for left in range(33)])
         # To the rounding of bytes.
@@ -668,53 +541,46 @@ def test_views_of_squashed_images_look_like_views_of_the_originals(photos: np.nd
 def test_a_stored_shape_that_is_not_square_is_the_original_shape(photos: np.ndarray) -> None:
     images, ids = np.ascontiguousarray(photos[:, :100]), np.arange(len(photos))
     augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
-    given = np.full(len(ids), 2.0, dtype=np.float32)
-    want = augmentation(images, ids, seed=0, epoch=0, view=0, aspect=given)
-    assert torch.equal(augmentation(images, ids, seed=0, epoch=0, view=0), want)
+    want = augmentation(images, ids, **WHEN, aspect=np.full(len(ids), 2.0, dtype=np.float32))
+    assert torch.equal(augmentation(images, ids, **WHEN), want)
 
 
-def test_read_only_and_strided_arrays_are_taken_as_they_come(photos: np.ndarray) -> None:
+def test_read_only_and_strided_arrays_give_the_same_views_and_stay_unchanged(photos: np.ndarray) -> None:
     images, ids = squares(photos, 32), np.arange(len(photos))
     augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
-    want = augmentation(images, ids, seed=0, epoch=0, view=0)
+    want = augmentation(images, ids, **WHEN)
     frozen, frozen_ids = images.copy(), ids.copy()
     frozen.flags.writeable = frozen_ids.flags.writeable = False
-    assert torch.equal(augmentation(frozen, frozen_ids, seed=0, epoch=0, view=0), want)
+    assert torch.equal(augmentation(frozen, frozen_ids, **WHEN), want)
     upside_down = np.ascontiguousarray(images[:, ::-1])[:, ::-1]
-    assert torch.equal(augmentation(upside_down, ids, seed=0, epoch=0, view=0), want)
-    before = images.copy()
-    augmentation(torch.from_numpy(images), ids, seed=0, epoch=0, view=0)
-    assert (images == before).all()
+    assert torch.equal(augmentation(upside_down, ids, **WHEN), want)
+    assert torch.equal(augmentation(torch.from_numpy(images), ids, **WHEN), want)
+    assert (images == frozen).all()
+
+
+# Refusals
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "values"),
     [
-        ({"size": 7}, "size"),
-        ({"size": 32.0}, "size"),
-        ({"channels": 2}, "channels"),
-        ({"flip": 1.5}, "flip"),
-        ({"jitter": -0.1}, "jitter"),
-        ({"grayscale": float("nan")}, "grayscale"),
-        ({"blur": 2.0}, "blur"),
-        ({"brightness": -1.0}, "brightness"),
-        ({"contrast": float("inf")}, "contrast"),
-        ({"hue": 0.6}, "hue"),
-        ({"rotation": 181.0}, "rotation"),
-        ({"crop_scale": (0.0, 1.0)}, "crop_scale"),
-        ({"crop_scale": (0.9, 0.2)}, "crop_scale"),
-        ({"crop_scale": (0.5, 1.2)}, "crop_scale"),
-        ({"crop_ratio": (1.0, float("inf"))}, "crop_ratio"),
-        ({"blur_sigma": (0.0, 2.0)}, "blur_sigma"),
-        ({"mean": (0.5,)}, "mean"),
-        ({"std": (0.2, 0.2)}, "std"),
-        ({"std": (0.2, 0.2, 0.0)}, "std"),
-        ({"mean": (0.5, 0.5, float("nan"))}, "mean"),
+        ("size", [7, 32.0]),
+        ("channels", [2]),
+        *((name, [1.5, -0.1, float("nan")]) for name in ("flip", "jitter", "grayscale", "blur")),
+        *((name, [-1.0, float("inf")]) for name in ("brightness", "contrast", "saturation")),
+        ("hue", [0.6]),
+        ("rotation", [181.0]),
+        ("crop_scale", [(0.0, 1.0), (0.9, 0.2), (0.5, 1.2)]),
+        ("crop_ratio", [(1.0, float("inf"))]),
+        ("blur_sigma", [(0.0, 2.0)]),
+        ("mean", [(0.5,), (0.5, 0.5, float("nan"))]),
+        ("std", [(0.2, 0.2), (0.2, 0.2, 0.0)]),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{message} .*got .*; give"):
-        ImageAugmentation(**({"size": 32, "mean": MEAN, "std": STD} | settings))
+def test_a_setting_out_of_range_is_refused_by_name(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^{name} .*got .*; give"):
+            ImageAugmentation(**({"size": 32, "mean": MEAN, "std": STD} | {name: value}))
 
 
 @pytest.mark.parametrize(
@@ -741,22 +607,14 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], message: st
         augmentation(**arguments, seed=0, view=0)
 
 
-def test_center_view_refuses_what_it_cannot_judge() -> None:
-    with pytest.raises(ConfigError, match="size"):
-        center_view(noise(2, 32), size=4, mean=MEAN, std=STD)
-    with pytest.raises(ConfigError, match="mean"):
-        center_view(noise(2, 32), size=32, mean=(0.5,), std=STD)
-    with pytest.raises(ConfigError, match="images"):
-        center_view(noise(2, 32).astype(np.int64), size=32, mean=MEAN, std=STD)
-
-
-def test_resample_chooses_by_size_and_both_ways_are_reached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken: list[str] = []
-    for name in ("resample_by_products", "resample_by_slices"):
-        monkeypatch.setattr(f"raycl.augment.crop.{name}", lambda *_, name=name, **__: taken.append(name))
-    for size in (32, 96):
-        images = torch.from_numpy(noise(1, size))
-        resample(images, torch.tensor([[0, 0, size, size]]), torch.zeros(1, dtype=torch.bool), size=size)
-    assert taken == ["resample_by_products", "resample_by_slices"]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": 4}, "size"),
+        ({"mean": (0.5,)}, "mean"),
+        ({"images": noise(2, 32).astype(np.int64)}, "images"),
+    ],
+)
+def test_center_view_refuses_invalid_settings_and_images(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        center_view(**({"images": noise(2, 32), "size": 32, "mean": MEAN, "std": STD} | changes))

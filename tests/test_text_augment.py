@@ -291,7 +291,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], match: str) -
 @pytest.mark.parametrize(
     ("tokens", "match"),
     [
-        (torch.ones(3, 4), "tokens must be integers, got torch.float32"),
+        (torch.ones(3, 4), "tokens must hold integers, got torch.float32"),
         (np.ones(3, np.int64), r"got 3 for \[3\]; give tokens \[n, length\]"),
         (np.ones((2, 4), np.int64), r"sample_id does not fit the tokens, got 3 for \[2, 4\]"),
         (np.full((3, 4), NUM_TOKENS), "begins_word does not fit the tokens, got 200 entries for token 200"),

@@ -1,4 +1,4 @@
-"""Random resized crops of a whole batch: torchvision's boxes, antialiased resizing."""
+"""Random resized crops and rotations of a whole batch: torchvision's boxes, antialiased resizing."""
 
 import math
 
@@ -114,3 +114,16 @@ def resample_by_slices(images: Tensor, boxes: Tensor, flip: Tensor, *, size: int
         part = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0]
         view.copy_(part.flip(2) if mirror else part)
     return views
+
+
+def rotate(images: Tensor, degrees: Tensor) -> Tensor:
+    """Rotate square images [n, channels, size, size] counterclockwise by ``degrees`` [n].
+
+    Bilinear; pixels from outside the image are 0, as in torchvision's ``RandomRotation``.
+    """
+    angle = torch.deg2rad(degrees.to(images.device))
+    cosine, sine, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    # The source position of each pixel of the result; y points down.
+    turn = torch.stack([cosine, -sine, zero, sine, cosine, zero], dim=1).view(-1, 2, 3)
+    where = F.affine_grid(turn, list(images.shape), align_corners=False)
+    return F.grid_sample(images, where, align_corners=False)

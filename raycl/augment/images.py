@@ -19,9 +19,8 @@ from raycl.augment.checks import (
     check_shape,
 )
 from raycl.augment.color import color_transform, recolor
-from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample
+from raycl.augment.crop import NUM_BOX_DRAWS, draw_boxes, resample, rotate
 from raycl.augment.rng import uniforms
-from raycl.augment.rotation import rotate
 from raycl.distributed.device_copy import constant
 from raycl.errors import ConfigError
 

@@ -30,8 +30,8 @@ def uniforms(
     is one integer or int64 [n]. Raises ``ConfigError`` for ids or epochs that are not integers or
     differ in length.
     """
-    ids = _integers(sample_id, name="sample_id").to(device)
-    epochs = _integers(epoch, name="epoch").to(device)
+    ids = as_integers(sample_id, name="sample_id").to(device)
+    epochs = as_integers(epoch, name="epoch").to(device)
     if ids.ndim != 1 or (epochs.ndim and epochs.shape != ids.shape):
         raise ConfigError(
             f"sample_id and epoch do not fit, got shapes {list(ids.shape)} and "
@@ -66,11 +66,10 @@ def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def _integers(values: int | Tensor | np.ndarray, *, name: str) -> Tensor:
-    if isinstance(values, np.ndarray):
-        # A copy: torch warns about read-only arrays from Arrow.
-        values = torch.tensor(values)
-    tensor = torch.as_tensor(values)
+def as_integers(values: int | Tensor | np.ndarray, *, name: str) -> Tensor:
+    """Return int64 values; raises ``ConfigError`` for values of another kind, under their ``name``."""
+    # A copy: torch warns about read-only arrays from Arrow.
+    tensor = torch.tensor(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ConfigError(f"{name} must hold integers, got {tensor.dtype}; give an int64 for each sample")
+        raise ConfigError(f"{name} must hold integers, got {tensor.dtype}; give int64")
     return tensor.to(torch.int64)

@@ -9,12 +9,43 @@ import torch
 from torch import Tensor
 
 from raycl.augment.checks import check_number
-from raycl.augment.rng import uniforms
-from raycl.augment.words import Words, assemble, find_words
+from raycl.augment.rng import as_integers, uniforms
 from raycl.errors import ConfigError
+from raycl.tokenization import PADDING
 
 # Seed offsets that keep the kinds of draws apart. Append only, as for images.
 _DELETION, _INSERTION, _CHOICE, _COUNT, _REPETITION = (number << 40 for number in range(1, 6))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Words:
+    """The words of all texts of a batch in their order, and the special tokens among them.
+
+    A word is ``length`` tokens from ``start``, an index into the flattened batch. ``number`` counts the
+    words of its ``row``; special tokens are not counted and share the number of the previous word.
+    """
+
+    row: Tensor  # [num_words], as the next four
+    start: Tensor
+    length: Tensor
+    number: Tensor
+    is_special: Tensor
+    counts: Tensor  # [num_rows]: words that are not special
+
+    @property
+    def max_words(self) -> int:
+        """The number of words of the longest text; at least 1."""
+        return max(1, int(self.counts.amax()))
+
+    def per_word(self, values: Tensor) -> Tensor:
+        """Return one of the values [num_rows, max_words] or [num_rows] for each word, specials included."""
+        return values[self.row] if values.ndim == 1 else values[self.row, self.number]
+
+    def index_of(self, row: Tensor, number: Tensor) -> Tensor:
+        """Return the indices of the words with these rows and numbers; all [any length]."""
+        ordinary = (~self.is_special).nonzero().squeeze(1)
+        return ordinary[(self.counts.cumsum(0) - self.counts)[row] + number]
 
 
 @final
@@ -63,7 +94,7 @@ class TextAugmentation:
 
         Raises ``ConfigError`` for arrays of a wrong type or shape.
         """
-        rows = _integers(tokens)
+        rows = as_integers(tokens, name="tokens")
         if rows.ndim != 2 or len(rows) != len(sample_id):
             raise ConfigError(
                 f"sample_id does not fit the tokens, got {len(sample_id)} for {list(rows.shape)}; "
@@ -90,9 +121,9 @@ class TextAugmentation:
             rows = _repeat(rows, words, share, draw(_REPETITION, words.max_words), rate=self.repetition)
         return self._cut(rows)
 
-    def _words(self, rows: Tensor, *, each_token: bool = False) -> Words:
+    def _words(self, rows: Tensor, *, each_token: bool = False) -> _Words:
         begins_word = None if each_token else _lookup(self.begins_word, rows)
-        return find_words(rows, begins_word=begins_word, is_special=self._are_special(rows))
+        return _find_words(rows, begins_word=begins_word, is_special=self._are_special(rows))
 
     def _are_special(self, rows: Tensor) -> Tensor:
         return torch.isin(rows, torch.tensor(self.special_tokens, dtype=torch.int64, device=rows.device))
@@ -109,16 +140,16 @@ class TextAugmentation:
         return cut
 
 
-def _delete(rows: Tensor, words: Words, draws: Tensor, *, rate: float) -> Tensor:
+def _delete(rows: Tensor, words: _Words, draws: Tensor, *, rate: float) -> Tensor:
     """Delete the words with draws [n, max_words] below the rate, except the highest draw of each row."""
     beyond = torch.arange(draws.shape[1], device=rows.device) >= words.counts[:, None]
     kept = draws.masked_fill(beyond, -1.0).argmax(1)
     stays = words.is_special | (words.per_word(draws) >= rate) | (words.number == kept[words.row])
     index = stays.nonzero().squeeze(1)
-    return assemble(rows, words, index, words.length[index])
+    return _assemble(rows, words, index, words.length[index])
 
 
-def _insert(rows: Tensor, words: Words, is_followed: Tensor, choice: Tensor) -> Tensor:
+def _insert(rows: Tensor, words: _Words, is_followed: Tensor, choice: Tensor) -> Tensor:
     """Insert a copy of another word of the row after each word where ``is_followed``."""
     num_others = words.per_word(words.counts) - 1
     other = (words.per_word(choice) * num_others).long()
@@ -129,7 +160,7 @@ def _insert(rows: Tensor, words: Words, is_followed: Tensor, choice: Tensor) -> 
     return _add(rows, words, added, is_followed)
 
 
-def _repeat(rows: Tensor, words: Words, share: Tensor, draws: Tensor, *, rate: float) -> Tensor:
+def _repeat(rows: Tensor, words: _Words, share: Tensor, draws: Tensor, *, rate: float) -> Tensor:
     """Repeat a share [n] of the maximum number allowed: the tokens with the smallest draws [n, max_words]."""
     max_repeated = (rate * words.counts.double()).long().clamp(min=2).minimum(words.counts)
     num_repeated = (share * (max_repeated + 1)).long()
@@ -139,11 +170,11 @@ def _repeat(rows: Tensor, words: Words, share: Tensor, draws: Tensor, *, rate: f
     return _add(rows, words, torch.arange(len(words.row), device=rows.device), is_repeated)
 
 
-def _add(rows: Tensor, words: Words, added: Tensor, where: Tensor) -> Tensor:
+def _add(rows: Tensor, words: _Words, added: Tensor, where: Tensor) -> Tensor:
     """Insert word number ``added`` [num_words] after each word where ``where`` [num_words] is true."""
     index = torch.stack([torch.arange(len(added), device=rows.device), added], 1).flatten()
     length = torch.stack([words.length, words.length[added] * where], 1).flatten()
-    return assemble(rows, words, index, length)
+    return _assemble(rows, words, index, length)
 
 
 def _lookup(begins_word: Tensor | np.ndarray | None, rows: Tensor) -> Tensor | None:
@@ -159,8 +190,47 @@ def _lookup(begins_word: Tensor | np.ndarray | None, rows: Tensor) -> Tensor | N
     return values.to(rows.device)
 
 
-def _integers(tokens: Tensor | np.ndarray) -> Tensor:
-    values = torch.tensor(tokens) if isinstance(tokens, np.ndarray) else tokens
-    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise ConfigError(f"tokens must be integers, got {values.dtype}; give int64 [n, length]")
-    return values.to(torch.int64)
+def _find_words(rows: Tensor, *, begins_word: Tensor | None, is_special: Tensor) -> _Words:
+    """Cut rows of tokens [num_rows, length], padded with 0 at the end, into words.
+
+    ``begins_word`` [num_tokens] is true for tokens that begin a word; ``None`` makes each token a word.
+    ``is_special`` is [num_rows, length].
+    """
+    real = rows != PADDING
+    begins = real.clone()
+    if begins_word is not None:
+        begins[:, 1:] &= begins_word[rows[:, 1:]] | is_special[:, 1:] | is_special[:, :-1]
+    row, column = begins.nonzero(as_tuple=True)
+    word_of_token = begins.flatten().cumsum(0)[real.flatten()] - 1
+    is_special = is_special[row, column]
+    ordinary = (~is_special).long()
+    counts = torch.zeros(len(rows), dtype=torch.int64, device=rows.device).index_add(0, row, ordinary)
+    before = counts.cumsum(0) - counts
+    return _Words(
+        row=row,
+        start=row * rows.shape[1] + column,
+        length=torch.bincount(word_of_token, minlength=len(row)),
+        number=(ordinary.cumsum(0) - 1 - before[row]).clamp(min=0),
+        is_special=is_special,
+        counts=counts,
+    )
+
+
+def _assemble(rows: Tensor, words: _Words, index: Tensor, length: Tensor) -> Tensor:
+    """Return rows [num_rows, as long as the longest] of the words at ``index``, in that order.
+
+    ``length`` is the number of tokens to take of each word; rows of the words must be ascending.
+    """
+    word = index.repeat_interleave(length)
+    within = _count_up(length)
+    row = words.row[word]
+    sizes = torch.bincount(row)
+    assembled = rows.new_zeros(len(rows), int(sizes.amax()))
+    assembled[row, _count_up(sizes)] = rows.flatten()[words.start[word] + within]
+    return assembled
+
+
+def _count_up(lengths: Tensor) -> Tensor:
+    """Return 0, 1, ... for each length, concatenated; [sum of lengths]."""
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
