@@ -42,7 +42,7 @@ CORE = (  # the mathematics of a step: an answer within a minute, by `pytest -n 
     "test_momentum.py",
     "test_nce.py",
     "test_nt_xent.py",
-    "test_optimizers.py",
+    "test_optim.py",
     "test_order.py",
     "test_plain_steps.py",
     "test_stage_plan.py",

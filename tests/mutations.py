@@ -133,10 +133,10 @@ MUTATIONS = [
     ),
     Mutation(
         "biases are decayed",
-        "raycl/optimizers.py",
+        "raycl/optim.py",
         '[p for p in parameters if p.ndim <= 1], "weight_decay": 0.0',
         '[p for p in parameters if p.ndim <= 1], "weight_decay": weight_decay',
-        "tests/test_optimizers.py tests/test_plain_steps.py",
+        "tests/test_optim.py tests/test_plain_steps.py",
     ),
     # Losses over all workers
     Mutation(
@@ -254,9 +254,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the running variance of synchronized BatchNorm is biased",
-        "raycl/batchnorm/synchronized.py",
-        "moments.variance * (moments.num_values / (moments.num_values - 1))",
-        "moments.variance",
+        "raycl/batchnorm/kernels.py",
+        "self.variance * (self.num_values / (self.num_values - 1))",
+        "self.variance",
         "tests/workers/test_batchnorm.py",
     ),
     Mutation(

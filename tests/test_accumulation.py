@@ -1,7 +1,6 @@
 """The gradient of a batch in chunks is the gradient of the whole batch."""
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from raycl.batchnorm import replace_batchnorm, split_batchnorm
 from raycl.errors import ConfigError, ReplayError
 from raycl.gradient_cache import embed_in_chunks
+from raycl.gradient_cache.recompute import RecomputeCheck
 from raycl.losses import hinge, info_nce, nt_xent
-from raycl.models.heads import build_projection_head
 from raycl.models.image import build_image_encoder
-from raycl.models.towers import Tower
-from raycl.recompute import RecomputeCheck
+from raycl.models.towers import Tower, build_projection_head
 
 Embed = Callable[..., Tensor]
 BATCH = 24
@@ -150,7 +148,10 @@ def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, cach
         towers: list[nn.Module] = [query_tower, query_tower if is_shared else _Transformer(seed=1)]
         log_temperature = nn.Parameter(torch.tensor(-2.0))
         torch.manual_seed(5)
-        _two_towers(embed, towers, log_temperature).backward()
+        loss = _two_towers(embed, towers, log_temperature)
+        after_first = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), after_first)
         assert log_temperature.grad is not None
         return gradient_of(*dict.fromkeys(towers)), log_temperature.grad
 
@@ -161,17 +162,6 @@ def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, cach
     ours, of_temperature = gradients(_in_chunks(8, cached_chunks))
     _assert_same(ours, expected)
     _assert_same(of_temperature, expected_of_temperature)
-
-
-def test_dropout_is_replayed_and_leaves_the_random_state_as_the_first_pass_did() -> None:
-    tower = _Transformer()
-    torch.manual_seed(5)
-    embedding = embed_in_chunks(tower, *_tokens(), chunk_size=5)
-    after_first = torch.get_rng_state()
-    embedding.sum().backward()
-    assert torch.equal(torch.get_rng_state(), after_first)
-    other = embed_in_chunks(tower, *_tokens(), chunk_size=5)
-    assert not torch.allclose(other, embedding)  # it does drop
 
 
 def test_the_replay_runs_in_the_autocast_of_the_first_pass() -> None:
@@ -243,16 +233,19 @@ def test_at_most_the_kept_graphs_are_alive_and_each_saves_a_pass(
     assert (tower.most_alive, tower.num_passes, len(tower.marks)) == (alive, passes, 0)
 
 
-def test_without_gradient_nothing_is_kept_and_nothing_comes_again() -> None:
-    tower = _Watched()
-    with torch.no_grad():
-        embedding = embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4)
-    assert not embedding.requires_grad
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_without_gradient_the_batch_is_only_cut_into_chunks(is_frozen: bool) -> None:
+    tower = _Watched().requires_grad_(not is_frozen)
+    with torch.set_grad_enabled(is_frozen):
+        assert not embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4).requires_grad
     assert (tower.most_alive, tower.num_passes) == (0, 5)
 
 
+# A second pass that differs
+
+
 class _Noisy(nn.Module):
-    """Noise from a generator that no random state of torch's knows of."""
+    """Noise from a generator outside of torch's random state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +256,7 @@ class _Noisy(nn.Module):
 
 
 class _Counting(nn.Module):
-    """A layer that warms up call by call, whether or not it is the same step."""
+    """A layer whose output changes with each call."""
 
     calls = 0
 
@@ -272,17 +265,8 @@ class _Counting(nn.Module):
         return rows * (1 - 0.5**self.calls)
 
 
-@pytest.mark.parametrize("layer", [_Noisy, _Counting])
-def test_an_encoder_that_answers_otherwise_the_second_time_is_found_and_named(layer: Any) -> None:
-    tower = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), layer()), nn.Linear(5, 3))
-    embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4)
-    with pytest.raises(ReplayError, match=r"^chunk 0, at the layer 1\.1, gave other values") as caught:
-        embedding.square().sum().backward()
-    assert "\n" not in str(caught.value)
-
-
 class _Drawing(nn.Module):
-    """Dropout by a generator of its own."""
+    """Dropout from a generator of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,70 +276,79 @@ class _Drawing(nn.Module):
         return rows * torch.bernoulli(torch.full_like(rows, 0.5), generator=self.generator)
 
 
-@pytest.mark.parametrize("activation_checkpoint_every", [None, 1])
-def test_so_it_is_between_the_layers_of_whole_batch_normalization(
-    activation_checkpoint_every: int | None,
-) -> None:
-    layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh()]
-    steady, drawing = nn.Sequential(*layers), nn.Sequential(*layers[:3], _Drawing(), *layers[3:])
-    embed_in_chunks(
-        steady, torch.rand(9, 4), chunk_size=4, activation_checkpoint_every=activation_checkpoint_every
-    ).sum().backward()
-    embedding = embed_in_chunks(
-        drawing, torch.rand(9, 4), chunk_size=4, activation_checkpoint_every=activation_checkpoint_every
-    )
-    with pytest.raises(
-        ReplayError, match=r"^a chunk, at one of the operations .*bernoulli.* gave other values"
-    ):
-        embedding.square().sum().backward()
-
-
-def test_a_replay_that_answers_nan_is_found_and_numbers_that_were_nan_may_be_it_again() -> None:
-    check = RecomputeCheck()
-    numbers = torch.tensor([1.0, torch.nan, torch.inf])
-    check.add(numbers.clone(), numbers, lambda: "the first")
-    check.check()
-    check.add(numbers.clone(), numbers, lambda: "the first")
-    check.add(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), lambda: "the second")
-    with pytest.raises(ReplayError, match="^the second gave"):
-        check.check()
+def _with_batchnorm(layer: nn.Module) -> nn.Sequential:
+    layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), layer]
+    return nn.Sequential(*layers, nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh())
 
 
 @pytest.mark.parametrize(
-    ("precision", "error", "is_found"),
+    ("tower", "settings", "says"),
     [
-        (torch.float32, 5e-4, False),
-        (torch.float32, 2e-3, True),
-        (torch.bfloat16, 2e-2, False),
-        (torch.bfloat16, 5e-2, True),
+        *(
+            (nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), layer), nn.Linear(5, 3)), {}, says)
+            for layer, says in (
+                (_Noisy(), r"^chunk 0, at the layer 1\.1, gave other values"),
+                (_Counting(), r"^chunk 0, at the layer 1\.1, gave other values"),
+                (nn.Identity(), None),
+            )
+        ),
+        *(
+            (_with_batchnorm(layer), {"activation_checkpoint_every": every}, says)
+            for every in (None, 1)
+            for layer, says in (
+                (_Drawing(), r"^a chunk, at one of the operations .*bernoulli.* gave other values"),
+                (nn.Identity(), None),
+            )
+        ),
     ],
 )
-def test_a_replay_may_differ_by_the_rounding_of_its_precision(
-    precision: torch.dtype, error: float, is_found: bool
+def test_a_tower_that_differs_in_the_second_pass_is_refused_and_its_layer_named(
+    tower: nn.Module, settings: dict[str, Any], says: str | None
 ) -> None:
-    before = torch.rand(8, 4, generator=torch.Generator().manual_seed(0))
-    before[0, 0] = 1.0
-    found = pytest.raises(ReplayError, match="a chunk") if is_found else contextlib.nullcontext()
-    with torch.autocast("cpu", precision, enabled=precision != torch.float32), found:
-        check = RecomputeCheck()
-        check.add(before.clone(), before, lambda: "the same")
-        check.add(before + error, before, lambda: "a chunk")
-        check.check()
+    embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4, **settings)
+    if says is None:
+        embedding.square().sum().backward()
+        return
+    with pytest.raises(ReplayError, match=says) as caught:
+        embedding.square().sum().backward()
+    assert "\n" not in str(caught.value)
 
 
-def test_a_frozen_tower_has_no_graph() -> None:
-    tower = _Watched().requires_grad_(False)
-    assert not embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4).requires_grad
-    assert tower.num_passes == 5
-
-
-def test_an_encoder_of_changed_weights_is_found_too() -> None:
+def test_weights_that_change_between_the_passes_are_refused() -> None:
     tower = nn.Linear(4, 3)
     embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4)
     with torch.no_grad():
         tower.weight.mul_(1.1)
     with pytest.raises(ReplayError, match=r"^chunk 0 gave other values"):
         embedding.sum().backward()
+
+
+NAN = [1.0, torch.nan, torch.inf]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "precision", "is_found"),
+    [
+        (NAN, NAN, torch.float32, False),
+        ([1.0, 2.0], [1.0, torch.nan], torch.float32, True),
+        ([1.0, 0.5], [1.0005, 0.5005], torch.float32, False),
+        ([1.0, 0.5], [1.002, 0.502], torch.float32, True),
+        ([1.0, 0.5], [1.02, 0.52], torch.bfloat16, False),
+        ([1.0, 0.5], [1.05, 0.55], torch.bfloat16, True),
+    ],
+)
+def test_passes_may_differ_by_rounding_and_agree_in_nan(
+    before: list[float], now: list[float], precision: torch.dtype, is_found: bool
+) -> None:
+    found = pytest.raises(ReplayError, match="^the second gave") if is_found else contextlib.nullcontext()
+    with torch.autocast("cpu", precision, enabled=precision != torch.float32), found:
+        check = RecomputeCheck()
+        check.add(torch.tensor(NAN), torch.tensor(NAN), lambda: "the first")
+        check.add(torch.tensor(now), torch.tensor(before), lambda: "the second")
+        check.check()
+
+
+# Refusals
 
 
 def test_a_second_backward_is_refused_and_not_answered_with_nothing() -> None:
@@ -384,23 +377,3 @@ def test_what_cannot_be_accumulated_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         embed_in_chunks(nn.Identity(), *rows, **settings)
-
-
-def test_the_gradient_at_the_embeddings_is_the_closed_form_of_label_vectors() -> None:
-    rows = F.normalize(torch.randn(24, 6, dtype=torch.float64), dim=1).requires_grad_()
-    nt_xent(*rows.chunk(2), temperature=0.3).backward()
-    with torch.no_grad():
-        logits = (rows @ rows.T / 0.3).fill_diagonal_(-torch.inf)
-        probability = logits.softmax(1)
-        is_positive = F.one_hot((torch.arange(24) + 12) % 24, 24)
-        label_vectors = 2 * ((probability + probability.T) / 2 - is_positive) @ rows
-    assert rows.grad is not None
-    _assert_same(rows.grad, label_vectors / (0.3 * 24), 1e-12)
-
-
-def test_one_batch_of_any_loss_can_be_accumulated_after_another_was_given_up() -> None:
-    tower, other = resnet("layer"), copy.deepcopy(resnet("layer"))
-    _simclr(_in_chunks(8, 1), tower)  # its loss never goes back
-    _simclr(_in_chunks(8, 1), tower).backward()
-    _simclr(_whole, other).backward()
-    _assert_same(gradient_of(tower), gradient_of(other))

@@ -15,16 +15,15 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {
         "ray_runtime",
         "storage",
-        "schedules",
         "distributed.shared_memory",
         "tokenization",
         "tracking.prometheus",
     },
     {"records", "provenance", "embedding_snapshot"},
     {"distributed", "lease"},
-    {"losses", "augment", "data", "recompute"},
+    {"losses", "augment", "data"},
     {"batchnorm"},
-    {"models", "optimizers", "negatives", "gradient_cache"},
+    {"models", "optim", "negatives", "gradient_cache"},
     {"evaluation"},
     {"config"},
     {"config.overrides", "tracking", "models.build"},
@@ -46,7 +45,6 @@ GROUND = {
     "gpus",
     "display",
     "storage",
-    "schedules",
     "records",
     "tokenization",
     "config",
@@ -63,10 +61,9 @@ MATHEMATICS = {
     "distributed",
     "models",
     "batchnorm",
-    "optimizers",
+    "optim",
     "evaluation",
     "gradient_cache",
-    "recompute",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
 from raycl.models.temperature import MIN_TEMPERATURE
-from raycl.optimizers import set_learning_rate
+from raycl.optim import set_learning_rate
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from raycl.augment import color
 from raycl.batchnorm import shuffled, synchronized
-from raycl.batchnorm.chunked import statistics
 from raycl.distributed import device_copy
 from raycl.distributed.device_copy import Download
+from raycl.gradient_cache.chunked_batchnorm import statistics
 from raycl.losses import mutual
 from raycl.losses.objective import StoreBatch
 from raycl.models.temperature import LearnedTemperature

@@ -16,20 +16,22 @@ class BatchNormBase(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"expected [batch, channels, ...], got {input.dim()}D input")
 
-    def _count_batch(self) -> float:
-        """Count the batch, and return the weight of its statistics in the running statistics."""
-        if self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                return 1 / float(self.num_batches_tracked)
-        return self.momentum or 0.0
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, unbiased_variance: Tensor, rate: float) -> None:
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), rate)
+def count_batch(layer: _BatchNorm) -> float:
+    """Count the batch, and return the weight of its statistics in the running statistics."""
+    if layer.track_running_stats and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            return 1 / float(layer.num_batches_tracked)
+    return layer.momentum or 0.0
+
+
+@torch.no_grad()
+def track(layer: _BatchNorm, mean: Tensor, unbiased_variance: Tensor, rate: float) -> None:
+    """Move the running statistics towards those of a batch, [channels] each, by ``rate``."""
+    if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), rate)
+        layer.running_var.lerp_(unbiased_variance.to(layer.running_var.dtype), rate)
 
 
 def refuse_other_kinds(module: nn.Module, known: tuple[type[nn.Module], ...], *, verb: str) -> None:

@@ -23,6 +23,21 @@ class Moments(NamedTuple):
     variance: Tensor  # [channels], biased
     num_values: Tensor  # [1], values per channel
 
+    @property
+    def unbiased_variance(self) -> Tensor:
+        """The variance that running statistics follow, [channels]."""
+        return self.variance * (self.num_values / (self.num_values - 1))
+
+
+def moments_of_batch(merged: Tensor, x: Tensor) -> Moments:
+    """Return the merged moments of a batch, [1, 2 * channels + 1], in the dtype of statistics.
+
+    Raises ``ValueError`` if the batch holds a single value per channel. ``x`` is a part of the batch.
+    """
+    channels = x.shape[1]
+    check_count(x, merged[0, -1])
+    return Moments(*merged.to(statistics_dtype(x)).squeeze(0).split([channels, channels, 1]))
+
 
 def check_count(x: Tensor, num_values: Tensor) -> None:
     """Refuse a global batch with a single value per channel; ``num_values`` are the counts of its parts."""
@@ -91,6 +106,19 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tens
     return torch.native_batch_norm(x, scale, shift, mean, variance, False, 0.0, eps)[0]
 
 
+def scale_of(weight: Tensor | None, mean: Tensor) -> Tensor:
+    """Return a layer's weight [channels] in the dtype of statistics; ones without a weight."""
+    return torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Normalize by the given statistics, without a graph."""
+    shift = torch.zeros_like(mean) if bias is None else bias.detach().to(mean.dtype)
+    return affine(x, scale_of(weight, mean), shift, mean, variance, eps)
+
+
 def gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     """Return the sums of grad * normalized x and of grad, [2, channels]."""
     if x.numel() == 0:
@@ -103,3 +131,28 @@ def gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: 
         grad, x, None, mean, variance, None, None, False, eps, [False, True, True]
     )
     return torch.stack([slope, level])
+
+
+def gradient_at_input(
+    grad: Tensor, x: Tensor, scale: Tensor, moments: Moments, sums: Tensor, eps: float
+) -> Tensor:
+    """Return the gradient at the input, through the batch's mean and variance as well.
+
+    Args:
+        grad: At the output, [rows, channels, ...].
+        x: The input of these rows.
+        scale: The layer's weight, from :func:`scale_of`.
+        moments: Of the whole batch.
+        sums: The :func:`gradient_sums` of the whole batch.
+        eps: Of the layer.
+    """
+    mean, variance, num_values = moments
+    slope, level = sums / num_values
+    # d/dx = scale / std * (grad - level - normalized x * slope): linear in grad and in x. In a low precision
+    # the factor of x is rounded, and the shift is computed for the rounded one, so only a small part of a
+    # small term is lost. The factor of grad stays exact.
+    factor = (scale * slope / -(variance + eps)).to(x.dtype)
+    shift = (-mean * factor).to(mean.dtype)
+    grad_x = affine(grad, scale, shift, level, variance, eps)
+    add_scaled(grad_x, x, factor)
+    return grad_x

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycl.batchnorm.base import PLAIN, BatchNormBase, refuse_other_kinds
+from raycl.batchnorm.base import PLAIN, BatchNormBase, count_batch, refuse_other_kinds, track
 from raycl.errors import ConfigError
 
 
@@ -71,7 +71,7 @@ class SplitBatchNorm(BatchNormBase):
                 f"{len(input)} rows do not split into groups of {self.group_size}; "
                 "make the local batch, and a chunk of it, a multiple of the group"
             )
-        rate = self._count_batch()
+        rate = count_batch(self)
         groups = input.split(self.group_size)
         moments = None
         if self.running_mean is not None:
@@ -79,7 +79,7 @@ class SplitBatchNorm(BatchNormBase):
         output = (self._at_once if input.is_cuda else self._one_by_one)(groups, moments)
         if moments is not None:
             mean, unbiased_variance = moments.mean(1)
-            self._track(mean, unbiased_variance, rate)
+            track(self, mean, unbiased_variance, rate)
         return output
 
     def _one_by_one(self, groups: Sequence[Tensor], moments: Tensor | None) -> Tensor:

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from raycl.batchnorm.base import PLAIN, BatchNormBase, refuse_other_kinds
+from raycl.batchnorm.base import PLAIN, BatchNormBase, count_batch, refuse_other_kinds, track
 from raycl.batchnorm.kernels import (
     Moments,
-    add_scaled,
-    affine,
     check_count,
+    gradient_at_input,
     gradient_sums,
     local_moments,
     match_layout,
     merge,
+    moments_of_batch,
+    normalize,
+    scale_of,
     statistics_dtype,
 )
 from raycl.distributed import all_sum, gather_detached, num_workers
@@ -75,29 +77,16 @@ class SynchronizedBatchNorm(BatchNormBase):
         if not self.training or num_workers() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        rate = self._count_batch()
+        rate = count_batch(self)
         if input.is_cuda:
-            return self._forward_on_device(input, rate)
-        moments = _global_moments(input)
-        unbiased_variance = moments.variance * (moments.num_values / (moments.num_values - 1))
-        self._track(moments.mean, unbiased_variance, rate)
+            buffers = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2
+            return _NormalizeOnDevice.apply(input, self.weight, self.bias, *buffers, self.eps, rate)  # pyright: ignore[reportReturnType]
+        moments = moments_of_batch(merge(gather_detached(local_moments(input.detach()))), input)
+        track(self, moments.mean, moments.unbiased_variance, rate)
         return _Normalize.apply(input, self.weight, self.bias, moments, self.eps)  # pyright: ignore[reportReturnType]
-
-    def _forward_on_device(self, input: Tensor, rate: float) -> Tensor:
-        buffers = (self.running_mean, self.running_var) if self.track_running_stats else (None,) * 2
-        return _NormalizeOnDevice.apply(input, self.weight, self.bias, *buffers, self.eps, rate)  # pyright: ignore[reportReturnType]
 
 
 SYNCHRONIZED = (SynchronizedBatchNorm, nn.SyncBatchNorm)
-
-
-@torch.no_grad()
-def _global_moments(x: Tensor) -> Moments:
-    channels = x.shape[1]
-    merged = merge(gather_detached(local_moments(x))).to(statistics_dtype(x))
-    moments = Moments(*merged.squeeze(0).split([channels, channels, 1]))
-    check_count(x, moments.num_values)
-    return moments
 
 
 class _Normalize(torch.autograd.Function):
@@ -105,37 +94,22 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        moments: Moments,
-        eps: float,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Moments, eps: float
     ) -> Tensor:
-        mean, variance, num_values = moments
-        scale = torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
-        shift = torch.zeros_like(mean) if bias is None else bias.detach().to(mean.dtype)
-        ctx.save_for_backward(x, scale, mean, variance, num_values)
+        ctx.save_for_backward(x, scale_of(weight, moments.mean), *moments)
         ctx.eps = eps
         ctx.parameter_types = [None if each is None else each.dtype for each in (weight, bias)]
-        return affine(x, scale, shift, mean, variance, eps)
+        return normalize(x, weight, bias, moments.mean, moments.variance, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, scale, mean, variance, num_values = ctx.saved_tensors
-        grad = match_layout(grad, x)
-        local = gradient_sums(grad, x, mean, variance, ctx.eps)
+        x, scale, *moments = ctx.saved_tensors
+        grad, moments = match_layout(grad, x), Moments(*moments)
+        local = gradient_sums(grad, x, moments.mean, moments.variance, ctx.eps)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            slope, level = all_sum(local).div_(num_values)
-            # d/dx = scale / std * (grad - level - normalized x * slope): linear in grad and in x.
-            # In a low precision the factor of x is rounded, and the shift is computed for the rounded
-            # one, so only a small part of a small term is lost. The factor of grad stays exact.
-            factor = (scale * slope / -(variance + ctx.eps)).to(x.dtype)
-            shift = -mean * factor
-            grad_x = affine(grad, scale, shift.to(mean.dtype), level, variance, ctx.eps)
-            add_scaled(grad_x, x, factor)
+            grad_x = gradient_at_input(grad, x, scale, moments, all_sum(local), ctx.eps)
         # The sums of this worker: the caller averages or sums the gradients over workers.
         grad_weight, grad_bias = (
             each.to(dtype) if dtype else None for each, dtype in zip(local, ctx.parameter_types, strict=True)

@@ -7,7 +7,8 @@ to backpropagate its part. Memory is one chunk's graph; time is at most one more
 the whole batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -17,11 +18,19 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.batchnorm import SplitBatchNorm
-from raycl.batchnorm.chunked import ChunkedBatchNorm
 from raycl.batchnorm.synchronized import SYNCHRONIZED
 from raycl.distributed import all_agree
 from raycl.errors import ConfigError
-from raycl.gradient_cache.chunks import Chunks
+from raycl.gradient_cache.chunked_batchnorm import ChunkedBatchNorm
+from raycl.gradient_cache.recompute import (
+    RandomState,
+    RecomputeCheck,
+    RunningStatistics,
+    current_autocast,
+    first_nondeterministic_layer,
+)
+
+Rows = tuple[Tensor, ...]
 
 
 def embed_in_chunks(
@@ -35,8 +44,9 @@ def embed_in_chunks(
 
     Embeddings, gradients and BatchNorm's running statistics equal ``tower(*rows)`` for any chunk size.
     Dropout draws the same masks in both passes. BatchNorm over the whole batch stays so: then all
-    chunks pass the layers together, see :class:`~raycl.batchnorm.chunked.ChunkedBatchNorm`, which
-    needs more memory and has requirements of its own.
+    chunks pass the layers together, see
+    :class:`~raycl.gradient_cache.chunked_batchnorm.ChunkedBatchNorm`, which needs more memory and has
+    requirements of its own.
 
     With several workers, all call this together, and average the gradients once afterwards
     (:func:`raycl.distributed.average_`), without ``DistributedDataParallel``.
@@ -65,38 +75,126 @@ def embed_in_chunks(
     _check(rows, chunk_size, cached_chunks)
     if _is_one_chunk(tower, rows[0], chunk_size):
         return tower(*rows)
-    if _normalizes_over_batch(tower):
-        chunked = ChunkedBatchNorm(
+    if not _normalizes_over_batch(tower):
+        chunks = _IndependentChunks(tower, chunk_size=chunk_size, cached_chunks=cached_chunks)
+    elif len(rows) == 1:
+        chunks = ChunkedBatchNorm(
             tower, chunk_size=chunk_size, activation_checkpoint_every=activation_checkpoint_every
         )
-        embed, backward = partial(chunked.embed, _single(rows)), chunked.backward
     else:
-        chunks = Chunks(tower, chunk_size=chunk_size, cached_chunks=cached_chunks)
-        embed, backward = partial(chunks.embed, *rows), chunks.backward
+        raise ConfigError(
+            f"a tower with BatchNorm over the batch takes one tensor of rows, got {len(rows)}; "
+            "set batchnorm to layer or group"
+        )
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tower.parameters())):
-        return embed(with_gradient=False)
+        return chunks.embed(*rows, with_gradient=False)
     # Autograd needs an input that requires a gradient; the parameters get theirs in backward.
     anchor = torch.empty(0, requires_grad=True, device=rows[0].device)
-    return _Cached.apply(anchor, partial(embed, with_gradient=True), backward)  # pyright: ignore[reportReturnType]
+    return _Cached.apply(anchor, chunks, *rows)  # pyright: ignore[reportReturnType]
 
 
 @final
 class _Cached(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, embed: Callable[[], Tensor], backward: Callable[[Tensor], None]
+        ctx: Any, anchor: Tensor, chunks: "_IndependentChunks | ChunkedBatchNorm", *rows: Tensor
     ) -> Tensor:
-        ctx.backpropagate = backward
-        return embed()
+        ctx.chunks, ctx.num_rows = chunks, len(rows)
+        return chunks.embed(*rows, with_gradient=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        backpropagate, ctx.backpropagate = ctx.backpropagate, None
-        if backpropagate is None:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        chunks, ctx.chunks = ctx.chunks, None
+        if chunks is None:
             raise RuntimeError("embeddings of chunks backpropagate once: their chunks are freed afterwards")
-        backpropagate(gradient)
-        return None, None, None
+        chunks.backward(gradient)
+        return (None,) * (2 + ctx.num_rows)
+
+
+@final
+class _IndependentChunks:
+    """Embed the chunks of a batch; ``backward`` embeds them again, except those with a cached graph.
+
+    Only for towers whose rows do not depend on other chunks. The running statistics of
+    :class:`~raycl.batchnorm.SplitBatchNorm` are updated once, as by the whole batch.
+    """
+
+    def __init__(self, tower: nn.Module, *, chunk_size: int, cached_chunks: int) -> None:
+        self._tower, self._chunk_size, self._cached_chunks = tower, chunk_size, cached_chunks
+        self._recomputed: list[_Chunk] = []
+        self._cached: list[Tensor] = []
+        self._check = RecomputeCheck()
+
+    def embed(self, *rows: Tensor, with_gradient: bool) -> Tensor:
+        """Return the embeddings [num_rows, dim], without graph."""
+        self._autocast = current_autocast(rows[0].device)
+        chunks = list(zip(*(each.split(self._chunk_size) for each in rows), strict=True))
+        num_cached = min(self._cached_chunks, len(chunks)) if with_gradient else 0
+        # The last chunks keep their graph: no graph takes memory while the others pass.
+        first_cached = len(chunks) - num_cached
+        statistics = RunningStatistics(self._tower)
+        embeddings = [
+            *self._embed_without_graph(chunks[:first_cached], statistics, with_gradient=with_gradient),
+            *self._embed_with_graph(chunks[first_cached:], statistics),
+        ]
+        statistics.update()
+        return torch.cat(embeddings)
+
+    def backward(self, gradient: Tensor) -> None:
+        """Backpropagate ``gradient`` [num_rows, dim] into the parameters; once.
+
+        Raises ``ReplayError`` if a chunk's embeddings differ from the first pass.
+        """
+        gradients = gradient.split(self._chunk_size)
+        # Cached graphs go first, and each pass frees its own, so that one graph at a time is left.
+        for part in gradients[len(self._recomputed) :]:
+            torch.autograd.backward(self._cached.pop(0), part)
+        statistics = RunningStatistics(self._tower)
+        for chunk, part in zip(self._recomputed, gradients, strict=False):
+            torch.autograd.backward(self._embed_again(chunk), part)
+            statistics.restore()
+        self._recomputed = []
+        self._check.check()
+
+    def _embed_without_graph(
+        self, chunks: Sequence[Rows], statistics: RunningStatistics, *, with_gradient: bool
+    ) -> Iterator[Tensor]:
+        for number, rows in enumerate(chunks):
+            random_state = RandomState(rows[0].device)
+            with torch.no_grad():
+                embedding = self._tower(*rows)
+            statistics.record(num_rows=len(rows[0]))
+            if with_gradient:
+                self._recomputed.append(_Chunk(number, rows, random_state, embedding))
+            yield embedding
+
+    def _embed_with_graph(self, chunks: Sequence[Rows], statistics: RunningStatistics) -> Iterator[Tensor]:
+        for rows in chunks:
+            with torch.enable_grad():
+                self._cached.append(self._tower(*rows))
+            statistics.record(num_rows=len(rows[0]))
+            yield self._cached[-1].detach()
+
+    def _embed_again(self, chunk: "_Chunk") -> Tensor:
+        with torch.enable_grad(), self._autocast(), chunk.random_state.restored():
+            embedding = self._tower(*chunk.rows)
+            self._check.add(embedding, chunk.embedding, partial(self._describe, chunk))
+        return embedding
+
+    def _describe(self, chunk: "_Chunk") -> str:
+        with self._autocast():
+            layer = first_nondeterministic_layer(self._tower, chunk.rows, chunk.random_state)
+        return f"chunk {chunk.number}{f', at the layer {layer},' if layer else ''}"
+
+
+@final
+@dataclass(frozen=True)
+class _Chunk:
+    number: int
+    rows: Rows
+    random_state: RandomState
+    embedding: Tensor
 
 
 def _is_one_chunk(tower: nn.Module, rows: Tensor, chunk_size: int) -> bool:
@@ -105,15 +203,6 @@ def _is_one_chunk(tower: nn.Module, rows: Tensor, chunk_size: int) -> bool:
     if any(isinstance(layer, SYNCHRONIZED) for layer in tower.modules()):
         return all_agree(is_one)
     return is_one
-
-
-def _single(rows: tuple[Tensor, ...]) -> Tensor:
-    if len(rows) != 1:
-        raise ConfigError(
-            f"a tower with BatchNorm over the batch takes one tensor of rows, got {len(rows)}; "
-            "set batchnorm to layer or group"
-        )
-    return rows[0]
 
 
 def _normalizes_over_batch(tower: nn.Module) -> bool:
@@ -126,7 +215,7 @@ def _normalizes_over_batch(tower: nn.Module) -> bool:
     )
 
 
-def _check(rows: tuple[Tensor, ...], chunk_size: int, cached_chunks: int) -> None:
+def _check(rows: Rows, chunk_size: int, cached_chunks: int) -> None:
     if not rows or any(len(each) != len(rows[0]) for each in rows):
         raise ConfigError(
             f"all rows must have one length, got {[len(each) for each in rows]}; pass tensors [local_batch, ...]"

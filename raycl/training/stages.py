@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from raycl.config import RunConfig, Stage
-from raycl.schedules import Schedule, constant, cosine, join, linear, step_down
+from raycl.optim import Schedule, constant, cosine, join, linear, step_down
 
 
 @final

@@ -13,7 +13,7 @@ from raycl.distributed.step_timer import phase
 from raycl.errors import NonFiniteLossError
 from raycl.evaluation.embedding_metrics import MAX_ROWS, measure
 from raycl.losses.objective import Objective
-from raycl.optimizers import set_learning_rate
+from raycl.optim import set_learning_rate
 from raycl.training.process import autocast
 from raycl.training.stores import Store
 from raycl.training.train_state import TrainState

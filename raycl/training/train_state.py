@@ -21,7 +21,7 @@ from raycl.losses.objective import Objective, build_objective
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
-from raycl.optimizers import build_optimizer
+from raycl.optim import build_optimizer
 from raycl.training.views import Views
 
 PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raycl.batchnorm import synchronize
-from raycl.batchnorm.chunked import ChunkedBatchNorm
 from raycl.distributed import gather, rank
-from raycl.models.heads import build_projection_head
+from raycl.gradient_cache.chunked_batchnorm import ChunkedBatchNorm
 from raycl.models.image import build_image_encoder
-from raycl.models.towers import Tower
+from raycl.models.towers import Tower, build_projection_head
 from tests.workers.processes import run_workers
 
 

@@ -1,7 +1,7 @@
 """BatchNorm with statistics of the whole batch, merged from chunks and workers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,17 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raycl.batchnorm import kernels
-from raycl.batchnorm.base import BatchNormBase
-from raycl.batchnorm.kernels import (
-    Moments,
-    add_scaled,
-    affine,
-    check_count,
-    gradient_sums,
-    match_layout,
-    merge,
-    statistics_dtype,
-)
+from raycl.batchnorm.kernels import Moments, gradient_sums, match_layout, merge, moments_of_batch
 from raycl.distributed import all_sum, gather_detached
 
 
@@ -42,23 +32,7 @@ def merge_moments(chunks: Sequence[Tensor], values: Sequence[Tensor], *, over_wo
     widths = [2 * value.shape[1] + 1 for value in values]
     local = torch.cat([merge(part) for part in torch.cat(list(chunks)).split(widths, dim=1)], dim=1)
     parts = (gather_detached(local) if over_workers else local).split(widths, dim=1)
-    return [_checked(merge(part), value) for part, value in zip(parts, values, strict=True)]
-
-
-def _checked(merged: Tensor, value: Tensor) -> Moments:
-    channels = value.shape[1]
-    check_count(value, merged[0, -1])
-    return Moments(*merged.to(statistics_dtype(value)).squeeze(0).split([channels, channels, 1]))
-
-
-def track(layer: _BatchNorm, moments: Moments) -> None:
-    """Update a layer's running statistics by one batch, as its own forward pass would."""
-    if layer.training:
-        # Plain nn.BatchNorm layers have all that these two methods use.
-        layer = cast("BatchNormBase", layer)
-        rate = BatchNormBase._count_batch(layer)
-        unbiased_variance = moments.variance * (moments.num_values / (moments.num_values - 1))
-        BatchNormBase._track(layer, moments.mean, unbiased_variance, rate)
+    return [moments_of_batch(merge(part), value) for part, value in zip(parts, values, strict=True)]
 
 
 def normalize(
@@ -67,9 +41,9 @@ def normalize(
     """Normalize a chunk [rows, channels, ...] by the moments of the whole batch.
 
     The gradient at ``x`` depends on all chunks, so autograd gets none. The backward pass calls
-    ``record`` with the gradient at the output and the chunk's two sums; :func:`gradient_at_input`
-    computes the gradient at ``x`` once the sums of all chunks are known. Weight and bias receive
-    this chunk's gradient at once.
+    ``record`` with the gradient at the output and the chunk's two sums;
+    :func:`raycl.batchnorm.kernels.gradient_at_input` computes the gradient at ``x`` once the sums of all
+    chunks are known. Weight and bias receive this chunk's gradient at once.
     """
     anchor = None if record is None else torch.zeros((), requires_grad=True)
     return _Normalize.apply(anchor, x.detach(), layer.weight, layer.bias, moments, layer.eps, record)  # pyright: ignore[reportReturnType]
@@ -87,12 +61,10 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         record: Callable[[Tensor, Tensor], None] | None,
     ) -> Tensor:
-        mean, variance, _ = moments
-        ctx.save_for_backward(x, mean, variance)
+        ctx.save_for_backward(x, moments.mean, moments.variance)
         ctx.eps, ctx.record = eps, record
         ctx.parameter_types = [None if each is None else each.dtype for each in (weight, bias)]
-        shift = torch.zeros_like(mean) if bias is None else bias.detach().to(mean.dtype)
-        return affine(x, _scale(weight, mean), shift, mean, variance, eps)
+        return kernels.normalize(x, weight, bias, moments.mean, moments.variance, eps)
 
     @staticmethod
     @once_differentiable
@@ -114,31 +86,4 @@ def sum_over_workers(sums: Sequence[Tensor]) -> list[Tensor]:
     """Sum several layers' [2, channels] over all workers: one collective."""
     if not sums:
         return []
-    widths = [each.shape[1] for each in sums]
-    return list(all_sum(torch.cat(list(sums), dim=1)).split(widths, dim=1))
-
-
-def gradient_at_input(grad: Tensor, x: Tensor, layer: _BatchNorm, moments: Moments, sums: Tensor) -> Tensor:
-    """Return the gradient at a chunk's input, through the batch's mean and variance as well.
-
-    Args:
-        grad: At the layer's output, [rows, channels, ...], as :func:`normalize` recorded it.
-        x: The layer's input, [rows, channels, ...].
-        layer: The layer.
-        moments: Of the whole batch.
-        sums: Over the whole batch, of grad * normalized x and of grad, [2, channels].
-    """
-    mean, variance, num_values = moments
-    slope, level = sums / num_values
-    scale = _scale(layer.weight, mean)
-    # d/dx = scale / std * (grad - level - normalized x * slope): linear in grad and in x. In a low
-    # precision the factor of x is rounded, and the shift made for the rounded one.
-    factor = (scale * slope / -(variance + layer.eps)).to(x.dtype)
-    shift = (-mean * factor).to(mean.dtype)
-    grad_x = affine(grad, scale, shift, level, variance, layer.eps)
-    add_scaled(grad_x, x, factor)
-    return grad_x
-
-
-def _scale(weight: Tensor | None, mean: Tensor) -> Tensor:
-    return torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
+    return list(all_sum(torch.cat(list(sums), dim=1)).split([each.shape[1] for each in sums], dim=1))

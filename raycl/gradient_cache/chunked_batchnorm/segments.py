@@ -6,7 +6,7 @@ from typing import final
 from torch import nn
 from torch.fx import Node
 
-from raycl.batchnorm.chunked.trace import TracedNetwork
+from raycl.gradient_cache.chunked_batchnorm.trace import TracedNetwork
 
 
 @final
@@ -31,7 +31,7 @@ class Network:
     operation wait anyway, such as the end of a residual block: that costs nothing.
 
     Raises:
-        ConfigError: The tower cannot be traced, see :class:`~raycl.batchnorm.chunked.trace.TracedNetwork`.
+        ConfigError: The tower cannot be traced, see :class:`~raycl.gradient_cache.chunked_batchnorm.trace.TracedNetwork`.
     """
 
     def __init__(self, tower: nn.Module) -> None:

@@ -12,12 +12,12 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from raycl.batchnorm.chunked.segments import Network, Segment
-from raycl.batchnorm.chunked.statistics import gradient_at_input, normalize
-from raycl.batchnorm.chunked.trace import WAYS_OUT, TracedNetwork
-from raycl.batchnorm.kernels import Moments
+from raycl.batchnorm.kernels import Moments, gradient_at_input, scale_of
 from raycl.errors import ConfigError
-from raycl.recompute import RandomState, RecomputeCheck, sample
+from raycl.gradient_cache.chunked_batchnorm.segments import Network, Segment
+from raycl.gradient_cache.chunked_batchnorm.statistics import normalize
+from raycl.gradient_cache.chunked_batchnorm.trace import WAYS_OUT, TracedNetwork
+from raycl.gradient_cache.recompute import RandomState, RecomputeCheck, sample
 
 Values = dict[Node, Any]
 
@@ -115,7 +115,8 @@ class Chunk:
             if call in self._recorded and node is call.all_input_nodes[0]:
                 grad, _ = self._recorded.pop(call)
                 moments, sums = self._statistics.moments[node], self._statistics.sums[call]
-                parts.append(gradient_at_input(grad, value.detach(), layer, moments, sums))
+                scale = scale_of(layer.weight, moments.mean)
+                parts.append(gradient_at_input(grad, value.detach(), scale, moments, sums, layer.eps))
         is_wanted = isinstance(value, Tensor) and value.requires_grad
         return reduce(torch.add, parts) if is_wanted and parts else None
 

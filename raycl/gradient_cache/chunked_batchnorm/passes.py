@@ -13,27 +13,27 @@ between segments exist for the whole batch. So memory falls by less than with in
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from raycl.batchnorm.chunked.chunk import Chunk, Statistics
-from raycl.batchnorm.chunked.segments import Network, Segment
-from raycl.batchnorm.chunked.statistics import local_moments, merge_moments, sum_over_workers, track
-from raycl.batchnorm.chunked.trace import changes_itself
+from raycl.batchnorm.base import count_batch, track
 from raycl.batchnorm.synchronized import SYNCHRONIZED
 from raycl.errors import ConfigError
-from raycl.recompute import RecomputeCheck, current_autocast
+from raycl.gradient_cache.chunked_batchnorm.chunk import Chunk, Statistics
+from raycl.gradient_cache.chunked_batchnorm.segments import Network, Segment
+from raycl.gradient_cache.chunked_batchnorm.statistics import local_moments, merge_moments, sum_over_workers
+from raycl.gradient_cache.chunked_batchnorm.trace import changes_itself
+from raycl.gradient_cache.recompute import RecomputeCheck, current_autocast
 
 
 @final
 class ChunkedBatchNorm:
-    """Embed rows in chunks, and backpropagate, exactly as one pass of the whole batch.
+    """One batch in chunks, exactly as in one pass: ``embed`` once, then ``backward`` at most once.
 
     Embeddings, gradients and running statistics equal ``nn.BatchNorm`` on this worker's rows. If any
     layer is synchronized they equal it on the rows of all workers, and ``embed`` and ``backward`` are
@@ -46,8 +46,7 @@ class ChunkedBatchNorm:
 
     Args:
         tower: Rows to embeddings, [batch, ...] to [batch, dim]. Each row by itself except for
-            ``nn.BatchNorm1d/2d/3d`` or synchronized layers. ``torch.fx`` must be able to trace it,
-            and traces it again when the modes of its layers change.
+            ``nn.BatchNorm1d/2d/3d`` or synchronized layers. ``torch.fx`` must be able to trace it.
         chunk_size: Rows that have a graph at the same time.
         activation_checkpoint_every: ``None`` keeps all values that wait between segments, from forward to
             backward. A number k keeps them only at every k-th point through which a single value
@@ -55,25 +54,26 @@ class ChunkedBatchNorm:
             one more forward pass without graphs.
 
     Raises:
-        ConfigError: The tower cannot be traced, contains another kind of BatchNorm, or a number is
-            not positive.
+        ConfigError: The tower cannot be traced, contains another kind of BatchNorm, or
+            ``activation_checkpoint_every`` is not positive.
     """
 
     def __init__(
         self, tower: nn.Module, *, chunk_size: int, activation_checkpoint_every: int | None = None
     ) -> None:
-        if chunk_size < 1:
-            raise ConfigError(f"chunk_size must be at least 1, got {chunk_size}; 32 is usual")
         if activation_checkpoint_every is not None and activation_checkpoint_every < 1:
             raise ConfigError(
                 f"activation_checkpoint_every must be None or at least 1, got {activation_checkpoint_every}; try 1"
             )
-        self._tower = tower
-        self._chunk_size = chunk_size
-        self._checkpoint_every = activation_checkpoint_every
-        self._modes = _modes(tower)
+        self._tower, self._chunk_size = tower, chunk_size
         self._network = Network(tower)
-        self._pass: _Pass | None = None
+        # Indices of segments, ascending from 0: their inputs are kept for the backward pass.
+        self._milestones = self._network.milestones(activation_checkpoint_every)
+        self._statistics, self._check = Statistics(), RecomputeCheck()
+        self._over_workers = any(
+            isinstance(each, SYNCHRONIZED) for each in self._network.trace.layers.values()
+        )
+        self._chunks: list[Chunk] = []
 
     @torch.no_grad()
     def embed(self, rows: Tensor, *, with_gradient: bool = True) -> Tensor:
@@ -81,29 +81,33 @@ class ChunkedBatchNorm:
 
         Args:
             rows: This worker's rows.
-            with_gradient: Keep the values for ``backward``; they replace those of an earlier call.
+            with_gradient: Keep the values for ``backward``.
 
         Raises:
             ConfigError: An operation of the tower would give other results in chunks.
             ValueError: The batch holds a single value per channel.
         """
-        if (modes := _modes(self._tower)) != self._modes:
-            self._network, self._modes = Network(self._tower), modes
-        if with_gradient:
-            self._pass = None  # frees its memory first
-        milestones = self._network.milestones(self._checkpoint_every)
-        batch = _Pass(self._network, rows, chunk_size=self._chunk_size, milestones=milestones)
+        network, result = self._network, self._network.trace.result
+        self._autocast = current_autocast(rows.device)
+        self._chunks = [Chunk(network, part, self._statistics) for part in rows.split(self._chunk_size)]
+        kept = (
+            {network.trace.rows}.union(*map(network.crossing, self._milestones)) if with_gradient else set()
+        )
         before = _versions(self._tower)
         with _own_casts():
-            embeddings = batch.forward(keep=with_gradient)
-        _refuse_changes(before, _versions(self._tower))
-        batch.update_running_statistics()
-        if with_gradient:
-            self._pass = batch
+            for segment in network.segments:
+                self._advance(segment, kept)
+        changed = [name for name, version in _versions(self._tower).items() if version != before.get(name)]
+        if changed:
+            raise changes_itself(changed[0])
+        embeddings = torch.cat([chunk.values[result] for chunk in self._chunks])
+        for chunk in self._chunks:
+            chunk.free({result} - kept)
+        self._update_running_statistics()
         return embeddings
 
     def backward(self, gradient: Tensor) -> None:
-        """Add to the gradients of the parameters; once for each ``embed``.
+        """Add to the gradients of the parameters, under the random state and autocast of ``embed``.
 
         Args:
             gradient: Of this worker's loss at its embeddings, [batch, dim]. Parameters receive this
@@ -111,72 +115,23 @@ class ChunkedBatchNorm:
                 does with synchronized layers.
 
         Raises:
-            RuntimeError: ``embed`` was not called before.
-            ConfigError: The gradient has another shape than the embeddings.
             ReplayError: The network gave other values than in the forward pass.
         """
-        batch = self._pass
-        if batch is None:
-            raise RuntimeError("no embeddings wait for their gradient: call embed(rows) before each backward")
-        batch.check(gradient)
-        self._pass = None
-        with _own_casts():
-            batch.backward(gradient)
-
-
-@final
-class _Pass:
-    """One batch: forward once, and backward at most once.
-
-    ``milestones`` are indices of segments, ascending from 0: their inputs are kept for the backward
-    pass, all other values are recomputed.
-    """
-
-    def __init__(self, network: Network, rows: Tensor, *, chunk_size: int, milestones: list[int]) -> None:
-        self._network = network
-        self._chunk_size = chunk_size
-        self._milestones = milestones
-        self._statistics = Statistics()
-        self._check = RecomputeCheck()
-        self._chunks = [Chunk(network, part, self._statistics) for part in rows.split(chunk_size)]
-        self._over_workers = any(isinstance(each, SYNCHRONIZED) for each in network.trace.layers.values())
-        self._shape = torch.Size()
-        self._autocast = current_autocast(rows.device)
-
-    def forward(self, *, keep: bool) -> Tensor:
-        """Return the embeddings [batch, dim]; keep the values that ``backward`` needs."""
-        kept = {self._network.trace.rows}.union(*map(self._network.crossing, self._milestones))
-        for segment in self._network.segments:
-            self._advance(segment, kept if keep else set())
-        result = self._network.trace.result
-        embeddings = torch.cat([chunk.values[result] for chunk in self._chunks])
-        for chunk in self._chunks:
-            chunk.free({result} - kept)
-        self._shape = embeddings.shape
-        return embeddings
-
-    def update_running_statistics(self) -> None:
-        """Update the layers in the order of the network's own forward pass."""
-        for call, layer in self._network.trace.layers.items():
-            track(layer, self._statistics.moments[call.all_input_nodes[0]])
-
-    def check(self, gradient: Tensor) -> None:
-        """Raise ``ConfigError`` unless the gradient has the shape of the embeddings."""
-        if gradient.shape != self._shape:
-            raise ConfigError(
-                f"the gradient must have the shape of the embeddings, {list(self._shape)}, "
-                f"got {list(gradient.shape)}; pass the loss's gradient at the result of embed"
-            )
-
-    def backward(self, gradient: Tensor) -> None:
-        """Add to the gradients of the parameters, under the random state and autocast of the forward pass."""
         for chunk, part in zip(self._chunks, gradient.detach().split(self._chunk_size), strict=True):
             chunk.add_gradient(self._network.trace.result, part)
         differentiable = self._network.differentiable()
-        with self._autocast():
+        with _own_casts(), self._autocast():
             for start, end in reversed(list(pairwise([*self._milestones, len(self._network.segments)]))):
                 self._backward_to_milestone(self._network.segments[start:end], differentiable)
+        self._chunks = []
         self._check.check()
+
+    def _update_running_statistics(self) -> None:
+        """Update the layers in the order of the network's own forward pass."""
+        for call, layer in self._network.trace.layers.items():
+            if layer.training:
+                moments = self._statistics.moments[call.all_input_nodes[0]]
+                track(layer, moments.mean, moments.unbiased_variance, count_batch(layer))
 
     def _advance(self, segment: Segment, kept: set[Node]) -> None:
         moments: list[Tensor] = []
@@ -220,10 +175,6 @@ class _Pass:
         self._statistics.sums |= dict(zip(calls, totals, strict=True))
 
 
-def _modes(tower: nn.Module) -> list[bool]:
-    return [module.training for module in tower.modules()]
-
-
 @contextlib.contextmanager
 def _own_casts() -> Iterator[None]:
     """Keep autocast from sharing cast weights between passes with a graph and passes without one."""
@@ -235,11 +186,4 @@ def _own_casts() -> Iterator[None]:
 
 
 def _versions(tower: nn.Module) -> dict[str, int]:
-    tensors = itertools.chain(tower.named_parameters(), tower.named_buffers())
-    return {name: tensor._version for name, tensor in tensors}
-
-
-def _refuse_changes(before: dict[str, int], after: dict[str, int]) -> None:
-    changed = [name for name, version in after.items() if version != before.get(name)]
-    if changed:
-        raise changes_itself(changed[0])
+    return {name: each._version for name, each in chain(tower.named_parameters(), tower.named_buffers())}
