@@ -39,9 +39,8 @@ from torch import Tensor, nn
 from raycl.batchnorm import replace_batchnorm
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import info_nce
-from raycl.models.heads import build_projection_head
 from raycl.models.image import build_image_encoder
-from raycl.models.towers import Tower
+from raycl.models.towers import Tower, build_projection_head
 from raycl.training.process import prepare_process
 
 TEMPERATURE = 0.1

@@ -95,8 +95,8 @@ class Training:
     def _network(self, quick: bool) -> Any:
         import torch
 
-        from raycl.models.heads import build_projection_head
         from raycl.models.image import build_image_encoder
+        from raycl.models.towers import build_projection_head
 
         name, stem, width = ("resnet10", "half", 0.25) if quick else ("resnet18", "small", 1.0)
         encoder = build_image_encoder(name, image_size=32, stem=stem, width=width)

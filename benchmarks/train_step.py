@@ -126,8 +126,8 @@ def lightly_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     from lightly.models.utils import deactivate_requires_grad, update_momentum
     from torch.nn.parallel import DistributedDataParallel
 
-    from raycl.models.heads import build_projection_head
     from raycl.models.image import build_image_encoder
+    from raycl.models.towers import build_projection_head
     from raycl.training.process import available_cores
 
     torch.set_num_threads(max(1, available_cores() // 2))
@@ -192,8 +192,8 @@ def run_encoder(options: argparse.Namespace) -> float:
 def encoder_worker(rank: int, options: argparse.Namespace, folder: str) -> None:
     import torch
 
-    from raycl.models.heads import build_projection_head
     from raycl.models.image import build_image_encoder
+    from raycl.models.towers import build_projection_head
     from raycl.training.process import autocast, available_cores, prepare_process
 
     prepare_process(max(1, available_cores() // 2))

@@ -8,8 +8,8 @@ from torch import nn
 
 from raycl.batchnorm import replace_batchnorm
 from raycl.models.encoder_io import save_encoder
-from raycl.models.heads import build_projection_head
 from raycl.models.specs import HeadSpec, ImageEncoderSpec
+from raycl.models.towers import build_projection_head
 from raycl.storage import Place
 
 

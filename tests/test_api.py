@@ -147,7 +147,7 @@ def embedded(run: str, files: list[bytes]) -> torch.Tensor:
     numbers = pa.array(range(len(files)), pa.int64())
     table = pa.table({**columns, "sample_id": numbers, "label": numbers})
     with patch("raycl.inference.embed.ray.get", lambda held: held):  # an actor without Ray
-        embedder = Embedder([read_encoder(run)], "image", False, None, ())  # pyright: ignore[reportArgumentType]
+        embedder = Embedder([read_encoder(run)], False, None, ())  # pyright: ignore[reportArgumentType]
     return torch.tensor(embedder(table)["representation"].to_pylist())
 
 

@@ -19,7 +19,7 @@ from raycl.doctor.result import CheckResult
 from raycl.doctor.storage import delete_file, read_files, write_file
 from raycl.errors import ConfigError, StorageError
 from raycl.models.build import build_towers
-from raycl.optimizers import build_optimizer
+from raycl.optim import build_optimizer
 from raycl.recipes import recipe
 from raycl.storage import Place
 from tests.images import write_digits

@@ -21,8 +21,8 @@ from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.encoder import load_encoder
 from raycl.inference.export import export_encoder
 from raycl.models.encoder_io import KEY, OWN, save_encoder
-from raycl.models.heads import build_projection_head
 from raycl.models.specs import HeadSpec, TextEncoderSpec
+from raycl.models.towers import build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, train_tokenizer
 from tests.encoders import worn, write_images_run
@@ -111,24 +111,26 @@ def write_texts_run(
     return str(output)
 
 
-def vectors(folder: Path | str, texts: list[str] = TEXTS) -> Tensor:
-    """Return what sentence-transformers makes of texts, a few at a time."""
-    return torch.from_numpy(load(folder).encode(texts, batch_size=6))
-
-
 def load(folder: Path | str) -> Any:
     return sentence_transformers.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
 
-def assert_same_vectors(folder: Path | str, run: str, **options: Any) -> None:
-    assert_vectors(folder, load_encoder(run, **options).encode(TEXTS))
+def vectors(folder: Path | str) -> Tensor:
+    """Return the vectors of sentence-transformers, computed a few at a time."""
+    return torch.from_numpy(load(folder).encode(TEXTS, batch_size=6))
 
 
 def assert_vectors(folder: Path | str, expected: Tensor) -> None:
-    assert expected.std(0).min() > 1e-3  # texts that are told apart
+    assert expected.std(0).min() > 1e-3  # the texts have different vectors
     torch.testing.assert_close(vectors(folder), expected, rtol=1e-5, atol=1e-5)
-    # A layer that no weights were written for would be drawn anew each time.
+    # Loading would initialize a layer without weights at random each time.
     assert getattr(load(folder)[0].auto_model, "pooler", None) is None
+
+
+def assert_exports(run: str, output: Path, **options: Any) -> None:
+    """Export a run, and compare the vectors of both packages."""
+    export_encoder(run, str(output), **options)
+    assert_vectors(output, load_encoder(run, **options).encode(TEXTS))
 
 
 # Texts
@@ -138,8 +140,7 @@ def assert_vectors(folder: Path | str, expected: Tensor) -> None:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_sentence_transformers_gives_the_vectors_of_raycl(name: str, tokenizer: str, tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", name, tokenizer=TOKENIZERS[tokenizer]())
-    export_encoder(run, str(tmp_path / "out"))
-    assert_same_vectors(tmp_path / "out", run)
+    assert_exports(run, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -154,31 +155,20 @@ def test_sentence_transformers_gives_the_vectors_of_raycl(name: str, tokenizer: 
 )
 def test_the_projection_head_of_a_tower_comes_along(head: HeadSpec, tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", head=head)
-    export_encoder(run, str(tmp_path / "out"))
+    assert_exports(run, tmp_path / "out")
     assert load(tmp_path / "out").get_embedding_dimension() == head.dim
-    assert_same_vectors(tmp_path / "out", run)
 
 
 def test_each_tower_is_exported_by_its_side(tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", head=HeadSpec(num_layers=1, dim=7))
+    assert_exports(run, tmp_path / "shared", side="key")  # one tower for both sides
     write_texts_run(tmp_path / "run" / KEY, "transformer", seed=3)
     for side in ("query", "key"):
-        export_encoder(run, str(tmp_path / side), side=side)
-        assert_same_vectors(tmp_path / side, run, side=side)
+        assert_exports(run, tmp_path / side, side=side)
     assert vectors(tmp_path / "query").shape != vectors(tmp_path / "key").shape
-
-
-def test_one_tower_for_both_sides_is_exported_for_each(tmp_path: Path) -> None:
-    run = write_texts_run(tmp_path / "run")
-    export_encoder(run, str(tmp_path / "out"), side="key")
-    assert_same_vectors(tmp_path / "out", run)
-
-
-def test_a_network_of_ones_own_on_one_side_does_not_keep_the_other_from_leaving(tmp_path: Path) -> None:
-    run = write_own(tmp_path / "run")
-    write_texts_run(tmp_path / "run" / KEY, seed=3)
-    export_encoder(run, str(tmp_path / "out"), side="key")
-    assert_same_vectors(tmp_path / "out", run, side="key")
+    own = write_own(tmp_path / "own")
+    write_texts_run(tmp_path / "own" / KEY, seed=3)
+    assert_exports(own, tmp_path / "beside a network of your own", side="key")
 
 
 def test_what_the_folder_says_of_itself(tmp_path: Path) -> None:
@@ -227,36 +217,21 @@ def test_a_model_of_transformers_needs_its_first_folder_no_more(
 # Images
 
 
-def test_torchvisions_network_of_that_name_gives_the_vectors_of_raycl(tmp_path: Path) -> None:
-    run = write_images_run(tmp_path / "run", "resnet18", stem="standard")
-    export_encoder(run, str(tmp_path / "out"))
-    theirs = torchvision.models.resnet18()
-    theirs.fc = nn.Identity()
-    theirs.load_state_dict(torch.load(tmp_path / "out" / "weights.pth"))
-    assert_same_images(theirs, run)
-
-
-@pytest.mark.parametrize("head", [None, HeadSpec(num_layers=0, dim=192), HeadSpec(num_layers=1, dim=7)])
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("vit_tiny", {"representation_dim": 192}),
-        ("resnet18", {"stem": "standard", "representation_dim": 512}),
-    ],
-)
-def test_the_network_that_is_named_takes_the_weights(
-    name: str, values: dict[str, Any], head: HeadSpec | None, tmp_path: Path
+@pytest.mark.parametrize("num_layers", [None, 0, 1])
+@pytest.mark.parametrize(("name", "dim"), [("vit_tiny", 192), ("resnet18", 512)])
+def test_the_named_network_takes_the_weights(
+    name: str, dim: int, num_layers: int | None, tmp_path: Path
 ) -> None:
-    if head is not None and head.num_layers == 0:
-        head = HeadSpec(num_layers=0, dim=values["representation_dim"])
-    run = write_images_run(tmp_path / "run", name, head=head, **values)
-    told = export_encoder(run, str(tmp_path / "out"), to="torchvision")
-    assert "weights.pth" in told
+    head = None if num_layers is None else HeadSpec(num_layers=num_layers, dim=7 if num_layers else dim)
+    run = write_images_run(
+        tmp_path / "run", name, head=head, stem="standard" if dim == 512 else "auto", representation_dim=dim
+    )
+    assert "weights.pth" in export_encoder(run, str(tmp_path / "out"), to="torchvision")
     named = json.loads((tmp_path / "out" / "architecture.json").read_text())
+    assert named["network"] == f"torchvision.models.{'VisionTransformer' if dim == 192 else name}"
     theirs = eval(named["network"], {"torchvision": torchvision})(**named["arguments"])
     if named["last_layer"] is None:
-        last = "heads" if name.startswith("vit") else "fc"
-        setattr(theirs, last, nn.Identity())
+        setattr(theirs, "heads" if dim == 192 else "fc", nn.Identity())
     theirs.load_state_dict(torch.load(tmp_path / "out" / "weights.pth"))
     assert (named["image_size"], named["mean"], named["std"]) == (32, [0.5] * 3, [0.25] * 3)
     assert_same_images(theirs, run)
@@ -361,16 +336,12 @@ def test_what_another_package_has_no_place_for_is_one_line(case: str, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
+def test_an_output_that_exists_and_a_damaged_encoder_are_refused(tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run")
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
     with pytest.raises(StorageError, match="exists already"):
         export_encoder(run, run)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
-
-
-def test_a_damaged_encoder_is_said_as_when_it_is_loaded(tmp_path: Path) -> None:
-    run = write_texts_run(tmp_path / "run")
     (tmp_path / "run" / "encoder.json").write_text("[1")
     with pytest.raises(RayclError, match="is damaged"):
         export_encoder(run, str(tmp_path / "out"))
@@ -393,7 +364,7 @@ def test_the_command_writes_the_folder_and_says_how_it_is_loaded(
     again, out, err = run_raycl(monkeypatch, capsys, *arguments)
     assert (again, out, err.count("\n")) == (2, "", 1)
     assert "exists already" in err
-    assert_same_vectors(tmp_path / "out", run, side="key")
+    assert_vectors(tmp_path / "out", load_encoder(run, side="key").encode(TEXTS))
 
 
 def test_raycl_never_imports_the_package_that_it_writes_for() -> None:

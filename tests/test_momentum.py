@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
-from raycl.models.heads import build_projection_head
 from raycl.models.momentum import MomentumEncoder
-from raycl.models.towers import Tower
+from raycl.models.towers import Tower, build_projection_head
 
 
 class _Scaled(nn.Module):

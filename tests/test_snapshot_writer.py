@@ -20,8 +20,7 @@ from raycl.data.codecs import store_all
 from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, pixels_of
 from raycl.embedding_snapshot import FIRST, LATEST, read_probe_set, read_snapshot
-from raycl.models.heads import build_projection_head
-from raycl.models.towers import Tower, TwoTowers
+from raycl.models.towers import Tower, TwoTowers, build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, train_tokenizer
 from raycl.training.evaluators import SnapshotWriter, _thumbnail

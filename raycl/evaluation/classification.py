@@ -77,7 +77,7 @@ def evaluate(
         raise ConfigError(f"unknown measure {measure!r}; there are {' and '.join(get_args(Measure))}")
     (saved,) = read_encoders(run, ["query"], network=network)
     encoder = saved.build(network)
-    role, columns = columns_for(encoder, columns)
+    columns = columns_for(encoder, columns)
     sources = {name: find_source(uri, columns) for name, uri in (("train", train), ("test", test))}
     _check_labels(sources)
     if not quiet:
@@ -92,14 +92,14 @@ def evaluate(
 
     def represent(name: str) -> LabeledSet:
         with counting_decoder(
-            formats_of(encoder, role),
+            formats_of(encoder),
             num_rows=sources[name].num_rows,
             title=f"embedding the {name} set",
             max_invalid_fraction=max_invalid_fraction,
             quiet=quiet,
         ) as decoder:
             decoded = decode_source(sources[name], decoder)
-            tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu, network=network))
+            tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu, network=network))
         return _labeled(representations(tables, encoder.spec.representation_dim), _labels(tables))
 
     train_set, test_set = represent("train"), _with_train_classes(sources, represent("test"))

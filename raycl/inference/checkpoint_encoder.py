@@ -1,28 +1,27 @@
-"""The key tower in the last checkpoint of a run, which may still be training."""
+"""The encoders in the last checkpoint of a run, which may still be training."""
 
 import json
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
-from raycl.augment.images import center_view
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
-from raycl.data.images import InvalidImageError
-from raycl.errors import ConfigError, DataError, StorageError
-from raycl.models.build import build_towers, encoder_specs, load_tokenizer
-from raycl.models.encoder_io import load_state
-from raycl.models.momentum import MomentumEncoder
-from raycl.models.registry import check_trusted
-from raycl.models.specs import ImageEncoderSpec
-from raycl.models.towers import Towers
+from raycl.errors import ConfigError, StorageError
+from raycl.models.build import build_encoder, complete_spec, encoder_specs, load_tokenizer
+from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, load_state
+from raycl.models.registry import SideName, check_trusted
+from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, CONFIG, STATE, copied_list
 from raycl.storage import Place, absolute
-from raycl.tokenization import InvalidTextError, Vocabulary, padded_rows, read_text
+from raycl.tokenization import Tokenizer, Vocabulary
 
 _LIST_ATTEMPTS, _LIST_WAIT_S = 3, 0.5
 
@@ -30,48 +29,31 @@ _LIST_ATTEMPTS, _LIST_WAIT_S = 3, 0.5
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointEncoder:
-    """The tower that encodes keys, in evaluation mode, with the weights of ``checkpoint``."""
+    """The tower that encodes keys, with the weights of ``checkpoint``, for the samples that the run has."""
 
-    tower: Towers
-    vocabulary: Vocabulary | None
-    config: RunConfig
+    recipe: str
     checkpoint: str
+    image: ImageEncoder | None
+    text: TextEncoder | None
 
-    @torch.inference_mode()
     def embed_image(self, content: bytes) -> np.ndarray:
         """Return the embedding of an encoded image, float32 [dim], of unit length.
 
         The image is prepared as for evaluation, without augmentation. Raises ``DataError`` if it cannot
         be decoded, ``ConfigError`` if the run has no images.
         """
-        spec = encoder_specs(self.config, self.vocabulary.tokenizer if self.vocabulary else None)[0]
-        if not isinstance(spec, ImageEncoderSpec):
-            raise ConfigError(
-                f"the run of recipe {self.config.recipe} has texts and no images; ask by --text"
-            )
-        try:
-            pixels, _ = spec.image_format().decode(content)
-        except InvalidImageError as error:
-            raise DataError(f"the image cannot be used: {error}; give a picture file") from error
-        image = center_view(pixels[None], size=spec.image_size, mean=spec.mean, std=spec.std)
-        return self.tower.towers[0](image)[0].numpy()
+        if self.image is None:
+            raise ConfigError(f"the run of recipe {self.recipe} has texts and no images; ask by --text")
+        return normalize(self.image.encode([content]), dim=1)[0].numpy()
 
-    @torch.inference_mode()
     def embed_text(self, text: str) -> np.ndarray:
         """Return the embedding of a text, with two towers of a query, float32 [dim], of unit length.
 
         Raises ``DataError`` for an invalid text, ``ConfigError`` if the run has no texts.
         """
-        if self.vocabulary is None:
-            raise ConfigError(
-                f"the run of recipe {self.config.recipe} has images and no texts; ask by --image"
-            )
-        try:
-            tokens = self.vocabulary.tokenizer.encode([read_text(text)], self.config.text.max_length)
-        except InvalidTextError as error:
-            raise DataError(f"the text cannot be used: {error}; give another one") from None
-        tower = self.tower.towers[-1 if self.config.data.kind == "image_text" else 0]
-        return tower(torch.from_numpy(padded_rows(tokens)))[0].numpy()
+        if self.text is None:
+            raise ConfigError(f"the run of recipe {self.recipe} has images and no texts; ask by --image")
+        return normalize(self.text.encode([text]), dim=1)[0].numpy()
 
 
 def load_checkpoint_encoder(run: str) -> CheckpointEncoder:
@@ -81,43 +63,106 @@ def load_checkpoint_encoder(run: str) -> CheckpointEncoder:
         StorageError: The run does not exist, has no checkpoint yet, or cannot be read.
         ConfigError: The network cannot be built by name, or its package is not trusted.
     """
-    output = Place(absolute(run))
-    config, named_in = read_config(output)
-    check_config_trusted(config, named_in)
-    checkpoint, state = last_state(output)
-    vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
-    towers = build_towers(config, vocabulary)
-    try:
-        tower = _load_key_tower(towers, state).eval()
-    except (RuntimeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"the weights of {output / CHECKPOINTS / checkpoint} do not fit the network that {CONFIG} names: the run "
-            "trained a network of its user's own, which only that program can build; ask by --id or --vector"
-        ) from error
-    return CheckpointEncoder(tower=tower, vocabulary=vocabulary, config=config, checkpoint=checkpoint)
+    opened = _open(run)
+    config, head = opened.config, HeadSpec(**opened.config.projection_head.model_dump())
+    weights, prefix = opened.state.get("tower", {}), ""
+    if "momentum_encoder" in opened.state:
+        weights, prefix = opened.state["momentum_encoder"], "tower."
+    loaded: list[ImageEncoder | TextEncoder] = []
+    for network, spec, of_side in opened.towers()[: 2 if config.data.kind == "image_text" else 1]:
+        spec = spec.model_copy(update={"projection_head": head})
+        if isinstance(spec, TextEncoderSpec):
+            spec = spec.model_copy(update={"cut_at": config.text.max_length})
+        try:
+            loaded.append(opened.encoder(spec, weights, prefix + of_side).build(network))
+        except StorageError as error:
+            raise ConfigError(
+                f"the weights of {opened.output / CHECKPOINTS / opened.name} do not fit the network that {CONFIG} "
+                "names: the run trained a network of its user's own, which only that program can build; "
+                "ask by --id or --vector"
+            ) from error
+    return CheckpointEncoder(
+        recipe=config.recipe,
+        checkpoint=opened.name,
+        image=next((each for each in loaded if isinstance(each, ImageEncoder)), None),
+        text=next((each for each in loaded if isinstance(each, TextEncoder)), None),
+    )
 
 
-def read_config(output: Place) -> tuple[RunConfig, str]:
-    """Return the configuration of a run and its address; raises ``StorageError`` or ``ConfigError``."""
-    place = output / CONFIG
-    return config_from_yaml(place.read_text(), name=place.uri), place.uri
+def read_checkpoint_encoders(
+    run: str,
+    sides: Sequence[SideName],
+    *,
+    network: nn.Module | None = None,
+    trusted: Collection[str] | None = None,
+) -> list[SavedEncoder]:
+    """Read the encoders of these sides from the last checkpoint; stderr reports which one.
+
+    Arguments and errors as in ``load_encoder``.
+    """
+    opened = _open(run, trusted, own_encoder=network is not None)
+    step = opened.name.removeprefix("step-").partition("-")[0].lstrip("0") or "0"
+    print(f"{run} has not finished: using its checkpoint after step {step}", file=sys.stderr)
+    towers = opened.towers(network)
+    by_side = {"query": towers[0], "key": towers[-1]}  # which may share one tower
+    weights = opened.state.get("tower", {})
+    return [opened.encoder(by_side[side][1], weights, by_side[side][2]) for side in sides]
 
 
-def check_config_trusted(
-    config: RunConfig, named_in: str, trusted: Collection[str] | None = None, *, own_encoder: bool = False
-) -> None:
-    """Raise ``ConfigError`` if the configuration names code outside the ``trusted`` packages.
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Opened:
+    """A run, and the train state in its last checkpoint, which ``name`` names."""
+
+    output: Place
+    config: RunConfig
+    name: str
+    state: dict[str, Any]
+    tokenizer: Tokenizer | None
+
+    def towers(self, network: nn.Module | None = None) -> list[tuple[nn.Module, EncoderSpec, str]]:
+        """Return the untrained encoder, the spec and the prefix of the weights of each tower."""
+        vocabulary = None if self.tokenizer is None else Vocabulary(self.tokenizer)
+        prefixes = ("query.", "key.") if self.config.has_two_towers else ("",)
+        towers = []
+        for spec, prefix in zip(encoder_specs(self.config, self.tokenizer), prefixes, strict=False):
+            with torch.random.fork_rng():  # building a network seeds the generator
+                encoder = build_encoder(self.config, spec, vocabulary) if network is None else network
+            towers.append((encoder, complete_spec(spec, encoder, own=network is not None), prefix))
+        return towers
+
+    def encoder(self, spec: EncoderSpec, weights: Mapping[str, Tensor], prefix: str) -> SavedEncoder:
+        """Return the encoder whose weights have this prefix."""
+        assert isinstance(spec, ImageEncoderSpec | TextEncoderSpec), "there are no others"
+        return SavedEncoder(
+            uri=self.output.uri,
+            named_in=(self.output / CONFIG).uri,
+            spec=spec,
+            weights=_weights_below(f"{prefix}encoder.", weights),
+            head_weights=_weights_below(f"{prefix}projection_head.", weights),
+            tokenizer=self.tokenizer if isinstance(spec, TextEncoderSpec) else None,
+        )
+
+
+def _open(run: str, trusted: Collection[str] | None = None, *, own_encoder: bool = False) -> _Opened:
+    """Read a run; raise ``ConfigError`` if its configuration names code outside the ``trusted`` packages.
 
     ``own_encoder`` skips the name of the encoder, which a module replaces.
     """
-    kind = config.data.kind
+    output = Place(absolute(run))
+    place = output / CONFIG
+    config = config_from_yaml(place.read_text(), name=place.uri)
     if not own_encoder:
-        check_trusted(config.encoder.name, named_in, trusted, is_text=kind in ("text", "pairs"))
-    if kind == "image_text":
-        check_trusted(config.text_encoder.name, named_in, trusted, is_text=True)
+        is_text = config.data.kind in ("text", "pairs")
+        check_trusted(config.encoder.name, place.uri, trusted, is_text=is_text)
+    if config.data.kind == "image_text":
+        check_trusted(config.text_encoder.name, place.uri, trusted, is_text=True)
+    name, state = _last_state(output)
+    tokenizer = load_tokenizer(output.uri) if config.has_texts else None
+    return _Opened(output=output, config=config, name=name, state=state, tokenizer=tokenizer)
 
 
-def last_state(output: Place) -> tuple[str, dict[str, Any]]:
+def _last_state(output: Place) -> tuple[str, dict[str, Any]]:
     """Return the name of the last complete checkpoint and the train state in it."""
     name = last_checkpoint(output)
     while True:
@@ -155,10 +200,5 @@ def _read_list(folder: Place) -> dict[str, Any]:
     raise StorageError(f"cannot read {place}: the list of checkpoints is damaged; repeat the command")
 
 
-def _load_key_tower(tower: Towers, state: dict[str, Any]) -> Towers:
-    if "momentum_encoder" not in state:
-        tower.load_state_dict(state["tower"])
-        return tower
-    momentum_encoder = MomentumEncoder(tower)
-    momentum_encoder.load_state_dict(state["momentum_encoder"])
-    return momentum_encoder.tower  # type: ignore[return-value]
+def _weights_below(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 import pyarrow as pa
@@ -60,20 +60,17 @@ def embed_to_parquet(
     with writing_new(output) as place:
         (saved,) = read_encoders(run, [side], network=network)
         encoder = saved.build(network)
-        role, columns = columns_for(encoder, columns)
-        source = find_source(data, columns)
+        source = find_source(data, columns_for(encoder, columns))
         connect_cluster(address, debug=debug, quiet_core=True)
         filesystem, path = place.resolve()
         with counting_decoder(
-            formats_of(encoder, role),
+            formats_of(encoder),
             num_rows=source.num_rows,
             title="embedding",
             max_invalid_fraction=max_invalid_fraction,
             quiet=quiet,
         ) as decoder:
-            embedded = embed_dataset(
-                decode_source(source, decoder), saved, role=role, gpu=gpu, network=network
-            )
+            embedded = embed_dataset(decode_source(source, decoder), saved, gpu=gpu, network=network)
             embedded.write_parquet(path, filesystem=filesystem)
             return rows_in(decoder.coordinator)
 
@@ -93,17 +90,16 @@ def embed_values(
     Raises ``DataError`` for an invalid value.
     """
     encoder = saved.build()
-    is_image = isinstance(encoder, ImageEncoder)
-    role, kind = ("image", pa.binary()) if is_image else ("text", pa.string())
+    role, kind = role_of(encoder), pa.binary() if saved.takes_images else pa.string()
     connect_cluster(address, debug=debug, quiet_core=True)
     table = pa.table({role: pa.array(values, kind), "sample_id": np.arange(len(values))})
     blocks = [table.slice(start, BLOCK_ROWS) for start in range(0, len(values), BLOCK_ROWS)]
     columns = ColumnNames(**{"image": None, role: role}, sample_id="sample_id")
     with counting_decoder(
-        formats_of(encoder, role), num_rows=len(values), title=title, max_invalid_fraction=0.0, quiet=quiet
+        formats_of(encoder), num_rows=len(values), title=title, max_invalid_fraction=0.0, quiet=quiet
     ) as decoder:
         decoded = decode_dataset(ray.data.from_arrow(blocks), columns, decoder)
-        tables = fetch_tables(embed_dataset(decoded, saved, role=role, gpu=gpu))
+        tables = fetch_tables(embed_dataset(decoded, saved, gpu=gpu))
     order = np.argsort(np.concatenate([each["sample_id"].to_numpy() for each in tables]))
     return representations(tables, encoder.spec.representation_dim)[order]
 
@@ -112,7 +108,6 @@ def embed_dataset(
     decoded: ray.data.Dataset,
     saved: SavedEncoder,
     *,
-    role: str = "image",
     gpu: bool = False,
     network: nn.Module | None = None,
 ) -> ray.data.Dataset:
@@ -127,7 +122,7 @@ def embed_dataset(
     return decoded.map_batches(
         Embedder,
         # The actors' nodes may lack this process's environment variables.
-        fn_constructor_args=([ray.put(saved)], role, gpu, network, trusted_packages()),
+        fn_constructor_args=([ray.put(saved)], gpu, network, trusted_packages()),
         batch_size=None,
         batch_format="pyarrow",
         # Half a core leaves room for a decoding task on one core, and keeps Ray from fusing decoding
@@ -145,7 +140,6 @@ class Embedder:
     def __init__(
         self,
         saved: list[ray.ObjectRef],
-        role: str,
         use_gpu: bool,
         network: nn.Module | None,
         trusted: tuple[str, ...],
@@ -155,14 +149,13 @@ class Embedder:
         # bfloat16 is twice as fast, and equal to three digits, as in training.
         is_fast = use_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         self._precision = "bfloat16" if is_fast else "float32"
-        self._role = role
-        self._formats = formats_of(self._encoder, role)
+        self._formats = formats_of(self._encoder)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return ``sample_id``, ``label`` and ``representation`` of decoded rows."""
         rows = InMemoryDataset([table], self._formats)
         width = self._encoder.spec.representation_dim
-        inputs = (encoder_input(self._encoder, batch, self._role) for batch in rows.batches(BATCH_SIZE))
+        inputs = (encoder_input(self._encoder, batch) for batch in rows.batches(BATCH_SIZE))
         representation = torch.empty(0, width)
         if len(rows):
             representation = embed(self._encoder, inputs, precision=self._precision)
@@ -176,25 +169,29 @@ class Embedder:
         )
 
 
-def formats_of(encoder: ImageEncoder | TextEncoder, role: str) -> Formats:
-    """Return the format in which a role's values are decoded for an encoder."""
+def role_of(encoder: ImageEncoder | TextEncoder) -> Literal["image", "text"]:
+    """Return the role of the values that an encoder takes."""
+    return "image" if isinstance(encoder, ImageEncoder) else "text"
+
+
+def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:
+    """Return the format in which values are decoded for an encoder, by role."""
     if isinstance(encoder, ImageEncoder):
-        return {role: encoder.spec.image_format()}
-    return {role: TextFormat(tokenizer=encoder.tokenizer, max_length=encoder.spec.max_tokens)}
+        return {"image": encoder.spec.image_format()}
+    return {"text": TextFormat(tokenizer=encoder.tokenizer, max_length=encoder.spec.max_tokens)}
 
 
-def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> tuple[str, ColumnNames]:
-    """Return the role that an encoder takes, image or text, and its column without the other contents."""
-    named = columns or ColumnNames()
-    role = "image" if isinstance(encoder, ImageEncoder) else "text"
+def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> ColumnNames:
+    """Return the columns without any content but the one that an encoder takes."""
+    named, role = columns or ColumnNames(), role_of(encoder)
     others = {each: None for each in named.contents if each != role}
-    return role, replace(named, **{role: getattr(named, role) or role}, **others)
+    return replace(named, **{role: getattr(named, role) or role}, **others)
 
 
-def encoder_input(encoder: ImageEncoder | TextEncoder, batch: Batch, role: str) -> Tensor:
+def encoder_input(encoder: ImageEncoder | TextEncoder, batch: Batch) -> Tensor:
     """Return the encoder's input for a batch, on the encoder's device."""
     is_image = isinstance(encoder, ImageEncoder)
-    values = pixels_of(batch).images if is_image else tokens_of(batch, role).padded()
+    values = pixels_of(batch).images if is_image else tokens_of(batch, "text").padded()
     (moved,) = upload([torch.from_numpy(values)], next(encoder.parameters()).device)
     return encoder.prepare(moved) if is_image else moved
 

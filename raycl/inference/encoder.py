@@ -1,20 +1,14 @@
 """The encoder of a run: the one it saved at its end, or the one in its last checkpoint."""
 
 import os
-import sys
 from collections.abc import Collection, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from raycl.inference.checkpoint_encoder import check_config_trusted, last_state, read_config
+from raycl.inference.checkpoint_encoder import read_checkpoint_encoders
 from raycl.inference.preflight import has_checkpoint, has_encoder
-from raycl.models.build import build_encoder, complete_spec, encoder_specs, load_tokenizer
 from raycl.models.encoder_io import ImageEncoder, SavedEncoder, TextEncoder, read_encoder
 from raycl.models.registry import SideName, check_side
-from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
-from raycl.storage import Place, absolute
-from raycl.tokenization import Vocabulary
 
 
 def load_encoder(
@@ -53,43 +47,4 @@ def read_encoders(
         check_side(side)
     if has_encoder(uri) or not has_checkpoint(uri):
         return [read_encoder(str(uri), side=side) for side in sides]
-    output = Place(absolute(uri))
-    config, named_in = read_config(output)
-    check_config_trusted(config, named_in, trusted, own_encoder=network is not None)
-    checkpoint, state = last_state(output)
-    step = checkpoint.removeprefix("step-").partition("-")[0].lstrip("0") or "0"
-    print(f"{uri} has not finished: using its checkpoint after step {step}", file=sys.stderr)
-    vocabulary = Vocabulary(load_tokenizer(output.uri)) if config.has_texts else None
-    specs = []
-    for spec in encoder_specs(config, vocabulary.tokenizer if vocabulary else None):
-        with torch.random.fork_rng():  # building a network seeds the generator
-            encoder = build_encoder(config, spec, vocabulary) if network is None else network
-        specs.append(complete_spec(spec, encoder, own=network is not None))
-    prefixes = ("query.", "key.") if config.has_two_towers else ("",)
-    by_side = {"query": (specs[0], prefixes[0]), "key": (specs[-1], prefixes[len(specs) - 1])}
-    weights = state.get("tower", {})
-    return [_saved_encoder(output, named_in, *by_side[side], weights, vocabulary) for side in sides]
-
-
-def _saved_encoder(
-    output: Place,
-    named_in: str,
-    spec: EncoderSpec,
-    prefix: str,
-    weights: dict[str, Tensor],
-    vocabulary: Vocabulary | None,
-) -> SavedEncoder:
-    """Return the encoder whose weights have this prefix."""
-    assert isinstance(spec, ImageEncoderSpec | TextEncoderSpec), "there are no others"
-    return SavedEncoder(
-        uri=output.uri,
-        named_in=named_in,
-        spec=spec,
-        weights=_weights_below(f"{prefix}encoder.", weights),
-        head_weights=_weights_below(f"{prefix}projection_head.", weights),
-        tokenizer=vocabulary.tokenizer if vocabulary and isinstance(spec, TextEncoderSpec) else None,
-    )
-
-
-def _weights_below(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    return read_checkpoint_encoders(str(uri), sides, network=network, trusted=trusted)

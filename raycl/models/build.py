@@ -8,12 +8,11 @@ from torch import nn
 from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, StorageError
-from raycl.models.heads import build_projection_head
 from raycl.models.image import representation_dim
 from raycl.models.registry import OWN, TOKENIZER
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.models.text import text_representation_dim
-from raycl.models.towers import Tower, Towers, TwoTowers
+from raycl.models.towers import Tower, Towers, TwoTowers, build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 

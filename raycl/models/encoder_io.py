@@ -24,7 +24,6 @@ from raycl.augment.images import center_view
 from raycl.batchnorm import replace_batchnorm
 from raycl.data.images import ImageFormat, InvalidImageError
 from raycl.errors import ConfigError, DataError, StorageError
-from raycl.models.heads import build_projection_head
 from raycl.models.registry import (
     HEAD_WEIGHTS,
     KEY,
@@ -37,6 +36,7 @@ from raycl.models.registry import (
     check_trusted,
 )
 from raycl.models.specs import EncoderSpec, ImageEncoderSpec, TextEncoderSpec
+from raycl.models.towers import build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import InvalidTextError, Tokenizer, padded_rows, read_text
 

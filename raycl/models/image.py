@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from raycl.errors import ConfigError
-from raycl.models.registry import RESNETS, VITS, check_encoder_name, import_function
+from raycl.models.custom import build_network, output_dim
+from raycl.models.registry import RESNETS, VITS, check_encoder_name
 
 Stem = Literal["auto", "small", "half", "standard"]
 SMALL = 64  # pixels: "auto" means the small stem up to this size
@@ -35,7 +36,7 @@ def build_image_encoder(
     """
     check_encoder_name(name, is_text=False)
     if ":" in name:
-        return _build_own(name, arguments or {})
+        return build_network(name, **(arguments or {}))
     if arguments:
         raise ConfigError(f"encoder.kwargs apply to your own encoder only, came {dict(arguments)} for {name}")
     if stem == "auto":
@@ -46,23 +47,10 @@ def build_image_encoder(
     return _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
 
 
-@torch.no_grad()
 def representation_dim(encoder: nn.Module, *, image_size: int, channels: int) -> int:
     """Return the width of an encoder's output; raises ``ConfigError`` unless it is [batch, dim]."""
-    was_training = encoder.training
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
-    try:
-        output = encoder.eval()(torch.zeros(1, channels, image_size, image_size, device=device))
-    except Exception as error:  # the user's network may raise anything
-        raise ConfigError(
-            f"the encoder does not take images [batch, {channels}, {image_size}, {image_size}]: "
-            f"{' '.join(str(error).split())[:200]}; check data.channels and data.image_size"
-        ) from error
-    encoder.train(was_training)
-    if not isinstance(output, Tensor) or output.ndim != 2:
-        came = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ConfigError(f"an encoder must return [batch, dim], came {came}; flatten its output")
-    return output.shape[1]
+    inputs = f"images [batch, {channels}, {image_size}, {image_size}] (data.channels, data.image_size)"
+    return output_dim(encoder, torch.zeros(1, channels, image_size, image_size), inputs=inputs)
 
 
 @final
@@ -109,19 +97,6 @@ def _build_vit(name: str, image_size: int, channels: int, patch: int, width: flo
         vit.conv_proj = nn.Conv2d(channels, hidden, patch, stride=patch)
     vit.heads = nn.Identity()  # type: ignore[assignment]
     return vit
-
-
-def _build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    function = import_function(name)
-    try:
-        encoder = function(**arguments)
-    except Exception as error:  # the user's function may raise anything
-        raise ConfigError(
-            f"cannot build encoder.name {name!r}: {' '.join(str(error).split())[:200]}; check encoder.kwargs"
-        ) from error
-    if not isinstance(encoder, nn.Module):
-        raise ConfigError(f"{name} must return a torch.nn.Module, came {type(encoder).__name__}")
-    return encoder
 
 
 def _scaled(planes: int, width: float) -> int:

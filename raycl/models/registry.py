@@ -1,10 +1,9 @@
 """Encoder names, encoder file names and trusted packages; imports no torch."""
 
 import difflib
-import importlib
 import os
-from collections.abc import Callable, Collection
-from typing import Any, Literal, get_args
+from collections.abc import Collection
+from typing import Literal, get_args
 
 from raycl.errors import ConfigError
 
@@ -56,18 +55,6 @@ def check_encoder_name(name: str, *, is_text: bool, key: str = "encoder.name") -
     raise ConfigError(
         f"unknown {key} {name!r}; there are {', '.join(allowed)}, or package.module:function for your own{hint}"
     )
-
-
-def import_function(name: str) -> Callable[..., Any]:
-    """Import ``package.module:function``; raises ``ConfigError`` if that fails."""
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except Exception as error:  # the user's module may raise anything
-        raise ConfigError(
-            f"cannot find encoder.name {name!r}: {' '.join(str(error).split())[:200]}; "
-            "give package.module:function"
-        ) from error
 
 
 def trusted_packages() -> tuple[str, ...]:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raycl.errors import ConfigError
+from raycl.models.custom import build_network, output_dim
 from raycl.models.packed import PADDING, PackedTokens
-from raycl.models.registry import HUGGING_FACE, check_encoder_name, import_function
+from raycl.models.registry import HUGGING_FACE, check_encoder_name
 
 _INIT_STD = 0.02  # as in BERT
 
@@ -33,42 +34,19 @@ def build_text_encoder(
         )
     check_encoder_name(name, is_text=True)
     if name.startswith(HUGGING_FACE):
-        build: Callable[..., Any] = HuggingFaceEncoder
         sizes["path"] = name.removeprefix(HUGGING_FACE)
-    elif ":" in name:
-        build = import_function(name)
-    else:
-        build = {"transformer": TextTransformer, "bag_of_subwords": BagOfSubwords}[name]
-    try:
-        encoder = build(**{**sizes, **(arguments or {})})
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's function may raise anything
-        raise ConfigError(
-            f"cannot build encoder.name {name!r}: {' '.join(str(error).split())[:200]}; check encoder.kwargs"
-        ) from error
-    if not isinstance(encoder, nn.Module):
-        raise ConfigError(f"{name} must return a torch.nn.Module, came {type(encoder).__name__}")
-    return encoder
+        return build_network(name, HuggingFaceEncoder, **{**sizes, **(arguments or {})})
+    own: dict[str, Callable[..., nn.Module]] = {
+        "transformer": TextTransformer,
+        "bag_of_subwords": BagOfSubwords,
+    }
+    return build_network(name, own.get(name), **{**sizes, **(arguments or {})})
 
 
-@torch.no_grad()
 def text_representation_dim(encoder: nn.Module) -> int:
     """Return the width of the output; raises ``ConfigError`` unless it is [batch, dim]."""
-    was_training = encoder.training
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
-    try:
-        output = encoder.eval()(torch.ones(1, 1, dtype=torch.int64, device=device))
-    except Exception as error:  # the user's network may raise anything
-        raise ConfigError(
-            f"the encoder does not take tokens int64 [batch, length]: {' '.join(str(error).split())[:200]}; "
-            "give one that does"
-        ) from error
-    encoder.train(was_training)
-    if not isinstance(output, Tensor) or output.ndim != 2:
-        came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ConfigError(f"an encoder must return [batch, dim], came {came}; pool over its tokens")
-    return output.shape[1]
+    example = torch.ones(1, 1, dtype=torch.int64)
+    return output_dim(encoder, example, inputs="tokens int64 [batch, length]")
 
 
 @final

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raycl.batchnorm import encode_shuffled, split_batchnorm
 from raycl.batchnorm.shuffled import permutation
-from raycl.models.heads import build_projection_head
 from raycl.models.momentum import MomentumEncoder
+from raycl.models.towers import build_projection_head
 from tests.workers.processes import run_workers
 
 BATCH = 16

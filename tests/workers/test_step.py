@@ -17,8 +17,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import StoreBatch
 from raycl.models.build import build_towers
-from raycl.models.heads import build_projection_head
-from raycl.models.towers import Tower
+from raycl.models.towers import Tower, build_projection_head
 from raycl.recipes import recipe
 from raycl.training.step import train_step
 from raycl.training.stores import build_store

@@ -1,0 +1,61 @@
+"""Networks of the user's own: import and call the function that builds one, and check its output."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raycl.errors import ConfigError
+
+
+def build_network(name: str, build: Callable[..., Any] | None = None, /, **arguments: Any) -> nn.Module:
+    """Call ``build``, by default the function ``package.module:function`` of that name.
+
+    Raises ``ConfigError`` if that fails or returns something else than a network.
+    """
+    build = build or _import_function(name)
+    try:
+        network = build(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(
+            f"cannot build encoder.name {name!r}: {' '.join(str(error).split())[:200]}; check encoder.kwargs"
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{name} must return a torch.nn.Module, came {type(network).__name__}")
+    return network
+
+
+@torch.no_grad()
+def output_dim(encoder: nn.Module, example: Tensor, *, inputs: str) -> int:
+    """Return the width of an encoder's output for one example [1, ...].
+
+    Raises ``ConfigError`` if the encoder rejects such ``inputs`` or does not return [batch, dim].
+    """
+    was_training = encoder.training
+    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+    try:
+        output = encoder.eval()(example.to(device))
+    except Exception as error:  # the user's network may raise anything
+        raise ConfigError(
+            f"the encoder does not take {inputs}: {' '.join(str(error).split())[:200]}; give one that does"
+        ) from error
+    encoder.train(was_training)
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        came = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(f"an encoder must return [batch, dim], came {came}; flatten or pool its output")
+    return output.shape[1]
+
+
+def _import_function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(
+            f"cannot find encoder.name {name!r}: {' '.join(str(error).split())[:200]}; "
+            "give package.module:function"
+        ) from error
