@@ -302,9 +302,10 @@ SUITE = (
     Benchmark(
         name="queue_loss",
         section="Losses and layers",
-        script="queue_loss.py",
+        script="loss.py",
+        flags="--loss queue",
         quick="--quick",
-        comparisons=loss("InfoNCE over a queue", "lightly", "plain", batch=256, dim=128),
+        comparisons=loss("InfoNCE over a queue", "lightly", "plain", size=256, dim=128),
     ),
     Benchmark(
         name="batchnorm",
