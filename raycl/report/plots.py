@@ -127,14 +127,16 @@ class Curve:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """The unit of the values and how they are drawn, over ``step`` or ``samples``.
+@dataclass(frozen=True)
+class Plot:
+    """The title of a drawing, the unit of its values, and how they are drawn, over ``step`` or ``samples``.
 
-    Values from ``healthy_from`` on are healthy.
+    Values from ``healthy_from`` on are healthy; ``caption`` explains how to read the drawing.
     """
 
+    title: str
     unit: str
+    caption: str = ""
     over: str = "step"
     percent: bool = False
     may_be_log: bool = False
@@ -199,15 +201,15 @@ def downsample(x: Floats, value: Floats, *, columns: int = MAX_POINTS) -> Downsa
 
 
 def draw_curves(
-    curves: Sequence[Curve], axis: Axis, *, label: str, timeline: Timeline = _NO_TIMELINE
+    curves: Sequence[Curve], plot: Plot, *, label: str, timeline: Timeline = _NO_TIMELINE
 ) -> Markup:
     """Return a drawing of one or more curves; ``label`` describes it in words."""
     with Drawing(label) as drawing:
-        _set_up(drawing.axes, axis, curves)
+        _set_up(drawing.axes, plot, curves)
         for curve in curves:
-            _draw_curve(drawing.axes, curve, axis)
-        if axis.healthy_from is not None:
-            _draw_limit(drawing.axes, axis.healthy_from)
+            _draw_curve(drawing.axes, curve, plot)
+        if plot.healthy_from is not None:
+            _draw_limit(drawing.axes, plot.healthy_from)
         _draw_timeline(drawing.axes, timeline)
         if any(curve.label for curve in curves) and len(curves) > 1:
             drawing.axes.legend(loc="best", handlelength=2.4)
@@ -222,7 +224,7 @@ def draw_shares(
     x, values = curves[0].x, [np.nan_to_num(curve.mean) for curve in curves]
     with Drawing(label) as drawing:
         axes = drawing.axes
-        _set_up(axes, Axis(unit="share of training time", percent=True), [])
+        _set_up(axes, Plot(title="", unit="share of training time", percent=True), [])
         if len(x) == 1:  # a point becomes as wide as a step
             x, values = np.array([x[0] - 0.5, x[0] + 0.5]), [np.repeat(value, 2) for value in values]
         style: dict[str, Any] = {"colors": list(HUES[: len(parts)]), "labels": [name for name, _ in parts]}
@@ -233,38 +235,38 @@ def draw_shares(
         return drawing.to_svg()
 
 
-def _set_up(axes: Axes, axis: Axis, curves: Sequence[Curve]) -> None:
-    axes.set_xlabel(axis.over)
-    axes.set_ylabel(axis.unit)
+def _set_up(axes: Axes, plot: Plot, curves: Sequence[Curve]) -> None:
+    axes.set_xlabel(plot.over)
+    axes.set_ylabel(plot.unit)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(_short)
     values = np.concatenate([np.empty(0), *(curve.series.value for curve in curves)])
     values = values[np.isfinite(values)]
     is_positive = len(values) > 0 and values.min() > 0
-    if axis.may_be_log and is_positive and values.max() > _LOG_RATIO * values.min():
+    if plot.may_be_log and is_positive and values.max() > _LOG_RATIO * values.min():
         axes.set_yscale("log")
         return
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    if axis.percent:
+    if plot.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif len(values) and np.abs(values).max() >= 10_000:
         axes.yaxis.set_major_formatter(_short)
-    if axis.from_zero and len(values):
+    if plot.from_zero and len(values):
         axes.set_ylim(0, max(values.max() * 1.08, 1e-9))
 
 
-def _draw_curve(axes: Axes, curve: Curve, axis: Axis) -> None:
+def _draw_curve(axes: Axes, curve: Curve, plot: Plot) -> None:
     color, dashes = HUES[curve.style % NUM_HUES], DASHES[curve.style // NUM_HUES % len(DASHES)]
     kept, dropped = curve.series.kept(), curve.series.dropped()
     if len(dropped.value):
-        points = downsample(_x(dropped, axis), dropped.value)
+        points = downsample(_x(dropped, plot), dropped.value)
         axes.plot(points.x, points.mean, color=MUTED, linewidth=1.0, linestyle=(0, (1, 1.5)))
-    x = _x(kept, axis)
+    x = _x(kept, plot)
     points = downsample(x, kept.value)
     if not points.is_whole:
         axes.fill_between(points.x, points.low, points.high, color=color, alpha=0.25, linewidth=0)
-    style: dict[str, Any] = {"drawstyle": "steps-post"} if axis.stairs else {}
-    if len(points.x) <= _MAX_MARKED and (not axis.stairs or len(points.x) == 1):
+    style: dict[str, Any] = {"drawstyle": "steps-post"} if plot.stairs else {}
+    if len(points.x) <= _MAX_MARKED and (not plot.stairs or len(points.x) == 1):
         style |= {"marker": "o", "markersize": 3.2}
     axes.plot(points.x, points.mean, color=color, linestyle=dashes, label=curve.label or "_", **style)
     bad = x[np.isnan(kept.value)][:MAX_POINTS]
@@ -305,8 +307,8 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
             axes.text(event.step, 0.98, f" {letter}", color=INK, va="top", weight="bold", **top)
 
 
-def _x(series: Series, axis: Axis) -> Floats:
-    return series.samples if axis.over == "samples" else series.step
+def _x(series: Series, plot: Plot) -> Floats:
+    return series.samples if plot.over == "samples" else series.step
 
 
 def _short(value: float, _: Any = None) -> str:

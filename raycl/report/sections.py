@@ -8,7 +8,7 @@ import numpy as np
 from markupsafe import Markup
 
 from raycl.report.history import Floats, History, Series
-from raycl.report.plots import Axis, Curve, Timeline, draw_curves, draw_shares
+from raycl.report.plots import Curve, Plot, Timeline, draw_curves, draw_shares
 from raycl.report.run import Run
 from raycl.report.snapshots import draw_map, draw_similarities, project, summarize
 from raycl.training.collapse_monitor import healthy_from
@@ -42,50 +42,34 @@ class Panel:
     caption: str = ""
 
 
-@final
-@dataclass(frozen=True)
-class MetricPlot:
-    """How a metric is drawn."""
-
-    title: str
-    axis: Axis
-    caption: str = ""
-
-
 PLOTS = {
-    "loss": MetricPlot("Loss", Axis(unit="loss", may_be_log=True), "lower is better"),
-    "knn_top1": MetricPlot("kNN top-1 accuracy", Axis(unit="of held-out rows", percent=True)),
-    "recall_at_10": MetricPlot("Recall@10 of held-out pairs", Axis(unit="of held-out pairs", percent=True)),
-    "recall_at_1": MetricPlot("Recall@1 of held-out pairs", Axis(unit="of held-out pairs", percent=True)),
-    "learning_rate": MetricPlot("Learning rate", Axis(unit="learning rate", from_zero=True)),
-    "positive_negative_gap": MetricPlot(
+    "loss": Plot("Loss", "loss", "lower is better", may_be_log=True),
+    "knn_top1": Plot("kNN top-1 accuracy", "of held-out rows", percent=True),
+    "recall_at_10": Plot("Recall@10 of held-out pairs", "of held-out pairs", percent=True),
+    "recall_at_1": Plot("Recall@1 of held-out pairs", "of held-out pairs", percent=True),
+    "learning_rate": Plot("Learning rate", "learning rate", from_zero=True),
+    "batch_size": Plot("Batch size", "rows per step, all workers", stairs=True, from_zero=True),
+    "positive_negative_gap": Plot(
         "Gap of positives and other pairs",
-        Axis(unit="difference of cosines"),
+        "difference of cosines",
         "mean cosine of positives minus the mean of all other pairs",
     ),
-    "effective_rank": MetricPlot("Effective rank", Axis(unit="dims in use", from_zero=True)),
-    "embedding_std": MetricPlot(
-        "Standard deviation", Axis(unit="1: all over the sphere", from_zero=True), "0 is one point"
-    ),
-    "alignment": MetricPlot(
-        "Alignment", Axis(unit="squared distance", from_zero=True), "of positives; lower is closer"
-    ),
-    "uniformity": MetricPlot(
-        "Uniformity", Axis(unit="log of a mean"), "lower is more evenly spread; 0 is one point"
-    ),
-    "batchnorm_leakage": MetricPlot(
+    "effective_rank": Plot("Effective rank", "dims in use", from_zero=True),
+    "embedding_std": Plot("Standard deviation", "1: all over the sphere", "0 is one point", from_zero=True),
+    "alignment": Plot("Alignment", "squared distance", "of positives; lower is closer", from_zero=True),
+    "uniformity": Plot("Uniformity", "log of a mean", "lower is more evenly spread; 0 is one point"),
+    "batchnorm_leakage": Plot(
         "BatchNorm leakage",
-        Axis(unit="advantage"),
+        "advantage",
         "how much easier the task is with shared statistics; up to 0.05 is noise",
     ),
-    "samples_per_second": MetricPlot(
-        "Throughput", Axis(unit="samples/s", from_zero=True), "over all workers"
-    ),
-    "data_wait_fraction": MetricPlot("Waiting for data", Axis(unit="share of training time", percent=True)),
-    "negatives_age_mean": MetricPlot(
+    "samples_per_second": Plot("Throughput", "samples/s", "over all workers", from_zero=True),
+    "data_wait_fraction": Plot("Waiting for data", "share of training time", percent=True),
+    "negatives_age_mean": Plot(
         "Staleness of the negatives",
-        Axis(unit="mean age in steps", from_zero=True),
+        "mean age in steps",
         "how many steps ago the negatives were embedded: older ones come from an older encoder",
+        from_zero=True,
     ),
 }
 COMPARED = (
@@ -123,11 +107,7 @@ def learning_panels(run: Run) -> list[Panel]:
         panels.append(_evaluation_panel(history, evaluated, timeline))
     panels += _plot_logged(history, timeline, ["learning_rate"])
     if history.has("stage"):
-        axis = Axis(unit="rows per step, all workers", stairs=True, from_zero=True)
-        curve, label = Curve(series=batch_sizes(run)), "Batch size over the steps"
-        panels.append(
-            Panel(title="Batch size", drawing=draw_curves([curve], axis, label=label, timeline=timeline))
-        )
+        panels.append(_panel(PLOTS["batch_size"], [Curve(series=batch_sizes(run))], timeline))
     return panels
 
 
@@ -136,15 +116,16 @@ def _plot_logged(history: History, timeline: Timeline, names: Sequence[str]) -> 
     return [_plot(history[name], PLOTS[name], timeline) for name in names if history.has(name)]
 
 
-def _plot(series: Series, plot: MetricPlot, timeline: Timeline) -> Panel:
-    label = f"{plot.title} over the steps"
-    drawing = draw_curves([Curve(series=series)], plot.axis, label=label, timeline=timeline)
-    captions = [plot.caption] if plot.caption else []
+def _plot(series: Series, plot: Plot, timeline: Timeline) -> Panel:
     if series.num_bad:
-        captions.append(
-            f"{series.num_bad:,} of {len(series.value):,} values were not finite (marked by crosses)"
-        )
-    return Panel(title=plot.title, drawing=drawing, caption="; ".join(captions))
+        count = f"{series.num_bad:,} of {len(series.value):,} values were not finite (marked by crosses)"
+        plot = replace(plot, caption="; ".join(filter(None, [plot.caption, count])))
+    return _panel(plot, [Curve(series=series)], timeline)
+
+
+def _panel(plot: Plot, curves: Sequence[Curve], timeline: Timeline) -> Panel:
+    drawing = draw_curves(curves, plot, label=f"{plot.title} over the steps", timeline=timeline)
+    return Panel(title=plot.title, drawing=drawing, caption=plot.caption)
 
 
 def _evaluation_panel(history: History, names: Sequence[str], timeline: Timeline) -> Panel:
@@ -152,18 +133,15 @@ def _evaluation_panel(history: History, names: Sequence[str], timeline: Timeline
         Curve(series=history[name], label=EVALUATION_METRICS[name], style=style)
         for style, name in enumerate(names)
     ]
-    title = EVALUATION_METRICS[names[0]] if len(names) == 1 else "Recall of held-out pairs"
-    axis = Axis(unit="of held-out rows", percent=True)
-    drawing = draw_curves(curves, axis, label=f"{title} over the steps", timeline=timeline)
-    kept = history[names[0]].kept()
-    caption = ""
+    kept, caption = history[names[0]].kept(), ""
     if len(kept.finite):
         best = int(np.nanargmax(kept.value))
         caption = (
             f"best {kept.value[best]:.1%} at step {int(kept.step[best]):,}, last {kept.last:.1%}, "
             f"first {kept.finite[0]:.1%}"
         )
-    return Panel(title=title, drawing=drawing, caption=caption)
+    title = EVALUATION_METRICS[names[0]] if len(names) == 1 else "Recall of held-out pairs"
+    return _panel(Plot(title, "of held-out rows", caption, percent=True), curves, timeline)
 
 
 def collapse_panels(run: Run) -> list[Panel]:
@@ -175,8 +153,8 @@ def collapse_panels(run: Run) -> list[Panel]:
     panels = []
     for name in filter(history.has, _COLLAPSE):
         plot = PLOTS[name]
-        axis = replace(plot.axis, healthy_from=limits.get(name))
-        plot = replace(plot, axis=axis, caption=captions.get(name, plot.caption))
+        caption = captions.get(name, plot.caption)
+        plot = replace(plot, healthy_from=limits.get(name), caption=caption)
         panels.append(_plot(history[name], plot, timeline_of(run)))
     return panels
 
@@ -188,14 +166,13 @@ def speed_panels(run: Run) -> list[Panel]:
     if len(history["data_wait_fraction"].finite):
         panels.append(_time_panel(history, timeline))
     if history.has("negatives_age_max"):
-        plot = PLOTS["negatives_age_mean"]
+        plot = replace(PLOTS["negatives_age_mean"], unit="age in steps")
         curves = [
             Curve(series=history["negatives_age_mean"], label="mean"),
             Curve(series=history["negatives_age_max"], label="oldest", style=1),
         ]
-        axis = replace(plot.axis, unit="age in steps")
         label = "Age of the rows of the queue or bank, in steps, over the steps"
-        drawing = draw_curves(curves, axis, label=label, timeline=timeline)
+        drawing = draw_curves(curves, plot, label=label, timeline=timeline)
         panels.append(Panel(title=plot.title, drawing=drawing, caption=plot.caption))
     return panels
 
@@ -283,6 +260,6 @@ def compared_panels(runs: Sequence[Run], over: str) -> Iterator[Panel]:
             num_missing = len(runs) - len(curves)
             yield Panel(
                 title=plot.title,
-                drawing=draw_curves(curves, replace(plot.axis, over=over), label=f"{plot.title} by {over}"),
+                drawing=draw_curves(curves, replace(plot, over=over), label=f"{plot.title} by {over}"),
                 caption=f"not logged by {num_missing} of the runs" if num_missing else "",
             )
