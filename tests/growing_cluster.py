@@ -125,7 +125,7 @@ def growing_cluster(*, max_nodes: int, boot_s: float = 0.0) -> Iterator[GrowingC
     try:
         head, address = _start_head(folder, max_nodes, boot_s)
         try:
-            _wait_for_head(address, folder)
+            wait_for_head(address, folder)
             yield GrowingCluster(address, folder)
         finally:
             head.send_signal(signal.SIGTERM)
@@ -152,7 +152,7 @@ def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess
     (port, agent), head_id = free_ports(2, host=""), node_provider.FAKE_HEAD_NODE_ID
     address = f"{get_node_ip_address()}:{port}"
     config = folder / "cluster.json"
-    config.write_text(json.dumps(_cluster(address, max_nodes, boot_s)))
+    config.write_text(json.dumps(autoscaler_config(address, max_nodes, boot_s)))
     environment = os.environ | {
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_AUTH_MODE": "disabled",
@@ -179,7 +179,7 @@ def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess
     return head, address
 
 
-def _cluster(address: str, max_nodes: int, boot_s: float) -> dict[str, Any]:
+def autoscaler_config(address: str, max_nodes: int, boot_s: float = 0.0) -> dict[str, Any]:
     """Return what the autoscaler may start, as its file says it; it wants even what is empty."""
     # The provider knows the head by this type and no other.
     head_type = node_provider.FAKE_HEAD_NODE_TYPE
@@ -213,7 +213,7 @@ def _cluster(address: str, max_nodes: int, boot_s: float) -> dict[str, Any]:
     }
 
 
-def _wait_for_head(address: str, folder: Path) -> None:
+def wait_for_head(address: str, folder: Path) -> None:
     host, port = address.split(":")
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

@@ -46,10 +46,15 @@ def point(step: int, **metrics: float) -> MetricsRecord:
     return MetricsRecord(step=step, time=1.7e9 + step, metrics=metrics)
 
 
-def seen_in_tensorboard(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
-    """Return (step, value) as TensorBoard shows them."""
+def opened_in_tensorboard(folder: Path) -> EventAccumulator:
     shown = EventAccumulator(str(folder))
     shown.Reload()
+    return shown
+
+
+def seen_in_tensorboard(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
+    """Return (step, value) as TensorBoard shows them."""
+    shown = opened_in_tensorboard(folder)
     if name not in shown.Tags()["scalars"]:
         return []
     return [(event.step, round(event.value, 4)) for event in shown.Scalars(name)]
@@ -67,17 +72,8 @@ def tracked(
     """Write lines as a run does that makes these steps."""
     opened = open_trackers(config, Place(str(output)), resume_step=resume_step)
     for step in steps:
-        opened.write(
-            step,
-            {
-                "step": step,
-                "time": 1.7e9,
-                "loss": 1 / step,
-                "epoch": 0,
-                "text": "a notice",
-                "gap": float("nan"),
-            },
-        )
+        others = {"time": 1.7e9, "epoch": 0, "text": "a notice", "gap": float("nan")}
+        opened.write(step, {"step": step, "loss": 1 / step, **others})
     opened.close(finished=finished)
     assert opened.messages() == []
     assert opened.num_failures == 0
@@ -90,18 +86,17 @@ def test_tensorboard_shows_every_number_at_its_step_and_time(tmp_path: Path) -> 
     files = EventFiles(Place(str(tmp_path / "board")))
     files.write([point(10, loss=0.5, knn_top1=0.25), point(20, loss=0.125)])
     files.close(finished=True)
-    assert seen_in_tensorboard(tmp_path / "board") == [(10, 0.5), (20, 0.125)]
     assert seen_in_tensorboard(tmp_path / "board", "knn_top1") == [(10, 0.25)]
-    shown = EventAccumulator(str(tmp_path / "board"))
-    shown.Reload()
-    assert [event.wall_time for event in shown.Scalars("loss")] == [1.7e9 + 10, 1.7e9 + 20]
+    events = opened_in_tensorboard(tmp_path / "board").Scalars("loss")
+    assert [(event.step, event.value, event.wall_time) for event in events] == [
+        (10, 0.5, 1.7e9 + 10),
+        (20, 0.125, 1.7e9 + 20),
+    ]
 
 
-def test_numbers_alone_go_to_trackers(tmp_path: Path) -> None:
+def test_only_numbers_go_to_trackers(tmp_path: Path) -> None:
     tracked(run_of(tensorboard=True), tmp_path, [1, 2], finished=True)
-    shown = EventAccumulator(str(tmp_path / "tensorboard"))
-    shown.Reload()
-    assert set(shown.Tags()["scalars"]) == {"loss", "epoch"}
+    assert set(opened_in_tensorboard(tmp_path / "tensorboard").Tags()["scalars"]) == {"loss", "epoch"}
 
 
 @settings(max_examples=25, deadline=None)
@@ -159,19 +154,19 @@ def test_event_files_on_s3_come_in_pieces_and_go_on_after_a_restart(
     assert seen_in_tensorboard(download(place, tmp_path)) == expected
 
 
-# Slow trackers, and such as are away
+# Trackers that are slow or unreachable
 
 
-class Blocked:
-    """A tracker whose server does not answer before it is told to."""
+class FakeTracker:
+    """A tracker that remembers steps; a test may replace its methods."""
 
-    def __init__(self) -> None:
-        self.may_answer = threading.Event()
+    def __init__(self, **methods: Callable[..., None]) -> None:
         self.steps: list[int] = []
+        for name, method in methods.items():
+            setattr(self, name, method)
 
-    def write(self, points: Sequence[MetricsRecord]) -> None:
-        self.may_answer.wait()
-        self.steps += [each.step for each in points]
+    def write(self, records: Sequence[MetricsRecord]) -> None:
+        self.steps += [record.step for record in records]
 
     def flush(self) -> None: ...
 
@@ -186,7 +181,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
-    blocked = Blocked()
+    may_answer, blocked = threading.Event(), FakeTracker()
+    store = blocked.write
+    blocked.write = lambda records: (may_answer.wait(), store(records))[1]
     outbox = BackgroundTracker("tracking.mlflow", lambda: blocked, interval_s=0.01)
     opened = Trackers([outbox])
     for step in range(1, 101):
@@ -198,14 +195,15 @@ def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
     assert opened.messages() == [
         "tracking.mlflow did not store the metrics of 100 logged steps; metrics.jsonl has them"
     ]
-    blocked.may_answer.set()
+    may_answer.set()
     wait_for(lambda: blocked.steps == list(range(1, 101)))
 
 
-def test_what_a_tracker_refused_comes_again_in_order_and_its_failure_is_told_once(tmp_path: Path) -> None:
-    # A file stands where the folder should be, until somebody clears it away.
+def test_a_tracker_that_cannot_open_gets_everything_later_and_its_failure_is_reported_once(
+    tmp_path: Path,
+) -> None:
     in_the_way = tmp_path / "board"
-    in_the_way.write_text("x")
+    in_the_way.write_text("a file where the folder should be")
     outbox = BackgroundTracker(
         "tracking.tensorboard", lambda: EventFiles(Place(str(in_the_way))), interval_s=0.01
     )
@@ -213,36 +211,30 @@ def test_what_a_tracker_refused_comes_again_in_order_and_its_failure_is_told_onc
     opened.write(1, {"loss": 1.0})
     wait_for(lambda: outbox.num_failures >= 3)
     opened.write(2, {"loss": 0.5})
-    [told] = opened.messages()
-    assert told.startswith("tracking.tensorboard failed: ")
-    assert str(in_the_way) in told
+    [message] = opened.messages()
+    assert message.startswith("tracking.tensorboard failed: ")
+    assert str(in_the_way) in message
     in_the_way.unlink()
     opened.close(finished=True)
     assert opened.messages() == []
     assert seen_in_tensorboard(in_the_way) == [(1, 1.0), (2, 0.5)]
 
 
-def test_what_a_server_refused_stays_before_what_came_meanwhile() -> None:
-    taken: list[int] = []
+def test_refused_records_stay_before_later_ones() -> None:
+    tracker = FakeTracker()
+    store, later = tracker.write, iter([2, 3])
 
-    class Refusing:
-        num_refused = 0
+    def refuse_twice(records: Sequence[MetricsRecord]) -> None:
+        if (step := next(later, None)) is not None:
+            outbox.put(point(step))
+            raise OSError("too many requests")
+        store(records)
 
-        def write(self, points: Sequence[MetricsRecord]) -> None:
-            if self.num_refused < 2:
-                self.num_refused += 1
-                outbox.put(point(1 + self.num_refused))
-                raise OSError("too many requests")
-            taken.extend(each.step for each in points)
-
-        def flush(self) -> None: ...
-
-        def close(self, *, finished: bool) -> None: ...
-
-    outbox = BackgroundTracker("tracking.mlflow", Refusing, interval_s=0.01)
+    tracker.write = refuse_twice
+    outbox = BackgroundTracker("tracking.mlflow", lambda: tracker, interval_s=0.01)
     outbox.put(point(1))
-    wait_for(lambda: len(taken) == 3)
-    assert taken == [1, 2, 3]
+    wait_for(lambda: len(tracker.steps) == 3)
+    assert tracker.steps == [1, 2, 3]
     assert outbox.messages() == [
         "tracking.mlflow failed: too many requests; training continues, and raycl retries"
     ]
@@ -251,46 +243,43 @@ def test_what_a_server_refused_stays_before_what_came_meanwhile() -> None:
 def test_a_failed_flush_does_not_write_twice(s3_server: str, tmp_path: Path) -> None:
     place = Place(f"s3://{BUCKET}/tracking/flush")
     files = EventFiles(place)
-    fails = iter([True])
+    tracker, failures = (
+        FakeTracker(write=files.write, close=files.close),
+        iter([OSError("the network is away")]),
+    )
 
-    class Flaky:
-        def write(self, points: Sequence[MetricsRecord]) -> None:
-            files.write(points)
+    def flush() -> None:
+        if error := next(failures, None):
+            raise error
+        files.flush()
 
-        def flush(self) -> None:
-            if next(fails, False):
-                raise OSError("the network is away")
-            files.flush()
-
-        def close(self, *, finished: bool) -> None:
-            files.close(finished=finished)
-
-    outbox = BackgroundTracker("tracking.tensorboard", Flaky, interval_s=0.01)
+    tracker.flush = flush
+    outbox = BackgroundTracker("tracking.tensorboard", lambda: tracker, interval_s=0.01)
     opened = Trackers([outbox])
     opened.write(1, {"loss": 1.0})
     wait_for(lambda: outbox.num_failures == 1)
     opened.write(2, {"loss": 0.5})
     opened.close(finished=True)
     assert seen_in_tensorboard(download(place, tmp_path)) == [(1, 1.0), (2, 0.5)]
-    [told] = opened.messages()
-    assert "the network is away" in told  # and not that something is missing
+    [message] = opened.messages()
+    assert "the network is away" in message  # and not that something is missing
 
 
-def test_points_that_wait_are_limited_and_the_oldest_go_first() -> None:
-    blocked = Blocked()
+def test_waiting_records_are_limited_and_the_oldest_are_dropped_first() -> None:
+    tracker, is_reachable = FakeTracker(), threading.Event()
 
-    def never() -> Blocked:
-        if not blocked.may_answer.is_set():
+    def open_tracker() -> FakeTracker:
+        if not is_reachable.is_set():
             raise OSError("away")
-        return blocked
+        return tracker
 
-    outbox = BackgroundTracker("tracking.mlflow", never, interval_s=3600)
+    outbox = BackgroundTracker("tracking.mlflow", open_tracker, interval_s=3600)
     for step in range(MAX_WAITING + 5):
         outbox.put(point(step))
-    blocked.may_answer.set()
+    is_reachable.set()
     outbox.begin_closing(finished=True)
     outbox.wait(20)
-    assert blocked.steps == list(range(5, MAX_WAITING + 5))
+    assert tracker.steps == list(range(5, MAX_WAITING + 5))
     assert "metrics of 5 logged steps" in outbox.messages()[0]
 
 

@@ -15,8 +15,12 @@ from ray.util.metrics import Counter, Gauge
 EVERY_S = 1.0
 
 
+_RUN = ("run", "recipe")
+_BANK = ("run", "bank", "shard")
+
+
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Metric:
     """One metric; readings of a counter are totals since the start of their process.
 
@@ -25,7 +29,7 @@ class Metric:
 
     name: str
     description: str
-    tags: tuple[str, ...]
+    tags: tuple[str, ...] = _RUN
     by: str | None = None
     kind: Literal["gauge", "counter"] = "gauge"
 
@@ -42,9 +46,6 @@ class Reading(NamedTuple):
     value: float
     tag: str = ""
 
-
-_RUN = ("run", "recipe")
-_BANK = ("run", "bank", "shard")
 
 # Numbers of a line of metrics.jsonl, under the same names.
 _OF_A_LINE = {
@@ -74,38 +75,21 @@ _OF_A_LINE = {
     "tracking_failures": "Failed attempts to write metrics to a tracker",
 }
 
-METRICS = {
-    metric.name: metric
-    for metric in (
-        *(Metric(name=name, description=text, tags=_RUN) for name, text in _OF_A_LINE.items()),
-        Metric(
-            name="trained_steps",
-            description="Steps made, including repetitions after a restart",
-            tags=_RUN,
-            kind="counter",
-        ),
-        Metric(
-            name="trained_samples",
-            description="Samples trained on, including repetitions after a restart",
-            tags=_RUN,
-            kind="counter",
-        ),
-        Metric(name="rows_read", description="Rows of the data read so far, each once", tags=_RUN),
-        Metric(name="rows_invalid", description="Invalid rows that were skipped", tags=_RUN, by="cause"),
-        Metric(name="rows_skipped", description="Valid rows that were skipped", tags=_RUN, by="cause"),
-        Metric(name="bank_rows", description="Rows that a shard of the bank holds", tags=_BANK),
-        Metric(name="bank_bytes", description="Memory of a full shard, in bytes", tags=_BANK),
-        Metric(name="bank_rows_written", description="Rows that workers wrote", tags=_BANK, kind="counter"),
-        Metric(name="bank_rows_read", description="Rows that workers read", tags=_BANK, kind="counter"),
-        Metric(
-            name="bank_calls",
-            description="Calls to a shard: writes, reads, queries",
-            tags=_BANK,
-            by="method",
-            kind="counter",
-        ),
-    )
-}
+_REPEATED = "including repetitions after a restart"
+_OTHERS = (
+    Metric("trained_steps", f"Steps made, {_REPEATED}", kind="counter"),
+    Metric("trained_samples", f"Samples trained on, {_REPEATED}", kind="counter"),
+    Metric("rows_read", "Rows of the data read so far, each once"),
+    Metric("rows_invalid", "Invalid rows that were skipped", by="cause"),
+    Metric("rows_skipped", "Valid rows that were skipped", by="cause"),
+    Metric("bank_rows", "Rows that a shard of the bank holds", _BANK),
+    Metric("bank_bytes", "Memory of a full shard, in bytes", _BANK),
+    Metric("bank_rows_written", "Rows that workers wrote", _BANK, kind="counter"),
+    Metric("bank_rows_read", "Rows that workers read", _BANK, kind="counter"),
+    Metric("bank_calls", "Calls to a shard: writes, reads, queries", _BANK, by="method", kind="counter"),
+)
+METRICS = {name: Metric(name, text) for name, text in _OF_A_LINE.items()}
+METRICS |= {metric.name: metric for metric in _OTHERS}
 
 
 @final
@@ -147,9 +131,10 @@ class Exporter:
 
     def _record(self, metric: Metric, reading: Reading) -> None:
         tags = self._tags if metric.by is None else self._tags | {metric.by: reading.tag}
-        instrument = self._instruments.get(metric.name)
-        if instrument is None:
-            instrument = self._instruments[metric.name] = _instrument(metric)
+        if metric.name not in self._instruments:
+            kind = Counter if metric.kind == "counter" else Gauge
+            self._instruments[metric.name] = kind(f"raycl_{metric.name}", metric.description, tuple(tags))
+        instrument = self._instruments[metric.name]
         if isinstance(instrument, Gauge):
             instrument.set(reading.value, tags)
             return
@@ -157,9 +142,3 @@ class Exporter:
         if (more := reading.value - self._totals.get(key, 0.0)) > 0:
             instrument.inc(more, tags)
             self._totals[key] = reading.value
-
-
-def _instrument(metric: Metric) -> Counter | Gauge:
-    kind = Counter if metric.kind == "counter" else Gauge
-    keys = metric.tags if metric.by is None else (*metric.tags, metric.by)
-    return kind(f"raycl_{metric.name}", metric.description, keys)

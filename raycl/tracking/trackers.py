@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -72,30 +72,21 @@ def check_trackers(config: RunConfig) -> None:
 
 def open_trackers(config: RunConfig, output: Place, *, resume_step: int) -> Trackers:
     """Return the trackers of a run that resumes after ``resume_step``; they open in the background."""
-    # Each thread imports its own package: some import slowly, and training must not wait.
-    openers: dict[str, Callable[[], Tracker]] = {}
-    if config.tracking.tensorboard:
-        openers["tensorboard"] = partial(_open_tensorboard, output / FOLDER, resume_step)
-    if config.tracking.mlflow is not None:
-        openers["mlflow"] = partial(_open_mlflow, config, output)
-    if config.tracking.wandb is not None:
-        openers["wandb"] = partial(_open_wandb, config, output)
+    names = [name for name, address in config.tracking if address]
+    openers = {name: partial(_open, name, config, output, resume_step) for name in names}
     return Trackers([BackgroundTracker(f"tracking.{name}", opener) for name, opener in openers.items()])
 
 
-def _open_tensorboard(folder: Place, resume_step: int) -> Tracker:
-    from raycl.tracking.tensorboard import EventFiles
+def _open(name: str, config: RunConfig, output: Place, resume_step: int) -> Tracker:
+    # Imported in the tracker's own thread: some packages import slowly, and training must not wait.
+    if name == "tensorboard":
+        from raycl.tracking.tensorboard import EventFiles
 
-    return EventFiles(folder, resume_step=resume_step)
+        return EventFiles(output / FOLDER, resume_step=resume_step)
+    if name == "mlflow":
+        from raycl.tracking.mlflow import MlflowRun
 
-
-def _open_mlflow(config: RunConfig, output: Place) -> Tracker:
-    from raycl.tracking.mlflow import MlflowRun
-
-    return MlflowRun(config, output)
-
-
-def _open_wandb(config: RunConfig, output: Place) -> Tracker:
+        return MlflowRun(config, output)
     from raycl.tracking.wandb import WandbRun
 
     return WandbRun(config, output)

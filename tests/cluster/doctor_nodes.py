@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
 
 import ray
 from ray._private.services import get_node_ip_address
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 from ray.cluster_utils import Cluster
 
 import raycl
@@ -38,10 +38,10 @@ from raycl.doctor import CheckResult, examine
 from raycl.doctor.checks import check_access, has_autoscaler
 from raycl.doctor.nodes import alive_nodes
 from raycl.recipes import recipe
+from tests.growing_cluster import autoscaler_config, wait_for_head
 from tests.ports import free_ports
 
 STORE = 150 * 2**20
-HEAD_ID = "f" * 51 + "00000"
 
 
 def two_nodes(folder: Path) -> list[list[CheckResult]]:
@@ -87,9 +87,9 @@ def idle_head_v2(folder: Path) -> list[list[CheckResult]]:
     """The same with the second kind of autoscaler, which is the one that Ray's launcher takes."""
     environment = {
         "RAY_enable_autoscaler_v2": "1",
-        "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
-        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
-        "RAY_NODE_TYPE_NAME": "head",
+        "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+        "RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE,
     }
     return _examine_head(folder, environment, with_autoscaler=True)
 
@@ -135,7 +135,8 @@ def _head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -
         "dashboard-agent-listen-port": 0,
     }
     if with_autoscaler:
-        flags["autoscaling-config"] = _kinds_of_nodes(folder, address)
+        flags["autoscaling-config"] = folder / "cluster.json"
+        (folder / "cluster.json").write_text(json.dumps(autoscaler_config(address, max_nodes=2)))
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     with (folder / "head.log").open("w") as log:
@@ -147,7 +148,7 @@ def _head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -
             start_new_session=True,
         )
     try:
-        _wait_for(address, folder / "head.log")
+        wait_for_head(address, folder)
         yield address
     finally:
         head.send_signal(signal.SIGTERM)
@@ -155,51 +156,6 @@ def _head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -
             head.wait(20)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(head.pid, signal.SIGKILL)  # the session is its own
-
-
-def _kinds_of_nodes(folder: Path, address: str) -> Path:
-    """Write the node types of the autoscaler, with Ray's provider for tests in place of a cloud."""
-    provider = {
-        "type": "external",
-        "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
-        "gcs_address": address,
-        "head_node_id": HEAD_ID,
-        "launch_multiple": True,
-        "use_node_id_as_ip": True,
-        "disable_node_updaters": True,
-        "disable_launch_config_check": True,
-        "foreground_node_launch": True,
-    }
-    lists = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
-    config = {
-        "cluster_name": "raycl-doctor",
-        "max_workers": 2,
-        "upscaling_speed": 1.0,
-        "idle_timeout_minutes": 5,
-        "provider": provider,
-        "available_node_types": {
-            "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-            "worker": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2},
-        },
-        "head_node_type": "head",
-        **{name: {} for name in ("auth", "docker", "file_mounts")},
-        **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
-        **{f"{name}_commands": [] for name in lists},
-        "file_mounts_sync_continuously": False,
-    }
-    path = folder / "cluster.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
-def _wait_for(address: str, log: Path) -> None:
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
-            return
-        time.sleep(0.2)
-    raise TimeoutError(log.read_text()[-2_000:])
 
 
 if __name__ == "__main__":
