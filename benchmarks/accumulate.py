@@ -19,9 +19,7 @@ in float64 (with dropout, whose masks fall otherwise in chunks, there is none to
 import argparse
 import copy
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, read_status, summarize
+from measuring import describe_machine, make_parser, read_status, run_apart, summarize, write_json
 from result_tables import BATCHNORM_SIDES
 from torch import Tensor, nn
 
@@ -213,13 +211,9 @@ def measure(network: str, sides: list[str], arguments: argparse.Namespace) -> li
 
 
 def _run_apart(network: str, side: str, gradient: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    sizes = ["--batch-size", str(arguments.batch_size), "--chunk-size", str(arguments.chunk_size)]
-    command = [sys.executable, __file__, "--side", side, "--network", network, "--gradient", str(gradient)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    answer = subprocess.run([*command, *sizes], env=environment, capture_output=True, text=True)
-    if answer.returncode:
-        sys.exit(f"{side} failed:\n{answer.stderr[-2000:]}")
-    return json.loads(answer.stdout.splitlines()[-1])
+    sizes = "--batch-size", arguments.batch_size, "--chunk-size", arguments.chunk_size
+    words = "--side", side, "--network", network, "--gradient", gradient, *sizes
+    return run_apart(__file__, *words, num_threads=1, MALLOC_ARENA_MAX="1")
 
 
 def _reference(side: str) -> str:
@@ -247,8 +241,7 @@ def print_lines(lines: list[dict[str, Any]]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = make_parser(__doc__)
     parser.add_argument("--networks", nargs="+", default=["resnet", "transformer"])
     parser.add_argument("--sides", nargs="+", help="only these")
     parser.add_argument("--batch-size", type=int, default=1_024)
@@ -275,10 +268,7 @@ def main() -> None:
         measured = measure(network, sides, arguments)
         print_lines(measured)
         lines += measured
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"machine": describe_machine(), "lines": lines}, indent=2) + "\n"
-        )
+    write_json(arguments.json, {"machine": describe_machine(), "lines": lines})
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@ Every measure is processor time, not wall time, so that a busy machine disturbs 
 contenders take turns, and the table shows medians. Images are decoded before the clock starts.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightly.transforms.simclr_transform import SimCLRTransform
+from measuring import make_parser, write_json
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
@@ -98,8 +96,7 @@ def measure(functions: dict[str, Callable[[], int]], *, rounds: int) -> dict[str
 
 def main() -> None:
     """Measure every size, print the table, and write it as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="write the medians to this file")
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,8 +120,7 @@ def main() -> None:
                     "times": ratio,
                 }
             )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+    write_json(arguments.json, {"torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

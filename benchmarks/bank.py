@@ -11,7 +11,6 @@ of the actor's process against the bytes of its rows.
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -19,13 +18,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from measuring import describe_machine, summarize
+from measuring import describe_machine, make_parser, private_mb, summarize, write_json
 
 from raycl.config import RunConfig
 from raycl.config.overrides import override
@@ -181,12 +179,6 @@ def measure_rates(bank: Bank, sample_id: np.ndarray, repeats: int) -> dict[str, 
     }
 
 
-def resident_mb(pid: int) -> float:
-    """Return the private memory of a process in MB, without shared libraries and files."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
-
-
 def measure(method: str, num_samples: int, arguments: argparse.Namespace) -> dict[str, Any]:
     sample_id = np.arange(num_samples)
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +190,7 @@ def measure(method: str, num_samples: int, arguments: argparse.Namespace) -> dic
         result = measure_steps(method, bank, sample_id, arguments.blocks, arguments.steps)
         if spec.kind == "memory_bank":
             result["rates"] = measure_rates(bank, sample_id, arguments.repeats)
-        held = [resident_mb(each.stats().shards[0].pid) for each in (bank, small)]
+        held = [private_mb(each.stats().shards[0].pid) for each in (bank, small)]
         row_mb = spec.capacity * spec.dim * spec.row_dtype.itemsize / 1e6
         result["memory"] = {
             "held_mb": held[0] - held[1],
@@ -231,8 +223,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", help="write the results here")
+    parser = make_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=7, help="blocks of each store")
     parser.add_argument("--steps", type=int, default=20, help="steps a block")
     parser.add_argument("--repeats", type=int, default=50, help="reads and writes")
@@ -245,10 +236,7 @@ def main() -> None:
     ]
     for result in results:
         show(result)
-    if arguments.json:
-        Path(arguments.json).write_text(
-            json.dumps({"machine": describe_machine(), "results": results}, indent=2)
-        )
+    write_json(arguments.json, {"machine": describe_machine(), "results": results})
     ray.shutdown()
 
 

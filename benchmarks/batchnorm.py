@@ -8,16 +8,14 @@ milliseconds of processor time.
     python benchmarks/batchnorm.py [--json FILE]
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from measuring import make_parser, write_json
 from torch import Tensor, nn
 
 from raycl.batchnorm import synchronize
@@ -28,8 +26,7 @@ _REPETITIONS = 15
 
 def main() -> None:
     """Print the table; write it as JSON if asked."""
-    parser = argparse.ArgumentParser(description="Time SynchronizedBatchNorm against nn.BatchNorm.")
-    parser.add_argument("--json", type=Path, help="write the rows of the table here")
+    parser = make_parser(__doc__)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [
@@ -39,8 +36,7 @@ def main() -> None:
         for layout in (("NCHW", "channels_last") if len(shape) == 4 else ("NC",))
     ]
     _print(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(arguments.json, rows)
 
 
 def _compare(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> dict[str, Any]:

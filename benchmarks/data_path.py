@@ -15,10 +15,7 @@ epochs are six times the rows of the file, of which it shuffles 4,096 at once.
 
 import argparse
 import io
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,7 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from measuring import describe_machine
+from measuring import describe_machine, make_parser, run_apart, write_json
 
 WARMUP_BATCHES = 4
 NUM_PHOTOS = 2_000
@@ -55,14 +52,13 @@ def main() -> None:
     for side, rate in medians.items():
         others = [f"{rate / other:.2f} x {name}" for name, other in medians.items() if name != side]
         print(f"{side:10} {rate:10,.0f} images/s  {', '.join(others)}")
-    if options.json:
-        report = {
-            "settings": vars(options),
-            "rates": rates,
-            "medians": medians,
-            "machine": describe_machine(),
-        }
-        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    report = {
+        "settings": vars(options),
+        "rates": rates,
+        "medians": medians,
+        "machine": describe_machine(),
+    }
+    write_json(options.json, report)
 
 
 def measure(batches: Iterator[int], options: argparse.Namespace) -> float:
@@ -82,10 +78,9 @@ def measure(batches: Iterator[int], options: argparse.Namespace) -> float:
 
 
 def run_side(side: str, options: argparse.Namespace) -> float:
-    command = [sys.executable, __file__, "--side", side, "--data", options.data, "--size", str(options.size)]
-    command += ["--batch-size", str(options.batch_size), "--seconds", str(options.seconds)]
-    command += ["--cores", str(options.cores)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    words = ["--side", side, "--data", options.data, "--size", options.size, "--cores", options.cores]
+    words += ["--batch-size", options.batch_size, "--seconds", options.seconds]
+    return run_apart(__file__, *words)
 
 
 def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]:
@@ -267,7 +262,7 @@ def repeat_rows(given: Path, path: Path) -> Path:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="images a second of the data path, two views each")
+    parser = make_parser(__doc__)
     parser.add_argument("--data", help="Parquet file with an image column; by default photographs made here")
     parser.add_argument("--size", type=int, default=32, help="pixels of a view's side")
     parser.add_argument("--batch-size", type=int, default=256)
@@ -275,7 +270,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=2, help="that a side uses")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -14,8 +14,6 @@ import argparse
 import io
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +28,7 @@ import pyarrow.parquet as pq
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullFormatter
-from measuring import describe_machine, read_status
+from measuring import describe_machine, make_parser, read_status, run_apart, write_json
 from result_tables import DUE, UNITS, growth_table
 
 DIM, BATCH, NUM_DRAWN = 128, 256, 4_096
@@ -53,8 +51,7 @@ def main() -> None:
     exponents = {kind: exponent(points) for kind, points in found.items()}
     report = {"points": found, "exponents": exponents, "machine": describe_machine()}
     print(growth_table(report))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options.json, report)
     if options.output:
         draw(found, exponents, options.output)
 
@@ -65,9 +62,7 @@ def sizes(kind: str, options: argparse.Namespace) -> tuple[int, ...]:
 
 def measured(kind: str, size: int) -> dict[str, float]:
     """Measure one point in a process of its own."""
-    command = [sys.executable, __file__, "--point", kind, str(size)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    point = {"size": size} | json.loads(output.splitlines()[-1])
+    point = {"size": size} | run_apart(__file__, "--point", kind, size)
     print(f"{kind:6} {size:>10,}  {point['seconds']:10.4f} s  {point['mb']:8.0f} MB", flush=True)
     return point
 
@@ -234,10 +229,9 @@ def draw(found: dict[str, list[dict[str, float]]], exponents: dict[str, float], 
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="how cost grows with rows, queue, bank and batch")
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--quick", action="store_true", help="the two smallest sizes of each")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--output", type=Path, help="draw the picture here")
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -6,16 +6,13 @@ its own, so that its peak memory is its own.
 
 import argparse
 import json
-import os
 import resource
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from measuring import make_parser, run_apart, write_json
 
 from raycl.evaluation import knn_predict
 
@@ -78,22 +75,11 @@ def measure(method: str, num_rows: int, threads: int) -> dict[str, Any]:
     }
 
 
-def measure_apart(method: str, num_rows: int, threads: int) -> dict[str, Any]:
-    """Run ``measure`` in a fresh process."""
-    command = [sys.executable, __file__, "--one", method, str(num_rows), "--threads", str(threads)]
-    limits = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
-    output = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **limits}
-    ).stdout
-    return json.loads(output.splitlines()[-1])
-
-
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--large", action="store_true", help="also a bank of 1,000,000 rows")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("METHOD", "ROWS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -106,15 +92,15 @@ def main() -> None:
     print(f"{'method':14}{'bank rows':>10}{'wall s':>9}{'cpu s':>9}{'extra MB':>10}{'top-1':>8}")
     results: list[dict[str, Any]] = []
     for method, num_rows in cases:
-        row = measure_apart(method, num_rows, arguments.threads)
+        threads = arguments.threads
+        row = run_apart(__file__, "--one", method, num_rows, "--threads", threads, num_threads=threads)
         results.append(row)
         print(
             f"{method:14}{num_rows:>10}{row['seconds']:>9.2f}{row['cpu_seconds']:>9.2f}"
             f"{row['extra_mb']:>10.0f}{row['top1']:>8.4f}",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, read_status
+from measuring import describe_machine, make_parser, read_status, run_apart, write_json
 
 import raycl
 from raycl.losses import info_nce, nt_xent
@@ -134,20 +133,13 @@ def run_loss(name: str, batch_size: int) -> None:
     print(json.dumps(cost | {"memory_mb": read_status("VmHWM") - before}))
 
 
-def measure_loss(name: str, batch_size: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--loss", name, "--batch-size", str(batch_size)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return json.loads(output.splitlines()[-1])
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", nargs="+", help="Parquet files with an image column")
     parser.add_argument("--batch-size", type=int, default=65_536)
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--loss", choices=["nt_xent", "info_nce"], help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -170,7 +162,10 @@ def main() -> None:
         f"{step['data_wait_fraction']:.1%} of it waiting for data"
     )
     print("peak memory, MB: " + ", ".join(f"{name} {mb:,.0f}" for name, mb in step["peak_mb"].items()))
-    losses = {name: measure_loss(name, options.batch_size) for name in ("nt_xent", "info_nce")}
+    losses = {
+        name: run_apart(__file__, "--loss", name, "--batch-size", options.batch_size)
+        for name in ("nt_xent", "info_nce")
+    }
     print(
         f"its loss alone (NT-Xent, {2 * options.batch_size:,} x {DIM}): {losses['nt_xent']['wall_s']:.1f} s, "
         f"{losses['nt_xent']['wall_s'] / step['step_s']:.0%} of the step, {losses['nt_xent']['memory_mb']:,.0f} MB"
@@ -179,9 +174,8 @@ def main() -> None:
         f"InfoNCE of {SLICE:,} queries among {COLUMNS:,} x {DIM} keys: {losses['info_nce']['wall_s']:.2f} s, "
         f"{losses['info_nce']['memory_mb']:,.0f} MB"
     )
-    if options.json:
-        result = {"machine": describe_machine(), "step": step, "losses": losses}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    result = {"machine": describe_machine(), "step": step, "losses": losses}
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

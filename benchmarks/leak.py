@@ -7,15 +7,12 @@ groups of the same size: once a key in the company of its query, once in another
 ``apart`` are the shares of queries whose own key is the nearest among all keys of other groups.
 """
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from claims.runs import probe_run
-from measuring import describe_machine
+from measuring import describe_machine, make_parser, write_json
 
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml
@@ -54,13 +51,12 @@ def measure(run: str, data: str, num_images: int, group_size: int, num_groupings
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="outputs of MoCo runs")
     parser.add_argument("--data", required=True, help="images that the probe looks at")
     parser.add_argument("--num-images", type=int, default=1_024)
     parser.add_argument("--group-size", type=int, default=32, help="rows normalized together")
     parser.add_argument("--num-groupings", type=int, default=16)
-    parser.add_argument("--json", help="write the results here")
     arguments = parser.parse_args()
     print(f"{'run':24} {'batchnorm':12} workers  shared   apart  advantage  periodic kNN")
     results = []
@@ -73,10 +69,7 @@ def main() -> None:
             f"{row['run']:24} {row['batchnorm']:12} {row['workers']:7}  {row['shared']:6.3f}  {row['apart']:6.3f}  "
             f"{row['advantage']:9.3f}  {row['periodic_knn']}"
         )
-    if arguments.json:
-        Path(arguments.json).write_text(
-            json.dumps({"machine": describe_machine(), "runs": results}, indent=2)
-        )
+    write_json(arguments.json, {"machine": describe_machine(), "runs": results})
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ The allocator is left as it comes, for all of them.
 """
 
 import argparse
-import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, read_status, summarize
+from measuring import describe_machine, make_parser, read_status, run_apart, summarize, write_json
 from torch import Tensor
 
 from raycl.losses import clip, hinge, info_nce, nt_xent
@@ -141,14 +138,6 @@ def print_memory(which: str, name: str, size: int, dim: int, num_negatives: int)
     print(read_status("VmHWM") - before)
 
 
-def measure_memory(loss: str, name: str, *sizes: int) -> float:
-    """Return the peak extra memory (MB) of one step."""
-    command = [sys.executable, __file__, "--loss", loss, "--memory-of", name, *map(str, sizes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(answer.stdout)
-
-
 def measure_times(
     loss: str, names: list[str], repeats: int, *, size: int, dim: int, num_negatives: int
 ) -> dict[str, dict[str, Any]]:
@@ -183,7 +172,8 @@ def measure_cell(size: int, dim: int, arguments: argparse.Namespace) -> list[dic
     for name in needed_gb:
         row: dict[str, Any] = {"name": name, **sizes}
         if name in fitting:
-            row |= times[name] | {"memory_mb": measure_memory(loss, name, size, dim, num_negatives)}
+            words = "--loss", loss, "--memory-of", name, size, dim, num_negatives
+            row |= times[name] | {"memory_mb": run_apart(__file__, *words, num_threads=1)}
         else:
             row["skipped"] = f"needs about {needed_gb[name]:.0f} GB"
         rows.append(row)
@@ -211,9 +201,8 @@ def print_cell(rows: list[dict[str, Any]]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--loss", choices=MATRICES_HELD, default="nt_xent")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--sizes", type=int, nargs="+", help="rows of a batch [1024 4096 16384; queue: 256]")
     parser.add_argument("--dims", type=int, nargs="+", help="[128 512; queue: 128]")
     parser.add_argument("--num-negatives", type=int, default=65_536, help="keys of the queue")
@@ -249,10 +238,9 @@ def main() -> None:
             rows = measure_cell(size, dim, arguments)
             print_cell(rows)
             cells += rows
-    if arguments.json:
-        temperature = QUEUE_TEMPERATURE if arguments.loss == "queue" else TEMPERATURE
-        result = {"machine": describe_machine(), "temperature": temperature, "cells": cells}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    temperature = QUEUE_TEMPERATURE if arguments.loss == "queue" else TEMPERATURE
+    result = {"machine": describe_machine(), "temperature": temperature, "cells": cells}
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

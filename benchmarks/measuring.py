@@ -1,12 +1,47 @@
-"""Measurements that the benchmarks share: summaries, memory of the process, the machine."""
+"""Helpers that the benchmarks share: the command line, fresh processes, summaries, memory, the machine."""
 
+import argparse
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that is described by the first line of a module's docstring, with the flag ``--json``."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    return parser
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write results to the file that ``--json`` names, if any."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+
+
+def run_apart(*words: object, num_threads: int | None = None, **environment: str) -> Any:
+    """Run a script in a fresh process; return the JSON in the last line that it prints, or exit with its error."""
+    command = [sys.executable, *map(str, words)]
+    limits = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "OPENBLAS") if num_threads}
+    answer = subprocess.run(
+        command, env=os.environ | environment | limits, capture_output=True, text=True, check=False
+    )
+    if answer.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{answer.stderr[-2_000:]}")
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def private_mb(pid: int) -> float:
+    """Return the private memory of a process in MB, without shared libraries and files."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
 
 
 def read_status(field: str) -> float:

@@ -44,7 +44,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from measuring import describe_machine, summarize
+from measuring import describe_machine, make_parser, summarize, write_json
 
 import raycl
 from raycl.config import RunConfig
@@ -387,7 +387,7 @@ def print_lines(lines: list[dict[str, Any]]) -> None:
 
 def read_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", required=True, help="Parquet file with query, document and negatives")
     parser.add_argument("--group", help="a column: other documents of the same group are the negatives")
     parser.add_argument("--negatives", type=int, default=2, help="for each query")
@@ -398,7 +398,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:2]))
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--encoder", choices=ENCODERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -435,9 +434,8 @@ def main() -> None:
         measured = measure(options, pairs)
         print_lines(measured)
         lines += measured
-    if options.json:
-        report = {"machine": describe_machine(), "settings": settings, "lines": lines}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    report = {"machine": describe_machine(), "settings": settings, "lines": lines}
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

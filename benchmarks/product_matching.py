@@ -9,8 +9,6 @@ of the hinge behind. Each is judged by the average precision of the test pairs o
 beside TF-IDF (words weighed by all offers of that set).
 """
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch.nn.functional as F
-from measuring import describe_machine
+from measuring import describe_machine, make_parser, write_json
 
 import raycl
 from raycl.config.overrides import parse_setting
@@ -107,10 +105,9 @@ def run_ways(
 
 def main() -> None:
     """Train, judge, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
     parser.add_argument("--output", type=Path, help="keep the runs here")
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--set", action="append", default=[], help="a setting of all runs, key.path=value")
     options = parser.parse_args()
     train, test = options.data / "train.parquet", pq.read_table(options.data / "test.parquet")
@@ -124,10 +121,7 @@ def main() -> None:
     for way, scores in found.items():
         above = sum(scores[name] > found["TF-IDF"][name] for name in names)
         print(f"| {way} | {' | '.join(f'{scores[name]:.3f}' for name in names)} | {above} |")
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": describe_machine(), "average_precision": found}, indent=2) + "\n"
-        )
+    write_json(options.json, {"machine": describe_machine(), "average_precision": found})
 
 
 if __name__ == "__main__":

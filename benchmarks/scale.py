@@ -13,7 +13,6 @@ The largest bank is filled, saved, and loses a shard half-way; then every row is
 
 import argparse
 import gc
-import json
 import math
 import os
 import tempfile
@@ -26,8 +25,8 @@ from typing import Any, final
 
 import numpy as np
 import ray
-from measuring import describe_machine, summarize
-from scale_clients import ClientGroup, Work, add_up, join, private_mb, process_seconds, run, thread_seconds
+from measuring import describe_machine, make_parser, private_mb, summarize, write_json
+from scale_clients import ClientGroup, Work, add_up, join, process_seconds, run, thread_seconds
 from scale_drill import lose_a_shard, num_wrong_keys
 from scale_model import bank_payload, queue_payload
 from scale_report import draw, fit, show_tables
@@ -223,8 +222,7 @@ def measure_all(
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = make_parser(__doc__)
     parser.add_argument("--picture", type=Path, help="draw the results here")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 4, 16])
@@ -251,8 +249,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def keep(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Write what there is, for a long run may not come to its end."""
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
 
 
 def main() -> None:

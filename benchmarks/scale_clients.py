@@ -174,12 +174,6 @@ def thread_seconds(pid: int) -> dict[str, float]:
     return found
 
 
-def private_mb(pid: int) -> float:
-    """Return the private memory of a process in MB, without shared libraries and files."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
-
-
 @final
 class ClientGroup:
     """Some of the workers; as an actor, so that they are where training's workers are."""

@@ -9,7 +9,6 @@ averaged gradients are of one layer. The loss is InfoNCE over gathered keys, its
 gradients, in CPU time.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine
+from measuring import describe_machine, make_parser, write_json
 from scale_clients import tcp_bytes
 from scale_model import gather_bytes, gather_gradient_bytes, loss_flop, parameter_gradient_bytes
 from torch import Tensor, multiprocessing, nn
@@ -121,8 +120,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch-size", type=int, default=4_096)
     arguments = parser.parse_args()
@@ -133,9 +131,8 @@ def main() -> None:
     for num_workers in arguments.workers:
         results.append(measure(num_workers, arguments.batch_size))
         show(results[-1])
-    if arguments.json:
-        content = {"machine": describe_machine(), "batch_size": arguments.batch_size, "results": results}
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
+    content = {"machine": describe_machine(), "batch_size": arguments.batch_size, "results": results}
+    write_json(arguments.json, content)
 
 
 if __name__ == "__main__":

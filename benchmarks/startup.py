@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import describe_machine, summarize
+from measuring import describe_machine, make_parser, summarize, write_json
 from torch import Tensor, nn
 
 import raycl
@@ -50,12 +50,11 @@ class Marking(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="from raycl train to the first step")
+    parser = make_parser(__doc__)
     parser.add_argument("--data", help="images; by default the demo's digits")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     # As in an installed package: without writable caches every process would compile it again.
     compileall.compile_dir(Path(raycl.__file__).parent, quiet=1)
@@ -66,9 +65,8 @@ def main() -> None:
     found = {name: summarize([run[name] for run in runs]) for name in runs[0]}
     for name, seconds in found.items():
         print(f"{name:16} {seconds['median']:6.1f} s  ({seconds['min']:.1f} to {seconds['max']:.1f})")
-    if options.json:
-        report = {"seconds": found, "settings": vars(options), "machine": describe_machine()}
-        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    report = {"seconds": found, "settings": vars(options), "machine": describe_machine()}
+    write_json(options.json, report)
 
 
 def start(options: argparse.Namespace, output: Path) -> dict[str, float]:

@@ -10,7 +10,6 @@ their own. ``wall`` is the clock's time of a step.
 """
 
 import argparse
-import json
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from measuring import describe_machine
+from measuring import describe_machine, make_parser, write_json
 from result_tables import PHASES, WALL, step_table
 from train_step import ENCODERS, encoder_of, steps_alone
 
@@ -37,8 +36,7 @@ def main() -> None:
     found = {recipe: profile(recipe, options) for recipe in options.recipes}
     report = {"steps": found, "settings": vars(options), "machine": describe_machine()}
     print(step_table(report))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
+    write_json(options.json, report)
     if options.output:
         draw(found, options.output)
 
@@ -89,7 +87,7 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="where the time of a step goes")
+    parser = make_parser(__doc__)
     parser.add_argument("--images", help="Parquet file with an image column")
     parser.add_argument("--pairs", help="Parquet file with query and document")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
@@ -98,7 +96,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--output", type=Path, help="draw the picture here")
     options = parser.parse_args()
     if set(options.recipes) & set(IMAGES) and not options.images:

@@ -19,13 +19,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+from measuring import make_parser, run_apart, write_json
 
 ENCODERS: dict[str, dict[str, Any]] = {
     "resnet18": {"name": "resnet18", "stem": "small", "width": 1.0},
@@ -51,14 +52,13 @@ def main() -> None:
         f"{options.recipe}, {options.encoder}, {options.precision}, batch {options.batch_size}, 2 workers; samples/s "
         f"(and {options.sides[0]}'s rate over it): {compared}"
     )
-    if options.json:
-        report = {"settings": vars(options), "rates": rates, "medians": medians}
-        report["machine"] = {"platform": platform.platform(), "cores": os.cpu_count()}
-        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+    report = {"settings": vars(options), "rates": rates, "medians": medians}
+    report["machine"] = {"platform": platform.platform(), "cores": os.cpu_count()}
+    write_json(options.json, report)
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="samples a second of whole training beside lightly")
+    parser = make_parser(__doc__)
     parser.add_argument("--data", required=True, help="parquet file with an image column")
     parser.add_argument("--recipe", choices=["simclr", "moco_v2"], default="simclr")
     parser.add_argument("--encoder", choices=ENCODERS, default="resnet18")
@@ -66,7 +66,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -74,9 +73,7 @@ def read_options() -> argparse.Namespace:
 
 def run_side(side: str) -> float:
     """Measure one side in a process of its own."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(output.split()[-1])
+    return run_apart(__file__, *sys.argv[1:], "--side", side)
 
 
 def steps_alone(options: argparse.Namespace, *, workers: int) -> dict[str, Any]:
