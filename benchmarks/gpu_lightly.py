@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_measures import Utilization, synchronize, this_device
+from gpu_measures import synchronize, this_device, watch_gpu
 
 EPOCHS = 200
 
@@ -16,7 +16,7 @@ def lightly_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """Train some steps with a worker of the DataLoader a core; return samples a second."""
     training = Training(recipe, options)
     steps, ends = 12 if options.quick else 200, []
-    with Utilization() as gpu:
+    with watch_gpu() as busy:
         while len(ends) < steps:
             for views in training.loader:
                 training.step(views)
@@ -28,7 +28,7 @@ def lightly_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
     since = steps // 4
     return {
         "samples_per_second": (steps - 1 - since) * training.batch / (ends[-1] - ends[since]),
-        "gpu_percent": gpu.busy(),
+        "gpu_percent": busy(),
     }
 
 

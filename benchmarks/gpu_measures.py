@@ -4,13 +4,13 @@ import argparse
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from measuring import summarize
+from measuring import repeating, summarize
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests have a worker without Ray
 
@@ -331,49 +331,40 @@ def raycl_rate(options: argparse.Namespace, recipe: str) -> dict[str, Any]:
         "log_every_steps": 5 if options.quick else 50,
     }
     config = raycl.override(raycl.recipe(recipe, image_size=32), settings)
-    with tempfile.TemporaryDirectory() as folder, Utilization() as gpu:
+    with tempfile.TemporaryDirectory() as folder, watch_gpu() as busy:
         raycl.train(config, data=str(options.data / "train.parquet"), output=folder, quiet=True)
         lines = [line for line in read_metrics(Place(folder)) if "loss" in line]
     lines = lines[len(lines) // 4 :]
     seconds = lines[-1]["seconds"] - lines[0]["seconds"]
     fractions = {name: line_mean(lines, name) for name in lines[-1] if name.endswith("_fraction")}
     rate = (lines[-1]["step"] - lines[0]["step"]) * config.stages[0].batch_size / seconds
-    return {"samples_per_second": rate, "fractions": fractions, "gpu_percent": gpu.busy()}
+    return {"samples_per_second": rate, "fractions": fractions, "gpu_percent": busy()}
 
 
 def line_mean(lines: list[dict[str, Any]], name: str) -> float:
     return sum(line.get(name, 0.0) for line in lines) / len(lines)
 
 
-class Utilization:
-    """How busy the GPU is, by nvidia-smi twice a second; nothing where there is none."""
+@contextmanager
+def watch_gpu() -> Iterator[Callable[[], float | None]]:
+    """Yield a function that returns how busy the GPU was, by nvidia-smi twice a second; None where there is none.
 
-    def __init__(self) -> None:
-        self._seen: list[float] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+    The result is the mean percent of the last half, when everything ran.
+    """
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    seen: list[float] = []
 
-    def __enter__(self) -> "Utilization":
-        self._thread.start()
-        return self
+    def look() -> None:
+        with suppress(OSError, subprocess.CalledProcessError, ValueError, IndexError):
+            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            seen.append(float(answer.splitlines()[0]))
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def busy(self) -> float | None:
-        """Return the mean percent of the last half, when everything ran."""
-        half = self._seen[len(self._seen) // 2 :]
+    def busy() -> float | None:
+        half = seen[len(seen) // 2 :]
         return sum(half) / len(half) if half else None
 
-    def _look(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-        while not self._over.wait(0.5):
-            try:
-                answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-                self._seen.append(float(answer.splitlines()[0]))
-            except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
-                return
+    with repeating(look):
+        yield busy
 
 
 def this_device() -> Any:

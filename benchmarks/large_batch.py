@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, make_parser, read_status, run_apart, write_json
+from measuring import describe_machine, make_parser, read_status, repeating, run_apart, write_json
 
 import raycl
 from raycl.losses import info_nce, nt_xent
@@ -47,34 +46,18 @@ def write_batch(files: list[str], num_rows: int, folder: Path) -> str:
     return str(path)
 
 
-class Peaks:
-    """The peak memory of each kind of process of a run, in MB, looked up twice a second."""
-
-    def __init__(self) -> None:
-        self.mb: dict[str, float] = {}
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> "Peaks":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(0.5):
-            for folder in Path("/proc").glob("[0-9]*"):
-                try:
-                    name = (folder / "cmdline").read_text().split("\0")[0]
-                    status = (folder / "status").read_text()
-                except OSError:
-                    continue  # it has ended
-                if name.startswith("ray::") and "VmHWM" in status:
-                    peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
-                    kind = WORKER if "RayTrainWorker" in name else name.removeprefix("ray::").split("(")[0]
-                    self.mb[kind] = max(peak, self.mb.get(kind, 0.0))
+def look_at_peaks(mb: dict[str, float]) -> None:
+    """Update the peak memory in MB of each kind of process of a run."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "cmdline").read_text().split("\0")[0]
+            status = (folder / "status").read_text()
+        except OSError:
+            continue  # it has ended
+        if name.startswith("ray::") and "VmHWM" in status:
+            peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
+            kind = WORKER if "RayTrainWorker" in name else name.removeprefix("ray::").split("(")[0]
+            mb[kind] = max(peak, mb.get(kind, 0.0))
 
 
 def train(data: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +81,8 @@ def train(data: str, folder: Path, options: argparse.Namespace) -> dict[str, Any
             "log_every_steps": 1,
         },
     )
-    with Peaks() as peaks:
+    peaks: dict[str, float] = {}
+    with repeating(lambda: look_at_peaks(peaks)):
         raycl.train(config, data=data, output=str(folder / "run"), quiet=True)
     lines = [line for line in read_metrics(Place(str(folder / "run"))) if "loss" in line]
     seconds = [after["seconds"] - before["seconds"] for before, after in itertools.pairwise(lines)]
@@ -107,7 +91,7 @@ def train(data: str, folder: Path, options: argparse.Namespace) -> dict[str, Any
         "samples_per_second": options.batch_size / statistics.median(seconds),
         "data_wait_fraction": statistics.median(line["data_wait_fraction"] for line in lines[1:]),
         "loss": [line["loss"] for line in lines],
-        "peak_mb": dict(sorted(peaks.mb.items(), key=lambda each: -each[1])),
+        "peak_mb": dict(sorted(peaks.items(), key=lambda each: -each[1])),
     }
 
 

@@ -7,6 +7,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,24 @@ def run_apart(*words: object, num_threads: int | None = None, **environment: str
     if answer.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{answer.stderr[-2_000:]}")
     return json.loads(answer.stdout.splitlines()[-1])
+
+
+@contextmanager
+def repeating(look: Callable[[], None], *, every_s: float = 0.5) -> Iterator[None]:
+    """Call a function again and again in a thread, until the context ends."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(every_s):
+            look()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def private_mb(pid: int) -> float:

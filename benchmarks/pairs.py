@@ -35,7 +35,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +43,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from measuring import describe_machine, make_parser, summarize, write_json
+from measuring import describe_machine, make_parser, repeating, summarize, write_json
 
 import raycl
 from raycl.config import RunConfig
@@ -279,29 +278,18 @@ def last_loss(history: list[dict[str, float]]) -> float:
 
 
 class Peaks:
-    """The peak memory of a side's processes in MB, looked up twice a second."""
+    """The peak memory of a side's processes in MB."""
 
     def __init__(self, root: int, num_workers: int) -> None:
         self.workers_mb = self.all_mb = 0.0
         self._root, self._num_workers = root, num_workers
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> "Peaks":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(0.5):
-            family = list(processes_below(self._root))
-            self.all_mb = max(self.all_mb, sum(peak for _, peak in family))
-            workers = [peak for command, peak in family if is_worker(command)]
-            if len(workers) == self._num_workers:  # a peak only grows: the last look at all of them counts
-                self.workers_mb = sum(workers)
+    def look(self) -> None:
+        family = list(processes_below(self._root))
+        self.all_mb = max(self.all_mb, sum(peak for _, peak in family))
+        workers = [peak for command, peak in family if is_worker(command)]
+        if len(workers) == self._num_workers:  # a peak only grows: the last look at all of them counts
+            self.workers_mb = sum(workers)
 
 
 def processes_below(root: int) -> Iterator[tuple[str, float]]:
@@ -342,7 +330,8 @@ def run_side(side: str, options: argparse.Namespace) -> dict[str, float]:
         command = [sys.executable, *launch, __file__, *sys.argv[1:], *own]
         process = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output)
         start = time.perf_counter()
-        with Peaks(process.pid, options.workers) as peaks:
+        peaks = Peaks(process.pid, options.workers)
+        with repeating(peaks.look):
             process.wait()
         whole = time.perf_counter() - start
     if process.returncode:

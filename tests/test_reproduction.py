@@ -84,29 +84,21 @@ def knn(*values: float) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(("figure", "scale"), EACH)
-def test_every_setting_is_a_run_of_its_own_folder(figure: ClaimFigure, scale) -> None:
+def test_every_setting_is_a_run_of_its_own_folder_that_fits_the_images(figure: ClaimFigure, scale) -> None:
+    num_train = SCALES[scale].num_train or 50_000
     runs = plan_runs(figure, scale, Place("out"), num_seeds=2, overrides={})
     assert len(runs) == 2 * len(figure.settings[scale])
-    assert len({run.name for run in runs}) == len(runs)
-    assert len({config_to_yaml(run.config) for run in runs}) == len(runs)
-    for run in runs:
-        assert run.name == f"{figure.name}-{run.setting.name}-seed{run.seed}"
-        assert set(run.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_.")
-        assert run.config.seed == run.seed
-        assert run.config.data.image_size == SCALES[scale].image_size
+    assert len({run.name for run in runs}) == len({config_to_yaml(run.config) for run in runs}) == len(runs)
     # All settings once, then the next seed: an unfinished figure has points everywhere.
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-
-
-@pytest.mark.parametrize(("figure", "scale"), EACH)
-def test_batches_and_stores_fit_the_images(figure: ClaimFigure, scale) -> None:
-    num_train = SCALES[scale].num_train or 50_000
-    for setting in figure.settings[scale]:
-        config = figure.config(setting, scale, seed=0)
+    for run in runs:
+        config = run.config
+        assert run.name == f"{figure.name}-{run.setting.name}-seed{run.seed}"
+        assert set(run.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_.")
+        assert (config.seed, config.data.image_size) == (run.seed, SCALES[scale].image_size)
         held_out = config.evaluation.num_test if config.evaluation.every_epochs else 0
         assert all(stage.batch_size <= num_train - held_out for stage in config.stages)
-        if config.negatives.store == "memory_bank":
-            assert config.negatives.num_negatives <= num_train
+        assert config.negatives.store != "memory_bank" or config.negatives.num_negatives <= num_train
 
 
 def test_the_settings_of_a_figure_see_equally_many_images() -> None:
@@ -141,17 +133,11 @@ DIFFERS = {
 @pytest.mark.parametrize("scale", SCALES)
 def test_settings_of_negatives_differ_only_in_listed_ways(scale) -> None:
     figure = FIGURES["negatives"]
-    flat = [leaves(figure.config(setting, scale, seed=0)) for setting in figure.settings[scale]]
-    paths = set[str]().union(*flat)
-    differing = {path for path in paths if len({repr(each.get(path)) for each in flat}) > 1}
-    assert differing == DIFFERS.keys()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_settings_of_negatives_normalize_as_many_rows_together_as_possible(scale) -> None:
-    figure = FIGURES["negatives"]
     configs = {setting.name: figure.config(setting, scale, seed=0) for setting in figure.settings[scale]}
-    for name, config in configs.items():
+    flat = list(map(leaves, configs.values()))
+    paths = set[str]().union(*flat)
+    assert {path for path in paths if len({repr(each.get(path)) for each in flat}) > 1} == DIFFERS.keys()
+    for name, config in configs.items():  # as many rows as possible are normalized together
         if name.startswith("moco"):
             (stage,) = config.stages
             assert config.rows_per_group(stage) == stage.batch_size // 2
@@ -190,15 +176,13 @@ def test_the_text_of_a_figure_describes_its_runs(figure: ClaimFigure, scale) -> 
     assert text.endswith(f", {epochs} epochs" if epochs else f", {stages[0].steps} steps")
     assert f" {SCALES[scale].image_size} pixels" in text
     assert configs[0].encoder.name in text
-    sizes = {stage.batch_size for stage in stages}
-    assert (f"batches of {stages[0].batch_size:,}" in text) is (len(sizes) == 1)
+    has_one_size = len({stage.batch_size for stage in stages}) == 1
+    assert (f"batches of {stages[0].batch_size:,}" in text) is has_one_size
 
 
 def test_the_text_of_a_figure_follows_user_overrides() -> None:
-    figure = FIGURES["leak"]
     asked = {"stages.0.epochs": 3, "encoder.name": "resnet18", "data.image_size": 16}
-    configs = [figure.config(each, "cpu", seed=0, overrides=asked) for each in figure.settings["cpu"]]
-    assert describe_runs("cpu", configs) == (
+    assert describe_runs("cpu", [run.config for run in planned("leak", **asked)]) == (
         "cut for two cores: 10,000 training images drawn at random, or all where there are fewer, 16 pixels, "
         "resnet18 of width 0.5 (stem: half), batches of 64, 3 epochs"
     )
@@ -623,8 +607,11 @@ def test_a_record_is_read_back_and_an_invalid_one_refused(tmp_path: Path) -> Non
         read_outcome(place)
 
 
-def test_a_folder_without_a_run_has_no_outcome(tmp_path: Path) -> None:
-    assert outcome_of(planned("leak", tmp_path)[0]) is None
+def test_a_folder_without_a_run_has_no_outcome_and_is_missing(tmp_path: Path) -> None:
+    runs = planned("stages", tmp_path)
+    outcomes = list(map(outcome_of, runs))
+    assert outcomes == [None] * 3
+    assert collect_results(FIGURES["stages"], "cpu", runs, outcomes).missing == [run.name for run in runs]
 
 
 def test_a_run_that_was_rolled_back_gives_one_curve_per_attempt(tmp_path: Path) -> None:
@@ -644,11 +631,6 @@ def test_a_run_that_was_rolled_back_gives_one_curve_per_attempt(tmp_path: Path) 
     assert [(curve.attempt, curve.steps) for curve in found["loss"]] == [(1, [2])]
 
 
-def test_runs_without_an_outcome_are_missing(tmp_path: Path) -> None:
-    runs = planned("stages", tmp_path)
-    assert collect_results(FIGURES["stages"], "cpu", runs, [None] * 3).missing == [run.name for run in runs]
-
-
 # The images
 
 
@@ -657,33 +639,22 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_digits(Place(str(tmp_path_factory.mktemp("digits"))))
 
 
-def test_the_training_subset_is_drawn_once_and_has_all_classes(
-    digits: tuple[str, str], tmp_path: Path
-) -> None:
+def test_the_training_subset_is_drawn_once_for_each_data_set(digits: tuple[str, str], tmp_path: Path) -> None:
     part = training_subset(digits[0], 600, Place(str(tmp_path)))
     drawn, whole = pq.read_table(part), pq.read_table(digits[0])
-    assert drawn.num_rows == 600
-    known = dict(zip(whole["image"].to_pylist(), whole["label"].to_pylist(), strict=True))
-    assert all(
-        known[image] == label
-        for image, label in zip(drawn["image"].to_pylist(), drawn["label"].to_pylist(), strict=True)
-    )
+    labels = dict(zip(whole["image"].to_pylist(), whole["label"].to_pylist(), strict=True))
+    assert [labels[image] for image in drawn["image"].to_pylist()] == drawn["label"].to_pylist()
     counts = np.bincount(drawn["label"].to_numpy())
-    assert len(counts) == 10
+    assert (drawn.num_rows, len(counts)) == (600, 10)
     assert counts.min() > 35
     before = Path(part).stat().st_mtime_ns
     assert training_subset(digits[0], 600, Place(str(tmp_path))) == part
     assert Path(part).stat().st_mtime_ns == before
-
-
-def test_another_data_set_of_equal_size_gets_its_own_subset(digits: tuple[str, str], tmp_path: Path) -> None:
-    other = str(tmp_path / "other.parquet")
-    whole = pq.read_table(digits[0])
-    pq.write_table(whole.take(np.arange(whole.num_rows)[::-1]), other)
-    parts = [training_subset(data, 600, Place(str(tmp_path / "out"))) for data in (digits[0], other)]
-    assert parts[0] != parts[1]
-    first, second = (pq.read_table(part)["image"].to_pylist() for part in parts)
-    assert first != second
+    reversed_set = str(tmp_path / "other.parquet")
+    pq.write_table(whole.take(np.arange(whole.num_rows)[::-1]), reversed_set)
+    other = training_subset(reversed_set, 600, Place(str(tmp_path)))
+    assert other != part
+    assert pq.read_table(other)["image"].to_pylist() != drawn["image"].to_pylist()
 
 
 class SortedByClass:
