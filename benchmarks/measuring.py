@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,12 @@ def write_json(path: Path | None, content: Any) -> None:
     """Write results to the file that ``--json`` names, if any."""
     if path is not None:
         path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 def run_apart(*words: object, num_threads: int | None = None, **environment: str) -> Any:

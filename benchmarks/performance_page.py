@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from comparisons import AbsentError, Benchmark, Measured, Results
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from measuring import markdown_table
 from PIL import Image
 from suite import SECTIONS
 
@@ -107,9 +108,9 @@ def section(
 ) -> list[str]:
     """Return heading, introduction, table, absent numbers and commands."""
     lines = [line for benchmark in members for line in found[benchmark.name]]
-    table = ["| | raycl | peer | peer's figure | times | aim |", "|---|---|---|---|---|---|"]
-    table += [row(line) for line in lines if isinstance(line, Measured)]
-    parts = [f"## {title}", SECTIONS[title], "\n".join(table)]
+    rows = [row(line) for line in lines if isinstance(line, Measured)]
+    table = markdown_table(["", "raycl", "peer", "peer's figure", "times", "aim"], rows)
+    parts = [f"## {title}", SECTIONS[title], table]
     if absent := [f"- {line}" for line in lines if isinstance(line, AbsentError)]:
         parts.append("Absent:\n\n" + "\n".join(absent))
     commands = [command(benchmark, records[benchmark.name]) for benchmark in members]
@@ -134,12 +135,11 @@ def own_parts(benchmark: Benchmark, result: Any, pictures: Path, beside: Path) -
     return parts
 
 
-def row(headline: Measured) -> str:
+def row(headline: Measured) -> list[str]:
     of = headline.of
     cells = [of.what, f"{headline.own} {of.unit}", of.peer]
     cells += ["", ""] if headline.other is None else [f"{headline.other} {of.unit}", f"**{headline.times}**"]
-    cells.append(f"{of.aim:.2f}, {headline.verdict}" if headline.verdict else "")
-    return f"| {' | '.join(cells)} |"
+    return [*cells, f"{of.aim:.2f}, {headline.verdict}" if headline.verdict else ""]
 
 
 def command(benchmark: Benchmark, record: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from measuring import markdown_table
+
 from raycl.distributed.step_timer import REST
 
 PHASES = {
@@ -39,29 +41,28 @@ UNITS = {"rows": "rows read", "queue": "keys", "bank": "slots", "batch": "pairs"
 def step_table(result: dict[str, Any]) -> str:
     """Return milliseconds a step by phase, a column a recipe, each with its share of the step."""
     found = result["steps"]
-    lines = [f"| ms a step | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
-    for name, title in (PHASES | {WALL: "the step"}).items():
-        cells = [_milliseconds(parts, name) for parts in found.values()]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        (title, *(_milliseconds(parts, name) for parts in found.values()))
+        for name, title in (PHASES | {WALL: "the step"}).items()
+    ]
+    return markdown_table(["ms a step", *found], rows)
 
 
 def growth_table(result: dict[str, Any]) -> str:
     """Return the power with which seconds grow, beside that of the work."""
-    lines = ["| work | from, to | seconds | power | of the work |", "|---|---|---|---|---|"]
+    rows = []
     for kind, points in result["points"].items():
         least, most = points[0], points[-1]
         cells = [kind, f"{least['size']:,} to {most['size']:,} {UNITS[kind]}"]
         cells += [f"{least['seconds']:.3g} to {most['seconds']:.3g}"]
-        cells += [f"{result['exponents'][kind]:.2f}", f"{DUE[kind]:g}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([*cells, f"{result['exponents'][kind]:.2f}", f"{DUE[kind]:g}"])
+    return markdown_table(["work", "from, to", "seconds", "power", "of the work"], rows)
 
 
 def chunk_table(result: dict[str, Any]) -> str:
     """Return time, memory and error of every side, beside the whole batch of the same network."""
-    lines = ["| network | side | CPU s | of the whole | MB | of the whole | gradient error against float64 |"]
-    lines.append("|---" * 7 + "|")
+    columns = ["network", "side", "CPU s", "of the whole", "MB", "of the whole"]
+    rows = []
     by_side = {(line["network"], line["side"]): line for line in result["lines"]}
     for line in result["lines"]:
         whole = by_side[line["network"], WHOLE_BATCHNORM if line["side"] in BATCHNORM_SIDES else WHOLE]
@@ -69,29 +70,24 @@ def chunk_table(result: dict[str, Any]) -> str:
         cells = [line["network"], CHUNK_SIDES[line["side"]]]
         cells += [f"{seconds['median']:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})", f"{of_whole:.2f}"]
         cells += [f"{line['memory_mb']:,.0f}", f"{line['memory_mb'] / whole['memory_mb']:.2f}"]
-        cells.append("-" if line["error"] is None else f"{line['error']:.1e}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([*cells, "-" if line["error"] is None else f"{line['error']:.1e}"])
+    return markdown_table([*columns, "gradient error against float64"], rows)
 
 
 def bank_table(result: dict[str, Any]) -> str:
     """Return the time of a step in its store, and the microseconds of rows read and written."""
-    lines = [
-        "| method | store | step, ms | blocked on the store | reads and writes in all |",
-        "|---|---|---|---|---|",
-    ]
+    steps = []
     for found in result["results"]:
         for store, title in STORES.items():
             step = found[f"{store}_step_ms"]
             shares = [found[f"{store}_{what}_percent"]["median"] for what in ("waited", "store")]
             cells = [found["method"], title, f"{step['median']:.0f} ({step['min']:.0f}-{step['max']:.0f})"]
-            lines.append(f"| {' | '.join([*cells, *(f'{share:.2f}%' for share in shares)])} |")
+            steps.append([*cells, *(f"{share:.2f}%" for share in shares)])
     rates = {found["method"]: found for found in result["results"]}["instance_discrimination"]["rates"]
-    lines += ["", "| memory bank | µs | million rows/s |", "|---|---|---|"]
-    lines += [
-        f"| {what} | {rate['us']:,.0f} | {rate['rows_per_s'] / 1e6:.2f} |" for what, rate in rates.items()
-    ]
-    return "\n".join(lines)
+    rows = [(what, f"{rate['us']:,.0f}", f"{rate['rows_per_s'] / 1e6:.2f}") for what, rate in rates.items()]
+    columns = ["method", "store", "step, ms", "blocked on the store", "reads and writes in all"]
+    tables = markdown_table(columns, steps), markdown_table(["memory bank", "µs", "million rows/s"], rows)
+    return "\n\n".join(tables)
 
 
 def _milliseconds(parts: dict[str, float], name: str) -> str:

@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from measuring import markdown_table
 
 INK, FAINT = "#333333", "#999999"
 BLUES, QUEUE = ("#9ecae1", "#4292c6", "#08519c"), "#d95f0e"
@@ -66,31 +67,29 @@ def fit(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show_tables(result: dict[str, Any]) -> None:
     """Print tables in Markdown."""
-    print(
-        "| | workers | shards | rows | CPU of a step, ms | step, ms (least-most) | calls a step and worker | shard's CPU a call, µs |"
-        " client's, µs | blocked a step, ms | received, KB | ... by TCP | sent, KB | ... by TCP | wrong |"
-    )
-    print("|" + "---|" * 15)
+    rows: list[dict[str, Any]] = []
     for cell in result["cells"]:
         step, payload, tcp = cell["step_ms"], cell["payload"], cell["tcp"]
-        columns = (
-            {"memory_bank": "bank", "queue": "queue"}[cell["kind"]],
-            cell["workers"],
-            cell["shards"],
-            f"{cell['rows']:,}",
-            f"{cpu_ms(cell):,.0f}",
-            f"{step['median']:,.0f} ({step['min']:,.0f}-{step['max']:,.0f})",
-            f"{cell['calls_a_step']:.1f}",
-            f"{cell['shard_us_a_call']:,.0f}",
-            f"{cell['client_us_a_call']:,.0f}",
-            f"{cell['waited_ms_a_step']:,.0f}",
-            f"{payload['received'] / 1e3:,.0f}",
-            f"{tcp['received'] / 1e3:,.0f}",
-            f"{payload['sent'] / 1e3:,.1f}",
-            f"{tcp['sent'] / 1e3:,.1f}",
-            cell["wrong"],
+        rows.append(
+            {
+                "": {"memory_bank": "bank", "queue": "queue"}[cell["kind"]],
+                "workers": cell["workers"],
+                "shards": cell["shards"],
+                "rows": f"{cell['rows']:,}",
+                "CPU of a step, ms": f"{cpu_ms(cell):,.0f}",
+                "step, ms (least-most)": f"{step['median']:,.0f} ({step['min']:,.0f}-{step['max']:,.0f})",
+                "calls a step and worker": f"{cell['calls_a_step']:.1f}",
+                "shard's CPU a call, µs": f"{cell['shard_us_a_call']:,.0f}",
+                "client's, µs": f"{cell['client_us_a_call']:,.0f}",
+                "blocked a step, ms": f"{cell['waited_ms_a_step']:,.0f}",
+                "received, KB": f"{payload['received'] / 1e3:,.0f}",
+                "received by TCP": f"{tcp['received'] / 1e3:,.0f}",
+                "sent, KB": f"{payload['sent'] / 1e3:,.1f}",
+                "sent by TCP": f"{tcp['sent'] / 1e3:,.1f}",
+                "wrong": cell["wrong"],
+            }
         )
-        print("| " + " | ".join(map(str, columns)) + " |")
+    print(markdown_table(list(rows[0]), [list(row.values()) for row in rows]))
     print(json.dumps({name: result.get(name) for name in ("fits", "lost_shard", "seconds")}, indent=2))
 
 

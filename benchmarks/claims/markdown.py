@@ -8,6 +8,7 @@ from typing import Any, final
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from measuring import markdown_table
 
 from claims.figure import describe_runs
 from claims.plots import write_caption
@@ -84,10 +85,11 @@ class Page:
 
     def _table(self) -> str:
         columns = self.results.figure.columns
-        rows = [["", *columns.values()], ["---"] * (len(columns) + 1)]
-        for name, label in self.results.labels.items():
-            rows.append([label, *(_cell(self.results, name, number) for number in columns)])
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+        rows = [
+            (label, *(_cell(self.results, name, number) for number in columns))
+            for name, label in self.results.labels.items()
+        ]
+        return markdown_table(["", *columns.values()], rows)
 
     def _notes(self) -> list[str]:
         """Name the missing runs and the failed ones."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -47,7 +48,8 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
     towers.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if config.batchnorm == "shuffled":
         split_batchnorm(towers, 2)  # the groups have no influence on the sizes
-    make_inputs = _input_makers(config, tokenizer)
+    num_tokens = config.text.vocabulary_size if tokenizer is None else tokenizer.num_tokens
+    make_inputs = [partial(_make_rows, shape, num_tokens) for shape in _row_shapes(config)]
     sides = [towers.query, towers.key_tower] if isinstance(towers, TwoTowers) else [towers]
     measured = [_profile_tower(config, stage, *side) for side in zip(sides, make_inputs, strict=True)]
     return MemoryProfile(
@@ -67,18 +69,14 @@ def _profile_tower(
 
     def peak(num_rows: int, chunk_size: int | None = None) -> float:
         inputs = make_inputs(num_rows)
+        embed: Callable[[Tensor], Tensor] = tower
+        if chunk_size is not None:
+            every = stage.activation_checkpoint_every
+            embed = partial(embed_in_chunks, tower, chunk_size=chunk_size, activation_checkpoint_every=every)
 
         def step() -> None:
             with autocast(config.tower_precision, torch.device("cpu")):
-                if chunk_size is None:
-                    embeddings = tower(inputs)
-                else:
-                    embeddings = embed_in_chunks(
-                        tower,
-                        inputs,
-                        chunk_size=chunk_size,
-                        activation_checkpoint_every=stage.activation_checkpoint_every,
-                    )
+                embeddings = embed(inputs)
             embeddings.square().sum().backward()
 
         step()  # allocates the gradients
@@ -104,26 +102,19 @@ def peak_bytes(call: Callable[[], object]) -> float:
     return float(peak)
 
 
-def _input_makers(config: RunConfig, tokenizer: Tokenizer | None) -> list[Callable[[int], Tensor]]:
-    """Return functions that make a number of rows, for each side: images, or texts of the greatest length."""
+def _row_shapes(config: RunConfig) -> list[tuple[int, ...]]:
+    """Return the shape of a row for each side: an image, or a text of the greatest length."""
     data, text = config.data, config.text
-    num_tokens = text.vocabulary_size if tokenizer is None else tokenizer.num_tokens
+    image = (data.channels, data.image_size, data.image_size)
+    query, document = (text.max_length,), (text.max_document_length or text.max_length,)
+    sides = {"image": [image], "text": [query], "image_text": [image, query], "pairs": [query, document]}
+    return sides[data.kind]
 
-    def images(count: int) -> Tensor:
-        return torch.randn(count, data.channels, data.image_size, data.image_size)
 
-    def tokens(length: int) -> Callable[[int], Tensor]:
-        return lambda count: torch.randint(5, num_tokens, (count, length))
-
-    texts = tokens(text.max_length)
-    documents = tokens(text.max_document_length or text.max_length)
-    by_kind: dict[str, list[Callable[[int], Tensor]]] = {
-        "image": [images],
-        "text": [texts],
-        "image_text": [images, texts],
-        "pairs": [texts, documents],
-    }
-    return by_kind[data.kind]
+def _make_rows(shape: tuple[int, ...], num_tokens: int, count: int) -> Tensor:
+    if len(shape) == 1:
+        return torch.randint(5, num_tokens, (count, *shape))
+    return torch.randn(count, *shape)
 
 
 def _vocabulary(config: RunConfig, tokenizer: Tokenizer | None) -> Vocabulary | None:
