@@ -500,5 +500,5 @@ def test_table_without_numbers_in_the_result_is_reported(tmp_path: Path) -> None
     run.write_page(page, SUITE, results, {name: {} for name in results}, pictures=tmp_path)
     text = page.read_text()
     assert "Absent: the table of growth (KeyError: 'rows')" in text
-    assert "Absent: the table of step_profile (TypeError: " in text
+    assert "Absent: the table of step_profile (AttributeError: " in text
     assert "Absent: the table of bank (KeyError: 'instance_discrimination')" in text

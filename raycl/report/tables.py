@@ -2,7 +2,7 @@
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from raycl.config import leaves
@@ -56,29 +56,33 @@ def skipped_rows(run: Run) -> Table | None:
 
 
 def final_metrics(runs: Sequence[Run]) -> Table:
-    """Return the last metrics of several runs, one row per run."""
-    columns: dict[str, Callable[[Run], str]] = {
-        "status": lambda run: run.status,
-        "steps": lambda run: _count(run.history["step"].last),
-        "samples": lambda run: _count(run.history["samples"].last),
-        "training time": lambda run: duration(run.result.get("seconds", run.history["seconds"].last)),
-        "samples/s": lambda run: _number(
-            run.result.get("samples_per_second", run.history["samples_per_second"].mean)
-        ),
-        "loss": lambda run: _number(run.history["loss"].last),
+    """Return the last metrics of several runs, one row per run; metrics that no run has are skipped."""
+    found = [_last_metrics(run) for run in runs]
+    columns = [name for name in found[0] if {metrics[name] for metrics in found} != {NONE}]
+    rows = [
+        (run.name, *(metrics[name] for name in columns)) for run, metrics in zip(runs, found, strict=True)
+    ]
+    return Table(title="Final metrics", columns=("run", *columns), rows=rows)
+
+
+def _last_metrics(run: Run) -> dict[str, str]:
+    history, result = run.history, run.result
+    metrics = {
+        "status": run.status,
+        "steps": _count(history["step"].last),
+        "samples": _count(history["samples"].last),
+        "training time": duration(result.get("seconds", history["seconds"].last)),
+        "samples/s": _number(result.get("samples_per_second", history["samples_per_second"].mean)),
+        "loss": _number(history["loss"].last),
     }
-    for name, text in EVALUATION_METRICS.items():
-        columns[text] = lambda run, name=name: _percent(run.history[name].last)
-        columns[f"best {text}"] = lambda run, name=name: _percent(run.history[name].max)
-    columns |= {
-        "effective rank": lambda run: _number(run.history["effective_rank"].last),
-        "gap": lambda run: _number(run.history["positive_negative_gap"].last),
-        "waits for data": lambda run: _percent(run.history["data_wait_fraction"].mean),
+    for name, title in EVALUATION_METRICS.items():
+        metrics[title] = _format(history[name].last, ".1%")
+        metrics[f"best {title}"] = _format(history[name].max, ".1%")
+    return metrics | {
+        "effective rank": _number(history["effective_rank"].last),
+        "gap": _number(history["positive_negative_gap"].last),
+        "waits for data": _format(history["data_wait_fraction"].mean, ".1%"),
     }
-    cells = {name: [column(run) for run in runs] for name, column in columns.items()}
-    cells = {name: values for name, values in cells.items() if set(values) != {NONE}}
-    rows = list(zip([run.name for run in runs], *cells.values(), strict=True))
-    return Table(title="Final metrics", columns=("run", *cells), rows=rows)
 
 
 def differing_settings(runs: Sequence[Run]) -> Table:
@@ -103,17 +107,16 @@ def duration(seconds: Any) -> str:
 
 def _number(value: Any) -> str:
     """Return a number with four significant digits, or a dash."""
-    if not _is_finite(value):
-        return NONE
-    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
+    return _format(value, ",.0f" if _is_finite(value) and abs(value) >= 1_000 else ".4g")
 
 
 def _count(value: Any) -> str:
     return f"{int(value):,}" if _is_finite(value) else NONE
 
 
-def _percent(value: float | None) -> str:
-    return f"{value:.1%}" if value is not None and _is_finite(value) else NONE
+def _format(value: Any, form: str) -> str:
+    """Return a finite number in this format, or a dash."""
+    return format(value, form) if _is_finite(value) else NONE
 
 
 def _time(value: float | None) -> str:
