@@ -107,9 +107,9 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         raycl.recipe("simclr", image_size=options.size),
         {
             "data.cache": "stream" if stream else "materialize",
-            "data.shuffle_buffer_size": SHUFFLED,
             "evaluation.every_epochs": 0,
-        },
+        }
+        | ({"data.shuffle_buffer_size": SHUFFLED} if stream else {}),
     )
     connect_cluster(None)
     with start_coordinator() as coordinator:

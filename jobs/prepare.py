@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from raycl.cli.main import Address, Debug, Setting, run_job
-from raycl.cli.plan import embedding_settings
+from raycl.cli.plan import command_settings
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
 from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_images
@@ -77,7 +77,7 @@ def pairs(
     debug: Debug = False,
 ) -> None:
     """Group a labeled click log: one row per positive, with its query's unclicked documents as negatives."""
-    found = embedding_settings(settings or [])
+    found = command_settings("pairs", settings or [])
     columns = found.pop("columns", ColumnNames())
     names = {"image": None, "query": columns.query or "query", "document": columns.document or "document"}
     asked = ColumnNames(**{**vars(columns), **names})

@@ -2,11 +2,11 @@
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from raycl.cli.plan import Settings, check_measure, column_settings, plan_run, run_flags, settings_of
+from raycl.cli.plan import Settings, check_measure, command_settings, plan_run, run_flags
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference.preflight import check_inputs
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from raycl.display import EvaluationResult
-    from raycl.doctor import CheckResult, DoctorRequest
+    from raycl.doctor import CheckResult
     from raycl.training.launch import RunResult
 
 Address = str | os.PathLike[str]
 Measure = Literal["knn", "linear", "retrieval", "sts"]
-IMAGE_SIZE = 224  # of a recipe without readable data
 
 
 def train(
@@ -172,16 +171,14 @@ def run_doctor(
     A result is ``good`` or has a ``remedy``. The options have the meaning of ``train``'s; without a recipe,
     ``settings`` may only name the columns of ``data``. Raises ``ConfigError`` for an unknown setting.
     """
-    from raycl.doctor import examinations
-
     flags = run_flags(workers=workers, gpu=gpu, batch_size=batch_size)
-    request = doctor_request(
-        recipe, flags, settings=settings, data=data, output=output, address=address, debug=debug
+    checks = examine(
+        recipe, flags, settings=settings, data=data, output=output, address=address, quiet=quiet, debug=debug
     )
-    return list(examinations(request, quiet=quiet))
+    return list(checks)
 
 
-def doctor_request(
+def examine(
     recipe: Address | RunConfig | None,
     flags: Mapping[str, Any],
     *,
@@ -189,24 +186,27 @@ def doctor_request(
     data: Address | None,
     output: Address | None,
     address: str | None,
-    debug: bool,
-) -> "DoctorRequest":
-    """Return the requested checks; raises ``ConfigError``."""
-    from raycl.doctor import DoctorRequest
-
+    quiet: bool = False,
+    debug: bool = False,
+) -> "Iterator[CheckResult]":
+    """Run the checks of ``run_doctor``, and yield each result when it is ready; raises ``ConfigError``."""
     uri = None if data is None else str(data)
     if recipe is None and flags:
         raise ConfigError(
             "--workers, --gpu and --batch-size need a recipe; give one, for example raycl doctor simclr"
         )
-    return DoctorRequest(
+    columns = command_settings("doctor", settings).get("columns") if recipe is None else None
+    from raycl.doctor import DoctorRequest, examinations
+
+    request = DoctorRequest(
         data=uri,
-        columns=column_settings(settings) if recipe is None else None,
+        columns=columns,
         output=None if output is None else str(output),
         recipe=None if recipe is None else plan_examined(_named(recipe), flags, uri, settings),
         address=address,
         debug=debug,
     )
+    yield from examinations(request, quiet=quiet)
 
 
 def plan_examined(
@@ -216,13 +216,9 @@ def plan_examined(
 
     Raises ``ConfigError``; problems of the data are reported by the checks of the data.
     """
-    is_complete = isinstance(recipe, RunConfig) or recipe.endswith((".yaml", ".yml"))
-    if data is not None or is_complete:
-        try:
-            return plan_run(recipe, data=data or "", flags=flags, settings=settings).config
-        except (DataError, StorageError):
-            if data is None:
-                raise  # the YAML file cannot be read
-    # A given data.image_size replaces the default.
-    sized = {"data.image_size": IMAGE_SIZE, **settings_of(settings)}
-    return plan_run(recipe, data="", flags=flags, settings=sized).config
+    try:
+        return plan_run(recipe, data=data, flags=flags, settings=settings).config
+    except (DataError, StorageError):
+        if data is None:
+            raise  # the YAML file cannot be read
+    return plan_run(recipe, data=None, flags=flags, settings=settings).config

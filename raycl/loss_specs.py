@@ -21,10 +21,10 @@ class LossSpec:
         stored_negatives: whether it uses the rows of a queue or a memory bank.
         explicit_negatives: whether it uses negatives given with the queries.
         needs_batch: whether the other rows of the batch must be negatives.
-        log_frequency: whether it corrects for the frequency of keys in the data.
         labels: whether it requires labels.
         mixes: whether a hinge may be mixed into it.
         learns: scalars that can be learned: ``temperature``, ``bias``.
+        settings: the settings of the loss, by their names in the configuration.
     """
 
     objective: str
@@ -34,10 +34,10 @@ class LossSpec:
     stored_negatives: bool = False
     explicit_negatives: bool = False
     needs_batch: bool = False
-    log_frequency: bool = False
     labels: bool = False
     mixes: bool = False
     learns: tuple[str, ...] = ("temperature",)
+    settings: tuple[str, ...] = ("temperature",)
 
     def fits(self, *, key: str, pairs: bool, store: str, in_batch: bool) -> bool:
         """Return whether the loss supports these sources of keys and negatives."""
@@ -89,6 +89,7 @@ LOSSES: dict[str, LossSpec] = {
         stored_negatives=True,
         explicit_negatives=True,
         mixes=True,
+        settings=("temperature", "proximal_weight"),
     ),
     "clip": LossSpec(
         objective="raycl.losses.clip:Clip",
@@ -97,11 +98,15 @@ LOSSES: dict[str, LossSpec] = {
         stored_negatives=True,
         explicit_negatives=True,
         needs_batch=True,
-        log_frequency=True,
         mixes=True,
+        settings=("temperature", "logq_correction"),
     ),
     "nce": LossSpec(
-        objective="raycl.losses.nce:Nce", keys=("memory_bank",), stored_negatives=True, learns=()
+        objective="raycl.losses.nce:Nce",
+        keys=("memory_bank",),
+        stored_negatives=True,
+        learns=(),
+        settings=("temperature", "proximal_weight", "normalizer_momentum"),
     ),
     "hinge": LossSpec(
         objective="raycl.losses.hinge:Hinge",
@@ -110,6 +115,7 @@ LOSSES: dict[str, LossSpec] = {
         stored_negatives=True,
         explicit_negatives=True,
         learns=(),
+        settings=("margin", "hardest_negative", "proximal_weight"),
     ),
     "siglip": LossSpec(
         objective="raycl.losses.siglip:SigLip",
@@ -117,6 +123,7 @@ LOSSES: dict[str, LossSpec] = {
         is_for_pairs=True,
         needs_batch=True,
         learns=("temperature", "bias"),
+        settings=("temperature", "bias"),
     ),
     "supcon": LossSpec(objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True),
 }

@@ -445,6 +445,20 @@ MUTATIONS = [
         "tests/test_config.py tests/test_stage_plan.py",
     ),
     Mutation(
+        "a setting without effect is accepted",
+        "raycl/config/overrides.py",
+        "if not is_default and (problem := why_inactive(config, setting)):",
+        "if is_default and (problem := why_inactive(config, setting)):",
+        "tests/test_active_settings.py",
+    ),
+    Mutation(
+        "a setting acts although a condition of its section fails",
+        "raycl/config/conditions.py",
+        "for length in range(1, len(parts) + 1):",
+        "for length in range(len(parts), len(parts) + 1):",
+        "tests/test_active_settings.py",
+    ),
+    Mutation(
         "the weight of the hinge does not move",
         "raycl/training/stages.py",
         "hinge_weight=constant(first) if last is None else linear(",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from raycl.config.overrides import config_to_yaml, override
+from raycl.config.overrides import config_to_yaml
 from raycl.embedding_snapshot import (
     FIRST,
     LATEST,
@@ -25,6 +25,7 @@ from raycl.recipes import recipe
 from raycl.records import MetricsLog, write_result
 from raycl.storage import Place
 from tests.images import encode
+from tests.settings import override_active
 
 BEGAN = 1_790_000_000  # seconds since 1970
 
@@ -78,7 +79,7 @@ def write_run(
 ) -> Path:
     """Write an output: by default a finished run of 200 steps with three evaluations."""
     output = Place(str(folder))
-    config = override(recipe(method, image_size=32), {"stages.0.batch_size": 64, **(settings or {})})
+    config = override_active(recipe(method, image_size=32), {"stages.0.batch_size": 64, **(settings or {})})
     (output / "config.yaml").write_text(config_to_yaml(config))
     (output / "data.json").write_text(json.dumps({"data": "/data/set", "num_rows": 5_000, "streamed": False}))
     if lines is None:

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 from torch import nn
 
 from raycl.config import RunConfig
-from raycl.config.overrides import override
 from raycl.data.codecs import store_all
 from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe
@@ -20,6 +19,7 @@ from raycl.tokenization import Vocabulary
 from raycl.training.preflight import column_names
 from raycl.training.transforms import build_formats
 from tests.images import digit_files, encode
+from tests.settings import override_active
 from tests.texts import invented_texts
 
 BAG = {"dim": 16, "hidden_dim": 24, "dropout": 0.0}
@@ -46,7 +46,7 @@ _NUM_DOCUMENTS = 40  # so few that a batch has several of one kind
 
 def small_config(name: str = "two_tower", settings: Mapping[str, Any] | None = None) -> RunConfig:
     """Return a recipe with encoders of a few numbers and without dropout."""
-    return override(recipe(name, image_size=8), {**_SMALL, **_OF_RECIPES[name], **(settings or {})})
+    return override_active(recipe(name, image_size=8), {**_SMALL, **_OF_RECIPES[name], **(settings or {})})
 
 
 def small_network() -> nn.Module:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from raycl.config import RunConfig
-from raycl.config.overrides import override
 from raycl.data.ids import Ids
 from raycl.data.images import Pixels
 from raycl.data.in_memory import Batch
@@ -28,6 +27,7 @@ from raycl.training.transforms import build_transform
 from raycl.training.views import ViewMaker
 from tests.pretend_gpu import CPU, CUDA, Trace, is_on_device, pretend_gpu
 from tests.pretend_nccl import pretend_nccl
+from tests.settings import override_active
 
 PARTS = ("views", "step")
 STEPS = 3
@@ -92,7 +92,7 @@ def configuration(case: Case, workers: int = 1) -> RunConfig:
         "stages.0.batch_size": ROWS * workers,
         "bank.location": "worker",
     }
-    return override(recipe(case.recipe, image_size=case.image_size), settings | case.settings)
+    return override_active(recipe(case.recipe, image_size=case.image_size), settings | case.settings)
 
 
 class Worker:

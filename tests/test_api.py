@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import raycl
-from raycl.cli.plan import measure_settings, plan_run, run_flags
+from raycl.cli.plan import command_settings, plan_run, run_flags
 from raycl.config.overrides import override
 from raycl.data.codecs import store_all
 from raycl.errors import ConfigError, DataError, RayclError
@@ -100,7 +100,7 @@ def test_flags_of_one_stage_are_refused_for_several(tmp_path: Path) -> None:
 def test_the_options_of_a_measure_are_those_of_its_command(measure: Any, tmp_path: Path) -> None:
     (tmp_path / "encoder.json").write_text("{}")
     with pytest.raises(ConfigError, match="unknown key") as of_command:
-        measure_settings(measure, ["no.such=1"])
+        command_settings(measure, ["no.such=1"])
     with pytest.raises(ConfigError, match=f"evaluate {measure} has no option 'magic'") as of_function:
         raycl.evaluate(measure, run=tmp_path, test=tmp_path, train=tmp_path, magic=1)
     allowed = re.findall(r"[\w.]+", str(of_command.value).partition("allowed: ")[2])

@@ -12,7 +12,7 @@ from torch import nn
 
 from raycl.augment.images import center_view
 from raycl.config import RunConfig
-from raycl.config.overrides import config_to_yaml, override
+from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, DataError, StorageError
 from raycl.inference import checkpoint_encoder as saved
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
@@ -21,6 +21,7 @@ from raycl.models.momentum import MomentumEncoder
 from raycl.recipes import recipe
 from raycl.training.transforms import image_format
 from tests.images import digit_files
+from tests.settings import override_active
 
 SMALL = {
     "data.channels": 1,
@@ -31,7 +32,7 @@ SMALL = {
 
 
 def small_config(name: str = "moco_v2", **settings: Any) -> RunConfig:
-    return override(recipe(name, image_size=16), SMALL | settings)
+    return override_active(recipe(name, image_size=16), SMALL | settings)
 
 
 def tower_of(config: RunConfig, *, seed: int) -> nn.Module:

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from raycl.cli.main import _show_example, main
-from raycl.cli.plan import (
-    embedding_settings,
-    judgment_settings,
-    plan_run,
-    retrieval_settings,
-    run_flags,
-    sts_settings,
-)
+from raycl.cli.plan import command_settings, plan_run, run_flags
 from raycl.config.overrides import config_from_yaml, override
 from raycl.data.columns import ColumnNames
 from raycl.recipes import recipe
@@ -283,15 +276,15 @@ def test_settings_of_measures_are_read() -> None:
     named = ["data.columns.query=q", "data.columns.document=d"]
     columns = ColumnNames(image=None, query="q", document="d")
     bad = "data.max_invalid_fraction=0.1"
-    assert retrieval_settings([*named, "queries=set", "examples=3", "baseline=false"]) == {
+    assert command_settings("retrieval", [*named, "queries=set", "examples=3", "baseline=false"]) == {
         "queries": "set",
         "examples": 3,
         "baseline": False,
         "columns": columns,
     }
-    assert sts_settings(["text=body", "baseline=false"]) == {"text": "body", "baseline": False}
-    assert embedding_settings([*named, bad]) == {"columns": columns, "max_invalid_fraction": 0.1}
-    assert judgment_settings(["k=5", "data.columns.label=class", bad]) == {
+    assert command_settings("sts", ["text=body", "baseline=false"]) == {"text": "body", "baseline": False}
+    assert command_settings("embed", [*named, bad]) == {"columns": columns, "max_invalid_fraction": 0.1}
+    assert command_settings("knn", ["k=5", "data.columns.label=class", bad]) == {
         "k": 5,
         "max_invalid_fraction": 0.1,
         "columns": ColumnNames(label="class"),

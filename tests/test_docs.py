@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -180,24 +180,12 @@ def test_command_of_a_document_is_one_that_raycl_takes(command: Command) -> None
             check_run(recipe(name, image_size=64), parsed.values, settings)
         assert asked in RECIPES or asked.isupper() or asked.endswith((".yaml", ".yml")), f"no recipe {asked}"
     elif settings:
-        read = READERS[parsed.path.split()[-1] if "evaluate" not in parsed.path else parsed.values["measure"]]
-        read(settings)
+        name = parsed.values["measure"] if "evaluate" in parsed.path else parsed.path.split()[-1]
+        plan.command_settings(name, settings)
     if parsed.path == "reproduce":
         assert parsed.values["name"] in {*script("jobs/reproduce.py").FIGURES, "FIGURE"}
     if parsed.path == "raycl recipes" and parsed.values["name"] is not None:
         assert parsed.values["name"] in {*RECIPES, "NAME"}
-
-
-READERS: dict[str, Callable[[Sequence[str]], object]] = {
-    "knn": plan.judgment_settings,
-    "linear": plan.judgment_settings,
-    "retrieval": plan.retrieval_settings,
-    "sts": plan.sts_settings,
-    "embed": plan.embedding_settings,
-    "pairs": plan.embedding_settings,
-    "mine": plan.column_settings,
-    "doctor": plan.column_settings,
-}
 
 
 def check_run(plain: RunConfig, values: dict[str, Any], settings: Sequence[str]) -> None:

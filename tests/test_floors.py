@@ -30,11 +30,11 @@ FLOORS = (  # lowest first; rooms on one floor do not know each other
     {"recipes"},
     {"progress", "cli.ray_options", "training.coordinator"},
     {"training", "inference"},
-    {"cli.bank_tables", "preparation", "report"},
+    {"preparation", "report"},
     {"evaluation.classification", "evaluation.retrieval", "evaluation.sts"},
     {"cli.plan", "doctor", "demo", "serve"},
     {"api", "cli.serve"},
-    {"cli.bank", "cli.doctor"},
+    {"cli.bank"},
     {"cli"},
     {"__main__"},
 )

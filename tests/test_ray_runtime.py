@@ -55,7 +55,7 @@ def test_a_ray_that_is_gone_is_reported_at_once(address: str, join: Callable[[st
         join(address)
 
 
-@pytest.mark.parametrize("module", ["raycl.negatives.bank", "raycl.cli.bank_tables", "raycl.cli.main"])
+@pytest.mark.parametrize("module", ["raycl.negatives.bank", "raycl.cli.bank", "raycl.cli.main"])
 def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray.data', 'ray.train', 'pandas'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

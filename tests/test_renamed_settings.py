@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raycl.cli.plan import measure_settings
+from raycl.cli.plan import command_settings
 from raycl.config import leaves
 from raycl.config.overrides import RENAMED, config_from_yaml, override
 from raycl.errors import ConfigError
@@ -31,9 +31,13 @@ def test_a_config_that_an_older_version_wrote_is_the_recipe_of_today(name: str) 
 def test_every_old_value_is_replaced_in_every_stage() -> None:
     values = yaml.safe_load((OLD / "instance_discrimination.yaml").read_text())
     values["bank"]["held_by"] = "workers"
-    values["encoder"]["arguments"] = {"zero_init_residual": True}
+    values["encoder"] = {"name": "mine:network", "arguments": {"zero_init_residual": True}}
     values["stages"] *= 2
-    values["stages"][1] = values["stages"][1] | {"learning_rate_over": "run", "kept_chunks": 3}
+    values["stages"][1] = values["stages"][1] | {
+        "chunk_size": 64,
+        "learning_rate_over": "run",
+        "kept_chunks": 3,
+    }
     config = config_from_yaml(yaml.safe_dump(values))
     assert config.bank.location == "worker"
     assert config.encoder.kwargs == {"zero_init_residual": True}
@@ -56,7 +60,7 @@ def test_an_old_name_on_the_command_line_is_answered_with_the_new_one(old: str) 
             recipe("image_text")
     elif old == "floor":
         with pytest.raises(ConfigError, match="unknown key floor; it is now baseline"):
-            measure_settings("knn", ["floor=false"])
+            command_settings("knn", ["floor=false"])
     elif "=" in typed:
         with pytest.raises(ConfigError, match=f"{typed} is now {new}"):
             override(recipe("simclr"), [typed])

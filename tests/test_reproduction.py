@@ -124,7 +124,7 @@ DIFFERS = {
     "stages.0.batch_size": "how many of them, end to end; the others keep the least of these",
     "momentum_encoder.momentum": "MoCo's own; no other run has a momentum encoder",
     "negatives.bank_init": "the bank's own, told in the note: the queue begins empty",
-    "negatives.normalizer_momentum": "of the loss nce, which none of them has",
+    "batchnorm_groups": "of shuffled BatchNorm, which no other run has",
     "batchnorm": "told in the note: a queue leaks unless the keys are shuffled, and slots cannot be",
     "bank.dtype": "told in the note: rounding of the queue's keys",
 }

@@ -50,7 +50,7 @@ def test_what_leaves_views_and_weights_alone_may_change(output: str, settings: d
         ({"stages.0.epochs": 4}, r"would change stages\.0\.epochs from 3 to 4"),
         ({"stages.1.batch_size": 256}, r"would change stages\.1\.batch_size from 512 to 256"),
         ({"data.channels": 1}, r"would change data\.channels from 3 to 1"),
-        ({"encoder.kwargs": {"dropout": 0.9}}, r"would change encoder\.kwargs"),
+        ({"encoder.width": 0.5}, r"would change encoder\.width"),
     ],
 )
 def test_what_gives_other_weights_may_not(output: str, settings: dict[str, Any], says: str) -> None:

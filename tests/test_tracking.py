@@ -308,7 +308,9 @@ def test_mlflow_has_settings_and_metrics_and_a_resumed_run_goes_on_with_its_run(
     mlflow_folder: str, tmp_path: Path
 ) -> None:
     output = tmp_path / "runs" / "first"
-    config = raycl.override(run_of(mlflow=mlflow_folder), {"stages.1.batch_size": 512})
+    config = raycl.override(
+        run_of(mlflow=mlflow_folder), {"stages.1.batch_size": 512, "stages.2.batch_size": 1_024}
+    )
     tracked(config, output, [1, 2, 3], finished=False)
     run, _ = logged_in(mlflow_folder, output)
     assert run.info.status == "RUNNING"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import raycl
 from raycl.config import RunConfig
-from raycl.config.overrides import config_to_yaml, override
+from raycl.config.overrides import config_to_yaml
 from raycl.errors import ConfigError, RayclError, StorageError
 from raycl.inference.encoder import read_encoders
 from raycl.inference.preflight import check_inputs
@@ -21,6 +21,7 @@ from raycl.models.towers import Towers
 from raycl.recipes import recipe
 from tests import pairs
 from tests.pairs import vocabulary
+from tests.settings import override_active
 from tests.towers import save, trained
 
 HEAD = {"projection_head.num_layers": 2, "projection_head.dim": 12, "projection_head.batchnorm": True}
@@ -28,7 +29,7 @@ HEAD = {"projection_head.num_layers": 2, "projection_head.dim": 12, "projection_
 
 def of_images(name: str, **settings: Any) -> RunConfig:
     small = {"encoder.name": "resnet10", "encoder.width": 0.125, "data.channels": 1, "projection_head.dim": 8}
-    return override(recipe(name, image_size=16), small | settings)
+    return override_active(recipe(name, image_size=16), small | settings)
 
 
 def write_run(folder: Path, config: RunConfig, towers: Towers, *steps: int) -> str:

@@ -12,9 +12,15 @@ LOCAL, SHUFFLED = "local", "shuffled"
 REMEDIES = {SHUFFLED: "shuffled", "group": "group norm", "layer": "layer norm"}
 _LABELS = {LOCAL: "local", "synchronized": "synchronized", **REMEDIES}
 GROUP_SIZE = 32  # rows normalized together by local BatchNorm, as in the paper
-_OVERRIDES = {"stages.0.batch_size": 2 * GROUP_SIZE, "batchnorm_groups": 2, "workers": 2}
+_OVERRIDES = {"stages.0.batch_size": 2 * GROUP_SIZE, "workers": 2}
+_GROUPS = {SHUFFLED: {"batchnorm_groups": 2}}
 _SETTINGS = tuple(
-    Setting(name=name, label=label, recipe="moco_v2", overrides={**_OVERRIDES, "batchnorm": name})
+    Setting(
+        name=name,
+        label=label,
+        recipe="moco_v2",
+        overrides={**_OVERRIDES, "batchnorm": name, **_GROUPS.get(name, {})},
+    )
     for name, label in _LABELS.items()
 )
 

@@ -28,10 +28,14 @@ _SHARED: dict[str, Any] = {
     "stages.0.temperature": 0.1,
     "stages.0.learning_rate": 0.06,
     "stages.0.learning_rate_schedule": "cosine",
-    "batchnorm_groups": 2,  # the fewest groups of shuffled BatchNorm, and so the most rows per group
 }
 # The most rows each line can normalize together: a queue leaks unless keys are shuffled.
-_BATCHNORM = {END_TO_END: "synchronized", BANK: "synchronized", MOCO: "shuffled"}
+_BATCHNORM = {
+    END_TO_END: {"batchnorm": "synchronized"},
+    BANK: {"batchnorm": "synchronized"},
+    # The fewest groups of shuffled BatchNorm, and so the most rows per group.
+    MOCO: {"batchnorm": "shuffled", "batchnorm_groups": 2},
+}
 
 
 def _settings(batch_size: int, in_batch: Sequence[int], stored: Sequence[int]) -> tuple[Setting, ...]:
@@ -46,7 +50,7 @@ def _settings(batch_size: int, in_batch: Sequence[int], stored: Sequence[int]) -
             name=f"{short}-{count}",
             label=f"{line}, {count:,}",
             recipe=recipe,
-            overrides={"stages.0.batch_size": batch_size, "batchnorm": _BATCHNORM[line], key: count},
+            overrides={"stages.0.batch_size": batch_size, **_BATCHNORM[line], key: count},
             line=line,
             x=count,
         )

@@ -3,14 +3,15 @@
 import dataclasses
 import io
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raycl.cli.ray_options import Address, Debug, Name, connect
 from raycl.cli.serve import serve
+from raycl.display import format_value, text_table
 from raycl.errors import ConfigError, DataError, RunError
-from raycl.lease import writing_new
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from raycl.negatives.bank import Bank
     from raycl.negatives.search import Neighbors
     from raycl.negatives.spec import BankSpec
+    from raycl.negatives.stats import BankStats
+    from raycl.negatives.store import Negatives
 
 bank = typer.Typer(
     help="Query the banks of running jobs.",
@@ -29,6 +32,8 @@ bank = typer.Typer(
 bank.command()(serve)
 
 MIN_ID, MAX_ID = -(2**63), 2**63 - 1
+_BAR = 40  # characters of the longest bar
+_NUM_SHOWN = 4  # values of an embedding
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -43,14 +48,13 @@ def explain(context: typer.Context) -> None:
 def list_(address: Address = None, as_json: Json = False, debug: Debug = False) -> None:
     """List the banks with their kind, size and run."""
     connect(address, debug)
-    from raycl.cli.bank_tables import print_specs
     from raycl.negatives.bank import list_banks
 
     specs = {name: _spec_of(name) for name in list_banks()}
     if as_json:
         _print_json([_described(name, spec) for name, spec in specs.items()])
     elif specs:
-        print_specs(specs)
+        _print_specs(specs)
     else:
         print("no banks found; a run with a queue or a memory bank starts one")
 
@@ -61,9 +65,7 @@ def stats(name: Name, address: Address = None, as_json: Json = False, debug: Deb
     found = _connect(name, address, debug).stats()
     if as_json:
         return _print_json(dataclasses.asdict(found))
-    from raycl.cli.bank_tables import print_stats
-
-    return print_stats(found)
+    return _print_stats(found)
 
 
 @bank.command()
@@ -135,9 +137,7 @@ def get(
         parts = zip(found.sample_id.tolist(), found.step.tolist(), found.rows.tolist(), strict=True)
         rows = [dict(zip(("sample_id", "step", "embedding"), part, strict=True)) for part in parts]
         return _print_json({"bank": name, "rows": rows, "missing": missing})
-    from raycl.cli.bank_tables import print_rows
-
-    print_rows(found)
+    _print_rows(found)
     if missing:
         print(f"missing: {', '.join(map(str, missing))}")
     return None
@@ -152,6 +152,8 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write all rows as parquet files: sample_id, step, embedding."""
+    from raycl.lease import writing_new
+
     with writing_new(output) as place:
         target = _connect(name, address, debug)
         num_rows = target.export(place.uri)
@@ -216,9 +218,51 @@ def _print_found(name: str, query: dict[str, Any], found: "Neighbors", *, as_jso
         parts = zip(found.sample_id.tolist(), found.similarity.tolist(), found.step.tolist(), strict=True)
         rows = [dict(zip(("sample_id", "similarity", "step"), part, strict=True)) for part in parts]
         return _print_json({"bank": name, "query": query, "neighbors": rows})
-    from raycl.cli.bank_tables import print_neighbors
+    table = found.to_table()
+    return print(text_table(table.columns, table.rows))
 
-    return print_neighbors(found)
+
+def _print_specs(specs: "Mapping[str, BankSpec | None]") -> None:
+    """Print one line per bank: kind, size and run."""
+    rows = [
+        (name, each.kind, str(each.capacity), str(each.dim), each.dtype, str(each.num_shards), each.output)
+        if each
+        else (name, "does not answer", *[""] * 5)
+        for name, each in specs.items()
+    ]
+    print(text_table(("bank", "kind", "rows", "dim", "dtype", "shards", "run"), rows))
+
+
+def _print_stats(stats: "BankStats") -> None:
+    """Print a bank's statistics, its shards and a histogram of the rows' ages."""
+    table = stats.to_table()
+    facts = {"bank": stats.name, **{name: format_value(value) for name, value in table.facts.items()}}
+    print(text_table((), list(facts.items())))
+    print(text_table(table.columns, table.rows))
+    if stats.age_histogram:
+        most = max(rows for _, rows in stats.age_histogram)
+        ages = [
+            (f"below {bound:,}", rows, "#" * -(-_BAR * rows // most)) for bound, rows in stats.age_histogram
+        ]
+        print(text_table(("age in steps", "rows", ""), ages))
+
+
+def _print_rows(found: "Negatives") -> None:
+    """Print one line per row: sample, step, norm and the first values."""
+    import numpy as np
+
+    lengths = np.linalg.norm(found.rows.astype(np.float32), axis=1)
+    rows = [
+        (
+            str(id_),
+            str(step) if step >= 0 else "never",
+            f"{length:.4f}",
+            " ".join(f"{value:.4f}" for value in row[:_NUM_SHOWN])
+            + (" ..." if len(row) > _NUM_SHOWN else ""),
+        )
+        for id_, step, length, row in zip(found.sample_id, found.step, lengths, found.rows, strict=True)
+    ]
+    print(text_table(("sample_id", "step", "norm", "embedding"), rows))
 
 
 def _print_json(value: object) -> None:

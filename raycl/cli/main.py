@@ -13,10 +13,6 @@ import typer
 
 from raycl.cli.bank import bank
 from raycl.errors import ConfigError, DataError, RayclError, StoppedError, StorageError
-from raycl.lease import writing
-from raycl.provenance import typed
-from raycl.report.writer import reported
-from raycl.storage import Place, absolute
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -33,6 +29,10 @@ Setting = Annotated[list[str] | None, typer.Option("--set", help="Replace one se
 Address = Annotated[str | None, typer.Option(help="Ray cluster to join; by default a local one is started.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Ray's logs.")]
 Gpu = Annotated[bool, typer.Option("--gpu", help="Give each worker a GPU.")]
+Workers = Annotated[str | None, typer.Option(help="Training processes: N, or MIN:MAX to use as many as fit.")]
+BatchSize = Annotated[int | None, typer.Option(help="Rows per step over all workers.")]
+Run = Annotated[str, typer.Option(help="The --output of a run.")]
+Side = Annotated[str, typer.Option(help="With two towers: query or key.")]
 
 
 @app.command()
@@ -46,6 +46,7 @@ def demo(
     from raycl.demo.plan import plan_demo
 
     plan = plan_demo(output, workers=workers, epochs=epochs)
+    from raycl.provenance import typed
     from raycl.ray_runtime import prestart_ray
 
     prestart_ray(None, debug=debug)
@@ -78,13 +79,11 @@ def train(
     recipe: Annotated[str, typer.Argument(help="Recipe name or .yaml file.")],
     data: Annotated[str, typer.Option(help="Parquet file or folder, or folder of images; local or s3://.")],
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],
-    workers: Annotated[
-        str | None, typer.Option(help="Training processes: N, or MIN:MAX to use as many as fit.")
-    ] = None,
+    workers: Workers = None,
     gpu: Gpu = False,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimization steps, instead of epochs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows per step over all workers.")] = None,
+    batch_size: BatchSize = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, order and views.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint.")] = False,
     settings: Setting = None,
@@ -93,12 +92,15 @@ def train(
 ) -> None:
     """Pretrain an encoder by contrastive learning."""
     from raycl.cli.plan import plan_run, run_flags
-    from raycl.training.preflight import validate_run
 
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
     config, source = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    from raycl.provenance import typed
+    from raycl.report.writer import reported
+    from raycl.training.preflight import validate_run
+
     with validate_run(config, output=output, resume=resume, data=data, source=source, address=address) as run:
         # All checks above run without loading Ray and torch.
         from raycl.ray_runtime import prestart_ray
@@ -125,7 +127,7 @@ def train(
 @app.command()
 def evaluate(
     measure: Annotated[str, typer.Argument(help="knn, linear, retrieval or sts.")],
-    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    run: Run,
     test: Annotated[str, typer.Option(help="Test set.")],
     train: Annotated[
         str | None, typer.Option(help="Labeled training set; further documents; corpus of the baseline.")
@@ -137,11 +139,15 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Evaluate a run's encoder: kNN, linear probe, retrieval or sentence similarity, next to a baseline."""
-    from raycl.api import evaluate as evaluate_run
-    from raycl.cli.plan import measure_settings
+    from raycl.cli.plan import check_measure, command_settings
 
+    check_measure(measure)
     options: dict[str, Any] = {"gpu": gpu, "address": address, "debug": debug}
-    options |= measure_settings(measure, settings or [])
+    options |= command_settings(measure, settings or [])
+    from raycl.api import evaluate as evaluate_run
+    from raycl.lease import writing
+    from raycl.storage import Place, absolute
+
     written = None if json_file is None else Place(absolute(json_file))
     with contextlib.nullcontext() if written is None else writing(written, is_file=True) as lease:
         result = evaluate_run(measure, run=run, train=train, test=test, **options)  # pyright: ignore[reportArgumentType]
@@ -156,21 +162,22 @@ def evaluate(
 
 @app.command()
 def embed(
-    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    run: Run,
     data: Annotated[str, typer.Option(help="Images or texts to embed.")],
     output: Annotated[str, typer.Option(help="Folder of parquet files to write; local or s3://.")],
-    side: Annotated[str, typer.Option(help="With two towers: query or key.")] = "query",
+    side: Side = "query",
     gpu: Gpu = False,
     settings: Setting = None,
     address: Address = None,
     debug: Debug = False,
 ) -> None:
     """Embed a set of images or texts to parquet."""
-    from raycl.cli.plan import embedding_settings
-    from raycl.inference.preflight import check_inputs
+    from raycl.cli.plan import command_settings
 
     options: dict[str, Any] = {"side": side, "gpu": gpu, "address": address}
-    chosen = embedding_settings(settings or [])
+    chosen = command_settings("embed", settings or [])
+    from raycl.inference.preflight import check_inputs
+
     check_inputs(run, data=[data], output=output, **options)
     from raycl.inference.embed import embed_to_parquet
 
@@ -195,16 +202,17 @@ def mine(
     debug: Debug = False,
 ) -> None:
     """Add hard negatives to pairs: the documents nearest to a query that do not match it."""
-    from raycl.cli.plan import column_settings
+    from raycl.cli.plan import command_settings
+
+    chosen = command_settings("mine", settings or [])
     from raycl.inference.preflight import check_inputs, check_mining
 
     check_mining(num_negatives, max_relative_score)
-    columns = column_settings(settings or [])
     check_inputs(run, data=[data], output=output, gpu=gpu, address=address)
     from raycl.inference.mining import mine_negatives
 
     mined = mine_negatives(
-        run, data, output, num_negatives=num_negatives, max_relative_score=max_relative_score, columns=columns, gpu=gpu, address=address, debug=debug
+        run, data, output, num_negatives=num_negatives, max_relative_score=max_relative_score, gpu=gpu, address=address, debug=debug, **chosen
     )  # fmt: skip
     print(
         f"{mined.num_negatives:,} negatives added to {mined.num_pairs:,} pairs in {output}; "
@@ -214,12 +222,12 @@ def mine(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Option(help="The --output of a run.")],
+    run: Run,
     output: Annotated[str, typer.Option(help="Folder to write; local or s3://.")],
     to: Annotated[
         str | None, typer.Option(help="sentence_transformers (texts) or torchvision (images).")
     ] = None,
-    side: Annotated[str, typer.Option(help="With two towers: query or key.")] = "query",
+    side: Side = "query",
     debug: Debug = False,
 ) -> None:
     """Write a run's encoder for other packages."""
@@ -260,29 +268,29 @@ def doctor(
     output: Annotated[
         str | None, typer.Option(help="Folder that every node must be able to write to; local or s3://.")
     ] = None,
-    workers: Annotated[str | None, typer.Option(help="Workers of the recipe: N, or MIN:MAX.")] = None,
+    workers: Workers = None,
     gpu: Gpu = False,
-    batch_size: Annotated[int | None, typer.Option(help="Rows per step of the recipe.")] = None,
+    batch_size: BatchSize = None,
     settings: Setting = None,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
     debug: Debug = False,
 ) -> None:
     """Check the cluster, the storage, the data and the recipe; print one line per check, with a remedy."""
-    from raycl.cli.doctor import report
+    from raycl.api import examine
     from raycl.cli.plan import run_flags
 
-    all_good = report(
-        recipe,
-        run_flags(workers=workers, gpu=gpu or None, batch_size=batch_size),
-        settings=settings or [],
-        data=data,
-        output=output,
-        address=address,
-        as_json=as_json,
-        debug=debug,
-    )
-    if not all_good:
+    flags = run_flags(workers=workers, gpu=gpu or None, batch_size=batch_size)
+    results = []
+    for result in examine(
+        recipe, flags, settings=settings or [], data=data, output=output, address=address, debug=debug
+    ):
+        results.append(result)
+        if not as_json:
+            print(result, flush=True)
+    if as_json:
+        print(json.dumps([vars(result) for result in results]))
+    if not all(result.good for result in results):
         raise typer.Exit(1)
 
 
@@ -363,15 +371,16 @@ def _print_error(text: str) -> None:
 
 
 def _show_example(example: dict[str, Any]) -> None:
-    """Print a table of a query and its nearest documents to stderr."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print a query and its nearest documents to stderr."""
+    from raycl.display import Table
 
-    table = Table(title=example["query"][:160], title_justify="left", title_style="bold")
-    for name in ("cosine", "match", "document"):
-        table.add_column(name)
-    for found in example["nearest"]:
-        mark = "yes" if found["matches"] else ""
-        table.add_row(f"{found['similarity']:.3f}", mark, " ".join(found["document"].split())[:120])
-    # User texts: rich must not interpret their brackets and colons.
-    Console(stderr=True, markup=False, emoji=False).print(table)
+    rows = [
+        (
+            f"{found['similarity']:.3f}",
+            "yes" if found["matches"] else "",
+            " ".join(found["document"].split())[:120],
+        )
+        for found in example["nearest"]
+    ]
+    title = " ".join(example["query"].split())[:160]
+    print(Table(title=title, columns=("cosine", "match", "document"), rows=rows).to_text(), file=sys.stderr)

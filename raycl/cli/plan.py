@@ -6,28 +6,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycl.config import Columns, RunConfig
 from raycl.config.overrides import config_from_yaml, override, parse_setting, unknown_setting
-from raycl.data.columns import ColumnNames
-from raycl.data.images import InvalidImageError, image_sides
-from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError
 from raycl.recipes import recipe
-from raycl.storage import Place
-from raycl.training.preflight import column_names
 
 if TYPE_CHECKING:
     import ray
 
+    from raycl.data.columns import ColumnNames
+    from raycl.data.sources import Source
+
 Settings = Mapping[str, Any] | Sequence[str]  # a mapping by key.path, or strings key.path=value
 LARGEST = 224
 NUM_PEEKED = 16
-_MAX_INVALID_FRACTION: dict[str, type] = {"data.max_invalid_fraction": float}
 
 
 class RunPlan(NamedTuple):
     """The configuration of a run, and its data if they were found for the image size."""
 
     config: RunConfig
-    source: Source | None = None
+    source: "Source | None" = None
 
 
 def plan_run(
@@ -48,6 +45,8 @@ def plan_run(
         _check_flags(flags, run, "the configuration")
         return RunPlan(override(run, overrides))
     if run.endswith((".yaml", ".yml")):
+        from raycl.storage import Place
+
         config = config_from_yaml(Place(run).read_text(), name=run)
         _check_flags(flags, config, run)
         return RunPlan(override(config, overrides))
@@ -57,9 +56,13 @@ def plan_run(
         return RunPlan(requested)
     if "data.image_size" in pairs:
         return RunPlan(override(recipe(run, image_size=pairs["data.image_size"]), overrides))
+    # Here, since these modules take a second to import, and wrong settings are refused before.
+    from raycl.data.sources import find_source
+    from raycl.training.preflight import column_names
+
     columns = column_names(requested)
     source = find_source(data, columns) if isinstance(data, str) else None
-    size = peek_image_size(data if source is None else source, columns)
+    size = _peek_image_size(data if source is None else source, columns)  # pyright: ignore[reportArgumentType]
     return RunPlan(override(recipe(run, image_size=size), overrides), source)
 
 
@@ -111,8 +114,10 @@ def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None
         )
 
 
-def peek_image_size(data: "Source | ray.data.Dataset | None", columns: ColumnNames) -> int:
+def _peek_image_size(data: "Source | ray.data.Dataset | None", columns: "ColumnNames") -> int:
     """Return the median shorter side of the first valid images, between 8 and 224 pixels."""
+    from raycl.data.images import InvalidImageError, image_sides
+
     sides = []
     for content in _first_images(data, columns):
         try:
@@ -122,7 +127,9 @@ def peek_image_size(data: "Source | ray.data.Dataset | None", columns: ColumnNam
     return max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
 
 
-def _first_images(data: "Source | ray.data.Dataset | None", columns: ColumnNames) -> list[Any]:
+def _first_images(data: "Source | ray.data.Dataset | None", columns: "ColumnNames") -> list[Any]:
+    from raycl.data.sources import Source
+
     if isinstance(data, Source):
         first = next(data.read(data.fragments[0]), None)
         return [] if first is None else list(first.values["image"][:NUM_PEEKED])
@@ -140,71 +147,55 @@ def settings_of(settings: Settings) -> dict[str, Any]:
     return dict(settings if isinstance(settings, Mapping) else map(parse_setting, settings))
 
 
-def check_measure(measure: str) -> None:
-    """Raise ``ConfigError`` for an unknown measure."""
-    if measure not in _MEASURES:
-        raise ConfigError(f"unknown measure {measure!r}; choose knn, linear, retrieval or sts")
-
-
-def measure_settings(measure: str, settings: Settings) -> dict[str, Any]:
-    """Return the options of a measure from ``--set`` of ``evaluate``."""
-    check_measure(measure)
-    return _MEASURES[measure](settings)
-
-
-def judgment_settings(settings: Settings) -> dict[str, Any]:
-    """Return ``k``, ``temperature``, ``labels_per_class``, ``seed``, ``baseline`` and ``data.*`` from ``--set``."""
-    kinds = {"k": int, "temperature": float, "labels_per_class": int, "seed": int, "baseline": bool}
-    return _read_settings(settings, kinds | _MAX_INVALID_FRACTION, columns=True)
-
-
-def retrieval_settings(settings: Settings) -> dict[str, Any]:
-    """Return ``queries``, ``documents``, ``examples``, ``baseline`` and ``data.columns.*`` from ``--set``."""
-    kinds = {"queries": str, "documents": str, "examples": int, "baseline": bool}
-    return _read_settings(settings, kinds, columns=True)
-
-
-def sts_settings(settings: Settings) -> dict[str, Any]:
-    """Return ``text``, the column of the corpus, and ``baseline`` from ``--set``."""
-    return _read_settings(settings, {"text": str, "baseline": bool}, columns=False)
-
-
-def embedding_settings(settings: Settings) -> dict[str, Any]:
-    """Return the columns and ``max_invalid_fraction`` from ``--set`` of ``embed`` and ``prepare pairs``."""
-    return _read_settings(settings, _MAX_INVALID_FRACTION, columns=True)
-
-
-def column_settings(settings: Settings) -> ColumnNames | None:
-    """Return the columns from ``--set`` of ``mine`` and ``doctor``."""
-    return _read_settings(settings, {}, columns=True).get("columns")
-
-
-_MEASURES = {
-    "knn": judgment_settings,
-    "linear": judgment_settings,
-    "retrieval": retrieval_settings,
-    "sts": sts_settings,
+_INVALID: dict[str, type] = {"data.max_invalid_fraction": float}
+_CLASSES = {
+    "k": int,
+    "temperature": float,
+    "labels_per_class": int,
+    "seed": int,
+    "baseline": bool,
+    **_INVALID,
+}
+# The settings of the commands without a run's configuration. All but ``sts`` have ``data.columns`` as well.
+COMMANDS: dict[str, dict[str, type]] = {
+    "knn": _CLASSES,
+    "linear": _CLASSES,
+    "retrieval": {"queries": str, "documents": str, "examples": int, "baseline": bool},
+    "sts": {"text": str, "baseline": bool},
+    "embed": _INVALID,
+    "pairs": _INVALID,
+    "mine": {},
+    "doctor": {},
 }
 
 
-def _read_settings(settings: Settings, kinds: Mapping[str, type], *, columns: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    named: dict[str, Any] = {}
-    roles = [f"data.columns.{name}" for name in Columns.model_fields] if columns else []
+def check_measure(measure: str) -> None:
+    """Raise ``ConfigError`` for an unknown measure of ``raycl evaluate``."""
+    if measure not in ("knn", "linear", "retrieval", "sts"):
+        raise ConfigError(f"unknown measure {measure!r}; choose knn, linear, retrieval or sts")
+
+
+def command_settings(command: str, settings: Settings) -> dict[str, Any]:
+    """Return the arguments from ``--set`` of a command of ``COMMANDS``; ``columns`` only if one is named.
+
+    Raises ``ConfigError`` for an unknown setting or a wrong type.
+    """
+    kinds, found, columns = COMMANDS[command], dict[str, Any](), dict[str, Any]()
+    roles = [] if command == "sts" else [f"data.columns.{name}" for name in Columns.model_fields]
     for path, value in settings_of(settings).items():
         if path in kinds:
-            result[path.removeprefix("data.")] = _typed(path, value, kinds[path])
+            found[path.removeprefix("data.")] = _typed(path, value, kinds[path])
         elif path in roles:
-            named[path.removeprefix("data.columns.")] = value
+            columns[path.removeprefix("data.columns.")] = value
         else:
             raise ConfigError(unknown_setting(path, [*kinds, *roles]))
-    return result | ({"columns": _named(named)} if named else {})
+    if columns:
+        from raycl.data.columns import ColumnNames
 
-
-def _named(columns: dict[str, Any]) -> ColumnNames:
-    """Return the columns; naming text columns removes the default image column."""
-    has_texts = any(columns.get(role) for role in ("text", "query", "document"))
-    return ColumnNames(**({"image": None} if has_texts else {}) | columns)
+        # Columns of texts replace the default image column.
+        has_texts = any(columns.get(role) for role in ("text", "query", "document"))
+        found["columns"] = ColumnNames(**({"image": None} if has_texts else {}) | columns)
+    return found
 
 
 def _typed(path: str, value: Any, kind: type) -> Any:

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen, validated values."""
 
-from raycl.config.flatten import leaves
+from raycl.config.conditions import active_settings, flat, leaves
 from raycl.config.run import RunConfig
 from raycl.config.schema import (
     AugmentConfig,
@@ -37,5 +37,7 @@ __all__ = [
     "Stage",
     "TextAugmentConfig",
     "TextConfig",
+    "active_settings",
+    "flat",
     "leaves",
 ]

@@ -12,7 +12,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from raycl.config import RunConfig, Stage, leaves
+from raycl.config import RunConfig, Stage
+from raycl.config.conditions import active_settings, flat, leaves, why_inactive
+from raycl.config.run import LENIENT
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
@@ -44,14 +46,23 @@ RENAMED = {
 }
 
 
-def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Validate a tree of plain values; raises ``ConfigError`` naming the key."""
+def config_from_dict(values: Mapping[str, Any], *, drops_inactive: bool = False) -> RunConfig:
+    """Validate a tree of plain values.
+
+    A setting without effect may have its default only, unless such settings are dropped. Raises
+    ``ConfigError`` naming the key.
+    """
     try:
-        return RunConfig.model_validate_json(json.dumps(values))
+        if not drops_inactive:
+            return RunConfig.model_validate_json(json.dumps(values))
+        run = RunConfig.model_validate_json(json.dumps(values), context=LENIENT)
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
     except TypeError as error:
         raise ConfigError(f"the configuration contains a value that YAML cannot represent: {error}") from None
+    # Repeated, since a dropped setting may be the condition of another one.
+    active = active_settings(run)
+    return run if active == values else config_from_dict(active, drops_inactive=True)
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,7 +100,11 @@ def _num_values(node: Any, known: dict[int, float]) -> float:
 
 
 def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig:
-    """Read a run from YAML of this or an older version; raises ``ConfigError``."""
+    """Read a run from YAML of this or an older version; raises ``ConfigError``.
+
+    A setting without effect may have its default only. In a file of an older version it is dropped, so that old
+    runs can be resumed.
+    """
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
@@ -98,7 +113,10 @@ def config_from_yaml(text: str, *, name: str = "the configuration") -> RunConfig
         raise ConfigError(
             f"{name} must contain keys and values, got {type(values).__name__}; see `raycl recipes simclr`"
         )
-    return config_from_dict(_with_new_names(values))
+    values = _with_new_names(values)
+    # Older versions wrote all sections; today no run has these three, since two towers have no momentum encoder.
+    is_old = {"text", "augment", "momentum_encoder"} <= values.keys()
+    return config_from_dict(values, drops_inactive=is_old)
 
 
 def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
@@ -129,15 +147,16 @@ def _rename(values: Any, old: str, new: str) -> None:
 
 
 def config_to_yaml(config: RunConfig) -> str:
-    """Write a run as YAML that ``config_from_yaml`` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """Write the settings that have an effect in a run as YAML that ``config_from_yaml`` reads back."""
+    return yaml.safe_dump(active_settings(config), sort_keys=False)
 
 
 def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> RunConfig:
     """Return the run with ``key.path=value`` settings replaced; values are YAML.
 
-    Changing ``encoder.name`` clears ``encoder.kwargs``.
-    Raises ``ConfigError`` for an unknown key, a wrong type or an invalid value.
+    Changing ``encoder.name`` clears ``encoder.kwargs``. Settings of ``config`` that no longer have an effect
+    return to their defaults. Raises ``ConfigError`` for an unknown key, a wrong type, an invalid value or a
+    setting that would have no effect.
     """
     pairs = list(settings.items() if isinstance(settings, Mapping) else map(parse_setting, settings))
     values = config.model_dump(mode="json")
@@ -147,7 +166,19 @@ def override(config: RunConfig, settings: Sequence[str] | Mapping[str, Any]) -> 
             values[side]["kwargs"] = {}  # arguments of the previous encoder
     for path, value in pairs:
         _set(values, path, value)
-    return config_from_dict(values)
+    changed = config_from_dict(values, drops_inactive=True)
+    _check_active(changed, pairs)
+    return changed
+
+
+def _check_active(config: RunConfig, pairs: Sequence[tuple[str, Any]]) -> None:
+    """Raise ``ConfigError`` if a given setting has no effect; in a given section, it may have its default."""
+    values = leaves(config)
+    for path, value in pairs:
+        for setting, given in flat(value, path).items():
+            is_default = setting != path and values.get(setting) == given
+            if not is_default and (problem := why_inactive(config, setting)):
+                raise ConfigError(problem)
 
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -1,10 +1,14 @@
 """The configuration of a whole run, and checks across its sections."""
 
-import math
-from typing import Annotated, Literal, Self, final
+import functools
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self, final
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
+from raycl.config.checks import problems
+from raycl.config.conditions import leaves, why_inactive
 from raycl.config.schema import (
     AugmentConfig,
     BankConfig,
@@ -25,9 +29,11 @@ from raycl.config.schema import (
     TrackingConfig,
 )
 from raycl.config.stage import Stage
-from raycl.loss_specs import LOSSES, cross_entropy_for, join_names
+from raycl.loss_specs import LOSSES, cross_entropy_for
+from raycl.models.registry import HUGGING_FACE
 
-_OVER_THE_BATCH = ("synchronized", "local")  # BatchNorm with statistics over all chunks
+LENIENT = {"inactive": "accepted"}  # context of a validation that accepts inactive settings
+_NO_DEFAULT = object()
 
 
 @final
@@ -164,6 +170,13 @@ class RunConfig(Section):
         return self.data.kind != "image"
 
     @property
+    def has_pretrained_tokenizer(self) -> bool:
+        """Whether the tower of texts is a pretrained model, which has a tokenizer."""
+        encoder = self.text_encoder if self.data.kind == "image_text" else self.encoder
+        is_model = self.has_texts and encoder.name.startswith(HUGGING_FACE)
+        return is_model and encoder.kwargs.get("pretrained", True)
+
+    @property
     def judged_by(self) -> str:
         """The metric of the periodic evaluation that selects the best checkpoint."""
         return "recall_at_10" if self.has_two_towers else "knn_top1"
@@ -196,106 +209,6 @@ class RunConfig(Section):
         """Return the number of rows in a group of shuffled BatchNorm."""
         return stage.batch_size // max(self.batchnorm_groups, self.workers_of(stage))
 
-    @model_validator(mode="after")
-    def _asks_for_accelerators_with_gpu(self) -> Self:
-        if self.accelerator is not None and not self.gpu:
-            raise ValueError(
-                f"accelerator={self.accelerator!r} requires gpu=true; set it, or remove accelerator"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_batches_that_divide(self) -> Self:
-        if not self.stages:
-            raise ValueError("stages is empty; give at least one stage")
-        if self.min_workers is not None and self.min_workers > self.workers:
-            raise ValueError(
-                f"min_workers {self.min_workers} is more than workers {self.workers}; give --workers MIN:MAX"
-            )
-        for index, stage in enumerate(self.stages):
-            if problem := self._problem_of(stage):
-                # The index is omitted for a single stage, the usual case.
-                raise ValueError(problem if len(self.stages) == 1 else f"stage {index}: {problem}")
-        return self
-
-    def _problem_of(self, stage: Stage) -> str | None:
-        """Return an error message if a stage is invalid for any number of workers in its range."""
-        least, most = self.worker_range(stage)
-        for workers in range(least, most + 1):
-            settled = self.settled(workers)
-            for check in (_check_workers, _check_groups):
-                if problem := check(settled, stage):
-                    return problem + _range_hint(least, most)
-            for check in (_check_chunks, _check_capacity):
-                if problem := check(settled, stage):
-                    return problem
-        return None
-
-    @model_validator(mode="after")
-    def _has_a_loss_to_roll_back_to(self) -> Self:
-        if self.monitor.on_collapse == "rollback" and not any(stage.has_hinge for stage in self.stages):
-            raise ValueError(
-                "monitor.on_collapse=rollback replaces the hinge by cross-entropy, and no stage has a "
-                "hinge; set it to warn or stop"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_keys_that_fit_loss_and_store(self) -> Self:
-        store = self.negatives.store
-        if (self.key == "memory_bank") != (store == "memory_bank"):
-            raise ValueError(
-                f"key {self.key} is incompatible with negatives.store {store}; "
-                "key=memory_bank and negatives.store=memory_bank require each other"
-            )
-        if self.batchnorm == "shuffled" and self.key == "memory_bank":
-            raise ValueError(
-                "batchnorm shuffled needs two views per sample, and key memory_bank has one; "
-                "set batchnorm to synchronized, layer or group"
-            )
-        for stage in self.stages:
-            if problem := self._loss_problem(stage):
-                raise ValueError(problem)
-            if stage.proximal_weight and self.key != "memory_bank":
-                raise ValueError(
-                    "proximal_weight needs the slots of a memory bank; set key=memory_bank, or proximal_weight=0"
-                )
-        return self
-
-    def _loss_problem(self, stage: Stage) -> str | None:
-        """Return an error message if the loss of a stage does not fit the keys and negatives."""
-        spec, store, kind = LOSSES[stage.loss], self.negatives.store, self.data.kind
-        if self.key not in spec.keys or (store != "none" and not spec.stored_negatives):
-            return (
-                f"loss {stage.loss} is incompatible with key {self.key} and negatives.store {store}: it takes "
-                f"key {join_names(spec.keys)}{'' if spec.stored_negatives else ', and negatives.store none'}"
-            )
-        explicit = kind == "pairs" and self.negatives.explicit
-        if explicit and spec.pairs and not spec.explicit_negatives:
-            return (
-                f"loss {stage.loss} cannot use explicit negatives; set negatives.explicit=false, or loss to "
-                f"{join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)}"
-            )
-        if store == "none" and not (self.negatives.in_batch or explicit):
-            return f"{stage.loss} has no negatives; set negatives.in_batch=true, or a negatives.store"
-        if spec.needs_batch and not self.negatives.in_batch:
-            others = [name for name in self._fitting_losses() if name != stage.loss]
-            return (
-                f"loss {stage.loss} needs in-batch negatives; "
-                f"set negatives.in_batch=true, or loss to {join_names(others)}"
-            )
-        if self.has_two_towers and not spec.pairs:
-            return (
-                f"loss {stage.loss} compares views of one sample, but data.kind {kind} has pairs; "
-                f"set loss to {join_names(name for name, each in LOSSES.items() if each.pairs)}"
-            )
-        return None
-
-    def _fitting_losses(self) -> list[str]:
-        sources = {"key": self.key, "pairs": self.has_two_towers, "store": self.negatives.store}
-        in_batch = self.negatives.in_batch
-        return [name for name, spec in LOSSES.items() if spec.fits(**sources, in_batch=in_batch)]
-
     def without_hinge(self, stage: Stage) -> Stage:
         """Return the stage with cross-entropy instead of the hinge."""
         loss = stage.loss
@@ -314,129 +227,23 @@ class RunConfig(Section):
         return next((stage.bias for stage in self.stages if "bias" in LOSSES[stage.loss].learns), None)
 
     @model_validator(mode="after")
-    def _has_what_two_towers_need(self) -> Self:
-        if self.has_two_towers and self.key != "tower":
-            raise ValueError(
-                f"data.kind {self.data.kind} encodes its keys by a tower, got key {self.key}; set key=tower"
-            )
-        if self.has_two_towers and self.batchnorm == "shuffled":
-            raise ValueError(
-                "batchnorm shuffled needs two views of one tower, and this run has two towers; set it "
-                "to synchronized, group or layer"
-            )
-        for stage in self.stages:
-            if stage.logq_correction and (self.data.kind != "pairs" or not LOSSES[stage.loss].log_frequency):
-                raise ValueError(
-                    "logq_correction needs pairs with recurring documents; set data.kind=pairs and "
-                    f"loss={join_names(name for name, spec in LOSSES.items() if spec.log_frequency)}, or remove it"
-                )
-        if self.learn_temperature and not any(LOSSES[stage.loss].learns for stage in self.stages):
-            raise ValueError(
-                f"loss {self.stages[0].loss} has no temperature to learn; remove learn_temperature"
-            )
-        if self.data.kind in ("image", "pairs") and any(self.text_augment.model_dump().values()):
-            raise ValueError(
-                f"text_augment needs views of texts, and data.kind {self.data.kind} has none; remove it"
-            )
-        if self.separate_towers and self.data.kind != "pairs":
-            raise ValueError(f"separate_towers needs data.kind pairs, got {self.data.kind}; remove it")
+    def _is_possible(self, info: ValidationInfo) -> Self:
+        inactive = () if info.context is LENIENT else self._inactive_settings()
+        for problem in (*inactive, *problems(self)):
+            raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _has_a_bank_that_can_be_held(self) -> Self:
-        bank, negatives = self.bank, self.negatives
-        if bank.location == "worker" and (bank.shards > 1 or bank.detached or bank.name):
-            raise ValueError("bank.shards, bank.detached and bank.name need bank.location=actor; remove them")
-        if negatives.store != "memory_bank" and bank.shards > 1:
-            raise ValueError(
-                f"bank.shards {bank.shards} needs a memory bank, got negatives.store {negatives.store}; "
-                "remove bank.shards"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_possible_views(self) -> Self:
-        for name, (low, high) in {
-            "crop_scale": self.augment.crop_scale,
-            "crop_ratio": self.augment.crop_ratio,
-            "blur_sigma": self.augment.blur_sigma,
-        }.items():
-            if low > high:
-                raise ValueError(f"augment.{name} must ascend, got {low} to {high}")
-        if self.augment.crop_scale[1] > 1:
-            raise ValueError(f"augment.crop_scale must be at most 1, got {self.augment.crop_scale[1]}")
-        for name, values in {"mean": self.augment.mean, "std": self.augment.std}.items():
-            if values is not None and len(values) != self.data.channels:
-                raise ValueError(
-                    f"augment.{name} has {len(values)} numbers for {self.data.channels} channels; give one per channel"
-                )
-        return self
+    def _inactive_settings(self) -> Iterator[str]:
+        """Yield why settings that differ from their defaults have no effect."""
+        defaults = _default_settings()
+        for path, value in leaves(self).items():
+            default = defaults.get(re.sub(r"^stages\.\d+", "stages.0", path), _NO_DEFAULT)
+            if value != default and (problem := why_inactive(self, path)):
+                yield problem
 
 
-def _range_hint(least: int, most: int) -> str:
-    """Return a hint for ranges of workers: a batch size that divides over each number."""
-    if least == most:
-        return ""
-    multiple = math.lcm(*range(least, most + 1))
-    # For 1 to 16 workers it is 720,720, too large for a batch.
-    remedy = f"choose a multiple of {multiple}" if multiple <= 100_000 else "choose a narrower MIN:MAX"
-    return f" (the run may have any number of workers from {least} to {most}; {remedy})"
-
-
-def _check_workers(config: RunConfig, stage: Stage) -> str | None:
-    workers = config.workers_of(stage)
-    if stage.batch_size % workers == 0:
-        return None
-    return (
-        f"batch_size {stage.batch_size} does not divide over {workers} workers; "
-        "batch_size counts the rows of all workers; choose a multiple"
-    )
-
-
-def _check_groups(config: RunConfig, stage: Stage) -> str | None:
-    if config.batchnorm != "shuffled":
-        return None
-    workers = config.workers_of(stage)
-    groups = max(config.batchnorm_groups, workers)
-    if groups % workers:
-        return f"batchnorm_groups {groups} do not divide over {workers} workers; choose a multiple"
-    if stage.batch_size % groups or stage.batch_size < 2 * groups or groups < 2:
-        return (
-            f"batch_size {stage.batch_size} does not split into {groups} groups of at least 2 rows for "
-            "shuffled BatchNorm, which needs 2 groups or more; set batchnorm_groups or --batch-size"
-        )
-    return None
-
-
-def _check_chunks(config: RunConfig, stage: Stage) -> str | None:
-    size, views = stage.chunk_size, config.local_views(stage)
-    if stage.activation_checkpoint_every is not None and (
-        size is None or config.batchnorm not in _OVER_THE_BATCH
-    ):
-        return (
-            f"activation_checkpoint_every {stage.activation_checkpoint_every} has no effect on batchnorm {config.batchnorm} and chunk_size "
-            f"{'null' if size is None else size}: it needs batchnorm {' or '.join(_OVER_THE_BATCH)} and chunk_size; remove it"
-        )
-    if size is None:
-        return None
-    if size > views:
-        return (
-            f"chunk_size {size} is larger than a worker's {views} views of a batch of {stage.batch_size}; "
-            "remove chunk_size, or choose a smaller one"
-        )
-    if config.batchnorm == "shuffled" and size % config.rows_per_group(stage):
-        return (
-            f"chunk_size {size} is not a multiple of {config.rows_per_group(stage)}, the rows in a group of shuffled BatchNorm; "
-            "choose a multiple, or more batchnorm_groups"
-        )
-    return None
-
-
-def _check_capacity(config: RunConfig, stage: Stage) -> str | None:
-    negatives = config.negatives
-    if negatives.store != "queue" or negatives.capacity >= stage.batch_size:
-        return None
-    return (
-        f"negatives.capacity {negatives.capacity} is less than a batch of {stage.batch_size}; "
-        "a queue must hold at least the keys of one step"
-    )
+@functools.cache
+def _default_settings() -> dict[str, Any]:
+    """Return the defaults of all settings, of stages under the index 0."""
+    least = {"recipe": "", "stages": ({"steps": 1},)}
+    return leaves(RunConfig.model_validate(least, context=LENIENT))

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, Self, final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from raycl.display import Displayable, Table, flatten
 
@@ -11,7 +11,17 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Range = tuple[Positive, Positive]
+_Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+def _ascending(values: tuple[float, float]) -> tuple[float, float]:
+    low, high = values
+    if low > high:
+        raise ValueError(f"must ascend, got {low} to {high}")
+    return values
+
+
+Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
 
 
 class Section(Displayable, BaseModel):
@@ -122,7 +132,7 @@ class AugmentConfig(Section):
     The defaults are SimCLR's for ImageNet.
     """
 
-    crop_scale: Range = (0.08, 1.0)
+    crop_scale: Annotated[tuple[_Share, _Share], AfterValidator(_ascending)] = (0.08, 1.0)
     """Range of the crop's area as a fraction of the image's area, at most 1."""
 
     crop_ratio: Range = (3 / 4, 4 / 3)

@@ -7,8 +7,6 @@ from pydantic import Field, field_validator, model_validator
 from raycl.config.schema import Count, Fraction, NotNegative, Positive, Section
 from raycl.loss_specs import LOSSES, MIXED, join_names
 
-_INITIAL_BIAS = -10.0
-
 
 @final
 class Stage(Section):
@@ -58,7 +56,7 @@ class Stage(Section):
     temperature: Positive = 0.1
     """Divisor of the cosines in a cross-entropy; 0.1 as in SimCLR."""
 
-    bias: float = _INITIAL_BIAS
+    bias: float = -10.0
     """Bias of ``siglip``, with the paper's initial value; learned with ``learn_temperature``."""
 
     logq_correction: bool = False
@@ -109,34 +107,10 @@ class Stage(Section):
             raise ValueError("set exactly one of epochs and steps")
         return self
 
-    @model_validator(mode="after")
-    def _mixes_two_losses(self) -> Self:
-        if self.mixes_hinge and not LOSSES[self.loss].mixes:
-            mixing = [name for name, spec in LOSSES.items() if spec.mixes]
-            raise ValueError(
-                f"hinge_weight mixes the hinge with a cross-entropy, got loss {self.loss}; "
-                f"set loss to {join_names(mixing)}, or remove hinge_weight"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_loss_with_its_bias(self) -> Self:
-        if self.bias != _INITIAL_BIAS and "bias" not in LOSSES[self.loss].learns:
-            losses = join_names(name for name, spec in LOSSES.items() if "bias" in spec.learns)
-            raise ValueError(
-                f"loss {self.loss} has no bias, got {self.bias:g}; set loss to {losses}, or remove bias"
-            )
-        return self
-
-    @property
-    def mixes_hinge(self) -> bool:
-        """Whether the hinge is mixed into the loss at some step."""
-        return bool(self.hinge_weight or self.final_hinge_weight)
-
     @property
     def has_hinge(self) -> bool:
-        """Whether the hinge is the loss or a part of it."""
-        return self.loss == MIXED or self.mixes_hinge
+        """Whether the hinge is the loss or, at some step, a part of it."""
+        return self.loss == MIXED or bool(self.hinge_weight or self.final_hinge_weight)
 
     @property
     def peak_learning_rate(self) -> float:

@@ -79,7 +79,6 @@ def instance_discrimination(image_size: int = 224) -> RunConfig:
         projection_head=_LINEAR,
         key="memory_bank",
         negatives=NegativesConfig(
-            in_batch=False,
             store="memory_bank",
             bank_init="encoder" if is_small else "random",
             normalizer_momentum=0.9 if is_small else None,

@@ -17,7 +17,7 @@ from raycl.config import (
 
 DIM = 256  # output of raycl's text encoders, used as the embedding without a head
 WIDE = 1_024
-_NO_HEAD = HeadConfig(num_layers=0, dim=DIM, batchnorm=False)
+_NO_HEAD = HeadConfig(num_layers=0, dim=DIM)
 _ADAMW = OptimizerConfig(name="adamw", betas=(0.9, 0.98), weight_decay=0.01)
 
 
@@ -72,7 +72,7 @@ def two_tower(image_size: int = 224) -> RunConfig:
         data=DataConfig(kind="pairs"),
         text=TextConfig(max_length=64, max_document_length=512),
         encoder=EncoderConfig(name="bag_of_subwords", kwargs={"dim": WIDE, "hidden_dim": 0}),
-        projection_head=HeadConfig(num_layers=0, dim=WIDE, batchnorm=False),
+        projection_head=HeadConfig(num_layers=0, dim=WIDE),
         batchnorm="local",
         optimizer=_ADAMW,
         stages=(

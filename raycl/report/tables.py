@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from raycl.config import leaves
+from raycl.config import active_settings, flat
 from raycl.config.overrides import differences
 from raycl.display import Table
 from raycl.report.run import Run
@@ -17,7 +17,7 @@ NONE = "-"
 def run_facts(run: Run) -> list[tuple[str, str]]:
     """Return the facts of a run by name."""
     config, history, result = run.config, run.history, run.result
-    negatives = ["in the batch"] if config.negatives.in_batch else []
+    negatives = ["in the batch"] if config.negatives.in_batch and config.key != "memory_bank" else []
     if config.negatives.store != "none":
         negatives.append(config.negatives.store.replace("_", " "))
     facts = {
@@ -89,7 +89,7 @@ def differing_settings(runs: Sequence[Run]) -> Table:
     """Return the settings in which the runs differ, one row per setting."""
     first, *others = runs
     keys = dict.fromkeys(key for other in others for key in differences(first.config, other.config))
-    settings = [leaves(run.config) for run in runs]
+    settings = [flat(active_settings(run.config)) for run in runs]
     rows = [(key, *(_setting(values.get(key, NONE)) for values in settings)) for key in keys]
     return Table(title="Settings that differ", columns=("setting", *(run.name for run in runs)), rows=rows)
 

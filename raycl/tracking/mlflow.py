@@ -10,7 +10,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from raycl.config import RunConfig, leaves
+from raycl.config import RunConfig, active_settings, flat
 from raycl.storage import Place
 from raycl.tracking.base import MetricsRecord, known_run, remember_run
 
@@ -60,7 +60,7 @@ class MlflowRun:
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
         run = self._client.create_run(experiment_id, run_name=output.name, tags={"output": output.uri})
-        settings = leaves(config).items()
+        settings = flat(active_settings(config)).items()
         params = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings]
         for some in _parts(params, _MAX_PARAMS):
             self._client.log_batch(run.info.run_id, params=some)

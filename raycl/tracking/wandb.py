@@ -6,7 +6,7 @@ from typing import final
 
 import wandb
 
-from raycl.config import RunConfig
+from raycl.config import RunConfig, active_settings
 from raycl.storage import Place
 from raycl.tracking.base import MetricsRecord, known_run, remember_run
 
@@ -30,7 +30,7 @@ class WandbRun:
             id=known,
             resume="allow",
             name=output.name,
-            config=config.model_dump(mode="json"),
+            config=active_settings(config),
             allow_val_change=True,
             dir=output.resolve()[1] if output.is_local else tempfile.gettempdir(),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),

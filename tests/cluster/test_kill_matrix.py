@@ -28,6 +28,7 @@ from tests.cluster.strikes import Node, extra_node, kill_process, wait_until
 from tests.faulty_s3 import FaultyS3
 from tests.images import write_digits
 from tests.pairs import write_pairs
+from tests.settings import override_active
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -117,7 +118,7 @@ def config_of(method: Method, folder: Path, **settings: Any) -> RunConfig:
     arguments: dict[str, Any] = {"marker": str(folder / "hurry")}
     arguments |= {"dim": 16} if method == "two_tower" else {"channels": 1}
     named = {**COMMON, **OWN[method], "encoder.kwargs": arguments, **settings}
-    return raycl.override(raycl.recipe(method, image_size=16), named)
+    return override_active(raycl.recipe(method, image_size=16), named)
 
 
 # What befalls a run

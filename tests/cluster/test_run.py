@@ -23,6 +23,7 @@ from raycl.records import CHECKPOINT_LIST, read_metrics, read_result
 from raycl.report.writer import write_report
 from raycl.storage import Place
 from tests.images import write_digits
+from tests.settings import override_active
 from tests.test_docs import documented_metrics
 from tests.towers import without_encoder
 
@@ -49,7 +50,7 @@ TRACKED = {"tracking.tensorboard": True}
 
 def small_run(method: str = "simclr", **settings: Any) -> RunConfig:
     """Two workers, two epochs of nine steps, a checkpoint every fifth, dropout in the encoder."""
-    return raycl.override(raycl.recipe(method, image_size=16), {**SMALL, **settings})
+    return override_active(raycl.recipe(method, image_size=16), {**SMALL, **settings})
 
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:

@@ -129,7 +129,11 @@ def write_clicks(path: Path) -> Path:
 
 
 def flags_of(recipe: str) -> list[str]:
-    return [flag for setting in [*COMMON, *SMALL[recipe]] for flag in ("--set", setting)]
+    return flags([*COMMON, *SMALL[recipe]])
+
+
+def flags(settings: list[str]) -> list[str]:
+    return [flag for setting in settings for flag in ("--set", setting)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -178,7 +182,7 @@ def test_a_run_on_clicks_is_judged_and_mines_as_jobs(cluster: Cluster, tmp_path:
         f"prepare tokenizer --data {log_of_clicks} --output {tokens} --columns query,document --vocabulary-size 400",
         f"prepare pairs --data {log_of_clicks} --output {pairs}",
         f"train two_tower --data {pairs} --output {output} --steps {NUM_STEPS} --set text.tokenizer={tokens} "
-        + " ".join(flags_of("two_tower")),
+        + " ".join(flags(COMMON)),
         f"mine --run {output} --data {pairs} --output {mined}",
         f"evaluate retrieval --run {output} --test {log_of_clicks}",
     ):

@@ -28,6 +28,7 @@ from raycl.training.coordinator import rows_in, start_coordinator
 from raycl.training.data_module import DataModule
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.images import write_digits
+from tests.settings import override_active
 from tests.texts import invented_texts
 from tests.towers import without_encoder
 
@@ -51,7 +52,7 @@ SMALL: dict[str, Any] = {
 
 def run_of(method: str, **settings: Any) -> RunConfig:
     """A small run on two workers, with dropout in its encoder."""
-    return raycl.override(raycl.recipe(method, image_size=16), {**SMALL, **settings})
+    return override_active(raycl.recipe(method, image_size=16), {**SMALL, **settings})
 
 
 def clicks() -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from raycl.records import read_metrics
 from raycl.storage import Place
 from tests.images import write_digits
 from tests.pairs import BAG, TRANSFORMER, write_captioned, write_pairs, write_texts
+from tests.settings import override_active
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.drill]
 
@@ -57,7 +58,7 @@ def test_one_worker_or_several_a_run_has_the_same_losses(recipe: str, tmp_path: 
     data = WRITTEN.get(recipe, write_digits)(tmp_path / "data.parquet", NUM_ROWS)
 
     def losses(workers: int) -> list[float]:
-        config = raycl.override(
+        config = override_active(
             raycl.recipe(recipe, image_size=16), {**COMMON, **OWN[recipe], "workers": workers}
         )
         output = tmp_path / f"{workers}"

@@ -23,6 +23,7 @@ from raycl.training.step import train_step
 from raycl.training.stores import build_store
 from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.views import Views
+from tests.settings import override_active
 from tests.workers.processes import run_workers
 
 BATCH = 16
@@ -136,7 +137,7 @@ def config_of(method: str, num_workers: int) -> RunConfig:
     settings = {"recipe": method, **METHODS[method]}
     small = {"workers": num_workers, "stages.0.batch_size": BATCH, "bank.location": "worker"}
     base = recipe(settings.pop("recipe"), image_size=8)
-    return override(base, {**small, "projection_head.dim": 12, **settings})
+    return override_active(base, {**small, "projection_head.dim": 12, **settings})
 
 
 def losses_weights_and_rows_after_steps(

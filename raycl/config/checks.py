@@ -1,0 +1,177 @@
+"""The settings of a run that exclude each other; each check returns a message, or None."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from raycl.config.stage import Stage
+from raycl.loss_specs import LOSSES, join_names
+
+if TYPE_CHECKING:
+    from raycl.config.run import RunConfig
+
+
+def problems(run: "RunConfig") -> Iterator[str]:
+    """Yield a message of one line for each problem of a run."""
+    for check in (
+        _check_workers,
+        _check_stages,
+        _check_sources,
+        _check_losses,
+        _check_rollback,
+        _check_channels,
+    ):
+        if problem := check(run):
+            yield problem
+
+
+def _check_workers(run: "RunConfig") -> str | None:
+    if run.min_workers is not None and run.min_workers > run.workers:
+        return f"min_workers {run.min_workers} is more than workers {run.workers}; give --workers MIN:MAX"
+    return None
+
+
+def _check_stages(run: "RunConfig") -> str | None:
+    if not run.stages:
+        return "stages is empty; give at least one stage"
+    for index, stage in enumerate(run.stages):
+        least, most = run.worker_range(stage)
+        for workers in range(least, most + 1):
+            if problem := _problem_of_stage(run.settled(workers), stage, _range_hint(least, most)):
+                # The index is omitted for a single stage, the usual case.
+                return problem if len(run.stages) == 1 else f"stage {index}: {problem}"
+    return None
+
+
+def _problem_of_stage(run: "RunConfig", stage: Stage, hint: str) -> str | None:
+    """Return the problem of a stage with a fixed number of workers; ``hint`` is about that number."""
+    if problem := _check_batch(run, stage):
+        return problem + hint
+    size, views = stage.chunk_size, run.local_views(stage)
+    if size is not None and size > views:
+        return (
+            f"chunk_size {size} is larger than a worker's {views} views of a batch of {stage.batch_size}; "
+            "remove chunk_size, or choose a smaller one"
+        )
+    if size is not None and run.batchnorm == "shuffled" and size % run.rows_per_group(stage):
+        return (
+            f"chunk_size {size} is not a multiple of {run.rows_per_group(stage)}, the rows in a group of shuffled BatchNorm; "
+            "choose a multiple, or more batchnorm_groups"
+        )
+    if run.negatives.store == "queue" and run.negatives.capacity < stage.batch_size:
+        return (
+            f"negatives.capacity {run.negatives.capacity} is less than a batch of {stage.batch_size}; "
+            "a queue must hold at least the keys of one step"
+        )
+    return None
+
+
+def _check_batch(run: "RunConfig", stage: Stage) -> str | None:
+    workers = run.workers_of(stage)
+    if stage.batch_size % workers:
+        return (
+            f"batch_size {stage.batch_size} does not divide over {workers} workers; "
+            "batch_size counts the rows of all workers; choose a multiple"
+        )
+    groups = max(run.batchnorm_groups, workers)
+    if run.batchnorm != "shuffled":
+        return None
+    if groups % workers:
+        return f"batchnorm_groups {groups} do not divide over {workers} workers; choose a multiple"
+    if stage.batch_size % groups or stage.batch_size < 2 * groups or groups < 2:
+        return (
+            f"batch_size {stage.batch_size} does not split into {groups} groups of at least 2 rows for "
+            "shuffled BatchNorm, which needs 2 groups or more; set batchnorm_groups or --batch-size"
+        )
+    return None
+
+
+def _range_hint(least: int, most: int) -> str:
+    """Return a hint for ranges of workers: a batch size that divides over each number."""
+    if least == most:
+        return ""
+    multiple = math.lcm(*range(least, most + 1))
+    # For 1 to 16 workers it is 720,720, too large for a batch.
+    remedy = f"choose a multiple of {multiple}" if multiple <= 100_000 else "choose a narrower MIN:MAX"
+    return f" (the run may have any number of workers from {least} to {most}; {remedy})"
+
+
+def _check_sources(run: "RunConfig") -> str | None:
+    """Check where keys and negatives come from."""
+    store = run.negatives.store
+    if (run.key == "memory_bank") != (store == "memory_bank"):
+        return (
+            f"key {run.key} is incompatible with negatives.store {store}; "
+            "key=memory_bank and negatives.store=memory_bank require each other"
+        )
+    if run.has_two_towers and run.key != "tower":
+        return f"data.kind {run.data.kind} encodes its keys by a tower, got key {run.key}; set key=tower"
+    if run.batchnorm != "shuffled":
+        return None
+    if run.key == "memory_bank":
+        return (
+            "batchnorm shuffled needs two views per sample, and key memory_bank has one; "
+            "set batchnorm to synchronized, layer or group"
+        )
+    if run.has_two_towers:
+        return (
+            "batchnorm shuffled needs two views of one tower, and this run has two towers; set it "
+            "to synchronized, group or layer"
+        )
+    return None
+
+
+def _check_losses(run: "RunConfig") -> str | None:
+    found = (_problem_of_loss(run, stage.loss) for stage in run.stages)
+    return next(filter(None, found), None)
+
+
+def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
+    """Return a message if a loss does not fit the keys and negatives."""
+    spec, store, kind, in_batch = LOSSES[loss], run.negatives.store, run.data.kind, run.negatives.in_batch
+    if run.key not in spec.keys or (store != "none" and not spec.stored_negatives):
+        return (
+            f"loss {loss} is incompatible with key {run.key} and negatives.store {store}: it takes "
+            f"key {join_names(spec.keys)}{'' if spec.stored_negatives else ', and negatives.store none'}"
+        )
+    explicit = kind == "pairs" and run.negatives.explicit
+    if explicit and spec.pairs and not spec.explicit_negatives:
+        return (
+            f"loss {loss} cannot use explicit negatives; set negatives.explicit=false, or loss to "
+            f"{join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)}"
+        )
+    if store == "none" and not (in_batch or explicit):
+        return f"{loss} has no negatives; set negatives.in_batch=true, or a negatives.store"
+    if spec.needs_batch and not in_batch:
+        others = [
+            name
+            for name, each in LOSSES.items()
+            if each.fits(key=run.key, pairs=run.has_two_towers, store=store, in_batch=False)
+        ]
+        return (
+            f"loss {loss} needs in-batch negatives; "
+            f"set negatives.in_batch=true, or loss to {join_names(others)}"
+        )
+    if run.has_two_towers and not spec.pairs:
+        return (
+            f"loss {loss} compares views of one sample, but data.kind {kind} has pairs; "
+            f"set loss to {join_names(name for name, each in LOSSES.items() if each.pairs)}"
+        )
+    return None
+
+
+def _check_rollback(run: "RunConfig") -> str | None:
+    if run.monitor.on_collapse != "rollback" or any(stage.has_hinge for stage in run.stages):
+        return None
+    return (
+        "monitor.on_collapse=rollback replaces the hinge by cross-entropy, and no stage has a "
+        "hinge; set it to warn or stop"
+    )
+
+
+def _check_channels(run: "RunConfig") -> str | None:
+    channels = run.data.channels
+    for name, values in {"mean": run.augment.mean, "std": run.augment.std}.items():
+        if values is not None and len(values) != channels:
+            return f"augment.{name} has {len(values)} numbers for {channels} channels; give one per channel"
+    return None

@@ -1,0 +1,238 @@
+"""The conditions under which settings have an effect; a setting without effect is hidden, and refused if it is given."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, final
+
+from pydantic import BaseModel
+
+from raycl.loss_specs import LOSSES, join_names
+
+if TYPE_CHECKING:
+    from raycl.config.run import RunConfig
+
+
+@final
+@dataclass(frozen=True)
+class Condition:
+    """A condition on a run, and on the stage for settings of stages.
+
+    Attributes:
+        needs: the requirement in words, as in ``acts only with NEEDS``.
+        holds: whether a run and one of its stages meet it.
+        setting: the setting that the condition reads, to quote its value.
+    """
+
+    needs: str
+    holds: Callable[[Any, Any], bool]
+    setting: str | None = None
+
+    def came(self, run: "RunConfig") -> str:
+        """Return the value that a run has, for an error message."""
+        if self.setting is None:
+            return ""
+        return f", and this run has {self.setting} {_text(attrgetter(self.setting)(run))}"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def when(setting: str, *values: object) -> Condition:
+    """Return the condition that a setting of the run has one of these values."""
+    read = attrgetter(setting)
+    needs = f"{setting} {join_names(map(_text, values))}"
+    return Condition(needs, lambda run, _: read(run) in values, setting)
+
+
+def _when_loss_has(setting: str) -> Condition:
+    losses = join_names(name for name, spec in LOSSES.items() if setting in spec.settings)
+    return Condition(f"loss {losses}", lambda _, stage: setting in LOSSES[stage.loss].settings)
+
+
+_IMAGES = when("data.kind", "image", "image_text")
+_TEXTS = when("data.kind", "text", "image_text", "pairs")
+_PAIRS = when("data.kind", "pairs")
+_COLORS = when("data.channels", 3)
+_JITTER = Condition("augment.jitter above 0", lambda run, _: run.augment.jitter > 0)
+_KNOWN_NETWORK = Condition(
+    "a network that raycl builds by its name", lambda run, _: ":" not in run.encoder.name
+)
+_OWN_TOKENIZER = Condition(
+    "a tokenizer that the run trains: without text.tokenizer and without a pretrained encoder",
+    lambda run, _: run.text.tokenizer is None and not run.has_pretrained_tokenizer,
+)
+_MEMORY_BANK = when("negatives.store", "memory_bank")
+_ACTOR = when("bank.location", "actor")
+_HIDDEN_LAYERS = Condition(
+    "projection_head.num_layers 2 or 3", lambda run, _: run.projection_head.num_layers > 1
+)
+_EVALUATION = Condition(
+    "evaluation.every_epochs other than 0", lambda run, _: run.evaluation.every_epochs != 0
+)
+_ROLLBACK = when("monitor.on_collapse", "rollback")
+_CHUNKS = Condition("a chunk_size", lambda _, stage: stage.chunk_size is not None)
+_MIXES = Condition(
+    f"loss {join_names(name for name, spec in LOSSES.items() if spec.mixes)}",
+    lambda _, stage: LOSSES[stage.loss].mixes,
+)
+_HINGE = Condition("loss hinge or a hinge_weight above 0", lambda _, stage: stage.has_hinge)
+
+# By setting or section, a stage's as ``stages.N.NAME``; all conditions of a setting and its sections must hold.
+CONDITIONS: dict[str, tuple[Condition, ...]] = {
+    "accelerator": (when("gpu", True),),
+    "data.columns.image": (_IMAGES,),
+    "data.columns.text": (when("data.kind", "text"),),
+    "data.columns.caption": (when("data.kind", "image_text"),),
+    "data.columns.query": (_PAIRS,),
+    "data.columns.document": (_PAIRS,),
+    "data.columns.negatives": (_PAIRS,),
+    "data.columns.query_id": (_PAIRS,),
+    "data.columns.document_id": (_PAIRS,),
+    "data.columns.negative_ids": (_PAIRS,),
+    "data.image_size": (_IMAGES,),
+    "data.decode_size": (_IMAGES,),
+    "data.channels": (_IMAGES,),
+    "data.max_pixels": (_IMAGES,),
+    "data.shuffle_buffer_size": (when("data.cache", "auto", "stream"),),
+    "text": (_TEXTS,),
+    "text.vocabulary_size": (_OWN_TOKENIZER,),
+    "text.lowercase": (_OWN_TOKENIZER,),
+    "text.max_document_length": (_PAIRS,),
+    "augment": (_IMAGES,),
+    "augment.brightness": (_JITTER,),
+    "augment.contrast": (_JITTER,),
+    "augment.saturation": (_COLORS, _JITTER),
+    "augment.hue": (_COLORS, _JITTER),
+    "augment.grayscale": (_COLORS,),
+    "augment.blur_sigma": (Condition("augment.blur above 0", lambda run, _: run.augment.blur > 0),),
+    "text_augment": (when("data.kind", "text", "image_text"),),
+    "encoder.stem": (_IMAGES, _KNOWN_NETWORK),
+    "encoder.width": (_IMAGES, _KNOWN_NETWORK),
+    "encoder.kwargs": (
+        Condition(
+            "a text encoder, or a network of your own (encoder.name package.module:function)",
+            lambda run, _: run.data.kind in ("text", "pairs") or ":" in run.encoder.name,
+        ),
+    ),
+    "text_encoder": (when("data.kind", "image_text"),),
+    "text_encoder.stem": (Condition("networks for images, as encoder.stem", lambda *_: False),),
+    "text_encoder.width": (Condition("networks for images, as encoder.width", lambda *_: False),),
+    "separate_towers": (_PAIRS,),
+    "projection_head.hidden_dim": (_HIDDEN_LAYERS,),
+    "projection_head.batchnorm": (_HIDDEN_LAYERS,),
+    "learn_temperature": (
+        Condition(
+            f"loss {join_names(name for name, spec in LOSSES.items() if spec.learns)} in a stage",
+            lambda run, _: any(LOSSES[stage.loss].learns for stage in run.stages),
+        ),
+    ),
+    "momentum_encoder": (when("key", "momentum_encoder"),),
+    "negatives.in_batch": (when("key", "tower", "momentum_encoder"),),
+    "negatives.explicit": (_PAIRS,),
+    "negatives.capacity": (when("negatives.store", "queue"),),
+    "negatives.num_negatives": (_MEMORY_BANK,),
+    "negatives.bank_momentum": (_MEMORY_BANK,),
+    "negatives.bank_init": (_MEMORY_BANK,),
+    "negatives.normalizer_momentum": (
+        Condition(
+            "loss nce in a stage",
+            lambda run, _: any("normalizer_momentum" in LOSSES[stage.loss].settings for stage in run.stages),
+        ),
+    ),
+    "bank": (when("negatives.store", "queue", "memory_bank"),),
+    "bank.name": (_ACTOR,),
+    "bank.shards": (_MEMORY_BANK, _ACTOR),
+    "bank.detached": (_ACTOR,),
+    "bank.max_staleness": (_MEMORY_BANK, _ACTOR),
+    "bank.timeout_s": (_ACTOR,),
+    "batchnorm_groups": (when("batchnorm", "shuffled"),),
+    "optimizer.momentum": (when("optimizer.name", "sgd", "lars"),),
+    "optimizer.betas": (when("optimizer.name", "adamw"),),
+    "optimizer.trust_coefficient": (when("optimizer.name", "lars"),),
+    "stages.N.cached_chunks": (_CHUNKS,),
+    "stages.N.activation_checkpoint_every": (_CHUNKS, when("batchnorm", "synchronized", "local")),
+    "stages.N.temperature": (
+        Condition(
+            "a loss that has a temperature, or monitor.on_collapse rollback",
+            lambda run, stage: (
+                run.learn_temperature
+                or "temperature" in LOSSES[stage.loss].settings
+                or run.monitor.on_collapse == "rollback"
+            ),
+        ),
+        Condition(
+            "learn_temperature false, or in the first stage",
+            lambda run, stage: not run.learn_temperature or stage is run.stages[0],
+        ),
+    ),
+    "stages.N.bias": (
+        _when_loss_has("bias"),
+        Condition(
+            "learn_temperature false, or in the first stage with such a loss",
+            lambda run, stage: (
+                not run.learn_temperature
+                or stage is next(each for each in run.stages if "bias" in LOSSES[each.loss].learns)
+            ),
+        ),
+    ),
+    "stages.N.logq_correction": (_PAIRS, _when_loss_has("logq_correction")),
+    "stages.N.margin": (_HINGE,),
+    "stages.N.hardest_negative": (_HINGE,),
+    "stages.N.hinge_weight": (_MIXES,),
+    "stages.N.final_hinge_weight": (_MIXES,),
+    "stages.N.proximal_weight": (when("key", "memory_bank"), _when_loss_has("proximal_weight")),
+    "evaluation.num_train": (_EVALUATION,),
+    "evaluation.num_test": (_EVALUATION,),
+    "evaluation.k": (when("data.kind", "image", "text"), _EVALUATION),
+    "evaluation.temperature": (when("data.kind", "image", "text"), _EVALUATION),
+    "monitor.cross_entropy_steps": (_ROLLBACK,),
+    "monitor.max_rollbacks": (_ROLLBACK,),
+}
+
+
+def leaves(config: BaseModel) -> dict[str, Any]:
+    """Return each setting's value by the path that ``--set`` takes, such as ``stages.0.batch_size``."""
+    return flat(config.model_dump(mode="json"))
+
+
+def flat(values: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of a nested configuration by path."""
+    if not isinstance(values, dict | list):
+        return {path: values}
+    found: dict[str, Any] = {}
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        found |= flat(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def why_inactive(run: "RunConfig", path: str) -> str | None:
+    """Return why a setting has no effect in this run, in one line; None if it has one."""
+    stage, parts = None, path.split(".")
+    if parts[0] == "stages" and len(parts) > 1:
+        stage, parts[1] = run.stages[int(parts[1])], "N"
+    for length in range(1, len(parts) + 1):
+        for condition in CONDITIONS.get(".".join(parts[:length]), ()):
+            if not condition.holds(run, stage):
+                whole = re.sub(r"\.\d+$", "", path)  # not one of the numbers of a range
+                return f"{whole} acts only with {condition.needs}{condition.came(run)}; remove it"
+    return None
+
+
+def active_settings(run: "RunConfig") -> dict[str, Any]:
+    """Return the settings that have an effect in this run, as a tree for YAML."""
+    return _active(run, run.model_dump(mode="json"), "")
+
+
+def _active(run: "RunConfig", values: Any, path: str) -> Any:
+    if isinstance(values, list):
+        return [_active(run, value, f"{path}{index}.") for index, value in enumerate(values)]
+    if not isinstance(values, dict) or path.endswith(".kwargs."):
+        return values
+    return {
+        name: _active(run, value, f"{path}{name}.")
+        for name, value in values.items()
+        if why_inactive(run, f"{path}{name}") is None
+    }

@@ -1,0 +1,544 @@
+"""A run shows the settings that have an effect, and refuses the others."""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from raycl.augment.images import ImageAugmentation
+from raycl.config import RunConfig, Stage, active_settings, flat, leaves
+from raycl.config.conditions import CONDITIONS, why_inactive
+from raycl.config.overrides import config_from_yaml, config_to_yaml, override
+from raycl.config.schema import AugmentConfig, MomentumEncoderConfig, Section, TextConfig
+from raycl.data.columns import ColumnNames
+from raycl.errors import ConfigError
+from raycl.models.build import build_towers
+from raycl.recipes import RECIPES, recipe
+from raycl.tokenization import Vocabulary
+from raycl.training.stages import momentum_schedule, stage_plans
+from raycl.training.stores import bank_spec, build_store
+from raycl.training.train_state import EmbedConfig, TrainState
+from raycl.training.transforms import build_formats, build_transform
+
+PACKAGE = Path(__file__).parent.parent / "raycl"
+TEXT_ROLES = {"text", "caption", "query", "document", "negatives"}
+
+
+def settings() -> dict[str, Any]:
+    """Return the defaults of all settings, those of a stage under the index 0."""
+    free = {"encoder.kwargs": {}, "text_encoder.kwargs": {}}
+    return leaves(RunConfig(recipe="defaults", stages=(Stage(steps=1),))) | free
+
+
+# Values other than the defaults, where half of a number, or a number more, is none.
+OTHERS: dict[str, Any] = {
+    "recipe": "mine",
+    "min_workers": 1,
+    "cpus_per_worker": 0.5,
+    "accelerator": "H100",
+    "precision": "bfloat16",
+    "data.kind": "text",
+    "data.decode_size": 40,
+    "data.channels": 1,
+    "data.cache": "stream",
+    "text.tokenizer": "tokenizer.json",
+    "text.max_document_length": 500,
+    "augment.crop_scale": [0.5, 0.75],
+    "augment.crop_ratio": [0.5, 0.75],
+    "augment.blur_sigma": [0.5, 0.75],
+    "augment.mean": [0.25, 0.5, 0.75],
+    "augment.std": [0.125, 0.5, 0.75],
+    "encoder.name": "resnet34",
+    "encoder.stem": "half",
+    "encoder.kwargs": {"dim": 72},
+    "text_encoder.name": "transformer",
+    "text_encoder.stem": "half",
+    "text_encoder.kwargs": {"dim": 72},
+    "projection_head.num_layers": 1,
+    "projection_head.hidden_dim": 24,
+    "key": "momentum_encoder",
+    "momentum_encoder.final_momentum": 0.25,
+    "negatives.store": "queue",
+    "negatives.bank_init": "encoder",
+    "negatives.normalizer_momentum": 0.25,
+    "bank.location": "worker",
+    "bank.name": "mine",
+    "bank.max_staleness": 0,
+    "bank.dtype": "float64",
+    "batchnorm": "group",
+    "batchnorm_groups": 4,
+    "optimizer.name": "sgd",
+    "optimizer.betas": [0.5, 0.75],
+    "stages.0.steps": 77,
+    "stages.0.chunk_size": 64,
+    "stages.0.activation_checkpoint_every": 2,
+    "stages.0.workers": 2,
+    "stages.0.loss": "hinge",
+    "stages.0.final_hinge_weight": 0.25,
+    "stages.0.learning_rate_scaling": "none",
+    "stages.0.learning_rate_schedule": "constant",
+    "stages.0.learning_rate_scope": "run",
+    "evaluation.every_epochs": 3,
+    "monitor.on_collapse": "stop",
+    "checkpoints.every_steps": 7,
+    "tracking.mlflow": "http://host:5000",
+    "tracking.wandb": "mine",
+}
+
+
+def other(path: str, value: Any) -> Any:
+    """Return a valid value that differs from ``value``."""
+    if path == "bank.dtype":
+        return "float32" if value == "float16" else "float16"
+    if path in OTHERS and OTHERS[path] != value:
+        return OTHERS[path]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value / 2 if value else 0.25
+    return "local" if path == "batchnorm" else "other"
+
+
+PATHS = sorted({re.sub(r"\.\d+$", "", path) for path in settings()})
+
+
+def value_at(values: Any, path: str) -> Any:
+    for part in path.split("."):
+        values = values[int(part)] if isinstance(values, list) else values.get(part)
+        if values is None:
+            return None
+    return values
+
+
+def shown_settings(config: RunConfig) -> set[str]:
+    """Return the settings and sections that the YAML of a run contains, of its first stage only."""
+    found: set[str] = set()
+
+    def collect(values: Any, path: str) -> None:
+        for name, value in values.items():
+            found.add(f"{path}{name}")
+            if isinstance(value, dict) and name != "kwargs":
+                collect(value, f"{path}{name}.")
+
+    values = yaml.safe_load(config_to_yaml(config))
+    collect(values, "")
+    collect(values["stages"][0], "stages.0.")
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_shows_a_setting_or_refuses_it(name: str) -> None:
+    config = recipe(name, image_size=32)
+    shown = shown_settings(config)
+    values = config.model_dump(mode="json")
+    for path in PATHS:
+        problem = ""
+        try:
+            override(config, {path: other(path, value_at(values, path))})
+        except ConfigError as error:
+            problem = str(error)
+        is_refused = path in problem and " acts only with " in problem
+        assert is_refused != (path in shown), f"{path}: {problem}"
+    assert 50 < len(shown) < len(PATHS) - 15
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "present"),
+    [
+        ("simclr", ["text", "text_augment", "text_encoder", "momentum_encoder", "bank"], ["augment"]),
+        ("moco_v2", ["text", "optimizer.betas", "negatives.num_negatives"], ["bank", "momentum_encoder"]),
+        ("instance_discrimination", ["negatives.capacity"], ["negatives.normalizer_momentum", "bank.shards"]),
+        ("simcse", ["augment", "data.image_size", "encoder.stem"], ["text_augment", "encoder.kwargs"]),
+        ("two_tower", ["augment", "text_augment", "evaluation.k"], ["separate_towers", "data.columns.query"]),
+        (
+            "clip",
+            ["encoder.kwargs", "text_encoder.width", "separate_towers"],
+            ["augment", "text_encoder.kwargs"],
+        ),
+    ],
+)
+def test_a_recipe_prints_the_settings_of_its_kind(name: str, absent: list[str], present: list[str]) -> None:
+    shown = shown_settings(recipe(name))
+    assert not set(absent) & shown
+    assert set(present) <= shown
+
+
+# What is built
+
+
+def text_run(name: str) -> RunConfig:
+    side = "text_encoder" if name == "clip" else "encoder"
+    small = {"projection_head.dim": 64, f"{side}.kwargs": {"dim": 64}, "stages.0.batch_size": 128}
+    return override(recipe(name, image_size=16), small)
+
+
+def image_run(name: str, **changes: Any) -> RunConfig:
+    shape = {
+        "encoder.name": "resnet10",
+        "encoder.width": 0.125,
+        "data.decode_size": 20,
+        "stages.0.batch_size": 128,
+    }
+    store = {
+        "moco_v2": {"negatives.capacity": 300},
+        "instance_discrimination": {"negatives.num_negatives": 4},
+    }
+    return override(recipe(name, image_size=16), shape | store.get(name, {}) | changes)
+
+
+RUNS = {
+    "simclr": lambda: image_run("simclr"),
+    "gray simclr without jitter": lambda: image_run("simclr", **{"data.channels": 1, "augment.jitter": 0.0}),
+    "blurred simclr in chunks": lambda: image_run(
+        "simclr", **{"augment.blur": 1.0, "stages.0.chunk_size": 64}
+    ),
+    "simclr with a hinge": lambda: image_run("simclr", **{"stages.0.loss": "hinge"}),
+    "simclr with a share of the hinge": lambda: image_run("simclr", **{"stages.0.hinge_weight": 0.5}),
+    "large simclr": lambda: override(
+        recipe("simclr"), {"encoder.name": "resnet10", "encoder.width": 0.125, "stages.0.batch_size": 128}
+    ),
+    "moco_v2": lambda: image_run("moco_v2"),
+    "moco_v2 in workers": lambda: image_run(
+        "moco_v2", **{"bank.location": "worker", "optimizer.name": "adamw"}
+    ),
+    "instance_discrimination": lambda: image_run("instance_discrimination"),
+    "instance_discrimination in workers": lambda: image_run(
+        "instance_discrimination", **{"bank.location": "worker", "stages.0.loss": "info_nce"}
+    ),
+    "simcse": lambda: text_run("simcse"),
+    "two_tower": lambda: text_run("two_tower"),
+    "two_tower with siglip": lambda: override(
+        text_run("two_tower"), {"stages.0.loss": "siglip", "negatives.explicit": False}
+    ),
+    "clip": lambda: override(
+        text_run("clip"), {"encoder.name": "resnet10", "encoder.width": 0.125, "stages.0.batch_size": 128}
+    ),
+}
+# The settings that the parts below hold. The driver, the data module and the trainer read the others.
+BUILT = re.compile(
+    r"data\.(image_size|decode_size|channels|max_pixels)|text\.max.*|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
+    r"separate_towers|projection_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init).*|bank\..*|"
+    r"batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
+)
+
+
+# Inactive, they would be an unused parameter, unused positions, and a loss that does not exist.
+REFUSED = {
+    "learn_temperature",
+    "text.max_document_length",
+    "stages.0.hinge_weight",
+    "stages.0.final_hinge_weight",
+}
+
+
+def describe(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """Return the whole state of an object, without configurations, as a comparable value."""
+    if id(value) in seen or isinstance(value, Section):
+        return None
+    seen |= {id(value)}
+    if isinstance(value, ImageAugmentation):
+        generator = np.random.default_rng(0)
+        images = generator.integers(0, 256, (12, 9, 9, value.channels), np.uint8)
+        views = [value(images, np.arange(12), seed=0, epoch=0, view=view) for view in (0, 1)]
+        return describe([views, value.size])
+    if isinstance(value, nn.Module):
+        return [str(value), describe(value.state_dict(), seen)]
+    if isinstance(value, torch.Tensor | np.ndarray):
+        array = value.detach().numpy() if isinstance(value, torch.Tensor) else value
+        return [array.shape, str(array.dtype), array.tobytes()]
+    if isinstance(value, Mapping):
+        return {key: describe(each, seen) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [describe(each, seen) for each in value]
+    if dataclasses.is_dataclass(value) or (hasattr(value, "__dict__") and not callable(value)):
+        return [type(value).__name__, describe(vars(value), seen)]
+    return value if isinstance(value, int | float | str | bytes | None) else type(value).__name__
+
+
+def built(config: RunConfig) -> Any:
+    """Return the parts of a run that are built from its configuration, as a comparable value."""
+    vocabulary = Vocabulary.stand_in() if config.has_texts else None
+    tokenizer = None if vocabulary is None else vocabulary.tokenizer
+    roles = {"query": "q", "document": "d", "negatives": "n"}
+    columns = ColumnNames(image=None, **roles) if config.data.kind == "pairs" else ColumnNames()
+    towers = build_towers(config, vocabulary)
+    num_samples = 50 if config.negatives.store == "memory_bank" else None
+    state = TrainState.build(config, towers, num_samples=num_samples)
+    stage, plans = config.stages[0], stage_plans(config, num_train=2_560)
+    weights = [plans[0].hinge_weight(step) for step in (0, plans[0].num_steps - 1)]
+    parts = {
+        "formats": build_formats(config, tokenizer, columns),
+        "views": build_transform(config, tokenizer),
+        "towers": towers,
+        "optimizer": [type(state.optimizer), state.optimizer.defaults],
+        "groups": [{**group, "params": len(group["params"])} for group in state.optimizer.param_groups],
+        "lengths": [(plan.num_steps, plan.steps_per_epoch) for plan in plans],
+        "learning rates": [plans[0].learning_rate(step) for step in range(0, plans[0].num_steps, 3)],
+        "embedding": EmbedConfig.of(config, stage),
+        "losses": [
+            state.objective(config, stage, hinge_weight=weight, num_samples=num_samples) for weight in weights
+        ],
+        "store": build_store(config, None, np.arange(50), torch.device("cpu")),
+    }
+    if config.key == "momentum_encoder":
+        parts["momentum"] = [momentum_schedule(config, plans)(step) for step in (0, 500)]
+    if config.negatives.store != "none" and config.bank.location == "actor":
+        spec = bank_spec(config, output="", name="bank", num_samples=num_samples)
+        parts["bank"] = dataclasses.replace(spec, momentum=0.0) if spec.kind == "queue" else spec
+    # Passed on, and not read without chunks and without own slots.
+    if stage.chunk_size is None:
+        parts["embedding"] = dataclasses.replace(
+            parts["embedding"], cached_chunks=1, activation_checkpoint_every=None
+        )
+    described = describe(parts)
+    return described if config.key == "memory_bank" else without(described, "proximal_weight")
+
+
+def without(described: Any, name: str) -> Any:
+    """Return a description without one attribute."""
+    if isinstance(described, dict):
+        return {key: without(each, name) for key, each in described.items() if key != name}
+    return [without(each, name) for each in described] if isinstance(described, list) else described
+
+
+def replaced(section: Any, path: str, value: Any) -> Any:
+    """Return a configuration with another value, unchecked."""
+    name, _, rest = path.partition(".")
+    if isinstance(section, tuple):
+        return tuple(replaced(each, rest, value) for each in section)
+    if rest:
+        value = replaced(getattr(section, name), rest, value)
+    return section.model_copy(update={name: tuple(value) if isinstance(value, list) else value})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_setting_is_active_exactly_if_it_changes_what_is_built(name: str) -> None:
+    config = RUNS[name]()
+    before = built(config)
+    assert built(config) == before
+    for path in filter(BUILT.fullmatch, PATHS):
+        value = other(path, value_at(config.model_dump(mode="json"), path))
+        if path in ("augment.mean", "augment.std"):
+            value = value[: config.data.channels]
+        if path == "batchnorm" and config.data.kind in ("text", "pairs"):
+            continue  # only a network of the user's own has BatchNorm
+        is_active = why_inactive(config, path) is None
+        if path in REFUSED and not is_active:
+            continue
+        if path == "stages.0.learning_rate_scope" and config.stages[0].warmup_epochs == 0:
+            continue  # the same in a single stage without warmup
+        try:
+            changed = override(config, {path: value}) if is_active else replaced(config, path, value)
+            has_changed = built(changed) != before
+        except ConfigError:
+            continue  # refused by another check
+        assert has_changed == is_active, f"{path}={value}"
+
+
+def names_read() -> set[str]:
+    """Return all attributes and keywords of raycl's code outside of the configuration."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        if file.parent.name in ("config", "recipes"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute | ast.keyword | ast.arg):
+                found.add(node.attr if isinstance(node, ast.Attribute) else node.arg)
+    return found
+
+
+def test_every_setting_is_read_by_some_code() -> None:
+    inner = {
+        "decode_size": "resolved_decode_size",
+        "min_workers": "worker_range",
+        "batchnorm_groups": "rows_per_group",
+    }
+    inner |= {"max_document_length": "max_document_length", "learning_rate": "peak_learning_rate"}
+    inner |= {"learning_rate_scaling": "peak_learning_rate"}
+    columns = {path for path in PATHS if path.startswith("data.columns.")}
+    read = names_read()
+    for path in set(PATHS) - columns:
+        name = path.rpartition(".")[2]
+        assert inner.get(name, name) in read, f"nothing reads {path}"
+
+
+# Files and Python
+
+
+def test_every_condition_belongs_to_a_setting_or_a_section() -> None:
+    paths = {path.replace(".0.", ".N.") for path in PATHS}
+    sections = {path.rpartition(".")[0] for path in paths}
+    assert set(CONDITIONS) <= paths | sections
+
+
+def test_an_inactive_setting_of_a_file_may_have_its_default_only() -> None:
+    config = recipe("simclr", image_size=32)
+    values = active_settings(config) | {"text": {"max_length": 64}, "bank": {"shards": 1}}
+    assert config_from_yaml(yaml.safe_dump(values)) == config
+    values["text"] = {"max_length": 32}
+    says = "text.max_length acts only with data.kind text, image_text or pairs, and this run has data.kind image; remove it"
+    with pytest.raises(ConfigError, match=f"^{says}$"):
+        config_from_yaml(yaml.safe_dump(values))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_inactive_settings_of_an_older_version_are_dropped(name: str) -> None:
+    config = recipe(name, image_size=32)
+    everything = config.model_dump(mode="json")
+    for path in set(PATHS) - {"data.channels"}:  # which fits the mean of the channels
+        *parents, last = path.split(".")
+        section = value_at(everything, ".".join(parents)) if parents else everything
+        if why_inactive(config, path) is not None:
+            section[last] = other(path, section[last])
+    assert config_from_yaml(yaml.safe_dump(everything)) == config
+
+
+def test_a_run_in_python_refuses_inactive_settings() -> None:
+    stage = Stage(steps=1)
+    with pytest.raises(ValueError, match=r"text.max_length acts only with data.kind text"):
+        RunConfig(recipe="mine", stages=(stage,), text=TextConfig(max_length=3))
+    with pytest.raises(ValueError, match="momentum_encoder.momentum acts only with key momentum_encoder"):
+        RunConfig(recipe="mine", stages=(stage,), momentum_encoder=MomentumEncoderConfig(momentum=0.5))
+    RunConfig(recipe="mine", stages=(stage,), text=TextConfig(max_length=64), augment=AugmentConfig(flip=0.0))
+
+
+def test_settings_that_a_change_makes_inactive_return_to_their_defaults() -> None:
+    gray = override(
+        recipe("moco_v1", image_size=32),
+        {"data.channels": 1, "negatives.store": "none", "negatives.in_batch": True},
+    )
+    assert gray.augment.brightness == 0.4
+    assert gray.augment.hue == AugmentConfig().hue
+    assert gray.negatives.capacity == 65_536
+    assert "bank" not in active_settings(gray)
+
+
+def test_a_dropped_setting_may_be_the_condition_of_another_one() -> None:
+    mixed = {
+        "negatives.store": "queue",
+        "stages.0.loss": "info_nce",
+        "stages.0.hinge_weight": 0.5,
+        "stages.0.margin": 0.5,
+    }
+    config = override(recipe("two_tower"), mixed)
+    assert config.stages[0].margin == 0.5
+    without = {"stages.0.loss": "siglip", "negatives.store": "none", "negatives.explicit": False}
+    assert override(config, without).stages[0] == override(recipe("two_tower"), without).stages[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "says"),
+    [
+        (
+            "simclr",
+            "text={max_length: 32}",
+            "text.max_length acts only with data.kind text, image_text or pairs",
+        ),
+        ("simclr", "text.max_length=64", "text.max_length acts only with"),
+        (
+            "simclr",
+            "optimizer.betas=[0.5, 0.5]",
+            "optimizer.betas acts only with optimizer.name adamw, and this run",
+        ),
+        ("simclr", "data.columns.query=q", "data.columns.query acts only with data.kind pairs"),
+        (
+            "simclr",
+            "encoder.kwargs.dim=3",
+            "encoder.kwargs.dim acts only with a text encoder, or a network of your",
+        ),
+        ("clip", "text_encoder.width=2", "text_encoder.width acts only with networks for images"),
+        (
+            "clip",
+            "stages.1.temperature=0.5",
+            "stages.1.temperature acts only with learn_temperature false, or in the",
+        ),
+        ("clip", "augment.hue=0.3", "augment.hue acts only with augment.jitter above 0"),
+        ("two_tower", "evaluation.k=5", "evaluation.k acts only with data.kind image or text"),
+        ("two_tower", "projection_head.batchnorm=true", "acts only with projection_head.num_layers 2 or 3"),
+        ("simclr", "accelerator=H100", "accelerator acts only with gpu true, and this run has gpu false"),
+        ("simclr", "stages.0.bias=-3", "stages.0.bias acts only with loss siglip"),
+        ("moco_v2", "bank.shards=3", "negatives.store memory_bank, and this run has negatives.store queue"),
+        ("simclr", "stages.0.activation_checkpoint_every=1", "acts only with a chunk_size"),
+        (
+            "instance_discrimination",
+            "stages.0.hinge_weight=0.5",
+            "acts only with loss nt_xent, info_nce or clip",
+        ),
+        (
+            "moco_v2",
+            "stages.0.proximal_weight=1.0",
+            "acts only with key memory_bank, and this run has key momentum",
+        ),
+        ("clip", "stages.0.logq_correction=true", "data.kind pairs, and this run has data.kind image_text"),
+        (
+            "instance_discrimination",
+            "learn_temperature=true",
+            "learn_temperature acts only with loss nt_xent, info_nce, clip",
+        ),
+        (
+            "clip",
+            "separate_towers=true",
+            "acts only with data.kind pairs, and this run has data.kind image_text",
+        ),
+        ("simclr", "monitor.max_rollbacks=2", "acts only with monitor.on_collapse rollback"),
+        ("simcse", "augment.flip=0.1", "augment.flip acts only with data.kind image or image_text"),
+    ],
+)
+def test_an_inactive_setting_is_refused_in_one_line(name: str, setting: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(recipe(name, image_size=32), [setting])
+    assert says in str(caught.value)
+    assert str(caught.value).endswith("; remove it")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_condition_follows_the_settings_given_with_it() -> None:
+    config = override(
+        recipe("simclr", image_size=32),
+        {
+            "stages.0.loss": "hinge",
+            "stages.0.margin": 0.5,
+            "optimizer.name": "adamw",
+            "optimizer.betas": [0.5, 0.5],
+        },
+    )
+    assert (config.stages[0].margin, config.optimizer.betas) == (0.5, (0.5, 0.5))
+    assert flat(active_settings(config))["stages.0.margin"] == 0.5
+
+
+def test_the_temperature_of_a_hinge_acts_after_a_rollback() -> None:
+    hinge = override(recipe("simclr", image_size=32), {"stages.0.loss": "hinge"})
+    assert why_inactive(hinge, "stages.0.temperature") is not None
+    hinge = override(hinge, {"monitor.on_collapse": "rollback", "stages.0.temperature": 0.5})
+    assert hinge.without_hinge(hinge.stages[0]).temperature == 0.5
+
+
+def test_settings_that_only_text_tokenizers_have_need_one_that_is_trained() -> None:
+    for changes in ({"text.tokenizer": "t.json"}, {"encoder.name": "transformers:minilm"}):
+        with pytest.raises(
+            ConfigError, match="text.lowercase acts only with a tokenizer that the run trains"
+        ):
+            override(recipe("simcse"), changes | {"text.lowercase": False})
+    override(
+        recipe("simcse"),
+        {"encoder.name": "transformers:m", "encoder.kwargs.pretrained": False, "text.lowercase": False},
+    )
+
+
+def test_the_page_of_the_configuration_lists_the_conditions() -> None:
+    text = (PACKAGE.parent / "docs" / "api" / "config.md").read_text()
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, re.MULTILINE))
+    assert rows == {
+        path: " and ".join(condition.needs for condition in conditions)
+        for path, conditions in CONDITIONS.items()
+    }
