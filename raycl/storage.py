@@ -145,16 +145,35 @@ class Place:
         except UnicodeDecodeError:
             raise StorageError(f"{self} is not text; give a file in UTF-8") from None
 
+    @contextlib.contextmanager
+    def create(self) -> Iterator[pa.NativeFile]:
+        """Open a stream that replaces the file atomically when the block ends without an error.
+
+        Raises ``StorageError`` if the stream cannot be written.
+        """
+        filesystem, path = self.resolve()
+        folder, name = posixpath.split(path)
+        # An S3 object becomes visible when its upload completes.
+        partial = posixpath.join(folder, f".{name}.{uuid.uuid4().hex}") if self.is_local else path
+        with self.wrap_errors("write"):
+            try:
+                if self.is_local:
+                    filesystem.create_dir(folder, recursive=True)
+                with filesystem.open_output_stream(partial) as stream:
+                    yield stream
+                if self.is_local:
+                    filesystem.move(partial, path)
+            except BaseException as error:
+                # A failed upload leaves no object: one of this name is the file from before.
+                if self.is_local or not isinstance(error, OSError):
+                    with contextlib.suppress(OSError):
+                        filesystem.delete_file(partial)
+                raise
+
     def write_bytes(self, content: bytes) -> None:
         """Replace the file atomically; raises ``StorageError`` if that fails."""
-        with self.wrap_errors("write"):
-            if self.is_local:
-                self._replace_local(content)
-            else:
-                # An S3 object becomes visible when its upload completes.
-                filesystem, path = self.resolve()
-                with filesystem.open_output_stream(path) as stream:
-                    stream.write(content)
+        with self.create() as stream:
+            stream.write(content)
 
     def write_text(self, text: str) -> None:
         """Replace the file by UTF-8 text, atomically."""
@@ -210,16 +229,6 @@ class Place:
             return self.root, ""
         address, mark, options = self.root.partition("?")
         return address, mark + options
-
-    def _replace_local(self, content: bytes) -> None:
-        path = Path(self.resolve()[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            partial.write_bytes(content)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _info(self) -> Any:
         filesystem, path = self.resolve()
