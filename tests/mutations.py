@@ -298,8 +298,8 @@ MUTATIONS = [
     Mutation(
         "the queue keeps the oldest keys of a push that is too large",
         "raycl/negatives/queue.py",
-        "kept = fresh[len(fresh) - num_kept :]",
-        "kept = fresh[:num_kept]",
+        "kept = Negatives(rows, ids, new.step)[len(rows) - num_kept :]",
+        "kept = Negatives(rows, ids, new.step)[:num_kept]",
         "tests/test_stores.py",
     ),
     Mutation(
@@ -482,8 +482,8 @@ MUTATIONS = [
     Mutation(
         "a file is written in place",
         "raycl/storage.py",
-        "            partial.write_bytes(content)\n            os.replace(partial, path)",
-        "            path.write_bytes(content)",
+        'partial = posixpath.join(folder, f".{name}.{uuid.uuid4().hex}") if self.is_local else path',
+        "partial = path",
         "tests/test_storage.py",
     ),
     Mutation(

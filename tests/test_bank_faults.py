@@ -19,7 +19,6 @@ from raycl.negatives.bank import Bank
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.memory_bank import normalized
 from raycl.negatives.rpc import ShardConnection
-from raycl.negatives.sample_index import SampleIndex
 from raycl.negatives.snapshot import read_current, write_samples
 from raycl.negatives.spec import BankSpec
 
@@ -94,11 +93,11 @@ def fake_get(answer: Any, timeout: float) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def without_ray() -> Iterator[None]:
-    """Let connections call the actors of this process, and sleep for no time."""
+    """Let connections call the actors of this process, and sleep for no time; a snapshot has several groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc, "ray", SimpleNamespace(get=fake_get))
-        clock = Clock()
-        patch.setattr(rpc, "time", clock)
+        patch.setattr(rpc, "time", Clock())
+        patch.setattr("raycl.negatives.snapshot.ROWS_PER_GROUP", 5)
         yield
 
 
@@ -114,10 +113,22 @@ class Clock:
 
 
 def a_spec(kind: Any, output: Path, **changed: Any) -> BankSpec:
-    capacity = 30 if kind == "queue" else len(IDS)
-    return BankSpec(
-        **{"name": "bank", "kind": kind, "dim": DIM, "output": str(output), "capacity": capacity, **changed}
-    )
+    if kind == "memory_bank":
+        changed["capacity"] = len(IDS)
+    usual = {"name": "bank", "kind": kind, "dim": DIM, "output": str(output), "capacity": 30}
+    spec = BankSpec(**{**usual, **changed})
+    if kind == "memory_bank":
+        write_samples(spec, np.sort(IDS))
+    return spec
+
+
+def a_queue(output: Path) -> tuple[Cluster, QueueClient]:
+    cluster = Cluster(a_spec("queue", output))
+    return cluster, QueueClient(cluster.bank)
+
+
+def assert_same_queue(cluster: Cluster, client: QueueClient) -> None:
+    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
 
 
 def a_batch(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -138,6 +149,10 @@ def all_rows(cluster: Cluster, client: MemoryBankClient) -> list[Any]:
     return rows_of(cluster.bank.negatives())
 
 
+def as_sent(rows: np.ndarray, spec: BankSpec) -> np.ndarray:
+    return rows if spec.sent_dtype == np.float32 else normalized(rows).astype(spec.sent_dtype)
+
+
 wire = st.sampled_from([None, "float16"])
 actions = st.lists(
     st.integers(0, 9) | st.just(70) | st.sampled_from(["save", "restore", "flush"]), max_size=12
@@ -152,7 +167,7 @@ actions = st.lists(
     faults,
     st.randoms(use_true_random=False),
 )
-def test_queues_of_workers_and_bank_are_the_queue_of_one_whatever_gets_lost_or_dies(
+def test_queues_of_workers_and_bank_are_equal_whatever_gets_lost_or_dies(
     tmp_path_factory: pytest.TempPathFactory,
     num_workers: int,
     dtype: Any,
@@ -217,34 +232,35 @@ class Deaths:
 
 @SETTINGS
 @given(
-    st.integers(1, 3), st.lists(st.integers(1, 7) | st.sampled_from(["save", "restore"]), max_size=12), faults
+    st.integers(1, 3),
+    st.sampled_from(["float32", "float16"]),
+    st.lists(st.integers(1, 7) | st.sampled_from(["save", "restore"]), max_size=12),
+    faults,
 )
-def test_memory_bank_is_its_snapshot_and_all_since_with_each_update_done_once(
-    tmp_path_factory: pytest.TempPathFactory, num_shards: int, actions: list[Any], fates: list[str]
+def test_memory_bank_is_its_snapshot_and_all_later_updates_each_applied_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    num_shards: int,
+    dtype: Any,
+    actions: list[Any],
+    fates: list[str],
 ) -> None:
-    spec = a_spec("memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, seed=1)
-    write_samples(spec, SampleIndex(IDS).sample_id)
-    cluster, bank = Cluster(spec, fates), MemoryBank(IDS, DIM, seed=1)
+    spec = a_spec("memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, dtype=dtype)
+    cluster, bank = Cluster(spec, fates), MemoryBank(IDS, DIM, seed=0, dtype=dtype)
     deaths = Deaths(cluster, bank)
     client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
     for step, action in enumerate(actions, start=1):
         if action == "save":
             client.save(step)
         elif action == "restore":
-            cluster.bank.restore(order_of(deaths.saved, step))
+            steps = sorted({saved for saved, _ in deaths.saved})
+            cluster.bank.restore(steps[step % len(steps)])
             client = MemoryBankClient(cluster.bank, IDS, max_staleness=0)
         else:
             rows, choice = a_batch(action, step)
             client.update(IDS[choice % 7], rows, step)
-            bank.update(IDS[choice % 7], rows, step)
+            bank.update(IDS[choice % 7], as_sent(rows, spec), step)
     cluster.heal()
     assert all_rows(cluster, client) == rows_of(bank.negatives())
-
-
-def order_of(saved: Any, number: int) -> int:
-    """Some step whose snapshot is whole."""
-    steps = sorted({step for step, _ in saved})
-    return steps[number % len(steps)]
 
 
 @SETTINGS
@@ -261,7 +277,6 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
     spec = a_spec(
         "memory_bank", tmp_path_factory.mktemp("bank"), num_shards=num_shards, wire_dtype=wire_dtype
     )
-    write_samples(spec, SampleIndex(IDS).sample_id)
     cluster, bank = Cluster(spec, fates), MemoryBank(IDS, DIM, seed=0)
     client = MemoryBankClient(cluster.bank, IDS)
     for step, (size, is_prefetched) in enumerate(steps):
@@ -270,8 +285,7 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
             client.prefetch(slots)
         rows, choice = a_batch(size, step)
         client.update(IDS[choice % 7], rows, step)
-        sent = rows if wire_dtype is None else normalized(rows).astype(wire_dtype)
-        bank.update(IDS[choice % 7], sent, step)
+        bank.update(IDS[choice % 7], as_sent(rows, spec), step)
         read, expected = client.read(slots), bank.read(slots)
         assert read.sample_id.tolist() == expected.sample_id.tolist()
         if not is_prefetched:
@@ -280,11 +294,10 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
     assert all_rows(cluster, client) == rows_of(bank.negatives())
 
 
-def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_again(tmp_path: Path) -> None:
-    spec = a_spec("memory_bank", tmp_path)
-    write_samples(spec, SampleIndex(IDS).sample_id)
-    slots, updates = np.arange(7), [(IDS[:3], a_batch(3, step)[0], step) for step in range(3)]
-    for max_staleness, lags in ((0, (0, 0)), (1, (1, 0)), (2, (1, 2))):
+def test_prefetched_rows_lack_later_updates_and_stale_ones_are_fetched_again(tmp_path: Path) -> None:
+    spec, slots = a_spec("memory_bank", tmp_path), np.arange(7)
+    updates = [(IDS[:3], a_batch(3, step)[0], step) for step in range(3)]
+    for max_staleness, lags in ((0, (0, 0)), (1, (1, 0))):
         cluster, bank = Cluster(spec), MemoryBank(IDS, DIM, seed=0)
         client = MemoryBankClient(cluster.bank, IDS, max_staleness=max_staleness)
         for num_updates, lag in enumerate(lags, start=1):
@@ -298,10 +311,9 @@ def test_prefetched_rows_lack_the_updates_since_and_too_old_ones_are_asked_again
         assert rows_of(client.read(client.slots_of(IDS[:2]))) == rows_of(bank.get(IDS[:2]))
 
 
-def test_flush_forgets_prefetched_rows(tmp_path: Path) -> None:
-    spec = a_spec("memory_bank", tmp_path)
-    write_samples(spec, SampleIndex(IDS).sample_id)
-    client, bank = MemoryBankClient(Cluster(spec).bank, IDS), MemoryBank(IDS, DIM, seed=0)
+def test_flush_drops_prefetched_rows(tmp_path: Path) -> None:
+    client = MemoryBankClient(Cluster(a_spec("memory_bank", tmp_path)).bank, IDS)
+    bank = MemoryBank(IDS, DIM, seed=0)
     client.prefetch(np.arange(7))
     for store in (client, bank):
         store.update(IDS[:3], a_batch(3, 0)[0], 0)
@@ -309,9 +321,8 @@ def test_flush_forgets_prefetched_rows(tmp_path: Path) -> None:
     assert rows_of(client.read(np.arange(7))) == rows_of(bank.read(np.arange(7)))
 
 
-def test_arrays_given_away_may_be_overwritten_at_once(tmp_path: Path) -> None:
+def test_arrays_passed_in_or_returned_may_be_overwritten_at_once(tmp_path: Path) -> None:
     specs = [a_spec("memory_bank", tmp_path), a_spec("queue", tmp_path / "queue")]
-    write_samples(specs[0], SampleIndex(IDS).sample_id)
     bank, queue = MemoryBank(IDS, DIM, seed=0), KeyQueue(30, DIM)
     clusters = [Cluster(spec, ["", "", "", "lost", "lost"]) for spec in specs]
     slots_client, keys = MemoryBankClient(clusters[0].bank, IDS), QueueClient(clusters[1].bank)
@@ -322,68 +333,50 @@ def test_arrays_given_away_may_be_overwritten_at_once(tmp_path: Path) -> None:
     slots_client.prefetch(slots)
     keys.push(rows, ids, 0)
     rows[:], ids[:], slots[:] = 9, 9, 9
+    for array in slots_client.read(np.arange(7)).arrays():
+        array[:] = 9
     assert all_rows(clusters[0], slots_client) == rows_of(bank.negatives())
     keys.flush()
     assert rows_of(clusters[1].bank.negatives()) == rows_of(queue.negatives())
 
 
-def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
-    spec = a_spec("memory_bank", tmp_path)
-    write_samples(spec, SampleIndex(IDS).sample_id)
-    client = MemoryBankClient(Cluster(spec).bank, IDS)
-    read = client.read(np.arange(7))
-    for array in (read.rows, read.sample_id, read.step):
-        array[:] = 0
-
-
-def test_workers_of_an_earlier_attempt_are_refused(tmp_path: Path) -> None:
-    spec = a_spec("memory_bank", tmp_path, num_shards=2)
-    write_samples(spec, SampleIndex(IDS).sample_id)
-    slots, keys = Cluster(spec).bank, Cluster(a_spec("queue", tmp_path / "queue")).bank
-    late_slots, late_keys = MemoryBankClient(slots, IDS), QueueClient(keys)
-    for bank in (slots, keys):
-        bank.restore(0)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_workers_of_an_earlier_attempt_are_refused_also_by_an_actor_that_restarted(
+    tmp_path: Path, restarts: bool
+) -> None:
+    clusters = Cluster(a_spec("memory_bank", tmp_path)), Cluster(a_spec("queue", tmp_path / "queue"))
+    late_slots, late_keys = MemoryBankClient(clusters[0].bank, IDS), QueueClient(clusters[1].bank)
+    for cluster in clusters:
+        cluster.bank.restore(0)
+        if restarts:
+            cluster.actors[0].die()
+    before = rows_of(clusters[0].bank.negatives())
+    late_keys.push(*a_batch(3, 0), 0)
     for call in (
-        *[lambda: late_slots.read(np.arange(7))] * 2,
-        late_slots.flush,
         late_keys.flush,
         lambda: late_keys.save(1),
+        lambda: late_slots.initialize(IDS[:2], a_batch(2, 0)[0]),
+        *[lambda: late_slots.read(np.arange(7))] * 2,
+        late_slots.flush,
     ):
-        with pytest.raises(RunError, match="restored after this worker had joined"):
+        with pytest.raises(RunError, match="restored after this worker had joined") as error:
             call()
-    late_keys.push(*a_batch(3, 0), 0)
-    with pytest.raises(RunError, match="restored after this worker had joined"):
-        late_keys.flush()
-    assert len(keys.negatives()) == 0
+        assert "\n" not in str(error.value)
+    assert len(clusters[1].bank.negatives()) == 0
+    assert rows_of(clusters[0].bank.negatives()) == before
 
 
-@pytest.mark.parametrize("saved_after", [None, 0, 1, 2])
-def test_an_actor_that_died_gets_all_rows_again(tmp_path: Path, saved_after: int | None) -> None:
-    cluster = Cluster(a_spec("queue", tmp_path))
-    client = QueueClient(cluster.bank)
+def test_an_actor_that_died_gets_all_rows_again(tmp_path: Path) -> None:
+    cluster, client = a_queue(tmp_path)
     for step in range(4):
         client.push(*a_batch(7, step), step)
-        if step == saved_after:
-            client.save(step + 1)
+        if step == 1:
+            client.save(2)
     cluster.actors[0].die()
     cluster.fates = iter(["lost", "", "unanswered"])
     client.flush()
     assert client.restarts == 1
-    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
-
-
-def test_an_actor_that_lost_more_rows_than_it_can_hold_gets_the_newest(tmp_path: Path) -> None:
-    cluster = Cluster(a_spec("queue", tmp_path))
-    client = QueueClient(cluster.bank)
-    client.push(*a_batch(7, 0), 0)
-    client.save(1)
-    for step in range(1, 6):
-        client.push(*a_batch(20, step), step)
-    cluster.actors[0].die()
-    client.push(*a_batch(4, 6), 6)
-    client.flush()
-    assert client.queue.sequence == 111
-    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
+    assert_same_queue(cluster, client)
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
@@ -396,58 +389,24 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert (calls, len(other.queue)) == ([], 7)
 
 
-@pytest.mark.parametrize("back_to", [0, 1])
-def test_an_actor_that_dies_after_the_bank_was_restored_restores_the_same(
-    tmp_path: Path, back_to: int
-) -> None:
-    cluster = Cluster(a_spec("queue", tmp_path))
-    client = QueueClient(cluster.bank)
-    for step in (1, 2):
-        client.push(*a_batch(7, step), step)
-        client.save(step)
-    cluster.bank.restore(back_to)
-    before = state_of(cluster.bank.read_queue())
-    cluster.actors[0].die()
-    assert state_of(cluster.bank.read_queue()) == before
-    assert len(cluster.bank.negatives()) == 7 * back_to
-    client = QueueClient(cluster.bank)
-    client.push(*a_batch(7, 3), 3)
-    client.flush()
-    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
-
-
-def test_an_actor_that_dies_again_after_it_got_its_rows_gets_them_again(tmp_path: Path) -> None:
-    cluster = Cluster(a_spec("queue", tmp_path))
-    client = QueueClient(cluster.bank)
-    client.push(*a_batch(20, 0), 0)
-    client.flush()
-    cluster.actors[0].die()
-    cluster.fates = iter(["", "done, then dies", ""])  # what it lacks, all rows, and what it lacks now
-    client.flush()
-    assert client.restarts == 2
-    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
-
-
 def test_an_actor_that_dies_as_it_saves_leaves_no_snapshot_without_its_rows(tmp_path: Path) -> None:
-    cluster = Cluster(a_spec("queue", tmp_path))
-    client = QueueClient(cluster.bank)
+    cluster, client = a_queue(tmp_path)
     client.push(*a_batch(20, 0), 0)
     client.flush()
     cluster.fates = iter(["", "dies"])  # the flush, and the save
     client.save(1)
     cluster.bank.restore(1)
-    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
+    assert_same_queue(cluster, client)
 
 
 def test_a_bank_restored_to_a_step_without_snapshot_is_unchanged(tmp_path: Path) -> None:
-    cluster = Cluster(a_spec("queue", tmp_path))
-    client = QueueClient(cluster.bank)
+    cluster, client = a_queue(tmp_path)
     client.push(*a_batch(5, 0), 0)
     client.save(1)
     with pytest.raises(RayclError, match="no complete snapshot"):
         cluster.bank.restore(7)
     cluster.actors[0].die()
-    assert state_of(cluster.bank.read_queue()) == state_of(client.queue)
+    assert_same_queue(cluster, client)
 
 
 @pytest.mark.parametrize(
@@ -459,16 +418,13 @@ def test_a_bank_restored_to_a_step_without_snapshot_is_unchanged(tmp_path: Path)
         (lambda client: client.update(IDS[:2], np.full((2, DIM), np.nan), 0), "not embeddings"),
         (lambda client: client.update(IDS[:2], np.ones((3, DIM)), 0), "3 rows came with 2 ids"),
         (lambda client: client.update(IDS[:2] + 100, np.ones((2, DIM)), 0), "no slot for the samples"),
-        (lambda client: MemoryBankClient(client._bank, IDS[1:]), "has 7 slots and 6 ids came"),
-        (lambda client: MemoryBankClient(client._bank, IDS, max_staleness=-1), "at least 0, came -1"),
+        (lambda client: client.initialize(IDS[:2], np.ones((3, DIM))), "3 rows came with 2 ids"),
     ],
 )
-def test_broken_calls_are_refused_in_one_line_and_nothing_is_written(
+def test_invalid_calls_are_refused_in_one_line_and_nothing_is_written(
     tmp_path: Path, make: Callable[[MemoryBankClient], object], message: str
 ) -> None:
-    spec = a_spec("memory_bank", tmp_path)
-    write_samples(spec, SampleIndex(IDS).sample_id)
-    cluster = Cluster(spec)
+    cluster = Cluster(a_spec("memory_bank", tmp_path))
     client = MemoryBankClient(cluster.bank, IDS)
     with pytest.raises(ConfigError, match=message) as error:
         make(client)
@@ -479,15 +435,12 @@ def test_broken_calls_are_refused_in_one_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (
-            ActorUnavailableError("gone\nfar", None),
-            "did not answer 'info': The actor None is unavailable: gone; check",
-        ),
+        (ActorUnavailableError("gone\nfar", None), "did not answer 'info': The actor None is unavailable: gone; check"),
         (GetTimeoutError("slow"), "no answer within 5 s"),
         (ActorDiedError(), "did not answer 'info': The actor died unexpectedly"),
         (RayTaskError("call", "a\nb", KeyError("k")), r"it failed with KeyError\('k'\)"),
     ],
-)
+)  # fmt: skip
 def test_a_shard_that_stays_away_is_an_error_in_one_line(
     monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ) -> None:
@@ -500,9 +453,7 @@ def test_a_shard_that_stays_away_is_an_error_in_one_line(
     assert connection.waited_s <= 5
 
 
-def test_a_shard_that_ray_is_restarting_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_ray_restarts_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "RESTARTING"})
     (actor,) = Cluster(a_spec("queue", tmp_path)).actors
     answers = iter([ActorDiedError(), actor.info.remote()])

@@ -8,43 +8,24 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple, final
 
 import numpy as np
 
 from raycl.errors import RayclError, RunError
+from raycl.negatives import snapshot
 from raycl.negatives.memory_bank import MemoryBank
 from raycl.negatives.queue import KeyQueue
 from raycl.negatives.search import Neighbors, nearest, written
-from raycl.negatives.snapshot import (
-    has_snapshot,
-    read_current,
-    read_metadata,
-    read_parts,
-    read_queue,
-    read_samples,
-    shape_metadata,
-    shard_file,
-    snapshot_folder,
-    write_rows,
-)
 from raycl.negatives.spec import BankSpec
-from raycl.negatives.stats import RateMeter, RowStats, Throughput, row_stats
-from raycl.negatives.store import Negatives, State, checked_ids
+from raycl.negatives.stats import RateMeter, RowStats, ShardInfo, row_stats
+from raycl.negatives.store import Negatives, State
 from raycl.storage import Place
 
 Store = TypeVar("Store", KeyQueue, MemoryBank)
 Actor = TypeVar("Actor", bound="BankActor[Any]")
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
-
-
-class ShardInfo(NamedTuple):
-    """The attempt that a shard belongs to, its process, and how many slots are in use."""
-
-    attempt: int
-    pid: int
-    num_slots: int
 
 
 class Pushed(NamedTuple):
@@ -72,16 +53,14 @@ class Update(NamedTuple):
     step: int
 
 
-def _remote(
-    method: Callable[Concatenate[Actor, Arguments], Answer],
-) -> Callable[Concatenate[Actor, Arguments], Answer]:
+def _remote(method: Callable[[Actor, *Arguments], Answer]) -> Callable[[Actor, *Arguments], Answer]:
     """Count the calls of a method, and load the snapshot first if that failed when the actor started."""
 
     @functools.wraps(method)
-    def counted(self: Actor, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+    def counted(self: Actor, *arguments: *Arguments) -> Answer:
         self.calls[method.__name__] += 1
         self.load_once()
-        return method(self, *args, **kwargs)
+        return method(self, *arguments)
 
     return counted
 
@@ -89,7 +68,8 @@ def _remote(
 class BankActor(ABC, Generic[Store]):
     """Hold a store, or one shard of it: snapshots, and questions from any process.
 
-    A new actor restores the current snapshot. It refuses the calls of workers of an earlier attempt.
+    A new actor restores the current snapshot. It refuses the calls of workers of an earlier attempt
+    with ``RunError``.
     """
 
     def __init__(self, spec: BankSpec, shard: int = 0) -> None:
@@ -110,7 +90,7 @@ class BankActor(ABC, Generic[Store]):
     def load_once(self) -> None:
         """Restore the current snapshot, unless that was done; raises as ``restore`` does."""
         if self._store is None:
-            current = read_current(self._spec)
+            current = snapshot.read_current(self._spec)
             self._attempt = current.attempt
             self._load(current.step)
 
@@ -120,24 +100,25 @@ class BankActor(ABC, Generic[Store]):
 
     @_remote
     def info(self) -> ShardInfo:
-        """Return the attempt, the process and the number of slots in use."""
-        return ShardInfo(self._attempt, os.getpid(), len(self.store))
+        """Return the attempt, the process, the number of slots in use, and the throughput."""
+        puts, reads = self._puts, self._reads
+        rates = puts.per_second(), reads.per_second()
+        return ShardInfo(self._attempt, os.getpid(), len(self.store), puts.total, reads.total, *rates)
 
     @_remote
     def save(self, step: int) -> None:
         """Write the snapshot of a step, atomically; raises ``StorageError``."""
         facts = {"step": step, "attempt": self._attempt} | self._facts()
-        metadata = shape_metadata(self._spec, self._shard) | {name: str(fact) for name, fact in facts.items()}
-        file = snapshot_folder(self._spec, step) / shard_file(self._shard, self._spec.num_shards)
-        write_rows(file, self.store.negatives(), metadata)
+        metadata = snapshot.shape_metadata(self._spec, self._shard)
+        metadata |= {name: str(fact) for name, fact in facts.items()}
+        place = snapshot.shard_place(self._spec, self._shard, step)
+        snapshot.write_rows(place, self.store.negatives(), metadata)
 
     @_remote
     def restore(self, step: int, attempt: int) -> None:
         """Restore the snapshot of a step, or the initial state at step 0, for a new attempt.
 
-        Raises:
-            StorageError: There is no such snapshot.
-            ConfigError: It is of a bank of another shape.
+        Raises ``StorageError`` if there is no such snapshot, ``ConfigError`` for one of another bank.
         """
         self._attempt, before = attempt, self._attempt
         try:
@@ -150,7 +131,7 @@ class BankActor(ABC, Generic[Store]):
     def find(self, sample_id: np.ndarray) -> Negatives:
         """Return the rows of these samples that are here, in the order of slots."""
         rows = self.store.negatives()
-        return rows[np.flatnonzero(np.isin(rows.sample_id, checked_ids(sample_id)))]
+        return rows[np.flatnonzero(np.isin(rows.sample_id, sample_id))]
 
     @_remote
     def nearest(
@@ -165,19 +146,13 @@ class BankActor(ABC, Generic[Store]):
         return row_stats(self.store.negatives()[start:stop])
 
     @_remote
-    def throughput(self) -> Throughput:
-        """Return how many rows workers wrote and read."""
-        puts, reads = self._puts, self._reads
-        return Throughput(puts.total, reads.total, puts.per_second(), reads.per_second())
-
-    @_remote
     def export(self, start: int, stop: int, uri: str) -> int:
         """Write the written rows of these slots to a file below ``uri``; return how many."""
-        name = shard_file(self._shard, self._spec.num_shards, first_row=start)
         rows = written(self.store.negatives()[start:stop])
-        return (
-            write_rows(Place(uri) / name, rows, shape_metadata(self._spec, self._shard)) if len(rows) else 0
-        )
+        if len(rows):
+            name = f"shard-{self._shard}-of-{self._spec.num_shards}-from-{start:010d}.parquet"
+            snapshot.write_rows(Place(uri) / name, rows, snapshot.shape_metadata(self._spec, self._shard))
+        return len(rows)
 
     @property
     def store(self) -> Store:
@@ -222,9 +197,6 @@ class QueueActor(BankActor[KeyQueue]):
 
         Rows that came before are not stored again. The answer says how many rows the actor has
         seen: a client sends the rest.
-
-        Raises:
-            RunError: The bank was restored since the client was made.
         """
         self._check_attempt(attempt)
         queue, num_new = self.store, sequence - self.store.sequence
@@ -243,7 +215,7 @@ class QueueActor(BankActor[KeyQueue]):
         spec = self._spec
         queue = KeyQueue(spec.capacity, spec.dim, spec.row_dtype)
         if step:
-            queue.load_state_dict(read_queue(spec, step))
+            queue.load_state_dict(snapshot.read_queue(spec, step))
         self._store = queue
 
     def _facts(self) -> dict[str, object]:
@@ -258,12 +230,7 @@ class MemoryBankActor(BankActor[MemoryBank]):
 
     @_remote
     def push_pull(self, attempt: int, updates: tuple[Update, ...], slots: np.ndarray) -> Pulled:
-        """Apply updates, each once, then return the rows of ``slots``, int64 [n].
-
-        Raises:
-            RunError: The bank was restored since the client was made.
-            ConfigError: Rows or slots are not of this shard.
-        """
+        """Apply updates, each once, then return the rows of ``slots``, int64 [n]."""
         self._check_attempt(attempt)
         for client, serial, sample_id, rows, step in updates:
             if serial > self._applied.get(client, 0):
@@ -276,7 +243,7 @@ class MemoryBankActor(BankActor[MemoryBank]):
 
     @_remote
     def initialize(self, attempt: int, sample_id: np.ndarray, rows: np.ndarray) -> None:
-        """Set the initial rows of samples; safe to repeat. Raises what ``push_pull`` raises."""
+        """Set the initial rows of samples; safe to repeat."""
         self._check_attempt(attempt)
         self.store.initialize(sample_id, rows)
         self._puts.count(len(rows))
@@ -291,14 +258,14 @@ class MemoryBankActor(BankActor[MemoryBank]):
     def _load(self, step: int) -> None:
         spec, shard = self._spec, self._shard
         # There is a snapshot of step 0 if the slots were initialized.
-        has_rows = step > 0 or has_snapshot(spec, shard, 0)
-        metadata = read_metadata(spec, shard, step) if has_rows else {}
+        has_rows = step > 0 or snapshot.shard_place(spec, shard, 0).exists()
+        metadata = snapshot.read_metadata(spec, shard, step) if has_rows else {}
         # A client whose update is in the snapshot, but was never answered, sends it again.
         is_of_attempt = has_rows and int(metadata["attempt"]) == self._attempt
         self._applied = json.loads(metadata["applied"]) if is_of_attempt else {}
         self._store = None  # frees its memory before the next one is made
         store = MemoryBank(
-            read_samples(spec, shard),
+            snapshot.read_samples(spec, shard),
             spec.dim,
             seed=spec.seed,
             momentum=spec.momentum,
@@ -306,7 +273,7 @@ class MemoryBankActor(BankActor[MemoryBank]):
             first_slot=int(spec.first_slots[shard]),
             num_slots=spec.capacity,
         )
-        for rows in read_parts(spec, shard, step) if has_rows else ():
+        for rows in snapshot.read_parts(spec, shard, step) if has_rows else ():
             store.load_part(rows)
         self._store = store
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, TypeVar, TypeVarTuple, final
 
 import numpy as np
 import ray
@@ -11,18 +11,17 @@ from ray import exceptions
 from raycl.errors import ConfigError, RunError, first_line
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.queue import KeyQueue
-from raycl.negatives.rpc import ShardConnection, actor_facts
-from raycl.negatives.sample_index import named
-from raycl.negatives.search import Neighbors, checked_query, merge, no_neighbors
+from raycl.negatives.rpc import ShardConnection, actor_facts, ask_all
+from raycl.negatives.search import Neighbors, checked_query, merge
 from raycl.negatives.snapshot import ROWS_PER_GROUP, Current, prune_snapshots, read_current, write_current
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.stats import BankStats, ShardStats, sum_up
-from raycl.negatives.store import Negatives, checked_ids, concatenate
+from raycl.negatives.store import Negatives, checked_ids, concatenate, named
 from raycl.ray_runtime import connect
 from raycl.storage import absolute
 
 NAMESPACE = "raycl"
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
 
 # A question covers so many rows, and so many queries, a call: training's calls come in between.
@@ -42,10 +41,11 @@ class Bank:
         """Keep the specification and the actors of the shards, in order."""
         self.spec, self.actors = spec, actors
 
-    def connections(self, *, longer_s: float = 0.0) -> list[ShardConnection]:
-        """Return a new connection to each shard, which waits ``longer_s`` more than usual."""
+    def connections(self, *, for_storage: bool = False) -> list[ShardConnection]:
+        """Return a new connection to each shard; one ``for_storage`` has time to write a snapshot."""
+        timeout_s = self.spec.timeout_s + (self.spec.bytes_of(0) / _SLOW_STORAGE if for_storage else 0.0)
         return [
-            ShardConnection(actor, self.spec.actor_name(shard), timeout_s=self.spec.timeout_s + longer_s)
+            ShardConnection(actor, self.spec.actor_name(shard), timeout_s=timeout_s)
             for shard, actor in enumerate(self.actors)
         ]
 
@@ -55,24 +55,21 @@ class Bank:
         Writes in flight may or may not be in it: let every client ``flush`` before, and none write
         until it is done. The clients' own ``save`` does so.
         """
-        self._ask_storage(BankActor.save, step)
+        ask_all(self.connections(for_storage=True), BankActor.save, step)
         write_current(self.spec, replace(read_current(self.spec), step=step))
 
     def restore(self, step: int) -> None:
         """Restore the snapshot of ``save(step)``, or the initial state at step 0.
 
         One worker does this when a worker group starts, before any of them makes its client. Writes
-        of clients made earlier are refused from then on.
-
-        Raises:
-            StorageError: There is no such snapshot.
-            ConfigError: It is of a bank of another shape.
+        of clients made earlier are refused from then on. Raises ``StorageError`` if there is no such
+        snapshot, ``ConfigError`` for one of another bank.
         """
         before = read_current(self.spec)
         after = Current(step, before.attempt + 1)
         write_current(self.spec, after)  # first, for a shard that restarts before it is asked
         try:
-            self._ask_storage(BankActor.restore, after.step, after.attempt)
+            ask_all(self.connections(for_storage=True), BankActor.restore, after.step, after.attempt)
         except Exception:
             write_current(self.spec, before)
             raise
@@ -90,10 +87,8 @@ class Bank:
         """Return a copy of all rows in the order of slots."""
         if self.spec.kind == "queue":
             return self.read_queue().negatives()
-        slices: list[list[Negatives]] = [[] for _ in self.actors]
-        for shard, rows in self._slice_by_slice(MemoryBankActor.read_slots):
-            slices[shard].append(rows)
-        return concatenate([rows for of_shard in slices for rows in of_shard])
+        parts = sorted(self._slice_by_slice(MemoryBankActor.read_slots), key=lambda part: part[0])
+        return concatenate([rows for _, rows in parts])
 
     def read_queue(self) -> KeyQueue:
         """Return a copy of the queue, each row in its slot."""
@@ -105,13 +100,11 @@ class Bank:
         """Return the rows of these samples, int64 [n].
 
         A queue returns all their rows, in the order of slots. A memory bank returns one row each, in
-        the order of ``sample_id``; its step is -1 if it was never written.
-
-        Raises:
-            ConfigError: The memory bank has no such sample.
+        the order of ``sample_id``, of step -1 if it was never written; it raises ``ConfigError`` for
+        other samples.
         """
         ids = checked_ids(sample_id)
-        found = concatenate(self._ask_all(BankActor.find, ids))
+        found = concatenate(ask_all(self.connections(), BankActor.find, ids))
         if self.spec.kind == "queue":
             return found
         unknown = ~np.isin(ids, found.sample_id)
@@ -126,16 +119,14 @@ class Bank:
     def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
         """Return for each query, [dim] or [n, dim], the k written rows of the highest cosine: exact.
 
-        Raises:
-            ConfigError: Another dim, values that are not finite, zeros, or ``k`` below 1.
+        Raises ``ConfigError`` for another dim, values that are not finite, zeros, or ``k`` below 1.
         """
         return self._nearest(checked_query(query, k, dim=self.spec.dim), k, without=None)
 
     def nearest_of(self, sample_id: int, k: int = 10) -> Neighbors:
         """Return the rows nearest to the newest row of a sample, without the sample's own.
 
-        Raises:
-            ConfigError: The sample is not in the bank, or was never written.
+        Raises ``ConfigError`` if the sample is not in the bank, or was never written.
         """
         own = self.get(np.array([sample_id]))
         if len(own) == 0 or own.step.max() < 0:
@@ -148,7 +139,7 @@ class Bank:
 
     def stats(self) -> BankStats:
         """Count and measure all rows, and the throughput of the workers."""
-        infos, throughput = self._ask_all(BankActor.info), self._ask_all(BankActor.throughput)
+        infos = ask_all(self.connections(), BankActor.info)
         facts = [actor_facts(actor) for actor in self.actors]
         shards = [
             ShardStats(
@@ -162,7 +153,7 @@ class Bank:
             for shard, (info, fact) in enumerate(zip(infos, facts, strict=True))
         ]
         row_parts = [part for _, part in self._slice_by_slice(BankActor.row_stats)]
-        return sum_up(self.spec, shards, row_parts, throughput)
+        return sum_up(self.spec, shards, row_parts, infos)
 
     def export(self, uri: str) -> int:
         """Let each shard write its written rows as parquet below ``uri``; return how many.
@@ -177,46 +168,21 @@ class Bank:
         for start in range(0, len(queries), _QUERIES_PER_CALL):
             some = queries[start : start + _QUERIES_PER_CALL]
             parts = [part for _, part in self._slice_by_slice(BankActor.nearest, some, k, without)]
-            parts = parts or [[no_neighbors()] * len(some)]
             found += [merge(of_one, k) for of_one in zip(*parts, strict=True)]
         return found
 
-    def _ask_all(
-        self,
-        method: Callable[Concatenate[Any, Arguments], Answer],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> list[Answer]:
-        """Call a method of all shards at once."""
-        calls = [connection.send(method, *args, **kwargs) for connection in self.connections()]
-        return [call.result() for call in calls]
-
-    def _ask_storage(
-        self,
-        method: Callable[Concatenate[Any, Arguments], Answer],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> None:
-        """Call a method that reads or writes a snapshot, which takes time by its size."""
-        longer_s = self.spec.bytes_of(0) / _SLOW_STORAGE
-        calls = [
-            connection.send(method, *args, **kwargs) for connection in self.connections(longer_s=longer_s)
-        ]
-        for call in calls:
-            call.result()
-
     def _slice_by_slice(
-        self,
-        method: Callable[Concatenate[Any, int, int, Arguments], Answer],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
+        self, method: Callable[[Any, int, int, *Arguments], Answer], *arguments: *Arguments
     ) -> Iterator[tuple[int, Answer]]:
-        """Call a method for slices of rows, all shards at the same time; yield shards and answers."""
-        sizes = [info.num_slots for info in self._ask_all(BankActor.info)]
+        """Call a method for slices of rows, all shards at the same time; yield shards and answers.
+
+        A shard without rows is asked once, for an empty slice.
+        """
         connections = self.connections()
+        sizes = [max(info.num_slots, 1) for info in ask_all(connections, BankActor.info)]
         for start in range(0, max(sizes), _ROWS_PER_CALL):
             calls = [
-                (shard, connections[shard].send(method, start, start + _ROWS_PER_CALL, *args, **kwargs))
+                (shard, connections[shard].send(method, start, start + _ROWS_PER_CALL, *arguments))
                 for shard, size in enumerate(sizes)
                 if start < size
             ]

@@ -6,19 +6,13 @@ from typing import NamedTuple, final
 
 import numpy as np
 
-from raycl.errors import ConfigError
 from raycl.negatives.actor import BankActor, MemoryBankActor, Pulled, Pushed, QueueActor, Update
 from raycl.negatives.bank import Bank
-from raycl.negatives.memory_bank import draw_slots, normalized
+from raycl.negatives.memory_bank import SampleIndex, check_slots, draw_slots, normalized
 from raycl.negatives.rpc import PendingCall
-from raycl.negatives.sample_index import SampleIndex, named
-from raycl.negatives.store import Negatives, check_lengths, checked_ids, checked_rows
+from raycl.negatives.store import Negatives, checked
 
 _NO_SLOTS = np.empty(0, np.int64)
-
-
-def no_barrier() -> None:
-    """Do nothing: the barrier of a single worker."""
 
 
 @final
@@ -28,14 +22,13 @@ class QueueClient:
     Every worker sees the keys of every batch, so its queue is never stale and never asks the bank.
     Rank 0 sends each batch without waiting, and collects the answer with the next one. An actor that
     restarted, and so lost rows, gets them from the queue of rank 0.
+
+    The methods raise ``RunError`` if the actor stays away, or if the bank was restored since this
+    client was made.
     """
 
     def __init__(self, bank: Bank, *, rank: int = 0) -> None:
-        """Copy the queue from the bank, which no worker writes to before all have made their client.
-
-        Raises:
-            RunError: The actor stays away.
-        """
+        """Copy the queue from the bank, which no worker writes to before all have made their client."""
         self._bank, self._rank = bank, rank
         (self._actor,) = bank.connections()
         self._attempt = self._actor.ask(BankActor.info).attempt
@@ -54,12 +47,7 @@ class QueueClient:
         return self._actor.num_restarts
 
     def push(self, rows: np.ndarray, sample_id: np.ndarray, step: int) -> None:
-        """Store the global batch, rows [n, dim] with ids [n]: the same on every worker.
-
-        Raises:
-            ConfigError: As for ``KeyQueue.push``; nothing was written.
-            RunError: The actor stays away, or the bank was restored since this client was made.
-        """
+        """Store the global batch, as ``KeyQueue.push`` does: the same on every worker."""
         self._collect()
         self.queue.push(rows, sample_id, step)
         if self._rank == 0:
@@ -100,6 +88,14 @@ class QueueClient:
                 self._send(answer.sequence)
 
 
+class _Request(NamedTuple):
+    """A read in flight: its slots, the calls with their positions in ``slots``, and the updates before it."""
+
+    slots: np.ndarray
+    calls: list[tuple[PendingCall[Pulled], np.ndarray]]
+    num_updates: int
+
+
 @final
 class MemoryBankClient:
     """A worker's access to the slots: one call a step writes its rows and reads others.
@@ -108,6 +104,9 @@ class MemoryBankClient:
     the workers together: the bank equals a ``MemoryBank`` in process, to the last bit. Otherwise an
     update is sent with the next call, while the worker computes, and prefetched rows lack at most
     ``max_staleness`` updates of this worker.
+
+    The methods raise ``RunError`` if a shard stays away, or if the bank was restored since this client
+    was made; and ``ConfigError`` for rows, samples or slots that do not fit: nothing was written then.
     """
 
     def __init__(
@@ -117,24 +116,11 @@ class MemoryBankClient:
         *,
         rank: int = 0,
         max_staleness: int = 1,
-        barrier: Callable[[], None] = no_barrier,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
-        """Join the bank with the ids that it was started with, in any order.
-
-        Raises:
-            ConfigError: There are more or fewer ids than slots, or ``max_staleness`` is below 0.
-            RunError: A shard stays away.
-        """
+        """Join the bank with the ids that it was started with, in any order."""
         self._samples = SampleIndex(sample_id)
-        if len(self._samples) != bank.spec.capacity:
-            raise ConfigError(
-                f"the bank {bank.spec.name!r} has {bank.spec.capacity} slots and {len(sample_id)} ids came; "
-                "give the ids that it was started with"
-            )
-        if max_staleness < 0:
-            raise ConfigError(
-                f"bank.max_staleness must be at least 0, came {max_staleness}; 0 waits each step"
-            )
+        assert len(self) == bank.spec.capacity, "a client has the ids that the bank was started with"
         self._bank, self._spec, self._rank, self._barrier = bank, bank.spec, rank, barrier
         self._max_staleness = max_staleness
         self._shards = bank.connections()
@@ -169,12 +155,8 @@ class MemoryBankClient:
         """Send the buffered updates and ask for ``slots``, int64 [n], without waiting.
 
         With ``max_staleness`` 0 it does nothing: a later read must see all updates.
-
-        Raises:
-            ConfigError: There is no such slot.
-            RunError: A shard stays away.
         """
-        self._check(slots)
+        check_slots(slots, 0, len(self))
         if self._max_staleness:
             self._finish()
             self._send(slots)
@@ -183,37 +165,27 @@ class MemoryBankClient:
         """Return copies of the rows in ``slots``, int64 [n], in their order; a row never updated has step -1.
 
         The prefetched rows are returned if they are of these slots, and fresh enough.
-
-        Raises:
-            ConfigError: There is no such slot.
-            RunError: A shard stays away.
         """
-        self._check(slots)
+        check_slots(slots, 0, len(self))
         self._finish()
         if self._prefetched and np.array_equal(self._prefetched[0].slots, slots):
             (request, found), self._prefetched = self._prefetched, None
             if self._num_updates - request.num_updates <= self._max_staleness:
                 return found
-        self._send(slots)
-        return self._collect()
+        return self._collect(self._send(slots))
 
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
         """Move the slots of ``sample_id`` [n] towards ``rows`` [n, dim], as ``MemoryBank.update`` does.
 
         Each worker gives its own rows. They are sent now with ``max_staleness`` 0, and otherwise with
         the next call; the rows of at most one step are buffered.
-
-        Raises:
-            ConfigError: As for ``MemoryBank.update``; nothing was written.
-            RunError: A shard stays away, or the bank was restored since this client was made.
         """
-        slots, rows = self._checked(sample_id, rows)
+        ids, rows, own = self._by_shard(sample_id, rows)
         is_late = any(self._buffered)
         self._num_updates += 1
-        for shard, own in enumerate(self._shards_of(slots)):
-            if len(own):
-                ids = self._samples.ids_at(slots[own])
-                self._buffered[shard].append(Update(self._name, self._num_updates, ids, rows[own], step))
+        for buffer, chosen in zip(self._buffered, own, strict=True):
+            if len(chosen):
+                buffer.append(Update(self._name, self._num_updates, ids[chosen], rows[chosen], step))
         if is_late or not self._max_staleness:
             self._finish()
             self._send(_NO_SLOTS)
@@ -222,18 +194,12 @@ class MemoryBankClient:
             self._barrier()
 
     def initialize(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
-        """Set the initial rows of this worker's samples, as ``MemoryBank.initialize`` does; waits for the bank.
-
-        Raises:
-            ConfigError: As for ``MemoryBank.initialize``; nothing was written.
-            RunError: A shard stays away, or the bank was restored since this client was made.
-        """
-        slots, rows = self._checked(sample_id, rows)
+        """Set the initial rows of this worker's samples, as ``MemoryBank.initialize`` does; waits for the bank."""
+        ids, rows, own = self._by_shard(sample_id, rows)
         self.flush()
         calls = [
-            shard.send(MemoryBankActor.initialize, self._attempt, self._samples.ids_at(slots[own]), rows[own])
-            for shard, own in zip(self._shards, self._shards_of(slots), strict=True)
-            if len(own)
+            shard.send(MemoryBankActor.initialize, self._attempt, ids[chosen], rows[chosen])
+            for shard, chosen in zip(self._shards, own, strict=True)
         ]
         for call in calls:
             call.result()
@@ -253,67 +219,46 @@ class MemoryBankClient:
             self._bank.save(step)
         self._barrier()
 
-    def _send(self, slots: np.ndarray, *, to_all: bool = False) -> None:
+    def _send(self, slots: np.ndarray, *, to_all: bool = False) -> _Request:
         """Send each shard its updates, and ask it for its part of the slots."""
-        positions = self._shards_of(slots)
-        calls: list[PendingCall[Pulled] | None] = []
-        for shard, (connection, own) in enumerate(zip(self._shards, positions, strict=True)):
+        calls: list[tuple[PendingCall[Pulled], np.ndarray]] = []
+        for shard, (connection, own) in enumerate(zip(self._shards, self._split(slots), strict=True)):
             updates, self._buffered[shard] = tuple(self._buffered[shard]), []
-            is_needed = to_all or updates or len(own)
-            calls.append(
-                connection.send(MemoryBankActor.push_pull, self._attempt, updates, slots[own])
-                if is_needed
-                else None
-            )
-        self._in_flight = _Request(slots.copy(), positions, calls, self._num_updates)
+            if to_all or updates or len(own):
+                call = connection.send(MemoryBankActor.push_pull, self._attempt, updates, slots[own])
+                calls.append((call, own))
+        self._in_flight = _Request(slots.copy(), calls, self._num_updates)
+        return self._in_flight
 
-    def _collect(self) -> Negatives:
-        """Wait for the call in flight and return its rows."""
-        request, self._in_flight = self._in_flight, None
-        assert request is not None, "nothing is in flight"
-        num_rows = len(request.slots)
+    def _collect(self, request: _Request) -> Negatives:
+        """Wait for the calls of the request in flight and return its rows."""
+        self._in_flight, num_rows = None, len(request.slots)
         rows, step = np.empty((num_rows, self._spec.dim), self._spec.row_dtype), np.empty(num_rows, np.int64)
-        for connection, call, own in zip(self._shards, request.calls, request.positions, strict=True):
-            if call is not None:
-                answer = call.result()
-                connection.note_incarnation(answer.incarnation)
-                rows[own], step[own] = answer.rows, answer.step
+        for call, own in request.calls:
+            answer = call.result()
+            call.connection.note_incarnation(answer.incarnation)
+            rows[own], step[own] = answer.rows, answer.step
         return Negatives(rows, self._samples.ids_at(request.slots), step)
 
     def _finish(self) -> None:
-        """Wait for the call in flight, and keep its rows."""
-        if self._in_flight:
-            request = self._in_flight
-            found = self._collect()
+        """Wait for the request in flight, and keep its rows."""
+        request = self._in_flight
+        if request is not None:
+            found = self._collect(request)
             if len(request.slots):
                 self._prefetched = request, found
 
-    def _shards_of(self, slots: np.ndarray) -> list[np.ndarray]:
+    def _split(self, slots: np.ndarray) -> list[np.ndarray]:
         """Return for each shard the positions in ``slots`` of its own."""
         shards = np.searchsorted(self._spec.first_slots[1:], slots, side="right")
         return [np.flatnonzero(shards == shard) for shard in range(len(self._shards))]
 
-    def _checked(self, sample_id: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slots of the samples, and the rows as they are sent; raises ``ConfigError``."""
-        rows = checked_rows(rows, dim=self._spec.dim, dtype=np.float32)
-        check_lengths(rows, checked_ids(sample_id))
+    def _by_shard(
+        self, sample_id: np.ndarray, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Return ids and rows as they are sent, and the positions of each shard's own; raises ``ConfigError``."""
+        rows, ids = checked(rows, sample_id, dim=self._spec.dim)
         if self._spec.sent_dtype != np.float32:
             # Lengths do not matter, and small rows would underflow.
             rows = normalized(rows).astype(self._spec.sent_dtype)
-        return self._samples.positions_of(sample_id), rows
-
-    def _check(self, slots: np.ndarray) -> None:
-        if len(slots) and (slots.min() < 0 or slots.max() >= len(self)):
-            outside = slots[(slots < 0) | (slots >= len(self))]
-            raise ConfigError(
-                f"the slots {named(outside)} are not here: these are 0 to {len(self) - 1}; ask for those"
-            )
-
-
-class _Request(NamedTuple):
-    """A read in flight: its slots, their positions and calls by shard, and the updates before it."""
-
-    slots: np.ndarray
-    positions: list[np.ndarray]
-    calls: list[PendingCall[Pulled] | None]
-    num_updates: int
+        return ids, rows, self._split(self._samples.positions_of(ids))

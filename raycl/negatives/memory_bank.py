@@ -7,16 +7,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from raycl.errors import ConfigError
-from raycl.negatives.sample_index import SampleIndex, named, repeated
-from raycl.negatives.store import (
-    Negatives,
-    State,
-    check_lengths,
-    checked_ids,
-    checked_rows,
-    empty_rows,
-    negatives_in,
-)
+from raycl.negatives.store import Negatives, State, checked, checked_ids, empty_rows, named, negatives_in
 
 # The initial rows are drawn in blocks of this many slots of the whole bank, each with its own seed,
 # so that a shard draws its blocks only. Another size would give other rows.
@@ -39,6 +30,9 @@ class MemoryBank:
     Slots are in the order of the samples' ids. A shard of a bank is a contiguous range of slots, made
     with the ids of its range, ``first_slot`` and ``num_slots``. It numbers slots as the whole bank
     does, and holds the same rows, to the last bit.
+
+    Whatever does not fit is refused with ``ConfigError``, and the bank is unchanged: samples and slots
+    that are not here, other shapes and types, values that are NaN, infinite or above 65,504.
     """
 
     def __init__(
@@ -56,11 +50,6 @@ class MemoryBank:
 
         The rows are uniform on the sphere, a function of seed and slot. ``num_slots`` is the number
         of slots of the whole bank, by default up to the end of this shard.
-
-        Raises:
-            ConfigError: There are no ids, one comes twice, ``dim`` is below 1, ``dtype`` is neither
-                float32 nor float16, ``momentum`` is not in [0, 1), or the shard is not in the
-                bank.
         """
         if not 0 <= momentum < 1:
             raise ConfigError(f"the bank's momentum is not in [0, 1): it is {momentum:g}; the default is 0.5")
@@ -88,11 +77,7 @@ class MemoryBank:
         return self._rows.nbytes + self._samples.sample_id.nbytes + self._step.nbytes
 
     def slots_of(self, sample_id: np.ndarray) -> np.ndarray:
-        """Return the slot of each sample, int64 [n].
-
-        Raises:
-            ConfigError: A sample has no slot here.
-        """
+        """Return the slot of each sample, int64 [n]."""
         return self._samples.positions_of(sample_id) + self._first_slot
 
     def draw(self, num: int, *, step: int) -> np.ndarray:
@@ -100,30 +85,16 @@ class MemoryBank:
         return draw_slots(self._num_slots, num, seed=self._seed, step=step)
 
     def read(self, slots: np.ndarray) -> Negatives:
-        """Return copies of the rows in ``slots``, int64 [n], in their order; -1 is the step of a first row.
-
-        Raises:
-            ConfigError: A slot is not one of this bank or shard.
-        """
-        positions = slots - self._first_slot
-        if len(slots) and (positions.min() < 0 or positions.max() >= len(self)):
-            outside = slots[(positions < 0) | (positions >= len(self))]
-            raise ConfigError(
-                f"the slots {named(outside)} are not here: these are {self._first_slot} to "
-                f"{self._stop - 1}; ask the shard that holds them"
-            )
-        return self._take(positions)
+        """Return copies of the rows in ``slots``, int64 [n], in their order; -1 is the step of a first row."""
+        check_slots(slots, self._first_slot, self._stop)
+        return self._take(slots - self._first_slot)
 
     def negatives(self) -> Negatives:
         """Return all rows in the order of slots: the bank's memory, not a copy."""
         return Negatives(self._rows, self._samples.sample_id, self._step)
 
     def get(self, sample_id: np.ndarray) -> Negatives:
-        """Return copies of the rows of the samples ``sample_id``, int64 [n], in their order.
-
-        Raises:
-            ConfigError: A sample has no slot here.
-        """
+        """Return copies of the rows of the samples ``sample_id``, int64 [n], in their order."""
         return self._take(self._samples.positions_of(sample_id))
 
     def update(self, sample_id: np.ndarray, rows: np.ndarray, step: int) -> None:
@@ -136,14 +107,9 @@ class MemoryBank:
         in several calls of one ``step``, for example from different workers. So a batch gives the
         same bank, to the last bit, in any order and however it is split, unless a call of another
         step comes in between. For this the bank keeps the rows of the latest step.
-
-        Raises:
-            ConfigError: Shapes or types do not fit, a sample has no slot here, or a value is NaN,
-                infinite or above 65,504; the bank is unchanged.
         """
-        rows = checked_rows(rows, dim=self._rows.shape[1], dtype=np.float32)
-        check_lengths(rows, checked_ids(sample_id))
-        positions, units = self._samples.positions_of(sample_id), normalized(rows)
+        rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
+        positions, units = self._samples.positions_of(ids), normalized(rows)
         if step != self._latest_step:
             self._latest_step, self._calls = step, []
         owners, came = self._with_earlier(positions, units)
@@ -158,13 +124,9 @@ class MemoryBank:
 
         Their step is -1: never updated. Earlier rows are replaced, except by a row of zeros, which has
         no direction.
-
-        Raises:
-            ConfigError: As for ``update``; the bank is unchanged.
         """
-        rows = checked_rows(rows, dim=self._rows.shape[1], dtype=np.float32)
-        check_lengths(rows, checked_ids(sample_id))
-        positions = self._samples.positions_of(sample_id)
+        rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
+        positions = self._samples.positions_of(ids)
         has_direction = _lengths(rows)[:, 0] > _MIN_LENGTH
         positions, rows = positions[has_direction], rows[has_direction]
         self._rows[positions], self._step[positions] = normalized(rows), -1
@@ -179,11 +141,7 @@ class MemoryBank:
         return {"rows": self._rows, "sample_id": self._samples.sample_id, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray | int]) -> None:
-        """Restore what ``state_dict`` returned.
-
-        Raises:
-            ConfigError: It held other samples, or rows of another dim or type; the bank is unchanged.
-        """
+        """Restore what ``state_dict`` returned."""
         kept = negatives_in(state, num_rows=len(self), dim=self._rows.shape[1], dtype=self._rows.dtype)
         if not np.array_equal(kept.sample_id, self._samples.sample_id):
             strangers = np.setdiff1d(kept.sample_id, self._samples.sample_id)
@@ -195,13 +153,9 @@ class MemoryBank:
         self._calls = []
 
     def load_part(self, part: Negatives) -> None:
-        """Restore the slots of the samples in ``part`` of a state.
-
-        Raises:
-            ConfigError: A sample has no slot here, or the rows are of another dim.
-        """
-        positions = self._samples.positions_of(part.sample_id)
-        rows = checked_rows(part.rows, dim=self._rows.shape[1], dtype=self._rows.dtype)
+        """Restore the slots of the samples in ``part`` of a state."""
+        rows, ids = checked(part.rows, part.sample_id, dim=self._rows.shape[1], dtype=self._rows.dtype)
+        positions = self._samples.positions_of(ids)
         self._rows[positions], self._step[positions] = rows, part.step
         self._calls = []
 
@@ -232,14 +186,62 @@ class _Call(NamedTuple):
     before: np.ndarray  # [num_distinct, dim], as they were before the step
 
 
+@final
+class SampleIndex:
+    """Distinct ids in ascending order; a sample's position is its index among them."""
+
+    def __init__(self, sample_id: np.ndarray) -> None:
+        """Sort ids, int64 [n], that come in any order; raises ``ConfigError`` for none or repeated ones."""
+        self.sample_id = np.sort(checked_ids(sample_id))
+        if len(self) == 0:
+            raise ConfigError("the bank has no samples; make it with the ids of all training data")
+        twice = self.sample_id[1:][self.sample_id[1:] == self.sample_id[:-1]]
+        if len(twice):
+            raise ConfigError(
+                f"the bank's sample ids are not distinct: {named(twice)} came more than once; "
+                "a bank has a slot for every sample"
+            )
+        self._is_gapless = int(self.sample_id[-1]) - int(self.sample_id[0]) == len(self) - 1
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+    def positions_of(self, sample_id: np.ndarray) -> np.ndarray:
+        """Return the position of each sample, int64 [n]; raises ``ConfigError`` for one not among these."""
+        ids = checked_ids(sample_id)
+        if self._is_gapless:
+            positions = ids - self.sample_id[0]
+            unknown = (positions < 0) | (positions >= len(self))
+        else:
+            positions = np.searchsorted(self.sample_id, ids)
+            unknown = np.take(self.sample_id, positions, mode="clip") != ids
+        if unknown.any():
+            raise ConfigError(
+                f"the bank has no slot for the samples {named(ids[unknown])}: it holds {len(self)}, from "
+                f"{self.sample_id[0]} to {self.sample_id[-1]}; make it with the ids of all training data"
+            )
+        return positions
+
+    def ids_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these positions, int64 [n]."""
+        # Random reads of an array cost cache misses: compute the ids where that is possible.
+        return positions + self.sample_id[0] if self._is_gapless else np.take(self.sample_id, positions)
+
+
+def check_slots(slots: np.ndarray, first: int, stop: int) -> None:
+    """Raise ``ConfigError`` unless all slots are among ``first`` to ``stop``."""
+    outside = slots[(slots < first) | (slots >= stop)]
+    if len(outside):
+        raise ConfigError(
+            f"the slots {named(outside)} are not here: these are {first} to {stop - 1}; ask for those"
+        )
+
+
 def draw_slots(num_slots: int, num: int, *, seed: int, step: int) -> np.ndarray:
     """Draw ``num`` of ``num_slots`` slots uniformly without replacement, int64 [num].
 
     It depends on its arguments only, so every worker draws the same slots. Their order is the same
-    too, and not random.
-
-    Raises:
-        ConfigError: ``num`` is below 0 or above ``num_slots``.
+    too, and not random. Raises ``ConfigError`` if ``num`` is below 0 or above ``num_slots``.
     """
     if not 0 <= num <= num_slots:
         raise ConfigError(
@@ -273,9 +275,9 @@ def _draw_initial_rows(rows: np.ndarray, first_slot: int, seed: int) -> None:
 
 def _directions(owners: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each owner once, with the direction of the sum of its rows (zeros if it has none)."""
-    if len(repeated(np.sort(owners))) == 0:
-        return owners, units
     distinct, index, count = np.unique(owners, return_inverse=True, return_counts=True)
+    if len(distinct) == len(owners):
+        return owners, units
     directions = np.empty((len(distinct), units.shape[1]), np.float32)
     directions[index] = units
     total = np.zeros(directions.shape, np.int64)

@@ -7,16 +7,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from raycl.errors import ConfigError, RunError
-from raycl.negatives.store import (
-    Negatives,
-    State,
-    check_lengths,
-    checked_ids,
-    checked_rows,
-    concatenate,
-    empty_rows,
-    negatives_in,
-)
+from raycl.negatives.store import Negatives, State, checked, checked_ids, empty_rows, negatives_in
 
 
 @final
@@ -26,14 +17,13 @@ class KeyQueue:
     Every row ever pushed has a number, and its slot is that number modulo the capacity. So a copy
     that knows how many rows came before holds each row in the same slot, however the rows were
     split into pushes: ``copy.apply(*queue.since(copy.sequence))`` makes it equal to the last bit.
+
+    Whatever does not fit is refused with ``ConfigError``, and the queue is unchanged: sizes below 1,
+    other shapes and types, steps below 0, values that are NaN, infinite or above 65,504.
     """
 
     def __init__(self, capacity: int, dim: int, dtype: DTypeLike = np.float32) -> None:
-        """Make an empty queue for rows [n, dim] of float32 or float16.
-
-        Raises:
-            ConfigError: ``capacity`` or ``dim`` is below 1, or ``dtype`` is another.
-        """
+        """Make an empty queue for rows [n, dim] of float32 or float16."""
         if capacity < 1:
             raise ConfigError(f"a queue cannot keep {capacity} keys; give a capacity of at least 1")
         self._capacity, self._sequence = capacity, 0
@@ -58,22 +48,14 @@ class KeyQueue:
 
         Any n will do; if it exceeds ``capacity``, the last rows stay. The rows are stored as they
         come: the encoder normalizes them.
-
-        Raises:
-            ConfigError: Shapes or types do not fit, a value is NaN, infinite or above 65,504, or
-                ``step`` is below 0; the queue is unchanged.
         """
-        self._write(rows, sample_id, np.full(len(rows), step), self._sequence + len(rows))
+        self._write(Negatives(rows, sample_id, np.full(len(rows), step)), self._sequence + len(rows))
 
     def apply(self, delta: Negatives, sequence: int) -> None:
         """Store the answer of ``since`` of another queue with this capacity.
 
-        Rows that were already here are written again, to the same slots.
-
-        Raises:
-            ConfigError: As for ``push``.
-            RunError: Rows are missing between this queue and ``delta``, or ``sequence`` is behind
-                this queue; the queue is unchanged.
+        Rows that were already here are written again, to the same slots. Raises ``RunError`` if rows are
+        missing between this queue and ``delta``, or if ``sequence`` is behind this queue.
         """
         first = sequence - len(delta)
         if sequence < self._sequence or (first > self._sequence and len(delta) < self._capacity):
@@ -81,41 +63,33 @@ class KeyQueue:
                 f"the delta does not continue this queue: it holds rows {first} to {sequence}, and "
                 f"{self._sequence} were here; apply since(0) to an empty queue"
             )
-        self._write(delta.rows, delta.sample_id, delta.step, sequence)
+        self._write(delta, sequence)
 
     def negatives(self) -> Negatives:
         """Return all rows in the order of slots: the queue's memory, not a copy."""
         return self._slots[: len(self)]
 
     def since(self, sequence: int) -> tuple[Negatives, int]:
-        """Return the rows pushed after the first ``sequence``, oldest first, and the new number.
+        """Return copies of the rows pushed after the first ``sequence``, oldest first, and the new number.
 
-        A reader that is more than ``capacity`` behind gets all rows. They are the queue's memory,
-        unless they wrap around its end.
+        A reader that is more than ``capacity`` behind gets all rows.
 
-        A number ahead of the queue is refused: the reader has rows that this queue lost when it was
+        A number ahead of the queue is refused with ``RunError``: the reader has rows that this queue lost when it was
         restored to an older snapshot, under numbers that new rows will get. The queue can detect
         this only while it is behind, so restart the readers of a queue that was restored.
-
-        Raises:
-            RunError: ``sequence`` is ahead of this queue, or below 0.
         """
         if not 0 <= sequence <= self._sequence:
             raise RunError(
                 f"the reader does not belong to this queue: it has seen {sequence} rows and {self._sequence} "
                 "were pushed; start the reader again from an empty queue and since(0)"
             )
-        older, newer = self._spans(max(sequence, self._sequence - self._capacity), self._sequence)
-        rows = self._slots[older]
-        return (rows if newer.stop == 0 else concatenate([rows, self._slots[newer]])), self._sequence
+        first = max(sequence, self._sequence - self._capacity)
+        return self._slots[np.arange(first, self._sequence) % self._capacity], self._sequence
 
     def get(self, sample_id: np.ndarray) -> Negatives:
         """Return copies of the rows whose id is among ``sample_id`` [n], in the order of slots.
 
         A sample may have several rows, or none.
-
-        Raises:
-            ConfigError: ``sample_id`` is not int64 [n].
         """
         rows = self.negatives()
         return rows[np.flatnonzero(np.isin(rows.sample_id, checked_ids(sample_id)))]
@@ -125,16 +99,11 @@ class KeyQueue:
 
         The arrays are the queue's memory: save or copy them before the next push.
         """
-        rows, sample_id, step = self.negatives().arrays()
         sizes = {"sequence": self._sequence, "capacity": self._capacity}
-        return {"rows": rows, "sample_id": sample_id, "step": step, **sizes}
+        return {**vars(self.negatives()), **sizes}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray | int]) -> None:
-        """Restore what ``state_dict`` returned, slot by slot.
-
-        Raises:
-            ConfigError: It had another capacity, dim or type; the queue is unchanged.
-        """
+        """Restore what ``state_dict`` returned, slot by slot."""
         if state.get("capacity") != self._capacity:
             raise ConfigError(
                 f"the state is of a queue of {state.get('capacity')} keys, this one keeps {self._capacity}; "
@@ -143,27 +112,20 @@ class KeyQueue:
         sequence = int(state.get("sequence", -1))
         num_rows = min(sequence, self._capacity)
         dim, dtype = self._slots.rows.shape[1], self._slots.rows.dtype
-        found = negatives_in(state, num_rows=num_rows, dim=dim, dtype=dtype)
-        for slots, values in zip(self._slots.arrays(), found.arrays(), strict=True):
-            slots[:num_rows] = values
+        self._set(np.arange(num_rows), negatives_in(state, num_rows=num_rows, dim=dim, dtype=dtype))
         self._sequence = sequence
 
-    def _write(self, rows: np.ndarray, sample_id: np.ndarray, step: np.ndarray, sequence: int) -> None:
+    def _write(self, new: Negatives, sequence: int) -> None:
         """Put rows in the slots of the numbers that end before ``sequence``."""
-        rows = checked_rows(rows, dim=self._slots.rows.shape[1], dtype=self._slots.rows.dtype)
-        ids = checked_ids(sample_id)
-        check_lengths(rows, ids)
-        if (step < 0).any():
-            raise ConfigError(f"a key cannot be of step {step.min()}; steps count from 0")
+        dim, dtype = self._slots.rows.shape[1], self._slots.rows.dtype
+        rows, ids = checked(new.rows, new.sample_id, dim=dim, dtype=dtype)
+        if (new.step < 0).any():
+            raise ConfigError(f"a key cannot be of step {new.step.min()}; steps count from 0")
         num_kept = min(len(rows), self._capacity)
-        older, newer = self._spans(sequence - num_kept, sequence)
-        for slots, fresh in zip(self._slots.arrays(), (rows, ids, step), strict=True):
-            kept = fresh[len(fresh) - num_kept :]
-            slots[older], slots[newer] = np.split(kept, [older.stop - older.start])
+        kept = Negatives(rows, ids, new.step)[len(rows) - num_kept :]
+        self._set(np.arange(sequence - num_kept, sequence) % self._capacity, kept)
         self._sequence = sequence
 
-    def _spans(self, start: int, stop: int) -> tuple[slice, slice]:
-        """Return the slots of the rows from ``start`` to ``stop``: up to the last slot, and on from the first."""
-        first = start % self._capacity
-        last = min(first + stop - start, self._capacity)
-        return slice(first, last), slice(0, stop - start - (last - first))
+    def _set(self, slots: np.ndarray, new: Negatives) -> None:
+        for held, values in zip(self._slots.arrays(), new.arrays(), strict=True):
+            held[slots] = values

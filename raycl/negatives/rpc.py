@@ -1,8 +1,8 @@
 """Calls to the actors of a bank, repeated while an actor is away."""
 
 import time
-from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, TypeVarTuple, final
 
 import ray
 from ray import exceptions
@@ -10,7 +10,7 @@ from ray._private import state as ray_state
 
 from raycl.errors import RayclError, RunError, first_line
 
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 Answer = TypeVar("Answer")
 
 # Ray raises these for an actor that may come back, or whose answer was lost on the way.
@@ -34,22 +34,14 @@ class ShardConnection:
         self.waited_s = 0.0
 
     def send(
-        self,
-        method: Callable[Concatenate[Any, Arguments], Answer],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
+        self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments
     ) -> "PendingCall[Answer]":
         """Call a method of the actor without waiting."""
-        return PendingCall(self, method.__name__, args, kwargs)
+        return PendingCall(self, method.__name__, arguments)
 
-    def ask(
-        self,
-        method: Callable[Concatenate[Any, Arguments], Answer],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Answer:
+    def ask(self, method: Callable[[Any, *Arguments], Answer], *arguments: *Arguments) -> Answer:
         """Call a method of the actor and wait for its answer; raises as ``PendingCall.result`` does."""
-        return PendingCall[Answer](self, method.__name__, args, kwargs).result()
+        return self.send(method, *arguments).result()
 
     def note_incarnation(self, incarnation: str) -> None:
         """Count a restart if the actor's process is another than at the last answer."""
@@ -57,31 +49,37 @@ class ShardConnection:
         self.incarnation = incarnation
 
 
+def ask_all(
+    connections: Sequence[ShardConnection],
+    method: Callable[[Any, *Arguments], Answer],
+    *arguments: *Arguments,
+) -> list[Answer]:
+    """Call a method of all actors at once, and wait for their answers."""
+    calls = [connection.send(method, *arguments) for connection in connections]
+    return [call.result() for call in calls]
+
+
 @final
 class PendingCall(Generic[Answer]):
     """A call in flight."""
 
-    def __init__(
-        self, connection: ShardConnection, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._connection, self._method, self._args, self._kwargs = connection, method, args, kwargs
+    def __init__(self, connection: ShardConnection, method: str, arguments: tuple[Any, ...]) -> None:
+        self.connection, self._method, self._arguments = connection, method, arguments
         self._send()
 
     def result(self) -> Answer:
         """Wait for the answer; the call is repeated while the actor restarts.
 
-        Raises:
-            RunError: The actor stays away, or does not answer in time.
-            RayclError: The actor itself raised it.
+        Raises ``RunError`` if the actor stays away or does not answer in time, and the actor's own errors.
         """
         started = time.monotonic()
         try:
-            return self._with_retries(started + self._connection.timeout_s)
+            return self._with_retries(started + self.connection.timeout_s)
         finally:
-            self._connection.waited_s += time.monotonic() - started
+            self.connection.waited_s += time.monotonic() - started
 
     def _send(self) -> None:
-        self._reference = getattr(self._connection.actor, self._method).remote(*self._args, **self._kwargs)
+        self._reference = getattr(self.connection.actor, self._method).remote(*self._arguments)
 
     def _with_retries(self, deadline: float) -> Answer:
         backoff_s = _MIN_BACKOFF_S
@@ -93,7 +91,7 @@ class PendingCall(Generic[Answer]):
                     raise error.cause from error
                 raise self._failure(f"it failed with {error.cause!r}") from error
             except exceptions.GetTimeoutError as error:
-                raise self._failure(f"no answer within {self._connection.timeout_s:g} s") from error
+                raise self._failure(f"no answer within {self.connection.timeout_s:g} s") from error
             except exceptions.RayError as error:
                 if not self._may_come_back(error) or time.monotonic() + backoff_s > deadline:
                     raise self._failure(first_line(error)) from error
@@ -104,11 +102,11 @@ class PendingCall(Generic[Answer]):
     def _may_come_back(self, error: exceptions.RayError) -> bool:
         if isinstance(error, _TRANSIENT):
             return True
-        return actor_facts(self._connection.actor).get("State") not in (None, "DEAD")
+        return actor_facts(self.connection.actor).get("State") not in (None, "DEAD")
 
     def _failure(self, reason: str) -> RunError:
         return RunError(
-            f"the bank's shard {self._connection.name!r} did not answer {self._method!r}: {reason}; "
+            f"the bank's shard {self.connection.name!r} did not answer {self._method!r}: {reason}; "
             "check that its node is alive, or raise bank.timeout_s"
         )
 

@@ -39,12 +39,6 @@ class Neighbors(Displayable):
         return Table(title=f"{len(self)} nearest rows", columns=columns, rows=list(rows))
 
 
-def no_neighbors() -> Neighbors:
-    """Return the neighbors in an empty bank."""
-    nothing = np.empty(0, np.int64)
-    return Neighbors(sample_id=nothing, similarity=nothing.astype(np.float32), step=nothing)
-
-
 def written(rows: Negatives) -> Negatives:
     """Return the rows that were ever written: their step is not -1."""
     is_written = rows.step >= 0

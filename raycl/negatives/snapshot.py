@@ -7,9 +7,7 @@ run restores an earlier one.
 
 import contextlib
 import json
-import posixpath
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import final
@@ -17,9 +15,9 @@ from typing import final
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import fs
 
 from raycl.errors import ConfigError, StorageError, first_line
+from raycl.negatives.queue import KeyQueue
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives, State, concatenate
 from raycl.storage import Place, check_plain, is_unreachable
@@ -40,15 +38,14 @@ _SHAPE = {
 }
 
 
-def shard_file(shard: int, num_shards: int, *, first_row: int | None = None) -> str:
-    """Return the name of a shard's file in a snapshot, or in an export of its rows from ``first_row`` on."""
-    rows = "" if first_row is None else f"-from-{first_row:010d}"
-    return f"shard-{shard}-of-{num_shards}{rows}.parquet"
-
-
 def snapshot_folder(spec: BankSpec, step: int) -> Place:
     """Return the folder of a step's snapshot."""
     return spec.place / f"step-{step:08d}"
+
+
+def shard_place(spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None) -> Place:
+    """Return the file of a shard in the snapshot of a step."""
+    return snapshot_folder(spec, step) / f"shard-{shard}-of-{num_shards or spec.num_shards}.parquet"
 
 
 @final
@@ -101,14 +98,14 @@ def prune_snapshots(spec: BankSpec, keep_steps: list[int]) -> None:
 
 def shape_metadata(spec: BankSpec, shard: int) -> dict[str, str]:
     """Return the metadata of a shard's snapshot that follow from the specification."""
-    first_slot = spec.first_slots[shard] if spec.kind == "memory_bank" else 0
     names = ("kind", "num_shards", "capacity", "dim", "dtype", "seed", "momentum")
-    values = {name: getattr(spec, name) for name in names} | {"shard": shard, "first_slot": first_slot}
+    values = {name: getattr(spec, name) for name in names}
+    values |= {"shard": shard, "first_slot": spec.first_slots[shard]}
     return {name: str(value) for name, value in values.items()}
 
 
-def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> int:
-    """Write rows as a parquet file, atomically, and return how many; raises ``StorageError``.
+def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> None:
+    """Write rows as a parquet file, atomically; raises ``StorageError``.
 
     Columns: ``sample_id`` and ``step``, int64, and ``embedding``, a list of dim float32 or float16.
     """
@@ -118,28 +115,19 @@ def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> in
         metadata=dict(metadata),
     )
     with (
-        _atomic_file(place) as sink,
+        place.create() as sink,
         pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False) as writer,
     ):
         for start in range(0, len(rows), ROWS_PER_GROUP):
             writer.write_table(_table(rows[start : start + ROWS_PER_GROUP], schema))
-    return len(rows)
-
-
-def has_snapshot(spec: BankSpec, shard: int, step: int) -> bool:
-    """Whether a shard has a snapshot of this step; raises ``StorageError``."""
-    return (snapshot_folder(spec, step) / shard_file(shard, spec.num_shards)).exists()
 
 
 def read_metadata(spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None) -> dict[str, str]:
     """Return the metadata of a shard's snapshot; None stands for the number of shards of the specification.
 
-    Raises:
-        StorageError: There is no such snapshot.
-        ConfigError: It is of a bank of another shape.
+    Raises ``StorageError`` if there is no such snapshot, ``ConfigError`` for one of another bank.
     """
-    folder = snapshot_folder(spec, step)
-    place = folder / shard_file(shard, num_shards or spec.num_shards)
+    folder, place = snapshot_folder(spec, step), shard_place(spec, shard, step, num_shards=num_shards)
     if not place.exists():
         _refuse_missing(spec, folder)
     with _open(place) as file:
@@ -158,7 +146,7 @@ def read_parts(
     spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None
 ) -> Iterator[Negatives]:
     """Yield the rows of a shard's snapshot, in the order of slots; raises ``StorageError``."""
-    with _open(snapshot_folder(spec, step) / shard_file(shard, num_shards or spec.num_shards)) as file:
+    with _open(shard_place(spec, shard, step, num_shards=num_shards)) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group).combine_chunks()
             flat = table["embedding"].combine_chunks().flatten().to_numpy()
@@ -173,8 +161,8 @@ def read_queue(spec: BankSpec, step: int) -> State:
     A snapshot of raycl 0.1.0 may have several shards: row number n was in shard n % num_shards.
     """
     num_shards, sequence = _num_shards_in(snapshot_folder(spec, step)), 0
-    empty = Negatives(np.empty((0, spec.dim), spec.row_dtype), np.empty(0, np.int64), np.empty(0, np.int64))
-    parts, slots = [empty], [np.empty(0, np.int64)]
+    empty = KeyQueue(spec.capacity, spec.dim, spec.row_dtype).negatives()
+    parts, slots = [empty], [empty.sample_id]
     for shard in range(num_shards):
         sequence += int(read_metadata(spec, shard, step, num_shards=num_shards)["sequence"])
         rows = concatenate([empty, *read_parts(spec, shard, step, num_shards=num_shards)])
@@ -185,20 +173,14 @@ def read_queue(spec: BankSpec, step: int) -> State:
         raise StorageError(
             f"the snapshot {snapshot_folder(spec, step)} lacks keys; resume from a checkpoint of another step"
         )
-    return {
-        "rows": rows.rows,
-        "sample_id": rows.sample_id,
-        "step": rows.step,
-        "sequence": sequence,
-        "capacity": spec.capacity,
-    }
+    return {**vars(rows), "sequence": sequence, "capacity": spec.capacity}
 
 
 def write_samples(spec: BankSpec, sample_id: np.ndarray) -> None:
     """Write the sorted ids of a memory bank's samples, a file for each shard; raises ``StorageError``."""
     for shard in range(spec.num_shards):
         first, stop = spec.first_slots[shard : shard + 2]
-        with _atomic_file(_samples_place(spec, shard)) as sink:
+        with _samples_place(spec, shard).create() as sink:
             pq.write_table(pa.table({"sample_id": sample_id[first:stop]}), sink)
 
 
@@ -209,7 +191,7 @@ def read_samples(spec: BankSpec, shard: int) -> np.ndarray:
 
 
 def _samples_place(spec: BankSpec, shard: int) -> Place:
-    return spec.place / "samples" / shard_file(shard, spec.num_shards)
+    return spec.place / "samples" / f"shard-{shard}-of-{spec.num_shards}.parquet"
 
 
 def _num_shards_in(folder: Place) -> int:
@@ -227,7 +209,7 @@ def _table(rows: Negatives, schema: pa.Schema) -> pa.Table:
 
 def _refuse_missing(spec: BankSpec, folder: Place) -> None:
     num_shards = _num_shards_in(folder)
-    is_other = num_shards not in (1, spec.num_shards) or (folder / shard_file(0, 1)).exists()
+    is_other = num_shards not in (1, spec.num_shards) or (folder / "shard-0-of-1.parquet").exists()
     if spec.kind == "memory_bank" and is_other:
         raise ConfigError(
             f"the snapshot {folder} is of another bank: its num_shards is {num_shards}, this one's is "
@@ -252,31 +234,3 @@ def _open(place: Place) -> Iterator[pq.ParquetFile]:
         raise StorageError(
             f"cannot read {place}: {first_line(error)}; check the address and that the file is complete"
         ) from error
-
-
-@contextlib.contextmanager
-def _atomic_file(place: Place) -> Iterator[pa.NativeFile]:
-    """Open a file that appears under its name when it is complete."""
-    filesystem, path = place.resolve()
-    partial = path
-    if place.is_local:  # an S3 object appears only when its upload is complete
-        partial = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.{uuid.uuid4().hex}")
-    try:
-        filesystem.create_dir(posixpath.dirname(path), recursive=True)
-        try:
-            with filesystem.open_output_stream(partial) as sink:
-                yield sink
-            if partial != path:
-                filesystem.move(partial, path)
-        except BaseException as error:
-            # A failed upload to S3 leaves no object: one of this name is the snapshot from before.
-            if partial != path or not isinstance(error, OSError):
-                _discard(filesystem, partial)
-            raise
-    except OSError as error:
-        raise place.failure("write", error) from error
-
-
-def _discard(filesystem: fs.FileSystem, path: str) -> None:
-    with contextlib.suppress(OSError):
-        filesystem.delete_file(path)

@@ -11,7 +11,7 @@ from raycl.display import format_bytes
 from raycl.errors import ConfigError, RayclError, RunError, first_line
 from raycl.negatives.actor import BankActor, MemoryBankActor, QueueActor
 from raycl.negatives.bank import NAMESPACE, Bank, connect_bank, list_banks
-from raycl.negatives.sample_index import SampleIndex
+from raycl.negatives.memory_bank import SampleIndex
 from raycl.negatives.snapshot import write_samples
 from raycl.negatives.spec import BankSpec
 
@@ -38,16 +38,17 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
 
     Raises:
         ConfigError: Another run has a bank of this name, this run is still running, no node has
-            enough memory, or the ids do not fit the specification.
+            enough memory, or an id comes twice.
         RunError: The cluster has no place for all shards in time.
         StorageError: The output cannot be read or written.
     """
-    ordered = _ordered(spec, sample_id)
+    samples = None if sample_id is None else SampleIndex(sample_id)
+    assert (samples is None) == (spec.kind == "queue") and (samples is None or len(samples) == spec.capacity)
     if not cluster_grows:
         _check_memory(spec)
     _stop_predecessor(spec)
-    if ordered is not None:
-        write_samples(spec, ordered)
+    if samples is not None:
+        write_samples(spec, samples.sample_id)
     bank = Bank(spec, _create_actors(spec))
     try:
         ray.get([actor.info.remote() for actor in bank.actors], timeout=spec.timeout_s)
@@ -60,33 +61,18 @@ def start_bank(spec: BankSpec, sample_id: np.ndarray | None = None, *, cluster_g
 def nodes_for_a_bank() -> list[dict[str, Any]]:
     """Return the living nodes that are labeled for a bank; all nodes if none has a role."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    if not _have_roles(nodes):
+    if not any(_ROLE in node["Labels"] for node in nodes):
         return nodes
     return [node for node in nodes if node["Labels"].get(_ROLE) in _ROLES]
 
 
-def _have_roles(nodes: list[dict[str, Any]]) -> bool:
-    return any(_ROLE in node["Labels"] for node in nodes)
-
-
-def _ordered(spec: BankSpec, sample_id: np.ndarray | None) -> np.ndarray | None:
-    if spec.kind == "queue":
-        return None
-    num_ids = 0 if sample_id is None else len(sample_id)
-    if sample_id is None or num_ids != spec.capacity:
-        raise ConfigError(
-            f"the memory bank is planned for {spec.capacity} samples and {num_ids} ids came; "
-            "give the ids of all training data, and their number as capacity"
-        )
-    return SampleIndex(sample_id).sample_id
-
-
 def _check_memory(spec: BankSpec) -> None:
-    need, nodes = _largest_shard(spec), nodes_for_a_bank()
+    nodes = nodes_for_a_bank()
     if not nodes:
         raise ConfigError(
             f"nodes are labeled by {_ROLE} and none of them is for a bank; label one as {' or '.join(_ROLES)}"
         )
+    need = max(_memory_of_shards(spec))
     have = max(node["Resources"].get("memory", 0.0) for node in nodes)
     if need > have:
         raise ConfigError(
@@ -118,20 +104,20 @@ def _stop_predecessor(spec: BankSpec) -> None:
 
 def _create_actors(spec: BankSpec) -> list[Any]:
     kind: type[BankActor[Any]] = QueueActor if spec.kind == "queue" else MemoryBankActor
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    has_roles = any(_ROLE in node["Labels"] for node in ray.nodes() if node["Alive"])
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": -1,
         "max_task_retries": 0,
         "namespace": NAMESPACE,
-        "label_selector": {_ROLE: f"in({','.join(_ROLES)})"} if _have_roles(alive) else {},
+        "label_selector": {_ROLE: f"in({','.join(_ROLES)})"} if has_roles else {},
     }
     if spec.detached:
         options["lifetime"] = "detached"
     actors: list[Any] = []
     try:
-        for shard in range(spec.num_shards):
-            own = {"name": spec.actor_name(shard), "memory": _memory_of(spec, shard)}
+        for shard, memory in enumerate(_memory_of_shards(spec)):
+            own = {"name": spec.actor_name(shard), "memory": memory}
             actors.append(ray.remote(kind).options(**options, **own).remote(spec, shard))
     except ValueError as error:
         Bank(spec, actors).stop()
@@ -148,7 +134,7 @@ def _start_error(spec: BankSpec, error: exceptions.RayError) -> RayclError:
     if isinstance(error, exceptions.GetTimeoutError):
         return RunError(
             f"the bank found no place within {spec.timeout_s:g} s: {spec.num_shards} shards need up to "
-            f"{format_bytes(_largest_shard(spec))} of memory each, which others use; end them, add a node, or {_remedy(spec)}"
+            f"{format_bytes(max(_memory_of_shards(spec)))} of memory each, which others use; end them, add a node, or {_remedy(spec)}"
         )
     return RunError(f"the bank did not start: {first_line(error)}; try again with --debug")
 
@@ -159,9 +145,5 @@ def _remedy(spec: BankSpec) -> str:
     )
 
 
-def _largest_shard(spec: BankSpec) -> int:
-    return max(_memory_of(spec, shard) for shard in range(spec.num_shards))
-
-
-def _memory_of(spec: BankSpec, shard: int) -> int:
-    return int(_MEMORY_MARGIN * spec.bytes_of(shard)) + 1
+def _memory_of_shards(spec: BankSpec) -> list[int]:
+    return [int(_MEMORY_MARGIN * spec.bytes_of(shard)) + 1 for shard in range(spec.num_shards)]

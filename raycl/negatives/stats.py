@@ -1,7 +1,7 @@
 """Statistics of a bank: rows, ages, norms and throughput."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -19,8 +19,7 @@ _WINDOW_S = 10  # rates are means over so many seconds
 class RowStats(NamedTuple):
     """Counts of the written rows by step, and their norms."""
 
-    steps: np.ndarray  # distinct, int64
-    num_rows: np.ndarray  # of each of these steps, int64
+    num_rows: dict[int, int]  # by step
     norm_sum: float
     norm_min: float
     norm_max: float
@@ -32,12 +31,19 @@ def row_stats(rows: Negatives) -> RowStats:
     steps, num_rows = np.unique(rows.step, return_counts=True)
     norms = np.linalg.norm(rows.rows.astype(np.float32), axis=1)
     norm_min, norm_max = float(norms.min(initial=np.inf)), float(norms.max(initial=0))
-    return RowStats(steps, num_rows, float(norms.sum()), norm_min, norm_max)
+    counts = dict(zip(steps.tolist(), num_rows.tolist(), strict=True))
+    return RowStats(counts, float(norms.sum()), norm_min, norm_max)
 
 
-class Throughput(NamedTuple):
-    """Rows written and read since the shard started, and a second over the last seconds."""
+class ShardInfo(NamedTuple):
+    """The attempt that a shard belongs to, its process, its slots in use, and its throughput.
 
+    Rows are counted since the shard started; the rates are over the last seconds.
+    """
+
+    attempt: int
+    pid: int
+    num_slots: int
     puts: int
     reads: int
     puts_per_second: float
@@ -51,7 +57,7 @@ class RateMeter:
     def __init__(self) -> None:
         self.total = 0
         self._started = time.monotonic()
-        self._recent: deque[list[float]] = deque()  # [second, count]
+        self._recent: deque[list[int]] = deque(maxlen=_WINDOW_S)  # [second, count]
 
     def count(self, num: int) -> None:
         """Add to the count of this second."""
@@ -60,18 +66,12 @@ class RateMeter:
         if not self._recent or self._recent[-1][0] != second:
             self._recent.append([second, 0])
         self._recent[-1][1] += num
-        self._expire(second)
 
     def per_second(self) -> float:
         """Return the mean of the last seconds, or since the start."""
         now = time.monotonic()
-        self._expire(int(now))
-        window = min(_WINDOW_S, max(now - self._started, 1.0))
-        return sum(num for _, num in self._recent) / window
-
-    def _expire(self, second: int) -> None:
-        while self._recent and self._recent[0][0] <= second - _WINDOW_S:
-            self._recent.popleft()
+        recent = sum(num for second, num in self._recent if second > int(now) - _WINDOW_S)
+        return recent / min(_WINDOW_S, max(now - self._started, 1.0))
 
 
 @final
@@ -150,18 +150,13 @@ class BankStats(Displayable):
 
 
 def sum_up(
-    spec: BankSpec,
-    shards: Sequence[ShardStats],
-    row_parts: Sequence[RowStats],
-    throughput: Sequence[Throughput],
+    spec: BankSpec, shards: Sequence[ShardStats], row_parts: Sequence[RowStats], infos: Sequence[ShardInfo]
 ) -> BankStats:
-    """Return the statistics of a bank from the statistics of its shards and slices of rows."""
-    steps = np.concatenate([np.empty(0, np.int64), *(part.steps for part in row_parts)])
-    steps, index = np.unique(steps, return_inverse=True)  # ascending
-    num_rows = np.zeros(len(steps), np.int64)
-    np.add.at(
-        num_rows, index, np.concatenate([np.empty(0, np.int64), *(part.num_rows for part in row_parts)])
-    )
+    """Return the statistics of a bank from those of slices of its rows and of its shards."""
+    rows_of: Counter[int] = Counter()  # by step
+    for part in row_parts:
+        rows_of.update(part.num_rows)
+    steps, num_rows = np.array(sorted(rows_of.items()), np.int64).reshape(-1, 2).T
     filled = int(num_rows.sum())
     ages = steps.max(initial=0) - steps
     return BankStats(
@@ -174,24 +169,24 @@ def sum_up(
         dtype=spec.dtype,
         num_bytes=sum(shard.num_bytes for shard in shards),
         shards=tuple(shards),
+        age_histogram=_histogram(ages, num_rows),
+        puts=sum(info.puts for info in infos),
+        reads=sum(info.reads for info in infos),
+        puts_per_second=sum(info.puts_per_second for info in infos),
+        reads_per_second=sum(info.reads_per_second for info in infos),
+        restarts=sum(shard.restarts for shard in shards),
         newest_step=int(steps[-1]) if filled else None,
         age_mean=float(ages @ num_rows / filled) if filled else None,
         age_max=int(ages[0]) if filled else None,
-        age_histogram=_histogram(ages, num_rows) if filled else (),
         norm_mean=sum(part.norm_sum for part in row_parts) / filled if filled else None,
         norm_min=min(part.norm_min for part in row_parts) if filled else None,
         norm_max=max(part.norm_max for part in row_parts) if filled else None,
-        puts=sum(each.puts for each in throughput),
-        reads=sum(each.reads for each in throughput),
-        puts_per_second=sum(each.puts_per_second for each in throughput),
-        reads_per_second=sum(each.reads_per_second for each in throughput),
-        restarts=sum(shard.restarts for shard in shards),
     )
 
 
 def _histogram(ages: np.ndarray, num_rows: np.ndarray) -> tuple[tuple[int, int], ...]:
     """Count rows whose age is below 1, 2, 4, 8 and so on."""
-    bins = np.array([int(age).bit_length() for age in ages])
+    bins = [age.bit_length() for age in ages.tolist()]
     counts = np.bincount(bins, weights=num_rows)
     return tuple((1 << index, int(count)) for index, count in enumerate(counts))
 

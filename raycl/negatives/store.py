@@ -49,8 +49,7 @@ def concatenate(parts: list[Negatives]) -> Negatives:
 def empty_rows(num_rows: int, dim: int, dtype: DTypeLike) -> np.ndarray:
     """Reserve rows of zeros, [num_rows, dim]; the kernel allocates their memory at the first write.
 
-    Raises:
-        ConfigError: ``dim`` is below 1, or ``dtype`` is neither float32 nor float16.
+    Raises ``ConfigError`` if ``dim`` is below 1, or ``dtype`` neither float32 nor float16.
     """
     if dim < 1:
         raise ConfigError(
@@ -61,12 +60,13 @@ def empty_rows(num_rows: int, dim: int, dtype: DTypeLike) -> np.ndarray:
     return np.zeros((num_rows, dim), dtype)
 
 
-def checked_rows(rows: np.ndarray, *, dim: int, dtype: DTypeLike) -> np.ndarray:
-    """Return rows [n, dim] as ``dtype``, contiguous.
+def checked(
+    rows: np.ndarray, sample_id: np.ndarray, *, dim: int, dtype: DTypeLike = np.float32
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows [n, dim] as ``dtype``, contiguous, and their ids as int64 [n].
 
-    Raises:
-        ConfigError: The shape is not [n, dim], or a value is not a float, NaN, infinite or too
-            large for float16.
+    Raises ``ConfigError`` if a shape or type does not fit, the lengths differ, or a value is NaN, infinite
+    or too large for float16.
     """
     if rows.ndim != 2 or rows.shape[1] != dim:
         raise ConfigError(
@@ -80,15 +80,16 @@ def checked_rows(rows: np.ndarray, *, dim: int, dtype: DTypeLike) -> np.ndarray:
             f"the rows are not embeddings: the largest value is {peak}; nothing was stored: "
             f"check why the network returns it, or normalize the rows"
         )
-    return np.ascontiguousarray(rows, dtype)
+    ids = checked_ids(sample_id)
+    if len(rows) != len(ids):
+        raise ConfigError(
+            f"rows and sample ids do not match: {len(rows)} rows came with {len(ids)} ids; give an id for each row"
+        )
+    return np.ascontiguousarray(rows, dtype), ids
 
 
 def checked_ids(sample_id: np.ndarray) -> np.ndarray:
-    """Return the ids as int64 [n].
-
-    Raises:
-        ConfigError: They are not a one-dimensional array of integers.
-    """
+    """Return the ids as int64 [n]; raises ``ConfigError`` unless they are integers in one dimension."""
     if sample_id.ndim != 1 or sample_id.dtype.kind not in "iu" or sample_id.dtype == np.uint64:
         raise ConfigError(
             f"the sample ids are not one integer for each row: they came as {sample_id.dtype} "
@@ -97,22 +98,17 @@ def checked_ids(sample_id: np.ndarray) -> np.ndarray:
     return sample_id.astype(np.int64, copy=False)
 
 
-def check_lengths(rows: np.ndarray, sample_id: np.ndarray) -> None:
-    """Raise ``ConfigError`` unless rows and ids match in number."""
-    if len(rows) != len(sample_id):
-        raise ConfigError(
-            f"rows and sample ids do not match: {len(rows)} rows came with {len(sample_id)} ids; give an id for each row"
-        )
+def named(numbers: np.ndarray) -> str:
+    """Name up to three numbers."""
+    distinct = np.unique(numbers)
+    those = ", ".join(map(str, distinct[:3]))
+    return f"{those} and others" if len(distinct) > 3 else those
 
 
 def negatives_in(
     state: Mapping[str, np.ndarray | int], *, num_rows: int, dim: int, dtype: DTypeLike
 ) -> Negatives:
-    """Return the rows of a state, with their ids and steps.
-
-    Raises:
-        ConfigError: An array is missing, or has another shape or type.
-    """
+    """Return the rows of a state; raises ``ConfigError`` if an array is missing or has another shape or type."""
     arrays = [np.asarray(state.get(name, ())) for name in ("rows", "sample_id", "step")]
     expected = [((num_rows, dim), np.dtype(dtype)), *[((num_rows,), np.dtype(np.int64))] * 2]
     found = [(array.shape, array.dtype) for array in arrays]
