@@ -22,6 +22,7 @@ from PIL import Image
 import raycl
 from raycl.cli import serve
 from raycl.data.columns import ColumnNames
+from raycl.data.sources import Source
 from raycl.errors import ConfigError, RunError
 from raycl.negatives import bank as bank_module
 from raycl.negatives.actor import MemoryBankActor, QueueActor, Update
@@ -29,11 +30,9 @@ from raycl.negatives.bank import Bank
 from raycl.negatives.snapshot import write_samples
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.store import Negatives
-from raycl.serve import sample_viewer as samples_module
 from raycl.serve.app import create_app
 from raycl.serve.auth import HEADERS, checked_token, new_token
-from raycl.serve.explorer import Explorer
-from raycl.serve.reconnecting_bank import ReconnectingBank
+from raycl.serve.explorer import Explorer, ReconnectingBank
 from raycl.serve.requests import MAX_BYTES
 from raycl.serve.sample_viewer import SampleViewer, thumbnail
 from raycl.serve.target import columns_of
@@ -119,7 +118,7 @@ def refusal(answer: Any) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "header", [None, "Bearer ", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe9"]
 )
-def test_the_api_answers_to_the_token_alone(opened: Open, path: str, header: str | None) -> None:
+def test_the_api_requires_the_token(opened: Open, path: str, header: str | None) -> None:
     client = opened()
     del client.headers["Authorization"]
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
@@ -141,14 +140,14 @@ def test_an_upload_without_the_token_is_refused_before_it_is_read(opened: Open) 
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/explorer.js", "/api/stats", "/nowhere"])
-def test_every_answer_has_the_headers_and_lets_no_other_site_in(opened: Open, path: str) -> None:
+def test_every_response_has_the_security_headers_and_allows_no_other_site(opened: Open, path: str) -> None:
     answer = opened().get(path, headers={"Origin": "http://elsewhere.example"})
     assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     assert not [name for name in answer.headers if name.startswith("access-control-")]
     assert "unsafe" not in answer.headers["Content-Security-Policy"]
 
 
-def test_a_fault_of_ours_is_answered_in_one_line_with_the_headers_and_without_its_text(
+def test_a_bug_is_answered_in_one_line_with_the_headers_and_without_its_text(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Faulty:
@@ -161,7 +160,7 @@ def test_a_fault_of_ours_is_answered_in_one_line_with_the_headers_and_without_it
     assert "a secret path" in caplog.text
 
 
-def test_tokens_are_new_each_time_and_weak_ones_are_refused() -> None:
+def test_tokens_are_random_and_weak_ones_are_refused() -> None:
     assert new_token() != new_token()
     assert checked_token(new_token())
     for weak in ("", "short", "with space in it 123", "ünïcodeünïcodeünïcode", "a" * 20 + "\n"):
@@ -172,40 +171,40 @@ def test_tokens_are_new_each_time_and_weak_ones_are_refused() -> None:
 # ---- what it answers
 
 
-def test_stats_are_those_of_the_bank(opened: Open, bank: Bank) -> None:
-    told, counted = opened().get("/api/stats").json(), bank.stats()
+def test_statistics_come_from_the_bank(opened: Open, bank: Bank) -> None:
+    found, counted = opened().get("/api/stats").json(), bank.stats()
     for name in ("name", "kind", "rows", "filled", "dim", "newest_step", "age_mean", "age_max", "norm_min"):
-        assert told[name] == getattr(counted, name)
-    assert [(each["below"], each["rows"]) for each in told["age_histogram"]] == list(counted.age_histogram)
-    assert (told["run"], told["queries"], told["shows_samples"]) == (counted.output, ["id"], False)
+        assert found[name] == getattr(counted, name)
+    assert [(each["below"], each["rows"]) for each in found["age_histogram"]] == list(counted.age_histogram)
+    assert (found["run"], found["queries"], found["shows_samples"]) == (counted.output, ["id"], False)
 
 
-def test_neighbors_are_those_that_the_bank_finds_with_age_and_norm(opened: Open, bank: Bank) -> None:
-    told = opened().get("/api/nearest", params={"id": 3, "k": 31}).json()["neighbors"]
-    found = bank.nearest_of(3, 31)
-    assert [int(each["sample_id"]) for each in told] == found.sample_id.tolist()
-    assert [each["similarity"] for each in told] == pytest.approx(found.similarity.tolist())
-    assert [each["age"] for each in told] == (5 - found.step).tolist()
-    norms = {each["sample_id"]: each["norm"] for each in told}
+def test_neighbors_come_from_the_bank_with_age_and_norm(opened: Open, bank: Bank) -> None:
+    found = opened().get("/api/nearest", params={"id": 3, "k": 31}).json()["neighbors"]
+    expected = bank.nearest_of(3, 31)
+    assert [int(each["sample_id"]) for each in found] == expected.sample_id.tolist()
+    assert [each["similarity"] for each in found] == pytest.approx(expected.similarity.tolist())
+    assert [each["age"] for each in found] == (5 - expected.step).tolist()
+    norms = {each["sample_id"]: each["norm"] for each in found}
     assert norms.pop(str(LARGE_ID)) == pytest.approx(0.5)
     assert list(norms.values()) == pytest.approx([1.0] * 29, abs=1e-5)
 
 
-def test_an_id_beyond_javascripts_numbers_comes_back_whole(opened: Open) -> None:
-    told = opened().get("/api/nearest", params={"id": 3, "k": 100}).json()["neighbors"]
-    (large,) = [each["sample_id"] for each in told if len(each["sample_id"]) > 10]
+def test_an_id_beyond_javascripts_numbers_is_exact(opened: Open) -> None:
+    found = opened().get("/api/nearest", params={"id": 3, "k": 100}).json()["neighbors"]
+    (large,) = [each["sample_id"] for each in found if len(each["sample_id"]) > 10]
     again = opened().get("/api/nearest", params={"id": large, "k": 1})
     assert (again.status_code, large) == (200, str(LARGE_ID))
 
 
-def test_rows_of_a_sample_are_told_newest_first(opened: Open, bank: Bank) -> None:
+def test_rows_of_a_sample_are_listed_newest_first(opened: Open, bank: Bank) -> None:
     push(bank, unit_rows(1, 4), np.array([3]), 6)
-    told = opened().get("/api/rows/3").json()
-    assert [(row["step"], row["age"]) for row in told["rows"]] == [(6, 0), (1, 5)]
-    assert told["rows"][0]["norm"] == pytest.approx(1.0, abs=1e-5)
+    found = opened().get("/api/rows/3").json()
+    assert [(row["step"], row["age"]) for row in found["rows"]] == [(6, 0), (1, 5)]
+    assert found["rows"][0]["norm"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_slot_that_no_step_has_written_has_no_age(called: None, tmp_path: Path) -> None:
+def test_a_slot_never_written_has_no_age(called: None, tmp_path: Path) -> None:
     spec = BankSpec(name="slots", kind="memory_bank", dim=DIM, capacity=4, output=str(tmp_path / "run"))
     ids = np.array([1, 2, 3, 4])
     write_samples(spec, ids)
@@ -239,7 +238,7 @@ def test_a_slot_that_no_step_has_written_has_no_age(called: None, tmp_path: Path
         ("nowhere", 404, "Not Found"),
     ],
 )
-def test_a_wrong_question_is_one_line(opened: Open, path: str, status: int, says: str) -> None:
+def test_an_invalid_request_is_refused_in_one_line(opened: Open, path: str, status: int, says: str) -> None:
     code, detail = refusal(opened().get(f"/api/{path}"))
     assert code == status
     assert re.search(says, detail), detail
@@ -260,7 +259,9 @@ def test_a_wrong_question_is_one_line(opened: Open, path: str, status: int, says
         ({"files": {"image": b"x"}}, 400, "does not encode queries by image; query by id"),
     ],
 )
-def test_a_wrong_query_is_one_line(opened: Open, sent: dict[str, Any], status: int, says: str) -> None:
+def test_an_invalid_query_is_refused_in_one_line(
+    opened: Open, sent: dict[str, Any], status: int, says: str
+) -> None:
     code, detail = refusal(opened().post("/api/nearest", **sent))
     assert (code, says in detail) == (status, True), detail
 
@@ -277,7 +278,7 @@ def test_an_upload_beyond_the_limit_is_not_read_to_its_end(opened: Open) -> None
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 8000),
     }
-    told: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     parts = iter(range(11))
 
     async def receive() -> dict[str, Any]:
@@ -285,11 +286,11 @@ def test_an_upload_beyond_the_limit_is_not_read_to_its_end(opened: Open) -> None
         return {"type": "http.request", "body": b"x" * 2**20, "more_body": True}
 
     async def send(message: dict[str, Any]) -> None:
-        told.append(message)
+        found.append(message)
 
     # The application itself: the client of the other tests gathers all before it sends anything.
     asyncio.run(client.app(scope, receive, send))  # type: ignore[arg-type]
-    assert told[0]["status"] == 413
+    assert found[0]["status"] == 413
 
 
 class Recorded:
@@ -298,14 +299,12 @@ class Recorded:
     def __init__(self) -> None:
         self.came: list[Any] = []
 
-    def embed_image(self, content: bytes) -> tuple[np.ndarray, str]:
-        self.came.append(content)
+    def embed(self, kind: str, content: Any) -> tuple[np.ndarray, str]:
+        self.came.append((kind, content))
         return unit_rows(10, 0)[3], "step-1"
 
-    embed_text = embed_image
 
-
-def test_an_upload_arrives_to_the_last_byte(opened: Open) -> None:
+def test_an_upload_arrives_unchanged(opened: Open) -> None:
     content = bytes(range(256)) * 50 + b"\r\n\r\n--" + b"\n\r\r\n" * 20
     encoder = Recorded()
     client = opened(encoder=encoder, queries=("image", "text"))
@@ -313,18 +312,16 @@ def test_an_upload_arrives_to_the_last_byte(opened: Open) -> None:
         {"image": ("näme; x=1.png", content)},
         [("note", b"before"), ("image", ('a"b.png', content))],
     ):
-        told = client.post("/api/nearest?k=1", files=files).json()
-        assert (told["neighbors"][0]["sample_id"], told["checkpoint"]) == ("3", "step-1")
-        assert encoder.came.pop() == content
+        found = client.post("/api/nearest?k=1", files=files).json()
+        assert (found["neighbors"][0]["sample_id"], found["checkpoint"]) == ("3", "step-1")
+        assert encoder.came.pop() == ("image", content)
     client.post("/api/nearest", json={"text": "größer <b>"})
-    assert encoder.came.pop() == "größer <b>"
+    assert encoder.came.pop() == ("text", "größer <b>")
 
 
-def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_bank_is_503_and_is_found_again(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.count(0, 100)  # each look at the clock is a long one
-    monkeypatch.setattr(
-        "raycl.serve.reconnecting_bank.time", SimpleNamespace(monotonic=lambda: float(next(now)))
-    )
+    monkeypatch.setattr("raycl.serve.explorer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     there: list[Bank] = [bank]
 
     def connect() -> Bank:
@@ -343,7 +340,7 @@ def test_a_bank_that_is_away_is_503_and_comes_back(bank: Bank, monkeypatch: pyte
     assert client.get("/api/stats").json()["filled"] == 0
 
 
-def test_a_row_younger_than_the_last_count_has_age_0(opened: Open, bank: Bank) -> None:
+def test_a_row_newer_than_the_last_statistics_has_age_0(opened: Open, bank: Bank) -> None:
     client = opened(bank=ReconnectingBank(lambda: bank, keep_s=60))
     assert client.get("/api/stats").json()["newest_step"] == 5
     push(bank, unit_rows(10, 0)[4:5], np.array([40]), 9)
@@ -351,22 +348,12 @@ def test_a_row_younger_than_the_last_count_has_age_0(opened: Open, bank: Bank) -
     assert client.get("/api/rows/40").json()["rows"][0]["age"] == 0
 
 
-def test_many_viewers_cost_one_count_a_second(opened: Open, bank: Bank) -> None:
-    counted: list[int] = []
-    row_stats = bank.actors[0].row_stats
-    bank.actors[0].row_stats = lambda *slots: counted.append(1) or row_stats(*slots)
-    client = opened(bank=ReconnectingBank(lambda: bank, keep_s=60))
-    for _ in range(20):
-        assert client.get("/api/stats").status_code == 200
-    assert len(counted) == 1
-
-
-def test_a_bank_that_takes_long_to_count_is_counted_rarely_and_not_for_a_question(
+def test_slow_statistics_are_requested_rarely_and_not_for_a_query(
     opened: Open, bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
     row_stats, now = bank.actors[0].row_stats, [0.0]
-    monkeypatch.setattr("raycl.serve.reconnecting_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("raycl.serve.explorer.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow_count(*slots: Any) -> Any:
         counted.append(1)
@@ -389,11 +376,11 @@ def test_a_bank_that_takes_long_to_count_is_counted_rarely_and_not_for_a_questio
 # ---- samples
 
 
-def test_a_bank_that_was_waited_for_in_vain_is_asked_again_at_once(
+def test_a_bank_that_did_not_answer_is_asked_again_at_once(
     bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, is_there = [0.0], [True]
-    monkeypatch.setattr("raycl.serve.reconnecting_bank.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("raycl.serve.explorer.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def connect() -> Bank:
         if not is_there[0]:
@@ -413,37 +400,31 @@ def test_a_bank_that_was_waited_for_in_vain_is_asked_again_at_once(
     assert live.stats().newest_step == 5
 
 
-def test_many_pictures_at_once_look_up_the_ids_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pictures_at_once_read_the_ids_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, _ = digit_files(8)
-    ids = np.arange(8) * 10
-    pq.write_table(pa.table({"image": images, "sample_id": ids}), tmp_path / "set.parquet")
-    made: list[int] = []
-    positions = samples_module._Positions
-    arrived = threading.Barrier(4)
+    pq.write_table(pa.table({"image": images, "sample_id": np.arange(8) * 10}), tmp_path / "set.parquet")
+    columns = ColumnNames(sample_id="sample_id")
+    samples = SampleViewer(str(tmp_path / "set.parquet"), columns, max_pixels=10**6)
+    num_reads: list[int] = []
+    read, arrived = Source.sample_ids, threading.Barrier(4)
 
-    def slow(source: Any) -> Any:
-        made.append(1)
+    def slow(source: Source, pieces: Any) -> Any:
+        num_reads.append(1)
         time.sleep(0.2)
-        return positions(source)
-
-    monkeypatch.setattr(samples_module, "_Positions", slow)
-    samples = SampleViewer(
-        str(tmp_path / "set.parquet"), ColumnNames(sample_id="sample_id"), max_pixels=10**6
-    )
+        return read(source, pieces)
 
     def show(sample_id: int) -> Any:
         arrived.wait()
         return samples.show(sample_id)
 
+    monkeypatch.setattr(Source, "sample_ids", slow)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(show, [0, 10, 20, 70]))
-    assert [each.image for each in found] == [
-        thumbnail(images[number], max_pixels=10**6) for number in (0, 1, 2, 7)
-    ]
-    assert len(made) == 1
+        found = [each.image for each in threads.map(show, [0, 10, 20, 70])]
+    assert found == [thumbnail(images[number], max_pixels=10**6) for number in (0, 1, 2, 7)]
+    assert len(num_reads) == 1
 
 
-def test_a_sample_is_shown_as_it_lies_in_a_folder_or_a_file(tmp_path: Path, opened: Open) -> None:
+def test_a_sample_is_shown_from_a_folder_or_a_file(tmp_path: Path, opened: Open) -> None:
     images, labels = digit_files(150)
     write_digits(tmp_path / "digits.parquet", 150)
     for name, label in (("b", 1), ("a", 0)):
@@ -454,14 +435,14 @@ def test_a_sample_is_shown_as_it_lies_in_a_folder_or_a_file(tmp_path: Path, open
         ("folder", 1, images[1], "b"),
     ):
         samples = SampleViewer(str(tmp_path / uri), ColumnNames(), max_pixels=10**6)
-        told = opened(samples=samples).get(f"/api/samples/{sample_id}").json()
-        assert told["image"] == thumbnail(content, max_pixels=10**6)
-        assert (told["label"], told["texts"]) == (label, [])
+        found = opened(samples=samples).get(f"/api/samples/{sample_id}").json()
+        assert found["image"] == thumbnail(content, max_pixels=10**6)
+        assert (found["label"], found["texts"]) == (label, [])
         for unknown in (-1, 150, 2**63 - 1):
             assert refusal(opened(samples=samples).get(f"/api/samples/{unknown}"))[0] == 404
 
 
-def test_ids_of_the_sets_own_and_texts_are_found_in_any_order(tmp_path: Path, opened: Open) -> None:
+def test_ids_from_a_column_and_texts_are_found_in_any_order(tmp_path: Path, opened: Open) -> None:
     ids = np.random.default_rng(0).permutation(3_000) * 7 - 500
     texts = [f"<script>number {each}</script>" for each in ids.tolist()]
     pq.write_table(pa.table({"text": texts, "sample_id": ids}), tmp_path / "texts.parquet")
@@ -470,9 +451,9 @@ def test_ids_of_the_sets_own_and_texts_are_found_in_any_order(tmp_path: Path, op
     )
     client = opened(samples=samples)
     for sample_id in (*ids[:3].tolist(), ids[2_999].item(), -500):
-        told = client.get(f"/api/samples/{sample_id}").json()
-        assert told["texts"] == [{"role": "text", "text": f"<script>number {sample_id}</script>"}]
-        assert told["image"] is None
+        found = client.get(f"/api/samples/{sample_id}").json()
+        assert found["texts"] == [{"role": "text", "text": f"<script>number {sample_id}</script>"}]
+        assert found["image"] is None
     assert client.get("/api/samples/1").status_code == 404
 
 
@@ -487,7 +468,7 @@ def test_a_thumbnail_keeps_the_aspect_and_is_small() -> None:
     assert len(content) < 20_000
 
 
-def test_what_training_would_not_decode_is_no_thumbnail(tmp_path: Path, opened: Open) -> None:
+def test_an_image_that_training_would_skip_has_no_thumbnail(tmp_path: Path, opened: Open) -> None:
     large = encode(Image.new("L", (300, 300)))
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
     pq.write_table(
@@ -500,7 +481,7 @@ def test_what_training_would_not_decode_is_no_thumbnail(tmp_path: Path, opened: 
 
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "clip"])
-def test_a_person_looks_at_columns_that_the_run_reads(name: str) -> None:
+def test_the_page_shows_columns_that_the_run_reads(name: str) -> None:
     config = raycl.override(raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"})
     looked_at, read = columns_of(config), column_names(config)
     assert looked_at.contents.items() <= read.contents.items()
@@ -511,7 +492,7 @@ def test_a_person_looks_at_columns_that_the_run_reads(name: str) -> None:
 # ---- the page and the command
 
 
-def test_the_page_and_its_docs_load_nothing_from_elsewhere(opened: Open) -> None:
+def test_the_page_and_its_docs_load_nothing_from_other_sites(opened: Open) -> None:
     client = opened()
     for path in ("/", "/docs", "/explorer.js", "/explorer.css", "/docs.js"):
         text = client.get(path).text
@@ -520,8 +501,8 @@ def test_the_page_and_its_docs_load_nothing_from_elsewhere(opened: Open) -> None
 
 
 def test_the_openapi_names_every_call_and_that_it_needs_the_token(opened: Open) -> None:
-    told = opened().get("/openapi.json").json()
-    calls = {(path, verb) for path, verbs in told["paths"].items() for verb in verbs}
+    found = opened().get("/openapi.json").json()
+    calls = {(path, verb) for path, verbs in found["paths"].items() for verb in verbs}
     assert calls == {
         ("/api/stats", "get"),
         ("/api/nearest", "get"),
@@ -530,10 +511,10 @@ def test_the_openapi_names_every_call_and_that_it_needs_the_token(opened: Open) 
         ("/api/samples/{id}", "get"),
     }
     for path, verb in calls:
-        assert told["paths"][path][verb]["security"] == [{"HTTPBearer": []}]
-    body = told["paths"]["/api/nearest"]["post"]["requestBody"]["content"]
+        assert found["paths"][path][verb]["security"] == [{"HTTPBearer": []}]
+    body = found["paths"]["/api/nearest"]["post"]["requestBody"]["content"]
     assert set(body) == {"multipart/form-data", "application/json"}
-    assert json.dumps(told).count("#/components/schemas/Neighbors")
+    assert json.dumps(found).count("#/components/schemas/Neighbors")
 
 
 @pytest.mark.parametrize(
@@ -544,7 +525,7 @@ def test_the_openapi_names_every_call_and_that_it_needs_the_token(opened: Open) 
         (["--port", "70000"], "--port"),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_status_2(
+def test_an_invalid_flag_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
 ) -> None:
     status, out, err = run_raycl(monkeypatch, capsys, "bank", "serve", "any", *flags)
@@ -562,11 +543,11 @@ def test_a_wrong_flag_is_one_line_and_status_2(
         ("::", "http://10.0.0.7:8000/"),
     ],
 )
-def test_the_url_is_one_that_a_browser_can_open(host: str, url: str) -> None:
+def test_the_url_can_be_opened_in_a_browser(host: str, url: str) -> None:
     assert serve._url(host, "10.0.0.7", 8000, "/") == url
 
 
-def test_without_ray_serve_the_command_says_what_to_install(
+def test_without_ray_serve_the_command_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import importlib.util

@@ -3,21 +3,17 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi import Path as PathParameter
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from starlette.concurrency import run_in_threadpool
 
 from raycl.errors import ConfigError, DataError, RayclError, RunError, StorageError
 from raycl.serve import schemas
-from raycl.serve.auth import SecurityHeadersMiddleware, require_token
+from raycl.serve.auth import add_headers, require_token
 from raycl.serve.explorer import Explorer
-from raycl.serve.reconnecting_bank import UnknownSampleError
-from raycl.serve.requests import read_query
-from raycl.serve.sample_viewer import NoSampleError
+from raycl.serve.sample_viewer import UnknownSampleError
 
 PAGE = Path(__file__).parent / "page"
 _FILES = {
@@ -27,7 +23,6 @@ _FILES = {
     "/explorer.js": ("explorer.js", "text/javascript"),
     "/docs.js": ("docs.js", "text/javascript"),
 }
-_BOUND = 2**63
 _FLAG = re.compile(r"--(id|image|text|vector)\b")  # flags of the command, which the page lacks
 _IMAGE = {
     "type": "object",
@@ -47,16 +42,11 @@ _QUERY_BODY = {
 }
 STATUS: dict[type[RayclError], int] = {
     UnknownSampleError: 404,
-    NoSampleError: 404,
     ConfigError: 400,
     DataError: 422,
     StorageError: 503,
     RunError: 503,
 }
-
-SampleId = Annotated[int, PathParameter(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
-QueryId = Annotated[int, Query(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
-NumNeighbors = Annotated[int, Query(ge=1, le=100, description="Number of neighbors.")]
 
 
 def create_app(explorer: Explorer, token: str) -> FastAPI:
@@ -68,50 +58,17 @@ def create_app(explorer: Explorer, token: str) -> FastAPI:
         docs_url=None,  # FastAPI's page loads scripts from other sites
         redoc_url=None,
     )
-    app.add_middleware(SecurityHeadersMiddleware)
+    app.middleware("http")(add_headers)
     for path, (name, kind) in _FILES.items():
         app.add_api_route(path, _file(PAGE / name, kind), include_in_schema=False)
     for error, status in STATUS.items():
         app.add_exception_handler(error, _error_handler(status))
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.include_router(_router(_Api(explorer), token))
+    app.include_router(_router(explorer, token))
     return app
 
 
-@final
-class _Api:
-    """The routes; FastAPI runs those that are not async in threads."""
-
-    def __init__(self, explorer: Explorer) -> None:
-        self._explorer = explorer
-
-    def stats(self) -> schemas.Stats:
-        """Return statistics of the bank, cached for all viewers."""
-        return self._explorer.stats()
-
-    def nearest(self, sample_id: QueryId, k: NumNeighbors = 10) -> schemas.Neighbors:
-        """Find the rows nearest to the newest row of a sample, without its own rows."""
-        return self._explorer.nearest_to_sample(sample_id, k)
-
-    async def nearest_to_query(self, request: Request, k: NumNeighbors = 10) -> schemas.Neighbors:
-        """Find the rows nearest to an image or a text, encoded by the run's last checkpoint."""
-        kind, content = await read_query(request)
-        find: Callable[[Any, int], schemas.Neighbors] = {
-            "image": self._explorer.nearest_to_image,
-            "text": self._explorer.nearest_to_text,
-        }[kind]
-        return await run_in_threadpool(find, content, k)
-
-    def rows(self, sample_id: SampleId) -> schemas.Rows:
-        """Return the norms and ages of a sample's rows."""
-        return self._explorer.rows(sample_id)
-
-    def sample(self, sample_id: SampleId) -> schemas.Sample:
-        """Return a sample as a person sees it: a thumbnail, texts, its label."""
-        return self._explorer.sample(sample_id)
-
-
-def _router(api: _Api, token: str) -> APIRouter:
+def _router(api: Explorer, token: str) -> APIRouter:
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": schemas.ErrorResponse} for status in (400, 401, 404, 413, 422, 503)
     }

@@ -4,13 +4,11 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Annotated, final
+from typing import Annotated
 
-from fastapi import HTTPException, Security
+from fastapi import HTTPException, Request, Response, Security
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raycl.errors import ConfigError
 
@@ -62,30 +60,12 @@ def require_token(token: str) -> Callable[..., Awaitable[None]]:
     return check
 
 
-@final
-class SecurityHeadersMiddleware:
-    """Add the headers to every response, error pages included."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        has_begun = False
-
-        async def send_with_headers(message: Message) -> None:
-            nonlocal has_begun
-            if message["type"] == "http.response.start":
-                has_begun = True
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_headers)
-        except Exception:  # a bug: its text may hold secrets, so only the log has it
-            _log.exception("the explorer could not handle a request")
-            if has_begun:
-                raise
-            await JSONResponse({"detail": "the explorer failed; its log has the traceback"}, 500)(
-                scope, receive, send_with_headers
-            )
+async def add_headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Add the security headers to every response, error pages included: a middleware."""
+    try:
+        response = await call_next(request)
+    except Exception:  # a bug: its text may hold secrets, so only the log has it
+        _log.exception("the explorer could not handle a request")
+        response = JSONResponse({"detail": "the explorer failed; its log has the traceback"}, 500)
+    response.headers.update(HEADERS)
+    return response

@@ -32,7 +32,7 @@ class Ingress:
     """The replica, from which Ray Serve gets the app."""
 
     def __init__(self, target: ServeTarget) -> None:
-        _call_replicas_on_the_loopback()
+        _bind_replicas_to_the_loopback()
         # The raylet has another environment than the driver. Training has priority.
         os.environ |= {"RAYCL_TRUSTED": target.trusted, "OMP_NUM_THREADS": "1"}
         with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ class Ingress:
         return create_app(self._target.explorer(), self._target.token)
 
 
-def _call_replicas_on_the_loopback() -> None:
+def _bind_replicas_to_the_loopback() -> None:
     """Make Ray Serve open this replica's gRPC port on the loopback only, instead of on all interfaces.
 
     Only calls between deployments use this port, and the explorer has none.
@@ -117,7 +117,7 @@ def _start(host: str, port: int) -> bool:
                 f"Ray Serve runs in this cluster already and listens on {at.host}:{at.port}, not on {host}:{port}; "
                 f"give --host {at.host} --port {at.port}, or shut down that Ray Serve first"
             )
-        names = _applications()
+        names = list(serve.status().applications)
         return bool(names) and all(name.startswith(_OURS) for name in names)
     if head_address()[1]:
         _check_free(host, port)
@@ -160,25 +160,17 @@ def _deploy(target: ServeTarget, name: str, route: str) -> None:
 
 def _free_route(bank: str) -> str:
     """Return the first free route: ``/``, the bank's name, or the name with a number."""
-    taken = {each["route_prefix"] for each in _details().values()}
+    client: Any = serve_context._get_global_client()
+    taken = {each["route_prefix"] for each in client.get_serve_details()["applications"].values()}
     own = re.sub(r"[^A-Za-z0-9._~-]+", "-", bank)[:_MAX_NAME]
     numbered = (f"/{own}-{number}" for number in range(2, len(taken) + 3))
     return next(route for route in ("/", f"/{own}", *numbered) if route not in taken)
 
 
-def _details() -> dict[str, Any]:
-    client: Any = serve_context._get_global_client()
-    return client.get_serve_details()["applications"] if client else {}
-
-
-def _applications() -> list[str]:
-    return list(serve.status().applications)
-
-
 def _remove_orphans() -> None:
     """Remove explorers whose commands were killed: Ray Serve never does."""
     alive = {job["JobID"] for job in ray_state.jobs() if not job["IsDead"]}
-    for name in _applications():
+    for name in serve.status().applications:
         if name.startswith(_OURS) and name.rpartition("-")[2] not in alive:
             serve.delete(name)
 
@@ -188,8 +180,8 @@ def _end(name: str, is_ours: bool) -> None:
         return  # its Serve has ended too; a request would wait a minute
     with contextlib.suppress(exceptions.RayError, RayServeException, RuntimeError, TimeoutError):
         _remove_orphans()
-        names = _applications()
-        if is_ours and not set(names) - {name}:
+        names = set(serve.status().applications)
+        if is_ours and not names - {name}:
             serve.shutdown()
         elif name in names:
             serve.delete(name)

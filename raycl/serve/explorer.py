@@ -1,42 +1,104 @@
-"""The explorer's queries, independent of HTTP."""
+"""The explorer's answers to the calls of its API."""
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Annotated, Any, TypeVar, final
 
 import numpy as np
+from fastapi import Path, Query, Request
+from starlette.concurrency import run_in_threadpool
 
-from raycl.errors import ConfigError, DataError
+from raycl.errors import ConfigError, DataError, RayclError, RunError
+from raycl.negatives.bank import Bank
 from raycl.negatives.search import Neighbors
+from raycl.negatives.stats import BankStats
 from raycl.serve import schemas
-from raycl.serve.reconnecting_bank import ReconnectingBank
-from raycl.serve.sample_viewer import NoSampleError, SampleViewer
+from raycl.serve.requests import read_query
+from raycl.serve.sample_viewer import SampleViewer, UnknownSampleError
+
+Answer = TypeVar("Answer")
+_BOUND = 2**63
+_PAUSE_FACTOR, _MAX_PAUSE_S = 20.0, 60.0
+
+SampleId = Annotated[int, Path(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
+QueryId = Annotated[int, Query(alias="id", ge=-_BOUND, le=_BOUND - 1, description="Id of a sample.")]
+NumNeighbors = Annotated[int, Query(ge=1, le=100, description="Number of neighbors.")]
+
+
+@final
+class ReconnectingBank:
+    """Query a bank from any thread, and reconnect after it was lost.
+
+    All viewers share one statistics call per ``keep_s`` seconds; after a slow call the next one waits 20
+    times its duration, a minute at most. Every method raises ``RunError`` while the bank is unreachable.
+    """
+
+    def __init__(self, connect: Callable[[], Bank], *, keep_s: float = 1.0) -> None:
+        """``connect`` is called by the first query, and after each loss."""
+        self._connect, self._keep_s = connect, keep_s
+        self._bank: Bank | None = None
+        self._connecting, self._measuring = threading.Lock(), threading.Lock()
+        self._measured_at, self._took_s = -np.inf, 0.0
+        self._last: BankStats | RunError = RunError("the bank was not queried yet; try again")
+
+    def ask(self, question: Callable[[Bank], Answer]) -> Answer:
+        """Return the answer of the bank; raises ``ConfigError`` for a wrong question."""
+        with self._connecting:
+            if self._bank is None:
+                try:
+                    self._bank = self._connect()
+                except RayclError as error:
+                    raise RunError(str(error)) from error
+            bank = self._bank
+        try:
+            return question(bank)
+        except ConfigError:  # a wrong question, not a lost bank
+            raise
+        except RayclError as error:
+            self._bank = None
+            raise RunError(str(error)) from error
+
+    def stats(self) -> BankStats:
+        """Return statistics of the bank, cached for a while."""
+        with self._measuring:
+            start = time.monotonic()
+            pause = max(self._keep_s, min(_PAUSE_FACTOR * self._took_s, _MAX_PAUSE_S))
+            if start - self._measured_at > pause:
+                try:
+                    self._last = self.ask(Bank.stats)
+                    self._took_s = time.monotonic() - start
+                except RunError as error:
+                    # Threads that wait for the lock get this error instead of waiting again.
+                    self._last, self._took_s = error, 0.0
+                self._measured_at = time.monotonic()
+            if isinstance(self._last, RunError):
+                raise RunError(str(self._last))
+            return self._last
+
+    def newest_step(self) -> int:
+        """Return the newest step of the last statistics, however old; 0 if the bank was unreachable."""
+        if self._measured_at == -np.inf:
+            return self.stats().newest_step or 0
+        last = self._last  # another thread may replace it
+        return 0 if isinstance(last, RunError) else last.newest_step or 0
 
 
 @final
 class QueryEncoder:
-    """Encode images and texts with the run's last checkpoint, reloaded when a newer one exists.
-
-    Both methods return the embedding, float32 [dim], and the name of the checkpoint. They raise
-    ``StorageError`` while there is no checkpoint, ``ConfigError`` if the run has another kind of data, and
-    ``DataError`` for invalid content.
-    """
+    """Encode images and texts with the run's last checkpoint, reloaded when a newer one exists."""
 
     def __init__(self, run: str) -> None:
         """Store the address of the run; the first query loads its checkpoint."""
         self._run, self._encoder = run, None
         self._lock = threading.Lock()
 
-    def embed_image(self, content: bytes) -> tuple[np.ndarray, str]:
-        """Encode the content of an image file."""
-        return self._embed(lambda encoder: encoder.embed_image(content))
+    def embed(self, kind: schemas.QueryKind, content: Any) -> tuple[np.ndarray, str]:
+        """Encode a text, or the content of an image file: float32 [dim], and the name of the checkpoint.
 
-    def embed_text(self, text: str) -> tuple[np.ndarray, str]:
-        """Encode a text."""
-        return self._embed(lambda encoder: encoder.embed_text(text))
-
-    def _embed(self, embed: Callable[[Any], np.ndarray]) -> tuple[np.ndarray, str]:
+        Raises ``StorageError`` while there is no checkpoint, and ``DataError`` for invalid content.
+        """
         # Importing torch costs seconds and memory, which queries by id need not pay.
         from raycl.inference.checkpoint_encoder import last_checkpoint, load_checkpoint_encoder
         from raycl.storage import Place, absolute
@@ -45,83 +107,104 @@ class QueryEncoder:
             encoder = self._encoder
             if encoder is None or encoder.checkpoint != last_checkpoint(Place(absolute(self._run))):
                 self._encoder = encoder = load_checkpoint_encoder(self._run)
-            return embed(encoder), encoder.checkpoint
+            embed = encoder.embed_image if kind == "image" else encoder.embed_text
+            return embed(content), encoder.checkpoint
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Explorer:
-    """Answer queries about a bank; every method raises ``RunError`` while the bank is unreachable.
+    """Answer the calls of the API; FastAPI runs the methods that are not async in threads.
 
-    ``queries`` are the kinds of queries allowed beside ids.
+    ``queries`` are the kinds of queries allowed beside ids. Every method raises ``RunError`` while the bank
+    is unreachable.
     """
 
     bank: ReconnectingBank
     encoder: QueryEncoder | None = None
     samples: SampleViewer | None = None
     queries: tuple[schemas.QueryKind, ...] = ()
+    num_answered: int = 0
 
     def stats(self) -> schemas.Stats:
-        """Return the statistics of the bank."""
+        """Return statistics of the bank, cached for all viewers."""
         stats = self.bank.stats()
+        changed = {"age_histogram": [{"below": b, "rows": rows} for b, rows in stats.age_histogram]}
         return schemas.Stats(
-            **asdict(stats)
-            | {"age_histogram": [{"below": b, "rows": rows} for b, rows in stats.age_histogram]},
+            **asdict(stats) | changed,
             run=stats.output,
-            questions=self.bank.num_answered,
+            questions=self.num_answered,
             queries=["id", *self.queries],
             shows_samples=self.samples is not None,
         )
 
-    def nearest_to_sample(self, sample_id: int, k: int) -> schemas.Neighbors:
-        """Find the rows nearest to the newest row of a sample; raises ``UnknownSampleError``."""
-        return self._neighbors(self.bank.nearest_to_sample(sample_id, k))
+    def nearest(self, sample_id: QueryId, k: NumNeighbors = 10) -> schemas.Neighbors:
+        """Find the rows nearest to the newest row of a sample, without its own rows."""
+        return self._neighbors(self._ask_of_sample(lambda bank: bank.nearest_of(sample_id, k)))
 
-    def nearest_to_image(self, content: bytes, k: int) -> schemas.Neighbors:
-        """Find the rows nearest to an image; raises the errors of :class:`QueryEncoder`."""
-        embedding, checkpoint = self._encoder_for("image").embed_image(content)
-        return self._neighbors(self.bank.nearest(embedding, k), checkpoint)
+    async def nearest_to_query(self, request: Request, k: NumNeighbors = 10) -> schemas.Neighbors:
+        """Find the rows nearest to an image or a text, encoded by the run's last checkpoint."""
+        kind, content = await read_query(request)
+        return await run_in_threadpool(self._nearest_to, kind, content, k)
 
-    def nearest_to_text(self, text: str, k: int) -> schemas.Neighbors:
-        """Find the rows nearest to a text; raises the errors of :class:`QueryEncoder`."""
-        if not text.strip():
-            raise DataError("the text is empty; type one")
-        embedding, checkpoint = self._encoder_for("text").embed_text(text)
-        return self._neighbors(self.bank.nearest(embedding, k), checkpoint)
-
-    def rows(self, sample_id: int) -> schemas.Rows:
-        """Return the rows of a sample, newest first; raises ``UnknownSampleError``."""
-        found = self.bank.rows_of(sample_id)
-        norms = np.linalg.norm(found.rows.astype(np.float32), axis=1).tolist()
+    def rows(self, sample_id: SampleId) -> schemas.Rows:
+        """Return the norms and ages of a sample's rows."""
+        found = self._ask_of_sample(lambda bank: bank.get(np.array([sample_id])))
+        if not len(found):
+            raise UnknownSampleError(f"the bank holds no row of sample {sample_id} now; give another id")
+        self.num_answered += 1
         newest = max(self.bank.newest_step(), int(found.step.max()))
-        by_step = sorted(zip(found.step.tolist(), norms, strict=True), reverse=True)
+        by_step = sorted(zip(found.step.tolist(), _norms(found.rows), strict=True), reverse=True)
         rows = [
             schemas.Row(step=step if step >= 0 else None, age=newest - step if step >= 0 else None, norm=norm)
             for step, norm in by_step
         ]
         return schemas.Rows(sample_id=str(sample_id), rows=rows)
 
-    def sample(self, sample_id: int) -> schemas.Sample:
-        """Return a sample as a person sees it; raises ``NoSampleError``."""
+    def sample(self, sample_id: SampleId) -> schemas.Sample:
+        """Return a sample as a person sees it: a thumbnail, texts, its label."""
         if self.samples is None:
-            raise NoSampleError("samples cannot be shown without a data set; start the explorer with --data")
+            raise UnknownSampleError(
+                "samples cannot be shown without a data set; start the explorer with --data"
+            )
         return self.samples.show(sample_id)
 
-    def _neighbors(self, found: Neighbors, checkpoint: str | None = None) -> schemas.Neighbors:
-        # A row may have been written after the last statistics.
-        newest = max(self.bank.newest_step(), int(found.step.max(initial=0)))
-        norms = self.bank.norms_of(found)
-        columns = found.sample_id.tolist(), found.similarity.tolist(), found.step.tolist(), norms
-        neighbors = [
-            schemas.Neighbor(
-                sample_id=str(sample_id), similarity=similarity, step=step, age=newest - step, norm=norm
-            )
-            for sample_id, similarity, step, norm in zip(*columns, strict=True)
-        ]
-        return schemas.Neighbors(neighbors=neighbors, checkpoint=checkpoint)
-
-    def _encoder_for(self, kind: schemas.QueryKind) -> QueryEncoder:
+    def _nearest_to(self, kind: schemas.QueryKind, content: Any, k: int) -> schemas.Neighbors:
+        if kind == "text" and not content.strip():
+            raise DataError("the text is empty; type one")
         if self.encoder is None or kind not in self.queries:
             allowed = " or ".join(("id", *self.queries))
             raise ConfigError(f"this run does not encode queries by {kind}; query by {allowed}")
-        return self.encoder
+        embedding, checkpoint = self.encoder.embed(kind, content)
+        return self._neighbors(self.bank.ask(lambda bank: bank.nearest(embedding, k)[0]), checkpoint)
+
+    def _neighbors(self, found: Neighbors, checkpoint: str | None = None) -> schemas.Neighbors:
+        self.num_answered += 1
+        # A row may have been written after the last statistics.
+        newest = max(self.bank.newest_step(), int(found.step.max(initial=0)))
+        held = self.bank.ask(lambda bank: bank.get(np.unique(found.sample_id)))
+        names = zip(held.sample_id.tolist(), held.step.tolist(), strict=True)
+        norms = dict(zip(names, _norms(held.rows), strict=True))
+        columns = found.sample_id.tolist(), found.similarity.tolist(), found.step.tolist()
+        neighbors = [
+            schemas.Neighbor(
+                sample_id=str(sample_id),
+                similarity=similarity,
+                step=step,
+                age=newest - step,
+                norm=norms.get((sample_id, step)),
+            )
+            for sample_id, similarity, step in zip(*columns, strict=True)
+        ]
+        return schemas.Neighbors(neighbors=neighbors, checkpoint=checkpoint)
+
+    def _ask_of_sample(self, question: Callable[[Bank], Answer]) -> Answer:
+        """Ask a question in which only the sample's id can be wrong."""
+        try:
+            return self.bank.ask(question)
+        except ConfigError as error:
+            raise UnknownSampleError(str(error)) from error
+
+
+def _norms(rows: np.ndarray) -> list[float]:
+    return np.linalg.norm(rows.astype(np.float32), axis=1).tolist()

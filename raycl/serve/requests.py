@@ -1,5 +1,6 @@
 """Queries in the body of a request, read up to a limit."""
 
+from email import message_from_string
 from email.message import Message
 from typing import Literal
 
@@ -55,16 +56,7 @@ def _field(content: bytes, boundary: str) -> bytes:
     if boundary:
         for part in (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"))[1:]:
             head, found, value = part.partition(b"\r\n\r\n")
-            if found and _field_name(head) == _FIELD:
+            header = message_from_string(head.decode("utf-8", "replace").removeprefix("\r\n"))
+            if found and header.get_param("name", header="content-disposition") == _FIELD:
                 return value
     raise HTTPException(422, f"the form has no file named `{_FIELD}`; send one under this name")
-
-
-def _field_name(head: bytes) -> str:
-    for line in head.decode("utf-8", "replace").split("\r\n"):
-        title, _, value = line.partition(":")
-        if title.strip().lower() == "content-disposition":
-            header = Message()
-            header["Content-Disposition"] = value.strip()
-            return str(header.get_param("name", "", header="content-disposition"))
-    return ""

@@ -13,7 +13,7 @@ from PIL import Image
 from raycl.data.columns import ColumnNames
 from raycl.data.images import ImageFormat, InvalidImageError, image_sides
 from raycl.data.labels import NO_LABEL
-from raycl.data.sources import Fragment, Source, find_source
+from raycl.data.sources import Fragment, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.serve.schemas import Sample, Text
 from raycl.tokenization import InvalidTextError, read_text
@@ -25,8 +25,8 @@ _MAX_TEXT = 2_000  # characters
 _TEXT_COLUMNS = ("text", "caption", "query", "document")
 
 
-class NoSampleError(ConfigError):
-    """The data set has no sample of this id."""
+class UnknownSampleError(ConfigError):
+    """The bank or the data set has no sample of this id."""
 
 
 @final
@@ -38,64 +38,48 @@ class SampleViewer:
 
     def __init__(self, uri: str, columns: ColumnNames, *, max_pixels: int) -> None:
         self._source = find_source(uri, columns)
+        self._first_ids = np.array([fragment.first_id for fragment in self._source.fragments])
         self._max_pixels = max_pixels
-        self._positions: _Positions | None = None
+        self._index: tuple[np.ndarray, np.ndarray] | None = None  # sorted ids, and their rows
         self._lock = threading.Lock()
         self.show = lru_cache(_CACHE_SIZE)(self._show)
 
     def _show(self, sample_id: int) -> Sample:
-        """Return a sample; raises ``NoSampleError``, and ``DataError`` for an invalid image."""
-        with self._lock:  # a page requests many images at once
-            if self._positions is None:
-                self._positions = _Positions(self._source)
-        number, offset = self._positions.find(sample_id)
-        rows = next(iter(self._source.read(_one_row(self._source.fragments[number], offset))))
+        """Return a sample; raises ``UnknownSampleError``, and ``DataError`` for an invalid image."""
+        row = self._row_of(sample_id)
+        number = int(np.searchsorted(self._first_ids, row, side="right")) - 1
+        fragment = _one_row(self._source.fragments[number], row - int(self._first_ids[number]))
+        rows = next(iter(self._source.read(fragment)))
+        values = {role: column[0] for role, column in rows.values.items()}
         try:
-            image = (
-                thumbnail(rows.values["image"][0], max_pixels=self._max_pixels)
-                if "image" in rows.values
-                else None
-            )
+            image = thumbnail(values["image"], max_pixels=self._max_pixels) if "image" in values else None
         except InvalidImageError as error:
             raise DataError(
                 f"the image of sample {sample_id} is invalid: {error}; repair it in the data set"
             ) from None
-        texts = [
-            Text(role=role, text=text)
-            for role in _TEXT_COLUMNS
-            if role in rows.values
-            for text in _texts_of(rows.values[role][0])
-        ]
+        roles = [role for role in _TEXT_COLUMNS if role in values]
+        texts = [Text(role=role, text=text) for role in roles for text in _texts_of(values[role])]
         label, classes = int(rows.label[0]), self._source.classes
         name = None if label == NO_LABEL else classes[label] if classes else str(label)
         return Sample(sample_id=str(sample_id), image=image, texts=texts, label=name)
 
-
-@final
-class _Positions:
-    """The position of each id: counted, or looked up in a data set with its own ids."""
-
-    def __init__(self, source: Source) -> None:
-        self._first = np.array([fragment.first_id for fragment in source.fragments])
-        self._num_rows, self._order = source.num_rows, None
-        if source.columns.sample_id is not None:
-            ids = source.sample_ids(source.fragments)
-            self._order = np.argsort(ids, kind="stable")
-            self._ids = ids[self._order]
-
-    def find(self, sample_id: int) -> tuple[int, int]:
-        """Return the number of the fragment and the row in it; raises ``NoSampleError``."""
-        position = sample_id
-        if self._order is not None:
-            at = int(np.searchsorted(self._ids, sample_id))
-            is_known = at < len(self._ids) and self._ids[at] == sample_id
-            position = int(self._order[at]) if is_known else -1
-        if not 0 <= position < self._num_rows:
-            raise NoSampleError(
+    def _row_of(self, sample_id: int) -> int:
+        """Return the number of a sample's row: its id, or looked up in a data set with its own ids."""
+        row = sample_id
+        if self._source.columns.sample_id is not None:
+            with self._lock:  # a page requests many images at once
+                if self._index is None:
+                    ids = self._source.sample_ids(self._source.fragments)
+                    order = np.argsort(ids, kind="stable")
+                    self._index = ids[order], order
+            ids, order = self._index
+            at = int(np.searchsorted(ids, sample_id))
+            row = int(order[at]) if at < len(ids) and ids[at] == sample_id else -1
+        if not 0 <= row < self._source.num_rows:
+            raise UnknownSampleError(
                 f"the data set of --data has no sample {sample_id}; give the training data of the run"
             )
-        number = int(np.searchsorted(self._first, position, side="right")) - 1
-        return number, position - int(self._first[number])
+        return row
 
 
 def _one_row(fragment: Fragment, offset: int) -> Fragment:

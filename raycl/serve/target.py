@@ -11,8 +11,7 @@ from raycl.data.columns import ColumnNames
 from raycl.data.sources import find_source
 from raycl.errors import RayclError
 from raycl.negatives.bank import Bank, connect_bank
-from raycl.serve.explorer import Explorer, QueryEncoder
-from raycl.serve.reconnecting_bank import ReconnectingBank
+from raycl.serve.explorer import Explorer, QueryEncoder, ReconnectingBank
 from raycl.serve.sample_viewer import SampleViewer
 from raycl.serve.schemas import QueryKind
 from raycl.storage import Place, absolute
@@ -20,17 +19,11 @@ from raycl.storage import Place, absolute
 _PATIENCE_S = 8.0  # a page waits less long for a shard than a worker does
 
 # By kind of data: the columns that the page shows, and the queries that the encoder accepts.
-_COLUMNS = {
-    "image": ("image",),
-    "text": ("text",),
-    "image_text": ("image", "caption"),
-    "pairs": ("query", "document"),
-}
-_QUERIES: dict[str, tuple[QueryKind, ...]] = {
-    "image": ("image",),
-    "text": ("text",),
-    "image_text": ("image", "text"),
-    "pairs": ("text",),
+_SHOWN: dict[str, tuple[tuple[str, ...], tuple[QueryKind, ...]]] = {
+    "image": (("image",), ("image",)),
+    "text": (("text",), ("text",)),
+    "image_text": (("image", "caption"), ("image", "text")),
+    "pairs": (("query", "document"), ("text",)),
 }
 _NO_COLUMNS = dict.fromkeys(("image", "text", "caption", "query", "document"))
 
@@ -56,12 +49,8 @@ class ServeTarget:
     def explorer(self) -> Explorer:
         """Create the explorer, in any process of the cluster."""
         samples = SampleViewer(self.data, self.columns, max_pixels=self.max_pixels) if self.data else None
-        return Explorer(
-            bank=ReconnectingBank(partial(_connect_impatiently, self.bank)),
-            encoder=QueryEncoder(self.run),
-            samples=samples,
-            queries=self.queries,
-        )
+        bank = ReconnectingBank(partial(_connect_impatiently, self.bank))
+        return Explorer(bank=bank, encoder=QueryEncoder(self.run), samples=samples, queries=self.queries)
 
 
 def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> ServeTarget:
@@ -69,12 +58,15 @@ def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> 
 
     Raises ``RayclError`` if one of them is invalid. Without ``run`` and ``data`` the run may be unreadable.
     """
-    plan = connect_bank(bank).spec
-    place = Place(absolute(run or plan.output))
+    output = connect_bank(bank).spec.output
+    place = Place(absolute(run or output))
     columns, queries, max_pixels = ColumnNames(), (), 0
-    config = _config_at(place, required=run is not None or data is not None)
-    if config is not None:
-        columns, queries, max_pixels = columns_of(config), _QUERIES[config.data.kind], config.data.max_pixels
+    try:
+        config = config_from_yaml((place / "config.yaml").read_text(), name=(place / "config.yaml").uri)
+        columns, queries, max_pixels = columns_of(config), _SHOWN[config.data.kind][1], config.data.max_pixels
+    except RayclError:
+        if run is not None or data is not None:
+            raise
     if data is not None:
         find_source(data, columns)
     return ServeTarget(
@@ -92,18 +84,8 @@ def find_target(bank: str, *, run: str | None, data: str | None, token: str) -> 
 def columns_of(config: RunConfig) -> ColumnNames:
     """Return the columns that the page shows, with labels and ids."""
     named = config.data.columns
-    shown = {role: getattr(named, role) for role in _COLUMNS[config.data.kind]}
+    shown = {role: getattr(named, role) for role in _SHOWN[config.data.kind][0]}
     return ColumnNames(**_NO_COLUMNS | shown, label=named.label, sample_id=named.sample_id)
-
-
-def _config_at(place: Place, *, required: bool) -> RunConfig | None:
-    file = place / "config.yaml"
-    try:
-        return config_from_yaml(file.read_text(), name=file.uri)
-    except RayclError:
-        if required:
-            raise
-        return None
 
 
 def _connect_impatiently(name: str) -> Bank:
