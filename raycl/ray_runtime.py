@@ -87,7 +87,11 @@ def connect(address: str | None = None, *, debug: bool = False) -> bool:
     else:
         where = wanted if wanted in here else _reachable(wanted)
     if where in here:
-        _use_token(debug=debug)
+        # A Ray started by ray.init asks for this user's token. Ray uses it for the cluster that it finds
+        # itself, but cannot be given one of several.
+        if not debug:
+            logging.getLogger(tokens.__name__).setLevel(logging.ERROR)
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     init_ray(where, debug=debug)
     return True
 
@@ -109,12 +113,15 @@ def init_ray(address: str, *, debug: bool = False, quiet_core: bool = False) -> 
     # Ray Train's controller inherits it, and would start an actor that watches the only node.
     defaults = {_PREEMPTION_WATCHER: "0"} if address == "local" else {}
     try:
-        with (
-            _on_the_loopback() if _is_on_loopback(address) else contextlib.nullcontext(),
-            _environment(defaults),
-            _quiet_core() if quiet_core and not debug else contextlib.nullcontext(),
-            _keeping_sigterm(),
-        ):
+        with contextlib.ExitStack() as stack:
+            if address == "local" or (address.startswith(_LOOPBACK) and address in _running_here()):
+                # Ray replaces the loopback by the network's address, even if asked for the loopback, unless
+                # this constant says that this machine does not belong to a cluster.
+                stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
+            stack.enter_context(_environment(defaults))
+            if quiet_core and not debug:
+                stack.enter_context(_replaced(worker, "connect", _quietly(worker.connect)))
+            stack.enter_context(_keeping_sigterm())
             joined = _start_or_join(address, debug=debug)
     except (ConnectionError, RuntimeError, ValueError, exceptions.AuthenticationError) as error:
         needs_token = "AuthenticationError" in f"{error!r} {error.__cause__}"
@@ -195,23 +202,22 @@ def object_store_bytes() -> float:
 
 def fetch_tables(dataset: "Dataset") -> "list[pa.Table]":
     """Execute a dataset and return its blocks, zero-copy where this node holds them."""
-    refs: list[Any] = dataset.materialize().to_arrow_refs()
-    return ray.get(refs)
+    return ray.get(dataset.materialize().to_arrow_refs())
 
 
 def find_raycl_error(error: BaseException) -> RayclError | None:
     """Return raycl's own error among those that Ray wraps around it."""
-    seen: list[BaseException] = []
+    seen: list[Any] = []
     todo: list[Any] = [error]
     while todo:
         each = todo.pop()
-        if not isinstance(each, BaseException) or each in seen:
+        if each is None or each in seen:
             continue
         seen.append(each)
         if isinstance(each, RayclError) and type(each).__module__ == RayclError.__module__:
             return each
-        todo += [each.__cause__, getattr(each, "cause", None), getattr(each, "controller_failure", None)]
-        todo += list(getattr(each, "worker_failures", {}).values())
+        todo += [getattr(each, name, None) for name in ("__cause__", "cause", "controller_failure")]
+        todo += getattr(each, "worker_failures", {}).values()
     return None
 
 
@@ -290,11 +296,6 @@ def _numeric(address: str) -> str:
     return _LOOPBACK + address.removeprefix("localhost:") if address.startswith("localhost:") else address
 
 
-def _is_on_loopback(address: str) -> bool:
-    """Whether this Ray is to be started on this machine, or was."""
-    return address == "local" or (address.startswith(_LOOPBACK) and address in _running_here())
-
-
 def _reachable(address: str) -> str:
     """Return the address as Ray knows it, if anything listens there."""
     host, _, port = address.rpartition(":")
@@ -328,33 +329,26 @@ def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_core() -> Iterator[None]:
-    """Keep the log of Ray's core in this process off stderr, such as a note on each pool of actors."""
-    connect_worker: Any = worker.connect
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of one of Ray's modules."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
-    def quietly(*arguments: Any, **options: Any) -> Any:
+
+def _quietly(connect_worker: Any) -> Any:
+    """Keep the log of Ray's core in this process off stderr, such as a note on each pool of actors."""
+
+    def connect(*arguments: Any, **options: Any) -> Any:
         # Set for this call only: the cluster's own processes would inherit the level. The core
         # writes to stderr that it was given one.
         with _environment({_CORE_LOG_LEVEL: "fatal"}), without_stderr():
             return connect_worker(*arguments, **options)
 
-    worker.connect = quietly
-    try:
-        yield
-    finally:
-        worker.connect = connect_worker
-
-
-@contextlib.contextmanager
-def _on_the_loopback() -> Iterator[None]:
-    """Let Ray use 127.0.0.1 as the address of this machine while it is started or joined."""
-    # Ray replaces the loopback by the network's address, even if asked for the loopback, unless this
-    # constant says that this machine does not belong to a cluster.
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+    return connect
 
 
 @contextlib.contextmanager
@@ -364,11 +358,10 @@ def _keeping_sigterm() -> Iterator[None]:
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _: None
     try:
-        yield
+        with _replaced(utils, "set_sigterm_handler", lambda _: None):
+            yield
     finally:
-        utils.set_sigterm_handler = before
         signal.signal(signal.SIGTERM, handler)  # Ray's core has put its own beneath Python's
 
 
@@ -385,12 +378,3 @@ def _keep_token_private() -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-
-
-def _use_token(*, debug: bool) -> None:
-    """Let Ray use this user's token, if there is one, for a cluster of this machine."""
-    # A Ray started by ray.init asks for it. Ray does the same for the cluster that it finds itself,
-    # but cannot be given one of several.
-    if not debug:
-        logging.getLogger(tokens.__name__).setLevel(logging.ERROR)
-    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
