@@ -1,6 +1,7 @@
 """The actors of a bank without Ray: pushes, snapshots and answers to queries."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,12 @@ def test_a_queue_actor_that_lacks_earlier_rows_stores_nothing_and_reports_it() -
 
 def write_sharded(spec: BankSpec, queue: KeyQueue, num_shards: int) -> None:
     """Write the snapshot of step 4 as raycl 0.1.0 did: row number n in shard n % num_shards."""
+    sharded = replace(spec, num_shards=num_shards)
     for shard in range(num_shards):
         sequence = len(range(shard, queue.sequence, num_shards))
-        metadata = shape_metadata(spec, 0) | {"num_shards": str(num_shards), "shard": str(shard)}
-        metadata |= {"step": "4", "sequence": str(sequence), "attempt": "0", "applied": "{}"}
-        place = shard_place(spec, shard, 4, num_shards=num_shards)
-        write_rows(place, queue.negatives()[shard::num_shards], metadata)
+        metadata = {"step": "4", "sequence": str(sequence), "attempt": "0", "applied": "{}"}
+        metadata |= shape_metadata(sharded, shard)
+        write_rows(shard_place(sharded, shard, 4), queue.negatives()[shard::num_shards], metadata)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 12, 31])
@@ -144,7 +145,7 @@ def test_an_incomplete_snapshot_of_an_earlier_version_is_refused(tmp_path: Path)
     spec = a_spec(output=tmp_path)
     queue = a_queue(spec, 31)
     write_sharded(spec, queue, 3)
-    path = Path(shard_place(spec, 1, 4, num_shards=3).uri)
+    path = tmp_path / "bank/step-00000004/shard-1-of-3.parquet"
     kept = path.read_bytes()
     path.unlink()
     with pytest.raises(StorageError, match="no complete snapshot"):

@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import final
 
 import numpy as np
@@ -43,9 +43,9 @@ def snapshot_folder(spec: BankSpec, step: int) -> Place:
     return spec.place / f"step-{step:08d}"
 
 
-def shard_place(spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None) -> Place:
+def shard_place(spec: BankSpec, shard: int, step: int) -> Place:
     """Return the file of a shard in the snapshot of a step."""
-    return snapshot_folder(spec, step) / f"shard-{shard}-of-{num_shards or spec.num_shards}.parquet"
+    return snapshot_folder(spec, step) / f"shard-{shard}-of-{spec.num_shards}.parquet"
 
 
 @final
@@ -122,17 +122,17 @@ def write_rows(place: Place, rows: Negatives, metadata: Mapping[str, str]) -> No
             writer.write_table(_table(rows[start : start + ROWS_PER_GROUP], schema))
 
 
-def read_metadata(spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None) -> dict[str, str]:
-    """Return the metadata of a shard's snapshot; None stands for the number of shards of the specification.
+def read_metadata(spec: BankSpec, shard: int, step: int) -> dict[str, str]:
+    """Return the metadata of a shard's snapshot.
 
     Raises ``StorageError`` if there is no such snapshot, ``ConfigError`` for one of another bank.
     """
-    folder, place = snapshot_folder(spec, step), shard_place(spec, shard, step, num_shards=num_shards)
+    folder, place = snapshot_folder(spec, step), shard_place(spec, shard, step)
     if not place.exists():
         _refuse_missing(spec, folder)
     with _open(place) as file:
         found = {key.decode(): value.decode() for key, value in (file.schema_arrow.metadata or {}).items()}
-    expected = shape_metadata(spec, 0) | {"num_shards": str(num_shards or spec.num_shards)}
+    expected = shape_metadata(spec, shard)
     for name, setting in _SHAPE.items():
         if found.get(name) != expected[name]:
             raise ConfigError(
@@ -142,11 +142,9 @@ def read_metadata(spec: BankSpec, shard: int, step: int, *, num_shards: int | No
     return found
 
 
-def read_parts(
-    spec: BankSpec, shard: int, step: int, *, num_shards: int | None = None
-) -> Iterator[Negatives]:
+def read_parts(spec: BankSpec, shard: int, step: int) -> Iterator[Negatives]:
     """Yield the rows of a shard's snapshot, in the order of slots; raises ``StorageError``."""
-    with _open(shard_place(spec, shard, step, num_shards=num_shards)) as file:
+    with _open(shard_place(spec, shard, step)) as file:
         for group in range(file.num_row_groups):
             table = file.read_row_group(group).combine_chunks()
             flat = table["embedding"].combine_chunks().flatten().to_numpy()
@@ -160,12 +158,13 @@ def read_queue(spec: BankSpec, step: int) -> State:
 
     A snapshot of raycl 0.1.0 may have several shards: row number n was in shard n % num_shards.
     """
-    num_shards, sequence = _num_shards_in(snapshot_folder(spec, step)), 0
+    num_shards, sequence = _num_shards_in(snapshot_folder(spec, step)) or 1, 0
+    saved = replace(spec, num_shards=num_shards)
     empty = KeyQueue(spec.capacity, spec.dim, spec.row_dtype).negatives()
     parts, slots = [empty], [empty.sample_id]
     for shard in range(num_shards):
-        sequence += int(read_metadata(spec, shard, step, num_shards=num_shards)["sequence"])
-        rows = concatenate([empty, *read_parts(spec, shard, step, num_shards=num_shards)])
+        sequence += int(read_metadata(saved, shard, step)["sequence"])
+        rows = concatenate([empty, *read_parts(saved, shard, step)])
         parts.append(rows)
         slots.append(np.arange(len(rows)) * num_shards + shard)
     rows = concatenate(parts)[np.argsort(np.concatenate(slots))]
@@ -195,10 +194,10 @@ def _samples_place(spec: BankSpec, shard: int) -> Place:
 
 
 def _num_shards_in(folder: Place) -> int:
-    """Return the number of shards that a snapshot has; 1 if there is none."""
+    """Return the number of shards that a snapshot has; 0 if there is none."""
     names = [name for name, _ in folder.files()] if folder.is_folder() else []
     found = [int(match[1]) for name in names if (match := _SHARD_FILE.fullmatch(name))]
-    return 1 if not found or 1 in found else found[0]
+    return min(found, default=0)
 
 
 def _table(rows: Negatives, schema: pa.Schema) -> pa.Table:
@@ -209,8 +208,7 @@ def _table(rows: Negatives, schema: pa.Schema) -> pa.Table:
 
 def _refuse_missing(spec: BankSpec, folder: Place) -> None:
     num_shards = _num_shards_in(folder)
-    is_other = num_shards not in (1, spec.num_shards) or (folder / "shard-0-of-1.parquet").exists()
-    if spec.kind == "memory_bank" and is_other:
+    if num_shards not in (0, spec.num_shards):
         raise ConfigError(
             f"the snapshot {folder} is of another bank: its num_shards is {num_shards}, this one's is "
             f"{spec.num_shards}; set bank.shards as it was, or begin a new run with another --output"

@@ -49,7 +49,7 @@ class BankSpec:
     def __post_init__(self) -> None:
         """Validate, and make the output absolute: Ray's processes run in other folders."""
         object.__setattr__(self, "output", absolute(self.output))
-        assert "/" not in self.name and (self.kind == "memory_bank" or self.num_shards == 1)
+        assert "/" not in self.name
         if self.num_shards > self.capacity:
             raise ConfigError(
                 f"{self.num_shards} shards cannot share {self.capacity} samples; lower bank.shards"
