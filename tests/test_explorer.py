@@ -1,4 +1,4 @@
-"""The explorer's page and API, asked by HTTP without a cluster: shards of a bank are called, not sent to."""
+"""The explorer's page and API over HTTP, without a cluster: the actors of a bank are in this process."""
 
 import asyncio
 import itertools
@@ -95,7 +95,7 @@ Open = Callable[..., TestClient]
 
 @pytest.fixture
 def opened(bank: Bank) -> Open:
-    """Open the explorer as somebody who has the token."""
+    """Open the explorer with its token."""
 
     def open_(**parts: Any) -> TestClient:
         parts = {"bank": ReconnectingBank(lambda: bank, keep_s=0)} | parts
@@ -111,7 +111,7 @@ def refusal(answer: Any) -> tuple[int, str]:
     return answer.status_code, detail
 
 
-# ---- who may ask
+# ---- access
 
 
 @pytest.mark.parametrize("path", ["stats", "nearest?id=3", "rows/3", "samples/3"])
@@ -168,7 +168,7 @@ def test_tokens_are_random_and_weak_ones_are_refused() -> None:
             checked_token(weak)
 
 
-# ---- what it answers
+# ---- answers
 
 
 def test_statistics_come_from_the_bank(opened: Open, bank: Bank) -> None:
@@ -220,7 +220,7 @@ def test_a_slot_never_written_has_no_age(called: None, tmp_path: Path) -> None:
     assert refusal(client.get("/api/rows/9"))[0] == 404
 
 
-# ---- what it refuses
+# ---- refusals
 
 
 @pytest.mark.parametrize(
@@ -288,13 +288,13 @@ def test_an_upload_beyond_the_limit_is_not_read_to_its_end(opened: Open) -> None
     async def send(message: dict[str, Any]) -> None:
         found.append(message)
 
-    # The application itself: the client of the other tests gathers all before it sends anything.
+    # The application itself: the test client collects the whole body before it sends anything.
     asyncio.run(client.app(scope, receive, send))  # type: ignore[arg-type]
     assert found[0]["status"] == 413
 
 
 class Recorded:
-    """An encoder that keeps what came, and gives the row of sample 3."""
+    """An encoder that records the queries, and returns the row of sample 3."""
 
     def __init__(self) -> None:
         self.came: list[Any] = []
@@ -335,7 +335,7 @@ def test_a_lost_bank_is_503_and_is_found_again(bank: Bank, monkeypatch: pytest.M
     bank.actors[0].is_dead = True
     for path in ("stats", "nearest?id=3", "rows/3", "stats"):
         assert refusal(client.get(f"/api/{path}"))[0] == 503
-    # The run that goes on has another bank of that name.
+    # The resumed run has another bank of that name.
     there.append(Bank(bank.spec, [QueueActor(bank.spec)]))
     assert client.get("/api/stats").json()["filled"] == 0
 

@@ -66,7 +66,7 @@ def values_of(source: Source) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_read_through_faults_is_what_was_written(
+def test_reads_through_faults_return_what_was_written(
     s3_server: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "10")
@@ -82,20 +82,7 @@ def test_what_is_read_through_faults_is_what_was_written(
         assert s3.count() - s3.count("ok") > 5
 
 
-def test_a_table_read_through_cut_bodies_and_throttling_is_the_whole_table(
-    s3: FaultyS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "10")
-    place = Place(s3.uri("tables/whole.parquet"))
-    write_table(place)
-    undisturbed = values_of(find_source(place.uri))
-    s3.add("throttled", prefix="tables/whole", fraction=0.2)
-    s3.add("cut", methods="GET", prefix="tables/whole", fraction=0.4, after=700)
-    assert values_of(find_source(place.uri)) == undisturbed
-    assert s3.count("throttled") + s3.count("cut") > 1
-
-
-def test_after_the_last_try_a_read_is_one_line_that_says_how_often(s3: FaultyS3) -> None:
+def test_a_read_that_fails_for_good_names_the_number_of_attempts(s3: FaultyS3) -> None:
     place = Place(s3.uri("limit/x.bin"))
     place.write_bytes(content(1_000))
     faults: tuple[Any, ...] = ("throttled", "away", "cut")
@@ -111,7 +98,7 @@ def test_after_the_last_try_a_read_is_one_line_that_says_how_often(s3: FaultyS3)
     assert place.read_bytes() == content(1_000)
 
 
-def test_what_is_denied_is_asked_for_once(s3: FaultyS3) -> None:
+def test_a_denied_request_is_not_retried(s3: FaultyS3) -> None:
     place = Place(s3.uri("denied/x.bin"))
     place.write_bytes(b"secret")
     s3.add("denied", prefix="denied")
@@ -125,7 +112,7 @@ def test_what_is_denied_is_asked_for_once(s3: FaultyS3) -> None:
     assert place.read_bytes() == b"secret"
 
 
-def test_a_file_shorter_than_the_refusal_is_read_again_or_denied_at_once(s3: FaultyS3) -> None:
+def test_a_file_shorter_than_an_error_response_is_retried_or_denied_at_once(s3: FaultyS3) -> None:
     for num_bytes in (1, 100):
         place = Place(s3.uri(f"tiny/{num_bytes}"))
         place.write_bytes(content(num_bytes))
@@ -145,7 +132,7 @@ def test_a_file_shorter_than_the_refusal_is_read_again_or_denied_at_once(s3: Fau
         assert s3.count("denied", method="GET") == 1
 
 
-def test_patience_is_not_used_up_by_many_faults(s3: FaultyS3) -> None:
+def test_many_faults_do_not_use_up_the_retries(s3: FaultyS3) -> None:
     place = Place(s3.uri("patience"))
     for index in range(130):
         s3.add("throttled", prefix=f"patience/{index:03}", times=1)
@@ -154,17 +141,16 @@ def test_patience_is_not_used_up_by_many_faults(s3: FaultyS3) -> None:
     assert s3.count("throttled") == 130  # 100 is all that the standard strategy of pyarrow has
 
 
-def test_a_filesystem_that_ray_pickles_is_as_patient(s3: FaultyS3) -> None:
+def test_a_pickled_filesystem_retries_as_often(s3: FaultyS3) -> None:
     filesystem, path = Place(s3.uri("pickled/x.bin")).resolve()
-    again = pickle.loads(pickle.dumps(filesystem))
     s3.add("throttled", methods="PUT", prefix="pickled", times=ATTEMPTS - 1)
-    with again.open_output_stream(path) as stream:
+    with pickle.loads(pickle.dumps(filesystem)).open_output_stream(path) as stream:
         stream.write(b"checkpoint")
     assert s3.count("throttled", method="PUT") == ATTEMPTS - 1
     assert Place(s3.uri("pickled/x.bin")).read_bytes() == b"checkpoint"
 
 
-def test_an_outage_is_waited_out_by_reading_and_by_writing(
+def test_reads_and_writes_wait_for_the_end_of_an_outage(
     s3: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "8")
@@ -178,23 +164,19 @@ def test_an_outage_is_waited_out_by_reading_and_by_writing(
     assert read_metrics(output) == [{"step": 1}]
 
 
-def test_the_waits_before_the_last_try_outlast_a_minute(
-    s3: FaultyS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retries_last_longer_than_a_minute(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "7")
     s3.add("throttled", prefix="waits")
     started = time.monotonic()
     with pytest.raises(StorageError):
         Place(s3.uri("waits")).read_bytes()
     assert s3.count("throttled") == 7
-    # What pyarrow does is what is told of it,
     assert time.monotonic() - started > sum(storage.backoff_s()) > 1.5
     monkeypatch.delenv("AWS_MAX_ATTEMPTS")
-    # and so that much is waited if nobody says otherwise.
     assert sum(storage.backoff_s()) > 60
 
 
-def test_a_server_that_hangs_is_asked_again(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_a_server_that_hangs_is_retried(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "REQUEST_TIMEOUT_S", 1.0)
     place = Place(s3.uri("hangs/x.bin"))
     place.write_bytes(b"x")
@@ -204,7 +186,7 @@ def test_a_server_that_hangs_is_asked_again(s3: FaultyS3, monkeypatch: pytest.Mo
     assert time.monotonic() - started < 8
 
 
-def test_a_slow_answer_is_waited_for(s3: FaultyS3) -> None:
+def test_a_slow_response_is_not_retried(s3: FaultyS3) -> None:
     place = Place(s3.uri("slow/x.bin"))
     place.write_bytes(b"x")
     s3.add("slow", methods="GET", prefix="slow", seconds=3.6)  # pyarrow waits for 3 s
@@ -214,7 +196,7 @@ def test_a_slow_answer_is_waited_for(s3: FaultyS3) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1_000, 12 * 2**20])
 @pytest.mark.parametrize("fault", ["throttled", "denied", "away"])
-def test_a_write_that_fails_leaves_what_was_there(s3: FaultyS3, fault: Any, num_bytes: int) -> None:
+def test_a_write_that_fails_leaves_the_old_file(s3: FaultyS3, fault: Any, num_bytes: int) -> None:
     name = f"writes/{fault}/{num_bytes}.bin"
     place = Place(s3.uri(name))
     place.write_bytes(b"old")
@@ -228,19 +210,12 @@ def test_a_write_that_fails_leaves_what_was_there(s3: FaultyS3, fault: Any, num_
     assert place.read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("fault", ["throttled", "denied", "away"])
-def test_rows_of_a_bank_that_cannot_be_written_anew_are_those_from_before(s3: FaultyS3, fault: Any) -> None:
-    place = Place(s3.uri(f"rows/{fault}.parquet"))
-    before, after = (
-        Negatives(
-            rows=np.full((20_000, 64), value, np.float32), sample_id=np.arange(20_000), step=np.arange(20_000)
-        )
-        for value in (1.0, 2.0)
-    )
-    write_rows(place, before, {})
-    s3.add(fault, methods="PUT POST", prefix=f"rows/{fault}.parquet")
+def test_a_stream_of_rows_that_fails_leaves_the_old_file(s3: FaultyS3) -> None:
+    place, ids = Place(s3.uri("rows.parquet")), np.arange(20_000)
+    write_rows(place, Negatives(np.full((20_000, 64), 1, np.float32), ids, ids), {})
+    s3.add("denied", methods="PUT POST", prefix="rows.parquet")
     with pytest.raises(StorageError, match="cannot write") as caught:
-        write_rows(place, after, {})
+        write_rows(place, Negatives(np.full((20_000, 64), 2, np.float32), ids, ids), {})
     one_line(caught)
     s3.heal()
     held = pq.read_table(io.BytesIO(place.read_bytes()))
@@ -248,7 +223,7 @@ def test_rows_of_a_bank_that_cannot_be_written_anew_are_those_from_before(s3: Fa
 
 
 @pytest.mark.parametrize("num_bytes", [1_000, 12 * 2**20])
-def test_a_write_whose_answer_is_lost_is_made_again(s3: FaultyS3, num_bytes: int) -> None:
+def test_a_write_whose_response_is_lost_is_retried(s3: FaultyS3, num_bytes: int) -> None:
     place = Place(s3.uri(f"lost/{num_bytes}.bin"))
     s3.add("lost", methods="PUT", prefix="lost", times=2)
     place.write_bytes(content(num_bytes))
@@ -258,10 +233,10 @@ def test_a_write_whose_answer_is_lost_is_made_again(s3: FaultyS3, num_bytes: int
     assert num_bytes > 1_000 or s3.count() == s3.count(method="PUT") + 2 == 5
 
 
-def test_a_file_that_comes_in_part_is_read_again_and_then_refused(s3: FaultyS3) -> None:
+def test_a_truncated_response_is_retried_and_then_an_error(s3: FaultyS3) -> None:
     place = Place(s3.uri("short/x.bin"))
     place.write_bytes(content(1_000))
-    for times in (1, 2):  # as an answer, and as that of a file that has become another meanwhile
+    for times in (1, 2):  # one response, and both responses for a file that was replaced
         s3.add("short", methods="GET", prefix="short", times=times, after=999)
         assert place.read_bytes() == content(1_000)
     s3.add("short", methods="GET", prefix="short", times=1, after=99)
@@ -274,7 +249,7 @@ def test_a_file_that_comes_in_part_is_read_again_and_then_refused(s3: FaultyS3) 
     one_line(caught)
 
 
-def test_a_whole_file_passes_for_one_whatever_it_ends_with(s3: FaultyS3) -> None:
+def test_a_complete_file_is_accepted_whatever_its_last_byte(s3: FaultyS3) -> None:
     place = Place(s3.uri("ends"))
     for end in (b"", b"\0", b"\x5a", b"\xa5", b"\xff", b"\xa5\x5a", b"\x5a\xa5"):
         place.write_bytes(end)
@@ -282,7 +257,7 @@ def test_a_whole_file_passes_for_one_whatever_it_ends_with(s3: FaultyS3) -> None
 
 
 @pytest.mark.parametrize("fault", ["throttled", "denied", "away", "cut", "short"])
-def test_rows_of_a_table_that_do_not_come_end_the_reading(s3: FaultyS3, fault: Any) -> None:
+def test_a_table_that_cannot_be_read_is_a_storage_error(s3: FaultyS3, fault: Any) -> None:
     place = Place(s3.uri(f"tables/{fault}.parquet"))
     write_table(place)
     source = find_source(place.uri)
@@ -294,17 +269,17 @@ def test_rows_of_a_table_that_do_not_come_end_the_reading(s3: FaultyS3, fault: A
     assert place.uri in one_line(caught)
 
 
-def test_all_columns_of_a_row_group_come_by_one_request(s3: FaultyS3) -> None:
+def test_all_columns_of_a_row_group_take_one_request(s3: FaultyS3) -> None:
     place = Place(s3.uri("tables/requests.parquet"))
     write_table(place)
     source = find_source(place.uri)
     assert source.has_labels
     s3.heal()
     assert len(values_of(source)) == 600
-    assert s3.count(method="GET") == 1 + 6  # what lies where, and the groups
+    assert s3.count(method="GET") == 1 + 6  # the footer, and the groups
 
 
-def test_a_damaged_table_is_no_fault_of_the_storage(s3: FaultyS3) -> None:
+def test_a_damaged_table_is_a_data_error(s3: FaultyS3) -> None:
     place = Place(s3.uri("tables/damaged.parquet"))
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"image": [b"one", b"two"] * 500}), sink, compression="snappy")
@@ -317,7 +292,7 @@ def test_a_damaged_table_is_no_fault_of_the_storage(s3: FaultyS3) -> None:
 
 
 @pytest.mark.parametrize("fault", ["throttled", "denied", "away", "cut", "short"])
-def test_an_image_that_does_not_come_ends_the_reading_and_is_no_broken_row(s3: FaultyS3, fault: Any) -> None:
+def test_an_image_that_cannot_be_read_is_a_storage_error(s3: FaultyS3, fault: Any) -> None:
     folder = Place(s3.uri(f"images/{fault}"))
     for index in range(6):
         (folder / f"{index:02}.png").write_bytes(content(2_000, index))
@@ -328,7 +303,7 @@ def test_an_image_that_does_not_come_ends_the_reading_and_is_no_broken_row(s3: F
     one_line(caught)
 
 
-def test_an_image_that_is_gone_is_a_broken_row_whatever_else_happens(s3: FaultyS3) -> None:
+def test_a_deleted_image_is_an_invalid_row(s3: FaultyS3) -> None:
     folder = Place(s3.uri("images/gone"))
     for index in range(6):
         (folder / f"{index:02}.png").write_bytes(content(2_000, index))
@@ -343,14 +318,14 @@ def test_an_image_that_is_gone_is_a_broken_row_whatever_else_happens(s3: FaultyS
     assert values == [content(2_000, index) for index in range(6) if index != 4]
 
 
-def test_finding_out_where_a_bucket_lies_is_tried_as_often() -> None:
+def test_finding_the_region_of_a_bucket_is_retried() -> None:
     calls: list[OSError] = []
 
     def fail(text: str) -> None:
         calls.append(OSError(text))
         raise calls[-1]
 
-    # As pyarrow says it of a bucket on AWS, which no test may ask.
+    # pyarrow's message for a bucket on AWS, which tests cannot query.
     where = "When resolving region for bucket 'b': AWS Error"
     with pytest.raises(OSError):
         with_retries(lambda: fail(f"{where} NETWORK_CONNECTION during HeadBucket operation: curlCode: 6"))
@@ -361,7 +336,7 @@ def test_finding_out_where_a_bucket_lies_is_tried_as_often() -> None:
     assert with_retries(lambda: "us-east-1") == "us-east-1"
 
 
-def test_an_impossible_number_of_tries_is_refused(monkeypatch: pytest.MonkeyPatch, s3: FaultyS3) -> None:
+def test_an_invalid_number_of_attempts_is_refused(monkeypatch: pytest.MonkeyPatch, s3: FaultyS3) -> None:
     for number in ("0", "17", "many", "-1", "1.5"):
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", number)
         with pytest.raises(
@@ -370,7 +345,7 @@ def test_an_impossible_number_of_tries_is_refused(monkeypatch: pytest.MonkeyPatc
             Place(s3.uri("x")).exists()
 
 
-def test_one_try_is_one_request(monkeypatch: pytest.MonkeyPatch, s3: FaultyS3) -> None:
+def test_one_attempt_is_one_request(monkeypatch: pytest.MonkeyPatch, s3: FaultyS3) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     place = Place(s3.uri("once/x"))
     s3.add("throttled", prefix="once")

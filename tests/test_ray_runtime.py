@@ -1,4 +1,4 @@
-"""Start, join and resources of Ray: which Ray is asked, and what its processes inherit."""
+"""Start, join and resources of Ray: which Ray is joined, and what its processes inherit."""
 
 import inspect
 import os
@@ -19,15 +19,26 @@ from raycl import ray_runtime
 from raycl.errors import ConfigError, RunError
 from raycl.ray_runtime import _START_TIMEOUT, connect, init_ray, prestart_ray, require_single
 
+JOINED = SimpleNamespace(dashboard_url="")
+
 
 @pytest.fixture(autouse=True)
 def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Act as a process that has joined no Ray, though other tests of the session have."""
-    monkeypatch.setattr("raycl.ray_runtime.ray.is_initialized", lambda: False)
+    monkeypatch.setattr(ray_runtime.ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_the_only_ray_of_a_machine_is_joined() -> None:
-    assert require_single({"10.0.0.1:6379"}) == "10.0.0.1:6379"
+@pytest.fixture
+def fake_init(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Replace ``ray.init`` by a function, and leave the home folder and the network alone."""
+    monkeypatch.setattr(ray_runtime, "_keep_token_private", lambda: None)
+    monkeypatch.setattr(ray_runtime, "_check_that_it_answers", lambda _: None)
+
+    def replace(init: Callable[[], Any]) -> None:
+        monkeypatch.setattr(ray_runtime.ray, "init", lambda **_: init())
+
+    return replace
 
 
 @pytest.mark.parametrize(
@@ -37,7 +48,8 @@ def test_the_only_ray_of_a_machine_is_joined() -> None:
         ({"10.0.0.1:2", "10.0.0.1:1"}, "2 Rays run.*10.0.0.1:1, 10.0.0.1:2.*--address"),
     ],
 )
-def test_no_ray_and_several_rays_are_refused_in_one_line(addresses: set[str], says: str) -> None:
+def test_a_single_ray_is_joined_and_none_or_several_are_refused(addresses: set[str], says: str) -> None:
+    assert require_single({"10.0.0.1:6379"}) == "10.0.0.1:6379"
     with pytest.raises(ConfigError, match=says):
         require_single(addresses)
 
@@ -50,13 +62,13 @@ def test_an_invalid_address_is_refused(address: str) -> None:
 
 @pytest.mark.parametrize("join", [connect, init_ray])
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "localhost:1"])
-def test_a_ray_that_is_gone_is_reported_at_once(address: str, join: Callable[[str], object]) -> None:
+def test_a_ray_that_has_ended_is_reported_at_once(address: str, join: Callable[[str], object]) -> None:
     with pytest.raises(RunError, match="nothing answers"):
         join(address)
 
 
 @pytest.mark.parametrize("module", ["raycl.negatives.bank", "raycl.cli.bank", "raycl.cli.main"])
-def test_a_question_does_not_pay_for_torch_and_ray_train(module: str) -> None:
+def test_a_query_imports_neither_torch_nor_ray_train(module: str) -> None:
     code = f"import {module}, sys; sys.exit(bool({{'torch', 'ray.data', 'ray.train', 'pandas'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -84,9 +96,8 @@ def test_only_a_local_ray_is_started_early(
         assert (where, threading.current_thread()) == ("local", threading.main_thread())
         entered.set()
 
-    monkeypatch.setattr("raycl.ray_runtime.import_module", import_module)
-    monkeypatch.setattr("raycl.ray_runtime.init_ray", init)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_runtime, "import_module", import_module)
+    monkeypatch.setattr(ray_runtime, "init_ray", init)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     prestart_ray(address)
@@ -97,29 +108,21 @@ def test_a_failed_import_is_raised_where_ray_is_started(monkeypatch: pytest.Monk
     def import_module(name: str) -> None:
         raise ImportError(f"no {name} here")
 
-    monkeypatch.setattr("raycl.ray_runtime.import_module", import_module)
-    monkeypatch.setattr("raycl.ray_runtime.init_ray", lambda *_, **__: None)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_runtime, "import_module", import_module)
+    monkeypatch.setattr(ray_runtime, "init_ray", lambda *_, **__: None)
     with pytest.raises(ImportError, match="no torchvision here"):
         prestart_ray(None)
 
 
 @pytest.mark.parametrize("given", [None, "1"])
 def test_a_local_ray_starts_without_a_preemption_watcher(
-    monkeypatch: pytest.MonkeyPatch, given: str | None
+    monkeypatch: pytest.MonkeyPatch, fake_init: Any, given: str | None
 ) -> None:
-    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
     monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, raising=False)  # that the tests set themselves
     if given is not None:
         monkeypatch.setenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, given)
     seen = []
-
-    def init(**_: object) -> SimpleNamespace:
-        seen.append(os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR))
-        return SimpleNamespace(dashboard_url="")
-
-    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
-    monkeypatch.setattr("raycl.ray_runtime._check_that_it_answers", lambda _: None)
+    fake_init(lambda: seen.append(os.environ.get(ENABLE_PREEMPTION_WATCHER_ENV_VAR)) or JOINED)
     init_ray("local")
     init_ray("10.0.0.1:6379")
     assert seen == [given or "0", given]
@@ -127,39 +130,36 @@ def test_a_local_ray_starts_without_a_preemption_watcher(
 
 
 @pytest.fixture
-def as_before() -> Iterator[None]:
+def restored_sigterm() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize("own", [signal.SIG_DFL, signal.default_int_handler])
-@pytest.mark.usefixtures("as_before")
-def test_ray_takes_sigterm_only_from_a_process_that_has_no_handler_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, own: Any
-) -> None:
-    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
+@pytest.mark.usefixtures("restored_sigterm")
+def test_ray_handles_sigterm_only_in_a_process_without_a_handler(fake_init: Any, own: Any) -> None:
     seen: list[Any] = []
 
-    def of_ray(*_: object) -> None:
+    def handler_of_ray(*_: object) -> None:
         sys.exit(15)
 
-    def init(**_: object) -> object:
-        utils.set_sigterm_handler(of_ray)
+    def init() -> object:
+        utils.set_sigterm_handler(handler_of_ray)
         seen.append(signal.getsignal(signal.SIGTERM))
-        return SimpleNamespace(dashboard_url="")
+        return JOINED
 
-    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
+    fake_init(init)
     signal.signal(signal.SIGTERM, own)
     init_ray("local")
     seen.append(signal.getsignal(signal.SIGTERM))
-    assert seen == [own if callable(own) else of_ray] * 2
+    assert seen == [own if callable(own) else handler_of_ray] * 2
 
 
 class SlowNode(Node):
     """Times out at its start as Ray 2.60 does, before Ray keeps it anywhere."""
 
-    ended = 0
+    num_killed = 0
 
     def __init__(self) -> None:
         raise Exception(
@@ -170,22 +170,17 @@ class SlowNode(Node):
     def kill_all_processes(
         self, check_alive: bool = True, allow_graceful: bool = False, wait: bool = False
     ) -> None:
-        SlowNode.ended += 1
+        SlowNode.num_killed += 1
 
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_start_of_ray_that_takes_too_long_is_retried_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failures: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_init: Any, failures: int
 ) -> None:
-    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
     shut: list[int] = []
-    monkeypatch.setattr("raycl.ray_runtime.ray.shutdown", lambda: shut.append(SlowNode.ended))
-    monkeypatch.setattr(SlowNode, "ended", 0)
-
-    def init(**_: object) -> object:
-        return SlowNode() if len(shut) < failures else SimpleNamespace(dashboard_url="")
-
-    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
+    monkeypatch.setattr(ray_runtime.ray, "shutdown", lambda: shut.append(SlowNode.num_killed))
+    monkeypatch.setattr(SlowNode, "num_killed", 0)
+    fake_init(lambda: SlowNode() if len(shut) < failures else JOINED)
     if failures == 1:
         assert init_ray("local") is None
     else:
@@ -193,31 +188,28 @@ def test_a_start_of_ray_that_takes_too_long_is_retried_once(
             init_ray("local")
     assert shut == [1, 2][:failures]
     assert capsys.readouterr().err.count("retrying once") == 1
+    assert _START_TIMEOUT in inspect.getsource(Node)
 
 
 def test_a_start_of_ray_that_fails_otherwise_is_not_retried(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], fake_init: Any
 ) -> None:
-    def init(**_: object) -> object:
+    def init() -> object:
         raise Exception("no such file")
 
-    monkeypatch.setattr("raycl.ray_runtime._keep_token_private", lambda: None)
-    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
+    fake_init(init)
     with pytest.raises(Exception, match="no such file"):
         init_ray("local")
     assert capsys.readouterr().err == ""
 
 
-def test_ray_still_says_so_when_its_start_takes_too_long() -> None:
-    assert _START_TIMEOUT in inspect.getsource(Node)
-
-
 @pytest.mark.parametrize(
     ("debug", "given", "level"), [(False, None, "fatal"), (False, "info", "info"), (True, None, None)]
 )
-def test_rays_core_is_quiet_in_this_process_alone_unless_asked_for_more(
+def test_rays_core_is_quiet_in_this_process_only_unless_debugged(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    fake_init: Any,
     debug: bool,
     given: str | None,
     level: str | None,
@@ -231,44 +223,31 @@ def test_rays_core_is_quiet_in_this_process_alone_unless_asked_for_more(
         levels.append(os.environ.get("RAY_BACKEND_LOG_LEVEL"))
         os.write(2, b"logging.cc:303: Set ray log level\n")
 
-    def init(**_: object) -> SimpleNamespace:
+    def init() -> object:
         levels.append(os.environ.get("RAY_BACKEND_LOG_LEVEL"))
         ray_runtime.worker.connect()
-        os.write(2, b"what others write\n")
-        return SimpleNamespace(dashboard_url="")
+        os.write(2, b"other output\n")
+        return JOINED
 
-    monkeypatch.setattr("raycl.ray_runtime.worker.connect", connect)
-    monkeypatch.setattr("raycl.ray_runtime.ray.init", init)
-    monkeypatch.setattr("raycl.ray_runtime._check_that_it_answers", lambda _: None)
+    monkeypatch.setattr(ray_runtime.worker, "connect", connect)
+    fake_init(init)
     init_ray("10.0.0.1:6379", debug=debug, quiet_core=True)
     assert levels == [given, level]
     assert os.environ.get("RAY_BACKEND_LOG_LEVEL") == given
     assert ray_runtime.worker.connect is connect
     lines = capfd.readouterr().err.splitlines()
     assert ("logging.cc:303: Set ray log level" in lines) is debug
-    assert lines[-1] == "what others write"
+    assert lines[-1] == "other output"
 
 
-@pytest.mark.parametrize(
-    ("workers", "cpus", "line"),
-    [
-        (2, 2.0, None),
-        (
-            8,
-            2.0,
-            "8 workers share 2 CPUs, which makes each of them slower; "
-            "lower --workers to 2, or join a larger cluster by --address",
-        ),
-        (
-            2,
-            1.0,
-            "2 workers share 1 CPU, which makes each of them slower; "
-            "lower --workers to 1, or join a larger cluster by --address",
-        ),
-    ],
-)
-def test_workers_that_share_cpus_are_one_line(
-    workers: int, cpus: float, line: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_runtime.ray, "cluster_resources", lambda: {"CPU": cpus})
-    assert ray_runtime.crowding(workers) == line
+def test_workers_that_share_cpus_are_a_warning_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings = []
+    for workers, cpus in ((2, 2.0), (8, 2.0), (2, 1.0)):
+        monkeypatch.setattr(ray_runtime.ray, "cluster_resources", lambda cpus=cpus: {"CPU": cpus})
+        warnings.append(ray_runtime.crowding(workers))
+    advice = "which makes each of them slower; lower --workers to {}, or join a larger cluster by --address"
+    assert warnings == [
+        None,
+        f"8 workers share 2 CPUs, {advice.format(2)}",
+        f"2 workers share 1 CPU, {advice.format(1)}",
+    ]

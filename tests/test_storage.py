@@ -60,7 +60,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot read .*nothing") as caught:
         (Place(str(tmp_path)) / "nothing").read_bytes()
     assert "\n" not in str(caught.value)
@@ -68,26 +68,26 @@ def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let what would be a new file below be ``/dev/full``, where every write ends with ENOSPC."""
+    """Make the next partial file ``/dev/full``, where every write fails with ENOSPC."""
     monkeypatch.setattr("raycl.storage.uuid.uuid4", lambda: SimpleNamespace(hex="new"))
     (tmp_path / ".result.json.new").symlink_to("/dev/full")
     return tmp_path
 
 
-def test_a_run_that_ends_on_a_full_disk_has_its_status_written_over_the_old_one(full_disk: Path) -> None:
+def test_on_a_full_disk_a_result_overwrites_the_old_one(full_disk: Path) -> None:
     (full_disk / "result.json").write_text(json.dumps({"status": "running", "padding": "x" * 200}))
     failed = {"status": "failed", "error": "no space left"}
     write_result(Place(str(full_disk)), failed)
     assert read_result(Place(str(full_disk))) == failed
 
 
-def test_a_result_that_has_no_room_is_refused_where_there_is_no_old_one(full_disk: Path) -> None:
+def test_on_a_full_disk_a_first_result_is_an_error(full_disk: Path) -> None:
     with pytest.raises(StorageError, match="cannot write .*No space left"):
         write_result(Place(str(full_disk)), {"status": "running"})
     assert not (full_disk / "result.json").exists()
 
 
-def test_an_unwritable_output_is_found_at_once(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="cannot write"):
         (Place(str(tmp_path)) / "file" / "below").check_writable()
@@ -98,7 +98,7 @@ def test_an_unknown_scheme_is_refused() -> None:
         Place("ftp://x/y").exists()
 
 
-def test_metrics_survive_and_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_the_metrics_after_its_checkpoint(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     log = MetricsLog(output)
     for step in (10, 20, 30):
@@ -117,7 +117,7 @@ def test_metrics_survive_and_a_resumed_run_drops_what_came_after_its_checkpoint(
 @pytest.mark.parametrize(
     ("resume_step", "num_rollbacks", "num_kept"), [(15, 1, 6), (5, 1, 4), (10, 0, 2), (10, 2, 8), (0, 1, 4)]
 )
-def test_what_led_to_a_rollback_stays_written_when_the_run_is_resumed(
+def test_the_metrics_before_a_rollback_are_kept_when_the_run_is_resumed(
     tmp_path: Path, resume_step: int, num_rollbacks: int, num_kept: int
 ) -> None:
     lines: list[dict[str, Any]] = [{"step": step} for step in (5, 10, 15)]
@@ -132,19 +132,13 @@ def test_what_led_to_a_rollback_stays_written_when_the_run_is_resumed(
     assert read_metrics(output) == lines[:num_kept]
 
 
-def test_a_new_run_starts_its_metrics_anew(tmp_path: Path) -> None:
+def test_a_new_run_discards_old_metrics(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     log = MetricsLog(output)
     log.write({"step": 2})
     log.flush()
     assert read_metrics(output) == [{"step": 2}]
-
-
-def test_result_is_json(tmp_path: Path) -> None:
-    output = Place(str(tmp_path))
-    write_result(output, {"status": "finished", "final": {"knn_top1": 0.5}})
-    assert read_result(output) == json.loads((tmp_path / "result.json").read_text())
 
 
 def test_checking_a_new_place_leaves_no_folder(tmp_path: Path) -> None:
@@ -154,13 +148,13 @@ def test_checking_a_new_place_leaves_no_folder(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
-def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_binary_file_read_as_text_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00binary")
     with pytest.raises(StorageError, match="is not text; give a file in UTF-8"):
         Place(str(tmp_path / "run.yaml")).read_text()
 
 
-def test_what_an_address_says_of_its_endpoint_stays_last_and_out_of_names() -> None:
+def test_the_endpoint_of_an_address_stays_last_and_out_of_names() -> None:
     place = Place("s3://bucket/runs/first/?scheme=http&endpoint_override=127.0.0.1:9000")
     assert place.name == "first"
     below = place / "checkpoints" / "why?.txt"
@@ -172,7 +166,7 @@ def test_what_an_address_says_of_its_endpoint_stays_last_and_out_of_names() -> N
     assert (Place("/data/what?/now") / "x").uri == "/data/what?/now/x"
 
 
-def test_what_failed_and_what_to_do_are_told_even_where_s3_says_no_more() -> None:
+def test_an_error_without_details_names_the_cause_and_the_remedy() -> None:
     error = Place("s3://bucket/x").failure(
         "read", OSError("AWS Error ACCESS_DENIED during GetObject operation: ")
     )

@@ -1,4 +1,4 @@
-"""``raycl bank`` and its Python door, asked from processes that join the Ray that holds the banks."""
+"""``raycl bank`` and its Python functions, from processes that join the Ray of the banks."""
 
 import json
 import os
@@ -108,35 +108,35 @@ def test_all_banks_are_listed(slots: Bank, keys: Bank) -> None:
 
 
 def test_statistics_equal_those_of_numpy(slots: Bank) -> None:
-    told = ask("stats", "slots")
+    shown = ask("stats", "slots")
     rows = slots.negatives()
     there = rows.step >= 0
     lengths = np.linalg.norm(rows.rows[there], axis=1)
-    assert (told["rows"], told["filled"], told["dim"], told["dtype"]) == (300, 200, DIM, "float32")
-    assert told["num_bytes"] == sum(slots.spec.bytes_of(shard) for shard in range(2))
-    assert (told["newest_step"], told["age_mean"], told["age_max"]) == (4, 1.5, 3)
-    assert told["age_histogram"] == [[1, 50], [2, 50], [4, 100]]
-    assert told["norm_mean"] == pytest.approx(float(lengths.mean()), rel=1e-5)
-    assert (told["puts"], told["restarts"], told["output"]) == (NUM_WRITTEN, 0, slots.spec.output)
-    assert [shard["rows"] for shard in told["shards"]] == [150, 150]
-    assert len({shard["pid"] for shard in told["shards"]} - {os.getpid()}) == 2
+    assert (shown["rows"], shown["filled"], shown["dim"], shown["dtype"]) == (300, 200, DIM, "float32")
+    assert shown["num_bytes"] == sum(slots.spec.bytes_of(shard) for shard in range(2))
+    assert (shown["newest_step"], shown["age_mean"], shown["age_max"]) == (4, 1.5, 3)
+    assert shown["age_histogram"] == [[1, 50], [2, 50], [4, 100]]
+    assert shown["norm_mean"] == pytest.approx(float(lengths.mean()), rel=1e-5)
+    assert (shown["puts"], shown["restarts"], shown["output"]) == (NUM_WRITTEN, 0, slots.spec.output)
+    assert [shard["rows"] for shard in shown["shards"]] == [150, 150]
+    assert len({shard["pid"] for shard in shown["shards"]} - {os.getpid()}) == 2
     (node,) = (each["NodeID"] for each in ray.nodes() if each["Alive"])
-    assert {shard["node_id"] for shard in told["shards"]} == {node}
+    assert {shard["node_id"] for shard in shown["shards"]} == {node}
 
 
 def test_nearest_to_a_sample_equal_those_of_numpy_without_itself(slots: Bank) -> None:
     rows = slots.negatives()
     own = int(np.flatnonzero(rows.step == 3)[0])
     sample_id = int(rows.sample_id[own])
-    told = ask("nearest", "slots", "--id", sample_id, "-k", 7)
-    found = [each["sample_id"] for each in told["neighbors"]]
+    shown = ask("nearest", "slots", "--id", sample_id, "-k", 7)
+    found = [each["sample_id"] for each in shown["neighbors"]]
     assert found == nearest_by_numpy(slots, rows.rows[own], 7, without=sample_id)
     best = rows.sample_id == found[0]
-    assert told["neighbors"][0]["similarity"] == pytest.approx(
+    assert shown["neighbors"][0]["similarity"] == pytest.approx(
         float(rows.rows[best][0] @ rows.rows[own]), abs=1e-5
     )
-    assert told["neighbors"][0]["step"] == rows.step[best][0]
-    assert told["query"] == {"id": sample_id}
+    assert shown["neighbors"][0]["step"] == rows.step[best][0]
+    assert shown["query"] == {"id": sample_id}
 
 
 def test_nearest_to_a_vector_equal_those_of_numpy_for_npy_and_json(slots: Bank, tmp_path: Path) -> None:
@@ -144,22 +144,22 @@ def test_nearest_to_a_vector_equal_those_of_numpy_for_npy_and_json(slots: Bank, 
     np.save(tmp_path / "query.npy", query)
     (tmp_path / "query.json").write_text(json.dumps(query.tolist()))
     for name in ("query.npy", "query.json"):
-        told = ask("nearest", "slots", "--vector", tmp_path / name)
-        assert [each["sample_id"] for each in told["neighbors"]] == nearest_by_numpy(slots, query, 10)
+        shown = ask("nearest", "slots", "--vector", tmp_path / name)
+        assert [each["sample_id"] for each in shown["neighbors"]] == nearest_by_numpy(slots, query, 10)
 
 
 def test_rows_are_exact_and_missing_ones_are_named(keys: Bank) -> None:
-    told = ask("get", "keys", "--id", 5, "--id", 77, "--id", 8)
+    shown = ask("get", "keys", "--id", 5, "--id", 77, "--id", 8)
     found = keys.get(np.array([5, 77, 8]))
-    assert [each["sample_id"] for each in told["rows"]] == found.sample_id.tolist() == [5, 8, 5]
-    assert [each["step"] for each in told["rows"]] == [1, 1, 2]
-    np.testing.assert_array_equal(np.array([each["embedding"] for each in told["rows"]]), found.rows)
-    assert told["missing"] == [77]
+    assert [each["sample_id"] for each in shown["rows"]] == found.sample_id.tolist() == [5, 8, 5]
+    assert [each["step"] for each in shown["rows"]] == [1, 1, 2]
+    np.testing.assert_array_equal(np.array([each["embedding"] for each in shown["rows"]]), found.rows)
+    assert shown["missing"] == [77]
 
 
 def test_an_export_holds_the_written_rows(slots: Bank, tmp_path: Path) -> None:
-    told = ask("export", "slots", "--output", tmp_path / "rows")
-    assert told["rows"] == NUM_WRITTEN
+    shown = ask("export", "slots", "--output", tmp_path / "rows")
+    assert shown["rows"] == NUM_WRITTEN
     table = pq.read_table(tmp_path / "rows").sort_by("sample_id")
     rows = slots.negatives()
     there = rows.step >= 0
@@ -233,8 +233,8 @@ import json, sys
 import raycl
 names = raycl.list_banks({address()!r})
 bank = raycl.connect_bank("slots")
-told = [names, bank.stats().filled, len(bank.nearest_of(int(bank.negatives().sample_id[bank.negatives().step >= 0][0]), 3))]
-print(json.dumps([*told, sorted({{"torch", "ray.data", "ray.train", "pandas"}} & set(sys.modules))]))
+shown = [names, bank.stats().filled, len(bank.nearest_of(int(bank.negatives().sample_id[bank.negatives().step >= 0][0]), 3))]
+print(json.dumps([*shown, sorted({{"torch", "ray.data", "ray.train", "pandas"}} & set(sys.modules))]))
 """
     answer = python("-c", code)
     assert answer.returncode == 0, answer.stderr
@@ -263,8 +263,8 @@ def test_a_picture_finds_the_keys_that_the_momentum_encoder_puts_near_it(
     )
     run = tmp_path / "photographed"
     raycl.train(config, data=str(write_digits(tmp_path / "digits.parquet", 300)), output=str(run))
-    told = capfd.readouterr().err
-    assert f"raycl bank stats photographed --address {address()}" in told
+    shown = capfd.readouterr().err
+    assert f"raycl bank stats photographed --address {address()}" in shown
     (image,), _ = digit_files(1)
     (tmp_path / "digit.png").write_bytes(image)
     bank = raycl.connect_bank("photographed")

@@ -1,4 +1,4 @@
-"""``raycl bank serve`` in a real browser, while a job trains: what is seen, who is refused, what is left behind."""
+"""``raycl bank serve`` in a real browser, while a job trains: its page, its access control and its cleanup."""
 
 import json
 import os
@@ -37,13 +37,13 @@ from tests.ports import free_ports
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to look with"),
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
 
 ROOT = Path(__file__).parent.parent.parent
 MAIN = "from raycl.cli.main import main; main()"
 TOKEN = "token-of-the-tests"
-# A folder, docs/images, to keep what the browser shows in; the run is longer then.
+# A folder, docs/images, for screenshots; the run is longer with it.
 PICTURES = os.environ.get("RAYCL_PICTURES")
 PICTURED = {
     "encoder.name": "resnet10",
@@ -81,18 +81,18 @@ def start(*arguments: object, errors: Any = subprocess.PIPE) -> subprocess.Popen
 def wait_until(what: Callable[[], Any], seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.1)
 
 
 def end(process: subprocess.Popen[str], how: int) -> tuple[int, str, str]:
-    """Tell a process to stop; return its status, and what it printed."""
+    """Stop a process by a signal; return its status and its output."""
     process.send_signal(how)
     out, errors = process.communicate(timeout=60)
     return process.returncode, out, errors
 
 
-# ---- what is served
+# ---- the job and the explorers
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Start a run of MoCo on digits that goes on until it is told to stop."""
+    """Start a run of MoCo on digits that lasts until it is killed."""
     folder = tmp_path_factory.mktemp("explorer") / "runs"  # as the page shows it
     folder.mkdir()
     data, output = write_digits(folder / "digits.parquet", 1_700), folder / "digits"
@@ -155,7 +155,7 @@ class Explored:
 def serve(name: str, port: int, *flags: object) -> Explored:
     process = start("bank", "serve", name, "--port", port, "--token", TOKEN, *flags)
     assert process.stdout is not None
-    # Ray tells every driver of its cluster what it worries about.
+    # Ray prints warnings to every driver of its cluster.
     line = next((line for line in process.stdout if "#token=" in line), None)
     if line is None:
         pytest.fail(process.communicate()[1])
@@ -166,7 +166,7 @@ def serve(name: str, port: int, *flags: object) -> Explored:
 
 @pytest.fixture(scope="module")
 def texts_plan(tmp_path_factory: pytest.TempPathFactory) -> BankSpec:
-    """Plan a bank of texts, of which one attacks whoever shows it as anything else."""
+    """Return the specification of a bank of texts, of which one is an attack if it is shown as HTML."""
     output = tmp_path_factory.mktemp("texts")
     texts = [f"text number {number}" for number in range(20)]
     texts[3] = ATTACK
@@ -185,7 +185,7 @@ def start_texts(plan: BankSpec) -> Bank:
 
 @pytest.fixture(scope="module")
 def kept() -> list[Bank]:
-    """Keep the handles of banks, which live no longer than these."""
+    """Keep the handles of banks: a bank ends with its last handle."""
     return []
 
 
@@ -227,7 +227,7 @@ Look = Callable[..., Page]
 
 @pytest.fixture
 def look(browser: Browser) -> Iterator[Look]:
-    """Open a page as a browser of its own; nothing may be wrong in its console, or come from elsewhere."""
+    """Open a page in a new browser; errors in its console and requests to other sites fail the test."""
     contexts, wrong = [], []
 
     def open_(url: str, *, size: Any = None, scheme: Any = "light", allowed: tuple[int, ...] = ()) -> Page:
@@ -239,7 +239,7 @@ def look(browser: Browser) -> Iterator[Look]:
         page.on("request", lambda asked: None if is_local(asked.url) else wrong.append(asked.url))
 
         def note(kind: str, text: str) -> None:
-            # The browser itself reports each answer that is an error; those asked for are no fault.
+            # The browser reports every response with an error status; some are expected.
             if kind in ("error", "warning") and not any(f"status of {each}" in text for each in allowed):
                 wrong.append(text)
 
@@ -278,7 +278,7 @@ def assert_accessible(page: Page) -> None:
 # ---- texts: the first explorer
 
 
-def test_a_page_without_the_token_shows_nothing_and_one_with_a_wrong_one_says_so(
+def test_a_page_without_the_token_shows_nothing_and_reports_a_wrong_token(
     texts: Explored, look: Look
 ) -> None:
     for token in (None, "another-token-than-that", TOKEN[:-1]):
@@ -294,7 +294,7 @@ def test_a_page_without_the_token_shows_nothing_and_one_with_a_wrong_one_says_so
     assert (page.url, page.evaluate("sessionStorage.length")) == (texts.url, 1)
 
 
-def test_what_is_written_in_a_text_is_shown_and_not_run(texts: Explored, look: Look) -> None:
+def test_html_in_a_text_is_shown_and_not_executed(texts: Explored, look: Look) -> None:
     page = look(f"{texts.url}#token={TOKEN}")
     page.get_by_label("Sample id", exact=True).last.fill("7")
     page.get_by_role("spinbutton").fill("19")
@@ -304,7 +304,7 @@ def test_what_is_written_in_a_text_is_shown_and_not_run(texts: Explored, look: L
     assert page.evaluate("window.attacked") is None
 
 
-def test_a_bank_that_goes_is_told_and_found_again(
+def test_a_lost_bank_is_reported_and_found_again(
     texts: Explored, texts_plan: BankSpec, kept: list[Bank], look: Look
 ) -> None:
     page = look(f"{texts.url}#token={TOKEN}", allowed=(503,))
@@ -321,7 +321,7 @@ def test_a_bank_that_goes_is_told_and_found_again(
 # ---- digits: a job that trains
 
 
-def test_a_person_finds_neighbors_with_pictures_and_sees_the_bank_grow(
+def test_the_page_shows_neighbors_with_pictures_and_live_statistics(
     digits: Explored, job: Job, look: Look, tmp_path: Path
 ) -> None:
     page = look(f"{digits.url}#token={TOKEN}")
@@ -364,13 +364,13 @@ def test_the_page_is_accessible_and_fits(digits: Explored, look: Look, size: Any
         page.screenshot(path=f"{PICTURES}/{name}")
 
 
-def test_the_docs_of_the_api_are_a_page_of_its_own(digits: Explored, look: Look) -> None:
+def test_the_docs_of_the_api_have_a_page(digits: Explored, look: Look) -> None:
     page = look(f"{digits.url}docs")
     expect(page.locator(".call")).to_have_count(6)
     assert_accessible(page)
 
 
-def test_a_text_is_asked_with_and_before_a_checkpoint_the_page_says_that_there_is_none(
+def test_a_query_by_text_before_a_checkpoint_is_refused_by_the_page(
     digits: Explored, texts: Explored, look: Look
 ) -> None:
     page = look(f"{texts.url}#token={TOKEN}", allowed=(503,))
@@ -381,11 +381,11 @@ def test_a_text_is_asked_with_and_before_a_checkpoint_the_page_says_that_there_i
     assert page.evaluate("window.attacked") is None
 
 
-# ---- what listens, and what is left
+# ---- ports and cleanup
 
 
 def serve_processes() -> dict[int, str]:
-    """Return the processes of Ray Serve below this one: pid to what they call themselves."""
+    """Return the processes of Ray Serve below this one, pid to title."""
     found = {}
     for pid in family(os.getpid()):
         try:
@@ -400,7 +400,7 @@ def serve_processes() -> dict[int, str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_ray_serve_listens_on_the_loopback_alone(digits: Explored, port: int) -> None:
+def test_ray_serve_listens_on_the_loopback_only(digits: Explored, port: int) -> None:
     processes = serve_processes()
     assert len(processes) >= 4  # two explorers
     where: list[str] = []
@@ -413,14 +413,16 @@ def test_ray_serve_listens_on_the_loopback_alone(digits: Explored, port: int) ->
     assert not [each for each in where if each.split()[1] in ("8000", "9000")]
 
 
-def test_an_explorer_that_would_listen_elsewhere_is_refused_in_one_line(digits: Explored, port: int) -> None:
+def test_an_explorer_on_another_port_is_refused_in_one_line(digits: Explored, port: int) -> None:
     process = start("bank", "serve", "digits", "--port", free_ports(1)[0])
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.count("\n")) == (2, 1), errors
     assert f"give --host 127.0.0.1 --port {port}" in errors
 
 
-def test_closing_leaves_the_run_and_nothing_of_ray_serve(digits: Explored, texts: Explored, job: Job) -> None:
+def test_after_closing_the_run_continues_and_ray_serve_has_ended(
+    digits: Explored, texts: Explored, job: Job
+) -> None:
     assert digits.url.endswith("/digits/") and not texts.url.endswith("/texts/")
     num_dead = len(dead_jobs())
     digits.process.kill()  # it had no time to close: the other one does it
