@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that is slow, throttled, cut, refused or away when it is told so."""
+"""A proxy before an S3 server that injects slow, throttled, cut, denied and refused requests."""
 
 import contextlib
 import hashlib
@@ -207,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self, headers: Mapping[str, str], body: bytes) -> _Answer:
         upstream = urlsplit(self.server.faulty.upstream)
         connection = http.client.HTTPConnection(str(upstream.hostname), upstream.port, timeout=60)
-        # The Host header goes on as it came: it is signed.
+        # The Host header stays as it is: it is signed.
         kept = {name: value for name, value in headers.items() if name not in _HOP_HEADERS}
         with contextlib.closing(connection):
             connection.request(self.command, self.path, body=body, headers=kept)

@@ -26,7 +26,7 @@ DIM = 3
 SETTINGS = settings(deadline=None, max_examples=150)
 IDS = np.array([3, -5, 10, 11, 40, 41, 42])
 
-# What may happen to a call: nothing; it is lost on its way; its answer is; the shard dies before it or after.
+# Faults of a call: none; the call is lost; its answer is lost; the shard dies before or after it.
 FAULTS = ("", "lost", "unanswered", "dies", "done, then dies")
 faults = st.lists(st.sampled_from(FAULTS + ("",) * 4), max_size=40)
 lost_calls = st.lists(st.sampled_from(("", "", "lost", "unanswered")), max_size=40)
@@ -208,7 +208,7 @@ def test_queues_of_workers_and_bank_are_equal_whatever_gets_lost_or_dies(
 
 
 class Deaths:
-    """What a memory bank must be while its shards die: each comes back with its part of a snapshot."""
+    """The expected memory bank while shards die: each restarts from its part of a snapshot."""
 
     def __init__(self, cluster: Cluster, bank: MemoryBank) -> None:
         self.bank = bank

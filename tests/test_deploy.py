@@ -1,4 +1,4 @@
-"""What is deployed: every field is one that Ray, AWS or Kubernetes knows, and the promises of raycl hold."""
+"""The deployed files: Ray, AWS and Kubernetes know every field, and the promises of raycl hold."""
 
 import copy
 import os

@@ -42,14 +42,14 @@ from raycl.tokenization import train_tokenizer
 from raycl.training.launch import _bank_name
 from tests.conftest import BUCKET
 from tests.images import write_digits
-from tests.malice import FORMS, as_pickle, as_text, pickled_column, write_parquet
+from tests.malicious_files import FORMS, as_pickle, as_text, pickled_column, write_parquet
 from tests.test_checkpoint_encoder import small_config
 from tests.test_cli import run_raycl
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "raycl").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")])
 
-# Ends a sentence of the one line; what a library said may stand before it.
+# The error line; a library's warnings may precede it.
 ONE_LINE = re.compile(r"raycl: [^\n]+\n")
 
 
@@ -65,7 +65,7 @@ def marker(tmp_path: Path) -> Iterator[Path]:
 
 
 def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls of a module with the names of what they call, as they are written."""
+    """Yield the calls of a module with the names of their functions, as written."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -425,7 +425,7 @@ def test_sentences_to_judge_by_are_not_run(
 def test_an_embedding_to_ask_by_is_not_run(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.malice import Malice
+    from tests.malicious_files import Malice
 
     np.save(tmp_path / "vector.npy", np.array([Malice(marker)], object), allow_pickle=True)
     (tmp_path / "vector.json").write_bytes(as_text(marker))

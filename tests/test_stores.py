@@ -152,7 +152,7 @@ def test_restored_queue_continues_as_the_original(
 ) -> None:
     queue, restored = KeyQueue(capacity, DIM, dtype), KeyQueue(capacity, DIM, dtype)
     for push in some_pushes([11, *after], seed):
-        restored.push(*push)  # what it held before is to be forgotten
+        restored.push(*push)  # its earlier content is replaced
     for push in some_pushes(before, seed):
         queue.push(*push)
     restored.load_state_dict(queue.state_dict())
@@ -392,7 +392,7 @@ def test_restored_bank_continues_as_the_original(batches: list[list[int]], dtype
     bank, restored = (some_bank(range(5), seed=one, dtype=dtype) for one in (1, 2))
     random = np.random.default_rng(seed)
     calls = [(np.array(ids, np.int64), random.standard_normal((len(ids), DIM))) for ids in batches]
-    restored.update(*calls[-1], step=1)  # what it held before is to be forgotten
+    restored.update(*calls[-1], step=1)  # its earlier content is replaced
     bank.update(*calls[0], step=0)
     restored.load_state_dict(bank.state_dict())
     assert image_of(restored) == image_of(bank)

@@ -324,7 +324,7 @@ def test_empty_banks_answer(banks: dict[str, Bank], kind: str) -> None:
             "no slot for the samples 1000000",
         ),
         (lambda banks: banks["memory_bank"].nearest_of(10**6), "no slot for the samples 1000000"),
-        (lambda _: connect_bank("nobody"), "no bank 'nobody': the banks here are 'memory bank', 'queue'"),
+        (lambda _: connect_bank("missing"), "no bank 'missing': the banks here are 'memory bank', 'queue'"),
     ],
 )
 def test_queries_without_an_answer_are_refused_in_one_line(

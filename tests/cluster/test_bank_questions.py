@@ -190,7 +190,7 @@ def test_without_json_each_fact_has_a_line(bank_command, slots: Bank) -> None:
 @pytest.mark.parametrize(
     ("question", "says"),
     [
-        (["stats", "nobody"], "no bank 'nobody'.*'slots'"),
+        (["stats", "missing"], "no bank 'missing'.*'slots'"),
         (["nearest", "slots", "--id", 8], "no slot for the samples 8"),
         (["get", "slots", "--id", 8], "no slot for the samples 8"),
         (["get", "keys", "--id", 77], "has no row of 77"),

@@ -20,7 +20,7 @@ from tests.images import write_digits
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.drill]
 
-# Read anew in each epoch, and every checkpoint kept.
+# Read in each epoch, with all checkpoints.
 STREAMED = small_run(**{"data.cache": "stream", "checkpoints.keep": 20})
 
 
@@ -70,7 +70,7 @@ def ended(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Ended(undisturbed, disturbed, str(caught.value), num_throttled, num_cut)
 
 
-def test_the_samples_and_losses_of_a_throttled_and_cut_run_are_those_of_any_other(ended: Ended) -> None:
+def test_a_throttled_and_cut_run_has_the_losses_of_an_undisturbed_run(ended: Ended) -> None:
     assert ended.num_throttled > 5
     assert ended.num_cut > 2
     expected, found = losses_of(ended.undisturbed), losses_of(ended.disturbed)
@@ -78,7 +78,7 @@ def test_the_samples_and_losses_of_a_throttled_and_cut_run_are_those_of_any_othe
     assert found == {step: expected[step] for step in found}
 
 
-def test_a_run_that_loses_its_permission_ends_in_one_line_and_keeps_its_last_checkpoint(ended: Ended) -> None:
+def test_a_run_without_permission_ends_in_one_line_and_keeps_its_last_checkpoint(ended: Ended) -> None:
     assert "\n" not in ended.error
     assert "ACCESS_DENIED" in ended.error
     assert "allow it to the role or key" in ended.error

@@ -1,4 +1,4 @@
-"""Rays of raycl's own and of others: where they listen, and whom they answer."""
+"""Clusters that raycl started and others: their addresses, and their tokens."""
 
 import ipaddress
 import json
@@ -20,7 +20,7 @@ from raycl.records import read_result
 from raycl.storage import Place
 from tests.cluster.test_run import small_run
 from tests.images import write_digits
-from tests.malice import as_checkpoint
+from tests.malicious_files import as_checkpoint
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,7 +50,7 @@ class Held:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """Return what a user of this home folder has, none of the tests' own settings of Ray."""
+    """Return the environment of a user with this home folder, without the tests' settings of Ray."""
     usual = {name: value for name, value in os.environ.items() if name not in OF_RAY}
     return usual | {"HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
 
@@ -139,7 +139,7 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_ray_that_raycl_starts_listens_on_the_loopback_alone(held: Held) -> None:
+def test_a_ray_that_raycl_starts_listens_on_the_loopback_only(held: Held) -> None:
     found = listening(family(held.pid))
     assert {"gcs_server", "raylet"} <= set(found.values())
     assert len(found) >= 5
@@ -147,7 +147,7 @@ def test_a_ray_that_raycl_starts_listens_on_the_loopback_alone(held: Held) -> No
     assert held.address.startswith("127.0.0.1:")
 
 
-def test_its_token_is_for_its_user_alone_who_needs_to_set_nothing(held: Held, tmp_path: Path) -> None:
+def test_the_token_is_private_to_its_user_and_needs_no_setting(held: Held, tmp_path: Path) -> None:
     token = held.home / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     for address in (held.address, held.address.replace("127.0.0.1", "localhost")):
@@ -158,7 +158,7 @@ def test_its_token_is_for_its_user_alone_who_needs_to_set_nothing(held: Held, tm
     assert_refused_in_one_line(raycl(tmp_path, "bank", "stats", "any", "--address", held.address, **wrong))
 
 
-# ---- a cluster that somebody else has started, with a token
+# ---- a cluster of another user, with a token
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def head() -> Iterator[Head]:
 
 
 @pytest.mark.drill
-def test_a_dashboard_answers_only_to_the_token(head: Head) -> None:
+def test_a_dashboard_requires_the_token(head: Head) -> None:
     # What is asked for without harm, and what would run code or show secrets.
     for path in ("/api/version", "/api/jobs/", "/nodes?view=summary", "/api/v0/actors", "/logical/actors"):
         assert answers(head.dashboard + path) == 401, path
@@ -226,7 +226,7 @@ def test_a_dashboard_answers_only_to_the_token(head: Head) -> None:
 
 
 @pytest.mark.drill
-def test_questions_to_a_bank_and_runs_need_the_token(head: Head, tmp_path: Path) -> None:
+def test_queries_and_runs_require_the_token(head: Head, tmp_path: Path) -> None:
     data = write_digits(tmp_path / "digits.parquet", 64)
     flags = ["--data", data, "--steps", 1, "--batch-size", 32, "--set", "data.image_size=16"]
     doors = (
@@ -246,7 +246,7 @@ def test_questions_to_a_bank_and_runs_need_the_token(head: Head, tmp_path: Path)
 
 
 @pytest.mark.drill
-def test_a_job_is_submitted_with_the_token_alone(head: Head, tmp_path: Path) -> None:
+def test_a_job_is_submitted_only_with_the_token(head: Head, tmp_path: Path) -> None:
     def submit(**settings: str) -> subprocess.CompletedProcess[str]:
         entry = [sys.executable, "-c", "from raycl.cli.main import main; main()", "bank", "list"]
         command = ["job", "submit", "--address", head.dashboard, "--", *entry]
@@ -269,7 +269,7 @@ def test_a_job_is_submitted_with_the_token_alone(head: Head, tmp_path: Path) -> 
 
 @pytest.mark.drill
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_resumed_run_does_not_run_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_execute_its_checkpoint(tmp_path: Path) -> None:
     import raycl as package
     from raycl.errors import StorageError
 

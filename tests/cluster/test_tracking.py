@@ -1,4 +1,4 @@
-"""A run as Prometheus and TensorBoard see it, while it goes on and afterwards."""
+"""A run as Prometheus and TensorBoard see it, during and after it."""
 
 import threading
 import time
@@ -67,7 +67,7 @@ def coordinator() -> Iterator[Any]:
 
 
 def recorder_of(output: Path, coordinator: Any) -> MetricsLogger:
-    """Return that of a run which has just begun."""
+    """Return the metrics logger of a run that has just started."""
     config = raycl.override(raycl.recipe("simclr"), {"tracking.tensorboard": True})
     job = Job(
         config=config,

@@ -1,4 +1,4 @@
-"""Files as an attacker writes them: whoever unpickles one makes the marker."""
+"""Malicious files: unpickling one creates the marker."""
 
 import io
 import os
