@@ -1,4 +1,4 @@
-"""What raycl reads cannot run, and what it is told to name cannot lead out of where it is."""
+"""Files and settings of unknown origin: their code is never executed, their names stay in their folder."""
 
 import ast
 import io
@@ -35,7 +35,7 @@ from raycl.models.registry import TRUSTED, check_trusted
 from raycl.models.specs import ImageEncoderSpec, TextEncoderSpec
 from raycl.models.text import BagOfSubwords
 from raycl.negatives.actor import QueueActor
-from raycl.negatives.snapshot import read_current, shard_file, snapshot_folder, snapshot_steps
+from raycl.negatives.snapshot import read_current, shard_place, snapshot_steps
 from raycl.negatives.spec import BankSpec
 from raycl.storage import Place
 from raycl.tokenization import train_tokenizer
@@ -55,13 +55,13 @@ ONE_LINE = re.compile(r"raycl: [^\n]+\n")
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[Path]:
-    """Return a file that is there when malice was run; it must not be at the end."""
+    """Return a file that malicious content would create; it must not exist at the end."""
     path = tmp_path / "executed"
     yield path
-    assert not path.exists(), "what was read has run"
+    assert not path.exists(), "malicious content was executed"
 
 
-# ---- what the source says
+# ---- the source code
 
 
 def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
@@ -161,7 +161,7 @@ def test_a_pickle_in_place_of_a_file_of_an_encoder_is_refused(
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"kind":' * 50_000, "[]", "7", ""])
-def test_a_description_of_an_encoder_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+def test_an_invalid_description_of_an_encoder_is_refused(content: str, tmp_path: Path) -> None:
     run = image_run(tmp_path / "run")
     (run / "encoder.json").write_text(content)
     with pytest.raises(StorageError, match="is damaged"):
@@ -216,7 +216,7 @@ def name_code(run: Path, name: str, arguments: dict[str, Any]) -> None:
     (run / "encoder.json").write_text(json.dumps(described | {"name": name, "arguments": arguments}))
 
 
-def test_a_run_cannot_name_code_that_its_reader_does_not_trust(
+def test_code_that_a_run_names_is_imported_only_if_trusted(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "modules"
@@ -242,7 +242,7 @@ def test_a_run_cannot_name_code_that_its_reader_does_not_trust(
                 load_encoder(str(run))
 
 
-def test_a_trusted_package_is_trusted_with_all_below_it_and_nothing_beside_it(
+def test_trust_covers_the_modules_of_a_package_and_no_other_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(TRUSTED, "mine, other.networks")
@@ -256,7 +256,7 @@ def test_a_trusted_package_is_trusted_with_all_below_it_and_nothing_beside_it(
         check_trusted("mine:build", "encoder.json", (), is_text=False)
 
 
-def test_a_trusted_network_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trusted_network_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = image_run(tmp_path / "run")
     network = build_image_encoder("tests.cluster.networks:small", image_size=16, arguments={"channels": 1})
     spec = ImageEncoderSpec.model_validate_json((run / "encoder.json").read_text())
@@ -325,15 +325,17 @@ def a_saved_queue(output: Path) -> BankSpec:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_bank_does_not_run_a_snapshot(form: Callable[[Path], bytes], tmp_path: Path, marker: Path) -> None:
+def test_a_bank_does_not_execute_a_snapshot(
+    form: Callable[[Path], bytes], tmp_path: Path, marker: Path
+) -> None:
     plan = a_saved_queue(tmp_path)
     QueueActor(plan).restore(3, 1)
-    Path((snapshot_folder(plan, 3) / shard_file(0, 1)).uri).write_bytes(form(marker))
+    Path(shard_place(plan, 0, 3).uri).write_bytes(form(marker))
     with pytest.raises(StorageError, match="cannot read"):
         QueueActor(plan).restore(3, 1)
     import ray.data  # noqa: F401  (Ray Data teaches Arrow to unpickle)
 
-    path = Path((snapshot_folder(plan, 3) / shard_file(0, 1)).uri)
+    path = Path(shard_place(plan, 0, 3).uri)
     write_parquet(path, {"step": pa.array([1])}, "sample_id", pickled_column(marker, 1))
     with pytest.raises(DataError, match="pickled Python objects in 'sample_id'"):
         QueueActor(plan).restore(3, 1)
@@ -351,14 +353,14 @@ def test_a_bank_does_not_run_a_snapshot(form: Callable[[Path], bytes], tmp_path:
         '{"step": 1.5}',
     ],
 )
-def test_the_name_of_a_snapshot_is_a_number(content: str, tmp_path: Path) -> None:
+def test_an_invalid_current_snapshot_is_refused(content: str, tmp_path: Path) -> None:
     plan = a_saved_queue(tmp_path)
     Path((plan.place / "current.json").uri).write_text(content)
     with pytest.raises(StorageError, match="current.json does not name a snapshot"):
         read_current(plan)
 
 
-def test_folders_of_others_beside_the_snapshots_are_none(tmp_path: Path) -> None:
+def test_other_folders_beside_the_snapshots_are_ignored(tmp_path: Path) -> None:
     plan = a_saved_queue(tmp_path)
     for name in ("step-x", "step-", "step--0000005", "step-" + 8 * chr(0x0667), "steps"):
         (tmp_path / "bank" / name).mkdir()
@@ -369,15 +371,10 @@ def test_folders_of_others_beside_the_snapshots_are_none(tmp_path: Path) -> None
 @given(st.text(max_size=20))
 @example("../other")
 @example("..")
-def test_the_name_of_a_bank_leads_nowhere(name: str) -> None:
-    try:
-        plan = BankSpec(name=name, kind="queue", dim=4, capacity=8, output="/runs/one")
-    except ConfigError:
-        assert not name or "/" in name
-    else:
-        assert plan.place == Place("/runs/one") / "bank"
-        assert plan.actor_name(0).count("/") == 1
-    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", _bank_name(Place(f"/runs/{name}")))
+def test_the_name_of_a_bank_never_contains_a_path(name: str) -> None:
+    own = _bank_name(Place(f"/runs/{name}"))
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", own)
+    assert BankSpec(name=own, kind="queue", dim=4, capacity=8, output="x").actor_name(0).count("/") == 1
 
 
 # ---- data
@@ -390,7 +387,7 @@ STS = {"sentence1": pa.array(["a"]), "sentence2": pa.array(["b"]), "score": pa.a
 
 @pytest.mark.parametrize("in_list", [False, True])
 @pytest.mark.parametrize("column", ["sample_id", "label", "image", "unused"])
-def test_rows_of_pickled_objects_are_refused_before_one_is_read(
+def test_a_column_of_pickled_objects_is_refused_before_it_is_read(
     column: str, in_list: bool, tmp_path: Path, marker: Path
 ) -> None:
     import ray.data  # noqa: F401  (Ray Data teaches Arrow to unpickle)
@@ -402,7 +399,7 @@ def test_rows_of_pickled_objects_are_refused_before_one_is_read(
         list(source.read(source.fragments[0]))
 
 
-def test_that_such_rows_would_run_is_no_idle_fear(tmp_path: Path) -> None:
+def test_a_plain_reader_would_execute_such_a_column(tmp_path: Path) -> None:
     import ray.data  # noqa: F401
 
     marker = tmp_path / "executed"
@@ -411,7 +408,7 @@ def test_that_such_rows_would_run_is_no_idle_fear(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_sentences_to_judge_by_are_not_run(
+def test_sentences_for_evaluation_are_not_executed(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import ray.data  # noqa: F401
@@ -422,7 +419,7 @@ def test_sentences_to_judge_by_are_not_run(
     assert (status, "pickled Python objects in 'dataset'" in told) == (2, True), told
 
 
-def test_an_embedding_to_ask_by_is_not_run(
+def test_an_embedding_for_a_query_is_not_executed(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.malicious_files import Malice
@@ -435,7 +432,7 @@ def test_an_embedding_to_ask_by_is_not_run(
         assert (status, "does not contain an embedding" in told) == (2, True), told
 
 
-def test_a_picture_that_is_a_program_is_not_run(
+def test_an_image_that_is_a_program_is_not_executed(
     tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "gs"
@@ -463,7 +460,7 @@ def test_a_picture_that_is_a_program_is_not_run(
         "a: &a {{b: *a}}",
     ],
 )
-def test_yaml_is_data_and_has_an_end(text: str, marker: Path) -> None:
+def test_yaml_with_code_or_without_end_is_refused(text: str, marker: Path) -> None:
     text = text.replace("{marker}", str(marker)).replace("{{", "{").replace("}}", "}")
     with pytest.raises(ConfigError):
         config_from_yaml(text)
@@ -471,7 +468,7 @@ def test_yaml_is_data_and_has_an_end(text: str, marker: Path) -> None:
         parse_setting(f"seed={text}")
 
 
-def test_aliases_that_blow_up_are_refused_before_they_do() -> None:
+def test_yaml_aliases_that_grow_exponentially_are_refused() -> None:
     rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 40)]
     with pytest.raises(ConfigError, match="its aliases repeat more than 100,000 values"):
@@ -499,7 +496,7 @@ NAMES = st.text(alphabet=st.sampled_from("ab./\\%2e~$ \n:@?#é"), max_size=12) |
 @example(["a/../../b"])
 @example(["/etc/passwd"])
 @example(["a\0b"])
-def test_what_is_named_below_a_place_stays_below_it(names: list[str]) -> None:
+def test_names_below_a_place_stay_below_it(names: list[str]) -> None:
     for root in ("/runs/one", "s3://bucket/runs/one"):
         place = Place(root)
         try:
@@ -534,7 +531,7 @@ def test_a_listing_of_a_bucket_cannot_lead_out_of_its_prefix(s3_server: str) -> 
     assert b"hostile/secret.png" not in [(place / path).read_bytes() for path in found]
 
 
-def test_an_address_with_a_secret_is_refused_without_telling_it() -> None:
+def test_an_address_with_a_secret_is_refused_without_repeating_it() -> None:
     for address in ("s3://AKIA:SECRET@bucket/path", "s3://AKIA:SEC%2FRET@bucket/path?region=x"):
         with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as told:
             Place(address).exists()
@@ -542,7 +539,7 @@ def test_an_address_with_a_secret_is_refused_without_telling_it() -> None:
         assert "AKIA" not in str(told.value)
 
 
-def test_what_is_written_is_not_for_others_to_write(tmp_path: Path) -> None:
+def test_written_files_are_not_writable_by_others(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         run = text_run(tmp_path / "runs" / "one")
@@ -554,9 +551,7 @@ def test_what_is_written_is_not_for_others_to_write(tmp_path: Path) -> None:
     assert not [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o022]
 
 
-def test_a_token_that_raycl_writes_is_for_its_owner_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_is_readable_by_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from raycl.ray_runtime import _keep_token_private
 
     token = tmp_path / ".ray" / "auth_token"

@@ -145,7 +145,7 @@ def test_event_files_on_s3_come_in_pieces_and_go_on_after_a_restart(
         files.write([point(step, loss=step)])
         files.flush()
     num_pieces = len(place.files())
-    assert num_pieces > 10  # sorted by number, not by text
+    assert num_pieces > 10  # their order is that of numbers, and not of digits
     again = EventFiles(place, resume_step=25)
     again.write([point(26, loss=-26)])
     again.close(finished=True)
