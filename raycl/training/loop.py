@@ -14,7 +14,6 @@ import torch
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
-from raycl.losses.objective import Objective
 from raycl.models.build import build_towers
 from raycl.training.checkpoint import (
     Checkpointer,
@@ -159,13 +158,23 @@ class Trainer:
         )
 
     def _step(self, views: Views) -> StepOutput:
-        position, plan = self._position, self._plan
+        position, plan, stage = self._position, self._plan, self._plan.stage
         self._last_views = views
+        hinge_weight = plan.hinge_weight(position.stage_step)
+        if position.step < position.cross_entropy_until:
+            stage, hinge_weight = self._config.without_hinge(stage), 0.0
+        objective = self._state.objective(
+            self._config,
+            stage,
+            hinge_weight=hinge_weight,
+            num_samples=self._job.num_samples,
+            frequencies=self._frequencies,
+        )
         try:
             return train_step(
                 self._state,
                 self._store,
-                self._objective(),
+                objective,
                 views,
                 step=position.step,
                 learning_rate=plan.learning_rate(position.stage_step),
@@ -184,19 +193,6 @@ class Trainer:
                 f"{self._checkpointer.saved_step}) is kept: check these samples, or lower "
                 f"stages.{position.stage}.learning_rate"
             ) from None
-
-    def _objective(self) -> Objective:
-        """Return the loss of the next step."""
-        stage, hinge_weight = self._plan.stage, self._plan.hinge_weight(self._position.stage_step)
-        if self._position.step < self._position.cross_entropy_until:
-            stage, hinge_weight = self._config.without_hinge(stage), 0.0
-        return self._state.objective(
-            self._config,
-            stage,
-            hinge_weight=hinge_weight,
-            num_samples=self._job.num_samples,
-            frequencies=self._frequencies,
-        )
 
     def _record(self, output: StepOutput) -> str | None:
         """Log the step if it is due; return the reason if the run has collapsed."""
