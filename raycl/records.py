@@ -17,6 +17,9 @@ RESULT = "result.json"
 CHECKPOINTS = "checkpoints"  # the folder of Ray Train's checkpoints
 CHECKPOINT_LIST = "checkpoint_manager_snapshot.json"  # Ray Train's list of them
 STATE = "state.pt"  # in each checkpoint
+_COPY = "checkpoint_list.json"  # of the list
+_RESULTS, _LATEST, _NUMBERS = "checkpoint_results", "latest_checkpoint_result", "checkpoint_report_indices"
+_NAME = "checkpoint_dir_name"
 RENAMED = {  # keys of lines and results that older versions wrote
     "spread": "embedding_std",
     "leakage": "batchnorm_leakage",
@@ -129,11 +132,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if value - value == 0.0 else None
     return value
-
-
-_COPY = "checkpoint_list.json"
-_RESULTS, _LATEST, _NUMBERS = "checkpoint_results", "latest_checkpoint_result", "checkpoint_report_indices"
-_NAME = "checkpoint_dir_name"
 
 
 def backup_manifest(output: Place) -> None:

@@ -40,10 +40,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lease, name, seconds)
 
 
+def writer_command(output: Place, folder: Path, where: str, hold_s: float) -> list[str]:
+    files = [str(folder / name) for name in ("referee", "journal")]
+    return [sys.executable, "-m", "tests.lease_writer", output.uri, *files, where, str(hold_s)]
+
+
 @contextmanager
-def another_writer(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", "tests.lease_writer", *arguments])
+def suspended_writer(output: Place, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that writes, and suspend it while it holds the output."""
+    process = subprocess.Popen(writer_command(output, folder, "here", 1))
     try:
+        while not any('"is_writing": true' in (output / name).read_text() for name in claims_in(output)):
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.02)
+            process.send_signal(signal.SIGSTOP)
         yield process
     finally:
         process.kill()
@@ -105,33 +115,20 @@ class Refused(raycl.RayclError):
 
 
 def test_the_claim_of_a_process_that_was_killed_is_taken_over_at_once(output: Place, tmp_path: Path) -> None:
-    with another_writer(
-        output.uri, str(tmp_path / "referee"), str(tmp_path / "journal"), "here", "1"
-    ) as process:
-        while not is_held(output):
-            process.send_signal(signal.SIGCONT)
-            time.sleep(0.02)
-            process.send_signal(signal.SIGSTOP)
-        with pytest.raises(ConfigError, match=f"process {process.pid} "), writing(output):
-            raise AssertionError("two at once")
+    with (
+        suspended_writer(output, tmp_path) as process,
+        pytest.raises(ConfigError, match=f"process {process.pid} "),
+        writing(output),
+    ):
+        raise AssertionError("two at once")
     began = time.monotonic()
     with writing(output):
         assert time.monotonic() - began < 10
         assert len(claims_in(output)) == 1
 
 
-def is_held(output: Place) -> bool:
-    return any('"is_writing": true' in (output / name).read_text() for name in claims_in(output))
-
-
 def test_a_process_that_was_suspended_loses_its_output(output: Place, quick: None, tmp_path: Path) -> None:
-    with another_writer(
-        output.uri, str(tmp_path / "referee"), str(tmp_path / "journal"), "here", "1"
-    ) as process:
-        while not is_held(output):
-            process.send_signal(signal.SIGCONT)
-            time.sleep(0.02)
-            process.send_signal(signal.SIGSTOP)
+    with suspended_writer(output, tmp_path) as process:
         time.sleep(lease.DEAD_S + 1.0)  # S3 counts whole seconds
         with writing(output) as own:
             process.send_signal(signal.SIGCONT)
@@ -313,17 +310,7 @@ def wait_for_more(journal: Path) -> None:
 
 def strike(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
     """Let two processes write by turns, kill either at random moments, and look whether ever two wrote at once."""
-    referee, journal = folder / "referee", folder / "journal"
-    arguments = [
-        sys.executable,
-        "-m",
-        "tests.lease_writer",
-        output.uri,
-        str(referee),
-        str(journal),
-        where,
-        "0",
-    ]
+    arguments, journal = writer_command(output, folder, where, 0), folder / "journal"
     writers = [subprocess.Popen(arguments, stderr=subprocess.DEVNULL) for _ in range(2)]
     try:
         for _ in range(num_kills):
