@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+import raycl
 from raycl.config.overrides import config_to_yaml
+from raycl.data.columns import ColumnNames
+from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, RayclError
 from raycl.evaluation.classification import evaluate
 from raycl.gpus import accelerators, are_missing, check_accelerator, check_bfloat16
@@ -110,6 +113,24 @@ def test_wrong_input_is_one_line_without_torch_or_ray(command: str, refusals: di
     assert (status, message.count("\n"), libraries) == (2, 1, []), message
     assert REFUSED[command] in message
     assert seconds < 20  # a library that asks the network takes minutes
+
+
+def test_a_data_set_is_listed_once_for_its_image_size_and_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[str] = []
+
+    def find(uri: str, columns: ColumnNames) -> Source:
+        listed.append(uri)
+        return find_source(uri, columns)
+
+    for module in ("raycl.cli.plan", "raycl.training.preflight"):
+        monkeypatch.setattr(f"{module}.find_source", find)
+    monkeypatch.setattr("raycl.training.launch.train_validated", lambda run, **_: run.source)
+    data = str(write_digits(tmp_path / "digits.parquet", 40))
+    source: Any = raycl.train("simclr", data=data, output=str(tmp_path / "run"), batch_size=8)
+    assert source.num_rows == 40
+    assert listed == [data]
 
 
 def test_python_functions_refuse_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
