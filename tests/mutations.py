@@ -172,14 +172,14 @@ MUTATIONS = [
         "raycl/losses/info_nce.py",
         '"gathered_key": gather(key) if self.in_batch else None',
         '"gathered_key": gather_detached(key) if self.in_batch else None',
-        "tests/workers",
+        "tests/workers/test_losses.py",
     ),
     Mutation(
         "every worker takes the first rows for its own",
         "raycl/losses/nt_xent.py",
         "            gathered_b=gathered_b,\n            offset=rank() * len(query),",
         "            gathered_b=gathered_b,\n            offset=0,",
-        "tests/workers",
+        "tests/workers/test_losses.py",
     ),
     Mutation(
         "the log-frequency of keys is not taken off",
