@@ -14,7 +14,7 @@ from torch import Tensor
 from raycl.errors import ConfigError
 from raycl.losses import clip, info_nce, tiled
 from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.tiled import read_sizes
+from raycl.losses.tiled import read_scalars
 from tests.embeddings import make_rows, make_views, of_worker
 from tests.gradients import assert_close, leaves, tolerance_at, value_and_gradients, wanting
 from tests.plain_losses import are_pairs, plain_bidirectional
@@ -218,7 +218,7 @@ def test_a_batch_of_few_ids_costs_no_more_room_than_a_strip() -> None:
         mask = FalseNegativeMask(
             (query_id, key_id), query_id, key_id, row_blocks=[slice(0, 256), slice(256, batch)]
         )
-        read_sizes(mask)
+        read_scalars(masks=(mask,))
         tile = torch.zeros(256, batch)
         mask.apply_(tile, slice(0, 256), slice(0, batch))
     expected = are_pairs(query_id[:256], key_id, {"query_id": query_id, "key_id": key_id})

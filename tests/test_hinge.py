@@ -14,7 +14,7 @@ from torch import Tensor
 from raycl.errors import ConfigError
 from raycl.losses import clip, hinge
 from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.tiled import read_sizes
+from raycl.losses.tiled import read_scalars
 from tests.embeddings import make_pair_ids, make_rows, make_views, named_ids
 from tests.gradients import assert_close, assert_zero, leaves, value_and_gradients, wanting
 from tests.plain_losses import WAYS, plain_hinge
@@ -381,7 +381,7 @@ def test_only_blocks_of_rows_with_false_negatives_cost_a_pass() -> None:
     query_id[3], key_id[7] = 500, 300
     blocks, whole = [slice(0, 256), slice(256, 400), slice(400, 450)], slice(0, 600)
     mask = FalseNegativeMask((query_id, key_id), query_id, key_id, row_blocks=blocks, num_own=1)
-    read_sizes(mask)
+    read_scalars(masks=(mask,))
     tile = torch.zeros(256, 600)
     mask.apply_(tile, blocks[0], whole)
     others = tile.fill_diagonal_(0).isinf().nonzero().tolist()

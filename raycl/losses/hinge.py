@@ -26,7 +26,7 @@ from raycl.losses.tiled import (
     fused,
     gradient_buffers,
     product,
-    read_sizes,
+    read_scalars,
     spans,
     working_precision,
 )
@@ -269,7 +269,7 @@ def _masks(
         to_queries = FalseNegativeMask(
             (key_id, query_id), key_id[pairs.own_ids], query_id, row_blocks=row_blocks, num_own=1
         )
-    read_sizes(to_keys, to_queries)
+    read_scalars(masks=(to_keys, to_queries))
     return to_keys, to_queries
 
 

@@ -36,7 +36,7 @@ from raycl.losses.tiled import (
     gradient_buffers,
     mask_diagonals,
     product,
-    read_together,
+    read_scalars,
     scaled_gradients,
     spans,
     tile_size,
@@ -154,11 +154,7 @@ def _evaluate(
     if by_ring and pair_ids is not None:
         query_id, key_id = pair_ids
         back = FalseNegativeMask((key_id, query_id), key_id[own], query_id, row_blocks=blocks, num_own=1)
-    masks = [each for each in (mask, back) if each is not None]
-    (value,), *sizes = read_together(temperature, *(each.sizes for each in masks))
-    check_temperature(value)
-    for each, its_sizes in zip(masks, sizes, strict=True):
-        each.set_sizes(its_sizes)
+    check_temperature(*read_scalars(temperature, masks=(mask, back)))
     wants_rows = rows.requires_grad or temperature.requires_grad
     at_rows, at_columns = gradient_buffers(
         rows, columns, temperature=temperature, with_gradient=with_gradient

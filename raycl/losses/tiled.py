@@ -74,20 +74,18 @@ def gradient_buffers(
     ]
 
 
-def read_together(*tensors: Tensor) -> list[list[float]]:
-    """Copy flattened tensors to the host in one transfer, since each transfer waits for the device."""
-    values = torch.cat([each.detach().flatten().double() for each in tensors]).tolist()
-    sizes = [each.numel() for each in tensors]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [values[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def read_sizes(*masks: FalseNegativeMask | None) -> None:
-    """Read the sizes of all masks from the device in one transfer."""
+def read_scalars(*scalars: Tensor, masks: Sequence[FalseNegativeMask | None] = ()) -> list[float]:
+    """Read scalars, and the sizes of the masks, from the device in one transfer: each transfer waits for it."""
     given = [mask for mask in masks if mask is not None]
-    if given:
-        for mask, sizes in zip(given, read_together(*(mask.sizes for mask in given)), strict=True):
-            mask.set_sizes(sizes)
+    parts = [*scalars, *(mask.sizes for mask in given)]
+    if not parts:
+        return []
+    values = torch.cat([each.detach().flatten().double() for each in parts]).tolist()
+    at = len(scalars)
+    for mask in given:
+        mask.set_sizes(values[at : at + mask.sizes.numel()])
+        at += mask.sizes.numel()
+    return values[: len(scalars)]
 
 
 def read_bound(
@@ -116,14 +114,9 @@ def read_bound_and(
 ) -> tuple[Tensor | None, bool]:
     """Return the bound of :func:`read_bound` and a flag on the device, in one transfer."""
     bound = longest_column * longest(rows, rows.dtype) * (LOG2_E / temperature)
-    given = [mask for mask in masks if mask is not None]
     flag = rows.new_zeros(()) if flag is None else flag
-    (value,), (span,), (is_set,), *sizes = read_together(
-        temperature, 2 * bound + spread, flag, *(mask.sizes for mask in given)
-    )
+    value, span, is_set = read_scalars(temperature, 2 * bound + spread, flag, masks=masks)
     check_temperature(value)
-    for mask, its_sizes in zip(given, sizes, strict=True):
-        mask.set_sizes(its_sizes)
     return (bound if span <= SAFE_SPREAD else None), bool(is_set)
 
 
