@@ -142,9 +142,9 @@ def gradient_at_input(
         grad: At the output, [rows, channels, ...].
         x: The input of these rows.
         scale: The layer's weight, from :func:`scale_of`.
-        moments: Of the whole batch.
+        moments: The statistics of the whole batch.
         sums: The :func:`gradient_sums` of the whole batch.
-        eps: Of the layer.
+        eps: The layer's epsilon.
     """
     mean, variance, num_values = moments
     slope, level = sums / num_values

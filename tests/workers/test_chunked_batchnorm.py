@@ -1,4 +1,4 @@
-"""Chunks in lockstep on several workers against one forward and backward pass of all their rows."""
+"""Chunks on several workers against one forward and backward pass of all their rows."""
 
 import copy
 
@@ -42,9 +42,9 @@ def _step(
     worker: int, num_workers: int, tower: Tower, rows: Tensor, sizes: list[int], every: int | None
 ) -> dict[str, Tensor | None]:
     own = rows.split(sizes)[worker]
-    lockstep = ChunkedBatchNorm(synchronize(tower), chunk_size=5, activation_checkpoint_every=every)
-    embeddings = lockstep.embed(own)
-    lockstep.backward(embeddings.flip(0) * len(own))
+    chunks = ChunkedBatchNorm(synchronize(tower), chunk_size=5, activation_checkpoint_every=every)
+    embeddings = chunks.embed(own)
+    chunks.backward(embeddings.flip(0) * len(own))
     return _state(tower)
 
 
@@ -77,11 +77,11 @@ def _average(tower: nn.Module, num_workers: int) -> None:
 
 def _contrast(worker: int, num_workers: int, tower: Tower, rows: Tensor) -> dict[str, Tensor | None]:
     own = rows.chunk(num_workers)[worker]
-    lockstep = ChunkedBatchNorm(synchronize(tower), chunk_size=5)
-    leaf = lockstep.embed(own).requires_grad_()
+    chunks = ChunkedBatchNorm(synchronize(tower), chunk_size=5)
+    leaf = chunks.embed(own).requires_grad_()
     _loss(gather(leaf), leaf, rank() * len(own)).backward()
     assert leaf.grad is not None
-    lockstep.backward(leaf.grad)
+    chunks.backward(leaf.grad)
     _average(tower, num_workers)
     return _state(tower)
 
@@ -107,17 +107,17 @@ def test_averaged_gradients_equal_those_of_ddp_and_of_one_process() -> None:
 
 
 def _wrapped(worker: int, num_workers: int, tower: Tower, rows: Tensor) -> dict[str, Tensor | None]:
-    """Train a tower that is also under DDP: lockstep first, then an ordinary step."""
+    """Train a tower that is also under DDP: in chunks first, then an ordinary step."""
     own = rows.chunk(num_workers)[worker]
     parallel = DistributedDataParallel(synchronize(tower))
-    lockstep = ChunkedBatchNorm(tower, chunk_size=5)
-    lockstep.backward(torch.ones_like(lockstep.embed(own)))
+    chunks = ChunkedBatchNorm(tower, chunk_size=5)
+    chunks.backward(torch.ones_like(chunks.embed(own)))
     tower.zero_grad()
     parallel(own).sum().backward()
     return _state(tower)
 
 
-def test_ddp_around_the_tower_goes_on_as_before() -> None:
+def test_ddp_around_the_tower_still_works() -> None:
     tower = _tower()
     shares = run_workers(_wrapped, 2, copy.deepcopy(tower), _rows())
     tower(_rows())
@@ -139,8 +139,8 @@ def test_a_single_value_per_channel_in_all_is_refused() -> None:
 
 def _step_alone(worker: int, num_workers: int) -> dict[str, Tensor | None]:
     tower, own = _tower(), _rows().chunk(num_workers)[worker]
-    lockstep = ChunkedBatchNorm(tower, chunk_size=5)
-    lockstep.backward(lockstep.embed(own).flip(0))
+    chunks = ChunkedBatchNorm(tower, chunk_size=5)
+    chunks.backward(chunks.embed(own).flip(0))
     return _state(tower)
 
 
