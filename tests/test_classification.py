@@ -1,4 +1,4 @@
-"""Labels of two sets: the same class has the same number, or the judge refuses."""
+"""Labels of two sets: the same class has the same number, or the evaluation is refused."""
 
 from pathlib import Path
 
@@ -43,7 +43,9 @@ def test_names_against_numbers_are_refused(tmp_path: Path) -> None:
         _check_labels({"train": folder_of(tmp_path / "a", "ab"), "test": numbers})
 
 
-def test_a_set_that_judges_itself_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_training_and_test_sets_print_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other = folder_of(tmp_path / "a", "ab"), folder_of(tmp_path / "b", "ab")
     _warn_of_equal_sets({"train": one, "test": other})
     assert capsys.readouterr().err == ""

@@ -265,12 +265,12 @@ def test_columns_that_are_missing_or_hold_no_images_are_named(tmp_path: Path) ->
 def test_held_out_rows_are_few_the_same_in_any_order_and_never_trained_on() -> None:
     holdout = make_split(100_000, num_test=2_000, num_train=10_000, seed=3)
     ids = np.arange(100_000)
-    test, bank, train = holdout.is_test(ids), holdout.is_bank(ids), holdout.is_train(ids)
+    test, reference, train = holdout.is_test(ids), holdout.is_reference(ids), holdout.is_train(ids)
     assert 1_800 < test.sum() < 2_200
-    assert 9_500 < bank.sum() < 10_500
+    assert 9_500 < reference.sum() < 10_500
     assert np.array_equal(train, ~test)
-    assert not (bank & test).any()
-    assert np.array_equal(holdout.is_evaluated(ids), test | bank)
+    assert not (reference & test).any()
+    assert np.array_equal(holdout.is_evaluated(ids), test | reference)
     assert np.array_equal(holdout.is_test(ids[::-1]), test[::-1])
     assert make_split(100, num_test=2_000, num_train=10_000, seed=0).test == 0.1  # at most a tenth
 

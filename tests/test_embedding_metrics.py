@@ -1,4 +1,4 @@
-"""The measures of embeddings, against the formulas in float64 and against values known on paper."""
+"""The metrics of embeddings, against formulas in float64 and known values."""
 
 import math
 import re
@@ -61,7 +61,7 @@ def plain_effective_rank(rows: Tensor) -> float:
     return math.exp(-sum(float(p) * math.log(float(p)) for p in share if p > 0))
 
 
-def plain_spread(rows: Tensor) -> float:
+def plain_std(rows: Tensor) -> float:
     """Write the standard deviation out, dim by dim."""
     rows = rows.double()
     deviations = [float(((column - column.mean()) ** 2).mean().sqrt()) for column in rows.T]
@@ -82,34 +82,30 @@ def test_every_measure_equals_its_formula_in_float64(num_rows: int, dim: int) ->
         (alignment(query, key), plain_alignment(query, key)),
         (uniformity(query), plain_uniformity(query)),
         (effective_rank(query), plain_effective_rank(query)),
-        (embedding_std(query), plain_spread(query)),
+        (embedding_std(query), plain_std(query)),
         (positive_negative_gap(query, key), plain_gap(query, key)),
     ):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("t", [0.5, 2.0, 8.0])
-def test_uniformity_takes_any_sharpness(t: float) -> None:
+def test_uniformity_accepts_any_t(t: float) -> None:
     rows = make_rows(300, 6)
     assert uniformity(rows, t) == pytest.approx(plain_uniformity(rows, t), rel=1e-5)
-
-
-def test_uniformity_is_finite_where_every_term_is_below_the_smallest_float() -> None:
-    rows = torch.eye(3)
-    assert uniformity(rows, t=500.0) == pytest.approx(-1000.0)
+    assert uniformity(torch.eye(3), t=500.0) == pytest.approx(-1000.0)  # exp(-1000) is 0
 
 
 def test_metrics_are_exact_in_a_narrow_cone() -> None:
     query = F.normalize(point(200, 32) + 1e-2 * make_rows(200, 32, 5), dim=1)
     key = F.normalize(query + 1e-3 * make_rows(200, 32, 6), dim=1)
-    assert embedding_std(query) == pytest.approx(plain_spread(query), rel=1e-4)
+    assert embedding_std(query) == pytest.approx(plain_std(query), rel=1e-4)
     assert alignment(query, key) == pytest.approx(plain_alignment(query, key), rel=1e-4)
     assert effective_rank(query) == pytest.approx(plain_effective_rank(query), rel=1e-4)
     assert positive_negative_gap(query, key) == pytest.approx(plain_gap(query, key), abs=1e-6)
     assert uniformity(query) == pytest.approx(plain_uniformity(query), abs=1e-6)
 
 
-def test_rows_evenly_on_the_sphere_have_spread_1_full_rank_and_low_uniformity() -> None:
+def test_rows_evenly_on_the_sphere_have_std_1_full_rank_and_low_uniformity() -> None:
     rows = make_rows(20_000, 16)
     assert embedding_std(rows) == pytest.approx(1.0, abs=0.01)
     assert effective_rank(rows) == pytest.approx(16, rel=0.01)
@@ -117,7 +113,7 @@ def test_rows_evenly_on_the_sphere_have_spread_1_full_rank_and_low_uniformity() 
     assert uniformity(rows[:4000]) == pytest.approx(-4 + 8 / 16, abs=0.05)
 
 
-def test_rows_at_one_point_have_spread_0_rank_1_and_uniformity_0() -> None:
+def test_rows_at_one_point_have_std_0_rank_1_and_uniformity_0() -> None:
     rows = point(50, 24)
     assert embedding_std(rows) == pytest.approx(0.0, abs=1e-6)
     assert effective_rank(rows) == pytest.approx(1.0, abs=1e-4)
@@ -151,16 +147,13 @@ def test_rows_of_a_subspace_have_about_its_rank(num_rows: int, rank: int) -> Non
     assert 0.85 * rank < effective_rank(rows) <= rank + 1e-3
 
 
-def test_rank_does_not_center_the_rows() -> None:
+def test_rank_does_not_center_the_rows_and_ignores_rounding() -> None:
     rows = F.normalize(point(100, 16) + 1e-3 * make_rows(100, 16, 9), dim=1)
     assert effective_rank(rows) < 1.2
     assert effective_rank(rows - rows.mean(0)) > 14
-
-
-def test_rank_of_a_point_is_1_although_its_rows_are_float32() -> None:
-    rows = F.normalize(point(256, 512) * torch.linspace(0.3, 3.0, 256)[:, None], dim=1)
-    assert not torch.equal(rows[0], rows[100])  # rounded differently
-    assert effective_rank(rows) == pytest.approx(1.0, abs=1e-3)
+    rounded = F.normalize(point(256, 512) * torch.linspace(0.3, 3.0, 256)[:, None], dim=1)
+    assert not torch.equal(rounded[0], rounded[100])
+    assert effective_rank(rounded) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_one_row_is_a_point() -> None:
@@ -194,30 +187,20 @@ def test_a_row_with_nan_does_not_change_the_others() -> None:
     assert measure(rows, rows) == measure(cleaned, cleaned)
 
 
-def test_measure_equals_the_single_functions() -> None:
+def test_measure_returns_all_metrics_and_without_keys_only_those_of_the_queries() -> None:
     query, key = make_pair(100, 24)
-    assert vars(measure(query, key)) == {
-        "uniformity": uniformity(query),
-        "effective_rank": effective_rank(query),
+    alone = {
         "num_rows": 100,
         "dim": 24,
+        "uniformity": uniformity(query),
+        "effective_rank": effective_rank(query),
         "embedding_std": embedding_std(query),
-        "alignment": alignment(query, key),
-        "positive_negative_gap": positive_negative_gap(query, key),
     }
-
-
-def test_measure_without_keys_gives_the_metrics_of_the_queries() -> None:
-    query, key = make_pair(30, 64)
-    whole, alone = measure(query, key).known(), measure(query).known()
-    assert set(whole) - set(alone) == {"alignment", "positive_negative_gap"}
-    assert alone == {name: whole[name] for name in alone}
-    assert (alone["num_rows"], alone["dim"]) == (30, 64)
+    paired = {"alignment": alignment(query, key), "positive_negative_gap": positive_negative_gap(query, key)}
+    assert measure(query, key).known() == alone | paired
+    assert measure(query).known() == alone
     assert measure(query).positive_negative_gap is None
-
-
-def test_known_figures_are_plain_numbers() -> None:
-    assert {type(figure) for figure in measure(*make_pair(5, 3)).known().values()} == {int, float}
+    assert {type(figure) for figure in measure(query, key).known().values()} == {int, float}
 
 
 def test_measure_uses_the_first_rows_only() -> None:
@@ -227,23 +210,14 @@ def test_measure_uses_the_first_rows_only() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_metrics_are_computed_in_float32_for_rows_of_any_type(dtype: torch.dtype) -> None:
+def test_metrics_are_computed_in_float32_also_under_autocast_and_change_no_rows(dtype: torch.dtype) -> None:
     query, key = (rows.to(dtype) for rows in make_pair(60, 16))
-    assert measure(query, key) == measure(query.float(), key.float())
-
-
-def test_autocast_does_not_change_the_metrics() -> None:
-    query, key = make_pair(60, 16)
-    expected = measure(query, key)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert measure(query, key) == expected
-
-
-def test_measuring_changes_neither_rows_nor_their_graph() -> None:
-    query, key = make_pair(20, 8)
     query.requires_grad_()
     before = query.detach().clone(), key.clone()
-    measure(query, key)
+    expected = measure(query.float(), key.float())
+    assert measure(query, key) == expected
+    with torch.autocast("cpu", torch.bfloat16):
+        assert measure(query, key) == expected
     assert torch.equal(query, before[0])
     assert torch.equal(key, before[1])
     assert query.grad is None

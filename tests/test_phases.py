@@ -1,4 +1,4 @@
-"""The account of a step's time: phases within phases, threads, laps."""
+"""The time of a step by phase: nested phases, threads, and the fractions of a logging interval."""
 
 import threading
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from raycl.training.stages import Position
 
 
 class Hands:
-    """The hands of a clock that goes on only when somebody moves it."""
+    """A clock that a test moves."""
 
     now = 0.0
 
@@ -33,59 +33,59 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
 
 
 def test_a_phase_within_another_takes_its_time_off_it(hands: Hands) -> None:
-    account = StepTimer()
-    with counted(account), phase("forward"):
+    timer = StepTimer()
+    with counted(timer), phase("forward"):
         hands.move(0.02)
         with phase("messages"):
             hands.move(0.05)
         hands.move(0.02)
-    assert account.seconds() == pytest.approx({REST: 0, "forward": 0.04, "messages": 0.05})
+    assert timer.seconds() == pytest.approx({REST: 0, "forward": 0.04, "messages": 0.05})
 
 
-def test_a_question_begins_a_new_lap_also_within_a_phase(hands: Hands) -> None:
-    account = StepTimer()
-    with counted(account), phase("loss"):
+def test_reading_the_seconds_starts_a_new_count_also_within_a_phase(hands: Hands) -> None:
+    timer = StepTimer()
+    with counted(timer), phase("loss"):
         hands.move(0.02)
-        assert account.seconds()["loss"] == pytest.approx(0.02)
+        assert timer.seconds()["loss"] == pytest.approx(0.02)
         hands.move(0.01)
-    assert account.seconds()["loss"] == pytest.approx(0.01)
-    assert account.seconds() == {REST: 0}
+    assert timer.seconds()["loss"] == pytest.approx(0.01)
+    assert timer.seconds() == {REST: 0}
 
 
 def test_many_phases_are_counted_with_few_marks(hands: Hands) -> None:
-    account = StepTimer()
-    with counted(account):
+    timer = StepTimer()
+    with counted(timer):
         for _ in range(20_000):
             with phase("loss"):
                 hands.move(1)
-    assert len(account._marks) <= 4_097
-    assert account.seconds()["loss"] == 20_000
+    assert len(timer._marks) <= 4_097
+    assert timer.seconds()["loss"] == 20_000
 
 
-def test_an_error_ends_the_phase_and_no_account_counts_nothing(hands: Hands) -> None:
-    account = StepTimer()
-    with counted(account), pytest.raises(ValueError, match="broken"), phase("loss"):
-        raise ValueError("broken")
+def test_an_error_ends_the_phase_and_without_a_timer_nothing_is_counted(hands: Hands) -> None:
+    timer = StepTimer()
+    with counted(timer), pytest.raises(ValueError, match="failed"), phase("loss"):
+        raise ValueError("failed")
     with phase("update"):
         hands.move(0.01)
-    assert account.seconds() == pytest.approx({REST: 0.01, "loss": 0})
+    assert timer.seconds() == pytest.approx({REST: 0.01, "loss": 0})
 
 
-def test_another_thread_has_no_account(hands: Hands) -> None:
-    account = StepTimer()
+def test_another_thread_has_no_timer(hands: Hands) -> None:
+    timer = StepTimer()
 
     def work() -> None:
         with phase("data"):
             hands.move(0.01)
 
-    with counted(account):
+    with counted(timer):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert "data" not in account.seconds()
+    assert "data" not in timer.seconds()
 
 
-def test_what_a_backward_pass_says_to_other_workers_is_counted(hands: Hands) -> None:
+def test_messages_within_a_backward_pass_are_counted(hands: Hands) -> None:
     class SimilaritySummary(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, rows: torch.Tensor) -> torch.Tensor:
@@ -97,14 +97,14 @@ def test_what_a_backward_pass_says_to_other_workers_is_counted(hands: Hands) -> 
                 hands.move(0.02)
             return grad
 
-    account = StepTimer()
+    timer = StepTimer()
     rows = torch.ones(2, requires_grad=True)
-    with counted(account), phase("backward"):
+    with counted(timer), phase("backward"):
         SimilaritySummary.apply(rows).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
-    assert account.seconds()["messages"] == pytest.approx(0.02)
+    assert timer.seconds()["messages"] == pytest.approx(0.02)
 
 
-def test_a_lap_tells_fractions_that_are_one_together_without_judgments(hands: Hands) -> None:
+def test_fractions_of_an_interval_sum_to_1_without_evaluations(hands: Hands) -> None:
     clock = Clock(Position())
     with clock.counting():
         with phase("data"):
@@ -123,12 +123,12 @@ def test_a_lap_tells_fractions_that_are_one_together_without_judgments(hands: Ha
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_accelerators_own_time_is_counted() -> None:
-    account = StepTimer(on_accelerator=True)
+def test_the_execution_time_of_an_accelerator_is_counted() -> None:
+    timer = StepTimer(on_accelerator=True)
     a = torch.randn(4_096, 4_096, device="cuda")
-    with counted(account):
+    with counted(timer):
         for _ in range(20):
             with phase("forward"):
                 a = a @ a / 100
-    # It is given at once, and takes far longer.
-    assert account.seconds()["forward"] > 0.005
+    # Launching the products is far faster than their execution.
+    assert timer.seconds()["forward"] > 0.005

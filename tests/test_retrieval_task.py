@@ -1,4 +1,4 @@
-"""What retrieval is judged on: which documents are searched, what matches, and what does not count."""
+"""Retrieval tasks: the searched documents, their relevance, and the excluded pairs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_lists_of_negatives_add_nothing_but_documents(write: Write) -> None:
     assert (judged(grown), excluded(grown)) == (judged(plain), excluded(plain))
 
 
-def test_own_text_and_what_train_knows_to_match_do_not_count_unless_they_are_judged_to_match(
+def test_a_querys_own_text_and_its_matches_in_train_are_excluded_unless_judged_relevant(
     write: Write,
 ) -> None:
     test = write("test", query=["q", "q", "r", "s"], document=["a", "b", "q", "s"], label=[1, 0, 2, 1])
@@ -76,7 +76,7 @@ def test_own_text_and_what_train_knows_to_match_do_not_count_unless_they_are_jud
     )
     task = pair_task(test, train, NAMES)
     assert judged(task) == {("q", "a", 1), ("q", "b", 0), ("r", "q", 2), ("s", "s", 1)}
-    # "q" is a document too; "s" is its own match; that "d" is no match of "q" is left to be told.
+    # "q" is a document too, and "s" is its own match. "d" is no match of "q", so it stays a candidate.
     assert excluded(task) == {("q", "q"), ("q", "c")}
 
 
@@ -91,10 +91,10 @@ def test_labels_of_both_kinds_make_pairs_to_rank(write: Write) -> None:
     assert pair_task(write("unlabeled", **pairs), None, NAMES).labeled is None
 
 
-def test_broken_rows_of_both_sets_are_left_out_and_counted(write: Write) -> None:
+def test_invalid_rows_of_both_sets_are_skipped_and_counted(write: Write) -> None:
     test = write("test", query=["q", " ", "r"], document=["a", "b", None], label=[1, 1, 1])
-    broken = {"negatives": [["c"], ["d", ""], None]}
-    train = write("train", query=["s", "t", "u"], document=["e", "f", "g"], **broken)
+    invalid = {"negatives": [["c"], ["d", ""], None]}
+    train = write("train", query=["s", "t", "u"], document=["e", "f", "g"], **invalid)
     task = pair_task(test, train, NAMES)
     assert (task.queries, task.documents) == (["q"], ["a", "e", "g", "c"])
     assert task.sizes == {"num_train": 2, "num_test": 1, "num_invalid": 3}
@@ -114,7 +114,7 @@ def benchmark(write: Write, **changes: Any) -> tuple[str, str, str]:
     return paths[0], paths[1], paths[2]
 
 
-def test_judgments_find_their_texts_by_id(write: Write) -> None:
+def test_judgments_are_joined_with_their_texts_by_id(write: Write) -> None:
     task = judged_task(*benchmark(write), NAMES)
     assert (task.queries, task.documents) == (["q", "r", "s"], ["c", "b", "a", "d"])
     assert judged(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
@@ -141,24 +141,27 @@ def test_pairs_and_the_same_as_judgments_are_the_same_task(write: Write, seed: i
     assert task.sizes == expected.sizes
 
 
-def test_each_document_that_is_a_querys_own_text_does_not_count(write: Write) -> None:
+def test_each_document_with_a_querys_own_text_is_excluded(write: Write) -> None:
     task = judged_task(*benchmark(write, documents__document=["r", "r", "s", "r"]), NAMES)
     # "y" is judged to match the second query, "z" not to; the first document of "s" matches another query.
     assert task.excluded.tolist() == [[1, 0], [1, 3], [2, 2]]
 
 
-def test_texts_that_are_broken_take_their_judgments_along(write: Write) -> None:
-    sets = benchmark(write, queries__query=["", "r", "s"], documents__document=["c", "b", "a", None])
-    task = judged_task(*sets, NAMES)
-    assert (task.queries, task.documents) == (["r", "s"], ["c", "b", "a"])
+@pytest.mark.parametrize(
+    ("changes", "queries", "num_test", "num_invalid"),
+    [
+        ({"queries__query": ["", "r", "s"], "documents__document": ["c", "b", "a", None]}, ["r", "s"], 3, 2),
+        ({"judgments__label": [2, None, 0]}, ["q", "r", "s"], 2, 1),
+    ],
+    ids=["texts", "grades"],
+)
+def test_judgments_of_invalid_texts_or_without_grades_are_skipped_and_counted(
+    write: Write, changes: Any, queries: list[str], num_test: int, num_invalid: int
+) -> None:
+    task = judged_task(*benchmark(write, **changes), NAMES)
+    assert task.queries == queries
     assert judged(task) == {("r", "b", 2), ("r", "c", 0)}
-    assert (task.sizes["num_test"], task.sizes["num_invalid"]) == (3, 2)
-
-
-def test_a_judgment_without_a_grade_is_left_out_and_counted(write: Write) -> None:
-    task = judged_task(*benchmark(write, judgments__label=[2, None, 0]), NAMES)
-    assert judged(task) == {("r", "b", 2), ("r", "c", 0)}
-    assert (task.sizes["num_test"], task.sizes["num_invalid"]) == (2, 1)
+    assert (task.sizes["num_test"], task.sizes["num_invalid"]) == (num_test, num_invalid)
 
 
 @pytest.mark.parametrize(
@@ -177,17 +180,14 @@ def test_a_judgment_without_a_grade_is_left_out_and_counted(write: Write) -> Non
 def test_benchmarks_that_cannot_be_judged_are_refused(write: Write, changes: Any, says: str) -> None:
     with pytest.raises(DataError, match=says) as caught:
         judged_task(*benchmark(write, **changes), NAMES)
-    assert ";" in str(caught.value)  # and what to do
+    assert ";" in str(caught.value)  # and the remedy
 
 
-def test_documents_without_ids_are_searched_as_well(write: Write) -> None:
+def test_documents_without_ids_are_searched_and_ids_may_be_numbers_or_texts(write: Write) -> None:
     ids, texts = ["z", "y", "x", None, None], ["c", "b", "a", "d", "e"]
-    task = judged_task(*benchmark(write, documents__document_id=ids, documents__document=texts), NAMES)
+    changes = {"documents__document_id": ids, "documents__document": texts}
+    task = judged_task(*benchmark(write, judgments__query_id=["8", "7", "8"], **changes), NAMES)
     assert task.documents == texts
-
-
-def test_an_id_is_the_same_as_a_number_and_as_text(write: Write) -> None:
-    task = judged_task(*benchmark(write, judgments__query_id=["8", "7", "8"]), NAMES)
     assert judged(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
 
 
@@ -232,7 +232,7 @@ def test_a_reversed_task_searches_queries_by_relevant_documents(seed: int) -> No
     assert reverse.sizes == task.sizes
 
 
-def test_sets_without_a_row_that_can_be_used_are_refused(write: Write) -> None:
+def test_sets_without_a_valid_row_are_refused(write: Write) -> None:
     good = write("good", query=["q"], document=["d"])
     bad = write("bad", query=["", "q"], document=["d", None])
     for test, train in ((bad, None), (good, bad)):
@@ -253,7 +253,7 @@ def test_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
             evaluate_retrieval(run=str(tmp_path), test="captioned", **others)
 
 
-def test_images_are_judged_by_their_captions_or_not_at_all(tmp_path: Path) -> None:
+def test_retrieval_of_images_needs_an_encoder_of_captions(tmp_path: Path) -> None:
     save(small_config("clip"), tmp_path / "both")
     with pytest.raises(DataError, match="there is nothing at .*captioned"):  # it was looked for
         evaluate_retrieval(run=str(tmp_path / "both"), test=str(tmp_path / "captioned"))

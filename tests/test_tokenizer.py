@@ -1,4 +1,4 @@
-"""Tokenizers: nothing is lost, nothing depends on other texts, and bad rows are told apart."""
+"""Tokenizers: training, encoding without loss, files of other tools, and invalid texts."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ from tests.texts import invented_texts
 
 TEXTS = invented_texts()
 
-# What byte-level cutting writes for each byte: the printable ones of Latin-1 stand for themselves.
+# The character that byte-level cutting writes for each byte; printable ones of Latin-1 stand for themselves.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
@@ -82,21 +82,17 @@ def test_the_same_texts_give_the_same_file_in_every_process() -> None:
     assert len(set(came[0].split())) == 2
 
 
-def test_special_tokens_have_the_first_numbers_and_every_byte_has_one(tokenizer: Tokenizer) -> None:
+def test_a_vocabulary_has_special_tokens_first_all_bytes_and_common_words(tokenizer: Tokenizer) -> None:
     vocabulary = names(tokenizer)
     assert [vocabulary[number] for number in range(5)] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert tokenizer.special_tokens == (0, 1, 2, 3, 4)
     assert tokenizer.num_tokens == len(vocabulary) == 1_000
     assert set(BYTE_OF) <= set(vocabulary.values())
-
-
-def test_common_words_become_few_tokens(tokenizer: Tokenizer) -> None:
     text = " ".join(TEXTS)
-    (row,) = tokenizer.encode([text], len(text))
-    assert len(row) < len(text) / 3
+    assert len(tokenizer.encode([text], len(text))[0]) < len(text) / 3
 
 
-def test_both_kinds_have_one_vocabulary_and_differ_in_how_they_cut() -> None:
+def test_both_kinds_have_one_vocabulary_and_cut_words_differently() -> None:
     bpe, wordpiece = (
         train_tokenizer(TEXTS, vocabulary_size=1_000, kind=kind) for kind in ("bpe", "wordpiece")
     )
@@ -105,11 +101,11 @@ def test_both_kinds_have_one_vocabulary_and_differ_in_how_they_cut() -> None:
     assert any(not np.array_equal(a, b) for a, b in rows)
 
 
-def test_lowercase_is_a_choice() -> None:
-    small, as_it_is = (train_tokenizer(TEXTS, vocabulary_size=300, lowercase=each) for each in (True, False))
-    for tokenizer, is_same in ((small, True), (as_it_is, False)):
-        upper, lower = tokenizer.encode(["BADA Dafi", "bada dafi"], 32)
-        assert np.array_equal(upper, lower) == is_same
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_lowercase_ignores_the_case_of_letters(lowercase: bool) -> None:
+    tokenizer = train_tokenizer(TEXTS, vocabulary_size=300, lowercase=lowercase)
+    upper, lower = tokenizer.encode(["BADA Dafi", "bada dafi"], 32)
+    assert np.array_equal(upper, lower) == lowercase
 
 
 @pytest.mark.parametrize(
@@ -122,31 +118,26 @@ def test_lowercase_is_a_choice() -> None:
 def test_impossible_training_is_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         train_tokenizer(iter(TEXTS), **arguments)
-
-
-def test_training_needs_texts() -> None:
     with pytest.raises(DataError, match="no texts"):
         train_tokenizer(iter([]))
 
 
-def test_of_a_long_text_the_beginning_is_trained_on() -> None:
-    beginning = (" ".join(TEXTS) * 3)[:100_000]
-    whole, cut = (
-        train_tokenizer([text], vocabulary_size=400) for text in (beginning + " q" * 9_000, beginning)
-    )
+RUN = "badafi" * 500  # without spaces
+LONG = (" ".join(TEXTS) * 3)[:100_000]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (LONG + " q" * 9_000, LONG),
+        (RUN, " ".join(RUN[start : start + 64] for start in range(0, len(RUN), 64))),
+    ],
+    ids=["long text", "run without spaces"],
+)
+def test_training_reads_the_beginning_of_a_text_and_cuts_long_runs(text: str, read: str) -> None:
+    whole, cut = (train_tokenizer([each], vocabulary_size=400) for each in (text, read))
     assert whole.to_json() == cut.to_json()
-
-
-def test_training_cuts_what_has_no_spaces() -> None:
-    run = "badafi" * 500
-    spaced = " ".join(run[start : start + 64] for start in range(0, len(run), 64))
-    whole, cut = (train_tokenizer([text], vocabulary_size=400) for text in (run, spaced))
-    assert whole.to_json() == cut.to_json()
-
-
-def test_no_token_is_longer_than_16_characters() -> None:
-    tokenizer = train_tokenizer(["badafigakelimonupare ro"] * 50, vocabulary_size=400)
-    assert max(map(len, names(tokenizer).values())) <= 16
+    assert max(map(len, names(whole).values())) <= 16
 
 
 # Texts to tokens
@@ -171,7 +162,7 @@ def test_long_words_are_spelled_as_well(tokenizer: Tokenizer) -> None:
         assert spelled(tokenizer, row) == unicodedata.normalize("NFKC", text)
 
 
-def test_a_text_does_not_depend_on_the_texts_beside_it(tokenizer: Tokenizer) -> None:
+def test_the_tokens_of_a_text_do_not_depend_on_other_texts(tokenizer: Tokenizer) -> None:
     together = tokenizer.encode(TEXTS[:100], 24)
     for text, row in zip(TEXTS[:100], together, strict=True):
         assert np.array_equal(row, tokenizer.encode([text], 24)[0])
@@ -198,7 +189,7 @@ def test_a_megabyte_takes_no_longer_than_its_beginning(tokenizer: Tokenizer, tex
     assert np.array_equal(row, tokenizer.encode([beginning], 128)[0])
 
 
-def test_names_of_special_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> None:
+def test_names_of_special_tokens_are_read_as_plain_text(tokenizer: Tokenizer) -> None:
     for text in ("[PAD]", "[CLS] ba [SEP]", "[UNK]", "[MASK][PAD]"):
         (row,) = tokenizer.encode([text], 64)
         assert not set(row.tolist()) & set(tokenizer.special_tokens)
@@ -237,7 +228,7 @@ def test_each_token_that_begins_a_chinese_character_begins_a_word() -> None:
 # Files
 
 
-def test_a_tokenizer_comes_back_from_its_file_and_from_another_process(tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_is_restored_from_its_file_and_from_a_pickle(tokenizer: Tokenizer) -> None:
     for again in (Tokenizer(tokenizer.to_json()), pickle.loads(pickle.dumps(tokenizer))):
         assert again.to_json() == tokenizer.to_json()
         assert again.fingerprint == tokenizer.fingerprint
@@ -245,7 +236,7 @@ def test_a_tokenizer_comes_back_from_its_file_and_from_another_process(tokenizer
             assert np.array_equal(again.encode([text], 64)[0], tokenizer.encode([text], 64)[0])
 
 
-def test_fingerprints_tell_tokenizers_apart_and_overlook_how_the_file_is_written() -> None:
+def test_fingerprints_distinguish_tokenizers_but_not_the_layout_of_the_file() -> None:
     made = [
         train_tokenizer(TEXTS, vocabulary_size=400),
         train_tokenizer(TEXTS, vocabulary_size=401),
@@ -262,7 +253,7 @@ def test_fingerprints_tell_tokenizers_apart_and_overlook_how_the_file_is_written
 
 
 @pytest.mark.parametrize("text", ["", "{}", "no JSON", '{"version": "1.0", "model": {"type": "BPE"}}'])
-def test_a_damaged_file_is_one_line(text: str) -> None:
+def test_a_damaged_file_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(
         ConfigError, match="the tokenizer is damaged: .*; give the content of a tokenizer.json"
     ):
@@ -288,7 +279,7 @@ def like_roberta() -> TheirTokenizer:
     return theirs
 
 
-def test_anothers_tokenizer_gives_its_own_tokens_but_for_padding_which_becomes_0() -> None:
+def test_the_tokenizer_of_another_tool_keeps_its_tokens_except_for_padding() -> None:
     theirs = like_roberta()
     ours = Tokenizer(theirs.to_str())
     assert ours.special_tokens == (0, 1, 2, 3)
@@ -301,7 +292,7 @@ def test_anothers_tokenizer_gives_its_own_tokens_but_for_padding_which_becomes_0
     assert {name for name, is_begin in begins.items() if is_begin} == {"Ġ", "Ġb", "Ġba"}
 
 
-def test_what_goes_on_with_a_word_is_marked_in_berts_tokenizers() -> None:
+def test_continuations_of_words_are_known_in_berts_tokenizers() -> None:
     vocabulary = {"[PAD]": 0, "ba": 1, "##da": 2, "##fi": 3, "[UNK]": 4, "[CLS]": 5, "[SEP]": 6}
     theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     theirs.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -311,7 +302,7 @@ def test_what_goes_on_with_a_word_is_marked_in_berts_tokenizers() -> None:
     assert ours.begins_word[row].tolist() == [True, False, False, True]
 
 
-def test_a_word_whose_number_is_paddings_place_keeps_what_it_is() -> None:
+def test_the_token_with_id_0_is_exchanged_with_the_padding() -> None:
     vocabulary = {"Ġba": 0, "da": 1, "<unk>": 2, "<pad>": 3}
     theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -328,7 +319,7 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
         Tokenizer(theirs.to_str())
 
 
-# Bad rows
+# Invalid texts
 
 
 @pytest.mark.parametrize(
@@ -347,13 +338,13 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
         (InvalidTextError("no such file"), "no such file"),
     ],
 )
-def test_a_broken_text_says_why(value: Any, cause: str) -> None:
+def test_invalid_texts_have_a_cause(value: Any, cause: str) -> None:
     with pytest.raises(InvalidTextError, match=f"^{cause}$"):
         read_text(value)
 
 
 @pytest.mark.parametrize("value", ["ba", " ba ", "b\u00e4", "\x00", "\u200b", "0", "x" * 10**6, "\U0001f600"])
-def test_a_sound_text_comes_back_as_it_is_from_strings_and_bytes(tokenizer: Tokenizer, value: str) -> None:
+def test_valid_texts_are_read_unchanged_from_strings_and_bytes(tokenizer: Tokenizer, value: str) -> None:
     assert read_text(value) == value
     assert read_text(value.encode()) == value
     assert tokenizer.encode([value], 4)[0].min() > 1

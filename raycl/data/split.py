@@ -12,14 +12,14 @@ MAX_FRACTION = 0.1
 @final
 @dataclass(frozen=True, kw_only=True)
 class Holdout:
-    """Rows with a hash below ``test`` are held out; rows up to ``bank`` are references of the periodic kNN.
+    """Rows with a hash below ``test`` are held out; rows up to ``reference`` are references of the periodic kNN.
 
     Independent of the number of workers, of the order, and of restarts.
     """
 
     seed: int
     test: float = 0.0
-    bank: float = 0.0
+    reference: float = 0.0
 
     def is_train(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each row is a training row."""
@@ -31,18 +31,18 @@ class Holdout:
 
     def is_evaluated(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each row takes part in the periodic kNN, as a query or as a reference."""
-        return _unit_hash(self.seed, sample_id) < self.bank
+        return _unit_hash(self.seed, sample_id) < self.reference
 
-    def is_bank(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_reference(self, sample_id: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each row, a training row, is also a reference of the periodic kNN."""
         value = _unit_hash(self.seed, sample_id)
-        return (value >= self.test) & (value < self.bank)
+        return (value >= self.test) & (value < self.reference)
 
 
 def make_split(num_rows: int, *, num_test: int, num_train: int, seed: int) -> Holdout:
     """Hold out about ``num_test`` of ``num_rows`` rows, at most a tenth, and choose ``num_train`` references."""
     test = min(num_test / max(num_rows, 1), MAX_FRACTION)
-    return Holdout(seed=seed, test=test, bank=min(test + num_train / max(num_rows, 1), 1.0))
+    return Holdout(seed=seed, test=test, reference=min(test + num_train / max(num_rows, 1), 1.0))
 
 
 def _unit_hash(seed: int, sample_id: NDArray[np.int64]) -> NDArray[np.float64]:

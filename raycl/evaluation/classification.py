@@ -156,7 +156,7 @@ def _pixel_baseline(
     pixels = {}
     for name, source in sources.items():
         size = min(BASELINE_SIZE, spec.image_size)
-        sample = Holdout(seed=0, bank=min(1.0, max_rows / source.num_rows))
+        sample = Holdout(seed=0, reference=min(1.0, max_rows / source.num_rows))
         rows = read_images(
             source,
             ImageFormat(size=size, channels=spec.channels, max_pixels=spec.max_pixels),

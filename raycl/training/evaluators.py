@@ -129,7 +129,7 @@ def build_evaluator(
     """Return the evaluator of the run; None unless it is ``wanted`` and each worker has a row."""
     if not wanted:
         return None
-    bank, test = rows.where(holdout.is_bank), rows.where(holdout.is_test)
+    bank, test = rows.where(holdout.is_reference), rows.where(holdout.is_test)
     if not config.has_two_towers:
         bank, test = bank.labeled(), test.labeled()
     if min(len(bank), len(test)) < num_workers():
