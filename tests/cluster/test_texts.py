@@ -71,14 +71,14 @@ def clicks() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A click log with everything that logs have: repeated, contradicted, broken and useless rows."""
+    """A click log with repeated, contradicted, invalid and useless rows."""
     rows = clicks()
     rows.append(dict(rows[0]))
     rows.append({**rows[0], "label": 0})
     rows.append(
         {"query": "nobody clicked", "query_id": "none", "document": "seen", "document_id": 0, "label": 0}
     )
-    rows.append({**rows[0], "query_id": "broken", "document": None})
+    rows.append({**rows[0], "query_id": "invalid", "document": None})
     rows.append({**rows[0], "query_id": "graded", "label": 2})
     path = tmp_path_factory.mktemp("clicks") / "clicks.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=128)
@@ -88,12 +88,12 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def click_run(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, raycl.RunResult]:
     output = tmp_path_factory.mktemp("runs") / "clicks"
-    # Two of 749 rows are broken; of the 300 pairs that would be too many.
+    # Two of 749 rows are invalid; two of the 300 pairs would be too many.
     config = run_of("two_tower", **{"data.max_invalid_fraction": 0.004})
     return output, raycl.train(config, data=str(click_log), output=str(output), quiet=True)
 
 
-def test_a_click_log_is_grouped_and_what_is_left_out_is_counted(
+def test_a_click_log_is_grouped_and_skipped_rows_are_counted(
     click_run: tuple[Path, raycl.RunResult],
 ) -> None:
     output, result = click_run
@@ -104,7 +104,7 @@ def test_a_click_log_is_grouped_and_what_is_left_out_is_counted(
     assert (output / "tokenizer.json").exists()
 
 
-def test_the_portrait_of_pairs_has_their_texts_and_both_towers(
+def test_the_snapshot_of_pairs_has_their_texts_and_both_towers(
     click_run: tuple[Path, raycl.RunResult], click_log: Path
 ) -> None:
     output, result = click_run
@@ -125,8 +125,8 @@ def test_the_portrait_of_pairs_has_their_texts_and_both_towers(
 
 def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Path) -> None:
     # Two batches of Ray's that begin alike, in each a row without an id beside large ones.
-    num_queries, broken = 512, [1_000, 2_000]
-    ids = [None if row in broken else 2**60 + row // 4 for row in range(4 * num_queries)]
+    num_queries, invalid = 512, [1_000, 2_000]
+    ids = [None if row in invalid else 2**60 + row // 4 for row in range(4 * num_queries)]
     table = pa.table(
         {
             "query": ["a query of many people"] * len(ids),
@@ -207,7 +207,7 @@ def test_a_train_set_adds_documents_and_its_matches_do_not_count(
 def test_mined_negatives_are_no_matches_and_train(
     click_run: tuple[Path, raycl.RunResult], click_log: Path, tmp_path: Path
 ) -> None:
-    rows = [row for row in clicks() if row["query_id"] not in ("broken", "graded")]
+    rows = [row for row in clicks() if row["query_id"] not in ("invalid", "graded")]
     data, mined = tmp_path / "pairs.parquet", tmp_path / "mined.parquet"
     pq.write_table(pa.Table.from_pylist(rows), data)
     told = raycl.mine(
@@ -331,9 +331,9 @@ def test_bad_pairs_are_refused_before_anything_is_rented(click_log: Path, tmp_pa
     rows = [{"query": f"q{n}", "document": "d", "label": 0} for n in range(100)]
     pq.write_table(pa.Table.from_pylist(rows), empty)
     refused(DataError, "no query has a document with label 1", empty)
-    broken = tmp_path / "broken.parquet"
-    pq.write_table(pa.Table.from_pylist([{**row, "label": 2} for row in rows]), broken)
-    refused(DataError, r"100 of 100 rows are invalid \(100 label other than 0 and 1", broken)
+    invalid = tmp_path / "invalid.parquet"
+    pq.write_table(pa.Table.from_pylist([{**row, "label": 2} for row in rows]), invalid)
+    refused(DataError, r"100 of 100 rows are invalid \(100 label other than 0 and 1", invalid)
     refused(DataError, "no column 'clicked'", click_log, **{"data.columns.query": "clicked"})
     refused(StorageError, "no tokenizer at", click_log, **{"text.tokenizer": str(tmp_path / "none.json")})
     refused(ConfigError, "projection_head.dim", click_log, **{"projection_head.dim": 20})
