@@ -146,14 +146,6 @@ def test_the_lower_class_wins_ties() -> None:
     assert knn_predict(bank[:1], bank, label, k=1).tolist() == [9]
 
 
-def test_many_votes_outweigh_the_nearest_by_the_temperature() -> None:
-    bank = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.8, -0.6]])
-    label = torch.tensor([0, 1, 1])
-    # exp(1 / t) against 2 exp(0.8 / t): even at t = 0.2 / log 2 = 0.2885
-    assert knn_predict(bank[:1], bank, label, k=3, temperature=0.28).tolist() == [0]
-    assert knn_predict(bank[:1], bank, label, k=3, temperature=0.30).tolist() == [1]
-
-
 def test_length_of_rows_does_not_matter_and_a_row_of_zeros_is_no_error() -> None:
     bank, label = blobs(100)
     query = blobs(30)[0]

@@ -112,57 +112,6 @@ def test_the_given_order_is_scored_for_any_names_of_documents() -> None:
         assert retrieval_scores(rows([first, second]), rows([0, second, 1]))["mrr"] == 0.5
 
 
-def test_a_grade_counts_exponentially_in_ndcg_and_not_at_all_elsewhere() -> None:
-    def judge(*grades: int) -> dict[str, float]:
-        return retrieval_scores(
-            rows([0, 1]), rows(*([0, place, grade] for place, grade in enumerate(grades)))
-        )
-
-    discount = 1 / math.log2(3)
-    assert judge(1, 3)["ndcg_at_10"] == pytest.approx((1 + 7 * discount) / (7 + discount))
-    assert judge(3, 1)["ndcg_at_10"] == pytest.approx(1)
-    same = judge(1, 3) | {"ndcg_at_10": 0}
-    assert all(judge(*grades) | {"ndcg_at_10": 0} == same for grades in ((1, 1), (3, 1), (10, 2)))
-    assert judge(0, 2)["mrr"] == 0.5  # grade 0 is not relevant
-
-
-def test_recall_is_of_all_relevant_documents() -> None:
-    ranked = np.arange(10)[None]
-    relevance = np.stack([np.zeros(40, dtype=int), np.arange(40), np.ones(40, dtype=int)], axis=1)
-    scores = retrieval_scores(ranked, relevance)
-    assert [scores[f"recall_at_{k}"] for k in (1, 5, 10)] == [1 / 40, 5 / 40, 10 / 40]
-    assert scores["ndcg_at_10"] == 1
-    assert scores["map"] == 10 / 40
-
-
-def test_queries_without_a_relevant_document_are_skipped_and_counted() -> None:
-    ranked = rows([0, 1], [1, 0], [0, 1], [1, 0])
-    one = retrieval_scores(ranked[:1], rows([0, 0, 1]))
-    scores = retrieval_scores(ranked, rows([0, 0, 1], [2, 1, 0]))
-    assert scores == one | {"num_skipped": 3}
-
-
-def test_a_query_without_results_counts_as_zero() -> None:
-    relevance = rows([0, 0, 1], [1, 0, 1])
-    scores = retrieval_scores(rows([0, 1], [-1, -1]), relevance)
-    assert scores["num_queries"] == 2
-    assert [scores[name] for name in ("recall_at_1", "ndcg_at_10", "mrr", "map")] == [0.5] * 4
-    assert retrieval_scores(rows([-1], [-1]), relevance)["map"] == 0
-
-
-def test_empty_places_are_skipped() -> None:
-    ranked, relevance = draw_rankings(0)
-    gaps = np.insert(ranked, [0, 3, 3, 30], -1, axis=1)
-    assert retrieval_scores(gaps, relevance) == retrieval_scores(ranked, relevance)
-
-
-def test_the_higher_grade_counts_if_a_pair_is_judged_twice() -> None:
-    ranked, other = rows([1, 0]), [0, 1, 2]
-    expected = retrieval_scores(ranked, rows(other, [0, 0, 3]))
-    assert retrieval_scores(ranked, rows(other, [0, 0, 1], [0, 0, 3])) == expected
-    assert retrieval_scores(ranked, rows([0, 0, 3], [0, 0, 0], other, [0, 0, 1])) == expected
-
-
 @pytest.mark.parametrize(
     ("relevance", "words"),
     [
@@ -223,13 +172,6 @@ def test_search_without_exclusions_equals_nearest() -> None:
     np.testing.assert_array_equal(found[0], similarity.numpy())
     np.testing.assert_array_equal(found[1], index.numpy())
     assert search(query.double(), documents, k=6)[0].dtype == np.float64
-
-
-def test_a_text_does_not_find_itself_but_its_equal() -> None:
-    rows_of_both = draw(30, 5, seed=0).repeat(2, 1)
-    own = np.stack([np.arange(60), np.arange(60)], axis=1)
-    _, index = search(rows_of_both, rows_of_both, k=1, excluded=own)
-    np.testing.assert_array_equal(index[:, 0], (np.arange(60) + 30) % 60)
 
 
 def test_equal_similarities_are_in_order_of_position_after_an_exclusion() -> None:
