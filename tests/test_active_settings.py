@@ -365,6 +365,7 @@ def test_every_setting_is_read_by_some_code() -> None:
     }
     inner |= {"max_document_length": "max_document_length", "learning_rate": "peak_learning_rate"}
     inner |= {"learning_rate_scaling": "peak_learning_rate"}
+    inner |= dict.fromkeys(("tensorboard", "mlflow", "wandb"), "tracking")  # by their names
     columns = {path for path in PATHS if path.startswith("data.columns.")}
     read = names_read()
     for path in set(PATHS) - columns:
