@@ -125,6 +125,23 @@ def test_an_existing_output_is_reported(tmp_path: Path) -> None:
     assert "exists already" in finding.seen
 
 
+def test_a_file_that_a_node_reads_differently_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_other_bytes(folder: Place, file: str) -> str:
+        (folder / file).write_bytes(b"other")
+        return ""
+
+    monkeypatch.setattr(
+        "raycl.doctor.storage.write_file", write_other_bytes
+    )  # on this machine, not on the nodes
+    finding = check_storage(str(tmp_path / "run"), alive_nodes())
+    assert not finding.good
+    assert "sees other bytes in the file of this machine" in finding.seen
+    assert "a folder that all nodes share" in finding.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_images_are_described_with_sizes_labels_and_invalid_rows(tmp_path: Path) -> None:
     found = check(str(write_digits(tmp_path / "digits.parquet", 400, broken=8)))
     assert "400 rows with labels, images, parquet in 1 piece" in found["data"].seen
