@@ -53,7 +53,7 @@ def test_every_query_names_a_metric_that_is_exported_and_asks_for_the_chosen_run
     [(panel, target) for panel in PANELS for target in panel["targets"]],
     ids=[query for _, query in QUERIES],
 )
-def test_lines_are_told_apart_by_what_the_query_groups_by(panel: Any, target: Any) -> None:
+def test_lines_are_labeled_by_the_tags_of_their_query(panel: Any, target: Any) -> None:
     [group] = re.findall(r"by \(([\w, ]+)\)", target["expr"])
     named = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
     assert named <= set(group.split(", "))

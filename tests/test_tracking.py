@@ -1,4 +1,4 @@
-"""Trackers read back by the tools of their users, and what becomes of metrics when one is slow or away."""
+"""Trackers read back by the tools of their users, and metrics when a tracker is slow or unreachable."""
 
 import json
 import socket
@@ -135,7 +135,7 @@ def test_a_file_cut_within_a_record_costs_no_more_than_that_record(tmp_path: Pat
     assert [step for step, _ in seen_in_tensorboard(tmp_path)] == [1, 2, 4]
 
 
-def test_event_files_on_s3_come_in_pieces_and_go_on_after_a_restart(
+def test_event_files_on_s3_are_split_and_continue_after_a_restart(
     s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard, "MAX_BYTES", 100)
@@ -304,7 +304,7 @@ def logged_in(address: str, output: Path) -> tuple[Any, list[tuple[int, float]]]
     return run, sorted((metric.step, metric.value) for metric in losses)
 
 
-def test_mlflow_has_settings_and_metrics_and_a_resumed_run_goes_on_with_its_run(
+def test_mlflow_has_settings_and_metrics_and_a_resumed_run_continues_its_run(
     mlflow_folder: str, tmp_path: Path
 ) -> None:
     output = tmp_path / "runs" / "first"
@@ -326,7 +326,7 @@ def test_mlflow_has_settings_and_metrics_and_a_resumed_run_goes_on_with_its_run(
     assert logged_in(mlflow_folder, output)[0].info.status == "RUNNING"
 
 
-def test_a_server_that_is_away_is_told_soon(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_soon(tmp_path: Path) -> None:
     with socket.socket() as closed_again:
         closed_again.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed_again.getsockname()[1]}"
@@ -368,7 +368,7 @@ def records_in(path: Path) -> Iterator[Any]:
             record = b""
 
 
-def test_wandb_has_metrics_over_steps_and_a_resumed_run_goes_on_with_its_run(
+def test_wandb_has_metrics_over_steps_and_a_resumed_run_continues_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -460,10 +460,10 @@ def test_settings_that_cannot_work_are_refused(tracking: Mapping[str, Any], says
 @pytest.mark.parametrize(
     "address", ["http://host:5000", "databricks", "/shared/mlflow", "file:/shared/mlflow"]
 )
-def test_addresses_that_all_nodes_understand_are_taken(address: str) -> None:
+def test_addresses_that_all_nodes_understand_are_accepted(address: str) -> None:
     assert run_of(mlflow=address).tracking == TrackingConfig(mlflow=address)
 
 
-def test_a_resumed_run_may_be_tracked_otherwise(tmp_path: Path) -> None:
+def test_a_resumed_run_may_use_other_trackers(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config_to_yaml(run_of(tensorboard=True, wandb="digits")))
     check_output(run_of(mlflow="http://host:5000"), Place(str(tmp_path)), resume=True)

@@ -90,7 +90,7 @@ def shown_in_tensorboard(output: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in shown.Scalars(name)]
 
 
-def test_what_was_rolled_back_is_no_longer_in_tensorboard(coordinator: Any, tmp_path: Path) -> None:
+def test_rolled_back_steps_are_not_in_tensorboard(coordinator: Any, tmp_path: Path) -> None:
     recorder = recorder_of(tmp_path, coordinator)
     for step in (1, 2, 3):
         recorder.write(Position(step=step), {"loss": 1.0})
@@ -100,7 +100,7 @@ def test_what_was_rolled_back_is_no_longer_in_tensorboard(coordinator: Any, tmp_
     assert shown_in_tensorboard(tmp_path, "loss") == [(1, 1.0), (2, 0.5)]
 
 
-def test_a_tracker_that_fails_is_told_once_and_counted_and_the_run_goes_on(
+def test_a_failing_tracker_is_reported_once_and_counted_and_the_run_continues(
     coordinator: Any, tmp_path: Path
 ) -> None:
     in_the_way = tmp_path / "tensorboard"
@@ -142,7 +142,7 @@ def scrape(run: str) -> Samples:
 
 
 @pytest.mark.drill
-def test_what_does_not_change_stays_visible() -> None:
+def test_constant_metrics_stay_visible() -> None:
     """Ray itself forgets a gauge after two exports, 10 s apart."""
     with start_coordinator({"run": "lasting", "recipe": "none"}) as actor:
         stats = ReadStats(num_rows=8, num_train=5, invalid=Counter({"not an image": 2, "too large": 1}))
