@@ -7,14 +7,13 @@ contenders take turns, and the table shows medians. Images are decoded before th
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from lightly.transforms.simclr_transform import SimCLRTransform
-from measuring import make_parser, write_json
+from measuring import make_parser, take_turns, write_json
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
@@ -83,15 +82,10 @@ def contenders(size: int, stored: int, batch_size: int) -> dict[str, Callable[[]
 
 def measure(functions: dict[str, Callable[[], int]], *, rounds: int) -> dict[str, float]:
     """Return the median microseconds of processor time a view, by name."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()  # warm the caches
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.process_time()
-            num_views = function()
-            times[name].append((time.process_time() - start) * 1e6 / num_views)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {
+        name: statistics.median(1e6 * turn.cpu_s / turn.value for turn in turns)
+        for name, turns in take_turns(functions, rounds).items()
+    }
 
 
 def main() -> None:

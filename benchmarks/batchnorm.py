@@ -9,13 +9,12 @@ milliseconds of processor time.
 """
 
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from measuring import make_parser, write_json
+from measuring import make_parser, take_turns, write_json
 from torch import Tensor, nn
 
 from raycl.batchnorm import synchronize
@@ -47,9 +46,10 @@ def _compare(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> dict[st
     plain, synchronized = kind(shape[1]), synchronize(kind(shape[1]))
     rows.requires_grad_()
     with patch("raycl.batchnorm.synchronized.num_workers", return_value=2):
-        first, second = _interleaved_medians(
-            lambda: _step(plain, rows, grad), lambda: _step(synchronized, rows, grad)
-        )
+        layers = {"nn": plain, "synchronized": synchronized}
+        steps = {name: partial(_step, layer, rows, grad) for name, layer in layers.items()}
+        turns = take_turns(steps, _REPETITIONS, warmup=2)
+    first, second = (statistics.median(turn.cpu_s for turn in turns[name]) for name in layers)
     return {
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
@@ -64,16 +64,6 @@ def _step(layer: nn.Module, rows: Tensor, grad: Tensor) -> None:
     rows.grad = None
     layer.zero_grad()
     layer(rows).backward(grad)
-
-
-def _interleaved_medians(*steps: Callable[[], None]) -> list[float]:
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(_REPETITIONS + 2):
-        for own, step in zip(times, steps, strict=True):
-            start = time.process_time()
-            step()
-            own.append(time.process_time() - start)
-    return [statistics.median(own[2:]) for own in times]  # the first ones warm up
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -17,7 +17,6 @@ The allocator is left as it comes, for all of them.
 import argparse
 import math
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, make_parser, read_status, run_apart, summarize, write_json
+from measuring import describe_machine, make_parser, read_status, run_apart, summarize, take_turns, write_json
 from torch import Tensor
 
 from raycl.losses import clip, hinge, info_nce, nt_xent
@@ -145,19 +144,14 @@ def measure_times(
     views, queue = make_rows(loss, size, dim, num_negatives)
     losses = {name: load(loss, name, queue) for name in names}
     values = {name: step(each, views) for name, each in losses.items()}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for _ in range(repeats):
-        for name, each in losses.items():
-            cpu, wall = time.process_time(), time.perf_counter()
-            step(each, views)
-            taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    steps = {name: partial(step, each, views) for name, each in losses.items()}
     return {
         name: {
             "value": values[name],
-            "cpu_ms": summarize([1e3 * cpu for cpu, _ in taken[name]]),
-            "wall_ms": summarize([1e3 * wall for _, wall in taken[name]]),
+            "cpu_ms": summarize([1e3 * turn.cpu_s for turn in turns]),
+            "wall_ms": summarize([1e3 * turn.wall_s for turn in turns]),
         }
-        for name in names
+        for name, turns in take_turns(steps, repeats, warmup=0).items()
     }
 
 

@@ -8,10 +8,11 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +46,27 @@ def run_apart(*words: object, num_threads: int | None = None, **environment: str
     if answer.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{answer.stderr[-2_000:]}")
     return json.loads(answer.stdout.splitlines()[-1])
+
+
+class Turn(NamedTuple):
+    """The seconds of a call, in processor time of this process and on the wall, and its result."""
+
+    cpu_s: float
+    wall_s: float
+    value: Any
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], Any]], repeats: int, *, warmup: int = 1
+) -> dict[str, list[Turn]]:
+    """Call the sides in turn, so that a busy machine is unfair to none; the first ``warmup`` calls do not count."""
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    for _ in range(warmup + repeats):
+        for name, side in sides.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            value = side()
+            turns[name].append(Turn(time.process_time() - cpu, time.perf_counter() - wall, value))
+    return {name: own[warmup:] for name, own in turns.items()}
 
 
 @contextmanager

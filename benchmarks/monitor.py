@@ -9,10 +9,12 @@ its loss. Both are the median of the process's CPU time, and take turns.
 
 import argparse
 import statistics
-import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from measuring import take_turns
 
 import raycl
 from raycl.evaluation.embedding_metrics import measure
@@ -33,24 +35,15 @@ def main() -> None:
     encoder = build_image_encoder("resnet10", image_size=32, stem="half", width=0.5)
     images = torch.rand(2 * options.batch_size, 3, 32, 32)
     pairs = {dim: F.normalize(torch.randn(2, options.batch_size, dim), dim=2) for dim in options.dims}
-    steps: list[float] = []
-    looks: dict[int, list[float]] = {dim: [] for dim in options.dims}
-    for _ in range(REPEATS + 1):
-        start = time.process_time()
-        encoder(images).square().mean().backward()
-        steps.append(time.process_time() - start)
-        for dim, (query, key) in pairs.items():
-            start = time.process_time()
-            measure(query, key)
-            looks[dim].append(time.process_time() - start)
-    step = statistics.median(steps[1:])
+    sides: dict[str, Callable[[], object]] = {"step": lambda: encoder(images).square().mean().backward()}
+    sides |= {f"look at dim {dim}": partial(measure, *pair) for dim, pair in pairs.items()}
+    turns = take_turns(sides, REPEATS)
+    looks = {name: statistics.median(turn.cpu_s for turn in own) for name, own in turns.items()}
+    step = looks.pop("step")
     every = raycl.recipe("simclr").log_every_steps
     print(f"step of {options.batch_size} pairs of views: {1e3 * step:.0f} ms")
-    for dim, taken in looks.items():
-        look = statistics.median(taken[1:])
-        print(
-            f"look at dim {dim}: {1e3 * look:.1f} ms, every {every} steps: {look / every / step:.2%} of a step"
-        )
+    for name, look in looks.items():
+        print(f"{name}: {1e3 * look:.1f} ms, every {every} steps: {look / every / step:.2%} of a step")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_a_file_that_a_node_reads_differently_is_reported(
 
 def test_images_are_described_with_sizes_labels_and_invalid_rows(tmp_path: Path) -> None:
     found = check(str(write_digits(tmp_path / "digits.parquet", 400, broken=8)))
-    assert "400 rows with labels, images, parquet in 1 piece" in found["data"].seen
+    assert "400 rows with labels, images, parquet in 1 fragment" in found["data"].seen
     assert not found["sample"].good
     assert (
         "400 rows decoded, 8 invalid, images of 16x16 to 16x16 pixels: 8 not an image" in found["sample"].seen
