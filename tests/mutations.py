@@ -395,6 +395,20 @@ MUTATIONS = [
         "tests/cluster/test_run.py",
     ),
     Mutation(
+        "rows of a batch stay in the order of their tables",
+        "raycl/data/in_memory.py",
+        "return joined.take(pa.array(np.argsort(order)))",
+        "return joined",
+        "tests/test_data.py",
+    ),
+    Mutation(
+        "invalid rows of a fragment that is read again count twice",
+        "raycl/training/coordinator.py",
+        "self._fragments[fragment] = stats",
+        "self._fragments[fragment + str(len(self._fragments))] = stats",
+        "tests/test_data.py",
+    ),
+    Mutation(
         "ids of texts are Python's hash, which differs between processes",
         "raycl/data/ids.py",
         'return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)',
