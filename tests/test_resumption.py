@@ -43,6 +43,16 @@ def test_what_leaves_views_and_weights_alone_may_change(output: str, settings: d
     check_output(run_of(**settings), Place(output), resume=True)
 
 
+def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: Path) -> None:
+    hinge = {"stages.0.loss": "hinge", "stages.1.loss": "hinge"}
+    rollback = {"monitor.on_collapse": "rollback", "stages.0.temperature": 0.5}
+    stream = {"data.cache": "stream", "data.shuffle_buffer_size": 128}
+    first, second = run_of(**hinge, **rollback, **stream), run_of(**hinge, **{"data.cache": "materialize"})
+    for saved, config in ((first, second), (second, first)):
+        (tmp_path / "config.yaml").write_text(config_to_yaml(saved))
+        check_output(config, Place(str(tmp_path)), resume=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from raycl.config import RunConfig
+from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.data.columns import ColumnNames
 from raycl.data.sources import Source, find_source
@@ -126,7 +127,9 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     for key, (before, now) in differences(saved, config).items():
         if key == "precision" and saved.tower_precision == config.tower_precision:
             continue
-        if not (MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added)):
+        may_change = MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added)
+        # A setting without effect in one of the runs follows from another change.
+        if not (may_change or why_inactive(saved, key) or why_inactive(config, key)):
             raise ConfigError(
                 f"--resume would change {key} from {before!r} to {now!r}; "
                 "repeat the flags of the first run, or give another --output"
