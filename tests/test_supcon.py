@@ -124,7 +124,11 @@ def test_a_step_learns_by_the_labels_of_the_batch(chunk_size: int | None) -> Non
     [
         ("moco_v2", {}, "loss supcon is incompatible with key momentum_encoder and negatives.store queue"),
         ("two_tower", {"negatives.explicit": False}, "loss supcon compares views of one sample"),
-        ("simclr", {"stages.0.hinge_weight": 0.5}, "mixes the hinge with a cross-entropy, got loss supcon"),
+        (
+            "simclr",
+            {"stages.0.hinge_weight": 0.5},
+            "hinge_weight acts only with loss nt_xent, info_nce or clip",
+        ),
     ],
 )
 def test_it_is_refused_where_it_has_no_two_views(name: str, changes: dict[str, Any], message: str) -> None:

@@ -44,7 +44,12 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a tower for each": ("two_tower", {**LEARNED, **SEPARATE}, PAIRS),
     "a tower for each with a head": (
         "two_tower",
-        {**SEPARATE, "projection_head.num_layers": 2, "projection_head.dim": 12},
+        {
+            **SEPARATE,
+            "projection_head.num_layers": 2,
+            "projection_head.dim": 12,
+            "projection_head.batchnorm": False,
+        },
         WITH_NEGATIVES,
     ),
     "explicit negatives": ("two_tower", LEARNED, WITH_NEGATIVES),
