@@ -118,7 +118,9 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         if stream:
             epochs: Any = samples.stream()
         else:
-            tables = fetch_tables(samples.rows_to_keep())
+            rows = samples.rows_to_keep()
+            assert rows is not None, "without a stream, every row is kept"
+            tables = fetch_tables(rows)
             formats = build_formats(config, None, samples.columns)
             epochs = InMemorySampler(rows=InMemoryDataset(tables, formats), seed=0)
         views = ViewMaker.of(config, build_transform(config), torch.device("cpu"))

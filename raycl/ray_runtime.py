@@ -202,7 +202,8 @@ def object_store_bytes() -> float:
 
 def fetch_tables(dataset: "Dataset") -> "list[pa.Table]":
     """Execute a dataset and return its blocks, zero-copy where this node holds them."""
-    return ray.get(dataset.materialize().to_arrow_refs())
+    references: list[ray.ObjectRef[pa.Table]] = dataset.materialize().to_arrow_refs()
+    return ray.get(references)
 
 
 def find_raycl_error(error: BaseException) -> RayclError | None:

@@ -136,7 +136,8 @@ def _parts(names: ExampleIds) -> Parts:
 
 def _merged(own: ExampleIds, everyone: list[Parts]) -> ExampleIds:
     """Return the ids of this worker's rows, given the names of all workers, or only its own."""
-    query, key = (torch.cat([parts[side] for parts in everyone]).numpy() for side in (0, 1))
+    query = torch.cat([parts[0] for parts in everyone]).numpy()
+    key = torch.cat([parts[1] for parts in everyone]).numpy()
     local = len(own.query)
     first = rank() * local if len(everyone) > 1 else 0
     ours = slice(first, first + local)
