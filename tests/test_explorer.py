@@ -38,6 +38,7 @@ from raycl.serve.sample_viewer import SampleViewer, thumbnail
 from raycl.serve.target import columns_of
 from raycl.training.preflight import column_names
 from tests.images import digit_files, encode, write_digits
+from tests.settings import override_active
 from tests.test_cli import run_raycl
 
 TOKEN = "0123456789abcdef"
@@ -482,7 +483,7 @@ def test_an_image_that_training_would_skip_has_no_thumbnail(tmp_path: Path, open
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "clip"])
 def test_the_page_shows_columns_that_the_run_reads(name: str) -> None:
-    config = raycl.override(raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"})
+    config = override_active(raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"})
     looked_at, read = columns_of(config), column_names(config)
     assert looked_at.contents.items() <= read.contents.items()
     assert set(read.contents) - set(looked_at.contents) <= {"negatives"}

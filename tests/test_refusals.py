@@ -124,7 +124,7 @@ def test_a_data_set_is_listed_once_for_its_image_size_and_the_checks(
         listed.append(uri)
         return find_source(uri, columns)
 
-    for module in ("raycl.cli.plan", "raycl.training.preflight"):
+    for module in ("raycl.data.sources", "raycl.training.preflight"):
         monkeypatch.setattr(f"{module}.find_source", find)
     monkeypatch.setattr("raycl.training.launch.train_validated", lambda run, **_: run.source)
     data = str(write_digits(tmp_path / "digits.parquet", 40))

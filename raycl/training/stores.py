@@ -39,7 +39,7 @@ def bank_spec(config: RunConfig, *, output: str, name: str, num_samples: int | N
         wire_dtype=None if is_queue or config.bank.max_staleness == 0 else "float16",
         seed=config.seed,
         momentum=config.negatives.bank_momentum,
-        num_shards=config.bank.shards,
+        num_shards=1 if is_queue else config.bank.shards,
         detached=config.bank.detached,
         # With autoscaling, the replacement of a lost node takes minutes.
         timeout_s=max(config.bank.timeout_s, NEW_NODE_S if config.autoscaling else 0.0),
