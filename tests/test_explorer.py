@@ -483,7 +483,9 @@ def test_an_image_that_training_would_skip_has_no_thumbnail(tmp_path: Path, open
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "clip"])
 def test_the_page_shows_columns_that_the_run_reads(name: str) -> None:
-    config = override_active(raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"})
+    config = override_active(
+        raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"}
+    )
     looked_at, read = columns_of(config), column_names(config)
     assert looked_at.contents.items() <= read.contents.items()
     assert set(read.contents) - set(looked_at.contents) <= {"negatives"}
