@@ -119,7 +119,7 @@ def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
 
 
 @pytest.mark.parametrize(("activation_checkpoint_every", "num_passes"), [(None, 2), (1, 3)])
-def test_whole_batch_normalization_takes_memory_or_another_pass(
+def test_full_batch_normalization_costs_memory_or_a_second_pass(
     activation_checkpoint_every: int | None, num_passes: int
 ) -> None:
     whole, chunked = resnet("batch"), resnet("batch")
@@ -142,7 +142,9 @@ def _two_towers(embed: Embed, towers: list[nn.Module], log_temperature: Tensor) 
 
 @pytest.mark.parametrize("cached_chunks", [0, 1, 2])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, cached_chunks: int) -> None:
+def test_chunks_of_two_towers_with_dropout_give_the_gradient_of_the_whole_batch(
+    is_shared: bool, cached_chunks: int
+) -> None:
     def gradients(embed: Embed) -> tuple[Tensor, Tensor]:
         query_tower = _Transformer()
         towers: list[nn.Module] = [query_tower, query_tower if is_shared else _Transformer(seed=1)]
@@ -164,7 +166,7 @@ def test_two_towers_with_dropout_and_a_learned_temperature(is_shared: bool, cach
     _assert_same(of_temperature, expected_of_temperature)
 
 
-def test_the_replay_runs_in_the_autocast_of_the_first_pass() -> None:
+def test_the_second_pass_runs_under_the_autocast_of_the_first() -> None:
     whole, chunked = resnet("group"), resnet("group")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = torch.cat([whole(chunk) for chunk in images().split(8)])
@@ -175,7 +177,7 @@ def test_the_replay_runs_in_the_autocast_of_the_first_pass() -> None:
     _assert_same(gradient_of(chunked), gradient_of(whole), 5e-3)
 
 
-def test_parameters_keep_the_gradient_that_they_had_and_frozen_ones_get_none() -> None:
+def test_gradients_accumulate_and_frozen_parameters_get_none() -> None:
     tower = resnet("layer")
     tower.encoder.requires_grad_(False)
     _simclr(_in_chunks(8, 1), tower).backward()
@@ -225,7 +227,7 @@ class _Mark:
 @pytest.mark.parametrize(
     ("cached_chunks", "alive", "passes"), [(0, 1, 10), (1, 1, 9), (3, 3, 7), (5, 5, 5), (9, 5, 5)]
 )
-def test_at_most_the_kept_graphs_are_alive_and_each_saves_a_pass(
+def test_at_most_the_cached_graphs_are_alive_and_each_saves_a_pass(
     cached_chunks: int, alive: int, passes: int
 ) -> None:
     tower = _Watched()
@@ -234,7 +236,7 @@ def test_at_most_the_kept_graphs_are_alive_and_each_saves_a_pass(
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_without_gradient_the_batch_is_only_cut_into_chunks(is_frozen: bool) -> None:
+def test_without_gradient_each_chunk_takes_one_pass(is_frozen: bool) -> None:
     tower = _Watched().requires_grad_(not is_frozen)
     with torch.set_grad_enabled(is_frozen):
         assert not embed_in_chunks(tower, torch.rand(18, 4), chunk_size=4).requires_grad
@@ -302,7 +304,7 @@ def _with_batchnorm(layer: nn.Module) -> nn.Sequential:
         ),
     ],
 )
-def test_a_tower_that_differs_in_the_second_pass_is_refused_and_its_layer_named(
+def test_a_nondeterministic_tower_is_refused_with_the_name_of_its_layer(
     tower: nn.Module, settings: dict[str, Any], says: str | None
 ) -> None:
     embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4, **settings)
@@ -314,7 +316,7 @@ def test_a_tower_that_differs_in_the_second_pass_is_refused_and_its_layer_named(
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_change_between_the_passes_are_refused() -> None:
+def test_weight_changes_between_the_passes_are_refused() -> None:
     tower = nn.Linear(4, 3)
     embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4)
     with torch.no_grad():
@@ -337,7 +339,7 @@ NAN = [1.0, torch.nan, torch.inf]
         ([1.0, 0.5], [1.05, 0.55], torch.bfloat16, True),
     ],
 )
-def test_passes_may_differ_by_rounding_and_agree_in_nan(
+def test_passes_may_differ_by_rounding_and_nan_equals_nan(
     before: list[float], now: list[float], precision: torch.dtype, is_found: bool
 ) -> None:
     found = pytest.raises(ReplayError, match="^the second gave") if is_found else contextlib.nullcontext()
@@ -351,7 +353,7 @@ def test_passes_may_differ_by_rounding_and_agree_in_nan(
 # Refusals
 
 
-def test_a_second_backward_is_refused_and_not_answered_with_nothing() -> None:
+def test_a_second_backward_pass_is_refused() -> None:
     embedding = embed_in_chunks(nn.Linear(4, 3), torch.rand(9, 4), chunk_size=4)
     embedding.sum().backward()
     with pytest.raises(RuntimeError, match="backpropagate once"):
@@ -372,7 +374,7 @@ def test_a_second_backward_is_refused_and_not_answered_with_nothing() -> None:
         ((torch.rand(4, 2).requires_grad_(),), {"chunk_size": 2}, "one requires it"),
     ],
 )
-def test_what_cannot_be_accumulated_is_refused(
+def test_unsupported_accumulation_is_refused(
     rows: tuple[Tensor, ...], settings: dict[str, int], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -137,7 +137,7 @@ def shown_settings(config: RunConfig) -> set[str]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_shows_a_setting_or_refuses_it(name: str) -> None:
+def test_a_recipe_shows_each_active_setting_and_refuses_the_others(name: str) -> None:
     config = recipe(name, image_size=32)
     shown = shown_settings(config)
     values = config.model_dump(mode="json")
@@ -322,7 +322,7 @@ def replaced(section: Any, path: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_setting_is_active_exactly_if_it_changes_what_is_built(name: str) -> None:
+def test_a_setting_is_active_exactly_if_it_changes_the_built_run(name: str) -> None:
     config = RUNS[name]()
     before = built(config)
     assert built(config) == before
@@ -376,13 +376,13 @@ def test_every_setting_is_read_by_some_code() -> None:
 # Files and Python
 
 
-def test_every_condition_belongs_to_a_setting_or_a_section() -> None:
+def test_every_condition_names_a_setting_or_a_section() -> None:
     paths = {path.replace(".0.", ".N.") for path in PATHS}
     sections = {path.rpartition(".")[0] for path in paths}
     assert set(CONDITIONS) <= paths | sections
 
 
-def test_an_inactive_setting_of_a_file_may_have_its_default_only() -> None:
+def test_an_inactive_setting_in_a_file_must_have_its_default() -> None:
     config = recipe("simclr", image_size=32)
     values = active_settings(config) | {"text": {"max_length": 64}, "bank": {"shards": 1}}
     assert config_from_yaml(yaml.safe_dump(values)) == config
@@ -393,7 +393,7 @@ def test_an_inactive_setting_of_a_file_may_have_its_default_only() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_inactive_settings_of_an_older_version_are_dropped(name: str) -> None:
+def test_inactive_settings_of_an_older_version_are_dropped(name: str) -> None:
     config = recipe(name, image_size=32)
     everything = config.model_dump(mode="json")
     for path in set(PATHS) - {"data.channels"}:  # which fits the mean of the channels
@@ -413,7 +413,7 @@ def test_a_run_in_python_refuses_inactive_settings() -> None:
     RunConfig(recipe="mine", stages=(stage,), text=TextConfig(max_length=64), augment=AugmentConfig(flip=0.0))
 
 
-def test_settings_that_a_change_makes_inactive_return_to_their_defaults() -> None:
+def test_newly_inactive_settings_return_to_their_defaults() -> None:
     gray = override(
         recipe("moco_v1", image_size=32),
         {"data.channels": 1, "negatives.store": "none", "negatives.in_batch": True},
@@ -424,7 +424,7 @@ def test_settings_that_a_change_makes_inactive_return_to_their_defaults() -> Non
     assert "bank" not in active_settings(gray)
 
 
-def test_a_dropped_setting_may_be_the_condition_of_another_one() -> None:
+def test_dropping_a_setting_also_drops_settings_that_depend_on_it() -> None:
     mixed = {
         "negatives.store": "queue",
         "stages.0.loss": "info_nce",
@@ -503,7 +503,7 @@ def test_an_inactive_setting_is_refused_in_one_line(name: str, setting: str, say
     assert "\n" not in str(caught.value)
 
 
-def test_a_condition_follows_the_settings_given_with_it() -> None:
+def test_a_condition_uses_the_settings_given_together() -> None:
     config = override(
         recipe("simclr", image_size=32),
         {
@@ -517,14 +517,14 @@ def test_a_condition_follows_the_settings_given_with_it() -> None:
     assert flat(active_settings(config))["stages.0.margin"] == 0.5
 
 
-def test_the_temperature_of_a_hinge_acts_after_a_rollback() -> None:
+def test_the_temperature_of_a_hinge_is_active_after_a_rollback() -> None:
     hinge = override(recipe("simclr", image_size=32), {"stages.0.loss": "hinge"})
     assert why_inactive(hinge, "stages.0.temperature") is not None
     hinge = override(hinge, {"monitor.on_collapse": "rollback", "stages.0.temperature": 0.5})
     assert hinge.without_hinge(hinge.stages[0]).temperature == 0.5
 
 
-def test_settings_that_only_text_tokenizers_have_need_one_that_is_trained() -> None:
+def test_settings_of_tokenizer_training_require_a_trained_tokenizer() -> None:
     for changes in ({"text.tokenizer": "t.json"}, {"encoder.name": "transformers:minilm"}):
         with pytest.raises(
             ConfigError, match="text.lowercase acts only with a tokenizer that the run trains"
@@ -536,7 +536,7 @@ def test_settings_that_only_text_tokenizers_have_need_one_that_is_trained() -> N
     )
 
 
-def test_the_page_of_the_configuration_lists_the_conditions() -> None:
+def test_the_configuration_page_lists_all_conditions() -> None:
     text = (PACKAGE.parent / "docs" / "api" / "config.md").read_text()
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, re.MULTILINE))
     assert rows == {

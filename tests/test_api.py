@@ -33,7 +33,7 @@ def digits(tmp_path: Path) -> Path:
     return write_digits(tmp_path / "digits.parquet", 100)
 
 
-def test_a_recipe_a_file_and_a_configuration_take_the_same_flags(digits: Path, tmp_path: Path) -> None:
+def test_recipes_files_and_configurations_accept_the_same_flags(digits: Path, tmp_path: Path) -> None:
     flags = run_flags(workers="1:2", gpu=False, steps=3, batch_size=32, seed=5)
     config = recipe("simclr", image_size=16)
     (tmp_path / "mine.yaml").write_text(raycl.config_to_yaml(config))
@@ -60,7 +60,7 @@ class Arrays:
         return [{self._column: np.zeros((12, 14, 3), np.uint8)}] * number
 
 
-def test_a_recipe_takes_its_size_from_the_images_of_a_dataset() -> None:
+def test_a_recipe_infers_the_image_size_from_a_dataset() -> None:
     arrays: Any = Arrays("image")
     assert plan_run("simclr", data=arrays, flags={}, settings={}).config.data.image_size == 12
     unnamed: Any = Arrays("img")
@@ -89,7 +89,7 @@ def test_training_by_name_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_flags_of_one_stage_are_refused_for_several(tmp_path: Path) -> None:
+def test_flags_for_one_stage_are_refused_with_several_stages(tmp_path: Path) -> None:
     stage = {"epochs": 1, "batch_size": 32}
     staged = override(recipe("simclr", image_size=16), {"stages": [stage, stage]})
     with pytest.raises(ConfigError, match="the configuration has 2 stages"):
@@ -97,7 +97,7 @@ def test_flags_of_one_stage_are_refused_for_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_the_options_of_a_measure_are_those_of_its_command(measure: Any, tmp_path: Path) -> None:
+def test_evaluation_options_match_those_of_the_command(measure: Any, tmp_path: Path) -> None:
     (tmp_path / "encoder.json").write_text("{}")
     with pytest.raises(ConfigError, match="unknown key") as of_command:
         command_settings(measure, ["no.such=1"])
@@ -109,14 +109,14 @@ def test_the_options_of_a_measure_are_those_of_its_command(measure: Any, tmp_pat
     assert known - {"network"} == names
 
 
-def test_an_unknown_measure_and_a_missing_set_are_refused_before_anything_is_read() -> None:
+def test_an_unknown_measure_and_a_missing_dataset_are_refused_before_reading() -> None:
     with pytest.raises(ConfigError, match="unknown measure 'magic'; choose knn, linear, retrieval or sts"):
         raycl.evaluate("magic", run="run", test="test")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="evaluate knn needs --train"):
         raycl.evaluate("knn", run="run", test="test")
 
 
-def test_reports_of_no_run_or_one_twice_are_refused() -> None:
+def test_a_report_needs_at_least_one_run_and_no_duplicates() -> None:
     with pytest.raises(ConfigError, match="report needs a run"):
         raycl.write_report([])
     with pytest.raises(ConfigError, match="a is given twice"):
@@ -151,7 +151,7 @@ def embedded(run: str, files: list[bytes]) -> torch.Tensor:
     return torch.tensor(embedder(table)["representation"].to_pylist())
 
 
-def test_a_list_of_images_of_any_kind_gives_what_embed_gives(run: str, tmp_path: Path) -> None:
+def test_images_of_any_type_get_the_same_embeddings_as_from_embed(run: str, tmp_path: Path) -> None:
     files = [*digit_files(3)[0], encode(photograph()), encode(photograph()[:60, :90], "JPEG")]
     for number, content in enumerate(files):
         (tmp_path / f"{number}.img").write_bytes(content)
@@ -181,7 +181,7 @@ def test_a_list_of_images_of_any_kind_gives_what_embed_gives(run: str, tmp_path:
     ],
     ids=["no file", "no image", "floats", "channels", "nothing", "a list"],
 )
-def test_a_bad_image_is_named_by_its_position(run: str, bad: Any, says: str) -> None:
+def test_an_invalid_image_is_reported_by_position(run: str, bad: Any, says: str) -> None:
     good, encoder = digit_files(1)[0][0], load_encoder(run)
     for size in (1, 256):
         with pytest.raises(DataError, match=says) as caught:
@@ -189,6 +189,6 @@ def test_a_bad_image_is_named_by_its_position(run: str, bad: Any, says: str) -> 
         assert "\n" not in str(caught.value)
 
 
-def test_one_image_is_no_list_of_images(run: str) -> None:
+def test_a_single_image_instead_of_a_list_is_refused(run: str) -> None:
     with pytest.raises(DataError, match="encode takes a list of images, came str; put it into a list"):
         load_encoder(run).encode("a.jpg")

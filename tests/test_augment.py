@@ -104,7 +104,7 @@ def mixed(word: int) -> int:
 
 
 @pytest.mark.parametrize(("seed", "epoch", "view"), [(0, 0, 0), (-3, 7, 1), (2**70 + 5, 1, 0)])
-def test_uniforms_equal_a_hash_in_unbounded_integers(seed: int, epoch: int, view: int) -> None:
+def test_uniform_draws_equal_a_hash_in_unbounded_integers(seed: int, epoch: int, view: int) -> None:
     ids = [0, 1, -1, 12345, -(2**63), 2**63 - 1]
     came = uniforms(np.array(ids), seed=seed, epoch=epoch, view=view, num=5)
     assert came.dtype == torch.float32
@@ -116,7 +116,7 @@ def test_uniforms_equal_a_hash_in_unbounded_integers(seed: int, epoch: int, view
             assert came[row, column].item() == (word >> 40) / 2**24
 
 
-def test_uniforms_take_an_epoch_for_each_row() -> None:
+def test_uniform_draws_accept_one_epoch_per_row() -> None:
     ids, epochs = np.array([4, 4, 9]), np.array([0, 1, 1])
     rows = uniforms(ids, seed=0, epoch=epochs, view=0, num=6)
     for row in range(3):
@@ -148,7 +148,7 @@ def test_neighboring_seeds_epochs_views_samples_and_columns_are_uniform_and_unco
 
 
 @pytest.mark.parametrize(("size", "stored"), [(32, 32), (96, 120)])
-def test_a_view_is_the_same_in_any_batch_order_and_chunk(
+def test_a_view_is_independent_of_batch_order_and_chunk(
     size: int, stored: int, photos: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = np.tile(squares(photos, stored), (4, 1, 1, 1))
@@ -166,7 +166,7 @@ def test_a_view_is_the_same_in_any_batch_order_and_chunk(
     torch.testing.assert_close(views(everything), whole, rtol=0, atol=1e-5)
 
 
-def test_a_view_is_a_function_of_seed_epoch_view_and_sample(photos: np.ndarray) -> None:
+def test_a_view_depends_on_seed_epoch_view_and_sample(photos: np.ndarray) -> None:
     images, ids = squares(photos, 32), np.arange(len(photos))
     augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
     base = augmentation(images, ids, **WHEN)
@@ -207,7 +207,7 @@ def torchvisions_boxes(num: int, height: int, width: int, scale: tuple[float, fl
 
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.5, 1.0)])
 @pytest.mark.parametrize(("height", "width"), [(400, 400), (400, 800), (900, 300)])
-def test_crop_boxes_are_distributed_as_torchvisions(
+def test_crop_boxes_are_distributed_like_torchvisions(
     height: int, width: int, scale: tuple[float, float]
 ) -> None:
     num = 2_500
@@ -226,7 +226,7 @@ def test_crop_boxes_are_distributed_as_torchvisions(
         assert largest_gap(values, came[name], slack=0.01) < limit, name
 
 
-def test_boxes_on_a_coarse_grid_are_as_frequent_as_torchvisions() -> None:
+def test_boxes_on_a_coarse_grid_are_as_frequent_as_in_torchvision() -> None:
     num = 4_000
     draws = uniforms(np.arange(num), **WHEN, num=NUM_BOX_DRAWS)
     ours = draw_boxes(draws, height=8, width=8, aspect=torch.ones(num), **BOXES).numpy()
@@ -239,7 +239,7 @@ def test_boxes_on_a_coarse_grid_are_as_frequent_as_torchvisions() -> None:
 @pytest.mark.parametrize(
     ("aspect", "box"), [(8.0, [0, 33, 80, 13]), (1 / 8, [33, 0, 13, 80]), (1.0, [0, 0, 80, 80])]
 )
-def test_a_crop_that_never_fits_is_the_largest_central_box(aspect: float, box: list[int]) -> None:
+def test_a_crop_that_never_fits_becomes_the_largest_central_box(aspect: float, box: list[int]) -> None:
     boxes = draw_boxes(
         torch.rand(50, NUM_BOX_DRAWS).clamp(min=0.4),
         height=80,
@@ -253,7 +253,7 @@ def test_a_crop_that_never_fits_is_the_largest_central_box(aspect: float, box: l
 
 
 @pytest.mark.parametrize("method", [resample_by_products, resample_by_slices])
-def test_crops_equal_torchvisions_resized_crop(method: Any, photos: np.ndarray) -> None:
+def test_crops_equal_the_resized_crop_of_torchvision(method: Any, photos: np.ndarray) -> None:
     boxes = [(0, 0, 200, 200), (13, 40, 150, 101), (60, 7, 20, 33), (199, 199, 1, 1), (5, 0, 32, 32)]
     images, flip = photos[: len(boxes)], torch.arange(len(boxes)) % 2 == 1
     came = method(torch.from_numpy(images), torch.tensor(boxes), flip, size=32)
@@ -271,13 +271,13 @@ def test_crops_equal_torchvisions_resized_crop(method: Any, photos: np.ndarray) 
 
 
 @pytest.mark.parametrize("degrees", [0.0, 17.5, -30.0, 90.0, 180.0])
-def test_rotation_equals_torchvisions(degrees: float, photos: np.ndarray) -> None:
+def test_rotation_equals_the_one_of_torchvision(degrees: float, photos: np.ndarray) -> None:
     planes = as_planes(squares(photos, 48)).float()
     want = tvf.rotate(planes, degrees, transforms.InterpolationMode.BILINEAR)
     torch.testing.assert_close(rotate(planes, torch.full((len(planes),), degrees)), want, rtol=0, atol=0.02)
 
 
-def test_each_image_is_rotated_by_its_own_angle_from_the_whole_range() -> None:
+def test_each_image_is_rotated_by_its_own_angle_from_the_full_range() -> None:
     # A line from the middle to the right: its direction gives the angle.
     line = np.zeros((2_000, 65, 65, 3), dtype=np.uint8)
     line[:, 31:34, 32:] = 255
@@ -291,7 +291,7 @@ def test_each_image_is_rotated_by_its_own_angle_from_the_whole_range() -> None:
     assert chisquare(counts).pvalue > 1e-3
 
 
-def test_rotation_leaves_all_other_draws_as_they_were(photos: np.ndarray) -> None:
+def test_rotation_does_not_change_any_other_draw(photos: np.ndarray) -> None:
     images = squares(photos, 32)
     still, turned = (
         views_of(images, crop_scale=(0.2, 1.0), flip=0.5, rotation=rotation) for rotation in (0.0, 25.0)
@@ -322,13 +322,15 @@ def muted(photos: np.ndarray) -> Tensor:
 
 @pytest.mark.parametrize("factor", [0.2, 0.7, 1.0, 1.4, 1.8])
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
-def test_a_factor_equals_torchvisions(name: str, factor: float, muted: Tensor) -> None:
+def test_each_color_factor_has_the_same_effect_as_in_torchvision(
+    name: str, factor: float, muted: Tensor
+) -> None:
     want = getattr(tvf, f"adjust_{name}")(muted, factor)
     # torchvision's weights of gray sum to 0.9999.
     torch.testing.assert_close(colored(muted, **{name: factor}), want, rtol=0, atol=3e-4)
 
 
-def test_color_steps_are_composed_in_the_stated_order(muted: Tensor) -> None:
+def test_color_steps_are_applied_in_the_documented_order(muted: Tensor) -> None:
     steps = {"brightness": 1.2, "contrast": 0.7, "saturation": 0.3, "hue": 0.12, "grayscale": True}
     for number in range(1, len(steps) + 1):
         first, one_by_one = dict(list(steps.items())[:number]), muted
@@ -337,7 +339,7 @@ def test_color_steps_are_composed_in_the_stated_order(muted: Tensor) -> None:
         torch.testing.assert_close(colored(muted, **first), one_by_one, rtol=0, atol=1e-5)
 
 
-def test_grayscale_equals_torchvisions_and_colors_are_clamped(photos: np.ndarray) -> None:
+def test_grayscale_equals_the_one_of_torchvision_and_colors_are_clamped(photos: np.ndarray) -> None:
     pixels = as_planes(photos[:4]).float() / 255
     want = tvf.rgb_to_grayscale(pixels, num_output_channels=3)
     torch.testing.assert_close(colored(pixels, grayscale=True), want, rtol=0, atol=3e-4)
@@ -348,7 +350,7 @@ def test_grayscale_equals_torchvisions_and_colors_are_clamped(photos: np.ndarray
 
 
 @pytest.mark.parametrize("turns", [-0.2, -0.1, -0.05, 0.05, 0.1, 0.2])
-def test_hue_turns_as_torchvisions_on_photographs(turns: float, photos: np.ndarray) -> None:
+def test_hue_shifts_match_torchvision_on_photographs(turns: float, photos: np.ndarray) -> None:
     pixels = as_planes(photos).float() / 255
     want = tvf.adjust_hue(pixels, turns)
     change = (want - pixels).abs().mean()
@@ -367,7 +369,7 @@ def test_hue_maps_pure_colors_to_pure_colors_and_keeps_the_mean(turns: float, mu
     torch.testing.assert_close(colored(muted, hue=turns / 2).mean(1), muted.mean(1), rtol=0, atol=1e-6)
 
 
-def test_one_channel_has_brightness_and_contrast_only() -> None:
+def test_one_channel_gets_brightness_and_contrast_only() -> None:
     pixels = 0.35 + 0.2 * as_planes(noise(4, 32, channels=1)).float() / 255
     settings = {"saturation": 0.1, "hue": 0.2, "grayscale": True}
     torch.testing.assert_close(colored(pixels, **settings), pixels, rtol=0, atol=1e-6)
@@ -391,7 +393,7 @@ def shifted(pixels: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("size", "channels", "kernel"), [(8, 3, 3), (32, 1, 3), (33, 3, 3), (96, 3, 9), (224, 3, 23)]
 )
-def test_blur_equals_torchvisions(method: Any, size: int, channels: int, kernel: int) -> None:
+def test_blur_equals_the_one_of_torchvision(method: Any, size: int, channels: int, kernel: int) -> None:
     sigma = torch.tensor([0.1, 0.5, 1.0, 2.0])
     pixels = torch.rand(4, channels, size, size, generator=torch.Generator().manual_seed(0))
     for image, result, width in zip(pixels, method(pixels, sigma), sigma.tolist(), strict=True):
@@ -400,7 +402,7 @@ def test_blur_equals_torchvisions(method: Any, size: int, channels: int, kernel:
 
 
 @pytest.mark.parametrize("size", [32, 96])
-def test_a_sigma_of_0_leaves_an_image_as_it_is(size: int) -> None:
+def test_a_sigma_of_0_leaves_an_image_unchanged(size: int) -> None:
     before = torch.rand(4, 3, size, size, generator=torch.Generator().manual_seed(0))
     after = blur(before.clone(), torch.tensor([0.0, 0.7, 0.0, 2.0]))
     assert torch.equal(after[[0, 2]], before[[0, 2]])
@@ -411,7 +413,7 @@ def test_a_sigma_of_0_leaves_an_image_as_it_is(size: int) -> None:
 # Probabilities and ranges
 
 
-def test_each_change_has_its_probability(photos: np.ndarray) -> None:
+def test_each_transform_is_applied_with_its_probability(photos: np.ndarray) -> None:
     image = np.repeat(squares(photos, 16)[:1], 3_000, axis=0)
     source = as_planes(image[:1]).float() / 255
     for name, probability in (("flip", 0.3), ("jitter", 0.8), ("grayscale", 0.2), ("blur", 0.5)):
@@ -425,14 +427,14 @@ def test_each_change_has_its_probability(photos: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.5])
-def test_factors_are_drawn_from_torchvisions_ranges(strength: float) -> None:
+def test_factors_are_drawn_from_the_ranges_of_torchvision(strength: float) -> None:
     # A flat image at 40: brightness alone sets its level, and nothing clamps.
     flat = np.full((4_000, 8, 8, 3), 40, dtype=np.uint8)
     views = views_of(flat, jitter=1.0, brightness=strength, contrast=0.0, saturation=0.0, hue=0.0)
     assert_uniform(views.mean((1, 2, 3)) * 255 / 40, max(0.0, 1 - strength), 1 + strength)
 
 
-def test_hue_is_drawn_evenly_to_both_sides() -> None:
+def test_hue_shifts_are_drawn_uniformly_in_both_directions() -> None:
     reddish = np.tile(np.array([150, 100, 100], dtype=np.uint8), (4_000, 8, 8, 1))
     views = views_of(reddish, jitter=1.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.2)
     red, green, blue = views[:, :, 4, 4].unbind(1)
@@ -440,7 +442,7 @@ def test_hue_is_drawn_evenly_to_both_sides() -> None:
     assert_uniform(turns, -0.2, 0.2, slack=1e-4)
 
 
-def test_widths_of_blur_are_drawn_evenly_from_their_range() -> None:
+def test_blur_widths_are_drawn_uniformly_from_their_range() -> None:
     points = np.zeros((2_000, 40, 40, 1), dtype=np.uint8)
     points[:, 20, 20] = 255
     views = views_of(points, blur=1.0, blur_sigma=(0.3, 1.2))
@@ -466,7 +468,7 @@ def test_views_are_normalized_floats_in_channels_last(size: int, stored: int, ch
     assert augmentation(images[:0], np.arange(0), **WHEN).shape[0] == 0
 
 
-def test_changes_of_probability_0_do_nothing_and_of_1_strike_every_image(photos: np.ndarray) -> None:
+def test_transforms_of_probability_0_do_nothing_and_of_1_change_every_image(photos: np.ndarray) -> None:
     images = squares(photos, 32)
     planes = as_planes(images).float() / 255
     want = tvf.normalize(planes, list(MEAN), list(STD))
@@ -478,7 +480,7 @@ def test_changes_of_probability_0_do_nothing_and_of_1_strike_every_image(photos:
 
 
 @pytest.mark.parametrize("size", [32, 64])
-def test_many_views_have_torchvisions_statistics(size: int, photos: np.ndarray) -> None:
+def test_many_views_have_the_statistics_of_torchvision(size: int, photos: np.ndarray) -> None:
     images = squares(photos, size)
     repeats = 15 if size == 32 else 8
     pipeline = transforms.Compose(
@@ -515,7 +517,7 @@ def test_many_views_have_torchvisions_statistics(size: int, photos: np.ndarray) 
 
 
 @pytest.mark.parametrize(("size", "stored"), [(32, 32), (32, 40), (96, 120), (224, 200)])
-def test_center_view_equals_torchvisions_resize_and_normalize(
+def test_center_view_equals_resize_and_normalize_of_torchvision(
     size: int, stored: int, photos: np.ndarray
 ) -> None:
     images = squares(photos, stored)
@@ -538,14 +540,14 @@ def test_views_of_squashed_images_look_like_views_of_the_originals(photos: np.nd
         assert (candidates - view).abs().amax((1, 2, 3)).min() < 1.01 / 255
 
 
-def test_a_stored_shape_that_is_not_square_is_the_original_shape(photos: np.ndarray) -> None:
+def test_a_stored_image_that_is_not_square_has_its_original_shape(photos: np.ndarray) -> None:
     images, ids = np.ascontiguousarray(photos[:, :100]), np.arange(len(photos))
     augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
     want = augmentation(images, ids, **WHEN, aspect=np.full(len(ids), 2.0, dtype=np.float32))
     assert torch.equal(augmentation(images, ids, **WHEN), want)
 
 
-def test_read_only_and_strided_arrays_give_the_same_views_and_stay_unchanged(photos: np.ndarray) -> None:
+def test_read_only_and_strided_arrays_give_the_same_views_unmodified(photos: np.ndarray) -> None:
     images, ids = squares(photos, 32), np.arange(len(photos))
     augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
     want = augmentation(images, ids, **WHEN)
@@ -577,7 +579,7 @@ def test_read_only_and_strided_arrays_give_the_same_views_and_stay_unchanged(pho
         ("std", [(0.2, 0.2), (0.2, 0.2, 0.0)]),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(name: str, values: list[Any]) -> None:
+def test_a_setting_out_of_range_is_refused_with_its_name(name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ConfigError, match=rf"^{name} .*got .*; give"):
             ImageAugmentation(**({"size": 32, "mean": MEAN, "std": STD} | {name: value}))
@@ -600,7 +602,7 @@ def test_a_setting_out_of_range_is_refused_by_name(name: str, values: list[Any])
         ({"aspect": np.array([1.0, 1.0, np.nan, 1.0])}, "aspect"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_arrays_of_invalid_shape_or_dtype_are_refused(changes: dict[str, Any], message: str) -> None:
     augmentation = ImageAugmentation(size=32, mean=MEAN, std=STD)
     arguments = {"images": noise(4, 32), "sample_id": np.arange(4), "epoch": 0} | changes
     with pytest.raises(ConfigError, match=rf"^{message} .*got .*; give"):

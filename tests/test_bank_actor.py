@@ -101,7 +101,7 @@ def test_a_queue_actor_stores_each_push_once_and_reports_how_many_rows_it_has_se
     assert actor.info().puts == num_new
 
 
-def test_a_queue_actor_that_lacks_earlier_rows_stores_nothing_and_reports_it() -> None:
+def test_a_queue_actor_that_misses_earlier_rows_stores_nothing_and_reports_it() -> None:
     spec = a_spec()
     (actor, queue), other = a_queue_actor(spec, 10), QueueActor(spec)
     assert other.push(0, *queue.since(4)).sequence == 0
@@ -157,7 +157,7 @@ def test_an_incomplete_snapshot_of_an_earlier_version_is_refused(tmp_path: Path)
         QueueActor(spec).restore(4, 1)
 
 
-def test_a_snapshot_records_which_updates_are_in_it(tmp_path: Path) -> None:
+def test_a_snapshot_records_the_updates_it_contains(tmp_path: Path) -> None:
     spec = a_spec("memory_bank", tmp_path)
     (actor,) = actors_of(spec)
     update = Update("client", 1, IDS[:2], some_rows(2), 0)
@@ -171,7 +171,7 @@ def test_a_snapshot_records_which_updates_are_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_pandas_opens_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> None:
+def test_pandas_reads_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> None:
     actor, queue = a_queue_actor(a_spec(output=tmp_path, dtype=dtype), 31)
     actor.save(12)
     assert actor.export(0, 100, str(tmp_path / "export")) == 12
@@ -185,7 +185,7 @@ def test_pandas_opens_a_snapshot_and_an_export(tmp_path: Path, dtype: str) -> No
         assert frame.embedding[0].dtype == dtype
 
 
-def test_files_are_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_writes_leave_no_partial_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor, _ = a_queue_actor(a_spec(output=tmp_path), 7)
     actor.save(1)
 
@@ -210,7 +210,7 @@ def test_files_are_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
         ("memory_bank", {"num_shards": 1}, "its num_shards is 3, this one's is 1; set bank.shards"),
     ],
 )  # fmt: skip
-def test_a_snapshot_of_another_shape_is_refused_in_one_line(
+def test_a_snapshot_with_another_shape_is_refused_in_one_line(
     tmp_path: Path, kind: str, changed: dict[str, Any], message: str
 ) -> None:
     for actor in actors_of(a_spec(kind, tmp_path, num_shards=3 if changed == {"num_shards": 1} else 1)):
@@ -223,7 +223,7 @@ def test_a_snapshot_of_another_shape_is_refused_in_one_line(
     assert (contents(other), other.info().attempt) == (before, 0)
 
 
-def test_a_snapshot_of_other_samples_is_refused(tmp_path: Path) -> None:
+def test_a_snapshot_with_other_samples_is_refused(tmp_path: Path) -> None:
     spec = a_spec("memory_bank", tmp_path)
     actors_of(spec)[0].save(4)
     write_samples(spec, np.sort(IDS) + 1)
@@ -231,7 +231,7 @@ def test_a_snapshot_of_other_samples_is_refused(tmp_path: Path) -> None:
         MemoryBankActor(spec).restore(4, 1)
 
 
-def test_a_missing_snapshot_is_refused_and_the_steps_with_one_are_named(tmp_path: Path) -> None:
+def test_a_missing_snapshot_is_refused_with_a_list_of_existing_steps(tmp_path: Path) -> None:
     actor = QueueActor(a_spec(output=tmp_path))
     with pytest.raises(StorageError, match="the steps that have one: none"):
         actor.restore(4, 1)
@@ -244,7 +244,7 @@ def test_a_missing_snapshot_is_refused_and_the_steps_with_one_are_named(tmp_path
     message_of(error)
 
 
-def test_a_damaged_snapshot_is_one_line_until_it_is_repaired(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_reported_in_one_line_until_it_is_repaired(tmp_path: Path) -> None:
     spec = a_spec(output=tmp_path)
     actor, queue = a_queue_actor(spec, 7)
     actor.save(4)
@@ -275,7 +275,7 @@ def test_prune_keeps_the_given_steps_and_the_current_one(tmp_path: Path) -> None
     assert len(MemoryBankActor(spec).find(IDS)) == len(IDS)  # the samples' ids stay
 
 
-def test_snapshots_on_s3_are_restored(s3_server: str) -> None:
+def test_snapshots_are_restored_from_s3(s3_server: str) -> None:
     spec = a_spec(output="s3://raycl-test/bank-actor")
     actor, queue = a_queue_actor(spec, 31)
     actor.save(4)
@@ -297,7 +297,7 @@ def test_snapshots_on_s3_are_restored(s3_server: str) -> None:
     st.integers(1, 9),
     st.integers(0, 2**32 - 1),
 )
-def test_nearest_is_exact_over_shards_and_slices_and_skips_rows_never_written(
+def test_nearest_is_exact_over_shards_and_slices_and_skips_unwritten_rows(
     tmp_path_factory: pytest.TempPathFactory, dtype: str, num_shards: int, k: int, size: int, seed: int
 ) -> None:
     spec = a_spec("memory_bank", tmp_path_factory.mktemp("bank"), dtype=dtype, num_shards=num_shards)
@@ -325,7 +325,7 @@ def test_nearest_is_exact_over_shards_and_slices_and_skips_rows_never_written(
             np.testing.assert_allclose(found.similarity, similarity[expected], atol=1e-6)
 
 
-def test_among_equal_rows_the_newest_are_nearest_then_those_of_small_ids() -> None:
+def test_ties_are_ordered_by_newest_step_and_then_by_smallest_id() -> None:
     actor, queue = QueueActor(a_spec()), KeyQueue(12, DIM)
     same = np.ones((6, DIM), np.float32)
     queue.push(same[:3], np.array([5, 4, 3]), 0)
@@ -335,7 +335,7 @@ def test_among_equal_rows_the_newest_are_nearest_then_those_of_small_ids() -> No
     assert found.sample_id.tolist() == [7, 8, 9, 3]
 
 
-def test_rows_never_written_are_not_exported(tmp_path: Path) -> None:
+def test_unwritten_rows_are_not_exported(tmp_path: Path) -> None:
     (actor,) = actors_of(a_spec("memory_bank", tmp_path))
     actor.push_pull(0, (Update("client", 1, IDS[2:4], some_rows(2), 3),), NO_SLOTS)
     assert actor.export(0, 100, str(tmp_path / "export")) == 2
@@ -362,7 +362,7 @@ def test_invalid_queries_are_refused_in_one_line(query: np.ndarray, k: int, mess
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 40])
-def test_statistics_are_over_all_rows(num_rows: int) -> None:
+def test_statistics_cover_all_rows(num_rows: int) -> None:
     spec = a_spec()
     actor, queue = QueueActor(spec), KeyQueue(12, DIM)
     for start in range(0, num_rows, 5):
@@ -386,7 +386,7 @@ def test_statistics_are_over_all_rows(num_rows: int) -> None:
     assert below[-1] == len(rows)
 
 
-def test_rates_are_over_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_cover_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(stats.time, "monotonic", lambda: now[0])
     meter, rates = RateMeter(), []
@@ -397,7 +397,7 @@ def test_rates_are_over_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (rates, meter.total) == ([6, 4, 0.6, 0], 12)
 
 
-def test_calls_and_rows_are_read_by_the_exporter() -> None:
+def test_the_metrics_exporter_reads_calls_and_rows() -> None:
     actor, _ = a_queue_actor(a_spec(), 5)
     actor.find(IDS)
     actor.find(IDS)
@@ -412,7 +412,7 @@ def test_calls_and_rows_are_read_by_the_exporter() -> None:
     }
 
 
-def test_shards_share_the_slots_and_count_their_memory() -> None:
+def test_shards_split_the_slots_and_report_their_memory() -> None:
     spec = a_spec("memory_bank", capacity=10, num_shards=3, dtype="float16")
     assert [spec.rows_of(shard) for shard in range(3)] == [3, 3, 4]
     assert spec.bytes_of(2) == 4 * (DIM * 2 + 16)

@@ -167,7 +167,7 @@ actions = st.lists(
     faults,
     st.randoms(use_true_random=False),
 )
-def test_queues_of_workers_and_bank_are_equal_whatever_gets_lost_or_dies(
+def test_queues_of_workers_and_bank_stay_equal_despite_lost_calls_and_crashes(
     tmp_path_factory: pytest.TempPathFactory,
     num_workers: int,
     dtype: Any,
@@ -237,7 +237,7 @@ class Deaths:
     st.lists(st.integers(1, 7) | st.sampled_from(["save", "restore"]), max_size=12),
     faults,
 )
-def test_memory_bank_is_its_snapshot_and_all_later_updates_each_applied_once(
+def test_a_restored_memory_bank_applies_each_later_update_once(
     tmp_path_factory: pytest.TempPathFactory,
     num_shards: int,
     dtype: Any,
@@ -267,7 +267,7 @@ def test_memory_bank_is_its_snapshot_and_all_later_updates_each_applied_once(
 @given(
     st.integers(1, 3), wire, st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=10), lost_calls
 )
-def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
+def test_late_updates_arrive_once_and_in_order_despite_lost_calls(
     tmp_path_factory: pytest.TempPathFactory,
     num_shards: int,
     wire_dtype: Any,
@@ -294,7 +294,7 @@ def test_late_updates_arrive_once_and_in_order_whatever_gets_lost(
     assert all_rows(cluster, client) == rows_of(bank.negatives())
 
 
-def test_prefetched_rows_lack_later_updates_and_stale_ones_are_fetched_again(tmp_path: Path) -> None:
+def test_prefetched_rows_miss_later_updates_and_stale_rows_are_refetched(tmp_path: Path) -> None:
     spec, slots = a_spec("memory_bank", tmp_path), np.arange(7)
     updates = [(IDS[:3], a_batch(3, step)[0], step) for step in range(3)]
     for max_staleness, lags in ((0, (0, 0)), (1, (1, 0))):
@@ -321,7 +321,7 @@ def test_flush_drops_prefetched_rows(tmp_path: Path) -> None:
     assert rows_of(client.read(np.arange(7))) == rows_of(bank.read(np.arange(7)))
 
 
-def test_arrays_passed_in_or_returned_may_be_overwritten_at_once(tmp_path: Path) -> None:
+def test_callers_may_overwrite_passed_and_returned_arrays_immediately(tmp_path: Path) -> None:
     specs = [a_spec("memory_bank", tmp_path), a_spec("queue", tmp_path / "queue")]
     bank, queue = MemoryBank(IDS, DIM, seed=0), KeyQueue(30, DIM)
     clusters = [Cluster(spec, ["", "", "", "lost", "lost"]) for spec in specs]
@@ -341,7 +341,7 @@ def test_arrays_passed_in_or_returned_may_be_overwritten_at_once(tmp_path: Path)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_workers_of_an_earlier_attempt_are_refused_also_by_an_actor_that_restarted(
+def test_workers_of_an_earlier_attempt_are_refused_even_by_a_restarted_actor(
     tmp_path: Path, restarts: bool
 ) -> None:
     clusters = Cluster(a_spec("memory_bank", tmp_path)), Cluster(a_spec("queue", tmp_path / "queue"))
@@ -366,7 +366,7 @@ def test_workers_of_an_earlier_attempt_are_refused_also_by_an_actor_that_restart
     assert rows_of(clusters[0].bank.negatives()) == before
 
 
-def test_an_actor_that_died_gets_all_rows_again(tmp_path: Path) -> None:
+def test_a_restarted_actor_gets_all_rows_again(tmp_path: Path) -> None:
     cluster, client = a_queue(tmp_path)
     for step in range(4):
         client.push(*a_batch(7, step), step)
@@ -389,7 +389,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert (calls, len(other.queue)) == ([], 7)
 
 
-def test_an_actor_that_dies_as_it_saves_leaves_no_snapshot_without_its_rows(tmp_path: Path) -> None:
+def test_an_actor_that_dies_while_saving_leaves_no_incomplete_snapshot(tmp_path: Path) -> None:
     cluster, client = a_queue(tmp_path)
     client.push(*a_batch(20, 0), 0)
     client.flush()
@@ -399,7 +399,7 @@ def test_an_actor_that_dies_as_it_saves_leaves_no_snapshot_without_its_rows(tmp_
     assert_same_queue(cluster, client)
 
 
-def test_a_bank_restored_to_a_step_without_snapshot_is_unchanged(tmp_path: Path) -> None:
+def test_restoring_a_step_without_a_snapshot_leaves_the_bank_unchanged(tmp_path: Path) -> None:
     cluster, client = a_queue(tmp_path)
     client.push(*a_batch(5, 0), 0)
     client.save(1)
@@ -421,7 +421,7 @@ def test_a_bank_restored_to_a_step_without_snapshot_is_unchanged(tmp_path: Path)
         (lambda client: client.initialize(IDS[:2], np.ones((3, DIM))), "3 rows came with 2 ids"),
     ],
 )
-def test_invalid_calls_are_refused_in_one_line_and_nothing_is_written(
+def test_invalid_calls_are_refused_in_one_line_without_writing(
     tmp_path: Path, make: Callable[[MemoryBankClient], object], message: str
 ) -> None:
     cluster = Cluster(a_spec("memory_bank", tmp_path))
@@ -441,7 +441,7 @@ def test_invalid_calls_are_refused_in_one_line_and_nothing_is_written(
         (RayTaskError("call", "a\nb", KeyError("k")), r"it failed with KeyError\('k'\)"),
     ],
 )  # fmt: skip
-def test_a_shard_that_stays_away_is_an_error_in_one_line(
+def test_a_permanently_lost_shard_is_an_error_in_one_line(
     monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ) -> None:
     monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "DEAD"})
@@ -453,7 +453,7 @@ def test_a_shard_that_stays_away_is_an_error_in_one_line(
     assert connection.waited_s <= 5
 
 
-def test_a_shard_that_ray_restarts_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_wait_for_a_shard_that_ray_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "actor_facts", lambda actor: {"State": "RESTARTING"})
     (actor,) = Cluster(a_spec("queue", tmp_path)).actors
     answers = iter([ActorDiedError(), actor.info.remote()])

@@ -198,7 +198,7 @@ def measured(name: str, results: dict[str, Any], *, is_evaluated: bool = True) -
 # Reading
 
 
-def test_names_and_sections_of_the_suite_are_in_order() -> None:
+def test_names_sections_and_scripts_of_the_suite_are_consistent() -> None:
     assert len(BY_NAME) == len(SUITE)
     assert {benchmark.section for benchmark in SUITE} == set(SECTIONS)
     assert all((run.FOLDER / benchmark.script).exists() for benchmark in SUITE)
@@ -237,7 +237,7 @@ def test_bfloat16_is_compared_with_the_float32_of_lightly() -> None:
     assert rounded.ratio == 93 / 60
 
 
-def test_aims_are_met_or_missed() -> None:
+def test_targets_are_reported_as_met_or_missed() -> None:
     time, memory, *_ = measured("accumulate", RESULTS)
     assert (time.verdict, memory.verdict) == ("missed", "met")
     held_lightly, held_own, streamed_lightly, streamed_own = measured("data_path_32", RESULTS)
@@ -246,7 +246,7 @@ def test_aims_are_met_or_missed() -> None:
     assert "2.67 times; aim 5.00 missed" in str(streamed_lightly)
 
 
-def test_quick_try_has_no_verdict() -> None:
+def test_a_quick_run_has_no_verdict() -> None:
     assert not any(each.verdict for each in measured("simclr", RESULTS, is_evaluated=False))
 
 
@@ -262,13 +262,13 @@ def test_quick_try_has_no_verdict() -> None:
         (None, "there is no simclr / rates"),
     ],
 )
-def test_absent_side_is_reported(result: Any, says: str) -> None:
+def test_a_missing_side_is_reported(result: Any, says: str) -> None:
     first, *_ = BY_NAME["simclr"].measured({"simclr": result}, is_evaluated=True)
     assert isinstance(first, AbsentError)
     assert says in str(first)
 
 
-def test_side_skipped_for_its_memory_is_reported() -> None:
+def test_a_side_skipped_for_lack_of_memory_is_reported() -> None:
     result = cells(raycl=(28.0, 11.3), lightly=(138.3, 81.9), plain=(90.1, 86.2))
     result["cells"][4] = {"name": "lightly", "size": 1_024, "dim": 128, "skipped": "needs about 18 GB"}
     *others, time, _ = BY_NAME["nt_xent"].measured({"nt_xent": result}, is_evaluated=True)
@@ -276,7 +276,7 @@ def test_side_skipped_for_its_memory_is_reported() -> None:
     assert sum(isinstance(each, Measured) for each in others) == len(others)
 
 
-def test_number_without_runs_has_no_spread() -> None:
+def test_a_number_without_repeated_runs_has_no_spread() -> None:
     assert str(read_number({"a": [1_234.5]}, ("a",))) == "1,234"
     assert str(read_number({"a": spread(10.0)}, ("a",))) == "10 (9-12)"
 
@@ -352,7 +352,7 @@ def test_benchmarks_run_in_order_and_print_progress(
     assert not list((tmp_path / "results").glob("*.part.json"))
 
 
-def test_existing_results_are_kept_without_again(start: Callable[..., int], tmp_path: Path) -> None:
+def test_existing_results_are_kept_unless_again_is_given(start: Callable[..., int], tmp_path: Path) -> None:
     assert start("--only", "two") == 0
     assert start() == 0
     assert runs_of(tmp_path) == ["two", "one", "three"]
@@ -360,14 +360,14 @@ def test_existing_results_are_kept_without_again(start: Callable[..., int], tmp_
     assert runs_of(tmp_path) == ["two", "one", "three", "three"]
 
 
-def test_quick_try_does_not_replace_a_measurement(start: Callable[..., int], tmp_path: Path) -> None:
+def test_a_quick_run_does_not_replace_a_measurement(start: Callable[..., int], tmp_path: Path) -> None:
     assert start("--only", "two", "--quick") == 0
     assert start("--only", "two") == 0
     assert start("--only", "two") == 0
     assert runs_of(tmp_path) == ["two", "two"]
 
 
-def test_result_of_a_script_that_was_run_by_hand_counts(start: Callable[..., int], tmp_path: Path) -> None:
+def test_the_result_of_a_script_run_by_hand_counts(start: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "one.json").write_text('{"rates": {"raycl": 3.0, "peer": 1.0}}')
     page = tmp_path / "page.md"
@@ -385,7 +385,7 @@ def test_result_of_a_script_that_was_run_by_hand_counts(start: Callable[..., int
         ("--data {data}/absent", "two failed: it needs absent in the folder of --data"),
     ],
 )
-def test_failure_is_reported_and_the_rest_runs(
+def test_a_failure_is_reported_and_the_other_benchmarks_run(
     start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: str, says: str
 ) -> None:
     assert start(two=flags) == 1
@@ -395,7 +395,7 @@ def test_failure_is_reported_and_the_rest_runs(
     assert start() == 0
 
 
-def test_invalid_json_of_a_result_is_reported(
+def test_a_result_with_invalid_json_is_reported(
     start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "results").mkdir()
@@ -405,7 +405,7 @@ def test_invalid_json_of_a_result_is_reported(
     assert "- not measured: one\n" in (tmp_path / "page.md").read_text()
 
 
-def test_unknown_name_is_refused_in_one_line(
+def test_an_unknown_name_is_refused_in_one_line(
     start: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert start("--only", "two", "four") == 2
@@ -415,9 +415,7 @@ def test_unknown_name_is_refused_in_one_line(
 # The page
 
 
-def test_page_is_made_with_table_commands_machine_and_picture(
-    start: Callable[..., int], tmp_path: Path
-) -> None:
+def test_the_page_has_tables_commands_machine_and_pictures(start: Callable[..., int], tmp_path: Path) -> None:
     page = tmp_path / "docs" / "speed.md"
     assert start("--only", "one", "--write", str(page)) == 0
     text = page.read_text()
@@ -431,7 +429,7 @@ def test_page_is_made_with_table_commands_machine_and_picture(
         assert picture.convert("RGB").getpixel((0, 0)) == (251, 250, 246)  # paper of its own
 
 
-def test_text_around_the_marks_stays(start: Callable[..., int], tmp_path: Path) -> None:
+def test_text_outside_the_markers_is_kept(start: Callable[..., int], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Mine\n\nBefore.\n\n{BEGIN}\nold\n{END}\n\nBehind.\n")
     assert start("--quick", "--write", str(page)) == 0
@@ -444,7 +442,7 @@ def test_text_around_the_marks_stays(start: Callable[..., int], tmp_path: Path) 
     assert page.read_text() == once
 
 
-def test_page_without_marks_is_refused_before_anything_runs(
+def test_a_page_without_markers_is_refused_before_any_benchmark_runs(
     start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
@@ -455,7 +453,7 @@ def test_page_without_marks_is_refused_before_anything_runs(
     assert not (tmp_path / "runs").exists()
 
 
-def test_page_of_the_whole_suite_lists_absent_numbers(tmp_path: Path) -> None:
+def test_the_page_of_the_full_suite_lists_missing_numbers(tmp_path: Path) -> None:
     results = {name: result for name, result in RESULTS.items() if name != "knn"}
     results["nt_xent"] = cells(raycl=(28.0, 11.3), plain=(90.1, 86.2))
     page = tmp_path / "page.md"
@@ -489,11 +487,11 @@ def test_page_of_the_whole_suite_lists_absent_numbers(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "images").iterdir()} == {"page.png", "page_growth.png"}
 
 
-def test_every_side_of_a_batch_in_chunks_has_a_title() -> None:
+def test_every_variant_of_chunked_batches_has_a_title() -> None:
     assert set(CHUNK_SIDES) == {*accumulate.SIDES, *accumulate.BATCHNORM_SIDES}
 
 
-def test_table_without_numbers_in_the_result_is_reported(tmp_path: Path) -> None:
+def test_a_table_without_numbers_in_the_result_is_reported(tmp_path: Path) -> None:
     results = {"growth": RESULTS["growth"] | {"exponents": {}}, "step_profile": {"steps": None}}
     results["bank"] = {"results": [bank_result("moco_v2", 96.2)]}
     page = tmp_path / "page.md"

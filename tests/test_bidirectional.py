@@ -77,7 +77,7 @@ def make_companions(
 @pytest.mark.parametrize(
     ("batch", "dim", "num_negatives"), ((1, 3, 1), (3, 2, 7), (7, 5, 1025), (257, 9, 300), (515, 17, 0))
 )
-def test_value_and_all_gradients_equal_the_plain_formula(
+def test_the_value_and_all_gradients_equal_the_plain_formula(
     batch: int, dim: int, num_negatives: int, dtype: torch.dtype, temperature: float
 ) -> None:
     compare_with_plain(*make_views(batch, dim), temperature, make_rows(num_negatives, dim), dtype=dtype)
@@ -86,7 +86,7 @@ def test_value_and_all_gradients_equal_the_plain_formula(
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
 @pytest.mark.parametrize("own", (None, slice(200, 600)))
-def test_many_tiles_with_ids_and_frequencies_equal_the_plain_formula(
+def test_the_loss_over_many_tiles_with_ids_and_frequencies_equals_the_plain_formula(
     own: slice | None, dtype: torch.dtype, temperature: float
 ) -> None:
     compare_with_plain(
@@ -111,7 +111,7 @@ def test_many_tiles_with_ids_and_frequencies_equal_the_plain_formula(
     temperature=st.sampled_from(TEMPERATURES),
     seed=st.integers(0, 10_000),
 )
-def test_any_sizes_and_ids_equal_the_plain_formula(
+def test_the_loss_of_any_sizes_and_ids_equals_the_plain_formula(
     batch: int,
     before: int,
     after: int,
@@ -133,7 +133,7 @@ def test_any_sizes_and_ids_equal_the_plain_formula(
         )
 
 
-def test_without_frequencies_it_is_info_nce_both_ways() -> None:
+def test_without_frequencies_the_loss_is_info_nce_in_both_directions() -> None:
     query, key = make_views(60, 5)
     queue, ids, queue_ids = make_rows(30, 5), torch.arange(60) % 50, torch.arange(30) + 40
     inputs = leaves(query, key, torch.tensor(0.1), queue, dtype=torch.float64)
@@ -187,7 +187,7 @@ def masked_negatives(
     return rows, negatives, columns
 
 
-def test_another_pair_with_the_same_key_or_the_same_query_is_no_negative() -> None:
+def test_pairs_that_share_a_key_or_a_query_are_not_negatives_of_each_other() -> None:
     # Pairs 0 and 1 have one key, pairs 1 and 2 one query: that query has two positives, of which
     # key 2 is no positive of query 0.
     keys, _, queries = masked_negatives([10, 11, 11], [20, 20, 21], [])
@@ -195,13 +195,13 @@ def test_another_pair_with_the_same_key_or_the_same_query_is_no_negative() -> No
     assert queries == [[False, False, False], [False, False, False], [True, False, False]]
 
 
-def test_a_negative_that_is_any_positive_of_the_query_is_none() -> None:
+def test_a_negative_that_is_a_positive_of_the_query_is_masked() -> None:
     # Query 11 has the keys 20 and 21; nobody has 22. Ids of queries are others than those of keys.
     _, negatives, _ = masked_negatives([20, 11, 11], [20, 20, 21], [21, 20, 22])
     assert negatives == [[True, False, True], [False, False, True], [False, False, True]]
 
 
-def test_a_key_that_another_pair_makes_a_positive_is_masked_where_neither_id_is_equal() -> None:
+def test_a_key_that_is_a_positive_through_another_pair_is_masked() -> None:
     # Query 10 has the keys 20 (pair 0) and 21 (pair 1): so pair 2, of key 21, is masked for pair 0.
     keys, _, queries = masked_negatives([10, 10, 12], [20, 21, 21], [])
     assert keys[0] == [False, False, False]
@@ -210,7 +210,7 @@ def test_a_key_that_another_pair_makes_a_positive_is_masked_where_neither_id_is_
     assert queries[2] == [False, False, False]
 
 
-def test_a_batch_of_few_ids_costs_no_more_room_than_a_strip() -> None:
+def test_a_batch_of_few_ids_takes_at_most_the_memory_of_a_strip() -> None:
     """The same pair comes up a thousand times; so does its key among the candidates."""
     batch = 2000
     query_id, key_id = torch.arange(batch) % 2, torch.arange(batch) % 3
@@ -227,7 +227,7 @@ def test_a_batch_of_few_ids_costs_no_more_room_than_a_strip() -> None:
 
 
 @pytest.mark.parametrize("left_out", ("query_id", "key_id"))
-def test_without_one_kind_of_ids_each_of_that_kind_is_another(left_out: str) -> None:
+def test_without_ids_of_one_type_all_rows_of_that_type_are_distinct(left_out: str) -> None:
     views = make_views(40, 5)
     ids = {"query_id": torch.arange(40) % 30, "key_id": torch.arange(40) % 20}
     distinct = ids | {left_out: torch.arange(100, 140)}
@@ -237,7 +237,7 @@ def test_without_one_kind_of_ids_each_of_that_kind_is_another(left_out: str) -> 
     assert one != clip(*views, temperature=0.1)
 
 
-def test_loss_is_the_mean_over_pairs_and_then_over_directions() -> None:
+def test_the_loss_is_the_mean_over_pairs_and_then_over_directions() -> None:
     """Of n equal candidates each is as likely as the other: log n."""
     row = F.normalize(torch.ones(8, 4), dim=1)
     value = clip(row, row, temperature=0.5, negatives=row[:4])
@@ -246,7 +246,7 @@ def test_loss_is_the_mean_over_pairs_and_then_over_directions() -> None:
     assert "mean" in (clip.__doc__ or "")
 
 
-def test_frequencies_make_up_for_candidates_that_come_often() -> None:
+def test_frequencies_correct_for_frequent_candidates() -> None:
     """Worked out by hand: a key drawn three times as often counts a third, in one direction only."""
     row = F.normalize(torch.ones(2, 4), dim=1)
     frequency = torch.tensor([0.75, 0.25]).log()
@@ -278,7 +278,7 @@ def test_only_differences_of_log_frequencies_matter(temperature: float) -> None:
 
 @pytest.mark.parametrize("num_negatives", (0, 20))
 @pytest.mark.parametrize("rare", (-60.0, -600.0))
-def test_a_very_rare_key_leaves_the_others_their_weight(rare: float, num_negatives: int) -> None:
+def test_a_very_rare_key_does_not_cancel_the_weight_of_the_others(rare: float, num_negatives: int) -> None:
     frequency = torch.full((300,), -4.0)
     frequency[7] = rare
     # For the query of pair 8 the rare key is a positive, so that its candidates are the others only.
@@ -296,7 +296,7 @@ def test_a_very_rare_key_leaves_the_others_their_weight(rare: float, num_negativ
         )
 
 
-def test_negatives_that_come_very_often_are_not_rounded_away() -> None:
+def test_very_frequent_negatives_are_not_rounded_away() -> None:
     (query, key), negatives = make_views(2, 8), make_rows(20, 8)
     # Two positives of one query, so that negatives are its only candidates; the rare one wins all.
     value = clip(
@@ -312,14 +312,14 @@ def test_negatives_that_come_very_often_are_not_rounded_away() -> None:
     assert value.item() == pytest.approx(excess.exp().sum().item() / 4, rel=1e-4, abs=0.0)
 
 
-def test_frequencies_take_no_gradient() -> None:
+def test_frequencies_get_no_gradient() -> None:
     frequency = torch.rand(9, requires_grad=True)
     assert not clip(*make_views(9, 4), temperature=0.1, key_log_frequency=frequency).requires_grad
 
 
 @pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
 @pytest.mark.parametrize("own", (None, slice(10, 30)))
-def test_unrelated_rows_neither_overflow_nor_underflow(own: slice | None, temperature: float) -> None:
+def test_unrelated_rows_do_not_overflow_or_underflow(own: slice | None, temperature: float) -> None:
     """The best similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
     query, key = make_views(40, 128, noise=100.0)
     queue = make_rows(1500, 128)
@@ -327,7 +327,7 @@ def test_unrelated_rows_neither_overflow_nor_underflow(own: slice | None, temper
     assert value.isfinite()
 
 
-def test_a_candidate_that_beats_all_before_it_is_weighed_right() -> None:
+def test_a_candidate_with_a_new_maximum_is_weighted_correctly() -> None:
     """The shift of a low temperature follows the greatest logit, here from piece to piece."""
     query, key = make_views(1100, 8, noise=100.0)
     nearer = F.normalize(torch.linspace(0.0, 1.0, 1100)[:, None] * query[0] + 0.1 * key, dim=1)
@@ -337,9 +337,7 @@ def test_a_candidate_that_beats_all_before_it_is_weighed_right() -> None:
 
 
 @pytest.mark.parametrize("own", (None, slice(10, 30)))
-def test_no_product_meets_numbers_too_small_to_be_normal(
-    own: slice | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_matrix_product_has_subnormal_inputs(own: slice | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a low temperature most weights would be: on a CPU the loss then took forty times as long."""
     tiny, smallest = torch.finfo(torch.float32).tiny, []
     original = tiled.product
@@ -357,13 +355,13 @@ def test_no_product_meets_numbers_too_small_to_be_normal(
 
 
 @pytest.mark.parametrize("temperature", (0.1, 0.05))
-def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
+def test_a_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
     key = torch.eye(40)
     value = compare_with_plain(key[:30], key[:30], temperature, key[30:] + 1e-3, dtype=torch.float32)
     assert 0 < value < 1e-2
 
 
-def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
+def test_only_products_needed_for_requested_gradients_are_computed() -> None:
     """The batch alone: one product for the sums, one more for weights, one for each gradient."""
     inputs = (*make_views(5, 4), torch.tensor(0.1), make_rows(3, 4))
     local = {(): 1, (0,): 3, (1,): 3, (2,): 3, (0, 1): 4, (0, 2): 3}
@@ -380,7 +378,7 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
 @pytest.mark.parametrize("place", (0, 1, 2, 3))
-def test_broken_rows_and_frequencies_give_nan(place: int, temperature: float, broken: float) -> None:
+def test_invalid_rows_and_frequencies_give_nan(place: int, temperature: float, broken: float) -> None:
     rows = [*make_views(9, 4), make_rows(12, 4), torch.zeros(9)]
     rows[place][3] = -broken
     loss = clip(
@@ -441,9 +439,7 @@ BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
         ({"key_log_frequency": ROWS[0, :2]}, "key_log_frequency does not match its rows: got [2] values"),
     ],
 )
-def test_impossible_input_is_refused_with_what_came_and_what_to_do(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_input_is_refused_with_its_value_and_a_remedy(changes: dict[str, Any], message: str) -> None:
     arguments = {"query": ROWS, "key": ROWS, "temperature": 0.1} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         clip(**arguments)

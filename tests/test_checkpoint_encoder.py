@@ -80,7 +80,7 @@ def expected(config: RunConfig, whole: nn.Module, image: bytes) -> np.ndarray:
         return whole(center_view(pixels[None], size=16, mean=mean, std=std))[0].numpy()
 
 
-def test_an_image_is_embedded_by_the_momentum_encoder_where_there_is_one(run: Path) -> None:
+def test_an_image_is_embedded_by_the_momentum_encoder_if_the_run_has_one(run: Path) -> None:
     (image,), _ = digit_files(1)
     found = load_checkpoint_encoder(str(run))
     embedding = found.embed_image(image)
@@ -93,7 +93,7 @@ def test_an_image_is_embedded_by_the_momentum_encoder_where_there_is_one(run: Pa
     assert not np.allclose(embedding, by_queries, atol=1e-3)
 
 
-def test_an_image_is_embedded_by_the_tower_where_slots_are_the_keys(tmp_path: Path) -> None:
+def test_an_image_is_embedded_by_the_query_tower_if_memory_bank_slots_are_the_keys(tmp_path: Path) -> None:
     config = small_config("instance_discrimination")
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     write_checkpoint(tmp_path, 1, {"tower": tower_of(config, seed=3).state_dict()})
@@ -103,14 +103,14 @@ def test_an_image_is_embedded_by_the_tower_where_slots_are_the_keys(tmp_path: Pa
     np.testing.assert_allclose(embedding, expected(config, tower_of(config, seed=3), image), atol=1e-6)
 
 
-def test_a_checkpoint_that_is_not_listed_yet_is_not_read(run: Path) -> None:
+def test_an_unlisted_checkpoint_is_not_read(run: Path) -> None:
     (run / "checkpoints" / "step-00000009").mkdir()
     (run / "checkpoints" / "step-00000009" / "state.pt").write_bytes(b"half")
     assert load_checkpoint_encoder(str(run)).checkpoint == "step-00000005"
 
 
 @pytest.mark.parametrize("listed", [None, '{"latest_checkpoint_result": null}'])
-def test_a_run_without_a_checkpoint_says_so(run: Path, listed: str | None) -> None:
+def test_a_run_without_a_checkpoint_is_refused(run: Path, listed: str | None) -> None:
     file = run / "checkpoints" / "checkpoint_manager_snapshot.json"
     file.unlink()
     if listed:
@@ -119,7 +119,7 @@ def test_a_run_without_a_checkpoint_says_so(run: Path, listed: str | None) -> No
         load_checkpoint_encoder(str(run))
 
 
-def test_a_list_that_is_being_written_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_written_list_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "checkpoints" / "checkpoint_manager_snapshot.json").write_text('{"latest')
     writer = threading.Timer(0.2, list_checkpoint, [run, 5])
     writer.start()
@@ -131,7 +131,7 @@ def test_a_list_that_is_being_written_is_read_again(run: Path, monkeypatch: pyte
         load_checkpoint_encoder(str(run))
 
 
-def test_a_checkpoint_removed_meanwhile_gives_way_to_the_newer_one(
+def test_a_newer_checkpoint_replaces_one_deleted_during_loading(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["step-00000004", "step-00000005"])
@@ -139,20 +139,20 @@ def test_a_checkpoint_removed_meanwhile_gives_way_to_the_newer_one(
     assert load_checkpoint_encoder(str(run)).checkpoint == "step-00000005"
 
 
-def test_a_checkpoint_that_is_gone_without_a_newer_one_is_an_error(run: Path) -> None:
+def test_a_deleted_checkpoint_without_a_newer_one_is_an_error(run: Path) -> None:
     (run / "checkpoints" / "step-00000005" / "state.pt").unlink()
     with pytest.raises(StorageError, match="cannot read"):
         load_checkpoint_encoder(str(run))
 
 
-def test_a_network_of_the_users_own_is_one_line(run: Path) -> None:
+def test_a_missing_custom_network_is_refused_in_one_line(run: Path) -> None:
     config = small_config(**{"encoder.name": "resnet10", "encoder.kwargs": {}, "encoder.width": 0.25})
     (run / "config.yaml").write_text(config_to_yaml(config))
     with pytest.raises(ConfigError, match="network of its user's own.*--vector"):
         load_checkpoint_encoder(str(run))
 
 
-def test_a_run_that_is_not_there_and_an_image_that_is_none_are_errors(run: Path, tmp_path: Path) -> None:
+def test_a_missing_run_and_an_invalid_image_are_errors(run: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot read"):
         load_checkpoint_encoder(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="not an image"):

@@ -36,7 +36,7 @@ def listed_in(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rest", ["", '{"ray_version": "2.60.0", "checkpoint_res', "[]"])
-def test_a_list_that_was_cut_is_the_one_before(tmp_path: Path, rest: str) -> None:
+def test_a_truncated_list_is_restored_from_its_copy(tmp_path: Path, rest: str) -> None:
     output = Place(str(tmp_path))
     before = write_list(tmp_path, 10, 20)
     backup_manifest(output)
@@ -48,7 +48,7 @@ def test_a_list_that_was_cut_is_the_one_before(tmp_path: Path, rest: str) -> Non
     assert repair_manifest(output) is None
 
 
-def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
+def test_checkpoints_deleted_since_the_copy_are_not_listed(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     write_list(tmp_path, 10, 20, 30)
     backup_manifest(output)
@@ -63,7 +63,7 @@ def test_what_was_deleted_since_the_copy_is_not_listed(tmp_path: Path) -> None:
     assert found["current_report_index"] == 7
 
 
-def test_the_newest_is_gone_on_from_and_not_the_best(tmp_path: Path) -> None:
+def test_the_latest_checkpoint_is_the_newest_and_not_the_best(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     listed = write_list(tmp_path, 20, 30, 10, 40)  # in the order of their scores
     backup_manifest(output)
@@ -74,7 +74,7 @@ def test_the_newest_is_gone_on_from_and_not_the_best(tmp_path: Path) -> None:
     assert listed_in(tmp_path)["latest_checkpoint_result"] == result(30)
 
 
-def test_a_list_that_was_cut_and_has_no_copy_is_refused_where_much_would_be_lost(tmp_path: Path) -> None:
+def test_a_truncated_list_without_a_copy_is_refused_if_checkpoints_exist(tmp_path: Path) -> None:
     write_list(tmp_path, 10, 20)
     for step in (10, 20):
         (tmp_path / CHECKPOINTS / f"step-{step:08d}" / "state.pt").write_bytes(b"0")
@@ -85,7 +85,7 @@ def test_a_list_that_was_cut_and_has_no_copy_is_refused_where_much_would_be_lost
         repair_manifest(Place(str(tmp_path)))
 
 
-def test_the_first_list_has_no_copy_and_goes(tmp_path: Path) -> None:
+def test_a_truncated_first_list_without_checkpoints_is_deleted(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     assert repair_manifest(output) is None
     backup_manifest(output)

@@ -245,7 +245,7 @@ def test_chunks_of_any_size_equal_the_whole_batch(chunk_size: int, every: int | 
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_settings_have_the_effect_that_they_have_in_batchnorm(settings: dict[str, Any]) -> None:
+def test_settings_have_the_same_effect_as_in_batchnorm(settings: dict[str, Any]) -> None:
     tower = small(lambda channels: nn.BatchNorm2d(channels, **settings))
     reference = copy.deepcopy(tower)
     for factor in (1, 2, 3):
@@ -272,7 +272,7 @@ def test_training_in_chunks_equals_training_on_whole_batches() -> None:
     assert tower.state_dict()["1.num_batches_tracked"] == 3
 
 
-def test_gradients_are_added_to_present_ones() -> None:
+def test_gradients_are_added_to_existing_gradients() -> None:
     tower = small()
     reference = copy.deepcopy(tower)
     for parameter in tower.parameters():
@@ -287,14 +287,14 @@ def forget_gradient(parameter: Tensor) -> None:
     parameter.grad.zero_()
 
 
-def test_a_hook_that_changes_a_gradient_changes_that_of_its_parameter_only() -> None:
+def test_a_gradient_hook_changes_the_gradient_of_its_parameter_only() -> None:
     tower, reference = small(), small()
     for each in (tower, reference):
         each.get_parameter("4.weight").register_post_accumulate_grad_hook(forget_gradient)
     assert_equals_whole(tower, reference=reference)
 
 
-def test_layers_frozen_from_the_start_run_once() -> None:
+def test_frozen_first_layers_run_once() -> None:
     tower, calls = small(), []
     for name in "0134":
         layer = tower.get_submodule(name).requires_grad_(False)
@@ -324,7 +324,7 @@ def with_dropout(dropout: Callable[[], nn.Module]) -> nn.Sequential:
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_dropout_draws_the_same_masks_again_and_leaves_the_random_state(
+def test_dropout_repeats_its_masks_and_leaves_the_random_state_unchanged(
     inplace: bool, every: int | None
 ) -> None:
     tower = with_dropout(lambda: nn.Dropout(0.4, inplace=inplace))
@@ -343,7 +343,7 @@ def test_dropout_draws_the_same_masks_again_and_leaves_the_random_state(
     assert_alike(tower, reference)
 
 
-def test_a_single_chunk_draws_as_the_whole_batch_does() -> None:
+def test_a_single_chunk_draws_the_same_masks_as_the_whole_batch() -> None:
     tower = nn.Sequential(with_dropout(lambda: nn.Dropout(0.4)), nn.Dropout1d(0.5), nn.Dropout(0.1)).double()
     reference = copy.deepcopy(tower)
     torch.manual_seed(1)
@@ -368,7 +368,7 @@ def errors_of_float32(tower: nn.Module, rows: Tensor) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def test_float32_is_exact_to_its_precision() -> None:
+def test_float32_gradients_are_as_accurate_as_those_of_the_whole_batch() -> None:
     ours, _ = errors_of_float32(small().float(), rows_of(dtype=torch.float32))
     assert ours < 1e-6
     # The deeper the network, the more it makes of the same rounding, whichever way it is run.
@@ -390,7 +390,7 @@ def step_in_bfloat16(tower: nn.Module, rows: Tensor, gradient: Tensor, *, backwa
     return gradient_of(tower)
 
 
-def test_bfloat16_autocast_is_as_exact_as_the_whole_batch_and_also_used_backward() -> None:
+def test_bfloat16_autocast_is_as_accurate_as_the_whole_batch_in_both_passes() -> None:
     rows = rows_of(size=16, dtype=torch.float32)
     tower = image_tower("resnet10", size=16)
     inside, exact, whole = (copy.deepcopy(tower) for _ in range(3))
@@ -407,7 +407,7 @@ def test_bfloat16_autocast_is_as_exact_as_the_whole_batch_and_also_used_backward
     assert torch.equal(step_in_bfloat16(inside, rows, gradient, backward_inside=True), ours)
 
 
-def test_changed_weights_are_used_under_one_autocast() -> None:
+def test_weight_changes_inside_one_autocast_context_take_effect() -> None:
     tower, rows = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), rows_of(dtype=torch.float32)
     before = copy.deepcopy(tower.state_dict())
 
@@ -428,7 +428,7 @@ def test_changed_weights_are_used_under_one_autocast() -> None:
     torch.testing.assert_close(outputs("whole", "chunks", "whole"), expected, rtol=0.02, atol=0.02)
 
 
-def test_a_batch_embedded_without_autocast_goes_backward_without_it() -> None:
+def test_a_forward_pass_without_autocast_has_a_backward_pass_without_it() -> None:
     tower = small().float()
     reference, rows = copy.deepcopy(tower), rows_of(dtype=torch.float32)
     chunks = ChunkedBatchNorm(tower, chunk_size=7)
@@ -466,12 +466,14 @@ def spoiled_at_once(write: Callable[[Tensor], Tensor]) -> Callable[[Written, Ten
 
 @pytest.mark.parametrize("every", [None, 1])
 @pytest.mark.parametrize("spoiled", [spoiled_later, spoiled_under_another_name, spoiled_at_once])
-def test_values_that_wait_are_not_overwritten(spoiled: Callable[..., Any], every: int | None) -> None:
+def test_in_place_operations_do_not_overwrite_stored_values(
+    spoiled: Callable[..., Any], every: int | None
+) -> None:
     # torch itself cannot go backward through these: its BatchNorm needs its input again.
     assert_equals_whole(Written(spoiled(torch.relu_)), every=every, reference=Written(spoiled(torch.relu)))
 
 
-def test_the_rows_stay_unchanged() -> None:
+def test_the_input_rows_stay_unchanged() -> None:
     rows = rows_of()
     chunked_step(nn.Sequential(nn.ReLU(inplace=True), small()), rows)
     assert torch.equal(rows, rows_of())
@@ -508,7 +510,7 @@ class Memory(TorchDispatchMode):
         return result
 
 
-def test_memory_is_less_than_that_of_the_whole_batch() -> None:
+def test_chunks_take_less_memory_than_the_whole_batch() -> None:
     def peak_of(step: Callable[..., object], *settings: Any) -> int:
         with Memory() as memory:
             step(tower, rows, *settings)
@@ -520,7 +522,7 @@ def test_memory_is_less_than_that_of_the_whole_batch() -> None:
     assert peak_of(chunked_step, 12, 1) < 0.5 * whole
 
 
-def test_no_output_of_a_batchnorm_waits() -> None:
+def test_no_output_of_a_batchnorm_is_stored() -> None:
     network = Network(image_tower("resnet18"))
     waiting = set[Any]().union(*map(network.crossing, range(len(network.segments))))
     assert len(waiting) > 20
@@ -528,7 +530,7 @@ def test_no_output_of_a_batchnorm_waits() -> None:
 
 
 @pytest.mark.parametrize("every", EVERY)
-def test_after_the_backward_pass_only_gradients_stay(every: int | None) -> None:
+def test_only_gradients_remain_after_the_backward_pass(every: int | None) -> None:
     tower, rows = image_tower("resnet10"), rows_of(dtype=torch.float32)
     new = partial(ChunkedBatchNorm, tower, chunk_size=7, activation_checkpoint_every=every)
     with Memory() as memory:
@@ -544,7 +546,7 @@ def test_after_the_backward_pass_only_gradients_stay(every: int | None) -> None:
     assert waiting > 3 * rows.nbytes
 
 
-def test_waiting_values_are_freed_during_the_backward_pass() -> None:
+def test_stored_values_are_freed_during_the_backward_pass() -> None:
     tower = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(8)))
     rows = torch.randn(512, 64)
     chunks = ChunkedBatchNorm(tower, chunk_size=32)
@@ -652,7 +654,7 @@ def pair(net: Written, images: Tensor) -> Tensor:
         (pair, "chunk, which returns a tuple of tensors"),
     ],
 )
-def test_networks_that_chunks_cannot_follow_are_refused_in_one_line(function: Any, message: str) -> None:
+def test_unsupported_networks_are_refused_in_one_line(function: Any, message: str) -> None:
     tower = nn.Sequential()
     tower.add_module("inner", Written(function))
     before = torch.get_rng_state()
@@ -663,13 +665,13 @@ def test_networks_that_chunks_cannot_follow_are_refused_in_one_line(function: An
     assert "use batchnorm=group or batchnorm=layer, or remove chunk_size" in str(caught.value)
 
 
-def test_other_kinds_of_batchnorm_are_refused() -> None:
+def test_other_types_of_batchnorm_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot embed in chunks through 1: SplitBatchNorm"):
         ChunkedBatchNorm(split_batchnorm(small(), 2), chunk_size=4)
 
 
 @pytest.mark.parametrize("name", ["", "8", "1"])
-def test_hooks_that_would_not_be_called_are_refused(name: str) -> None:
+def test_unsupported_hooks_are_refused(name: str) -> None:
     tower = small()
     tower.get_submodule(name).register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match=f"{name or 'the tower'} has hooks"):
@@ -697,7 +699,7 @@ def test_layers_that_count_their_calls_are_refused() -> None:
         ChunkedBatchNorm(nn.Sequential(layer), chunk_size=7).embed(torch.randn(8, 4))
 
 
-def test_a_number_below_one_and_a_single_value_per_channel_are_refused() -> None:
+def test_a_chunk_size_below_one_and_a_single_value_per_channel_are_refused() -> None:
     with pytest.raises(ConfigError, match="activation_checkpoint_every must be None or at least 1, got 0"):
         ChunkedBatchNorm(small(), chunk_size=4, activation_checkpoint_every=0)
     assert len(ChunkedBatchNorm(small(), chunk_size=7).embed(rows_of(2))) == 2

@@ -24,20 +24,20 @@ def folder_of(path: Path, classes: str) -> Source:
     return find_source(str(path))
 
 
-def test_a_test_set_with_fewer_classes_is_numbered_like_the_training_set(tmp_path: Path) -> None:
+def test_a_test_set_with_fewer_classes_gets_the_class_numbers_of_the_training_set(tmp_path: Path) -> None:
     sources = {"train": folder_of(tmp_path / "a", "abc"), "test": folder_of(tmp_path / "b", "bc")}
     _check_labels(sources)
     test_set = LabeledSet(values=torch.zeros(2, 1), label=torch.tensor([0, 1]))
     assert _with_train_classes(sources, test_set).label.tolist() == [1, 2]
 
 
-def test_classes_that_the_training_set_lacks_are_refused(tmp_path: Path) -> None:
+def test_classes_missing_from_the_training_set_are_refused(tmp_path: Path) -> None:
     sources = {"train": folder_of(tmp_path / "a", "ab"), "test": folder_of(tmp_path / "b", "bc")}
     with pytest.raises(DataError, match="the training set lacks: c"):
         _check_labels(sources)
 
 
-def test_names_against_numbers_are_refused(tmp_path: Path) -> None:
+def test_class_names_in_one_set_and_numbers_in_the_other_are_refused(tmp_path: Path) -> None:
     numbers = find_source(str(write_digits(tmp_path / "digits.parquet", 10)))
     with pytest.raises(DataError, match="names its classes, the other numbers them"):
         _check_labels({"train": folder_of(tmp_path / "a", "ab"), "test": numbers})

@@ -41,7 +41,7 @@ def raycl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return lambda *arguments: run_raycl(monkeypatch, capsys, *arguments)
 
 
-def test_an_interrupted_command_says_so_in_one_line(raycl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_reports_it_in_one_line(raycl, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -51,7 +51,7 @@ def test_an_interrupted_command_says_so_in_one_line(raycl, monkeypatch: pytest.M
     assert err == "raycl: interrupted by SIGINT; resume a run of `raycl train` with --resume\n"
 
 
-def test_sigterm_interrupts_a_command_and_a_second_one_leaves_its_status_as_it_is() -> None:
+def test_sigterm_interrupts_a_command_and_a_second_one_keeps_its_status() -> None:
     code = """if True:
         import atexit, time
         from raycl.cli.main import run_job
@@ -74,7 +74,7 @@ def test_sigterm_interrupts_a_command_and_a_second_one_leaves_its_status_as_it_i
     assert errors == "raycl: interrupted by SIGTERM; resume a run of `raycl train` with --resume\n"
 
 
-def test_recipes_are_listed_and_printed_as_yaml_that_reads_back(raycl) -> None:
+def test_recipes_are_listed_and_their_printed_yaml_can_be_loaded(raycl) -> None:
     status, out, _ = raycl("recipes")
     assert status == 0
     assert out.startswith("simclr")
@@ -95,7 +95,7 @@ def test_workers_are_a_number_or_a_range(digits: Path, tmp_path: Path) -> None:
     assert ranges == {None: (2, 4), "3": (3, 3), "1:4": (1, 4), "2:2": (2, 2)}
 
 
-def test_help_names_every_command(raycl) -> None:
+def test_help_lists_every_command(raycl) -> None:
     status, out, _ = raycl("--help")
     assert status == 0
     for name in ("demo", "recipes", "train", "evaluate", "embed", "bank", "doctor"):
@@ -131,7 +131,9 @@ def digits(tmp_path: Path) -> Path:
         (["--batch-size", 128], "a batch of 128 rows (stages.0.batch_size) is larger than the 100 rows"),
     ],
 )
-def test_bad_flags_are_one_line_and_status_2(raycl, digits: Path, flags: list[object], says: str) -> None:
+def test_invalid_flags_are_refused_in_one_line_with_status_2(
+    raycl, digits: Path, flags: list[object], says: str
+) -> None:
     status, out, err = raycl("train", "simclr", "--data", digits, "--output", digits.parent / "run", *flags)
     assert status == 2
     assert out == ""
@@ -149,7 +151,7 @@ def test_bad_flags_are_one_line_and_status_2(raycl, digits: Path, flags: list[ob
         (lambda folder: _written(folder / "a.parquet", b"no parquet"), "cannot read"),
     ],
 )
-def test_data_that_cannot_be_used_are_one_line_and_status_2(raycl, tmp_path: Path, make, says: str) -> None:
+def test_unusable_data_is_refused_in_one_line_with_status_2(raycl, tmp_path: Path, make, says: str) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     status, _, err = raycl("train", "simclr", "--data", make(folder), "--output", tmp_path / "run")
@@ -162,14 +164,14 @@ def _written(path: Path, content: bytes) -> Path:
     return path
 
 
-def test_an_unknown_recipe_and_a_missing_file_are_status_2(raycl, digits: Path) -> None:
+def test_an_unknown_recipe_and_a_missing_file_exit_with_status_2(raycl, digits: Path) -> None:
     status, _, err = raycl("train", "simclear", "--data", digits, "--output", digits.parent / "run")
     assert (status, "simclr" in err) == (2, True)
     status, _, err = raycl("train", "missing.yaml", "--data", digits, "--output", digits.parent / "run")
     assert (status, "cannot read" in err) == (2, True)
 
 
-def test_an_unwritable_output_is_found_before_anything_starts(raycl, digits: Path) -> None:
+def test_an_unwritable_output_is_refused_before_the_run_starts(raycl, digits: Path) -> None:
     status, _, err = raycl(
         "train", "simclr", "--data", digits, "--output", digits / "below", "--batch-size", 8
     )
@@ -177,7 +179,7 @@ def test_an_unwritable_output_is_found_before_anything_starts(raycl, digits: Pat
     assert "cannot write" in err
 
 
-def test_a_run_that_is_not_there_cannot_be_judged(raycl, digits: Path) -> None:
+def test_evaluating_a_missing_run_is_an_error(raycl, digits: Path) -> None:
     status, _, err = raycl("evaluate", "knn", "--run", digits.parent, "--train", digits, "--test", digits)
     assert status == 2
     assert "no encoder at" in err
@@ -185,7 +187,7 @@ def test_a_run_that_is_not_there_cannot_be_judged(raycl, digits: Path) -> None:
     assert (status, "choose knn, linear, retrieval or sts" in err) == (2, True)
 
 
-def test_a_recipe_takes_its_size_from_the_images_unless_it_is_set(digits: Path, tmp_path: Path) -> None:
+def test_a_recipe_infers_the_image_size_unless_it_is_set(digits: Path, tmp_path: Path) -> None:
     assert plan_run("simclr", data=str(digits), flags={}, settings=[]).config.data.image_size == 16
     set_size = plan_run("simclr", data=str(digits), flags={}, settings=["data.image_size=24"]).config
     assert set_size.data.image_size == 24
@@ -205,7 +207,7 @@ def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> Non
     assert config.precision == "bfloat16"
 
 
-def test_help_names_every_question_to_a_bank(raycl) -> None:
+def test_help_lists_every_bank_command(raycl) -> None:
     for arguments in (["bank"], ["bank", "--help"]):
         status, out, err = raycl(*arguments)
         assert (status, err) == (0, "")
@@ -227,7 +229,7 @@ def test_help_names_every_question_to_a_bank(raycl) -> None:
         (["guess", "keys"], "guess"),
     ],
 )
-def test_a_wrong_question_to_a_bank_is_one_line_and_status_2(
+def test_an_invalid_bank_query_is_refused_in_one_line_with_status_2(
     raycl, question: list[object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests of the session have joined a Ray; a command line has not.
@@ -237,13 +239,13 @@ def test_a_wrong_question_to_a_bank_is_one_line_and_status_2(
     assert says in err
 
 
-def test_examples_are_shown_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_are_printed_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     text = "[b]how[/] to close [/INST] :smile: \\"
     _show_example({"query": text, "nearest": [{"similarity": 0.5, "matches": True, "document": text}]})
     assert capsys.readouterr().err.count(text) == 2
 
 
-def test_the_result_is_there_before_the_examples_are_shown(
+def test_the_result_is_written_before_the_examples_are_printed(
     raycl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A run takes minutes; what matters here is that no table costs its result.
@@ -265,7 +267,7 @@ def test_the_result_is_there_before_the_examples_are_shown(
         ("knn", "data.columns.nonsense=body"),
     ],
 )
-def test_settings_that_a_measure_would_not_hear_are_refused(raycl, measure: str, key: str) -> None:
+def test_settings_without_effect_on_a_measure_are_refused(raycl, measure: str, key: str) -> None:
     status, out, err = raycl("evaluate", measure, "--run", "run", "--train", "a", "--test", "b", "--set", key)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert f"unknown key {key.partition('=')[0]}" in err
@@ -292,13 +294,13 @@ def test_settings_of_measures_are_read() -> None:
 
 
 @pytest.mark.parametrize("command", [["mine", "--run", "a", "--data", "b", "--output", "c"], ["doctor"]])
-def test_commands_that_refuse_no_rows_take_no_fraction_of_them(raycl, command: list[str]) -> None:
+def test_commands_without_row_validation_reject_the_invalid_fraction_flag(raycl, command: list[str]) -> None:
     status, out, err = raycl(*command, "--set", "data.max_invalid_fraction=0.1")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "unknown key data.max_invalid_fraction (allowed: data.columns." in err
 
 
-def test_python_runs_the_package_as_the_command() -> None:
+def test_python_m_raycl_runs_the_command_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "raycl", "recipes"], check=True, capture_output=True, text=True
     )

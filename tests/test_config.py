@@ -13,17 +13,17 @@ from raycl.training.train_state import TrainState
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("image_size", [8, 32, 64, 96, 224])
-def test_recipe_survives_yaml(name: str, image_size: int) -> None:
+def test_a_recipe_survives_a_round_trip_through_yaml(name: str, image_size: int) -> None:
     config = recipe(name, image_size=image_size)
     assert config_from_yaml(config_to_yaml(config)) == config
 
 
-def test_a_run_is_frozen() -> None:
+def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValidationError):
         recipe("simclr").seed = 1  # type: ignore[misc]
 
 
-def test_override_replaces_one_setting_and_leaves_the_original() -> None:
+def test_override_replaces_one_setting_and_keeps_the_original_unchanged() -> None:
     config = recipe("simclr")
     changed = override(config, ["stages.0.temperature=0.25", "data.columns.image=img"])
     assert changed.stages[0].temperature == 0.25
@@ -31,7 +31,7 @@ def test_override_replaces_one_setting_and_leaves_the_original() -> None:
     assert config.stages[0].temperature != 0.25
 
 
-def test_settings_are_replaced_in_their_order_also_where_one_comes_twice() -> None:
+def test_settings_are_replaced_in_order_and_the_last_duplicate_wins() -> None:
     settings = ["encoder.width=1", "encoder={name: resnet34, width: 3}", "encoder.width=2"]
     changed = override(recipe("simclr"), settings).encoder
     assert (changed.name, changed.width) == ("resnet34", 2.0)
@@ -41,12 +41,12 @@ def test_a_number_with_an_exponent_is_a_number() -> None:
     assert override(recipe("simclr"), ["optimizer.weight_decay=1e-4"]).optimizer.weight_decay == 1e-4
 
 
-def test_epochs_give_way_to_steps() -> None:
+def test_steps_replace_epochs() -> None:
     changed = override(recipe("simclr"), ["stages.0.epochs=null", "stages.0.steps=7"])
     assert (changed.stages[0].epochs, changed.stages[0].steps) == (None, 7)
 
 
-def test_another_encoder_begins_without_the_arguments_of_the_one_before() -> None:
+def test_changing_the_encoder_drops_its_arguments() -> None:
     towers = recipe("two_tower")
     assert towers.encoder.kwargs == {"dim": 1_024, "hidden_dim": 0}
     assert override(towers, {"encoder.name": "transformers:minilm"}).encoder.kwargs == {}
@@ -59,7 +59,7 @@ def test_another_encoder_begins_without_the_arguments_of_the_one_before() -> Non
     assert override(both, {"text_encoder.name": "transformer"}).text_encoder.kwargs == {}
 
 
-def test_arguments_of_a_users_own_encoder_are_free() -> None:
+def test_a_custom_encoder_accepts_any_arguments() -> None:
     changed = override(recipe("simclr"), ["encoder.name=mine:network", "encoder.kwargs.depth=4"])
     assert changed.encoder.kwargs == {"depth": 4}
     deeper = override(changed, ["encoder.kwargs.block.width=8"])
@@ -91,7 +91,7 @@ def test_arguments_of_a_users_own_encoder_are_free() -> None:
         ("encoder.name=[1", ["encoder.name", "YAML"]),
     ],
 )
-def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: list[str]) -> None:
+def test_an_invalid_setting_is_refused_in_one_line_with_key_and_value(setting: str, names: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         override(recipe("simclr", image_size=32), [setting])
     text = str(caught.value)
@@ -180,7 +180,7 @@ def test_bad_setting_is_one_line_that_names_key_and_value(setting: str, names: l
         ),
     ],
 )
-def test_parts_of_methods_that_do_not_fit_are_refused(name: str, settings: list[str], says: str) -> None:
+def test_incompatible_parts_of_methods_are_refused(name: str, settings: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         override(recipe(name, image_size=32), settings)
 
@@ -245,7 +245,7 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
         ),
     ],
 )
-def test_what_two_towers_cannot_have_is_refused_and_the_remedy_helps(
+def test_unsupported_settings_of_two_towers_are_refused_with_a_working_remedy(
     name: str, settings: dict[str, object], says: str, remedy: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -256,12 +256,12 @@ def test_what_two_towers_cannot_have_is_refused_and_the_remedy_helps(
 
 
 @pytest.mark.parametrize(("workers", "rows"), [(1, 32), (2, 32), (8, 32), (16, 16)])
-def test_shuffled_batchnorm_keeps_its_groups_up_to_one_a_worker(workers: int, rows: int) -> None:
+def test_shuffled_batchnorm_keeps_its_groups_down_to_one_per_worker(workers: int, rows: int) -> None:
     config = override(recipe("moco_v2"), {"workers": workers})
     assert config.rows_per_group(config.stages[0]) == rows
 
 
-def test_a_further_stage_is_the_last_one_but_for_what_is_set() -> None:
+def test_a_further_stage_inherits_all_other_settings_from_the_last_one() -> None:
     config = override(
         recipe("simclr"), ["stages.0.epochs=3", "stages.1.batch_size=512", "stages.1.workers=2"]
     )
@@ -272,7 +272,7 @@ def test_a_further_stage_is_the_last_one_but_for_what_is_set() -> None:
     assert config.local_batch_size(second) == 256
 
 
-def test_fewer_workers_will_do_but_for_a_stage_that_says_how_many() -> None:
+def test_fewer_workers_are_allowed_unless_a_stage_sets_their_number() -> None:
     settings = ["workers=4", "min_workers=1", "stages.0.batch_size=24", "stages.1.workers=2"]
     config = override(recipe("simclr"), settings)
     assert [config.worker_range(stage) for stage in config.stages] == [(1, 4), (2, 2)]
@@ -283,31 +283,31 @@ def test_fewer_workers_will_do_but_for_a_stage_that_says_how_many() -> None:
     assert fixed.settled(4) is fixed
 
 
-def test_unknown_key_in_a_file_names_those_that_exist() -> None:
+def test_an_unknown_key_in_a_file_is_refused_with_a_list_of_valid_keys() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown key stages.0.tau \(allowed: epochs, steps, .*temperature"
     ):
         config_from_dict({"recipe": "x", "stages": [{"steps": 3, "tau": 1.0}]})
 
 
-def test_missing_key_is_named() -> None:
+def test_a_missing_key_is_named() -> None:
     with pytest.raises(ConfigError, match="recipe is missing"):
         config_from_dict({"stages": [{"steps": 3}]})
 
 
 @pytest.mark.parametrize("text", ["- 1", "just words", "a: [1", ""])
-def test_a_file_that_is_no_run_is_refused(text: str) -> None:
+def test_a_file_without_a_run_configuration_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         config_from_yaml(text, name="mine.yaml")
 
 
-def test_unknown_recipe_names_those_that_exist() -> None:
+def test_an_unknown_recipe_is_refused_with_a_list_of_recipes() -> None:
     with pytest.raises(ConfigError, match="simclr"):
         recipe("simclear")
 
 
 @pytest.mark.parametrize(("scaling", "peak"), [("linear", 1.2), ("square_root", 0.6), ("none", 0.3)])
-def test_learning_rate_follows_the_batch(scaling: str, peak: float) -> None:
+def test_the_learning_rate_scales_with_the_batch_size(scaling: str, peak: float) -> None:
     stage = Stage(steps=1, batch_size=1024, learning_rate=0.3, learning_rate_scaling=scaling)  # type: ignore[arg-type]
     assert stage.peak_learning_rate == pytest.approx(peak)
 
@@ -317,12 +317,12 @@ def test_a_run_needs_a_stage() -> None:
         config_from_dict({"recipe": "x", "stages": []})
 
 
-def test_a_run_can_be_written_in_python() -> None:
+def test_a_configuration_can_be_written_in_python() -> None:
     config = RunConfig(recipe="mine", workers=2, stages=(Stage(steps=10, batch_size=64),))
     assert config.stages[0].batch_size == 64
 
 
-def test_a_stage_of_nce_may_be_added_to_a_run_that_had_none() -> None:
+def test_an_nce_stage_may_be_added_to_a_run_without_one() -> None:
     shape = {"encoder.name": "resnet10", "encoder.width": 0.25}
     first = override(recipe("instance_discrimination", image_size=16), {**shape, "stages.0.loss": "info_nce"})
     longer = override(first, {"stages.1.loss": "nce"})
@@ -342,13 +342,11 @@ def test_a_stage_of_nce_may_be_added_to_a_run_that_had_none() -> None:
         ({"precision": "bfloat16"}, "bfloat16"),
     ],
 )
-def test_a_gpu_computes_in_bfloat16_unless_asked_otherwise(
-    settings: dict[str, object], precision: str
-) -> None:
+def test_a_gpu_computes_in_bfloat16_by_default(settings: dict[str, object], precision: str) -> None:
     assert override(recipe("simclr"), settings).tower_precision == precision
 
 
-def test_a_learned_bias_starts_at_that_of_the_first_stage_with_one() -> None:
+def test_a_learned_bias_starts_at_the_value_of_the_first_stage_with_a_bias() -> None:
     settings = {"stages.1.loss": "siglip", "stages.1.bias": -3.0}
     assert override(recipe("clip"), settings).first_bias == -3.0
     assert recipe("clip").first_bias is None

@@ -78,7 +78,7 @@ class BatchNormAndRelu(nn.BatchNorm2d):
         (synchronize, split_batchnorm(nn.BatchNorm2d(3), 2), "cannot synchronize 1: SplitBatchNorm"),
     ],
 )
-def test_other_kinds_of_batchnorm_are_refused_before_any_layer_changes(
+def test_other_types_of_batchnorm_are_refused_before_any_layer_changes(
     change: Any, layer: nn.Module, says: str
 ) -> None:
     net = nn.Sequential(nn.BatchNorm2d(3), layer)
@@ -108,7 +108,7 @@ def test_split_equals_a_forward_pass_for_each_group(shape: tuple[int, ...], num_
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
-def test_split_running_statistics_follow_the_mean_of_the_groups(momentum: float | None) -> None:
+def test_split_running_statistics_track_the_mean_of_the_groups(momentum: float | None) -> None:
     layer = split_batchnorm(make_layer(nn.BatchNorm2d, momentum=momentum), 4)
     mean, variance = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
     for number in range(2):
@@ -123,7 +123,7 @@ def test_split_running_statistics_follow_the_mean_of_the_groups(momentum: float 
     assert layer.num_batches_tracked == 2
 
 
-def test_in_eval_mode_and_with_one_group_split_is_batchnorm() -> None:
+def test_split_with_one_group_or_in_eval_mode_equals_batchnorm() -> None:
     plain, rows = make_layer(nn.BatchNorm2d), rows_of(7, 5, 4, 3)
     one = split_batchnorm(copy.deepcopy(plain), 7)
     assert torch.equal(one(rows), plain(rows))
@@ -131,7 +131,7 @@ def test_in_eval_mode_and_with_one_group_split_is_batchnorm() -> None:
     torch.testing.assert_close(split_batchnorm(one, 4).eval()(rows), plain.eval()(rows))
 
 
-def test_split_without_running_statistics_or_affine() -> None:
+def test_split_works_without_running_statistics_or_affine_parameters() -> None:
     layer = split_batchnorm(make_layer(nn.BatchNorm1d, affine=False, track_running_stats=False), 4)
     rows = rows_of(8, 5)
     torch.testing.assert_close(layer(rows), torch.cat([normalized(half) for half in rows.chunk(2)]))
@@ -146,7 +146,7 @@ def test_split_keeps_channels_last_under_autocast(dtype: torch.dtype) -> None:
     assert output.dtype == dtype
 
 
-def test_split_refuses_groups_that_do_not_fit() -> None:
+def test_split_refuses_groups_that_do_not_divide_the_batch() -> None:
     with pytest.raises(ConfigError, match="12 rows do not split into groups of 8") as caught:
         split_batchnorm(small_network(), 8)(rows_of(12, 3, 7, 7))
     assert "\n" not in str(caught.value)
@@ -154,7 +154,7 @@ def test_split_refuses_groups_that_do_not_fit() -> None:
         split_batchnorm(small_network(), 1)
 
 
-def test_split_keeps_the_parameters_and_may_be_changed() -> None:
+def test_split_keeps_the_parameters_and_can_change_its_group_size() -> None:
     net = small_network()
     before = {name: id(each) for name, each in net.state_dict(keep_vars=True).items()}
     assert split_batchnorm(net, 2) is net
@@ -169,24 +169,24 @@ def test_split_keeps_the_parameters_and_may_be_changed() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 200), st.integers(0, 2**70), st.integers(0, 10**9))
-def test_permutation_is_one_and_is_repeated(num_rows: int, seed: int, step: int) -> None:
+def test_the_permutation_is_valid_and_reproducible(num_rows: int, seed: int, step: int) -> None:
     order = permutation(num_rows, seed=seed, step=step)
     assert sorted(order.tolist()) == list(range(num_rows))
     assert torch.equal(order, permutation(num_rows, seed=seed, step=step))
 
 
-def test_permutation_changes_with_seed_and_step() -> None:
+def test_the_permutation_depends_on_seed_and_step() -> None:
     drawn = {tuple(permutation(20, seed=s, step=t).tolist()) for s in range(4) for t in range(4)}
     assert len(drawn) == 16
 
 
-def test_shuffled_on_one_worker_returns_each_rows_own_embedding() -> None:
+def test_shuffling_on_one_worker_returns_the_embeddings_in_order() -> None:
     for num_rows in (1, 2, 7, 30):
         rows = torch.arange(num_rows * 2).view(num_rows, 2)
         assert torch.equal(encode_shuffled(lambda x: x * 3, rows, seed=1, step=num_rows), rows * 3)
 
 
-def test_shuffled_over_groups_takes_the_statistics_of_the_shuffled_groups() -> None:
+def test_shuffling_over_groups_uses_the_statistics_of_the_shuffled_groups() -> None:
     layer, rows = split_batchnorm(make_layer(nn.BatchNorm1d), 4), rows_of(12, 5)
     expected = torch.empty_like(rows)
     for part in permutation(12, seed=4, step=2).chunk(3):
@@ -203,7 +203,7 @@ def test_shuffled_over_groups_takes_the_statistics_of_the_shuffled_groups() -> N
 
 @pytest.mark.parametrize("kind", ["layer", "group"])
 @pytest.mark.parametrize("build", [resnet18, resnet50, resnet_tower])
-def test_replaced_networks_learn_and_no_batchnorm_remains(build: Any, kind: Any) -> None:
+def test_replaced_networks_learn_without_any_batchnorm(build: Any, kind: Any) -> None:
     net = build()
     parameters = {name: id(each) for name, each in net.named_parameters()}
     assert replace_batchnorm(net, kind) is net
@@ -214,7 +214,7 @@ def test_replaced_networks_learn_and_no_batchnorm_remains(build: Any, kind: Any)
 
 
 @pytest.mark.parametrize("kind", ["layer", "group"])
-def test_a_replaced_network_encodes_a_row_alone_as_in_a_batch(kind: Any) -> None:
+def test_a_replaced_network_encodes_a_single_row_as_in_a_batch(kind: Any) -> None:
     net, images = replace_batchnorm(resnet_tower(), kind).double(), rows_of(6, 3, 16, 16)
     alone = torch.cat([net(image) for image in images.split(1)])
     torch.testing.assert_close(net(images), alone, rtol=1e-5, atol=1e-6)
@@ -222,7 +222,7 @@ def test_a_replaced_network_encodes_a_row_alone_as_in_a_batch(kind: Any) -> None
     assert (alone @ alone.T).fill_diagonal_(0).max() < 0.99999
 
 
-def test_replaced_layers_are_layernorm_and_groupnorm() -> None:
+def test_batchnorm_is_replaced_by_layernorm_or_groupnorm() -> None:
     layer = nn.BatchNorm1d(32, eps=1e-3).double()
     nn.init.uniform_(layer.weight)
     rows = rows_of(4, 32)
@@ -236,7 +236,7 @@ def test_replaced_layers_are_layernorm_and_groupnorm() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 4096), st.sampled_from([nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]))
-def test_groups_divide_the_channels_and_are_not_too_small(channels: int, kind: type[nn.Module]) -> None:
+def test_groups_divide_the_channels_and_have_a_minimum_size(channels: int, kind: type[nn.Module]) -> None:
     smallest = 16 if kind is nn.BatchNorm1d else 2
     layer: Any = replace_batchnorm(kind(channels), "group")
     groups = layer.num_groups
@@ -253,12 +253,14 @@ def test_groups_divide_the_channels_and_are_not_too_small(channels: int, kind: t
         (nn.BatchNorm1d, (512, 128, 64, 32, 8), [32, 8, 4, 2, 1]),
     ],
 )
-def test_groups_of_usual_widths(kind: Any, channels: Sequence[int], expected: list[int]) -> None:
+def test_common_widths_get_the_expected_groups(
+    kind: Any, channels: Sequence[int], expected: list[int]
+) -> None:
     layers: list[Any] = [replace_batchnorm(kind(each), "group") for each in channels]
     assert [layer.num_groups for layer in layers] == expected
 
 
-def test_a_layer_in_two_places_stays_one_and_modes_and_missing_weights_are_kept() -> None:
+def test_a_shared_layer_stays_shared_and_keeps_its_mode_and_missing_weights() -> None:
     shared = nn.BatchNorm2d(4)
     bare = nn.BatchNorm2d(4, affine=False).eval()
     net = replace_batchnorm(nn.Sequential(shared, nn.Sequential(shared, bare)), "layer")
@@ -297,7 +299,7 @@ def views_of(num_rows: int = 96) -> tuple[Tensor, Tensor]:
     return images, images + 0.01 * noise * (images > 0)
 
 
-def test_a_network_that_reads_nothing_but_statistics_is_found() -> None:
+def test_the_probe_finds_a_network_that_reads_only_batch_statistics() -> None:
     encoder = Corner()
     found = leakage(encoder, encoder, *views_of(), group_size=8)
     assert found.shared > 0.95
@@ -308,7 +310,7 @@ def test_a_network_that_reads_nothing_but_statistics_is_found() -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.Identity(), nn.LayerNorm(16), nn.GroupNorm(4, 16)], ids=repr)
-def test_without_batch_statistics_the_advantage_is_zero(norm: nn.Module) -> None:
+def test_the_advantage_is_zero_without_batch_statistics(norm: nn.Module) -> None:
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(128, 16), norm, nn.Dropout(0.5), nn.Linear(16, 8))
     view_a, view_b = views_of()
@@ -328,7 +330,7 @@ def test_smaller_groups_leak_more() -> None:
     assert small > 2 * large > 0
 
 
-def test_the_probe_leaves_modes_and_buffers_as_they_were() -> None:
+def test_the_probe_leaves_modes_and_buffers_unchanged() -> None:
     tower = resnet_tower()
     tower.encoder.eval()
     before = {name: value.clone() for name, value in tower.state_dict().items()}
@@ -350,9 +352,7 @@ def test_the_probe_leaves_modes_and_buffers_as_they_were() -> None:
         (8, {"group_size": 2, "num_groupings": 0}, "num_groupings must be at least 1, got 0"),
     ],
 )
-def test_the_probe_refuses_groups_that_it_cannot_use(
-    num_keys: int, settings: dict[str, int], says: str
-) -> None:
+def test_the_probe_refuses_invalid_groups(num_keys: int, settings: dict[str, int], says: str) -> None:
     view_a, view_b = views_of(8)
     with pytest.raises(ConfigError, match=says):
         leakage(Corner(), Corner(), view_a, view_b[:num_keys], **settings)

@@ -54,7 +54,7 @@ def test_every_image_mode_is_decoded(mode: str, channels: int) -> None:
     assert pixels.max() > 30
 
 
-def test_pixels_of_the_decode_size_are_unchanged_and_transparent_ones_become_white() -> None:
+def test_images_of_the_decode_size_keep_their_pixels_and_transparency_becomes_white() -> None:
     for content in (encode(colors(16, 16)), np.asarray(colors(16, 16))):
         pixels, aspect = ImageFormat(size=16).decode(content)
         assert np.array_equal(pixels, np.asarray(colors(16, 16)))
@@ -80,12 +80,12 @@ def test_pixels_of_the_decode_size_are_unchanged_and_transparent_ones_become_whi
         (encode(Image.new("1", (20_000, 20_000))), "more than 64,000,000 pixels"),
     ],
 )  # fmt: skip
-def test_invalid_images_have_a_cause(content: object, cause: str) -> None:
+def test_invalid_images_are_reported_with_a_cause(content: object, cause: str) -> None:
     with pytest.raises(InvalidImageError, match=cause):
         ImageFormat(size=8).decode(content)
 
 
-def test_images_whose_pixels_all_have_one_value_are_flat() -> None:
+def test_images_with_a_single_pixel_value_are_flat() -> None:
     formats = {"image": ImageFormat(size=8), "other": ImageFormat(size=8, channels=1)}
     black, red, dot = (np.zeros((8, 8, 3), np.uint8) for _ in range(3))
     red[..., 0] = 200
@@ -98,13 +98,13 @@ def test_images_whose_pixels_all_have_one_value_are_flat() -> None:
     assert are_flat(formats, {"image": [], "other": []}).tolist() == []
 
 
-def test_image_sides_are_read_without_decoding() -> None:
+def test_image_dimensions_are_read_without_decoding() -> None:
     assert image_sides(encode(colors(20, 10))) == (20, 10)
 
 
 @pytest.mark.parametrize(("width", "height"), [(401, 300), (1_400, 400), (20_000, 10)])
 @pytest.mark.parametrize("size", [100, 224, 500])
-def test_large_images_are_resized_as_by_pillow(width: int, height: int, size: int) -> None:
+def test_large_images_are_resized_as_in_pillow(width: int, height: int, size: int) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(noise).resize((60, 40)).resize((width, height)))
     for picture in (noise, smooth):
@@ -122,7 +122,7 @@ def test_large_images_are_resized_as_by_pillow(width: int, height: int, size: in
         ((400, 1_400, 3), 224, False),
     ],
 )
-def test_only_large_photographs_are_resized_by_torch_whose_errors_stop_the_run(
+def test_only_large_photographs_are_resized_by_torch_and_its_errors_stop_the_run(
     shape: tuple[int, ...], size: int, by_torch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -153,7 +153,7 @@ def write_parquet(path: Path, num_rows: int = 3, row_group_size: int = 10, **col
     return str(path)
 
 
-def test_class_folders_give_labels_and_sorted_names_give_ids(tmp_path: Path) -> None:
+def test_class_folders_define_labels_and_sorted_file_names_define_ids(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     source = write_images(tmp_path, ["dog/b.png", "cat/z.JPG", "cat/a.png"])
     [rows] = read(source)
@@ -186,7 +186,7 @@ def test_sources_without_rows_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row_group_size", [7, 1000, 2048, 5000, 20_000])
-def test_fragments_cover_each_row_once_for_any_row_groups(tmp_path: Path, row_group_size: int) -> None:
+def test_fragments_cover_each_row_once_with_any_row_groups(tmp_path: Path, row_group_size: int) -> None:
     for name, num_rows in (("a", 9_001), ("b", 3)):
         write_parquet(tmp_path / f"{name}.parquet", num_rows, row_group_size)
     source = find_source(str(tmp_path))
@@ -207,7 +207,7 @@ def test_ids_come_from_the_id_column_and_texts_are_hashed(tmp_path: Path) -> Non
     assert by_name.sample_ids(by_name.fragments).tolist() == expected
 
 
-def test_ids_are_integers_of_64_bits_or_hashes_and_required() -> None:
+def test_ids_are_64_bit_integers_or_hashes_and_are_required() -> None:
     assert stable_ids([0, -1, 2**63, 2**64 - 2]).tolist() == [0, -1, -(2**63), -2]
     assert len(set(stable_ids(["a", "b", "1", 1]).tolist())) == 4
     with pytest.raises(DataError, match="row 1 of a batch has no id"):
@@ -220,7 +220,7 @@ def test_text_labels_become_sorted_classes(tmp_path: Path) -> None:
     assert np.concatenate([rows.label for rows in read(source)]).tolist() == [1, 0, 1]
 
 
-def test_hugging_face_images_are_read_from_their_bytes_or_files(tmp_path: Path) -> None:
+def test_hugging_face_images_are_read_from_bytes_or_files(tmp_path: Path) -> None:
     images = [encode(colors(20 + index)) for index in range(3)]
     (tmp_path / "1.png").write_bytes(images[1])
     structs = [
@@ -250,7 +250,7 @@ def test_hugging_face_images_are_read_from_their_bytes_or_files(tmp_path: Path) 
     ]
 
 
-def test_columns_that_are_missing_or_hold_no_images_are_named(tmp_path: Path) -> None:
+def test_missing_columns_and_columns_without_images_are_named(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "a.parquet", weight=[2**45] * 3)
     for role in ("image", "label", "sample_id"):
         with pytest.raises(DataError, match=rf"no column 'img'; it has image, weight.*data.columns.{role}="):
@@ -262,7 +262,7 @@ def test_columns_that_are_missing_or_hold_no_images_are_named(tmp_path: Path) ->
 # Rows in memory
 
 
-def test_held_out_rows_are_few_the_same_in_any_order_and_never_trained_on() -> None:
+def test_held_out_rows_are_few_independent_of_order_and_never_trained_on() -> None:
     holdout = make_split(100_000, num_test=2_000, num_train=10_000, seed=3)
     ids = np.arange(100_000)
     test, reference, train = holdout.is_test(ids), holdout.is_reference(ids), holdout.is_train(ids)
@@ -309,7 +309,7 @@ def test_rows_are_read_by_position_from_all_tables() -> None:
 # Prefetching
 
 
-def test_prefetching_stops_once_its_items_are_forgotten() -> None:
+def test_prefetching_stops_once_its_iterator_is_deleted() -> None:
     made: list[int] = []
 
     def endless() -> Iterator[int]:
@@ -327,7 +327,7 @@ def test_prefetching_stops_once_its_items_are_forgotten() -> None:
     assert len(made) <= 5
 
 
-def test_prefetched_items_are_prepared_early_in_order_and_end_once() -> None:
+def test_prefetched_items_are_prepared_early_and_returned_in_order() -> None:
     begun = threading.Event()
 
     def many() -> Iterator[int]:
@@ -351,7 +351,7 @@ def test_an_error_is_raised_in_place_of_its_item() -> None:
         next(items)
 
 
-def test_closing_raises_an_error_in_a_waiting_and_in_a_later_caller() -> None:
+def test_closing_raises_an_error_in_waiting_and_later_callers() -> None:
     never = threading.Event()
 
     def one() -> Iterator[int]:
@@ -379,7 +379,7 @@ def stats(**counts: Any) -> ReadStats:
     return ReadStats(num_rows=10, num_train=8, examples=["x.jpg (not an image)"], **counts)
 
 
-def test_a_restarted_coordinator_restores_its_journal_despite_an_incomplete_last_line(tmp_path: Path) -> None:
+def test_a_restarted_coordinator_restores_a_journal_with_an_incomplete_last_line(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     first = RunCoordinator(None, str(journal))
     first.add_rows("a", stats(invalid=Counter({"not an image": 1})))
@@ -403,7 +403,7 @@ def test_a_restarted_coordinator_restores_its_journal_despite_an_incomplete_last
     assert RunCoordinator(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
 
 
-def test_a_full_disk_costs_a_coordinator_only_its_journal(tmp_path: Path) -> None:
+def test_a_coordinator_survives_a_full_disk_without_its_journal(tmp_path: Path) -> None:
     coordinator = RunCoordinator(None, str(tmp_path / "journal"))
     coordinator._journal = Path("/dev/full").open("a")
     coordinator.request_stop()
@@ -412,7 +412,7 @@ def test_a_full_disk_costs_a_coordinator_only_its_journal(tmp_path: Path) -> Non
     assert coordinator.rows().num_rows == 10
 
 
-def test_a_fragment_that_is_read_again_counts_once_and_too_many_invalid_rows_are_an_error() -> None:
+def test_a_fragment_read_twice_counts_once_and_too_many_invalid_rows_are_an_error() -> None:
     coordinator = RunCoordinator()
     for _ in range(2):
         coordinator.add_rows("a", stats(invalid=Counter({"not an image": 2})))

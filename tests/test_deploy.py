@@ -188,35 +188,35 @@ def container_of(pod: Any) -> Any:
     return pod["spec"]["containers"][0]
 
 
-def test_rays_launcher_takes_the_cluster() -> None:
+def test_the_ray_cluster_launcher_accepts_the_cluster_file() -> None:
     validate_config(prepare_config(copy.deepcopy(LAUNCHED)))
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_node_is_described_in_fields_that_aws_knows(name: str) -> None:
+def test_node_settings_use_only_fields_known_to_aws(name: str) -> None:
     jsonschema.validate(NODES[name]["node_config"], NODE_CONFIG)
 
 
-def test_workers_come_from_nothing_and_go_when_idle() -> None:
+def test_worker_groups_scale_up_from_zero_and_back_when_idle() -> None:
     assert {node["min_workers"] for node in WORKERS.values()} == {0}
     assert 0 < LAUNCHED["idle_timeout_minutes"] <= 10
     assert LAUNCHED["provider"]["cache_stopped_nodes"] is False
     assert sum(node["max_workers"] for node in WORKERS.values()) == LAUNCHED["max_workers"]
 
 
-def test_spot_instances_are_those_that_a_run_may_lose() -> None:
+def test_only_nodes_that_a_run_may_lose_are_spot_instances() -> None:
     spot = {node["labels"]["raycl.io/role"] for node in NODES.values() if "InstanceMarketOptions" in node["node_config"]}  # fmt: skip
     assert spot == {"gpu", "data"}
 
 
-def test_nothing_trains_on_the_head_and_no_task_holds_a_memory_node() -> None:
+def test_the_head_runs_no_training_and_no_task_blocks_a_memory_node() -> None:
     assert HEAD["resources"] == {"CPU": 0, "GPU": 0}
     assert HEAD["labels"] == {"raycl.io/role": "head"}
     assert not HEAD["node_config"]["InstanceType"].startswith(("g", "p"))
     assert NODES["memory.ondemand"]["resources"] == {"CPU": 0}
 
 
-def test_ray_start_knows_the_flags_and_the_dashboard_stays_on_loopback() -> None:
+def test_ray_start_accepts_the_flags_and_the_dashboard_stays_on_loopback() -> None:
     head, worker = (started(LAUNCHED[f"{node}_start_ray_commands"]) for node in ("head", "worker"))
     assert head["head"]
     assert head["dashboard_host"] == "127.0.0.1"
@@ -228,7 +228,7 @@ def test_ray_start_knows_the_flags_and_the_dashboard_stays_on_loopback() -> None
     assert "security_group" not in LAUNCHED["provider"]  # Ray's own lets in ssh only
 
 
-def test_every_node_has_the_token_and_asks_for_it() -> None:
+def test_every_node_has_the_token_and_requires_it() -> None:
     assert LAUNCHED["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     assert "chmod 600 ~/.ray/auth_token" in LAUNCHED["setup_commands"]
     for node in ("head", "worker"):
@@ -237,7 +237,7 @@ def test_every_node_has_the_token_and_asks_for_it() -> None:
         assert "OMP_NUM_THREADS" not in environment  # or every process of Ray would have one thread
 
 
-def test_a_shell_on_a_node_finds_raycl_and_shows_the_token(tmp_path: Path) -> None:
+def test_a_shell_on_a_node_finds_raycl_and_has_the_token(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     for command in LAUNCHED["setup_commands"][-2:] * 2:
         run_on_a_node(command, **home)
@@ -247,20 +247,20 @@ def test_a_shell_on_a_node_finds_raycl_and_shows_the_token(tmp_path: Path) -> No
     assert len((tmp_path / ".bashrc").read_text().splitlines()) == 1
 
 
-def test_a_stopped_job_has_time_for_its_checkpoint() -> None:
+def test_a_stopped_job_has_time_to_save_its_checkpoint() -> None:
     patience_s = environment_of(LAUNCHED["head_start_ray_commands"])["RAY_JOB_STOP_WAIT_TIME_S"]
     assert patience_s == "120"
     assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": patience_s} in container_of(PODS["head"])["env"]
 
 
-def test_every_node_installs_the_ray_that_raycl_asks_for() -> None:
+def test_every_node_installs_the_ray_version_required_by_raycl() -> None:
     commands = "\n".join(LAUNCHED["setup_commands"])
     assert re.search(r"uv sync .*--frozen", commands)
     assert "default" in RAY.extras  # without it, neither dashboard nor jobs
     assert not re.search(r"\bray(\[|=)", commands)  # another version would take its place
 
 
-def test_no_command_of_the_launchers_own_runs_on_a_node() -> None:
+def test_no_default_command_of_the_launcher_runs_on_a_node() -> None:
     ready = prepare_config(copy.deepcopy(LAUNCHED))
     for kind in ("setup_commands", "start_ray_commands"):
         ours = [
@@ -272,7 +272,7 @@ def test_no_command_of_the_launchers_own_runs_on_a_node() -> None:
     assert ready["initialization_commands"] == []
 
 
-def test_what_is_copied_to_the_nodes_is_what_the_package_is_built_from_and_no_more() -> None:
+def test_only_the_files_of_the_package_are_copied_to_the_nodes() -> None:
     copied = {source for target, source in LAUNCHED["file_mounts"].items() if target.startswith("~/raycl/")}
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert copied == {"pyproject.toml", PROJECT["project"]["readme"], "uv.lock", *packages}
@@ -284,7 +284,7 @@ def test_what_is_copied_to_the_nodes_is_what_the_package_is_built_from_and_no_mo
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_no_file_holds_a_key(path: Path) -> None:
+def test_no_file_contains_a_secret_key(path: Path) -> None:
     text = path.read_text()
     assert not re.search(
         r"AKIA\w{16}|AWS_(ACCESS|SECRET|SESSION)|aws_(access|secret|session|credentials)", text
@@ -293,7 +293,7 @@ def test_no_file_holds_a_key(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_kubernetes_objects_have_only_fields_that_exist(kind: str) -> None:
+def test_kubernetes_objects_have_only_existing_fields(kind: str) -> None:
     version, spec = SPECS[kind]
     metadata = closed("name", name={"pattern": "^[a-z][-a-z0-9]{0,46}$"}, annotations=TEXTS)
     fields = {"apiVersion": {"const": version}, "kind": TEXT, "metadata": metadata}
@@ -301,13 +301,13 @@ def test_kubernetes_objects_have_only_fields_that_exist(kind: str) -> None:
     jsonschema.validate(OBJECTS[kind], closed(" ".join(fields), **fields))
 
 
-def test_the_cluster_of_a_job_is_the_one_that_stays() -> None:
+def test_the_cluster_of_a_job_equals_the_permanent_cluster() -> None:
     assert set(OBJECTS) == set(SPECS)
     assert OBJECTS["RayJob"]["spec"]["rayClusterSpec"] == CLUSTER
     assert OBJECTS["RayJob"]["spec"]["shutdownAfterJobFinishes"]
 
 
-def test_pods_have_one_image_with_the_ray_that_raycl_asks_for() -> None:
+def test_all_pods_use_one_image_with_the_ray_version_required_by_raycl() -> None:
     version = CLUSTER["rayVersion"]
     assert RAY.specifier.contains(version)
     images = {container_of(pod)["image"] for pod in PODS.values()}
@@ -317,7 +317,7 @@ def test_pods_have_one_image_with_the_ray_that_raycl_asks_for() -> None:
     assert images.pop() in manual
 
 
-def test_groups_of_pods_come_from_nothing_and_the_head_gives_no_cpus() -> None:
+def test_pod_groups_scale_up_from_zero_and_the_head_offers_no_cpus() -> None:
     assert CLUSTER["enableInTreeAutoscaling"]
     assert CLUSTER["autoscalerOptions"]["idleTimeoutSeconds"] <= 600
     assert {(group["replicas"], group["minReplicas"]) for group in GROUPS.values()} == {(0, 0)}
@@ -328,7 +328,7 @@ def test_groups_of_pods_come_from_nothing_and_the_head_gives_no_cpus() -> None:
         assert set(group["rayStartParams"]) <= known
 
 
-def test_labels_say_the_same_on_aws_and_on_kubernetes() -> None:
+def test_node_labels_are_the_same_on_aws_and_kubernetes() -> None:
     roles = {"head": CLUSTER["headGroupSpec"]} | GROUPS
     assert {name: group["labels"] for name, group in roles.items()} == {
         name: {"raycl.io/role": name} for name in ("head", "gpu", "data")
@@ -336,7 +336,7 @@ def test_labels_say_the_same_on_aws_and_on_kubernetes() -> None:
     assert {node["labels"]["raycl.io/role"] for node in NODES.values()} == {*roles, "memory"}
 
 
-def test_only_pods_that_train_have_a_gpu_and_what_a_pod_asks_for_is_its_limit() -> None:
+def test_only_training_pods_have_a_gpu_and_requests_equal_limits() -> None:
     for name, pod in PODS.items():
         resources = container_of(pod)["resources"]
         assert resources["requests"] == resources["limits"]
@@ -345,7 +345,7 @@ def test_only_pods_that_train_have_a_gpu_and_what_a_pod_asks_for_is_its_limit() 
         assert on_spot == (name != "head")
 
 
-def test_pods_ask_for_a_token_and_reach_s3_by_their_role() -> None:
+def test_pods_require_a_token_and_access_s3_by_their_role() -> None:
     assert CLUSTER["authOptions"] == {"mode": "token"}
     account = OBJECTS["ServiceAccount"]["metadata"]
     assert account["annotations"]["eks.amazonaws.com/role-arn"].startswith("arn:aws:iam::")
@@ -355,7 +355,7 @@ def test_pods_ask_for_a_token_and_reach_s3_by_their_role() -> None:
     assert "automountServiceAccountToken" not in PODS["head"]["spec"]
 
 
-def test_the_dashboard_is_open_to_kuberay_and_to_the_pod_that_submits() -> None:
+def test_only_kuberay_and_the_submitting_pod_can_reach_the_dashboard() -> None:
     assert CLUSTER["headGroupSpec"]["serviceType"] == "ClusterIP"
     policy = OBJECTS["NetworkPolicy"]["spec"]
     chosen = policy["podSelector"]["matchLabels"]
@@ -370,7 +370,7 @@ def test_the_dashboard_is_open_to_kuberay_and_to_the_pod_that_submits() -> None:
     assert from_outside["ports"] == [{"port": ports["dashboard"], "protocol": "TCP"}]
 
 
-def test_the_runs_that_the_files_start_are_commands_of_raycl() -> None:
+def test_the_deployed_jobs_run_valid_raycl_commands() -> None:
     texts = [(ROOT / name).read_text() for name in ("cluster.yaml", "deploy/README.md")]
     unfolded = "\n".join(re.sub(r"\\\n#?\s*", "", text) for text in texts)
     lines = re.findall(r"python jobs/train\.py (.*)", unfolded)
@@ -385,7 +385,7 @@ def test_the_runs_that_the_files_start_are_commands_of_raycl() -> None:
         assert flags["gpu"]
 
 
-def test_a_run_that_kuberay_begins_again_goes_on() -> None:
+def test_a_run_restarted_by_kuberay_resumes() -> None:
     job = OBJECTS["RayJob"]["spec"]
     assert job["backoffLimit"] > 0
     assert "--resume" in shlex.split(job["entrypoint"])

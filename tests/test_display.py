@@ -84,7 +84,7 @@ VALUES: dict[str, Displayable] = {
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_a_value_shows_all_of_its_facts_as_valid_html_and_as_text(value: Displayable) -> None:
+def test_a_value_is_rendered_completely_as_valid_html_and_as_text(value: Displayable) -> None:
     table, html, text = value.to_table(), value._repr_html_(), str(value)
     cells = Tags(html).cells
     assert [[name, format_value(fact)] for name, fact in table.facts.items()] == cells[: len(table.facts)]
@@ -95,12 +95,12 @@ def test_a_value_shows_all_of_its_facts_as_valid_html_and_as_text(value: Display
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_html_has_no_colors_of_its_own(value: Displayable) -> None:
+def test_the_html_sets_no_colors(value: Displayable) -> None:
     html = value._repr_html_() + progress_html("training", 1, 2, "")
     assert "color" not in html and "background" not in html and "<style" not in html
 
 
-def test_text_of_others_is_escaped() -> None:
+def test_untrusted_text_is_escaped() -> None:
     table = Table(title=EVIL, facts={EVIL: EVIL}, columns=(EVIL,), rows=[(EVIL,)])
     for html in (table.to_html(), progress_html(EVIL, 1, 2, EVIL), EvaluationResult({"measure": EVIL, EVIL: EVIL})._repr_html_()):  # fmt: skip
         tags = Tags(html)
@@ -124,7 +124,7 @@ def test_ipython_prints_the_lines_in_a_terminal() -> None:
     assert printer.told == str(SCORES)
 
 
-def test_scores_are_a_dictionary_for_json() -> None:
+def test_scores_are_a_json_serializable_dictionary() -> None:
     assert json.loads(json.dumps(SCORES)) == dict(SCORES)
     assert SCORES["baseline"]["tfidf"]["mrr"] == 0.25
 
@@ -136,13 +136,13 @@ def test_scores_show_nested_values_by_path_and_count_examples() -> None:
     assert "measure" not in facts and SCORES.to_table().title == "retrieval"
 
 
-def test_ids_and_steps_of_neighbors_are_shown_without_separators() -> None:
+def test_neighbor_ids_and_steps_are_shown_without_separators() -> None:
     assert NEIGHBORS.to_table().rows[1] == ("123456", "0.2500", "1000")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("image_size", [32, 224])
-def test_the_shown_settings_of_a_configuration_reproduce_it(name: str, image_size: int) -> None:
+def test_the_displayed_settings_reproduce_the_configuration(name: str, image_size: int) -> None:
     config = recipe(name, image_size=image_size)
     facts = dict(config.to_table().facts)
     blank = RunConfig(recipe="blank", stages=(Stage(epochs=1),))
@@ -150,7 +150,7 @@ def test_the_shown_settings_of_a_configuration_reproduce_it(name: str, image_siz
     assert len(facts) < len(flatten(config.model_dump())) / 2
 
 
-def test_flatten_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
+def test_flatten_keeps_lists_of_values_and_expands_lists_of_mappings() -> None:
     assert flatten({"a": {"b": [1, 2]}, "c": [{"d": 1}, {"d": 2}], "e": {}}) == {"a.b": [1, 2], "c.0.d": 1, "c.1.d": 2, "e": {}}  # fmt: skip
 
 
@@ -158,18 +158,18 @@ def test_flatten_keeps_lists_of_values_and_opens_lists_of_mappings() -> None:
     ("value", "said"),
     [(None, "-"), (True, "yes"), (65_536, "65,536"), (0.123456789, "0.123457"), (12_345.67, "12,345.7"), (math.nan, "nan"), ("a\nb", "a b"), ([], "-"), ((0.2, 1.0), "0.2, 1"), ({"a": 1_000}, "a: 1,000")],
 )  # fmt: skip
-def test_values_are_formatted_for_readers(value: object, said: str) -> None:
+def test_values_are_formatted_for_reading(value: object, said: str) -> None:
     assert format_value(value) == said
 
 
-def test_columns_of_text_are_aligned_with_numbers_to_the_right() -> None:
+def test_text_columns_are_aligned_with_numbers_on_the_right() -> None:
     rows = [("a", 7, "x"), ("bcd", 12_345, "")]
     assert text_table(("name", "count", ""), rows) == "name   count\na          7  x\nbcd   12,345"
     assert text_table((), rows) == "a         7  x\nbcd  12,345"
     assert text_table((), []) == ""
 
 
-def test_bytes_are_shown_with_the_largest_unit_that_fits() -> None:
+def test_bytes_are_shown_in_the_largest_unit_that_fits() -> None:
     assert [format_bytes(n) for n in (12, 2_048, 3 * 2**20, 2**31)] == [
         "12 B",
         "2.0 KiB",
@@ -184,7 +184,7 @@ def test_an_error_without_text_is_named_by_its_type() -> None:
     assert first_line(KeyError()) == last_line(KeyError()) == "KeyError"
 
 
-def test_the_progress_bar_stays_within_its_bounds() -> None:
+def test_the_progress_bar_stays_between_0_and_100_percent() -> None:
     assert 'value="0" max="1"' in progress_html("reading", -1, 0, "")
     assert 'value="30" max="120"' in progress_html("training", 30, 120, "steps")
     assert "training 1,200/4,000  steps" in progress_html("training", 1_200, 4_000, "steps")
@@ -205,7 +205,7 @@ recipe("simclr", image_size=32)
 """
 
 
-def test_a_real_notebook_draws_one_bar_that_moves_and_shows_values() -> None:
+def test_a_real_notebook_draws_one_updating_bar_and_shows_values() -> None:
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

@@ -147,7 +147,7 @@ def parse(command: Command) -> Parsed:
 ALL_COMMANDS = commands()
 
 
-def test_the_documents_show_what_there_is_to_run() -> None:
+def test_the_documents_show_every_command() -> None:
     shown = {parse(command).path for command in ALL_COMMANDS}
     door: Any = get_command(app)
     told = {f"raycl {name}" for name in door.commands}
@@ -171,7 +171,7 @@ def test_the_readme_has_a_row_for_each_command() -> None:
 @pytest.mark.parametrize(
     "command", ALL_COMMANDS, ids=lambda each: f"{each.page}: {' '.join(each.words)[:60]}"
 )
-def test_command_of_a_document_is_one_that_raycl_takes(command: Command) -> None:
+def test_each_command_in_the_documents_is_valid(command: Command) -> None:
     parsed = parse(command)
     settings = parsed.values.get("settings") or []
     asked = parsed.values.get("recipe")
@@ -201,7 +201,7 @@ def check_run(plain: RunConfig, values: dict[str, Any], settings: Sequence[str])
     override(plain, given | dict(map(parse_setting, settings)))
 
 
-def test_settings_that_inline_code_names_exist() -> None:
+def test_settings_named_in_inline_code_exist() -> None:
     flat = {
         re.sub(r"\.\d+\.", ".N.", path)
         for name in RECIPES
@@ -233,7 +233,7 @@ def settings_of(values: Any, path: str = "") -> Iterator[str]:
 @pytest.mark.parametrize(
     "block", [block for block in blocks() if block.language == "yaml"], ids=lambda block: block.page
 )
-def test_yaml_of_a_document_is_a_run(block: Block) -> None:
+def test_each_yaml_block_is_a_valid_run(block: Block) -> None:
     values = yaml.safe_load(block.text)
     if "stages" in values:
         config_from_yaml(yaml.safe_dump({"recipe": "shown"} | values))
@@ -242,7 +242,7 @@ def test_yaml_of_a_document_is_a_run(block: Block) -> None:
 @pytest.mark.parametrize(
     "block", [block for block in blocks() if block.language == "python"], ids=lambda block: block.page
 )
-def test_python_of_a_document_is_python_and_names_what_there_is(block: Block) -> None:
+def test_each_python_block_parses_and_uses_existing_names(block: Block) -> None:
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("raycl"):
             module = importlib.import_module(node.module or "")
@@ -255,7 +255,7 @@ def test_python_of_a_document_is_python_and_names_what_there_is(block: Block) ->
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_pictures_of_a_document_are_there(page: Path) -> None:
+def test_linked_files_and_pictures_exist(page: Path) -> None:
     text = _BLOCK.sub("", page.read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:", target):
@@ -269,7 +269,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {str(page.relative_to(DOCS)) for page in PAGES[1:]} <= listed
 
 
-def test_the_map_of_the_code_names_what_is_there_and_all_of_it() -> None:
+def test_the_code_map_lists_exactly_the_existing_modules() -> None:
     text = (ROOT / "raycl" / "README.md").read_text()
     named = set(re.findall(r"(?<![\w/.])(\w+(?:/\w+)*(?:/|\.py))(?!\w)", text))
     outside = {"tests/test_floors.py"}
@@ -286,7 +286,7 @@ _CELL = re.compile(r"^\| `([^`]+)` \|(.*)\|$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_page_of_a_recipe_states_the_defaults_that_it_has(name: str) -> None:
+def test_each_recipe_page_states_the_actual_defaults(name: str) -> None:
     text = (DOCS / "recipes" / f"{name}.md").read_text().partition("## Settings")[2].partition("\n## ")[0]
     header = next(line for line in text.splitlines() if line.startswith("| setting"))
     sizes = [size_of(column) for column in header.strip("| ").split("|")[1:] if column.strip()]
@@ -301,7 +301,7 @@ def test_page_of_a_recipe_states_the_defaults_that_it_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_page_of_a_recipe_has_a_column_for_each_kind_of_images(name: str) -> None:
+def test_each_recipe_page_has_a_column_for_each_image_size_with_other_defaults(name: str) -> None:
     text = (DOCS / "recipes" / f"{name}.md").read_text()
     paths = [path for path, _ in _CELL.findall(text.partition("## Settings")[2].partition("\n## ")[0])]
     large, small = (recipe(name, image_size=size).model_dump(mode="json") for size in (224, 32))
@@ -355,7 +355,7 @@ def lines_of_output() -> list[str]:
 
 
 @pytest.mark.parametrize("line", lines_of_output())
-def test_line_that_troubleshooting_quotes_is_one_that_raycl_prints(line: str) -> None:
+def test_each_line_quoted_in_troubleshooting_is_printed_by_raycl(line: str) -> None:
     pieces = [piece.strip(" :;,()") for piece in line.split("...")]
     telling = [piece for piece in pieces if len(piece) >= 4]
     assert telling, "a line of gaps says nothing"
@@ -396,14 +396,14 @@ def documented_metrics() -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_each_metric_of_a_symptom_is_explained() -> None:
+def test_each_metric_of_a_symptom_is_documented() -> None:
     symptoms = re.findall(r"^\*\*Symptom\.\*\*(.*?)(?:\n\n|\Z)", TROUBLE, re.MULTILINE | re.DOTALL)
     named = {name for symptom in symptoms for name in re.findall(r"`([a-z]\w+)`", symptom)} - _NO_METRICS
     assert len(named) >= 10
     assert named <= documented_metrics(), named - documented_metrics()
 
 
-def test_events_of_symptoms_are_those_of_a_run() -> None:
+def test_events_named_in_symptoms_exist() -> None:
     assert set(re.findall(r"`event` line `(\w+)`", TROUBLE)) == {"collapse", records.ROLLBACK}
 
 
@@ -439,7 +439,7 @@ class Loads(HTMLParser):
         self.addresses += re.findall(r"url\(([^)]+)\)", given.get("style", ""))
 
 
-def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+def test_no_page_loads_resources_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
@@ -465,7 +465,7 @@ def test_site_has_the_changelog_and_the_docstrings(site: Path) -> None:
         assert f'id="{name}"' in (site / page).read_text()
 
 
-def test_pictures_of_the_concepts_are_those_of_their_script() -> None:
+def test_the_concept_pictures_match_the_output_of_their_script() -> None:
     tree = ast.parse((ROOT / "benchmarks" / "concept_pictures.py").read_text())
     drawn = next(
         {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}

@@ -44,13 +44,13 @@ def parts(config: RunConfig, measured: MemoryProfile = ONE, negatives: float = 0
     ).parts
 
 
-def test_a_result_is_one_line_whatever_the_error_contains() -> None:
+def test_a_result_is_one_line_even_if_the_error_has_several() -> None:
     assert (
         str(CheckResult(good=False, name="data", seen="a\n  b", remedy="mend it")) == "✗ data: a b -> mend it"
     )
 
 
-def test_a_file_is_read_as_written_and_deleted(tmp_path: Path) -> None:
+def test_the_storage_check_reads_back_its_file_and_deletes_it(tmp_path: Path) -> None:
     folder = Place(str(tmp_path))
     assert write_file(folder, "mine") == ""
     assert read_files(folder, {"mine": "a"}) == []
@@ -63,14 +63,14 @@ def test_a_file_is_read_as_written_and_deleted(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_folder_is_created_on_a_node_that_lacks_it(tmp_path: Path) -> None:
+def test_no_folder_is_created_on_a_node_without_it(tmp_path: Path) -> None:
     assert write_file(Place(str(tmp_path / "runs")), "mine") == ""
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "runs").write_text("a file")
     assert "cannot write" in write_file(Place(str(tmp_path / "runs")), "mine")
 
 
-def test_a_port_is_open_to_others_unless_it_listens_on_loopback_alone() -> None:
+def test_a_port_is_public_unless_it_listens_on_loopback_only() -> None:
     with socket.socket() as inside, socket.socket() as outside:
         inside.bind(("127.0.0.1", 0))
         outside.bind(("0.0.0.0", 0))
@@ -90,7 +90,7 @@ def test_the_version_of_raycl_includes_a_fingerprint_of_its_source() -> None:
     assert found == versions()
 
 
-def test_memory_follows_rows_workers_and_chunks() -> None:
+def test_estimated_memory_depends_on_rows_workers_and_chunks() -> None:
     config = small(**{"stages.0.batch_size": 64})
     assert parts(config)["activations"] == 128 * 100  # both views
     assert parts(small(**{"stages.0.batch_size": 64, "workers": 2}))["activations"] == 64 * 100
@@ -101,7 +101,7 @@ def test_memory_follows_rows_workers_and_chunks() -> None:
     assert parts(kept)["activations"] == pytest.approx(48 * 100 + 128 * 7)
 
 
-def test_the_stage_that_needs_most_counts() -> None:
+def test_the_stage_with_the_largest_memory_counts() -> None:
     stages = [{"epochs": 1, "batch_size": size} for size in (32, 256, 64)]
     config = small(stages=stages)
     estimate = estimate_memory(config, [ONE] * 3, num_samples=9, row_bytes=0, negatives_per_pair=0)
@@ -121,7 +121,7 @@ def test_the_state_of_each_optimizer_is_counted(name: str, states: int) -> None:
     assert parts(config)["optimizer"] == states * ONE.parameters
 
 
-def test_a_momentum_encoder_is_another_copy_and_a_queue_a_ring_on_each_worker() -> None:
+def test_a_momentum_encoder_counts_as_a_copy_and_a_queue_as_a_buffer_per_worker() -> None:
     moco = parts(small("moco_v2"))
     assert moco["momentum encoder"] == ONE.parameters
     assert parts(small())["momentum encoder"] == 0
@@ -130,7 +130,7 @@ def test_a_momentum_encoder_is_another_copy_and_a_queue_a_ring_on_each_worker() 
     assert parts(small())["negatives"] == 0
 
 
-def test_shards_share_the_bank() -> None:
+def test_shards_split_the_memory_of_the_bank() -> None:
     whole = bank_bytes(small("instance_discrimination"), 1_000)
     shared = bank_bytes(small("instance_discrimination", **{"bank.shards": 4}), 1_000)
     assert len(shared) == 4
@@ -147,7 +147,7 @@ def test_explicit_negatives_count_as_rows_of_the_key_tower() -> None:
     assert parts(without, TWO, negatives=3.0)["activations"] == 8 * 100 + 8 * 10
 
 
-def test_a_gpu_holds_everything_but_the_process_and_the_waiting_rows() -> None:
+def test_gpu_memory_excludes_the_process_and_prefetched_rows() -> None:
     on_cpu, on_gpu = (
         estimate_memory(small(gpu=gpu), [ONE], num_samples=9, row_bytes=50, negatives_per_pair=0)
         for gpu in (False, True)
@@ -165,7 +165,7 @@ def test_a_gpu_holds_everything_but_the_process_and_the_waiting_rows() -> None:
         ("simclr", replace(ONE, parameters=1e9), "smaller encoder"),
     ],
 )
-def test_the_remedy_lowers_the_largest_part(name: str, measured: MemoryProfile, says: str) -> None:
+def test_the_remedy_reduces_the_largest_part(name: str, measured: MemoryProfile, says: str) -> None:
     estimate = estimate_memory(small(name), [measured], num_samples=9, row_bytes=0, negatives_per_pair=0)
     assert says in estimate.remedy()
 
@@ -201,7 +201,7 @@ def test_memory_per_row_is_measured_with_and_without_chunks() -> None:
     assert in_chunks.waiting[0] < 0.2 * whole.activations[0]
 
 
-def test_an_untrained_vocabulary_counts_with_its_full_size() -> None:
+def test_an_untrained_vocabulary_counts_at_its_full_size() -> None:
     arguments = {"dim": 16, "hidden_dim": 0}
     sizes = {}
     for size_ in (1_000, 2_000):
@@ -215,7 +215,7 @@ def test_an_untrained_vocabulary_counts_with_its_full_size() -> None:
     assert sizes[2_000] - sizes[1_000] >= 1_000 * 16 * 4
 
 
-def test_a_recipe_is_planned_as_train_plans_it(tmp_path: Path) -> None:
+def test_a_recipe_is_planned_like_in_train(tmp_path: Path) -> None:
     data = str(write_digits(tmp_path / "digits.parquet", 20))
     assert plan("simclr", {}, data, []).data.image_size == 16
     assert plan("simclr", {}, None, []).data.image_size == 224
@@ -225,7 +225,7 @@ def test_a_recipe_is_planned_as_train_plans_it(tmp_path: Path) -> None:
     assert plan("simcse", {"workers": 2}, None, []).workers == 2
 
 
-def test_a_wrong_recipe_is_refused_at_once() -> None:
+def test_an_invalid_recipe_is_refused_immediately() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         plan("nonsense", {}, None, [])
     with pytest.raises(StorageError):

@@ -76,7 +76,7 @@ def plain_gap(query: Tensor, key: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("num_rows", "dim"), SHAPES)
-def test_every_measure_equals_its_formula_in_float64(num_rows: int, dim: int) -> None:
+def test_every_metric_equals_its_formula_in_float64(num_rows: int, dim: int) -> None:
     query, key = make_pair(num_rows, dim)
     for found, expected in (
         (alignment(query, key), plain_alignment(query, key)),
@@ -105,7 +105,7 @@ def test_metrics_are_exact_in_a_narrow_cone() -> None:
     assert uniformity(query) == pytest.approx(plain_uniformity(query), abs=1e-6)
 
 
-def test_rows_evenly_on_the_sphere_have_std_1_full_rank_and_low_uniformity() -> None:
+def test_uniform_rows_on_the_sphere_have_std_1_full_rank_and_low_uniformity() -> None:
     rows = make_rows(20_000, 16)
     assert embedding_std(rows) == pytest.approx(1.0, abs=0.01)
     assert effective_rank(rows) == pytest.approx(16, rel=0.01)
@@ -122,7 +122,7 @@ def test_rows_at_one_point_have_std_0_rank_1_and_uniformity_0() -> None:
     assert alignment(rows, rows) == 0.0
 
 
-def test_rank_does_not_center_the_rows_and_ignores_rounding() -> None:
+def test_rank_is_computed_without_centering_and_ignores_rounding() -> None:
     rows = F.normalize(point(100, 16) + 1e-3 * make_rows(100, 16, 9), dim=1)
     assert effective_rank(rows) < 1.2
     assert effective_rank(rows - rows.mean(0)) > 14
@@ -131,7 +131,7 @@ def test_rank_does_not_center_the_rows_and_ignores_rounding() -> None:
     assert effective_rank(rounded) == pytest.approx(1.0, abs=1e-3)
 
 
-def test_one_row_is_a_point() -> None:
+def test_one_row_gives_the_metrics_of_a_point() -> None:
     query, key = make_pair(1, 8)
     assert measure(query, key).known() == {
         "num_rows": 1,
@@ -154,7 +154,7 @@ def test_degenerate_rows_give_finite_metrics(num_rows: int, value: float) -> Non
     assert figures["embedding_std"] == figures["alignment"] == figures["positive_negative_gap"] == 0.0
 
 
-def test_a_row_with_nan_does_not_change_the_others() -> None:
+def test_a_row_with_nan_does_not_affect_the_metrics_of_other_rows() -> None:
     rows = make_rows(9, 4)
     rows[3, 2] = math.nan
     cleaned = rows.clone()
@@ -162,7 +162,7 @@ def test_a_row_with_nan_does_not_change_the_others() -> None:
     assert measure(rows, rows) == measure(cleaned, cleaned)
 
 
-def test_measure_returns_all_metrics_and_without_keys_only_those_of_the_queries() -> None:
+def test_measure_returns_query_metrics_only_without_keys() -> None:
     query, key = make_pair(100, 24)
     alone = {
         "num_rows": 100,
@@ -178,14 +178,14 @@ def test_measure_returns_all_metrics_and_without_keys_only_those_of_the_queries(
     assert {type(figure) for figure in measure(query, key).known().values()} == {int, float}
 
 
-def test_measure_uses_the_first_rows_only() -> None:
+def test_measure_uses_only_the_first_rows() -> None:
     query, key = make_pair(MAX_ROWS + 50, 8)
     assert measure(query, key) == measure(query[:MAX_ROWS], key[:MAX_ROWS])
     assert measure(query[:-50], key[:-50]) != measure(query[: MAX_ROWS - 1], key[: MAX_ROWS - 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_metrics_are_computed_in_float32_also_under_autocast_and_change_no_rows(dtype: torch.dtype) -> None:
+def test_metrics_are_computed_in_float32_under_autocast_without_changing_rows(dtype: torch.dtype) -> None:
     query, key = (rows.to(dtype) for rows in make_pair(60, 16))
     query.requires_grad_()
     before = query.detach().clone(), key.clone()
@@ -207,7 +207,7 @@ def test_uniformity_never_allocates_all_pairs_at_once() -> None:
 
 @pytest.mark.parametrize("rows", BAD_ROWS, ids=lambda rows: str(list(rows.shape)))
 @pytest.mark.parametrize("function", (*ALONE, measure))
-def test_tensors_that_are_not_rows_are_refused(function: Callable[[Tensor], object], rows: Tensor) -> None:
+def test_tensors_of_invalid_shape_are_refused(function: Callable[[Tensor], object], rows: Tensor) -> None:
     with pytest.raises(ConfigError, match=rf"{re.escape(str(list(rows.shape)))}; pass one embedding per row"):
         function(rows)
 

@@ -89,7 +89,7 @@ def after_an_epoch(position: Position, num_steps: int) -> Position:
     return position.next_epoch()
 
 
-def test_each_epoch_follows_the_one_before_and_the_last_one_of_a_stage_has_none_behind_it(
+def test_each_epoch_continues_the_previous_one_and_the_last_one_has_no_next(
     epochs: Epochs, asked: Asked
 ) -> None:
     position, plan, drawn = Position(), plan_of(epochs=3), []
@@ -104,14 +104,14 @@ def test_each_epoch_follows_the_one_before_and_the_last_one_of_a_stage_has_none_
 
 
 @pytest.mark.parametrize(("steps", "another"), [(4, False), (5, False), (6, True)])
-def test_a_stage_of_steps_asks_for_no_epoch_that_it_would_not_reach(
+def test_a_stage_limited_by_steps_announces_only_epochs_that_it_reaches(
     epochs: Epochs, asked: Asked, steps: int, another: bool
 ) -> None:
     ids_of(epochs, Position(), plan_of(steps=steps))
     assert asked.calls == [(0, 0, False, another)]
 
 
-def test_a_resumed_epoch_counts_the_steps_that_are_left_of_it(epochs: Epochs, asked: Asked) -> None:
+def test_a_resumed_epoch_runs_its_remaining_steps(epochs: Epochs, asked: Asked) -> None:
     resumed = Position(step=3, samples=12, epoch_step=3, stage_step=3)
     whole = ids_of(epochs, Position(), plan_of(steps=5))
     assert ids_of(epochs, resumed, plan_of(steps=5)) == whole[3:]
@@ -119,9 +119,7 @@ def test_a_resumed_epoch_counts_the_steps_that_are_left_of_it(epochs: Epochs, as
     assert asked.calls[1:] == [(0, 3, False, False), (0, 3, False, True)]
 
 
-def test_nothing_follows_an_epoch_that_was_left_in_its_middle_or_that_is_another_one(
-    epochs: Epochs, asked: Asked
-) -> None:
+def test_only_the_next_epoch_after_a_complete_one_continues_it(epochs: Epochs, asked: Asked) -> None:
     plan, first = plan_of(epochs=9), Position()
     views = views_of(epochs, first, plan)
     next(views)
@@ -141,7 +139,7 @@ def test_nothing_follows_an_epoch_that_was_left_in_its_middle_or_that_is_another
     ]
 
 
-def test_an_epoch_that_was_left_does_not_follow_a_second_time(epochs: Epochs, asked: Asked) -> None:
+def test_a_restarted_epoch_does_not_continue_the_previous_one_again(epochs: Epochs, asked: Asked) -> None:
     plan, first = plan_of(epochs=9), Position()
     ids_of(epochs, first, plan)
     second = after_an_epoch(first, 5)
@@ -152,7 +150,7 @@ def test_an_epoch_that_was_left_does_not_follow_a_second_time(epochs: Epochs, as
     assert [follows for _, _, follows, _ in asked.calls] == [False, True, False]
 
 
-def test_a_later_stage_counts_its_own_epochs_and_steps_and_begins_anew(epochs: Epochs, asked: Asked) -> None:
+def test_a_later_stage_restarts_and_counts_its_own_epochs_and_steps(epochs: Epochs, asked: Asked) -> None:
     second_stage = {"stages.1.batch_size": BATCH_SIZE, "stages.1.epochs": 2, "stages.1.steps": None}
     first, second = plans_of(**{"stages.0.steps": 10}, **second_stage)
     position = Position()
@@ -168,7 +166,7 @@ def test_a_later_stage_counts_its_own_epochs_and_steps_and_begins_anew(epochs: E
     assert asked.calls[-1][-1] is True
 
 
-def test_the_first_epoch_comes_as_it_is_with_its_ids(epochs: Epochs) -> None:
+def test_plain_returns_the_first_epoch_without_augmentation_with_its_ids(epochs: Epochs) -> None:
     batches = list(epochs.plain(SHARE))
     assert len(batches) == 5
     for images, sample_id in batches:

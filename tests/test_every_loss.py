@@ -58,7 +58,7 @@ def name_of(value: object) -> str | None:
     ],
     ids=name_of,
 )
-def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice(loss: Loss) -> None:
+def test_the_gradient_scales_with_the_loss_and_can_be_computed_twice(loss: Loss) -> None:
     inputs = leaves(*make_views(9, 4))
     value = loss(*inputs)
     once = torch.autograd.grad(value, inputs, retain_graph=True)
@@ -76,7 +76,7 @@ def test_gradient_follows_the_scale_of_the_loss_and_can_be_taken_twice(loss: Los
     ],
     ids=name_of,
 )
-def test_second_derivative_is_refused_rather_than_wrong(loss: Loss) -> None:
+def test_a_second_derivative_is_refused(loss: Loss) -> None:
     inputs = leaves(*make_views(9, 4))
     (gradient, _) = torch.autograd.grad(loss(*inputs), inputs, create_graph=True)
     with pytest.raises(RuntimeError):
@@ -95,7 +95,7 @@ def inputs_of(loss: Loss) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("loss", [partial(info_nce), BOTH_WAYS, *HINGES], ids=name_of)
-def test_gradient_is_the_same_whoever_else_wants_one(loss: Loss) -> None:
+def test_a_gradient_is_independent_of_other_requested_gradients(loss: Loss) -> None:
     names, inputs = zip(*inputs_of(loss).items(), strict=True)
     together = leaves(*inputs)
     _, *all_at_once = value_and_gradients(loss(**dict(zip(names, together, strict=True))), together)
@@ -106,7 +106,7 @@ def test_gradient_is_the_same_whoever_else_wants_one(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", [BOTH_WAYS, *HINGES], ids=name_of)
-def test_value_is_the_same_whoever_wants_a_gradient(loss: Loss) -> None:
+def test_the_value_is_independent_of_the_requested_gradients(loss: Loss) -> None:
     names, inputs = zip(*inputs_of(loss).items(), strict=True)
     together = dict(zip(names, leaves(*inputs), strict=True))
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_value_is_the_same_whoever_wants_a_gradient(loss: Loss) -> None:
     ],
     ids=name_of,
 )
-def test_half_precision_rows_lose_nothing_but_their_own_rounding(
+def test_half_precision_rows_lose_only_their_own_rounding(
     loss: Loss, num_negatives: int | None, dtype: torch.dtype
 ) -> None:
     half = leaves(*make_views(70, 6), dtype=dtype)
@@ -160,7 +160,7 @@ def test_half_precision_rows_lose_nothing_but_their_own_rounding(
     ],
     ids=name_of,
 )
-def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(
+def test_a_half_precision_queue_loses_only_its_own_rounding(
     loss: Loss, tolerance: float, dtype: torch.dtype
 ) -> None:
     query, key = make_views(70, 6)
@@ -186,7 +186,7 @@ def test_a_half_precision_queue_loses_nothing_but_its_own_rounding(
     ],
     ids=name_of,
 )
-def test_a_half_precision_queue_is_never_copied_as_a_whole(loss: Loss, dim: int) -> None:
+def test_a_half_precision_queue_is_never_copied_in_full(loss: Loss, dim: int) -> None:
     query, key = leaves(*make_views(8, dim))
     queue = make_rows(20_000, dim).half()
     with MetricsLogger() as recorder:
@@ -204,7 +204,7 @@ def test_a_half_precision_queue_is_never_copied_as_a_whole(loss: Loss, dim: int)
     ],
     ids=name_of,
 )
-def test_autocast_does_not_lower_the_precision(
+def test_autocast_does_not_reduce_the_precision(
     loss: Loss, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
@@ -221,7 +221,7 @@ def test_autocast_does_not_lower_the_precision(
     [partial(info_nce, temperature=0.5), partial(clip, temperature=0.5)],
     ids=name_of,
 )
-def test_long_rows_and_short_ones_give_the_right_value(loss: Loss) -> None:
+def test_rows_of_any_norm_give_the_correct_value(loss: Loss) -> None:
     query, key = make_views(20, 4)
     negatives = make_rows(30, 4) * torch.logspace(-3, 2, 30)[:, None]
     exact = plain(loss)(query.double(), key.double(), negatives=negatives.double())
@@ -229,7 +229,7 @@ def test_long_rows_and_short_ones_give_the_right_value(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", [nt_xent, info_nce])
-def test_no_weight_is_a_number_too_small_for_full_speed(loss: Callable[..., Tensor]) -> None:
+def test_no_weight_is_a_subnormal_number(loss: Callable[..., Tensor]) -> None:
     # At 0.01 and with pairs that nearly agree, most weights are below 2**-126: as fast as any other
     # number only if they are 0.
     smallest = torch.finfo(torch.float32).tiny
@@ -268,7 +268,7 @@ def ids_of(loss: Loss, ids: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("loss", ALL, ids=name_of)
 @pytest.mark.parametrize("batch", (1, 4))
-def test_rows_whose_candidates_are_all_masked_have_no_loss(batch: int, loss: Loss) -> None:
+def test_rows_with_all_candidates_masked_have_no_loss(batch: int, loss: Loss) -> None:
     inputs = leaves(*make_views(batch, 3))
     same: dict[str, Any] = ids_of(loss, torch.zeros(batch, dtype=torch.int64))
     if loss in WITH_NEGATIVES:
@@ -277,7 +277,7 @@ def test_rows_whose_candidates_are_all_masked_have_no_loss(batch: int, loss: Los
 
 
 @pytest.mark.parametrize("loss", WITH_NEGATIVES, ids=name_of)
-def test_a_queue_that_is_still_empty_changes_nothing(loss: Loss) -> None:
+def test_an_empty_queue_changes_nothing(loss: Loss) -> None:
     inputs, empty = leaves(*make_views(4, 3)), torch.empty(0, 3)
     results = value_and_gradients(loss(*inputs, negatives=empty), inputs)
     assert_close(results, value_and_gradients(loss(*inputs), inputs), 1e-6)
@@ -289,7 +289,7 @@ def test_a_queue_that_is_still_empty_changes_nothing(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", ALL, ids=name_of)
 @pytest.mark.parametrize("broken", (torch.nan, torch.inf))
 @pytest.mark.parametrize("place", (0, 1, 2))
-def test_broken_rows_give_no_number(place: int, broken: float, loss: Loss) -> None:
+def test_invalid_rows_give_a_loss_that_is_not_finite(place: int, broken: float, loss: Loss) -> None:
     rows = [*make_views(9, 4), make_rows(12, 4)]
     rows[place][3, 1] = broken
     negatives = {"negatives": rows[2]} if loss in WITH_NEGATIVES else {}
@@ -298,7 +298,7 @@ def test_broken_rows_give_no_number(place: int, broken: float, loss: Loss) -> No
 
 
 @pytest.mark.parametrize("loss", ALL, ids=name_of)
-def test_no_matrix_of_all_pairs_is_ever_held(loss: Loss) -> None:
+def test_no_matrix_of_all_pairs_is_allocated(loss: Loss) -> None:
     batch, dim, own = 4096, 16, slice(1024, 1300)
     inputs, ids = leaves(*make_views(batch, dim)), torch.arange(batch) % 4000
     with MetricsLogger() as alone:
@@ -314,7 +314,7 @@ def test_no_matrix_of_all_pairs_is_ever_held(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", ALL, ids=name_of)
-def test_distinct_ids_cost_no_mask(loss: Loss) -> None:
+def test_distinct_ids_need_no_mask(loss: Loss) -> None:
     views, queue, ids = make_views(40, 4), make_rows(50, 4), torch.randperm(40)
     for sample_id, negative_id, masked in (
         (ids, torch.arange(40, 90), False),
@@ -364,7 +364,7 @@ OF_IDS = [
     ],
     ids=name_of,
 )
-def test_impossible_input_is_refused_with_what_came_and_what_to_do(
+def test_invalid_input_is_refused_with_its_value_and_a_remedy(
     loss: Loss, changes: dict[str, Any], message: str
 ) -> None:
     arguments = {"query": ROWS, "key": ROWS} | changes

@@ -128,7 +128,7 @@ def test_the_api_requires_the_token(opened: Open, path: str, header: str | None)
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_an_upload_without_the_token_is_refused_before_it_is_read(opened: Open) -> None:
+def test_an_upload_without_the_token_is_refused_before_reading_it(opened: Open) -> None:
     client = opened()
     del client.headers["Authorization"]
 
@@ -141,14 +141,14 @@ def test_an_upload_without_the_token_is_refused_before_it_is_read(opened: Open) 
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/openapi.json", "/explorer.js", "/api/stats", "/nowhere"])
-def test_every_response_has_the_security_headers_and_allows_no_other_site(opened: Open, path: str) -> None:
+def test_every_response_has_security_headers_and_allows_no_other_site(opened: Open, path: str) -> None:
     answer = opened().get(path, headers={"Origin": "http://elsewhere.example"})
     assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     assert not [name for name in answer.headers if name.startswith("access-control-")]
     assert "unsafe" not in answer.headers["Content-Security-Policy"]
 
 
-def test_a_bug_is_answered_in_one_line_with_the_headers_and_without_its_text(
+def test_an_internal_error_is_answered_in_one_line_without_its_text(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Faulty:
@@ -191,7 +191,7 @@ def test_neighbors_come_from_the_bank_with_age_and_norm(opened: Open, bank: Bank
     assert list(norms.values()) == pytest.approx([1.0] * 29, abs=1e-5)
 
 
-def test_an_id_beyond_javascripts_numbers_is_exact(opened: Open) -> None:
+def test_an_id_beyond_the_integers_of_javascript_is_exact(opened: Open) -> None:
     found = opened().get("/api/nearest", params={"id": 3, "k": 100}).json()["neighbors"]
     (large,) = [each["sample_id"] for each in found if len(each["sample_id"]) > 10]
     again = opened().get("/api/nearest", params={"id": large, "k": 1})
@@ -205,7 +205,7 @@ def test_rows_of_a_sample_are_listed_newest_first(opened: Open, bank: Bank) -> N
     assert found["rows"][0]["norm"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_slot_never_written_has_no_age(called: None, tmp_path: Path) -> None:
+def test_an_unwritten_slot_has_no_age(called: None, tmp_path: Path) -> None:
     spec = BankSpec(name="slots", kind="memory_bank", dim=DIM, capacity=4, output=str(tmp_path / "run"))
     ids = np.array([1, 2, 3, 4])
     write_samples(spec, ids)
@@ -267,7 +267,7 @@ def test_an_invalid_query_is_refused_in_one_line(
     assert (code, says in detail) == (status, True), detail
 
 
-def test_an_upload_beyond_the_limit_is_not_read_to_its_end(opened: Open) -> None:
+def test_an_upload_over_the_limit_is_not_read_to_the_end(opened: Open) -> None:
     client = opened()
     named = {**client.headers, "content-type": "multipart/form-data; boundary=b"}
     scope = {
@@ -320,7 +320,9 @@ def test_an_upload_arrives_unchanged(opened: Open) -> None:
     assert encoder.came.pop() == ("text", "größer <b>")
 
 
-def test_a_lost_bank_is_503_and_is_found_again(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_bank_is_answered_with_503_until_it_is_found_again(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = itertools.count(0, 100)  # each look at the clock is a long one
     monkeypatch.setattr("raycl.serve.explorer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     there: list[Bank] = [bank]
@@ -349,7 +351,7 @@ def test_a_row_newer_than_the_last_statistics_has_age_0(opened: Open, bank: Bank
     assert client.get("/api/rows/40").json()["rows"][0]["age"] == 0
 
 
-def test_slow_statistics_are_requested_rarely_and_not_for_a_query(
+def test_slow_statistics_are_requested_rarely_and_never_for_a_query(
     opened: Open, bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
@@ -377,7 +379,7 @@ def test_slow_statistics_are_requested_rarely_and_not_for_a_query(
 # ---- samples
 
 
-def test_a_bank_that_did_not_answer_is_asked_again_at_once(
+def test_an_unanswered_request_to_a_bank_is_retried_immediately(
     bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, is_there = [0.0], [True]
@@ -401,7 +403,9 @@ def test_a_bank_that_did_not_answer_is_asked_again_at_once(
     assert live.stats().newest_step == 5
 
 
-def test_many_pictures_at_once_read_the_ids_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_for_pictures_read_the_ids_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images, _ = digit_files(8)
     pq.write_table(pa.table({"image": images, "sample_id": np.arange(8) * 10}), tmp_path / "set.parquet")
     columns = ColumnNames(sample_id="sample_id")
@@ -469,7 +473,7 @@ def test_a_thumbnail_keeps_the_aspect_and_is_small() -> None:
     assert len(content) < 20_000
 
 
-def test_an_image_that_training_would_skip_has_no_thumbnail(tmp_path: Path, opened: Open) -> None:
+def test_an_image_skipped_in_training_has_no_thumbnail(tmp_path: Path, opened: Open) -> None:
     large = encode(Image.new("L", (300, 300)))
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
     pq.write_table(
@@ -482,7 +486,7 @@ def test_an_image_that_training_would_skip_has_no_thumbnail(tmp_path: Path, open
 
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2", "simcse", "two_tower", "clip"])
-def test_the_page_shows_columns_that_the_run_reads(name: str) -> None:
+def test_the_page_shows_only_columns_read_by_the_run(name: str) -> None:
     config = override_active(
         raycl.recipe(name), {"data.columns.label": "kind", "data.columns.image": "photo"}
     )
@@ -503,7 +507,7 @@ def test_the_page_and_its_docs_load_nothing_from_other_sites(opened: Open) -> No
         assert "innerHTML" not in text and " style=" not in text and "<script>" not in text
 
 
-def test_the_openapi_names_every_call_and_that_it_needs_the_token(opened: Open) -> None:
+def test_the_openapi_schema_lists_every_call_and_its_token(opened: Open) -> None:
     found = opened().get("/openapi.json").json()
     calls = {(path, verb) for path, verbs in found["paths"].items() for verb in verbs}
     assert calls == {
@@ -528,7 +532,7 @@ def test_the_openapi_names_every_call_and_that_it_needs_the_token(opened: Open) 
         (["--port", "70000"], "--port"),
     ],
 )
-def test_an_invalid_flag_is_one_line_and_status_2(
+def test_an_invalid_flag_is_refused_in_one_line_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
 ) -> None:
     status, out, err = run_raycl(monkeypatch, capsys, "bank", "serve", "any", *flags)

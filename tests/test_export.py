@@ -138,7 +138,9 @@ def assert_exports(run: str, output: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize("name", ENCODERS)
-def test_sentence_transformers_gives_the_vectors_of_raycl(name: str, tokenizer: str, tmp_path: Path) -> None:
+def test_sentence_transformers_gives_the_same_vectors_as_raycl(
+    name: str, tokenizer: str, tmp_path: Path
+) -> None:
     run = write_texts_run(tmp_path / "run", name, tokenizer=TOKENIZERS[tokenizer]())
     assert_exports(run, tmp_path / "out")
 
@@ -153,7 +155,7 @@ def test_sentence_transformers_gives_the_vectors_of_raycl(name: str, tokenizer: 
     ],
     ids=["none", "linear", "batchnorm", "three"],
 )
-def test_the_projection_head_of_a_tower_comes_along(head: HeadSpec, tmp_path: Path) -> None:
+def test_the_projection_head_of_a_tower_is_exported(head: HeadSpec, tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", head=head)
     assert_exports(run, tmp_path / "out")
     assert load(tmp_path / "out").get_embedding_dimension() == head.dim
@@ -171,7 +173,7 @@ def test_each_tower_is_exported_by_its_side(tmp_path: Path) -> None:
     assert_exports(own, tmp_path / "beside a network of your own", side="key")
 
 
-def test_what_the_folder_says_of_itself(tmp_path: Path) -> None:
+def test_the_exported_folder_describes_its_model(tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", "transformer")
     told = export_encoder(run, str(tmp_path / "out"))
     model = eval(told, {"sentence_transformers": sentence_transformers})
@@ -185,7 +187,7 @@ def test_what_the_folder_says_of_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bag_of_subwords", "transformer"])
-def test_what_is_loaded_there_may_be_saved_there(name: str, tmp_path: Path) -> None:
+def test_an_exported_model_can_be_saved_by_sentence_transformers(name: str, tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", name, head=HeadSpec(num_layers=2, dim=7))
     export_encoder(run, str(tmp_path / "out"))
     load(tmp_path / "out").save(str(tmp_path / "again"), create_model_card=False)
@@ -194,7 +196,7 @@ def test_what_is_loaded_there_may_be_saved_there(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_a_model_of_transformers_needs_its_first_folder_no_more(
+def test_an_exported_transformers_model_does_not_need_its_original_folder(
     kind: str, pooling: str, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -219,7 +221,7 @@ def test_a_model_of_transformers_needs_its_first_folder_no_more(
 
 @pytest.mark.parametrize("num_layers", [None, 0, 1])
 @pytest.mark.parametrize(("name", "dim"), [("vit_tiny", 192), ("resnet18", 512)])
-def test_the_named_network_takes_the_weights(
+def test_the_named_network_loads_the_weights(
     name: str, dim: int, num_layers: int | None, tmp_path: Path
 ) -> None:
     head = None if num_layers is None else HeadSpec(num_layers=num_layers, dim=7 if num_layers else dim)
@@ -248,7 +250,7 @@ def test_the_named_network_takes_the_weights(
     ],
     ids=["small stem", "half stem, narrow, gray", "bottlenecks, head", "gray", "gray, head"],
 )
-def test_a_network_that_torchvision_has_no_name_for_is_built_by_the_file_beside_its_weights(
+def test_a_network_unknown_to_torchvision_is_built_by_the_exported_file(
     name: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     run = write_images_run(tmp_path / "run", name, **values)
@@ -327,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_another_package_has_no_place_for_is_one_line(case: str, tmp_path: Path) -> None:
+def test_unsupported_exports_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
     write, options, says = REFUSED[case]
     run = write(tmp_path / "run")
     with pytest.raises(StorageError if case == "no run" else ConfigError, match=says) as caught:
@@ -336,7 +338,7 @@ def test_what_another_package_has_no_place_for_is_one_line(case: str, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_exists_and_a_damaged_encoder_are_refused(tmp_path: Path) -> None:
+def test_an_existing_output_and_a_damaged_encoder_are_refused(tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run")
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
     with pytest.raises(StorageError, match="exists already"):
@@ -350,7 +352,7 @@ def test_an_output_that_exists_and_a_damaged_encoder_are_refused(tmp_path: Path)
 # The door
 
 
-def test_the_command_writes_the_folder_and_says_how_it_is_loaded(
+def test_the_command_writes_the_folder_and_prints_how_to_load_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = write_texts_run(tmp_path / "run")
@@ -367,7 +369,7 @@ def test_the_command_writes_the_folder_and_says_how_it_is_loaded(
     assert_vectors(tmp_path / "out", load_encoder(run, side="key").encode(TEXTS))
 
 
-def test_raycl_never_imports_the_package_that_it_writes_for() -> None:
+def test_raycl_never_imports_the_target_package() -> None:
     assert raycl.export_encoder is export_encoder
     imported = {module.split(".")[0] for path in FILES for module in modules_imported_by(path)}
     assert "torch" in imported

@@ -66,7 +66,7 @@ def values_of(source: Source) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_reads_through_faults_return_what_was_written(
+def test_reads_despite_faults_return_the_written_data(
     s3_server: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "10")
@@ -82,7 +82,7 @@ def test_reads_through_faults_return_what_was_written(
         assert s3.count() - s3.count("ok") > 5
 
 
-def test_a_read_that_fails_for_good_names_the_number_of_attempts(s3: FaultyS3) -> None:
+def test_a_read_that_keeps_failing_reports_the_number_of_attempts(s3: FaultyS3) -> None:
     place = Place(s3.uri("limit/x.bin"))
     place.write_bytes(content(1_000))
     faults: tuple[Any, ...] = ("throttled", "away", "cut")
@@ -112,7 +112,7 @@ def test_a_denied_request_is_not_retried(s3: FaultyS3) -> None:
     assert place.read_bytes() == b"secret"
 
 
-def test_a_file_shorter_than_an_error_response_is_retried_or_denied_at_once(s3: FaultyS3) -> None:
+def test_reading_a_file_shorter_than_an_error_response_is_retried_or_denied(s3: FaultyS3) -> None:
     for num_bytes in (1, 100):
         place = Place(s3.uri(f"tiny/{num_bytes}"))
         place.write_bytes(content(num_bytes))
@@ -141,7 +141,7 @@ def test_many_faults_do_not_use_up_the_retries(s3: FaultyS3) -> None:
     assert s3.count("throttled") == 130  # 100 is all that the standard strategy of pyarrow has
 
 
-def test_a_pickled_filesystem_retries_as_often(s3: FaultyS3) -> None:
+def test_a_pickled_filesystem_keeps_its_number_of_retries(s3: FaultyS3) -> None:
     filesystem, path = Place(s3.uri("pickled/x.bin")).resolve()
     s3.add("throttled", methods="PUT", prefix="pickled", times=ATTEMPTS - 1)
     with pickle.loads(pickle.dumps(filesystem)).open_output_stream(path) as stream:
@@ -150,9 +150,7 @@ def test_a_pickled_filesystem_retries_as_often(s3: FaultyS3) -> None:
     assert Place(s3.uri("pickled/x.bin")).read_bytes() == b"checkpoint"
 
 
-def test_reads_and_writes_wait_for_the_end_of_an_outage(
-    s3: FaultyS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_and_writes_wait_until_an_outage_ends(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "8")
     output = Place(s3.uri("outage"))
     log = MetricsLog(output)
@@ -196,7 +194,7 @@ def test_a_slow_response_is_not_retried(s3: FaultyS3) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1_000, 12 * 2**20])
 @pytest.mark.parametrize("fault", ["throttled", "denied", "away"])
-def test_a_write_that_fails_leaves_the_old_file(s3: FaultyS3, fault: Any, num_bytes: int) -> None:
+def test_a_failed_write_keeps_the_old_file(s3: FaultyS3, fault: Any, num_bytes: int) -> None:
     name = f"writes/{fault}/{num_bytes}.bin"
     place = Place(s3.uri(name))
     place.write_bytes(b"old")
@@ -210,7 +208,7 @@ def test_a_write_that_fails_leaves_the_old_file(s3: FaultyS3, fault: Any, num_by
     assert place.read_bytes() == b"old"
 
 
-def test_a_stream_of_rows_that_fails_leaves_the_old_file(s3: FaultyS3) -> None:
+def test_a_failed_stream_of_rows_keeps_the_old_file(s3: FaultyS3) -> None:
     place, ids = Place(s3.uri("rows.parquet")), np.arange(20_000)
     write_rows(place, Negatives(np.full((20_000, 64), 1, np.float32), ids, ids), {})
     s3.add("denied", methods="PUT POST", prefix="rows.parquet")
@@ -223,7 +221,7 @@ def test_a_stream_of_rows_that_fails_leaves_the_old_file(s3: FaultyS3) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1_000, 12 * 2**20])
-def test_a_write_whose_response_is_lost_is_retried(s3: FaultyS3, num_bytes: int) -> None:
+def test_a_write_with_a_lost_response_is_retried(s3: FaultyS3, num_bytes: int) -> None:
     place = Place(s3.uri(f"lost/{num_bytes}.bin"))
     s3.add("lost", methods="PUT", prefix="lost", times=2)
     place.write_bytes(content(num_bytes))
@@ -233,7 +231,7 @@ def test_a_write_whose_response_is_lost_is_retried(s3: FaultyS3, num_bytes: int)
     assert num_bytes > 1_000 or s3.count() == s3.count(method="PUT") + 2 == 5
 
 
-def test_a_truncated_response_is_retried_and_then_an_error(s3: FaultyS3) -> None:
+def test_a_truncated_response_is_retried_and_then_reported(s3: FaultyS3) -> None:
     place = Place(s3.uri("short/x.bin"))
     place.write_bytes(content(1_000))
     for times in (1, 2):  # one response, and both responses for a file that was replaced
@@ -249,7 +247,7 @@ def test_a_truncated_response_is_retried_and_then_an_error(s3: FaultyS3) -> None
     one_line(caught)
 
 
-def test_a_complete_file_is_accepted_whatever_its_last_byte(s3: FaultyS3) -> None:
+def test_a_complete_file_with_any_last_byte_is_accepted(s3: FaultyS3) -> None:
     place = Place(s3.uri("ends"))
     for end in (b"", b"\0", b"\x5a", b"\xa5", b"\xff", b"\xa5\x5a", b"\x5a\xa5"):
         place.write_bytes(end)
@@ -257,7 +255,7 @@ def test_a_complete_file_is_accepted_whatever_its_last_byte(s3: FaultyS3) -> Non
 
 
 @pytest.mark.parametrize("fault", ["throttled", "denied", "away", "cut", "short"])
-def test_a_table_that_cannot_be_read_is_a_storage_error(s3: FaultyS3, fault: Any) -> None:
+def test_an_unreadable_table_is_a_storage_error(s3: FaultyS3, fault: Any) -> None:
     place = Place(s3.uri(f"tables/{fault}.parquet"))
     write_table(place)
     source = find_source(place.uri)
@@ -269,7 +267,7 @@ def test_a_table_that_cannot_be_read_is_a_storage_error(s3: FaultyS3, fault: Any
     assert place.uri in one_line(caught)
 
 
-def test_all_columns_of_a_row_group_take_one_request(s3: FaultyS3) -> None:
+def test_all_columns_of_a_row_group_are_read_in_one_request(s3: FaultyS3) -> None:
     place = Place(s3.uri("tables/requests.parquet"))
     write_table(place)
     source = find_source(place.uri)
@@ -292,7 +290,7 @@ def test_a_damaged_table_is_a_data_error(s3: FaultyS3) -> None:
 
 
 @pytest.mark.parametrize("fault", ["throttled", "denied", "away", "cut", "short"])
-def test_an_image_that_cannot_be_read_is_a_storage_error(s3: FaultyS3, fault: Any) -> None:
+def test_an_unreadable_image_is_a_storage_error(s3: FaultyS3, fault: Any) -> None:
     folder = Place(s3.uri(f"images/{fault}"))
     for index in range(6):
         (folder / f"{index:02}.png").write_bytes(content(2_000, index))
@@ -318,7 +316,7 @@ def test_a_deleted_image_is_an_invalid_row(s3: FaultyS3) -> None:
     assert values == [content(2_000, index) for index in range(6) if index != 4]
 
 
-def test_finding_the_region_of_a_bucket_is_retried() -> None:
+def test_looking_up_the_region_of_a_bucket_is_retried() -> None:
     calls: list[OSError] = []
 
     def fail(text: str) -> None:
@@ -345,7 +343,7 @@ def test_an_invalid_number_of_attempts_is_refused(monkeypatch: pytest.MonkeyPatc
             Place(s3.uri("x")).exists()
 
 
-def test_one_attempt_is_one_request(monkeypatch: pytest.MonkeyPatch, s3: FaultyS3) -> None:
+def test_one_attempt_sends_one_request(monkeypatch: pytest.MonkeyPatch, s3: FaultyS3) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     place = Place(s3.uri("once/x"))
     s3.add("throttled", prefix="once")

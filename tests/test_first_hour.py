@@ -49,7 +49,7 @@ def named_by(values: dict[str, Any]) -> Iterator[str]:
                 yield name
 
 
-def test_each_file_that_a_command_names_was_written_by_a_step_before(
+def test_each_file_read_by_a_command_was_written_by_an_earlier_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -121,7 +121,7 @@ class Hour:
 
 @pytest.mark.drill
 @pytest.mark.timeout(5_400)
-def test_the_commands_of_the_first_hour_do_what_the_page_says(tmp_path: Path) -> None:
+def test_the_commands_of_the_first_hour_work_as_documented(tmp_path: Path) -> None:
     hour = Hour(tmp_path)
     for title, blocks in sections():
         for block in blocks:

@@ -95,7 +95,7 @@ def rooms_imported_by(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_module_imports_only_lower_floors(path: Path) -> None:
+def test_each_module_imports_only_lower_layers(path: Path) -> None:
     room = room_of(path)
     for imported in rooms_imported_by(path) - {room}:
         assert FLOOR_OF[imported] < FLOOR_OF[room], f"{room} imports {imported}"
@@ -111,12 +111,12 @@ def test_no_file_imports_more_than_twenty_modules_of_the_package(path: Path) -> 
     assert len(modules) <= 20
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_package_has_a_layer() -> None:
     assert {room_of(path) for path in FILES} == set(FLOOR_OF)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_ground_knows_neither_torch_nor_ray_and_mathematics_knows_no_ray(path: Path) -> None:
+def test_the_lowest_layer_imports_no_torch_or_ray_and_mathematics_imports_no_ray(path: Path) -> None:
     packages = {module.split(".")[0] for module in modules_imported_by(path)}
     if room_of(path) in GROUND:
         assert not packages & {"torch", "torchvision", "ray"}
@@ -124,7 +124,7 @@ def test_the_ground_knows_neither_torch_nor_ray_and_mathematics_knows_no_ray(pat
         assert "ray" not in packages
 
 
-def test_data_tasks_pay_for_torch_only_where_photographs_are_resized() -> None:
+def test_data_tasks_import_torch_only_to_resize_photographs() -> None:
     names = "codecs, decode, images, in_memory, read_stats, sources, split, texts"
     task = f"""
         import sys

@@ -47,7 +47,7 @@ def test_gradcache_and_raycl_give_the_gradient_of_the_whole_batch(norm: str) -> 
         assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_with_batchnorm_gradcache_does_not_and_raycl_does() -> None:
+def test_raycl_gives_the_gradient_with_batchnorm_and_gradcache_does_not() -> None:
     towers = {name: resnet("batch") for name in ("whole", "gradcache", "raycl")}
     expected = whole(towers["whole"])
     assert (by_raycl(towers["raycl"]) - expected).norm() < 1e-5 * expected.norm()

@@ -81,21 +81,21 @@ def compare_with_plain(
 @pytest.mark.parametrize(
     ("batch", "dim", "num_negatives"), ((1, 3, 1), (3, 2, 7), (7, 5, 1025), (257, 9, 300), (515, 4, 0))
 )
-def test_value_and_all_gradients_equal_the_plain_formula(
+def test_the_value_and_all_gradients_equal_the_plain_formula(
     batch: int, dim: int, num_negatives: int, margin: float, ways: dict[str, Any]
 ) -> None:
     compare_with_plain(*make_views(batch, dim), make_rows(num_negatives, dim), margin=margin, **ways)
 
 
 @pytest.mark.parametrize("ways", WAYS)
-def test_single_precision_loses_nothing_but_its_rounding(ways: dict[str, Any]) -> None:
+def test_single_precision_loses_only_its_rounding(ways: dict[str, Any]) -> None:
     views, negatives = make_views(257, 9), make_rows(300, 9)
     compare_with_plain(*views, negatives, dtype=torch.float32, margin=0.3, **ways)
 
 
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("own", (None, slice(200, 900)))
-def test_many_tiles_equal_the_plain_formula(own: slice | None, ways: dict[str, Any]) -> None:
+def test_the_loss_over_many_tiles_equals_the_plain_formula(own: slice | None, ways: dict[str, Any]) -> None:
     ids = {"batch_id": torch.arange(1100) % 900, "negative_id": torch.arange(1050) % 800}
     rows = *make_views(1100, 3), make_rows(1050, 3)
     assert compare_with_plain(*rows, own=own, margin=0.2, **ids, **ways) > 0.01
@@ -108,7 +108,7 @@ def test_many_tiles_equal_the_plain_formula(own: slice | None, ways: dict[str, A
     **KINDS,
     seed=st.integers(0, 10_000),
 )
-def test_any_sizes_and_ids_equal_the_plain_formula(
+def test_the_loss_of_any_sizes_and_ids_equals_the_plain_formula(
     batch: int,
     before: int,
     after: int,
@@ -140,7 +140,7 @@ def test_any_sizes_and_ids_equal_the_plain_formula(
         )
 
 
-def test_by_default_all_negatives_count_and_both_ways_if_the_batch_does() -> None:
+def test_all_negatives_count_by_default_in_both_directions_with_in_batch_negatives() -> None:
     query, key, negatives = *make_views(20, 5), make_rows(9, 5)
     plain = plain_hinge(query, key, margin=0.3, hardest=False, bidirectional=True)
     assert_close([hinge(query, key, margin=0.3)], [plain], 1e-6)
@@ -191,7 +191,7 @@ def compare_pairs_with_plain(
 
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("own", (None, slice(300, 570)))
-def test_many_tiles_with_ids_of_pairs_equal_the_plain_formula(
+def test_the_loss_over_many_tiles_with_pair_ids_equals_the_plain_formula(
     own: slice | None, ways: dict[str, Any]
 ) -> None:
     pair_ids, negative_id = make_pair_ids(600, 1050, 500)
@@ -210,7 +210,7 @@ def test_many_tiles_with_ids_of_pairs_equal_the_plain_formula(
     left_out=st.none() | st.sampled_from(("query_id", "key_id")),
     seed=st.integers(0, 10_000),
 )
-def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
+def test_the_loss_of_any_sizes_and_pair_ids_equals_the_plain_formula(
     batch: int,
     before: int,
     after: int,
@@ -263,7 +263,7 @@ def negatives_of_each_pair(loss: Any, *, query_id: Tensor, key_id: Tensor, negat
     return torch.stack(pushed)
 
 
-def test_the_same_candidates_are_masked_as_by_the_cross_entropy() -> None:
+def test_the_hinge_masks_the_same_candidates_as_the_cross_entropy() -> None:
     for seed in range(4):
         (query_id, key_id), negative_id = make_pair_ids(14, 9, 8, seed)
         ids = {"query_id": query_id, "key_id": key_id, "negative_id": negative_id}
@@ -273,7 +273,7 @@ def test_the_same_candidates_are_masked_as_by_the_cross_entropy() -> None:
         assert 0.1 < ours.double().mean() < 0.9
 
 
-def test_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None:
+def test_the_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None:
     """Worked out by hand: similarities [[1, .5, 0], [0, 1, 0], [.75, 0, .5]], and the margin is 1."""
     query = torch.tensor([[1.0, 0.5, 0.0], [0.0, 1.0, 0.0], [0.75, 0.0, 0.5]])
     key = torch.eye(3)
@@ -289,7 +289,7 @@ def test_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None:
     assert "**half** the sum" in (hinge.__doc__ or "")
 
 
-def test_a_masked_candidate_takes_no_part_in_the_mean() -> None:
+def test_masked_candidates_are_excluded_from_the_mean() -> None:
     query = key = torch.eye(4)
     # Each violation is 0.5, however many negatives an average is over.
     for ids in ([0, 1, 2, 3], [0, 0, 2, 3], [0, 1, 1, 1]):
@@ -308,7 +308,7 @@ def test_a_masked_candidate_takes_no_part_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("hardest", (False, True))
-def test_gradient_is_zero_where_a_negative_only_just_keeps_the_margin(hardest: bool) -> None:
+def test_the_gradient_is_zero_for_a_negative_exactly_at_the_margin(hardest: bool) -> None:
     inputs = leaves(torch.eye(4), torch.eye(4), torch.eye(4)[:0])
     loss = hinge(*inputs[:2], margin=1.0, hardest=hardest, negatives=inputs[2])
     assert_zero(value_and_gradients(loss, inputs))
@@ -334,7 +334,7 @@ def hardest_of_equals(num_keys: int, num_negatives: int, first: int) -> tuple[li
     return pushed.tolist(), at_negatives[:, 0].nonzero()[:, 0].tolist()
 
 
-def test_of_equally_hard_candidates_the_first_alone_is_pushed_away() -> None:
+def test_only_the_first_of_equally_hard_candidates_is_pushed_away() -> None:
     with tiny_tiles():
         assert hardest_of_equals(30, 5, first=3) == ([3], [])
         assert hardest_of_equals(30, 5, first=29) == ([29], [])
@@ -343,7 +343,7 @@ def test_of_equally_hard_candidates_the_first_alone_is_pushed_away() -> None:
     assert hardest_of_equals(3000, 2000, first=3000) == ([], [0])
 
 
-def test_of_equally_hard_queries_the_first_alone_is_pushed_away() -> None:
+def test_only_the_first_of_equally_hard_queries_is_pushed_away() -> None:
     inputs = leaves(torch.eye(2).repeat(8, 1), torch.eye(2).repeat(8, 1))
     ways = {"margin": 0.5, "hardest": True, "sample_id": torch.arange(16)}
     with tiny_tiles():
@@ -358,14 +358,14 @@ def test_of_equally_hard_queries_the_first_alone_is_pushed_away() -> None:
     assert torch.equal(columns[2], rows[1])
 
 
-def test_long_rows_and_a_wide_margin_give_the_right_value() -> None:
+def test_long_rows_and_a_large_margin_give_the_correct_value() -> None:
     query, key = make_views(300, 4)
     lengths = torch.logspace(-3, 2, 300)[:, None]
     for ways in WAYS:
         compare_with_plain(query * lengths, key, make_rows(30, 4) * 9, margin=40.0, **ways)
 
 
-def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
+def test_only_products_needed_for_requested_gradients_are_computed() -> None:
     """One tile of keys and one of negatives; it serves both directions."""
     inputs = (*make_views(5, 4), make_rows(3, 4))
     expected = {(): 2, (0,): 4, (1,): 3, (2,): 3, (0, 1): 5, (1, 2): 4, (0, 1, 2): 6}
@@ -375,7 +375,7 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
         assert count_products(loss, "hinge", "softmax") == (2 if hardest else num_products), wanted
 
 
-def test_only_blocks_of_rows_with_false_negatives_cost_a_pass() -> None:
+def test_only_blocks_with_false_negatives_take_an_extra_pass() -> None:
     query_id, key_id = torch.arange(600), torch.arange(600)
     # Query 3 is query 500, and key 7 is key 300.
     query_id[3], key_id[7] = 500, 300
@@ -391,7 +391,7 @@ def test_only_blocks_of_rows_with_false_negatives_cost_a_pass() -> None:
     assert "masked_fill_" not in recorder.functions
 
 
-def test_rows_whose_gradient_the_gather_lost_are_refused_where_one_is_wanted() -> None:
+def test_gathered_rows_without_gradient_are_refused_if_one_is_required() -> None:
     query, key = leaves(*make_views(8, 3))
     lost = {"gathered_query": query * 1, "gathered_key": key.detach(), "margin": 0.2, "offset": 4}
     with pytest.raises(ConfigError, match="key would get no gradient: it requires one, but gathered_key"):
@@ -450,9 +450,7 @@ ALONE = {"in_batch": False, "negatives": ROWS, "query_id": IDS, "key_id": IDS, "
         ),
     ],
 )
-def test_impossible_input_is_refused_with_what_came_and_what_to_do(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_input_is_refused_with_its_value_and_a_remedy(changes: dict[str, Any], message: str) -> None:
     arguments = {"query": ROWS, "key": ROWS, "margin": 0.2} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         hinge(**arguments)

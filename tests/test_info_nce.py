@@ -74,23 +74,21 @@ def compare_with_plain(
 @pytest.mark.parametrize(
     ("batch", "dim", "num_negatives"), ((1, 3, 1), (3, 2, 7), (7, 5, 1025), (257, 9, 2100), (515, 17, 0))
 )
-def test_value_and_all_gradients_equal_the_plain_formula(
+def test_the_value_and_all_gradients_equal_the_plain_formula(
     batch: int, dim: int, num_negatives: int, in_batch: bool, temperature: float
 ) -> None:
     compare_with_plain(*make_views(batch, dim), temperature, make_rows(num_negatives, dim), in_batch=in_batch)
 
 
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
-def test_many_pieces_of_gathered_keys_equal_the_plain_formula(temperature: float) -> None:
+def test_the_loss_over_many_pieces_of_gathered_keys_equals_the_plain_formula(temperature: float) -> None:
     query, key = make_views(1100, 6)
     compare_with_plain(query[300:700], key, temperature, make_rows(1030, 6), offset=300)
 
 
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
 @pytest.mark.parametrize("in_batch", (True, False))
-def test_candidates_with_the_same_id_are_masked_wherever_they_come_from(
-    in_batch: bool, temperature: float
-) -> None:
+def test_candidates_with_the_same_id_are_masked_from_every_source(in_batch: bool, temperature: float) -> None:
     query, key = make_views(300, 9)
     sample_id, negative_id = torch.arange(300) % 240, torch.arange(2500) % 777
     masked = {"ids": (sample_id, sample_id), "negative_id": negative_id, "in_batch": in_batch}
@@ -103,7 +101,7 @@ def test_candidates_with_the_same_id_are_masked_wherever_they_come_from(
     dim=st.integers(1, 6),
     **CANDIDATES,
 )
-def test_any_sizes_and_ids_equal_the_plain_formula(
+def test_the_loss_of_any_sizes_and_ids_equals_the_plain_formula(
     batch: int,
     before: int,
     after: int,
@@ -167,7 +165,7 @@ def compare_pairs_with_plain(
     **WORKERS,
     **CANDIDATES,
 )
-def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
+def test_the_loss_of_any_sizes_and_pair_ids_equals_the_plain_formula(
     batch: int,
     before: int,
     after: int,
@@ -196,13 +194,15 @@ def test_any_sizes_and_ids_of_pairs_equal_the_plain_formula(
 
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
 @pytest.mark.parametrize("own", (None, slice(300, 700)))
-def test_many_pieces_with_ids_of_pairs_equal_the_plain_formula(own: slice | None, temperature: float) -> None:
+def test_the_loss_over_many_pieces_with_pair_ids_equals_the_plain_formula(
+    own: slice | None, temperature: float
+) -> None:
     pair_ids, negative_id = make_pair_ids(1100, 1030, 900)
     rows = *make_views(1100, 6), temperature, make_rows(1030, 6)
     compare_pairs_with_plain(*rows, own=own, pair_ids=pair_ids, negative_id=negative_id)
 
 
-def test_sample_ids_are_short_for_the_same_ids_of_queries_and_of_keys() -> None:
+def test_sample_ids_equal_the_same_ids_for_queries_and_keys() -> None:
     inputs, queue = leaves(*make_views(300, 4)), make_rows(90, 4)
     ids = torch.arange(300) % 20
     shared = {"temperature": 0.1, "negatives": queue, "negative_id": torch.arange(90)}
@@ -213,14 +213,14 @@ def test_sample_ids_are_short_for_the_same_ids_of_queries_and_of_keys() -> None:
 
 
 @pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
-def test_unrelated_rows_neither_overflow_nor_underflow(temperature: float) -> None:
+def test_unrelated_rows_do_not_overflow_or_underflow(temperature: float) -> None:
     """The best similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
     query, key = make_views(40, 128, noise=100.0)
     value = compare_with_plain(query, key, temperature, make_rows(1500, 128), in_batch=False)
     assert value.isfinite()
 
 
-def test_a_candidate_that_beats_all_before_it_is_weighed_right() -> None:
+def test_a_candidate_with_a_new_maximum_is_weighted_correctly() -> None:
     """The shift of a low temperature follows the greatest logit, here from piece to piece."""
     query, key = make_views(6, 8, noise=100.0)
     nearer = torch.linspace(0.0, 1.0, 3000)[:, None] * query[0] + 0.1 * make_rows(3000, 8)
@@ -229,14 +229,14 @@ def test_a_candidate_that_beats_all_before_it_is_weighed_right() -> None:
 
 
 @pytest.mark.parametrize("temperature", (0.1, 0.05))
-def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
+def test_a_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
     key = torch.eye(40)
     value = compare_with_plain(key[:30], key[:30], temperature, key[30:] + 1e-3, in_batch=False)
     assert 0 < value < 1e-2
 
 
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
-def test_only_a_strip_is_held_and_of_a_queue_only_a_tile(temperature: float) -> None:
+def test_only_a_strip_of_keys_and_a_tile_of_the_queue_are_in_memory(temperature: float) -> None:
     inputs, queue = leaves(*make_views(600, 4)), make_rows(5000, 4)
     with MetricsLogger() as detached:
         info_nce(*inputs, temperature=temperature, negatives=queue, in_batch=False).backward()
@@ -246,7 +246,7 @@ def test_only_a_strip_is_held_and_of_a_queue_only_a_tile(temperature: float) -> 
     assert 0 < wanted.largest <= 256 * 5 * 1024
 
 
-def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
+def test_only_products_needed_for_requested_gradients_are_computed() -> None:
     inputs = (*make_views(5, 4), torch.tensor(0.1), make_rows(3, 4))
     expected = {(): 2, (0,): 4, (1,): 3, (2,): 4, (3,): 3, (0, 2): 4, (0, 1): 5, (0, 1, 2, 3): 6}
     for wanted, num_products in expected.items():
@@ -255,7 +255,7 @@ def test_no_product_is_taken_that_no_gradient_asks_for() -> None:
         assert count_products(loss, "softmax") == num_products, wanted
 
 
-def test_loss_is_the_mean_over_the_queries() -> None:
+def test_the_loss_is_the_mean_over_the_queries() -> None:
     """Of n equal candidates each is as likely as the other: log n."""
     row = F.normalize(torch.ones(8, 4), dim=1)
     value = info_nce(row, row, temperature=0.5, negatives=row)
@@ -287,9 +287,7 @@ IDS = torch.arange(4)
         ({"gathered_key_id": IDS, "key_id": IDS}, "gathered_key_id requires gathered_key"),
     ],
 )
-def test_impossible_input_is_refused_with_what_came_and_what_to_do(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_input_is_refused_with_its_value_and_a_remedy(changes: dict[str, Any], message: str) -> None:
     arguments = {"query": ROWS, "key": ROWS, "temperature": 0.1} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         info_nce(**arguments)

@@ -36,7 +36,7 @@ def extras_of(package: str, texts: Iterable[str]) -> set[str]:
     return {extra for each in found for extra in each.split(",")}
 
 
-def test_the_commands_of_a_page_need_only_what_it_installs() -> None:
+def test_the_commands_of_a_page_need_only_the_packages_it_installs() -> None:
     seen = set()
     for page in map(name_of, PAGES):
         told = extras_of("raycl", [(ROOT / page).read_text()])

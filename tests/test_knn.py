@@ -83,7 +83,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Blocks:
 
 @pytest.mark.parametrize("k", [1, 2, 17, 130, 301, 1_000])
 @pytest.mark.parametrize("sizes", [(256, 8_192), (12, 1), (7, 50), (64, 16), (5, 299), (3, 5)])
-def test_nearest_equals_a_sort_of_the_whole_matrix(k: int, sizes: tuple[int, int], blocks: Blocks) -> None:
+def test_nearest_equals_a_full_sort(k: int, sizes: tuple[int, int], blocks: Blocks) -> None:
     blocks(*sizes)
     query, bank = draw(23, 11, seed=1), draw(301, 11, seed=2)
     similarity, index = nearest(query, bank, k=k)
@@ -95,7 +95,7 @@ def test_nearest_equals_a_sort_of_the_whole_matrix(k: int, sizes: tuple[int, int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_equal_similarities_are_in_order_of_index(dtype: torch.dtype, sign: int, blocks: Blocks) -> None:
+def test_equal_similarities_are_ordered_by_index(dtype: torch.dtype, sign: int, blocks: Blocks) -> None:
     # Rows of one entry: every similarity is exactly 1, 0 or -1, so every choice is between ties.
     bank = torch.eye(3, dtype=dtype)[torch.arange(200) * 7 % 3] * sign
     for k in (1, 5, 66, 70, 199):
@@ -108,7 +108,7 @@ def test_equal_similarities_are_in_order_of_index(dtype: torch.dtype, sign: int,
 
 
 @pytest.mark.parametrize("rising", [True, False])
-def test_the_order_of_the_bank_and_negative_similarities_change_nothing(rising: bool, blocks: Blocks) -> None:
+def test_the_order_of_the_bank_and_negative_similarities_have_no_effect(rising: bool, blocks: Blocks) -> None:
     blocks(256, 64)
     query, bank = draw(4, 6), draw(1_000, 6, seed=1)
     order = (bank @ query[0]).argsort(descending=not rising)
@@ -122,7 +122,7 @@ def test_the_order_of_the_bank_and_negative_similarities_change_nothing(rising: 
 @pytest.mark.parametrize("k", [1, 5, 40, 203])
 @pytest.mark.parametrize("temperature", [0.01, 0.07, 1.0])
 @pytest.mark.parametrize("sizes", [(256, 8_192), (7, 33)])
-def test_vote_equals_the_plain_vote(
+def test_the_vote_equals_the_plain_formula(
     k: int, temperature: float, sizes: tuple[int, int], blocks: Blocks
 ) -> None:
     blocks(*sizes)
@@ -133,7 +133,7 @@ def test_vote_equals_the_plain_vote(
     assert predicted.tolist() == plain_predict(query, bank, label, k, temperature)
 
 
-def test_a_low_temperature_does_not_overflow_and_follows_the_nearest() -> None:
+def test_a_low_temperature_does_not_overflow_and_predicts_the_nearest_class() -> None:
     bank, label = blobs(200)
     predicted = knn_predict(bank, bank, label, temperature=1e-4)
     assert torch.equal(predicted, label)
@@ -146,7 +146,7 @@ def test_the_lower_class_wins_ties() -> None:
     assert knn_predict(bank[:1], bank, label, k=1).tolist() == [9]
 
 
-def test_length_of_rows_does_not_matter_and_a_row_of_zeros_is_no_error() -> None:
+def test_rows_are_normalized_and_rows_of_zeros_are_allowed() -> None:
     bank, label = blobs(100)
     query = blobs(30)[0]
     scaled = bank * torch.rand(100, 1, generator=torch.Generator().manual_seed(0)).add(0.1)
@@ -155,7 +155,7 @@ def test_length_of_rows_does_not_matter_and_a_row_of_zeros_is_no_error() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.uint8])
-def test_narrow_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
+def test_half_precision_inputs_are_computed_in_float32(dtype: torch.dtype) -> None:
     query, bank = (draw(20, 8) * 20).abs().to(dtype), (draw(90, 8, seed=1) * 20).abs().to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         similarity, _ = nearest(query, bank, k=10)
@@ -196,7 +196,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_memory_does_not_grow_with_the_bank(blocks: Blocks) -> None:
+def test_memory_is_independent_of_the_bank_size(blocks: Blocks) -> None:
     blocks(32, 1_024)
     query = draw(64, 8)
     largest: list[int] = []
@@ -230,7 +230,7 @@ def test_knn_classifies_digits_with_200_neighbors_at_temperature_007(digits: tup
         ({"query": torch.full((4, 2), torch.inf)}, DataError, "query has rows .* not finite"),
     ],
 )
-def test_invalid_input_of_the_vote_is_named(
+def test_invalid_input_to_the_vote_is_named(
     arguments: dict[str, Any], kind: type[RayclError], words: str
 ) -> None:
     good: dict[str, Any] = {
@@ -243,7 +243,7 @@ def test_invalid_input_of_the_vote_is_named(
     assert ";" in str(caught.value)  # and what to do
 
 
-def test_accuracy_of_no_queries_is_an_error_but_their_neighbors_are_none() -> None:
+def test_zero_queries_have_no_neighbors_and_their_accuracy_is_an_error() -> None:
     bank, label = blobs(10)
     assert knn_predict(bank[:0], bank, label).shape == (0,)
     with pytest.raises(DataError, match="the set of queries is empty"):
@@ -269,7 +269,7 @@ def test_the_probe_classifies_digits(digits: tuple[Tensor, ...]) -> None:
     assert 0.8 < few < full
 
 
-def test_each_draw_holds_that_many_labels_of_each_class_and_draws_differ(
+def test_each_draw_has_the_given_number_of_labels_per_class_and_draws_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train, train_label = blobs(200)
@@ -301,7 +301,7 @@ def test_few_label_accuracy_is_the_mean_over_draws(monkeypatch: pytest.MonkeyPat
     assert second * 101 == pytest.approx(round(second * 101))
 
 
-def test_linear_probe_repeats_with_its_seed() -> None:
+def test_the_linear_probe_is_reproducible_with_its_seed() -> None:
     sets = (*blobs(200, noise=2), *blobs(100, noise=2))
     results = [linear_accuracy(*sets, labels_per_class=2, seed=seed) for seed in (3, 3, 4)]
     assert results[0] == results[1] != results[2]
@@ -324,7 +324,7 @@ def test_weight_decay_is_chosen_on_training_rows_only(monkeypatch: pytest.Monkey
     assert accuracy == linear_accuracy(train, train_label, test, test_label)
 
 
-def test_the_weight_decay_chosen_is_the_best_and_of_equals_the_strongest(
+def test_the_best_weight_decay_is_chosen_and_the_strongest_in_a_tie(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     accuracy = {1e-1: 0.2, 1e-2: 0.9, 1e-3: 0.9, 1e-4: 0.5}
@@ -335,7 +335,7 @@ def test_the_weight_decay_chosen_is_the_best_and_of_equals_the_strongest(
     assert choose(rows, label, numpy.random.default_rng(0)) == 1e-2
 
 
-def test_units_of_a_column_do_not_matter_to_the_probe() -> None:
+def test_the_probe_is_invariant_to_the_scale_of_a_column() -> None:
     train, train_label = blobs(200, noise=2)
     test, test_label = blobs(1_000, noise=2)
     units = 10.0 ** torch.arange(-4, 5)
@@ -346,7 +346,7 @@ def test_units_of_a_column_do_not_matter_to_the_probe() -> None:
     assert scaled == pytest.approx(plain, abs=0.005)
 
 
-def test_weight_decay_means_the_same_for_a_set_given_twice() -> None:
+def test_weight_decay_is_independent_of_the_dataset_size() -> None:
     rows, label = (item.numpy() for item in blobs(200, noise=2))
     fit: Any = linear_module._fit
     once = fit(rows, label, 0.1)[-1].coef_
@@ -355,7 +355,7 @@ def test_weight_decay_means_the_same_for_a_set_given_twice() -> None:
     assert abs(once - twice).max() < 2e-3
 
 
-def test_a_probe_that_does_not_converge_is_logged_without_a_warning(
+def test_a_probe_without_convergence_is_logged_without_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
@@ -364,7 +364,7 @@ def test_a_probe_that_does_not_converge_is_logged_without_a_warning(
     assert "stopped at 2 iterations" in caplog.text
 
 
-def test_classes_too_small_to_hold_rows_out_still_give_a_probe() -> None:
+def test_the_probe_works_with_classes_too_small_for_held_out_rows() -> None:
     train, train_label = blobs(15, noise=0.01)
     assert linear_accuracy(train, train_label, *blobs(50, noise=0.01)) == 1.0
 
@@ -378,7 +378,7 @@ def test_classes_too_small_to_hold_rows_out_still_give_a_probe() -> None:
         ({"train": torch.full((5, 2), torch.nan)}, DataError, "not finite"),
     ],
 )
-def test_invalid_input_of_the_probe_is_named(
+def test_invalid_input_to_the_probe_is_named(
     arguments: dict[str, Any], kind: type[RayclError], words: str
 ) -> None:
     good: dict[str, Any] = {

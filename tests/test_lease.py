@@ -84,9 +84,7 @@ def claims_in(output: Place) -> list[str]:
     return [name for name in output.written_at() if ".writer-" in name]
 
 
-def test_a_living_writer_is_named_and_keeps_its_output(
-    output: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_writer_is_named_and_keeps_its_output(output: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/bin/raycl", "train", "simclr"])
     with writing(output) as own:
         with (
@@ -103,7 +101,7 @@ def test_a_living_writer_is_named_and_keeps_its_output(
     assert not claims_in(output)
 
 
-def test_what_is_refused_or_fails_at_once_leaves_no_folder(tmp_path: Path) -> None:
+def test_refused_and_failed_runs_leave_no_folder(tmp_path: Path) -> None:
     for context in (writing(Place(str(tmp_path / "run"))), writing_new(str(tmp_path / "run"))):
         with pytest.raises(Refused), context:
             raise Refused
@@ -114,7 +112,7 @@ class Refused(raycl.RayclError):
     pass
 
 
-def test_the_claim_of_a_process_that_was_killed_is_taken_over_at_once(output: Place, tmp_path: Path) -> None:
+def test_the_claim_of_a_killed_process_is_taken_over_immediately(output: Place, tmp_path: Path) -> None:
     with (
         suspended_writer(output, tmp_path) as process,
         pytest.raises(ConfigError, match=f"process {process.pid} "),
@@ -127,7 +125,7 @@ def test_the_claim_of_a_process_that_was_killed_is_taken_over_at_once(output: Pl
         assert len(claims_in(output)) == 1
 
 
-def test_a_process_that_was_suspended_loses_its_output(output: Place, quick: None, tmp_path: Path) -> None:
+def test_a_suspended_process_loses_its_output(output: Place, quick: None, tmp_path: Path) -> None:
     with suspended_writer(output, tmp_path) as process:
         time.sleep(lease.DEAD_S + 1.0)  # S3 counts whole seconds
         with writing(output) as own:
@@ -136,13 +134,13 @@ def test_a_process_that_was_suspended_loses_its_output(output: Place, quick: Non
             own.check()
 
 
-def test_another_process_of_the_same_number_is_another(output: Place) -> None:
+def test_a_reused_process_id_counts_as_another_process(output: Place) -> None:
     claim_of(output, started="1")
     with writing(output):
         assert len(claims_in(output)) == 1
 
 
-def test_a_silent_writer_on_another_machine_is_taken_over_after_its_time(
+def test_a_silent_writer_on_another_machine_is_replaced_after_the_timeout(
     output: Place, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = claim_of(output, machine="another", host="node-7")
@@ -159,7 +157,7 @@ def test_a_silent_writer_on_another_machine_is_taken_over_after_its_time(
         assert claims_in(output) == [own.name], "renewed after it was lost"
 
 
-def test_a_writer_on_another_machine_that_renews_is_refused(
+def test_a_writer_on_another_machine_that_renews_keeps_its_output(
     output: Place, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     far = claim_of(output, machine="another", host="node-7", is_writing=True)
@@ -169,7 +167,7 @@ def test_a_writer_on_another_machine_that_renews_is_refused(
     assert capsys.readouterr().err.count("waiting") == 1
 
 
-def test_of_two_that_start_together_one_writes(output: Place, quick: None) -> None:
+def test_only_one_of_two_simultaneous_writers_writes(output: Place, quick: None) -> None:
     before, after = claim_of(output, "!"), claim_of(output, "~")  # by name
     with renewed(before), pytest.raises(ConfigError), writing(output):
         raise AssertionError("two at once")
@@ -180,7 +178,7 @@ def test_of_two_that_start_together_one_writes(output: Place, quick: None) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b'{"version": 2}'])
-def test_a_claim_that_cannot_be_read_is_given_its_time(tmp_path: Path, quick: None, content: bytes) -> None:
+def test_an_unreadable_claim_is_valid_until_its_timeout(tmp_path: Path, quick: None, content: bytes) -> None:
     (tmp_path / ".writer-broken").write_bytes(content)
     began = time.monotonic()
     with writing(Place(str(tmp_path))):
@@ -188,7 +186,7 @@ def test_a_claim_that_cannot_be_read_is_given_its_time(tmp_path: Path, quick: No
         assert len(claims_in(Place(str(tmp_path)))) == 1
 
 
-def test_a_renewal_that_comes_late_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_renewal_loses_to_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = Place(str(tmp_path))
     monkeypatch.setattr(lease, "RENEW_S", 0.1)
     late, write = claim_of(output, machine="another"), Lease._put
@@ -213,7 +211,7 @@ def test_a_writer_renews_its_claim(output: Place, quick: None) -> None:
         assert output.written_at() != before
 
 
-def test_a_new_output_is_one_in_which_nothing_is(output: Place) -> None:
+def test_an_existing_output_is_not_overwritten(output: Place) -> None:
     with writing_new(output.uri) as place:
         (place / "rows.parquet").write_bytes(b"rows")
     with pytest.raises(StorageError, match="exists already; give another --output"), writing_new(output.uri):
@@ -221,14 +219,14 @@ def test_a_new_output_is_one_in_which_nothing_is(output: Place) -> None:
     assert (output / "rows.parquet").read_bytes() == b"rows"
 
 
-def test_hidden_files_of_the_user_are_no_new_output(tmp_path: Path) -> None:
+def test_a_folder_with_hidden_files_is_not_a_new_output(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     with pytest.raises(StorageError, match="exists already"), writing_new(str(tmp_path)):
         raise AssertionError("written over")
     assert (tmp_path / ".git").exists()
 
 
-def test_the_cause_of_a_failure_comes_before_the_failure_to_clean_up(
+def test_a_failure_is_reported_before_the_failure_to_clean_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(place: Place) -> None:
@@ -239,7 +237,7 @@ def test_the_cause_of_a_failure_comes_before_the_failure_to_clean_up(
         raise Refused
 
 
-def test_a_file_in_a_bucket_has_a_name() -> None:
+def test_a_bucket_without_a_file_name_is_refused() -> None:
     with (
         pytest.raises(StorageError, match="is a bucket, not a file"),
         writing(Place("s3://bucket"), is_file=True),
@@ -248,7 +246,7 @@ def test_a_file_in_a_bucket_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("error", [Refused, KeyboardInterrupt])
-def test_of_a_new_output_that_fails_nothing_is_left(output: Place, error: type[BaseException]) -> None:
+def test_a_failed_new_output_is_removed(output: Place, error: type[BaseException]) -> None:
     with pytest.raises(error), writing_new(output.uri) as place:
         (place / "half.parquet").write_bytes(b"half")
         raise error
@@ -256,7 +254,7 @@ def test_of_a_new_output_that_fails_nothing_is_left(output: Place, error: type[B
         pass
 
 
-def test_what_another_took_over_is_not_removed(output: Place) -> None:
+def test_an_output_taken_over_by_another_process_is_not_removed(output: Place) -> None:
     with pytest.raises(Refused), writing_new(output.uri) as place:
         for name in claims_in(output):
             (place / name).delete()
@@ -265,7 +263,7 @@ def test_what_another_took_over_is_not_removed(output: Place) -> None:
     assert (output / "theirs.parquet").exists()
 
 
-def test_files_of_one_folder_have_writers_of_their_own(output: Place) -> None:
+def test_each_file_of_a_folder_has_its_own_writer(output: Place) -> None:
     with writing(output / "a.json", is_file=True), writing(output / "b.json", is_file=True):
         with (
             pytest.raises(ConfigError, match="has been writing to"),
@@ -275,7 +273,7 @@ def test_files_of_one_folder_have_writers_of_their_own(output: Place) -> None:
         assert sorted(name.split(".writer-")[0] for name in claims_in(output)) == [".a.json", ".b.json"]
 
 
-def test_a_run_is_admitted_alone(tmp_path: Path) -> None:
+def test_only_one_run_per_output_is_admitted(tmp_path: Path) -> None:
     config = raycl.recipe("simclr")
     with validate_run(config, output=str(tmp_path / "run"), resume=False, data=None) as admission:
         admission.lease.check()
@@ -287,7 +285,7 @@ def test_a_run_is_admitted_alone(tmp_path: Path) -> None:
                 raise AssertionError("two at once")
 
 
-def test_a_process_that_lost_its_lease_writes_no_metrics(tmp_path: Path) -> None:
+def test_a_process_without_its_lease_writes_no_metrics(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     with writing(output) as own:
         log = MetricsLog(output, check=own.check)
@@ -329,7 +327,7 @@ def strike(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
     assert set(lines) == {"alone"}
 
 
-def test_never_two_write_at_once_whoever_is_killed(tmp_path: Path) -> None:
+def test_two_processes_never_write_at_once_despite_kills(tmp_path: Path) -> None:
     output = Place(str(tmp_path / "run"))
     strike(output, tmp_path, where="here", num_kills=4)
     with writing(output):
@@ -339,5 +337,7 @@ def test_never_two_write_at_once_whoever_is_killed(tmp_path: Path) -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(3_600)  # 14 minutes with writers on two machines, on a busy machine
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_never_two_write_at_once_in_two_hundred_kills(output: Place, tmp_path: Path, where: str) -> None:
+def test_two_processes_never_write_at_once_in_two_hundred_kills(
+    output: Place, tmp_path: Path, where: str
+) -> None:
     strike(output, tmp_path, where=where, num_kills=200)

@@ -90,7 +90,7 @@ both_searches = pytest.mark.parametrize("search", [tfidf_search, bm25_search])
 @pytest.mark.parametrize(("search", "plain"), SEARCHES)
 @pytest.mark.parametrize("k", [1, 5, 60])
 @pytest.mark.parametrize("cells", [1, 100, 2**22])
-def test_search_by_words_equals_the_plain_formula(
+def test_lexical_search_equals_the_plain_formula(
     search: Callable[..., Any],
     plain: Callable[..., EvaluationResult],
     k: int,
@@ -117,7 +117,7 @@ def test_a_document_without_a_word_of_the_query_is_not_found(search: Callable[..
 
 
 @both_searches
-def test_equal_documents_are_in_order_of_position(search: Callable[..., Any]) -> None:
+def test_equal_documents_are_ordered_by_position(search: Callable[..., Any]) -> None:
     documents = ["dog", "cat sat", "cat", "cat", "dog", "cat", "cat"]
     assert search(["cat"], documents, k=3)[1].tolist() == [[2, 3, 5]]
     assert search(["cat"], documents, k=3, excluded=np.array([[0, 3]]))[1].tolist() == [[2, 5, 6]]
@@ -134,7 +134,7 @@ def test_equal_documents_are_in_order_of_position(search: Callable[..., Any]) ->
         ({"documents": ["", "?!"]}, DataError, "the documents have no words: got 2 texts"),
     ],
 )
-def test_invalid_input_of_the_search_is_named(
+def test_invalid_input_to_the_search_is_named(
     search: Callable[..., Any], arguments: dict[str, Any], kind: type[RayclError], words: str
 ) -> None:
     good: dict[str, Any] = {"queries": ["cat"], "documents": ["cat", "dog"], "k": 1}
@@ -143,7 +143,7 @@ def test_invalid_input_of_the_search_is_named(
     assert ";" in str(caught.value)  # and the remedy
 
 
-def test_similarity_of_pairs_equals_the_plain_formula() -> None:
+def test_the_similarity_of_pairs_equals_the_plain_formula() -> None:
     left, right, corpus = draw_texts(30, seed=0), draw_texts(30, seed=1), draw_texts(50, seed=2)
     corpus = [text for text in corpus if "fish" not in text.lower()]  # a word of pairs that it lacks
     assert any("fish" in text.lower() for text in left)

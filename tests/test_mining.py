@@ -26,7 +26,7 @@ from tests.test_saved_text import save
 PAIRS = ColumnNames(image=None, query="query", document="document")
 
 
-def test_rows_without_text_or_label_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_rows_without_text_or_label_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "pairs.parquet"
     rows = {"query": ["a", "b", " ", "d"], "document": ["x", "y", "z", "x"], "label": [1, None, 1, 0]}
     pq.write_table(pa.table(rows), path)
@@ -35,7 +35,7 @@ def test_rows_without_text_or_label_are_left_out_and_counted(tmp_path: Path) -> 
     assert (found.label.tolist(), found.num_invalid) == ([1, 0], 2)
 
 
-def test_no_match_of_a_query_is_its_negative_whatever_a_log_says() -> None:
+def test_a_match_of_a_query_never_becomes_its_negative() -> None:
     by_role = {"query": ["q", "q", "q", "q"], "document": ["good", "fine", "good", "bad"]}
     pairs = _Pairs(Values(by_role=by_role, label=np.array([1, 1, 0, 0])))
     nearest = np.array([[2]])
@@ -46,7 +46,7 @@ def test_no_match_of_a_query_is_its_negative_whatever_a_log_says() -> None:
     assert (mined.num_pairs, mined.num_negatives) == (2, 0)
 
 
-def test_what_is_nearer_than_a_part_of_the_positive_is_left_out_and_counted() -> None:
+def test_documents_too_similar_to_the_query_are_skipped_and_counted() -> None:
     by_role = {"query": ["q", "r", "s"], "document": ["a", "b", "c"]}
     pairs = _Pairs(Values(by_role=by_role, label=np.full(3, -1)))
     similarity, place = np.array([[0.9, 0.7]] * 3), np.array([[1, 2], [0, 2], [0, 1]])
@@ -55,7 +55,7 @@ def test_what_is_nearer_than_a_part_of_the_positive_is_left_out_and_counted() ->
     assert (mined.num_negatives, mined.num_too_near) == (3, 3)
 
 
-def test_judgments_without_their_documents_are_refused() -> None:
+def test_relevance_judgments_without_documents_are_refused() -> None:
     with pytest.raises(ConfigError, match="documents is missing: give --set documents=URI"):
         evaluate_retrieval(run="run", test="judgments", queries="queries")
 
@@ -117,7 +117,7 @@ def plain_groups(texts: list[str], ids: list[int]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_nearest_that_match_neither_by_text_nor_by_id_become_negatives(seed: int) -> None:
+def test_the_nearest_documents_without_matching_text_or_id_become_negatives(seed: int) -> None:
     rows = draw(25, seed)
     texts = [*rows["document"], *chain(*rows["negatives"])]
     ids = [*rows["document_id"], *chain(*rows["negative_ids"])]
@@ -155,7 +155,7 @@ def test_the_nearest_that_match_neither_by_text_nor_by_id_become_negatives(seed:
 
 
 @pytest.mark.parametrize("label", [None, [1, 0, 1, 2] * 5])
-def test_ids_that_say_what_the_texts_say_change_nothing(label: list[int] | None) -> None:
+def test_ids_equivalent_to_the_texts_change_nothing(label: list[int] | None) -> None:
     rows = draw(20, 0)
     texts = {role: rows[role] for role in ("query", "document", "negatives")}
     ids = {
@@ -172,7 +172,7 @@ def test_ids_that_say_what_the_texts_say_change_nothing(label: list[int] | None)
         assert row["negative_ids"] == [crc32(text.encode()) for text in row["negatives"]]
 
 
-def test_ids_are_written_where_the_set_has_them_and_of_negatives_where_all_have_them() -> None:
+def test_ids_are_written_if_the_dataset_has_them() -> None:
     rows = draw(10, 1)
     written = {
         "query document query_id": {"query_id"},
@@ -187,7 +187,7 @@ def test_ids_are_written_where_the_set_has_them_and_of_negatives_where_all_have_
         assert not any(None in row.get("negative_ids", []) for row in table)
 
 
-def test_pairs_that_a_run_would_not_take_are_broken_and_ids_are_those_of_a_run(tmp_path: Path) -> None:
+def test_pairs_and_ids_are_read_as_in_a_run_and_unusable_pairs_are_invalid(tmp_path: Path) -> None:
     path, names = str(tmp_path / "pairs.parquet"), ColumnNames(query="q", query_id="user")
     rows = {
         "q": ["a", "b", "c", "d", "e", "f"],
@@ -215,7 +215,7 @@ def test_pairs_that_a_run_would_not_take_are_broken_and_ids_are_those_of_a_run(t
     assert "negative_ids" not in read_pairs(path, names).by_role
 
 
-def test_what_was_mined_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
+def test_mined_pairs_are_read_back_with_the_same_ids(tmp_path: Path) -> None:
     rows, path = draw(15, 2), tmp_path / "mined.parquet"
     rows["query_id"] = [entity_id(f"user {each}") for each in rows["query_id"]]
     table, _ = mined_from(rows)
@@ -225,7 +225,7 @@ def test_what_was_mined_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
     assert again.by_role == {role: [row[role] for row in table] for role in table[0]}
 
 
-def test_a_run_of_images_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_an_image_run_is_refused_before_reading_data(tmp_path: Path) -> None:
     save(small_config("clip"), tmp_path)
     with pytest.raises(ConfigError, match="an encoder of images; mine needs one of texts"):
         mine_negatives(str(tmp_path), str(tmp_path), str(tmp_path / "mined.parquet"))

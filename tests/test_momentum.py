@@ -59,7 +59,7 @@ def _assert_same(ours: Any, true: Any) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=3))
-def test_weights_are_the_moving_average(momenta: list[float]) -> None:
+def test_the_weights_are_an_exponential_moving_average(momenta: list[float]) -> None:
     tower = _tower()
     encoder = MomentumEncoder(tower)
     expected = {name: value.detach().double() for name, value in tower.named_parameters()}
@@ -72,7 +72,7 @@ def test_weights_are_the_moving_average(momenta: list[float]) -> None:
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_momentum_zero_copies_and_one_changes_nothing() -> None:
+def test_momentum_0_copies_the_weights_and_1_keeps_them() -> None:
     tower = _tower()
     source = _moved(tower)
     encoder = MomentumEncoder(tower)
@@ -83,7 +83,7 @@ def test_momentum_zero_copies_and_one_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("momentum", [-0.001, 1.001, float("nan")])
-def test_momentum_outside_its_range_is_refused_and_changes_nothing(momentum: float) -> None:
+def test_momentum_out_of_range_is_refused_and_changes_nothing(momentum: float) -> None:
     tower = _tower()
     encoder = MomentumEncoder(tower)
     with pytest.raises(ConfigError, match=r"momentum must lie in \[0, 1\], came") as caught:
@@ -92,7 +92,7 @@ def test_momentum_outside_its_range_is_refused_and_changes_nothing(momentum: flo
     _assert_same(_state(encoder.tower), _state(tower))
 
 
-def test_it_begins_as_a_copy_with_buffers_and_mode_and_shares_nothing() -> None:
+def test_the_encoder_starts_as_an_independent_copy_with_buffers_and_mode() -> None:
     tower = _tower()
     tower(_images())  # moves the running statistics away from their defaults
     tower.projection_head.eval()
@@ -107,7 +107,7 @@ def test_it_begins_as_a_copy_with_buffers_and_mode_and_shares_nothing() -> None:
     _assert_same(_state(encoder.tower), before)
 
 
-def test_a_shared_parameter_moves_once_and_stays_shared() -> None:
+def test_a_shared_parameter_is_updated_once_and_stays_shared() -> None:
     tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     tower[2].weight = tower[0].weight
     encoder = MomentumEncoder(tower)
@@ -123,7 +123,7 @@ def _running(module: nn.Module) -> list[Tensor]:
     return [value.clone() for layer in layers for value in layer.buffers()]
 
 
-def test_in_training_mode_running_statistics_are_those_of_its_own_forward_passes() -> None:
+def test_running_statistics_in_training_mode_come_from_the_encoders_own_forward_passes() -> None:
     tower = _tower()
     encoder, reference = MomentumEncoder(tower), copy.deepcopy(tower)
     source = copy.deepcopy(tower)
@@ -135,7 +135,7 @@ def test_in_training_mode_running_statistics_are_those_of_its_own_forward_passes
     _assert_same(_running(encoder), _running(reference))
 
 
-def test_in_eval_mode_running_statistics_follow_the_source() -> None:
+def test_running_statistics_in_eval_mode_are_copied_from_the_source() -> None:
     tower = _tower()
     encoder = MomentumEncoder(tower).eval()
     source = _moved(tower)
@@ -144,7 +144,7 @@ def test_in_eval_mode_running_statistics_follow_the_source() -> None:
     _assert_same(encoder(_images()), source.eval()(_images()).detach())
 
 
-def test_frozen_layers_alone_follow_the_source() -> None:
+def test_only_frozen_layers_copy_their_statistics_from_the_source() -> None:
     tower = _tower()
     tower.encoder.eval()
     encoder = MomentumEncoder(tower)
@@ -164,7 +164,7 @@ def test_other_buffers_are_copied_at_each_update(training: bool) -> None:
     assert encoder.tower.encoder[3].scale == 7
 
 
-def test_keys_are_constants_to_a_loss() -> None:
+def test_keys_get_no_gradient() -> None:
     tower = _tower()
     encoder = MomentumEncoder(tower)
     query, key = tower(_images()), encoder(_images(3))
@@ -175,7 +175,7 @@ def test_keys_are_constants_to_a_loss() -> None:
     assert all(each.grad is None for each in encoder.parameters())
 
 
-def test_channels_last_and_autocast_are_the_callers_choice() -> None:
+def test_the_caller_chooses_channels_last_and_autocast() -> None:
     tower = _tower().to(memory_format=torch.channels_last)
     encoder = MomentumEncoder(tower)
     source = _moved(tower)
@@ -192,7 +192,7 @@ def test_channels_last_and_autocast_are_the_callers_choice() -> None:
         assert not torch.equal(encoder(images), ours)
 
 
-def test_a_resumed_encoder_goes_on_as_the_uninterrupted_one() -> None:
+def test_a_resumed_encoder_equals_an_uninterrupted_one() -> None:
     tower = _tower()
     encoder = MomentumEncoder(tower)
     encoder(_images())

@@ -230,7 +230,7 @@ LOST = {"embedding_std": 0.5, "gap": 0.002, "loss": SOFTMAX}
 
 
 @pytest.mark.parametrize("run", HEALTHY.values(), ids=HEALTHY)
-def test_a_run_that_has_not_yet_begun_has_not_collapsed(run: Run) -> None:
+def test_a_run_that_has_not_started_to_learn_has_not_collapsed(run: Run) -> None:
     assert watch(CollapseMonitor(), run.looks()) == []
 
 
@@ -274,7 +274,7 @@ def test_a_collapsed_run_is_reported_once_with_step_and_reason(run: Run, step: i
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 5])
 @pytest.mark.parametrize(("bad", "text"), [(POINT, "to a point"), (NARROW, "to few dimensions")])
-def test_a_good_run_is_told_after_as_many_bad_looks_as_patience(
+def test_a_collapse_of_a_healthy_run_is_reported_after_patience_readings(
     patience: int, bad: dict[str, Any], text: str
 ) -> None:
     monitor = CollapseMonitor(patience=patience)
@@ -286,20 +286,20 @@ def test_a_good_run_is_told_after_as_many_bad_looks_as_patience(
 
 
 @pytest.mark.parametrize("initial_patience", [3, 7, 20])
-def test_a_run_that_never_was_good_is_told_after_as_many_bad_looks_as_grace(initial_patience: int) -> None:
+def test_a_run_that_never_learned_is_reported_after_initial_patience_readings(initial_patience: int) -> None:
     falling = [POINT | {"embedding_std": 0.09 * 0.9**index} for index in range(30)]
     ((step, _),) = watch(CollapseMonitor(initial_patience=initial_patience), sequence(*falling))
     assert step == 10 * (initial_patience - 1)
 
 
-def test_a_network_that_is_dead_from_the_first_step_never_got_going() -> None:
+def test_a_network_dead_from_the_first_step_never_started_to_learn() -> None:
     dead = [POINT | {"embedding_std": 1e-6}] * 25
     ((step, verdict),) = watch(CollapseMonitor(), sequence(*dead))
     assert step == 190
     assert "never started to learn" in verdict
 
 
-def test_a_fall_after_a_long_rest_is_told_by_the_latest_looks() -> None:
+def test_a_fall_after_a_long_plateau_is_detected_from_the_latest_readings() -> None:
     spreads = [*[0.05] * 60, *[0.05 * 0.93**index for index in range(20)]]
     monitor = CollapseMonitor()
     ((step, _),) = watch(monitor, sequence(*[POINT | {"embedding_std": spread} for spread in spreads]))
@@ -307,38 +307,38 @@ def test_a_fall_after_a_long_rest_is_told_by_the_latest_looks() -> None:
     assert len(monitor.state_dict()["streak"]["latest"]) == 20  # of 80: a checkpoint stays small
 
 
-def test_one_fall_that_is_over_is_not_a_collapse_of_a_run_that_has_not_begun() -> None:
+def test_one_past_fall_before_learning_is_not_a_collapse() -> None:
     fallen = [POINT | {"embedding_std": spread} for spread in (0.09, 0.06, 0.04, *[0.03] * 40)]
     assert watch(CollapseMonitor(), sequence(GOOD | {"gap": 0.01}, *fallen)) == []
 
 
-def test_a_good_look_breaks_the_row() -> None:
+def test_a_good_reading_ends_the_streak() -> None:
     monitor = CollapseMonitor()
     flickering = [*[POINT] * 2, GOOD] * 10
     assert watch(monitor, sequence(*[GOOD] * 4, *flickering)) == []
     assert watch(monitor, sequence(*[POINT] * 3, first=40))
 
 
-def test_another_sign_begins_another_row() -> None:
+def test_another_symptom_starts_a_new_streak() -> None:
     monitor = CollapseMonitor()
     ((step, verdict),) = watch(monitor, sequence(*[GOOD] * 4, *[NARROW] * 2, *[POINT] * 3))
     assert step == 80
     assert "0.01 at step 60 and 0.01 at step 80" in verdict
 
 
-def test_one_look_that_shows_learning_by_chance_does_not_end_the_grace() -> None:
+def test_a_single_good_reading_does_not_end_the_initial_patience() -> None:
     for num_good, told in ((2, []), (3, [50])):
         verdicts = watch(CollapseMonitor(), sequence(*[GOOD] * num_good, *[POINT] * 15))
         assert [step for step, _ in verdicts] == told
 
 
-def test_a_gap_at_a_loss_above_its_trivial_value_is_not_learned() -> None:
+def test_a_gap_with_a_loss_above_trivial_does_not_count_as_learning() -> None:
     first_steps = [{"embedding_std": 0.6, "gap": 0.08, "loss": 1.1 * SOFTMAX}] * 5
     assert watch(CollapseMonitor(), sequence(*first_steps, *[POINT] * 30)) == []
 
 
 @pytest.mark.parametrize("trivial", [SOFTMAX, None])
-def test_a_gap_that_is_lost_is_told_when_the_grace_is_over(trivial: float | None) -> None:
+def test_a_lost_gap_is_reported_after_the_initial_patience(trivial: float | None) -> None:
     monitor = CollapseMonitor(initial_patience=6)
     looks = sequence(*[GOOD | {"trivial": trivial}] * 4, *[LOST | {"trivial": trivial}] * 8)
     ((step, verdict),) = watch(monitor, looks)
@@ -350,19 +350,19 @@ def test_a_gap_that_is_lost_is_told_when_the_grace_is_over(trivial: float | None
     assert ("trivial" in verdict) == (trivial is not None)
 
 
-def test_a_gap_that_never_was_is_not_lost() -> None:
+def test_a_gap_that_never_existed_is_not_reported_as_lost() -> None:
     monitor = CollapseMonitor(initial_patience=6)
     assert watch(monitor, sequence(*[LOST] * 30)) == []
     assert monitor.is_healthy
 
 
-def test_a_low_gap_is_no_sign_while_the_loss_is_well_below_its_trivial_value() -> None:
+def test_a_low_gap_is_ignored_while_the_loss_is_well_below_trivial() -> None:
     monitor = CollapseMonitor(initial_patience=6)
     assert watch(monitor, sequence(*[GOOD] * 4, *[LOST | {"loss": 0.97 * SOFTMAX}] * 30)) == []
     assert monitor.is_healthy
 
 
-def test_without_keys_the_loss_shows_whether_the_run_had_learned() -> None:
+def test_the_loss_shows_learning_in_runs_without_keys() -> None:
     good, bad = {"gap": None}, POINT | {"gap": None}
     assert watch(CollapseMonitor(), sequence(*[good] * 4, *[bad] * 3))
     unknown = {"trivial": None}
@@ -370,7 +370,7 @@ def test_without_keys_the_loss_shows_whether_the_run_had_learned() -> None:
     assert watch(CollapseMonitor(), looks) == []  # nothing says that it ever had
 
 
-def test_few_dims_of_an_untrained_network_say_nothing() -> None:
+def test_few_dims_of_an_untrained_network_are_not_reported() -> None:
     untrained = NARROW | {"embedding_std": 0.3, "gap": 0.02, "loss": SOFTMAX}
     assert watch(CollapseMonitor(), sequence(*[untrained] * 40)) == []
 
@@ -387,14 +387,16 @@ def test_few_dims_of_an_untrained_network_say_nothing() -> None:
         ((8, 128), 1.6, False),
     ],
 )
-def test_the_least_rank_follows_rows_and_dims(rows_and_dim: tuple[int, int], rank: float, told: bool) -> None:
+def test_the_rank_threshold_depends_on_rows_and_dims(
+    rows_and_dim: tuple[int, int], rank: float, told: bool
+) -> None:
     num_rows, dim = rows_and_dim
     good = {"num_rows": num_rows, "dim": dim, "rank": 0.9 * min(num_rows, dim)}
     monitor = CollapseMonitor()
     assert bool(watch(monitor, sequence(*[good] * 3, *[good | {"rank": rank}] * 3))) == told
 
 
-def test_looks_at_a_handful_of_rows_are_passed_over() -> None:
+def test_readings_with_few_rows_are_ignored() -> None:
     monitor = CollapseMonitor()
     watch(monitor, sequence(*[GOOD] * 4, *[POINT] * 2))
     before = monitor.state_dict()
@@ -403,7 +405,7 @@ def test_looks_at_a_handful_of_rows_are_passed_over() -> None:
     assert watch(monitor, sequence(POINT | {"num_rows": 8}, first=36))
 
 
-def test_the_last_look_says_whether_the_run_is_healthy() -> None:
+def test_the_last_reading_decides_whether_the_run_is_healthy() -> None:
     monitor = CollapseMonitor()
     assert monitor.is_healthy  # nothing bad was seen
     expected = [
@@ -419,12 +421,12 @@ def test_the_last_look_says_whether_the_run_is_healthy() -> None:
         assert monitor.is_healthy == healthy
 
 
-def test_a_monitor_that_has_told_stays_silent_through_a_recovery() -> None:
+def test_a_monitor_reports_only_once_despite_a_recovery() -> None:
     monitor = CollapseMonitor()
     assert len(watch(monitor, sequence(*([GOOD] * 5 + [POINT] * 5) * 4))) == 1
 
 
-def test_a_monitor_that_was_reset_is_as_new() -> None:
+def test_a_reset_monitor_equals_a_new_one() -> None:
     used = CollapseMonitor()
     watch(used, SWITCHED.looks())
     watch(used, sequence(*[GOOD] * 5))
@@ -441,7 +443,7 @@ def test_a_monitor_that_was_reset_is_as_new() -> None:
     ],
     ids=[*RUNS, "made up"],
 )
-def test_a_restored_monitor_goes_on_as_the_uninterrupted_one(looks: list[dict[str, Any]]) -> None:
+def test_a_restored_monitor_continues_like_an_uninterrupted_one(looks: list[dict[str, Any]]) -> None:
     def told(monitor: CollapseMonitor, looks: list[dict[str, Any]]) -> list[tuple[str | None, bool]]:
         return [(monitor.update(**each), monitor.is_healthy) for each in looks]
 
@@ -454,7 +456,7 @@ def test_a_restored_monitor_goes_on_as_the_uninterrupted_one(looks: list[dict[st
         assert begun + told(restored, looks[cut:]) == whole
 
 
-def test_a_state_is_a_copy() -> None:
+def test_a_state_dict_is_a_copy() -> None:
     monitor = CollapseMonitor()
     watch(monitor, sequence(*[GOOD] * 4, *[POINT] * 2))
     state = monitor.state_dict()
