@@ -1,8 +1,8 @@
-"""Break raycl on purpose, one line at a time, and see which tests go red.
+"""Mutation testing: break one line of raycl at a time and run the tests that should fail.
 
-``python -m tests.mutations`` makes each of these mistakes in a copy of the repository and runs the tests
-that should notice; ``python -m tests.mutations queue`` only those whose title or file has the word. It
-prints a line for each, and exits with 1 if a mistake is not noticed.
+``python -m tests.mutations`` applies each mutation to a copy of the repository and runs its tests.
+``python -m tests.mutations queue`` selects mutations with this word in their title or file. The command
+prints one line per mutation and exits with status 1 if a mutation is not detected.
 """
 
 import argparse
@@ -21,7 +21,7 @@ STEPS = "tests/test_plain_steps.py"
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake: in a file, this text in place of that one; and the tests that should notice."""
+    """A mutation: a file, the text to replace, its replacement, and the tests that should fail."""
 
     title: str
     path: str
@@ -33,14 +33,14 @@ class Mutation:
 MUTATIONS = [
     # A step
     Mutation(
-        "the momentum encoder follows before the update",
+        "the momentum encoder is updated before the optimizer step",
         "raycl/training/step.py",
         "state.update()\n        state.update_momentum_encoder(momentum)",
         "state.update_momentum_encoder(momentum)\n        state.update()",
         STEPS,
     ),
     Mutation(
-        "the keys are pushed into the store before the update, and twice",
+        "the store is updated twice per step",
         "raycl/training/step.py",
         "        store.update(step=step)\n",
         "        store.update(step=step)\n        store.update(step=step)\n",
@@ -54,50 +54,50 @@ MUTATIONS = [
         STEPS,
     ),
     Mutation(
-        "the loss that is shown is this worker's",
+        "the reported loss is the local loss of the worker",
         "raycl/training/step.py",
         "value = total / num_workers()",
         "value = loss.item()",
         "tests/workers/test_step.py",
     ),
     Mutation(
-        "a loss that is no number is stepped with",
+        "a step is taken with a loss that is not finite",
         "raycl/training/step.py",
         "if not math.isfinite(value):",
         "if False:",
         "tests/workers/test_step.py tests/test_training_stores.py tests/cluster/test_run.py",
     ),
-    # How views become embeddings
+    # Encoding of views
     Mutation(
-        "MoCo's keys are made of the query's view",
+        "MoCo keys are computed from the view of the query",
         "raycl/training/train_state.py",
         "return encode(views.view_b)",
         "return encode(views.view_a)",
         STEPS,
     ),
     Mutation(
-        "MoCo's shuffled keys are made of the query's view",
+        "shuffled MoCo keys are computed from the view of the query",
         "raycl/training/train_state.py",
         "return encode_shuffled(encode, views.view_b,",
         "return encode_shuffled(encode, views.view_a,",
         STEPS,
     ),
     Mutation(
-        "the same shuffle at every step",
+        "the keys have the same shuffle at every step",
         "raycl/training/train_state.py",
         "views.view_b, seed=self._seed, step=step)",
         "views.view_b, seed=self._seed, step=0)",
         STEPS,
     ),
     Mutation(
-        "the same shuffle of both views at every step",
+        "both views have the same shuffle at every step",
         "raycl/training/train_state.py",
         "rows, seed=self._seed, step=step)",
         "rows, seed=self._seed, step=0)",
         STEPS,
     ),
     Mutation(
-        "both halves of a pair are encoded by the tower of queries",
+        "keys are encoded by the query tower",
         "raycl/training/train_state.py",
         "keys = self._in_chunks(towers.key_tower, views.keys())",
         "keys = self._in_chunks(towers.query, views.keys())",
@@ -111,14 +111,14 @@ MUTATIONS = [
         "tests/workers",
     ),
     Mutation(
-        "the temperature is not kept above its least value",
+        "the temperature is not clamped to its minimum",
         "raycl/training/train_state.py",
         "self.temperature.clamp_()",
         "pass",
         STEPS,
     ),
     Mutation(
-        "momentum and its complement are exchanged",
+        "momentum and its complement are swapped",
         "raycl/models/momentum.py",
         "list(source.parameters()), 1.0 - momentum)",
         "list(source.parameters()), momentum)",
@@ -132,7 +132,7 @@ MUTATIONS = [
         STEPS,
     ),
     Mutation(
-        "biases are decayed",
+        "weight decay applies to biases",
         "raycl/optim.py",
         '[p for p in parameters if p.ndim <= 1], "weight_decay": 0.0',
         '[p for p in parameters if p.ndim <= 1], "weight_decay": weight_decay',
@@ -140,28 +140,28 @@ MUTATIONS = [
     ),
     # Losses over all workers
     Mutation(
-        "noise of InstDisc may be the query's own slot",
+        "InstDisc noise includes the slot of the query",
         "raycl/losses/nce.py",
         "            sample_id=ids.query,\n            noise_id=stored.negative_id,\n        )\n        return add_proximal_term",
         "        )\n        return add_proximal_term",
         STEPS,
     ),
     Mutation(
-        "the mass of InstDisc's noise has the query's own slot",
+        "the normalizer of InstDisc includes the slot of the query",
         "raycl/losses/nce.py",
         "                sample_id=ids.query,\n                noise_id=stored.negative_id,\n            )\n            self.normalizer",
         "            )\n            self.normalizer",
         STEPS,
     ),
     Mutation(
-        "the shares of hinge and cross-entropy are exchanged",
+        "the weights of hinge and cross-entropy are swapped",
         "raycl/losses/objective.py",
         "entropy.lerp(self.hinge(query, key, stored, ids), self.hinge_weight)",
         "entropy.lerp(self.hinge(query, key, stored, ids), 1 - self.hinge_weight)",
         STEPS,
     ),
     Mutation(
-        "the proximal term is left out",
+        "the proximal term is omitted",
         "raycl/losses/nce.py",
         "    return loss + weight * proximal_term(query, stored.key)",
         "    return loss",
@@ -175,21 +175,21 @@ MUTATIONS = [
         "tests/workers/test_losses.py",
     ),
     Mutation(
-        "every worker takes the first rows for its own",
+        "every worker uses the rows of the first worker as its own",
         "raycl/losses/nt_xent.py",
         "            gathered_b=gathered_b,\n            offset=rank() * len(query),",
         "            gathered_b=gathered_b,\n            offset=0,",
         "tests/workers/test_losses.py",
     ),
     Mutation(
-        "the log-frequency of keys is not taken off",
+        "the log-frequency of keys is not subtracted",
         "raycl/losses/clip.py",
         'rows["key_log_frequency"] = self.log_frequency(ids.stored_key)',
         "pass",
         STEPS,
     ),
     Mutation(
-        "the log-frequency of explicit negatives is not taken off",
+        "the log-frequency of explicit negatives is not subtracted",
         "raycl/losses/clip.py",
         'rows["negative_log_frequency"] = self.log_frequency(stored.negative_name)',
         "pass",
@@ -203,14 +203,14 @@ MUTATIONS = [
         "tests/test_supcon.py",
     ),
     Mutation(
-        "unlabeled samples are of one class",
+        "unlabeled samples share one class",
         "raycl/losses/example_ids.py",
         "np.where(label >= 0, label, ~(sample_id & np.iinfo(np.int64).max))",
         "label",
         "tests/test_supcon.py",
     ),
     Mutation(
-        "explicit negatives beyond the room of a message are dropped",
+        "explicit negatives beyond the capacity of a message are dropped",
         "raycl/losses/example_ids.py",
         "        if most > self._capacity:\n",
         "        if most > 2**40:\n",
@@ -231,14 +231,14 @@ MUTATIONS = [
         "tests/workers",
     ),
     Mutation(
-        "ids of rows with a second name are not made one",
+        "ids of rows with two names are not merged",
         "raycl/losses/example_ids.py",
         "    return least[component]\n",
         "    return ids\n",
         "tests/test_plain_steps.py tests/test_pairs.py tests/workers/test_pairs.py",
     ),
     Mutation(
-        "what the queue lends keeps the names of its rows",
+        "queued negatives keep their names instead of merged ids",
         "raycl/losses/example_ids.py",
         "return torch.where(self.names[place] == name, self.name_ids[place], name)",
         "return name",
@@ -246,7 +246,7 @@ MUTATIONS = [
     ),
     # BatchNorm
     Mutation(
-        "synchronized BatchNorm takes the mean of the workers' variances",
+        "synchronized BatchNorm averages the variances of the workers",
         "raycl/batchnorm/kernels.py",
         "(share * (variances + (means - mean).square_())).sum(",
         "(share * variances).sum(",
@@ -260,14 +260,14 @@ MUTATIONS = [
         "tests/workers/test_batchnorm.py",
     ),
     Mutation(
-        "shuffled rows are not put back",
+        "shuffled rows are not restored to their order",
         "raycl/batchnorm/shuffled.py",
         "return embeddings.index_select(0, back)",
         "return embeddings[own]",
         STEPS,
     ),
     Mutation(
-        "groups of rows are twice as large",
+        "groups of split BatchNorm are twice as large",
         "raycl/batchnorm/split.py",
         "            layer.group_size = group_size",
         "            layer.group_size = 2 * group_size",
@@ -275,7 +275,7 @@ MUTATIONS = [
     ),
     # Negatives
     Mutation(
-        "the same noise at every step",
+        "the noise is the same at every step",
         "raycl/training/stores.py",
         "drawn = self._bank.draw(self._num_negatives, step=step)",
         "drawn = self._bank.draw(self._num_negatives, step=0)",
@@ -289,62 +289,62 @@ MUTATIONS = [
         "tests/test_training_stores.py",
     ),
     Mutation(
-        "the age of a bank's rows counts those that were never written",
+        "the age of bank rows includes unwritten slots",
         "raycl/training/stores.py",
         "self._fetched_step[self._fetched_step >= 0]",
         "self._fetched_step",
         "tests/test_training_stores.py",
     ),
     Mutation(
-        "the queue keeps the oldest keys of a push that is too large",
+        "the queue keeps the oldest keys of an oversized push",
         "raycl/negatives/queue.py",
         "kept = Negatives(rows, ids, new.step)[len(rows) - num_kept :]",
         "kept = Negatives(rows, ids, new.step)[:num_kept]",
         "tests/test_stores.py",
     ),
     Mutation(
-        "an actor that restarted does not get the keys that it lost",
+        "a restarted actor does not get its lost keys",
         "raycl/negatives/client.py",
         "            if answer.sequence < self.queue.sequence:\n",
         "            if False:\n",
         "tests/test_bank_faults.py",
     ),
     Mutation(
-        "an actor that dies as it saves leaves a snapshot without its keys",
+        "an actor that dies while saving leaves an incomplete snapshot",
         "raycl/negatives/client.py",
         "        while incarnation != self._actor.incarnation:\n",
         "        while not incarnation:\n",
         "tests/test_bank_faults.py",
     ),
     Mutation(
-        "an update that is sent again is applied again",
+        "a repeated update is applied twice",
         "raycl/negatives/actor.py",
         "            if serial > self._applied.get(client, 0):\n",
         "            if True:\n",
         "tests/test_bank_faults.py tests/test_bank_actor.py",
     ),
     Mutation(
-        "shards of an earlier queue are read one after the other",
+        "shards of an earlier queue are concatenated instead of interleaved",
         "raycl/negatives/snapshot.py",
         "        slots.append(np.arange(len(rows)) * num_shards + shard)\n",
         "        slots.append(np.arange(len(rows)) + 100 * shard)\n",
         "tests/test_bank_actor.py",
     ),
     Mutation(
-        "a slot of the memory bank is replaced, not moved",
+        "a slot of the memory bank is replaced instead of averaged",
         "raycl/negatives/memory_bank.py",
         "    mixed *= momentum\n    mixed += (1 - momentum) * directions",
         "    mixed *= 0\n    mixed += directions",
         STEPS,
     ),
     Mutation(
-        "the normalizing constant forgets what it was",
+        "the normalizing constant ignores its previous value",
         "raycl/losses/nce.py",
         "weights = torch.tensor([self._momentum, 1 - self._momentum]",
         "weights = torch.tensor([0.0, 1.0]",
         STEPS,
     ),
-    # Views and their order
+    # Views and sampling
     Mutation(
         "every epoch has the same views",
         "raycl/training/transforms.py",
@@ -360,7 +360,7 @@ MUTATIONS = [
         "tests/test_views.py",
     ),
     Mutation(
-        "a view depends on the row's place in the batch",
+        "a view depends on the position of the row in the batch",
         "raycl/training/transforms.py",
         "drawn = self.augmentation.draw(\n            batch.sample_id,",
         "drawn = self.augmentation.draw(\n            np.arange(len(batch)),",
@@ -374,42 +374,42 @@ MUTATIONS = [
         "tests/test_order.py",
     ),
     Mutation(
-        "every worker has the rows of the first",
+        "every worker reads the rows of the first",
         "raycl/data/sampler.py",
         "first = step * share.batch_size + share.rank * share.local_batch_size",
         "first = step * share.batch_size",
         "tests/test_order.py",
     ),
     Mutation(
-        "rows that are held out are trained on",
+        "training includes the held-out rows",
         "raycl/data/split.py",
         '"""Whether each row is a training row."""\n        return _unit_hash(self.seed, sample_id) >= self.test',
         '"""Whether each row is a training row."""\n        return _unit_hash(self.seed, sample_id) >= 0',
         "tests/test_order.py tests/test_data.py tests/test_epochs.py",
     ),
     Mutation(
-        "the loop trains on held-out rows",
+        "the training loop reads the held-out rows",
         "raycl/training/loop.py",
         "train_rows = rows.where(job.holdout.is_train)",
         "train_rows = rows",
         "tests/cluster/test_run.py",
     ),
     Mutation(
-        "rows of a batch stay in the order of their tables",
+        "rows of a batch are not shuffled",
         "raycl/data/in_memory.py",
         "return joined.take(pa.array(np.argsort(order)))",
         "return joined",
         "tests/test_data.py",
     ),
     Mutation(
-        "invalid rows of a fragment that is read again count twice",
+        "invalid rows of a fragment read twice are counted twice",
         "raycl/training/coordinator.py",
         "self._fragments[fragment] = stats",
         "self._fragments[fragment + str(len(self._fragments))] = stats",
         "tests/test_data.py",
     ),
     Mutation(
-        "ids of texts are Python's hash, which differs between processes",
+        "text ids use Python's hash, which differs between processes",
         "raycl/data/ids.py",
         'return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)',
         "return hash(content)",
@@ -417,104 +417,104 @@ MUTATIONS = [
     ),
     # Stages, checkpoints, records
     Mutation(
-        "with MIN:MAX workers the batch grows with them",
+        "the batch grows with the workers of a MIN:MAX range",
         "raycl/data/sampler.py",
         "return self.batch_size // self.num_workers",
         "return self.batch_size // 2",
         "tests/test_order.py",
     ),
     Mutation(
-        "fewer workers than asked for have a smaller global batch",
+        "fewer workers than requested reduce the global batch",
         "raycl/training/loop.py",
         "BatchShard(batch_size=stage.batch_size, rank=rank(), num_workers=num_workers())",
         "BatchShard(\n            batch_size=stage.batch_size * num_workers() // self._job.config.workers,\n            rank=rank(),\n            num_workers=num_workers(),\n        )",
         "tests/cluster/test_stages.py tests/cluster/test_run.py tests/cluster/test_survival.py",
     ),
     Mutation(
-        "throughput is that of one worker",
+        "the reported throughput counts one worker",
         "raycl/training/loop.py",
         "seconds, timing = self._logger.clock.lap(position.samples)\n",
         "seconds, timing = self._logger.clock.lap(position.samples // num_workers())\n",
         "tests/cluster/test_run.py",
     ),
     Mutation(
-        "workers may have other numbers of rows",
+        "workers may have different numbers of rows",
         "raycl/training/loop.py",
         '        check_equal(len(train_rows), "the number of training rows")\n',
         "",
         "tests/cluster/test_run.py",
     ),
     Mutation(
-        "the warm-up is left out",
+        "the warmup is skipped",
         "raycl/training/stages.py",
         "warmup = min(round(stage.warmup_epochs * steps_per_epoch), num_steps // 10)",
         "warmup = 0",
         "tests/test_stage_plan.py",
     ),
     Mutation(
-        "the learning rate does not follow the batch",
+        "the learning rate does not scale with the batch size",
         "raycl/config/stage.py",
         "ratio = self.batch_size / 256",
         "ratio = 1.0",
         "tests/test_config.py tests/test_stage_plan.py",
     ),
     Mutation(
-        "a setting without effect is accepted",
+        "an inactive setting is accepted",
         "raycl/config/overrides.py",
         "if not is_default and (problem := why_inactive(config, setting)):",
         "if is_default and (problem := why_inactive(config, setting)):",
         "tests/test_active_settings.py",
     ),
     Mutation(
-        "a setting acts although a condition of its section fails",
+        "a setting is active although a condition of its section fails",
         "raycl/config/conditions.py",
         "for length in range(1, len(parts) + 1):",
         "for length in range(len(parts), len(parts) + 1):",
         "tests/test_active_settings.py",
     ),
     Mutation(
-        "the weight of the hinge does not move",
+        "the hinge weight follows no schedule",
         "raycl/training/stages.py",
         "hinge_weight=constant(first) if last is None else linear(",
         "hinge_weight=constant(first) if True else linear(",
         "tests/test_stage_plan.py",
     ),
     Mutation(
-        "a resumed epoch begins anew",
+        "a resumed epoch restarts from its beginning",
         "raycl/training/views.py",
         "epoch=epoch, start=start, continues=continues",
         "epoch=epoch, start=0, continues=continues",
         "tests/test_epochs.py",
     ),
     Mutation(
-        "the optimizer is not in a checkpoint",
+        "checkpoints do not contain the optimizer state",
         "raycl/training/train_state.py",
         '            "optimizer": self.optimizer,\n',
         "",
         "tests/test_on_device.py tests/test_training_stores.py tests/cluster/test_run.py",
     ),
     Mutation(
-        "a file is written in place",
+        "files are written in place",
         "raycl/storage.py",
         'partial = posixpath.join(folder, f".{name}.{uuid.uuid4().hex}") if self.is_local else path',
         "partial = path",
         "tests/test_storage.py",
     ),
     Mutation(
-        "the first curve of a report shows another metric",
+        "the first curve of a report shows the wrong metric",
         "raycl/report/sections.py",
         "[_plot(history[name], PLOTS[name], timeline) for",
         '[_plot(history["samples"], PLOTS[name], timeline) for',
         "tests/test_report.py",
     ),
     Mutation(
-        "a row of the README's table of commands is gone",
+        "a command is missing from the README's table",
         "README.md",
         "| `raycl mine` | add an encoder's nearest documents to pairs as hard negatives |\n",
         "",
         "tests/test_docs.py",
     ),
-    # Evaluation and measures
+    # Evaluation and metrics
     Mutation(
         "kNN votes without weights",
         "raycl/evaluation/knn.py",
@@ -523,21 +523,21 @@ MUTATIONS = [
         "tests/test_knn.py",
     ),
     Mutation(
-        "effective rank of centered rows",
+        "effective rank centers the rows",
         "raycl/evaluation/embedding_metrics.py",
         "exact = _clean(rows).cpu().double()\n",
         "exact = _clean(rows).cpu().double()\n    exact = exact - exact.mean(0)\n",
         "tests/test_embedding_metrics.py",
     ),
     Mutation(
-        "recall counts a key of another pair",
+        "recall counts the key of another pair",
         "raycl/training/evaluators.py",
         "is_right = ids[chosen][found] == wanted[:, None]",
         "is_right = chosen[found] == torch.arange(len(wanted))[:, None]",
         "tests/workers/test_pairs.py tests/test_pairs.py tests/test_retrieval_metrics.py",
     ),
     Mutation(
-        "a retrieval's own query is a match",
+        "a query matches itself in retrieval",
         "raycl/training/evaluators.py",
         "for batch in _batches(test, bank)])",
         "for batch in _batches(test, bank)]).flip(0)",
@@ -547,7 +547,7 @@ MUTATIONS = [
 
 
 def main() -> int:
-    """Run the tests that should notice each mistake; return 1 if one is not noticed."""
+    """Run the tests of each mutation; return 1 if a mutation is not detected."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only mistakes whose title or file has one of these words")
     words = parser.parse_args().words
@@ -569,7 +569,7 @@ def main() -> int:
 
 
 def is_noticed(mutation: Mutation, copy: Path) -> bool:
-    """Make a mistake in a copy of the repository, run its tests, and take the mistake back."""
+    """Apply a mutation to a copy of the repository, run its tests, and revert it."""
     path = copy / mutation.path
     plain = path.read_text()
     path.write_text(mutated(plain, mutation))
@@ -589,7 +589,7 @@ def is_noticed(mutation: Mutation, copy: Path) -> bool:
 
 
 def mutated(text: str, mutation: Mutation) -> str:
-    """Return the text of a file with the mistake in it."""
+    """Return the text of a file after the mutation."""
     assert text.count(mutation.before) == 1, f"{mutation.title}: {text.count(mutation.before)} places found"
     return text.replace(mutation.before, mutation.after)
 

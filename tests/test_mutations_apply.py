@@ -1,4 +1,4 @@
-"""Every mistake of ``tests/mutations.py`` still has its place in the code."""
+"""Every mutation in ``tests/mutations.py`` still applies to the code."""
 
 import pytest
 
