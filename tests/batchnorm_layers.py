@@ -1,11 +1,11 @@
-"""BatchNorm's layers for rows of any shape, and what they may be told."""
+"""BatchNorm layers for rows of any shape, and their options."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-KINDS = {  # by the shape of a batch
+KINDS = {  # by the shape of the batch
     (12, 5): nn.BatchNorm1d,
     (12, 5, 7): nn.BatchNorm1d,
     (12, 5, 4, 3): nn.BatchNorm2d,
@@ -21,7 +21,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def make_layer(kind: type[nn.Module], dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """Return a layer of five channels, each with a weight and a bias of its own."""
+    """Return a layer of five channels, each with its own weight and bias."""
     layer = kind(5, **settings)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait leave their core to other processes
-os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray writes a token into the home folder
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # waiting threads yield their core to other processes
+os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise Ray writes a token to the home folder
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # or `uv run pytest` starts every worker through uv
-os.environ["RAYCL_TRUSTED"] = "tests"  # whose networks runs of the tests name
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # otherwise `uv run pytest` starts every worker through uv
+os.environ["RAYCL_TRUSTED"] = "tests"  # contains the networks that test runs import
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
     os.environ.pop(name, None)
 
@@ -29,7 +29,7 @@ from tests.ports import free_ports
 
 BUCKET = "raycl-test"
 TESTS = Path(__file__).parent
-CORE = (  # the mathematics of a step: an answer within a minute, by `pytest -n 2 -m core`
+CORE = (  # the mathematics of a step; `pytest -n 2 -m core` takes less than a minute
     "test_accumulation.py",
     "test_augment.py",
     "test_bidirectional.py",
@@ -61,7 +61,7 @@ CORE = (  # the mathematics of a step: an answer within a minute, by `pytest -n 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``pytest -n``, let no process compute on the cores of another one."""
+    """With ``pytest -n``, give each process its own share of the cores."""
     if hasattr(config, "workerinput"):
         import torch
 
@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the core."""
+    """Mark the core tests."""
     paths = {TESTS / name for name in CORE}
     assert all(path.exists() for path in paths), "CORE names a file that does not exist"
     for item in items:
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``pytest -n``, run all tests that need Ray in one process, and the others wherever there is room."""
+    """With ``pytest -n``, run all tests that need Ray in one process and distribute the others."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneCluster(LoadScopeScheduling):
@@ -91,7 +91,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """Serve S3 on the loopback, with one empty bucket; clients find it by the usual AWS variables."""
+    """Serve S3 on loopback with one empty bucket; clients find it through the usual AWS variables."""
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     os.environ |= {
@@ -117,13 +117,13 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server: str) -> Iterator[None]:
-    """Start a Ray of the tests' own, with room for two workers and the tasks that read.
+    """Start a separate Ray with enough CPUs for two workers and the data tasks.
 
-    Its processes take their environment from here, so the S3 server's address must be known first.
+    Its processes inherit this environment, so the S3 server must be started first.
     """
     import ray
 
-    # A socket's path may have 107 characters at most.
+    # The path of a socket is limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
         ray.init(
             address="local",
@@ -140,7 +140,7 @@ def ray_cluster(s3_server: str) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
-    """Put back the handlers that a command, run in this process, leaves behind."""
+    """Restore the signal handlers after a command that runs in this process."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     yield
     for each, handler in handlers.items():
@@ -149,7 +149,7 @@ def signal_handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Keep to one core: threads would only wait for each other over tensors so small."""
+    """Use one thread: synchronizing threads costs more than computing on such small tensors."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Invented embeddings and their ids, and what of them a worker has."""
+"""Synthetic embeddings with ids, and the part of them on each worker."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ def make_rows(num_rows: int, dim: int, seed: int = 1) -> Tensor:
 def make_pair_ids(
     batch: int, num_negatives: int, num_ids: int, seed: int = 3
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return ids of queries, of keys and of negatives, which occur twice and more; they are hashes."""
+    """Return hashed ids of queries, keys and negatives, with duplicates."""
     generator = torch.Generator().manual_seed(seed)
     query_id, key_id, negative_id = (
         torch.randint(num_ids, (count,), generator=generator) * 2**40 - 2**42
@@ -29,19 +29,19 @@ def make_pair_ids(
 
 
 def named_ids(pair_ids: tuple[Tensor, Tensor], own: slice | None) -> dict[str, Tensor]:
-    """Return the ids of pairs as a loss takes them: of all rows, or of own ones beside the gathered."""
+    """Return pair ids as arguments of a loss: of all rows, or of local and gathered rows."""
     ids = {"query_id": pair_ids[0], "key_id": pair_ids[1]}
     return ids if own is None else of_worker(ids, own)
 
 
 def of_worker(batch: dict[str, Tensor], own: slice) -> dict[str, Tensor]:
-    """Return what a worker passes to a loss: its own part of the batch beside all that is gathered."""
+    """Return the arguments of a loss on one worker: its local rows and all gathered rows."""
     return {name: each[own] for name, each in batch.items()} | {
         f"gathered_{name}": each for name, each in batch.items()
     }
 
 
 def worker_spans(batch_size: int, num_workers: int) -> list[slice]:
-    """Return which rows of the batch each worker has."""
+    """Return the rows of the batch on each worker."""
     local = batch_size // num_workers
     return [slice(rank * local, (rank + 1) * local) for rank in range(num_workers)]

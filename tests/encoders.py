@@ -1,4 +1,4 @@
-"""Saved encoders of images for the tests, without a run."""
+"""Saved image encoders for tests that need no training."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from raycl.storage import Place
 
 
 def worn(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Move weights and running statistics away from where they start."""
+    """Change weights and running statistics from their initial values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -26,7 +26,7 @@ def worn(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def write_images_run(output: Path | str, name: str, *, head: HeadSpec | None = None, **values: Any) -> str:
-    """Write what a run leaves of an encoder of images; return where."""
+    """Write the files of a trained image encoder; return their folder."""
     channels = values.get("channels", 3)
     spec = ImageEncoderSpec(
         **{"image_size": 32, "stored_size": 32, "channels": 3, "representation_dim": 512} | values,

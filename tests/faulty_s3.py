@@ -16,30 +16,30 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tests.conftest import BUCKET
 
 Kind = Literal["slow", "throttled", "denied", "cut", "short", "lost", "away"]
-# As S3 says it: status, code, message.
+# Error responses of S3: status, code, message.
 _REFUSALS = {
     "throttled": (503, "SlowDown", "Please reduce your request rate."),
     "denied": (403, "AccessDenied", "Access Denied"),
 }
-# What two servers in a row say for themselves.
+# Headers that a proxy and a server both set.
 _HOP_HEADERS = {"connection", "content-length", "date", "expect", "keep-alive", "server", "transfer-encoding"}
 
 
 @final
 @dataclass
 class Fault:
-    """What befalls requests of some methods (all, if none is named) for keys that begin with ``prefix``.
+    """A fault for requests of some methods (by default all) with keys that begin with ``prefix``.
 
-    slow       the answer comes ``seconds`` late
+    slow       the response is delayed by ``seconds``
     throttled  503 SlowDown
     denied     403 AccessDenied
-    cut        the connection ends after ``after`` bytes of a body that was promised longer
-    short      the body is as short, and promised so: a server that is itself at fault
-    lost       the request is carried out, and the connection ends without an answer
-    away       the connection ends without an answer, and nothing is carried out
+    cut        the connection closes after ``after`` bytes of a body announced as longer
+    short      the body is truncated and its length announced as such, as by a faulty server
+    lost       the request is executed, and the connection closes without a response
+    away       the connection closes without a response, and nothing is executed
 
-    Of these requests the seed draws a ``fraction``; the fault is over after ``times`` of them. It begins
-    when keys that begin with ``since`` have been written, one after the other.
+    The seed selects a ``fraction`` of these requests; the fault ends after ``times`` of them. It begins
+    once keys that begin with each prefix in ``since`` have been written, in order.
     """
 
     kind: Kind
@@ -62,10 +62,10 @@ class Fault:
 
 @final
 class FaultyS3:
-    """Pass requests on to the server at ``upstream``, but for the faults that are switched on.
+    """Forward requests to the server at ``upstream``, with the active faults.
 
-    Which requests a fraction befalls follows from the seed, the request, and how often it has come
-    before: not from the order in which the requests of many processes arrive.
+    The requests affected by a fraction depend on the seed, the request, and the number of its repetitions,
+    not on the order in which requests of several processes arrive.
     """
 
     def __init__(self, upstream: str, *, seed: int = 0) -> None:
@@ -87,30 +87,30 @@ class FaultyS3:
         self._server.server_close()
 
     def uri(self, path: str) -> str:
-        """Return the address of a path in the tests' bucket, through this proxy, from any process."""
+        """Return the URI of a path in the test bucket through this proxy, valid in any process."""
         return (
             f"s3://{BUCKET}/{path}?scheme=http&endpoint_override=127.0.0.1:{self._server.server_address[1]}"
         )
 
     def add(self, kind: Kind, **how: Any) -> None:
-        """Switch a fault on; ``how`` gives the fields of ``Fault``."""
+        """Activate a fault; ``how`` sets the fields of ``Fault``."""
         with self._lock:
             self._faults.append(Fault(kind, **how))
 
     def go_away(self, seconds: float) -> None:
-        """End every connection without an answer for so long from now on."""
+        """Close every connection without a response for this many seconds."""
         with self._lock:
             self._away_until = time.monotonic() + seconds
 
     def heal(self) -> None:
-        """Switch all faults off, and count requests from zero again."""
+        """Deactivate all faults and reset the counts."""
         with self._lock:
             self._faults.clear()
             self._outcomes.clear()
             self._away_until = 0.0
 
     def count(self, outcome: Kind | Literal["ok", ""] = "", *, method: str = "", prefix: str = "") -> int:
-        """Return how many requests came, or ended so: ``ok``, or a kind of fault."""
+        """Return the number of requests, or of those with this outcome: ``ok`` or a fault kind."""
         with self._lock:
             return sum(
                 number
@@ -119,7 +119,7 @@ class FaultyS3:
             )
 
     def faults_of(self, method: str, target: str, headers: Mapping[str, str]) -> dict[Kind, Fault]:
-        """Return what befalls a request, and count it."""
+        """Return the faults of a request, and count it."""
         key = _key(target)
         with self._lock:
             name = f"{method} {target} {headers.get('range')}"
@@ -129,7 +129,7 @@ class FaultyS3:
             return struck
 
     def note_written(self, target: str) -> None:
-        """Let those faults begin that wait for this key to be written."""
+        """Start the faults that wait until this key is written."""
         with self._lock:
             for fault in self._faults:
                 fault.note_written(_key(target))
@@ -164,13 +164,13 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def handle_any(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the client has given up
+        with contextlib.suppress(ConnectionError):  # the client closed the connection
             self._answer()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any  # noqa: N815  (what http.server looks for)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def _answer(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -207,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self, headers: Mapping[str, str], body: bytes) -> _Answer:
         upstream = urlsplit(self.server.faulty.upstream)
         connection = http.client.HTTPConnection(str(upstream.hostname), upstream.port, timeout=60)
-        # The Host header stays as it is: it is signed.
+        # The Host header is part of the signature and must not change.
         kept = {name: value for name, value in headers.items() if name not in _HOP_HEADERS}
         with contextlib.closing(connection):
             connection.request(self.command, self.path, body=body, headers=kept)
@@ -221,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
             if name.lower() not in _HOP_HEADERS:
                 self.send_header(name, value)
             elif name.lower() == "content-length" and self.command == "HEAD":
-                length = value  # of the object, which is not sent
+                length = value  # the length of the object, which HEAD does not send
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
@@ -236,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _key(target: str) -> str:
-    """Return the object's key; of a listing, the prefix that is listed."""
+    """Return the key of an object, or the prefix of a listing."""
     parts = urlsplit(target)
     _, _, key = unquote(parts.path).removeprefix("/").partition("/")
     return key or parse_qs(parts.query).get("prefix", [""])[0]

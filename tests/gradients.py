@@ -1,4 +1,4 @@
-"""The value of a loss and its gradients: taken, and compared with the true ones."""
+"""Computing the value and gradients of a loss, and comparing them with the expected ones."""
 
 from collections.abc import Container, Sequence
 
@@ -11,7 +11,7 @@ def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 
 def wanting(inputs: Sequence[Tensor], wanted: Container[int]) -> list[Tensor]:
-    """Return the inputs anew, of which those with these numbers want a gradient."""
+    """Return copies of the inputs; the ones at these indices require a gradient."""
     return [tensor.clone().requires_grad_(k in wanted) for k, tensor in enumerate(inputs)]
 
 
@@ -20,18 +20,18 @@ def value_and_gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def assert_close(ours: list[Tensor], plain: list[Tensor], tolerance: float, floor: float = 1e-15) -> None:
-    """Compare each tensor as a whole: its error's norm relative to the true norm."""
+    """Compare the norm of each tensor's error with the norm of the expected tensor."""
     for mine, true in zip(ours, plain, strict=True):
         error = (mine.double() - true.double()).norm()
         assert error <= tolerance * true.double().norm() + floor, f"{error:g} of {true.norm():g}"
 
 
 def assert_zero(results: list[Tensor]) -> None:
-    """Find neither a loss nor a gradient."""
+    """Assert that the loss and all gradients are zero."""
     for result in results:
         assert torch.equal(result, torch.zeros_like(result))
 
 
 def tolerance_at(temperature: float) -> float:
-    # A float32 logit is wrong by about 1e-7 / temperature, and so is what follows from it.
+    # A float32 logit has an error of about 1e-7 / temperature, which propagates.
     return 1e-6 + 3e-6 / temperature

@@ -1,7 +1,7 @@
-"""A Ray on this machine whose nodes come when they are asked for and go when they are idle.
+"""A Ray cluster on this machine that adds nodes on demand and removes idle ones.
 
-Ray's own provider for tests stands in for a cloud: a node is a raylet of one CPU, started and ended by
-Ray's autoscaler, and nothing but the boot of a machine is played.
+Ray's fake node provider replaces a cloud: each node is a raylet with one CPU, started and stopped by
+Ray's autoscaler. Only the boot time of a machine is simulated.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ ROOT = Path(__file__).parent.parent
 IDLE_S = 10.0
 STORE_BYTES = 150 * 2**20
 
-MARK = "RAYCL_GROWING_CLUSTER"  # in the environment of every process of a cluster: its folder
+MARK = "RAYCL_GROWING_CLUSTER"  # set to the cluster's folder in the environment of all its processes
 
 
 @final
 class SlowProvider(node_provider.FakeMultiNodeProvider):
-    """Start one node after the other, each after ``boot_s`` seconds, as a cloud does with few machines left."""
+    """Start nodes one at a time, each after ``boot_s`` seconds, like a cloud with little capacity."""
 
     def create_node_with_resources_and_labels(
         self, node_config: Any, tags: Any, count: int, resources: Any, labels: Any
@@ -49,7 +49,7 @@ class SlowProvider(node_provider.FakeMultiNodeProvider):
 @final
 @dataclass(frozen=True)
 class Seen:
-    """Nodes besides the head, and their CPUs, that Ray counted as alive at a time (seconds since 1970)."""
+    """The live nodes without the head, and their CPUs, at a Unix time."""
 
     time: float
     nodes: int
@@ -58,7 +58,7 @@ class Seen:
 
 @final
 class GrowingCluster:
-    """The head's address, and a folder of the cluster's own; ``seen`` is what was looked at so far."""
+    """The head's address and the cluster's folder; ``seen`` holds all observations so far."""
 
     def __init__(self, address: str, folder: Path) -> None:
         self.address, self.folder = address, folder
@@ -71,7 +71,7 @@ class GrowingCluster:
         self._gcs: Any = GcsClient(address=address)
 
     def look(self) -> Seen:
-        """Ask Ray for its nodes, and remember the answer."""
+        """Query Ray for its nodes and record the result."""
         known = self._gcs.get_all_node_info(timeout=20).values()
         alive = [node for node in known if node.state == GcsNodeInfo.ALIVE and not node.is_head_node]
         cpus = sum(node.resources_total.get("CPU", 0.0) for node in alive)
@@ -84,10 +84,10 @@ class GrowingCluster:
         meanwhile: Callable[[], None] = lambda: None,
         timeout_s: float = 1_500.0,
     ) -> tuple[float, float]:
-        """Run ``raycl train`` as a user would; return when it began and when it was over.
+        """Run ``raycl train`` as a user would; return its start and end times.
 
-        Once a second the nodes are looked at and ``meanwhile`` is called. Raises ``RuntimeError`` with
-        the last of what it said unless it ends well, and in time.
+        Records the nodes and calls the ``meanwhile`` callback once a second. Raises ``RuntimeError`` with the
+        end of the output if the run fails or takes too long.
         """
         command = [str(Path(sys.executable).with_name("raycl")), "train", *arguments]
         log = self.folder / "train.log"
@@ -110,7 +110,7 @@ class GrowingCluster:
         return began, time.time()
 
     def wait_until_empty(self, *, timeout_s: float = 120.0) -> Seen:
-        """Look once a second until all nodes have gone, or the time is over; return the last look."""
+        """Query the nodes once a second until all are gone or the timeout ends; return the last observation."""
         deadline = time.monotonic() + timeout_s
         while (seen := self.look()).nodes and time.monotonic() < deadline:
             time.sleep(1.0)
@@ -119,8 +119,8 @@ class GrowingCluster:
 
 @contextmanager
 def growing_cluster(*, max_nodes: int, boot_s: float = 0.0) -> Iterator[GrowingCluster]:
-    """Start a head without CPUs that may have so many nodes; end every process of it afterwards."""
-    # A socket's path may have 107 characters at most.
+    """Start a head without CPUs and a limit of nodes; stop all its processes afterwards."""
+    # The path of a socket is limited to 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="rcl", dir="/tmp"))
     try:
         head, address = _start_head(folder, max_nodes, boot_s)
@@ -138,7 +138,7 @@ def growing_cluster(*, max_nodes: int, boot_s: float = 0.0) -> Iterator[GrowingC
 
 
 def processes_of(folder: Path) -> set[int]:
-    """Return the processes of the cluster with this folder: all that inherited its mark."""
+    """Return all processes that inherited the marker of this cluster's folder."""
     mark = f"{MARK}={folder}\0".encode()
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -180,8 +180,8 @@ def _start_head(folder: Path, max_nodes: int, boot_s: float) -> tuple[subprocess
 
 
 def autoscaler_config(address: str, max_nodes: int, boot_s: float = 0.0) -> dict[str, Any]:
-    """Return what the autoscaler may start, as its file says it; it wants even what is empty."""
-    # The provider knows the head by this type and no other.
+    """Return the autoscaler's configuration; it requires even empty sections."""
+    # The provider recognizes the head by this type only.
     head_type = node_provider.FAKE_HEAD_NODE_TYPE
     resources = {"CPU": 1, "object_store_memory": STORE_BYTES}
     lists = ["initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray"]
@@ -227,7 +227,7 @@ def wait_for_head(address: str, folder: Path) -> None:
 
 
 def end_processes(folder: Path) -> None:
-    """Kill what the head has left: its provider does not end the nodes that are up."""
+    """Kill the remaining processes; the provider does not stop running nodes."""
     deadline = time.monotonic() + 30
     while left := processes_of(folder):
         if time.monotonic() > deadline:

@@ -26,12 +26,12 @@ def digit_files(num_images: int) -> tuple[list[bytes], list[int]]:
 
 
 def photograph() -> np.ndarray:
-    """Return a photograph, 427 x 640 pixels."""
+    """Return a photograph of 427 x 640 pixels."""
     return load_sample_images().images[0]
 
 
 def write_digits(path: Path, num_images: int, *, broken: int = 0, labeled: bool = True) -> Path:
-    """Write digits to a parquet file; the last ``broken`` rows are no images."""
+    """Write digits to a parquet file; the last ``broken`` rows are invalid images."""
     images, labels = digit_files(num_images)
     images[num_images - broken :] = [b"broken"] * broken
     table = pa.table({"image": pa.array(images, pa.binary()), "label": labels})

@@ -1,4 +1,4 @@
-"""A process that writes to an output again and again; it dies loudly if it is ever not alone."""
+"""A process that repeatedly writes to an output and fails if another process writes at the same time."""
 
 import contextlib
 import fcntl
@@ -14,10 +14,10 @@ from raycl.storage import Place
 
 
 def main(output: str, referee: str, journal: str, *, elsewhere: bool, hold_s: float = 0.0) -> None:
-    if elsewhere:  # as if each process had a machine of its own: none sees that another has ended
+    if elsewhere:  # as on separate machines: no process can see that another one has ended
         machine = uuid.uuid4().hex
         lease._machine = lambda: machine
-        # The times of an S3 server have no parts of a second.
+        # S3 timestamps have a resolution of one second.
         lease.RENEW_S, lease.DEAD_S, lease.WATCH_S = 0.5, 4.0, 3.0
     while True:
         with (

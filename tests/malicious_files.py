@@ -1,4 +1,4 @@
-"""Malicious files: unpickling one creates the marker."""
+"""Malicious files: unpickling one of them creates the marker."""
 
 import io
 import os
@@ -13,7 +13,7 @@ import torch
 
 
 class Malice:
-    """An object whose pickle runs a command where it is loaded."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -28,19 +28,19 @@ def as_pickle(marker: Path) -> bytes:
 
 
 def as_text(marker: Path) -> bytes:
-    """Return a pickle that is UTF-8 as well."""
+    """Return a pickle that is also valid UTF-8."""
     return pickle.dumps(Malice(marker), protocol=0)
 
 
 def as_checkpoint(marker: Path) -> bytes:
-    """Return what ``torch.save`` writes."""
+    """Return a file of ``torch.save``."""
     stream = io.BytesIO()
     torch.save({"learner": {"tower": {"weight": torch.zeros(2)}, "more": Malice(marker)}}, stream)
     return stream.getvalue()
 
 
 def as_old_checkpoint(marker: Path) -> bytes:
-    """Return what ``torch.save`` wrote before it wrote zip files."""
+    """Return a file of ``torch.save`` in the format used before zip files."""
     stream = io.BytesIO()
     torch.save({"learner": Malice(marker)}, stream, _use_new_zipfile_serialization=False)
     return stream.getvalue()
@@ -68,14 +68,14 @@ FORMS: tuple[Callable[[Path], bytes], ...] = (
 
 
 def pickled_column(marker: Path, num_rows: int) -> pa.Array:
-    """Return pickles in the storage of Ray Data's type for Python objects."""
+    """Return pickles in the storage type of Ray Data's Python objects."""
     return pa.array([as_pickle(marker)] * num_rows, pa.large_binary())
 
 
 def write_parquet(
     path: Path, plain: dict[str, pa.Array], name: str, pickled: pa.Array, *, in_list: bool = False
 ) -> Path:
-    """Write columns of which one says of itself that it is Ray Data's."""
+    """Write columns, one of them marked as Ray Data's extension type."""
     mark = {"ARROW:extension:name": "ray.data.arrow_pickled_object", "ARROW:extension:metadata": ""}
     field = pa.field("item" if in_list else name, pickled.type, metadata=mark)
     fields = [pa.field(each, column.type) for each, column in plain.items()]

@@ -1,4 +1,4 @@
-"""Outputs of runs for the tests of the report, written as runs write them."""
+"""Outputs of runs for the report tests, in the format of real runs."""
 
 import io
 import json
@@ -31,7 +31,7 @@ BEGAN = 1_790_000_000  # seconds since 1970
 
 
 def line_of(step: int, **figures: Any) -> dict[str, Any]:
-    """The line that a run logs at a step of 64 rows."""
+    """The metrics line of a step with 64 rows."""
     return {
         "step": step,
         "samples": 64 * step,
@@ -65,7 +65,7 @@ def line_of(step: int, **figures: Any) -> dict[str, Any]:
 
 
 def evaluation(step: int, **figures: float) -> dict[str, Any]:
-    """The line of an evaluation."""
+    """The metrics line of an evaluation."""
     return {"step": step, "samples": 64 * step, "epoch": step // 50, "stage": 0, "workers": 2, **figures}
 
 
@@ -105,7 +105,7 @@ def write_run(
 
 
 def thumbnail(number: int, kind: str = "PNG") -> bytes:
-    """A small picture of its own for every number."""
+    """A small distinct picture for each number."""
     pixels = np.random.default_rng(number).integers(0, 255, (16, 16), np.uint8)
     return encode(pixels, kind)
 
@@ -115,7 +115,7 @@ def unit(rows: np.ndarray) -> np.ndarray:
 
 
 def embeddings(labels: np.ndarray, *, spread: float, seed: int = 0, dim: int = 16) -> np.ndarray:
-    """Unit rows [num_samples, dim], those of a label the nearer to each other the less they spread."""
+    """Unit rows [num_samples, dim]; a smaller spread moves rows with the same label closer together."""
     rng = np.random.default_rng(seed)
     middles = np.random.default_rng(99).normal(size=(int(labels.max()) + 1, dim))
     return unit(middles[labels] + spread * rng.normal(size=(len(labels), dim))).astype(np.float16)

@@ -1,4 +1,4 @@
-"""Invented texts and pairs as a run has them: cut into tokens, stored, and read back as rows."""
+"""Synthetic texts and pairs as in a run: tokenized, stored, and read back as rows."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -41,16 +41,16 @@ _OF_RECIPES: dict[str, dict[str, Any]] = {
         "text_encoder.kwargs": BAG,
     },
 }
-_NUM_DOCUMENTS = 40  # so few that a batch has several of one kind
+_NUM_DOCUMENTS = 40  # few, so that each batch contains duplicates
 
 
 def small_config(name: str = "two_tower", settings: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return a recipe with encoders of a few numbers and without dropout."""
+    """Return a recipe with tiny encoders and no dropout."""
     return override_active(recipe(name, image_size=8), {**_SMALL, **_OF_RECIPES[name], **(settings or {})})
 
 
 def small_network() -> nn.Module:
-    """Return an encoder of gray images."""
+    """Return an encoder for grayscale images."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -62,12 +62,12 @@ def small_network() -> nn.Module:
 
 @functools.cache
 def vocabulary() -> Vocabulary:
-    """Return the tokens of invented texts, the same in every process."""
+    """Return the vocabulary of synthetic texts, the same in every process."""
     return Vocabulary.of_texts(invented_texts(200), max_length=14, size=400, lowercase=True)
 
 
 def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> InMemoryDataset:
-    """Return rows of these values by role, with the ids 0, 1, 2, ..., as they come out of Arrow."""
+    """Return rows of these values by role, with the ids 0, 1, 2, ..., as read from Arrow."""
     columns = column_names(config).found_in(list(values), where="the test")
     formats = build_formats(config, vocabulary().tokenizer, columns)
     contents = {role: each.decode_all(values[role]) for role, each in formats.items()}
@@ -78,7 +78,7 @@ def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> InMemoryD
 
 
 def clicks(num_rows: int, *, num_negatives: Sequence[int], seed: int = 0) -> dict[str, list[Any]]:
-    """Return pairs in which queries and documents recur, some in other words and some under other ids.
+    """Return pairs with repeated queries and documents, some with other texts and some with other ids.
 
     Row i has ``num_negatives[i % len(num_negatives)]`` explicit negatives.
     """
@@ -106,7 +106,7 @@ def clicks(num_rows: int, *, num_negatives: Sequence[int], seed: int = 0) -> dic
 
 
 def write_pairs(path: Path, num_pairs: int) -> Path:
-    """Write queries, their documents and none to three explicit negatives each to a parquet file."""
+    """Write queries and documents with 0 to 3 explicit negatives each to a parquet file."""
     texts, random = invented_texts(num_pairs, seed=1), Random(0)
     rows = [
         {
@@ -135,6 +135,6 @@ def write_captioned(path: Path, num_images: int) -> Path:
 
 
 def noise_images(num_images: int) -> list[bytes]:
-    """Return gray images of 8x8 pixels of noise, as files."""
+    """Return grayscale noise images of 8x8 pixels, as files."""
     pixels = np.random.default_rng(0).integers(0, 256, (num_images, 8, 8), np.uint8)
     return [encode(each) for each in pixels]

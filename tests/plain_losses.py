@@ -1,4 +1,4 @@
-"""The losses written plainly, with all pairs at once: what the tiled ones are held against."""
+"""Reference losses, written plainly over all pairs at once, for comparison with the tiled ones."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# All that a hinge loss of a batch may be.
+# All variants of a hinge loss over a batch.
 WAYS: list[dict[str, Any]] = [
     {"hardest": hardest, "bidirectional": both} for hardest in (False, True) for both in (False, True)
 ]
 
 
 def are_known(query_id: Tensor, candidate_id: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Say of each query and candidate whether their ids are those of one of the pairs, one by one."""
+    """Return for each query and candidate whether their ids form one of the pairs, one by one."""
     known = set(zip(*(ids.tolist() for ids in pairs), strict=True))
     answers = [
         (query, candidate) in known for query in query_id.tolist() for candidate in candidate_id.tolist()
@@ -24,10 +24,10 @@ def are_known(query_id: Tensor, candidate_id: Tensor, pairs: tuple[Tensor, Tenso
 
 
 def are_pairs(query_id: Tensor, candidate_id: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Say of each query and candidate whether the batch has a pair of their ids, [queries, candidates]."""
+    """Return whether the batch contains a pair with these ids, [queries, candidates]."""
     of_query = query_id[:, None] == batch["query_id"]
     of_candidate = candidate_id[:, None] == batch["key_id"]
-    return of_query.double() @ of_candidate.double().T > 0  # how many pairs are of both
+    return of_query.double() @ of_candidate.double().T > 0  # the number of pairs with both ids
 
 
 def plain_nt_xent(
@@ -40,7 +40,7 @@ def plain_nt_xent(
     offset: int = 0,
     ids: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Write the loss down as the paper does: the whole matrix, one cross entropy."""
+    """Compute the loss as in the paper: the full matrix, one cross entropy."""
     gathered_a = view_a if gathered_a is None else gathered_a
     gathered_b = view_b if gathered_b is None else gathered_b
     logits = torch.cat([view_a, view_b]) @ torch.cat([gathered_a, gathered_b]).T / temperature
@@ -67,7 +67,7 @@ def plain_info_nce(
     negative_id: Tensor | None = None,
     pair_ids: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Write the loss down as the papers do: own key first, all candidates beside it, cross entropy."""
+    """Compute the loss as in the papers: own key first, then all candidates, cross entropy."""
     index = torch.arange(len(query)) + offset
     positive = (query * key[index]).sum(1, keepdim=True)
     similarity, masked = [positive], [torch.zeros(len(query), 1, dtype=torch.bool)]
@@ -124,9 +124,9 @@ def plain_direction(
     similarity: Tensor, positive: Tensor, allowed: Tensor, margin: float, hardest: bool
 ) -> Tensor:
     """Return the loss of each row [n]: similarity and allowed [n, num_candidates], positive [n]."""
-    excess = F.relu(margin + similarity - positive[:, None])  # its gradient at 0 is 0
+    excess = F.relu(margin + similarity - positive[:, None])  # the gradient at 0 is 0
     if hardest and allowed.shape[1]:
-        # Of equal values max takes the first, and gives the gradient to it alone.
+        # In a tie, max returns the first value, and only that one gets the gradient.
         index = similarity.masked_fill(~allowed, -torch.inf).max(1, keepdim=True).indices
         return (excess * allowed).gather(1, index)[:, 0]
     return (excess * allowed).sum(1) / allowed.sum(1).clamp(min=1)
@@ -177,7 +177,7 @@ def plain_nce(
     log_normalizer: float,
     masked: Tensor | None = None,
 ) -> Tensor:
-    """Write the loss down as the paper does: P, then h, then logarithms; row by row."""
+    """Compute the loss as in the paper: P, then h, then logarithms; row by row."""
     normalizer = math.exp(log_normalizer)
     losses = []
     for i, row in enumerate(query):
@@ -193,7 +193,7 @@ def plain_nce(
 def plain_supcon(
     rows: Tensor, label: Tensor, temperature: Tensor, *, own: Sequence[int] | None = None
 ) -> Tensor:
-    """Write the loss down as the paper's equation 2, row by row; ``own`` are the rows of one worker."""
+    """Compute equation 2 of the paper, row by row; ``own`` selects the rows of one worker."""
     losses = []
     for i in range(len(rows)) if own is None else own:
         others = [j for j in range(len(rows)) if j != i]
@@ -212,7 +212,7 @@ def plain_siglip(
     own: slice = slice(None),
     pair_ids: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Write the loss down as the paper does: a label of 1 or -1 for every query and key."""
+    """Compute the loss as in the paper: a label of 1 or -1 for every query and key."""
     labels = 2 * torch.eye(len(keys), dtype=queries.dtype) - 1
     losses = -F.logsigmoid(labels * (queries @ keys.T / temperature + bias))
     if pair_ids is not None:

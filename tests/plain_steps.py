@@ -1,7 +1,7 @@
-"""Steps of every recipe in plain torch: one worker, float64, the whole batch and all pairs at once.
+"""Steps of every recipe in plain torch: one worker, float64, the full batch and all pairs at once.
 
-Nothing here is raycl's but what draws at random (the slots of noise, the order of shuffled rows) and
-the encoder's own layers: so a wire that is crossed in raycl is not crossed here as well.
+Only the random draws (noise slots, the order of shuffled rows) and the encoder layers come from raycl,
+so that a wiring mistake in raycl is not repeated here.
 """
 
 import copy
@@ -32,7 +32,7 @@ from tests.plain_losses import (
 
 @final
 class PlainBatchNorm(nn.Module):
-    """Batch normalization by its formula, over groups of rows that follow each other; 0 is the whole batch."""
+    """Batch normalization by its formula, over groups of consecutive rows; 0 means the full batch."""
 
     def __init__(self, layer: _BatchNorm, group_size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class PlainLars(torch.optim.Optimizer):
 
 
 def plain_network(network: nn.Module, group_size: int) -> nn.Module:
-    """Copy a network with its BatchNorms as formulas."""
+    """Copy a network, with BatchNorm layers replaced by formulas."""
     network = copy.deepcopy(network).double()
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
@@ -82,7 +82,7 @@ def plain_network(network: nn.Module, group_size: int) -> nn.Module:
 
 
 def plain_optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Weight decay is for matrices and filters; biases, normalization and the temperature have none."""
+    """Weight decay applies to matrices and filters, not to biases, normalization or the temperature."""
     settings = config.optimizer
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
@@ -96,7 +96,7 @@ def plain_optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.
 
 
 def plain_ids(rows: list[list[int]], *, shared: bool) -> list[int]:
-    """Number the things: rows with a common id, in one column or where ``shared`` in any, are one."""
+    """Number distinct items: rows that share an id are one, in any column with ``shared``."""
     numbers = list(range(len(rows)))
     for i, row in enumerate(rows):
         for j, other in enumerate(rows[:i]):
@@ -118,7 +118,7 @@ class PlainRun:
         slots: Tensor | None = None,
         count: Mapping[int, int] | None = None,
     ) -> None:
-        """Begin at the weights of ``tower`` and first ``slots``; ``count`` is how often each key occurs."""
+        """Start from the weights of ``tower`` and initial ``slots``; ``count`` is the frequency of each key."""
         self.config, self.stage = config, config.stages[0]
         groups = config.batchnorm_groups if config.batchnorm == "shuffled" else 1
         self.tower: Any = plain_network(tower, 0 if groups == 1 else self.stage.batch_size // groups)
@@ -140,7 +140,7 @@ class PlainRun:
     def step(
         self, views: Views, names: ExampleIds, step: int, *, learning_rate: float, momentum: float
     ) -> float:
-        """Make a step with these views, whose rows have these names, and return its loss."""
+        """Run a step with these views and row names, and return its loss."""
         self.names = names
         query, key, negatives = self.embed(views, step)
         loss = self.loss(query, key, negatives, views, step)
@@ -185,14 +185,14 @@ class PlainRun:
         return self.encode(tower, rows[order])[order.argsort()]
 
     def encode(self, tower: nn.Module, rows: Tensor) -> Tensor:
-        """Encode rows; in chunks where rows do not depend on each other, for dropout is drawn by the chunk."""
+        """Encode rows; in chunks if rows are independent, because dropout is drawn per chunk."""
         has_batchnorm = any(isinstance(each, PlainBatchNorm) for each in tower.modules())
         size = len(rows) if has_batchnorm else self.stage.chunk_size or len(rows)
         parts = [tower.projection_head(tower.encoder(part)) for part in rows.split(size)]
         return F.normalize(torch.cat(parts), dim=1)
 
     def loss(self, query: Tensor, key: Tensor | None, negatives: Tensor, views: Views, step: int) -> Tensor:
-        """Return the loss of the stage: a cross-entropy and a hinge in their shares, and the proximal term."""
+        """Return the loss of the stage: the weighted cross-entropy and hinge, plus the proximal term."""
         stage, own = self.stage, None
         if self.slots is None:
             query_id, key_id, other_id = self.number(views)
@@ -285,7 +285,7 @@ class PlainRun:
         )
 
     def number(self, views: Views) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids of queries, of keys, and of the negatives that are not of the batch: explicit, queued."""
+        """Return ids of queries, keys, and negatives from outside the batch: explicit and queued."""
         known = self.names
         rows = known.key.tolist() + ([] if known.negative is None else known.negative.tolist())
         numbers = plain_ids(rows, shared=known.shared_id_space)
@@ -299,15 +299,15 @@ class PlainRun:
         return torch.tensor(query), torch.tensor(key), torch.tensor(other, dtype=torch.int64)
 
     def names_of_others(self, views: Views) -> list[int]:
-        """Return the names of the negatives that are not of the batch."""
+        """Return the names of the negatives from outside the batch."""
         negative = self.names.negative
         return ([] if negative is None else negative[:, 0].tolist()) + self.queue_names
 
     def store(self, embeddings: Tensor, views: Views) -> None:
-        """Keep the newest keys of the queue, or move the slots of the batch."""
+        """Keep the newest keys of the queue, or update the slots of the batch."""
         negatives = self.config.negatives
         if negatives.store == "queue":
-            # Not torch's cast, which rounds twice: to float32, then to float16.
+            # torch's cast would round twice: to float32, then to float16.
             rows = torch.from_numpy(embeddings.numpy().astype(self.config.bank.dtype))
             self.queue = torch.cat([self.queue, rows])[-negatives.capacity :]
             self.queue_names = (self.queue_names + self.names.key[:, 0].tolist())[-negatives.capacity :]

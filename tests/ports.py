@@ -1,10 +1,10 @@
-"""Ports that nothing listens at."""
+"""Free ports."""
 
 import socket
 
 
 def free_ports(number: int, host: str = "127.0.0.1") -> list[int]:
-    """Return so many of them, all different; the host "" stands for all addresses of this machine."""
+    """Return distinct free ports; the host "" means all addresses of this machine."""
     probes = [socket.socket() for _ in range(number)]
     for probe in probes:
         probe.bind((host, 0))

@@ -1,12 +1,12 @@
 """A pretended GPU: host memory that counts as a CUDA device's, on machines and builds that have none.
 
-Inside ``pretend_gpu()`` a tensor that is made on or moved to "cuda" has real values and real gradients, but its
+Inside ``pretend_gpu()`` a tensor created on or moved to "cuda" has real values and real gradients, but its
 storage is marked as device memory. ``tensor.device`` says "cuda:0". An operation on tensors of both devices raises as
 CUDA does, and so does an operation without a kernel for CUDA. The trace counts launches, waits of the host for the device, and
-copies out of pageable memory, each by the line of raycl that asked for it. Streams and events are followed: a tensor
+copies from pageable memory, each by the line of raycl that caused it. Streams and events are followed: a tensor
 that another stream writes must be waited for, and one that another stream reads must be recorded there.
 
-Not seen: dtypes and layouts that a kernel refuses (but products of integers), and the reducer of DDP.
+Not simulated: dtypes and layouts unsupported by a kernel (except integer products), and the DDP reducer.
 """
 
 import collections
@@ -32,19 +32,19 @@ _PACKAGE = str(Path(raycl.__file__).parent) + "/"
 
 
 class DeviceError(RuntimeError):
-    """An operation that a GPU refuses, or that would give it wrong values silently."""
+    """An operation that fails on a GPU or silently gives wrong values there."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """Operations in their order; ``device``, ``priority`` as torch's."""
+    """A sequence of operations; ``device`` and ``priority`` as in torch."""
 
     device: Any = None
     priority: int = 0
     trace: "Trace | None" = field(default_factory=lambda: _trace[-1] if _trace else None)
     launched: int = 0
-    finished: int = 0  # as far as the host knows
-    follows: "dict[Stream, int]" = field(default_factory=dict)  # operations of others that came before
+    finished: int = 0  # as known to the host
+    follows: "dict[Stream, int]" = field(default_factory=dict)  # earlier operations of other streams
 
     def wait_stream(self, other: "Stream") -> None:
         self._follow(other, other.launched, other.follows)
@@ -86,7 +86,7 @@ class Event:
         return self.stream is None or self.stream.finished >= self.at
 
     def synchronize(self) -> None:
-        """Wait; free of cost where the host has waited for something later already."""
+        """Wait; costs nothing if the host has already waited for a later operation."""
         if self.stream is not None and not self.query():
             trace().wait("event", self.stream, at=self.at, follows=self.follows)
 
@@ -103,10 +103,10 @@ class Memory:
 
     on_device: bool = False
     pinned: bool = False
-    home: Stream | None = None  # the stream that it was allocated for
-    recorded: set[Stream] = field(default_factory=set)  # and those that keep it from being reused
+    home: Stream | None = None  # the stream of the allocation
+    recorded: set[Stream] = field(default_factory=set)  # other streams that prevent its reuse
     written: tuple[Stream, int] | None = None
-    copied: tuple[Stream, int] | None = None  # a copy out of host memory that may still run
+    copied: tuple[Stream, int] | None = None  # a copy from host memory that may still be running
 
 
 def memory_of(tensor: Tensor) -> Memory:
@@ -131,7 +131,7 @@ class Trace:
 
     def __init__(self) -> None:
         self.main = self.stream = Stream(trace=self)
-        # Where memory is made that C++ asks for: on the device, on the host, or (None) where its company lies.
+        # Device of memory allocated by C++: the GPU, the host, or (None) the device of the other arguments.
         self.places: list[bool | None] = [None]
         self.clear()
 
@@ -143,7 +143,7 @@ class Trace:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Waits, copies out of pageable memory, launches."""
+        """Waits, copies from pageable memory, launches."""
         return self.waits.total(), self.pageable.total(), self.launches.total()
 
     def wait(
@@ -159,7 +159,7 @@ class Trace:
         self.waits[_line(), why] += 1
 
     def launch(self, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """Note an operation of the current stream, and refuse a race."""
+        """Record an operation of the current stream, and raise on a race."""
         stream = self.stream
         for each in reads:
             self._check_order(each)
@@ -171,7 +171,7 @@ class Trace:
             memory.written = (stream, stream.launched)
 
     def check_host(self, tensors: list[Tensor], *, writes: bool) -> None:
-        """Refuse to read memory before its copy has arrived, and to change memory during a copy."""
+        """Raise if memory is read before its copy has arrived, or changed during a copy."""
         for each in tensors:
             memory = memory_of(each)
             for what, last in (("has not arrived", memory.written), ("is still copied", memory.copied)):
@@ -185,7 +185,7 @@ class Trace:
             return
         other, at = memory.written
         if other.trace is not self:
-            return  # a constant that was made on a device before this one
+            return  # a constant created on an earlier pretended device
         if other is not self.stream and max(self.stream.follows.get(other, 0), other.finished) < at:
             raise DeviceError(f"a stream reads what another one may still write at {_line()}")
         if memory.home is not None and memory.home is not self.stream and self.stream not in memory.recorded:
@@ -196,7 +196,7 @@ _trace: list[Trace] = []
 
 
 def trace() -> Trace:
-    """Return the trace of the device that is pretended now."""
+    """Return the trace of the active pretended device."""
     return _trace[-1]
 
 
@@ -211,14 +211,14 @@ def _line() -> str:
 
 
 def mark(tensor: Tensor, *, on_device: bool, pinned: bool = False) -> Tensor:
-    """Say that the storage of a new tensor is memory of this kind."""
+    """Mark the storage of a new tensor as this kind of memory."""
     memory = memory_of(tensor)
     memory.on_device, memory.pinned = on_device, pinned
     return tensor
 
 
 def transfer(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
-    """Note a copy between the devices."""
+    """Record a copy between devices."""
     if not source.numel():
         return
     now, to_device = trace(), is_on_device(target)
@@ -232,14 +232,14 @@ def transfer(target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
     elif to_device and on_host.pinned:
         on_host.copied = last
     elif to_device:
-        now.pageable[_line()] += 1  # staged: it does not wait for the device, and is slow
+        now.pageable[_line()] += 1  # staged: does not wait for the device, but is slow
     elif on_host.pinned:
         on_host.written = last
     else:
         now.wait("copy to pageable memory")
 
 
-# Operations whose result has a shape that depends on values.
+# Operations with a result shape that depends on values.
 _SHAPED_BY_VALUES = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -273,7 +273,7 @@ _INDEXING = {
     aten._index_put_impl_.default,
 }
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.mv.default}
-# A number in host memory is no argument of these.
+# These do not accept a scalar in host memory.
 _WITHOUT_NUMBERS = {
     aten.cat.default,
     aten.stack.default,
@@ -296,7 +296,7 @@ class _Operations(TorchDispatchMode):
         on_device = any(map(is_on_device, tensors))
         writes = func._schema.is_mutable
         if "device" in kwargs and kwargs["device"] is not None:
-            # C++ passes on the true device of what it was given; only Python ever asks for CUDA.
+            # C++ passes the actual device of its arguments; only Python requests CUDA.
             asked, place = torch.device(kwargs["device"]).type == "cuda", self._trace.places[-1]
             to_device = asked or (on_device if place is None else place)
             kwargs["device"] = CPU
@@ -322,7 +322,7 @@ class _Operations(TorchDispatchMode):
     def _check_company(self, func: Any, tensors: list[Tensor]) -> None:
         name = func.name()
         if "_foreach" in name or "_fused" in name:
-            return  # lists of each kind
+            return  # lists of each type
         on_host = [each for each in tensors if not is_on_device(each)]
         if any(each.ndim for each in on_host) or (on_host and func in _WITHOUT_NUMBERS):
             came = [(list(each.shape), "cuda" if is_on_device(each) else "cpu") for each in tensors]
@@ -357,7 +357,7 @@ class _Operations(TorchDispatchMode):
             raise DeviceError(f"{func.name()}: CUDA needs the saved mean, at {_line()}")
 
     def _place(self, func: Any, tensors: list[Tensor], out: Any, *, on_device: bool, pinned: bool) -> None:
-        """Mark new memory, and count a launch where there was work for one."""
+        """Mark new memory, and count a launch if the operation has work to do."""
         outs = [
             each for each in tree_leaves(out) if isinstance(each, Tensor) and each.layout == torch.strided
         ]
@@ -454,7 +454,7 @@ class _Functions(TorchFunctionMode):
         return move(tensor.detach())
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Make a tensor of numbers, which lie on the host."""
+        """Create a tensor from Python numbers, which are on the host."""
         value = args[-1] if func is _T.new_tensor else args[0]
         device = kwargs.pop("device", None)
         if func is torch.as_tensor and isinstance(value, Tensor):
@@ -476,7 +476,7 @@ class _Functions(TorchFunctionMode):
         return out
 
     def _go_back(self, args: Any, kwargs: Any) -> None:
-        """Run autograd with this mode in force, for the Python in it."""
+        """Run autograd with this mode active, for its Python functions."""
         tensors = args[0] if isinstance(args[0], list | tuple) else (args[0],)
         given = kwargs.get(
             "gradient", kwargs.get("grad_tensors", args[1] if len(args) > 1 else [None] * len(tensors))
@@ -502,7 +502,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Moved(torch.autograd.Function):
-    """A copy to the other device, whose gradient comes back."""
+    """A copy to the other device that returns the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, move: Callable[[Tensor], Tensor], non_blocking: bool) -> Tensor:
@@ -530,7 +530,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Kernels that only CUDA has, for synchronized BatchNorm.
+# CUDA-only kernels of synchronized BatchNorm.
 
 
 def _channels(vector: Tensor, like: Tensor) -> Tensor:
@@ -556,7 +556,7 @@ def _batch_norm_gather_stats(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    # One worker after the other, as the kernel has it, so that what it makes of an empty one is the same.
+    # Workers one at a time, like the kernel, to get the same result for an empty one.
     total, mean, sum_squares = counts.new_zeros(()), torch.zeros_like(means[0]), torch.zeros_like(means[0])
     for count, its_mean, its_invstd in zip(counts, means, invstds, strict=True):
         factor = 1 / (total + count)
@@ -634,7 +634,7 @@ def _stream(stream: Stream | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend_gpu() -> Iterator[Trace]:
-    """Let "cuda" be host memory that counts as a device's; yield the trace of what is done with it."""
+    """Treat "cuda" as host memory marked as device memory; yield the trace of its operations."""
     now = Trace()
     autocast, is_enabled, dtype_of = (
         torch.autocast.__init__,
@@ -668,9 +668,9 @@ def pretend_gpu() -> Iterator[Trace]:
         stack.enter_context(mock.patch.object(torch.autocast, "__init__", enter_autocast))
         stack.enter_context(mock.patch("torch.is_autocast_enabled", lambda *_: is_enabled("cpu")))
         stack.enter_context(mock.patch("torch.get_autocast_dtype", lambda *_: dtype_of("cpu")))
-        # Its arguments are looked at before any mode.
+        # Its arguments are checked before any mode.
         stack.enter_context(mock.patch.object(_T, "record_stream", _record_stream))
-        # The optimizers ask whether a graph of CUDA is being captured.
+        # The optimizers check for the capture of a CUDA graph.
         capture = mock.Mock(is_capturing=lambda: False)
         stack.enter_context(mock.patch("torch.accelerator.current_stream", lambda *_: capture))
         _trace.append(now)

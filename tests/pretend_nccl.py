@@ -1,4 +1,4 @@
-"""Workers of NCCL that are pretended: of several one is real, and the others do as it does with other ids."""
+"""Simulated NCCL workers: one is real, and the others repeat its messages with other ids."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from tests.pretend_gpu import DeviceError, is_on_device
 
 @contextlib.contextmanager
 def pretend_nccl(num_workers: int, *, id_distance: int, rank: int = 0) -> Iterator[None]:
-    """Be the worker of this rank; integers in rows of several lie ``id_distance`` apart between workers.
+    """Act as the worker of this rank; integers in matrices differ by ``id_distance`` between workers.
 
-    Use it within ``pretend_gpu``: messages of host tensors are refused, as NCCL refuses them.
+    Use it inside ``pretend_gpu``: like NCCL, it refuses messages of host tensors.
     """
     if num_workers == 1:
         yield
@@ -33,7 +33,7 @@ def pretend_nccl(num_workers: int, *, id_distance: int, rank: int = 0) -> Iterat
 
     def all_gather(out: Tensor, own: Tensor, *_: Any, **__: Any) -> None:
         _check(out, own)
-        parts = out.view(num_workers, -1)  # torch's own layers ask for other shapes
+        parts = out.view(num_workers, -1)  # torch's own layers use other shapes
         for worker in range(num_workers):
             parts[worker].copy_(as_other(own, worker).flatten())
 

@@ -1,4 +1,4 @@
-"""Steps of every recipe on a pretended GPU: a worker's loop without Ray."""
+"""Steps of every recipe on a pretended GPU: the loop of a worker without Ray."""
 
 import argparse
 import contextlib
@@ -31,7 +31,7 @@ from tests.settings import override_active
 
 PARTS = ("views", "step")
 STEPS = 3
-ROWS = 32  # of a worker's batch
+ROWS = 32  # rows in the batch of a worker
 NUM_SAMPLES = 6 * ROWS
 SMALL = {"encoder.name": "resnet10", "encoder.stem": "half", "encoder.width": 0.125}
 TEXTS = {"encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32}
@@ -41,13 +41,13 @@ CHUNKS = {"stages.0.chunk_size": 16}
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe and the settings that differ from it."""
+    """A recipe and its changed settings."""
 
     recipe: str
     settings: dict[str, Any] = field(default_factory=dict)
-    explicit: bool = False  # pairs come with negatives, and queries and documents with ids of their own
+    explicit: bool = False  # pairs with explicit negatives, and separate ids of queries and documents
     image_size: int = 32
-    num_texts: int = 2**40  # that texts are drawn from
+    num_texts: int = 2**40  # the size of the vocabulary of random texts
 
 
 CASES = {
@@ -84,7 +84,7 @@ CASES = {
 
 
 def configuration(case: Case, workers: int = 1) -> RunConfig:
-    """Return a case's configuration for so many workers."""
+    """Return the configuration of a case for a number of workers."""
     settings = {
         "workers": workers,
         "gpu": True,
@@ -96,7 +96,7 @@ def configuration(case: Case, workers: int = 1) -> RunConfig:
 
 
 class Worker:
-    """Learner, views and store, as a worker of Ray Train has them."""
+    """Learner, views and store, as in a worker of Ray Train."""
 
     def __init__(self, case: Case, workers: int = 1, device: torch.device = CUDA) -> None:
         self.case, self.config, self.device = case, configuration(case, workers), device
@@ -125,7 +125,7 @@ class Worker:
         return (draw(step) for step in range(number))
 
     def weights(self) -> list[torch.Tensor]:
-        """Return all that is learned."""
+        """Return all learned parameters."""
         modules = [self.learner.tower, self.learner.temperature]
         return [each.detach() for module in modules if module is not None for each in module.parameters()]
 
@@ -145,7 +145,7 @@ class Worker:
             step=step,
             learning_rate=0.01,
             momentum=0.9,
-            precision=self.config.precision,  # named by each case
+            precision=self.config.precision,  # named in each case
             is_watched=is_watched,
         )
 
@@ -153,7 +153,7 @@ class Worker:
 def batch(
     config: RunConfig, step: int, *, explicit: bool = False, rows: int = ROWS, num_texts: int = 2**40
 ) -> Batch:
-    """Return random rows of the configuration's kind."""
+    """Return random rows for this configuration."""
     rng = np.random.default_rng(step)
     texts = partial(_texts, rng, num_texts)
     contents: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def _texts(rng: np.random.Generator, num_texts: int, number: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Counted:
-    """Traces of the views of a batch and of the step with them, of the last of several; what all steps came to."""
+    """Traces of the last views and their step, and the result of all steps."""
 
     views: Trace
     step: Trace
@@ -192,17 +192,17 @@ class Counted:
 
 @contextlib.contextmanager
 def pretended(workers: int = 1) -> Iterator[Trace]:
-    """Pretend a GPU and as many workers."""
+    """Pretend a GPU and a number of workers."""
     with pretend_gpu() as trace, pretend_nccl(workers, id_distance=NUM_SAMPLES // 2):
         yield trace
 
 
 def count(case: Case, workers: int) -> Counted:
-    """Make some steps on the pretended GPU and return what the last one did."""
+    """Run several steps on the pretended GPU and return the counts of the last one."""
     with pretended(workers) as trace:
         worker = Worker(case, workers)
         found, losses = {}, []
-        # One more than is used: with the views of a batch the next one is sent.
+        # One more than used: the next batch is sent together with the current views.
         views_of = worker.maker.views(worker.batches(STEPS + 1))
         for step in range(STEPS):
             torch.manual_seed(step)
@@ -218,12 +218,12 @@ def count(case: Case, workers: int) -> Counted:
 
 
 def on_host(case: Case) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
-    """Make the same steps on the CPU; return the losses, and the weights before and after."""
+    """Run the same steps on the CPU; return the losses, and the weights before and after."""
     return steps_on(CPU, case)
 
 
 def steps_on(device: torch.device, case: Case) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
-    """Make the same steps on a device that is there; return the losses, and the weights before and after."""
+    """Run the same steps on a real device; return the losses, and the weights before and after."""
     worker = Worker(case, device=device)
     losses, before = [], [each.clone() for each in worker.weights()]
     for step, views in enumerate(worker.maker.views(worker.batches(STEPS))):
@@ -238,11 +238,11 @@ def _copied(trace: Trace) -> Trace:
     return copy
 
 
-Counts = dict[str, list[int]]  # of "views" and "step": waits, copies out of pageable memory, launches
+Counts = dict[str, list[int]]  # for "views" and "step": waits, copies from pageable memory, launches
 
 
 def count_all() -> dict[str, Counts | str]:
-    """Return the counts of each case with 1 and 2 workers, or the error that it ended in."""
+    """Return the counts of each case with 1 and 2 workers, or its error."""
     found: dict[str, Counts | str] = {}
     for name, case in CASES.items():
         for workers in (1, 2):
@@ -256,7 +256,7 @@ def count_all() -> dict[str, Counts | str]:
 
 
 def table(counts: dict[str, Counts | str]) -> str:
-    """Return the counts in Markdown."""
+    """Return the counts as a Markdown table."""
     lines = [
         "| recipe | workers | waits: views | waits: step | launches: views | launches: step |",
         "|---|---|---|---|---|---|",
@@ -272,7 +272,7 @@ def table(counts: dict[str, Counts | str]) -> str:
 
 
 def main() -> None:
-    """Print the counts of all cases in Markdown, or each line that waits in some of them."""
+    """Print the counts of all cases as Markdown, or all lines that wait in any of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("names", nargs="*", help="cases whose waits are to be listed by line")

@@ -9,7 +9,7 @@ from raycl.errors import ConfigError
 
 
 def override_active(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Replace the settings that have an effect in this run, and leave out the others."""
+    """Override the settings that are active in this run, and skip the others."""
     left = dict(settings)
     while True:
         try:

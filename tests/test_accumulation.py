@@ -1,4 +1,4 @@
-"""The gradient of a batch in chunks is the gradient of the whole batch."""
+"""Gradient accumulation over chunks gives the gradient of the whole batch."""
 
 import contextlib
 import weakref
@@ -104,7 +104,7 @@ def _whole(tower: nn.Module, *rows: Tensor) -> Tensor:
 def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
     loss: Callable[[Embed, nn.Module], Tensor], norm: str, chunk_size: int, cached_chunks: int
 ) -> None:
-    # In float32 the rounding of another order may flip a ReLU, which changes the gradient by a thousandth.
+    # In float32, rounding in another order may flip a ReLU, which changes the gradient by 0.1%.
     dtype = torch.float64 if norm == "batch" else torch.float32
     whole, chunked = resnet(norm).to(dtype), resnet(norm).to(dtype)
     expected = loss(_whole, whole)
@@ -188,7 +188,7 @@ def test_gradients_accumulate_and_frozen_parameters_get_none() -> None:
 
 
 class _Marked(torch.autograd.Function):
-    """Tie a mark's life to that of the graph."""
+    """Keep a mark alive as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mark: "_Mark") -> Tensor:
@@ -201,7 +201,7 @@ class _Marked(torch.autograd.Function):
 
 
 class _Watched(nn.Module):
-    """Count the graphs that are alive, and the forward passes."""
+    """Count live graphs and forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class _Watched(nn.Module):
 
 
 class _Mark:
-    """Something that can be weakly referred to."""
+    """An object that supports weak references."""
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_without_gradient_each_chunk_takes_one_pass(is_frozen: bool) -> None:
     assert (tower.most_alive, tower.num_passes) == (0, 5)
 
 
-# A second pass that differs
+# Nondeterministic second passes
 
 
 class _Noisy(nn.Module):
-    """Noise from a generator outside of torch's random state."""
+    """Noise from a generator outside torch's random state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class _Counting(nn.Module):
 
 
 class _Drawing(nn.Module):
-    """Dropout from a generator of its own."""
+    """Dropout from a separate generator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run shows the settings that have an effect, and refuses the others."""
+"""A run shows its active settings and refuses the inactive ones."""
 
 import ast
 import dataclasses
@@ -33,12 +33,12 @@ TEXT_ROLES = {"text", "caption", "query", "document", "negatives"}
 
 
 def settings() -> dict[str, Any]:
-    """Return the defaults of all settings, those of a stage under the index 0."""
+    """Return the defaults of all settings; settings of a stage have the index 0."""
     free = {"encoder.kwargs": {}, "text_encoder.kwargs": {}}
     return leaves(RunConfig(recipe="defaults", stages=(Stage(steps=1),))) | free
 
 
-# Values other than the defaults, where half of a number, or a number more, is none.
+# Valid non-default values of settings for which halving or incrementing is invalid.
 OTHERS: dict[str, Any] = {
     "recipe": "mine",
     "min_workers": 1,
@@ -121,7 +121,7 @@ def value_at(values: Any, path: str) -> Any:
 
 
 def shown_settings(config: RunConfig) -> set[str]:
-    """Return the settings and sections that the YAML of a run contains, of its first stage only."""
+    """Return the settings and sections in the YAML of a run, for its first stage only."""
     found: set[str] = set()
 
     def collect(values: Any, path: str) -> None:
@@ -173,7 +173,7 @@ def test_a_recipe_prints_the_settings_of_its_kind(name: str, absent: list[str], 
     assert set(present) <= shown
 
 
-# What is built
+# Parts of a run
 
 
 def text_run(name: str) -> RunConfig:
@@ -224,7 +224,7 @@ RUNS = {
         text_run("clip"), {"encoder.name": "resnet10", "encoder.width": 0.125, "stages.0.batch_size": 128}
     ),
 }
-# The settings that the parts below hold. The driver, the data module and the trainer read the others.
+# Settings used by the parts below; the driver, the data module and the trainer read the others.
 BUILT = re.compile(
     r"data\.(image_size|decode_size|channels|max_pixels)|text\.max.*|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
     r"separate_towers|projection_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init).*|bank\..*|"
@@ -232,7 +232,7 @@ BUILT = re.compile(
 )
 
 
-# Inactive, they would be an unused parameter, unused positions, and a loss that does not exist.
+# If inactive: an unused parameter, unused positions, and a loss that does not exist.
 REFUSED = {
     "learn_temperature",
     "text.max_document_length",
@@ -242,7 +242,7 @@ REFUSED = {
 
 
 def describe(value: Any, seen: frozenset[int] = frozenset()) -> Any:
-    """Return the whole state of an object, without configurations, as a comparable value."""
+    """Return the full state of an object, without configurations, as a comparable value."""
     if id(value) in seen or isinstance(value, Section):
         return None
     seen |= {id(value)}
@@ -295,7 +295,7 @@ def built(config: RunConfig) -> Any:
     if config.negatives.store != "none" and config.bank.location == "actor":
         spec = bank_spec(config, output="", name="bank", num_samples=num_samples)
         parts["bank"] = dataclasses.replace(spec, momentum=0.0) if spec.kind == "queue" else spec
-    # Passed on, and not read without chunks and without own slots.
+    # Passed on, but not read without chunks and own slots.
     if stage.chunk_size is None:
         parts["embedding"] = dataclasses.replace(
             parts["embedding"], cached_chunks=1, activation_checkpoint_every=None
@@ -312,7 +312,7 @@ def without(described: Any, name: str) -> Any:
 
 
 def replaced(section: Any, path: str, value: Any) -> Any:
-    """Return a configuration with another value, unchecked."""
+    """Return a configuration with another value, without validation."""
     name, _, rest = path.partition(".")
     if isinstance(section, tuple):
         return tuple(replaced(each, rest, value) for each in section)
@@ -331,12 +331,12 @@ def test_a_setting_is_active_exactly_if_it_changes_the_built_run(name: str) -> N
         if path in ("augment.mean", "augment.std"):
             value = value[: config.data.channels]
         if path == "batchnorm" and config.data.kind in ("text", "pairs"):
-            continue  # only a network of the user's own has BatchNorm
+            continue  # only custom networks have BatchNorm
         is_active = why_inactive(config, path) is None
         if path in REFUSED and not is_active:
             continue
         if path == "stages.0.learning_rate_scope" and config.stages[0].warmup_epochs == 0:
-            continue  # the same in a single stage without warmup
+            continue  # equivalent in a single stage without warmup
         try:
             changed = override(config, {path: value}) if is_active else replaced(config, path, value)
             has_changed = built(changed) != before
@@ -346,7 +346,7 @@ def test_a_setting_is_active_exactly_if_it_changes_the_built_run(name: str) -> N
 
 
 def names_read() -> set[str]:
-    """Return all attributes and keywords of raycl's code outside of the configuration."""
+    """Return all attributes and keywords in raycl's code outside the configuration."""
     found = set()
     for file in PACKAGE.rglob("*.py"):
         if file.parent.name in ("config", "recipes"):
@@ -365,7 +365,7 @@ def test_every_setting_is_read_by_some_code() -> None:
     }
     inner |= {"max_document_length": "max_document_length", "learning_rate": "peak_learning_rate"}
     inner |= {"learning_rate_scaling": "peak_learning_rate"}
-    inner |= dict.fromkeys(("tensorboard", "mlflow", "wandb"), "tracking")  # by their names
+    inner |= dict.fromkeys(("tensorboard", "mlflow", "wandb"), "tracking")  # accessed by name
     columns = {path for path in PATHS if path.startswith("data.columns.")}
     read = names_read()
     for path in set(PATHS) - columns:
@@ -396,7 +396,7 @@ def test_an_inactive_setting_in_a_file_must_have_its_default() -> None:
 def test_inactive_settings_of_an_older_version_are_dropped(name: str) -> None:
     config = recipe(name, image_size=32)
     everything = config.model_dump(mode="json")
-    for path in set(PATHS) - {"data.channels"}:  # which fits the mean of the channels
+    for path in set(PATHS) - {"data.channels"}:  # must match the number of channels
         *parents, last = path.split(".")
         section = value_at(everything, ".".join(parents)) if parents else everything
         if why_inactive(config, path) is not None:

@@ -1,4 +1,4 @@
-"""The functions that do what the commands do: options, refusals, and encoders that take images of any kind."""
+"""The Python API of the commands: options, refusals, and encoders for images of any type."""
 
 import io
 import re
@@ -48,7 +48,7 @@ def test_recipes_files_and_configurations_accept_the_same_flags(digits: Path, tm
 
 
 class Arrays:
-    """As much of a Ray Dataset as a look at its first images takes."""
+    """The part of a Ray Dataset needed to read its first images."""
 
     def __init__(self, column: str) -> None:
         self._column = column
@@ -130,7 +130,7 @@ def test_the_doctor_refuses_flags_without_a_recipe() -> None:
         raycl.run_doctor(settings={"k": 1})
 
 
-# Images of any kind
+# Images of any type
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def embedded(run: str, files: list[bytes]) -> torch.Tensor:
-    """Return what the actors of ``raycl embed`` make of these files."""
+    """Return the embeddings of these files from the actors of ``raycl embed``."""
     formats = {"image": load_encoder(run).spec.image_format()}  # pyright: ignore[reportAttributeAccessIssue]
     columns = store_all(formats, {"image": formats["image"].decode_all(files)})
     numbers = pa.array(range(len(files)), pa.int64())

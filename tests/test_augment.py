@@ -1,4 +1,4 @@
-"""The views: what they depend on, and that their distributions are torchvision's."""
+"""Views depend on seed, epoch, view and sample, and have the distributions of torchvision."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ WHEN = {"seed": 0, "epoch": 0, "view": 0}
 
 @pytest.fixture(scope="module")
 def photos() -> np.ndarray:
-    """Give 24 crops of 200 x 200 pixels from two photographs; uint8 [24, 200, 200, 3]."""
+    """Return 24 crops of 200 x 200 pixels from two photographs; uint8 [24, 200, 200, 3]."""
     tiles = [
         picture[top : top + 200, left : left + 200]
         for picture in load_sample_images().images
@@ -59,7 +59,7 @@ def noise(num_images: int, size: int, *, channels: int = 3) -> np.ndarray:
 
 
 def views_of(images: np.ndarray, **settings: Any) -> Tensor:
-    """Return views without changes but those of the settings, with pixels in [0, 1]."""
+    """Return views with only the given transforms, with pixels in [0, 1]."""
     channels = images.shape[3]
     plain = {
         "size": images.shape[1],
@@ -73,7 +73,7 @@ def views_of(images: np.ndarray, **settings: Any) -> Tensor:
 def largest_gap(one: np.ndarray, other: np.ndarray, *, slack: float) -> float:
     """Compare distribution functions, up to a shift of the values by ``slack``.
 
-    The pixel grids differ, and the central box of the last resort is a single value.
+    The pixel grids differ, and the central fallback box is a single value.
     """
     one, other = np.sort(one), np.sort(other)
 
@@ -144,7 +144,7 @@ def test_neighboring_seeds_epochs_views_samples_and_columns_are_uniform_and_unco
     assert len({tuple(each.tolist()) for each in swapped}) == 4
 
 
-# What a view depends on
+# Inputs of a view
 
 
 @pytest.mark.parametrize(("size", "stored"), [(32, 32), (96, 120)])
@@ -186,7 +186,7 @@ BOXES: dict[str, Any] = {"scale": (0.08, 1.0), "ratio": (3 / 4, 4 / 3)}
 
 
 def relative(boxes: np.ndarray, *, height: int, width: int, aspect: float) -> dict[str, np.ndarray]:
-    """Describe boxes by what does not depend on the pixel grid."""
+    """Describe boxes independently of the pixel grid."""
     top, left, box_height, box_width = boxes.T.astype(np.float64)
     tall, wide = box_height / height, box_width / width
     return {
@@ -212,7 +212,7 @@ def test_crop_boxes_are_distributed_like_torchvisions(
 ) -> None:
     num = 2_500
     draws = uniforms(np.arange(4 * num), **WHEN, num=NUM_BOX_DRAWS)
-    # Ours crops from a square that the image was squashed to.
+    # raycl crops from an image resized to a square.
     aspect = torch.full((4 * num,), width / height)
     boxes = draw_boxes(draws, height=400, width=400, aspect=aspect, scale=scale, ratio=BOXES["ratio"])
     assert (boxes[:, :2] >= 0).all()
@@ -260,7 +260,7 @@ def test_crops_equal_the_resized_crop_of_torchvision(method: Any, photos: np.nda
     for box, mirrored, plane, result in zip(boxes, flip, as_planes(images), came, strict=True):
         want = tvf.resized_crop(plane.float(), *box, [32, 32], antialias=True)
         want = want.flip(2) if mirrored else want
-        # The kernel by slices rounds to whole gray levels, as torchvision does on bytes.
+        # The sliced kernel rounds to integer gray levels, as torchvision does on bytes.
         torch.testing.assert_close(
             result, want, rtol=0, atol=2e-3 if method is resample_by_products else 1.01
         )
@@ -316,7 +316,7 @@ def colored(pixels: Tensor, **factors: float | bool) -> Tensor:
 
 @pytest.fixture(scope="module")
 def muted(photos: np.ndarray) -> Tensor:
-    """Give photos between 0.35 and 0.55, which no factor below pushes out of [0, 1]."""
+    """Return photos between 0.35 and 0.55, which stay in [0, 1] under all factors below."""
     return 0.35 + 0.2 * as_planes(squares(photos, 64)).float() / 255
 
 
@@ -326,7 +326,7 @@ def test_each_color_factor_has_the_same_effect_as_in_torchvision(
     name: str, factor: float, muted: Tensor
 ) -> None:
     want = getattr(tvf, f"adjust_{name}")(muted, factor)
-    # torchvision's weights of gray sum to 0.9999.
+    # torchvision's grayscale weights sum to 0.9999.
     torch.testing.assert_close(colored(muted, **{name: factor}), want, rtol=0, atol=3e-4)
 
 
@@ -428,7 +428,7 @@ def test_each_transform_is_applied_with_its_probability(photos: np.ndarray) -> N
 
 @pytest.mark.parametrize("strength", [0.5, 1.5])
 def test_factors_are_drawn_from_the_ranges_of_torchvision(strength: float) -> None:
-    # A flat image at 40: brightness alone sets its level, and nothing clamps.
+    # A flat image at 40: only brightness sets its level, without clamping.
     flat = np.full((4_000, 8, 8, 3), 40, dtype=np.uint8)
     views = views_of(flat, jitter=1.0, brightness=strength, contrast=0.0, saturation=0.0, hue=0.0)
     assert_uniform(views.mean((1, 2, 3)) * 255 / 40, max(0.0, 1 - strength), 1 + strength)
@@ -446,11 +446,11 @@ def test_blur_widths_are_drawn_uniformly_from_their_range() -> None:
     points = np.zeros((2_000, 40, 40, 1), dtype=np.uint8)
     points[:, 20, 20] = 255
     views = views_of(points, blur=1.0, blur_sigma=(0.3, 1.2))
-    # Two pixels of one Gaussian give its width.
+    # Two pixels of a Gaussian determine its width.
     assert_uniform(torch.sqrt(-0.5 / torch.log(views[:, 0, 20, 21] / views[:, 0, 20, 20])), 0.3, 1.2)
 
 
-# The whole
+# Complete views
 
 
 @pytest.mark.parametrize(("size", "stored"), [(8, 8), (8, 40), (32, 32), (224, 64)])
@@ -511,7 +511,7 @@ def test_many_views_have_the_statistics_of_torchvision(size: int, photos: np.nda
 
     came = summary(ours)
     for name, values in summary(theirs).items():
-        # Five standard errors, and a little for the fixed order and the other hue.
+        # Five standard errors, plus a margin for the fixed order and the different hue.
         limit = 5 * values.std().item() / len(values) ** 0.5 + 0.01
         assert abs(came[name].mean() - values.mean()).item() < limit, name
 
@@ -536,7 +536,7 @@ def test_views_of_squashed_images_look_like_views_of_the_originals(photos: np.nd
     came = augmentation(images, ids, **WHEN, aspect=np.full(len(images), 2.0, dtype=np.float32))
     for image, view in zip(as_planes(images).float() / 255, came, strict=True):
         candidates = torch.stack([tvf.resized_crop(image, 0, left, 64, 32, [32, 32]) for left in range(33)])
-        # To the rounding of bytes.
+        # Equal up to the rounding to bytes.
         assert (candidates - view).abs().amax((1, 2, 3)).min() < 1.01 / 255
 
 

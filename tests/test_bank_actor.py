@@ -1,4 +1,4 @@
-"""The actors of a bank without Ray: pushes, snapshots and answers to queries."""
+"""The actors of a bank without Ray: pushes, snapshots and queries."""
 
 import re
 from dataclasses import replace
@@ -53,7 +53,7 @@ def actors_of(spec: BankSpec) -> list[Any]:
 
 
 def a_queue(spec: BankSpec, num_rows: int) -> KeyQueue:
-    """Return a queue to which so many rows were pushed, five per step."""
+    """Return a queue after pushing this many rows, five per step."""
     queue, rows, ids = KeyQueue(12, DIM, spec.row_dtype), some_rows(num_rows), 7 * np.arange(num_rows)
     for start in range(0, num_rows, 5):
         queue.push(rows[start : start + 5], ids[start : start + 5], start // 5)
@@ -109,7 +109,7 @@ def test_a_queue_actor_that_misses_earlier_rows_stores_nothing_and_reports_it() 
     assert other.push(0, *queue.since(0)).sequence == 10
     assert other.push(0, queue.since(10)[0], 30).sequence == 10
     assert state_of(other) == state_of(actor)
-    # All rows of a full queue replace whatever the actor has.
+    # The rows of a full queue replace all rows of the actor.
     far = a_queue(spec, 95)
     assert other.push(0, *far.since(95 - spec.capacity)).sequence == 95
     assert state_of(other) == state_of(far)
@@ -151,7 +151,7 @@ def test_an_incomplete_snapshot_of_an_earlier_version_is_refused(tmp_path: Path)
     with pytest.raises(StorageError, match="no complete snapshot"):
         QueueActor(spec).restore(4, 1)
     path.write_bytes(kept)
-    queue.negatives().step[5] = -1  # a row that had not come when the shard was saved
+    queue.negatives().step[5] = -1  # a row that had not arrived when the shard was saved
     write_sharded(spec, queue, 3)
     with pytest.raises(StorageError, match="lacks keys; resume from a checkpoint of another step"):
         QueueActor(spec).restore(4, 1)
@@ -166,7 +166,7 @@ def test_a_snapshot_records_the_updates_it_contains(tmp_path: Path) -> None:
     for attempt in (0, 1):
         write_current(spec, Current(4, attempt))
         (restarted,) = actors_of(spec)
-        restarted.push_pull(attempt, (update,), NO_SLOTS)  # its answer was lost with the actor
+        restarted.push_pull(attempt, (update,), NO_SLOTS)  # its response was lost with the actor
         assert (contents(restarted) == contents(actor)) == (attempt == 0)
 
 
@@ -286,7 +286,7 @@ def test_snapshots_are_restored_from_s3(s3_server: str) -> None:
     assert (Place(spec.output) / "bank").is_folder()
 
 
-# ---- answers
+# ---- queries
 
 
 @SETTINGS

@@ -1,4 +1,4 @@
-"""Clients of a bank whose calls get lost and whose actors die, without Ray: nothing is lost or done twice."""
+"""Bank clients with lost calls and crashed actors, without Ray: no update is lost or applied twice."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ DIM = 3
 SETTINGS = settings(deadline=None, max_examples=150)
 IDS = np.array([3, -5, 10, 11, 40, 41, 42])
 
-# Faults of a call: none; the call is lost; its answer is lost; the shard dies before or after it.
+# Faults of a call: none; the call is lost; its response is lost; the shard dies before or after it.
 FAULTS = ("", "lost", "unanswered", "dies", "done, then dies")
 faults = st.lists(st.sampled_from(FAULTS + ("",) * 4), max_size=40)
 lost_calls = st.lists(st.sampled_from(("", "", "lost", "unanswered")), max_size=40)
 
 
 class Cluster:
-    """Actors in this process, and the fate of each call to them."""
+    """Actors in this process, and the outcome of each call to them."""
 
     def __init__(self, spec: BankSpec, fates: list[str] | None = None) -> None:
         self.fates = iter(fates or [])
@@ -45,7 +45,7 @@ class Cluster:
 
 
 class FakeActor:
-    """An actor as Ray would hold it; ``on_death`` tells the test with which state it comes back."""
+    """A stand-in for a Ray actor; ``on_death`` reports its restored state to the test."""
 
     def __init__(self, cluster: Cluster, spec: BankSpec, shard: int) -> None:
         self.cluster, self.spec, self.shard = cluster, spec, shard
@@ -68,7 +68,7 @@ class FakeActor:
         return ActorUnavailableError("gone", None) if fate else answer
 
     def run(self, method: str, *arguments: Any) -> Any:
-        # As Ray does, so that neither side holds memory of the other.
+        # Copied as in Ray, so that the two sides share no memory.
         method, arguments = pickle.loads(pickle.dumps((method, arguments)))
         self.on_call(self, method, arguments)
         try:
@@ -93,7 +93,7 @@ def fake_get(answer: Any, timeout: float) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def without_ray() -> Iterator[None]:
-    """Let connections call the actors of this process, and sleep for no time; a snapshot has several groups."""
+    """Connect to the actors in this process without sleeping; snapshots have several row groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc, "ray", SimpleNamespace(get=fake_get))
         patch.setattr(rpc, "time", Clock())
@@ -208,7 +208,7 @@ def test_queues_of_workers_and_bank_stay_equal_despite_lost_calls_and_crashes(
 
 
 class Deaths:
-    """The expected memory bank while shards die: each restarts from its part of a snapshot."""
+    """The expected memory bank with crashing shards: each restarts from its part of a snapshot."""
 
     def __init__(self, cluster: Cluster, bank: MemoryBank) -> None:
         self.bank = bank
@@ -393,7 +393,7 @@ def test_an_actor_that_dies_while_saving_leaves_no_incomplete_snapshot(tmp_path:
     cluster, client = a_queue(tmp_path)
     client.push(*a_batch(20, 0), 0)
     client.flush()
-    cluster.fates = iter(["", "dies"])  # the flush, and the save
+    cluster.fates = iter(["", "dies"])  # the flush and the save
     client.save(1)
     cluster.bank.restore(1)
     assert_same_queue(cluster, client)

@@ -1,4 +1,4 @@
-"""The command that runs all benchmarks: what it reads of their results, runs, leaves alone and writes."""
+"""The command that runs all benchmarks: reading results, running scripts, and writing the page."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ from suite import SECTIONS, SUITE  # pyright: ignore[reportMissingImports]
 BY_NAME = {benchmark.name: benchmark for benchmark in SUITE}
 
 
-# Results as the scripts write them, with fewer rows
+# Results in the format of the scripts, with fewer rows
 
 
 def spread(median: float) -> dict[str, float]:
@@ -299,7 +299,7 @@ assert "--fail-late" not in sys.argv, "as told"
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Return what runs the command on three fakes and gives its status."""
+    """Return a function that runs the command with three fake benchmarks and returns its status."""
     (tmp_path / "fake.py").write_text(SCRIPT)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows").touch()
@@ -426,7 +426,7 @@ def test_the_page_has_tables_commands_machine_and_pictures(start: Callable[..., 
     assert "- not measured: two, three\n" in text
     assert "tried" not in text
     with Image.open(page.parent / "images" / "speed.png") as picture:
-        assert picture.convert("RGB").getpixel((0, 0)) == (251, 250, 246)  # paper of its own
+        assert picture.convert("RGB").getpixel((0, 0)) == (251, 250, 246)  # a picture with its own background
 
 
 def test_text_outside_the_markers_is_kept(start: Callable[..., int], tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_the_page_of_the_full_suite_lists_missing_numbers(tmp_path: Path) -> Non
     assert "- NT-Xent, 1,024 x 128: there is no nt_xent / cells / lightly 1024 128\n" in text
     assert "**0.74** | 0.77, missed |" in text
     assert (tmp_path / "images" / "page.png").stat().st_size < 150_000
-    # What a benchmark has of its own: its table, and the picture that it drew.
+    # The table and picture of each benchmark.
     assert "| forward | 900.0 (31.0%) | 900.0 (31.0%) |" in text
     assert "| wait for rows | 4.0 (0.1%) |" in text and "| encode keys | - | - | - | - |" in text
     assert "Absent: the picture of step_profile (step_profile.png is not among the results)" in text

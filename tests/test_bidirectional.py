@@ -1,4 +1,4 @@
-"""The symmetric cross-entropy in tiles against the formula written plainly in float64."""
+"""The tiled symmetric cross-entropy against the plain formula in float64."""
 
 import re
 from functools import partial
@@ -37,7 +37,7 @@ def compare_with_plain(
     own: slice | None = None,
     **companions: Tensor,
 ) -> Tensor:
-    """Hold value and all four gradients of one worker against the plain formula; return its value."""
+    """Compare the value and all four gradients of one worker with the plain formula; return the value."""
     inputs = leaves(queries, keys, torch.tensor(temperature), negatives, dtype=dtype)
     exact = leaves(*inputs, dtype=torch.float64)
     mine = slice(0, len(queries)) if own is None else own
@@ -50,7 +50,7 @@ def compare_with_plain(
     assert ours.dtype == dtype
     tolerance, floor = tolerance_at(temperature), 1e-15 / temperature**2
     if dtype == torch.float64:
-        # Where all cancels, what is left of terms of 1 / temperature**2 is their rounding.
+        # If terms of 1 / temperature**2 cancel, only their rounding error remains.
         tolerance, floor = 1e-10, 1e-11 + 1e-14 / temperature**2
     assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, exact), tolerance, floor)
     return true
@@ -59,12 +59,12 @@ def compare_with_plain(
 def make_companions(
     batch: int, num_negatives: int, *, num_ids: int | None = None, seed: int = 3, frequencies: bool = True
 ) -> dict[str, Tensor]:
-    """Return ids that occur twice, some of them in ``negatives`` too, and frequencies of keys."""
+    """Return ids with duplicates, some also in ``negatives``, and frequencies of keys."""
     generator = torch.Generator().manual_seed(seed)
     companions = {}
     if num_ids is not None:
         for name, count in (("query_id", batch), ("key_id", batch), ("negative_id", num_negatives)):
-            # Ids are hashes as often as they are counts.
+            # Half of the ids are hashes, half are counts.
             companions[name] = torch.randint(num_ids, (count,), generator=generator) * 2**40 - 2**42
     if frequencies:
         companions["key_log_frequency"] = -9 * torch.rand(batch, generator=generator)
@@ -159,7 +159,7 @@ def test_without_frequencies_the_loss_is_info_nce_in_both_directions() -> None:
 def masked_negatives(
     query_id: list[int], key_id: list[int], negative_id: list[int]
 ) -> tuple[list[list[bool]], ...]:
-    """Return which keys, which negatives and which queries each pair has as negatives, by their weights."""
+    """Return the keys, stored negatives and queries that are negatives of each pair, by their weights."""
     inputs = leaves(
         torch.eye(len(key_id)), torch.eye(len(key_id)), torch.eye(len(key_id))[: len(negative_id)]
     )
@@ -188,21 +188,21 @@ def masked_negatives(
 
 
 def test_pairs_that_share_a_key_or_a_query_are_not_negatives_of_each_other() -> None:
-    # Pairs 0 and 1 have one key, pairs 1 and 2 one query: that query has two positives, of which
-    # key 2 is no positive of query 0.
+    # Pairs 0 and 1 share a key, pairs 1 and 2 share a query. This query has two positives, but
+    # key 2 is not a positive of query 0.
     keys, _, queries = masked_negatives([10, 11, 11], [20, 20, 21], [])
     assert keys == [[False, False, True], [False, False, False], [False, False, False]]
     assert queries == [[False, False, False], [False, False, False], [True, False, False]]
 
 
 def test_a_negative_that_is_a_positive_of_the_query_is_masked() -> None:
-    # Query 11 has the keys 20 and 21; nobody has 22. Ids of queries are others than those of keys.
+    # Query 11 has the keys 20 and 21; no query has 22. Queries and keys have separate ids.
     _, negatives, _ = masked_negatives([20, 11, 11], [20, 20, 21], [21, 20, 22])
     assert negatives == [[True, False, True], [False, False, True], [False, False, True]]
 
 
 def test_a_key_that_is_a_positive_through_another_pair_is_masked() -> None:
-    # Query 10 has the keys 20 (pair 0) and 21 (pair 1): so pair 2, of key 21, is masked for pair 0.
+    # Query 10 has the keys 20 (pair 0) and 21 (pair 1), so pair 2 with key 21 is masked for pair 0.
     keys, _, queries = masked_negatives([10, 10, 12], [20, 21, 21], [])
     assert keys[0] == [False, False, False]
     assert keys[2] == [True, False, False]
@@ -211,7 +211,7 @@ def test_a_key_that_is_a_positive_through_another_pair_is_masked() -> None:
 
 
 def test_a_batch_of_few_ids_takes_at_most_the_memory_of_a_strip() -> None:
-    """The same pair comes up a thousand times; so does its key among the candidates."""
+    """The same pair occurs a thousand times, and its key as often among the candidates."""
     batch = 2000
     query_id, key_id = torch.arange(batch) % 2, torch.arange(batch) % 3
     with MetricsLogger() as recorder:
@@ -223,7 +223,7 @@ def test_a_batch_of_few_ids_takes_at_most_the_memory_of_a_strip() -> None:
         mask.apply_(tile, slice(0, 256), slice(0, batch))
     expected = are_pairs(query_id[:256], key_id, {"query_id": query_id, "key_id": key_id})
     assert torch.equal(tile.isinf(), expected)
-    assert 0 < recorder.largest <= 2 * 256 * batch  # numbers of 8 bytes count twice
+    assert 0 < recorder.largest <= 2 * 256 * batch  # 8-byte numbers count twice
 
 
 @pytest.mark.parametrize("left_out", ("query_id", "key_id"))
@@ -238,7 +238,7 @@ def test_without_ids_of_one_type_all_rows_of_that_type_are_distinct(left_out: st
 
 
 def test_the_loss_is_the_mean_over_pairs_and_then_over_directions() -> None:
-    """Of n equal candidates each is as likely as the other: log n."""
+    """All n equal candidates are equally likely: log n."""
     row = F.normalize(torch.ones(8, 4), dim=1)
     value = clip(row, row, temperature=0.5, negatives=row[:4])
     expected = (torch.tensor(12.0).log() + torch.tensor(8.0).log()) / 2
@@ -247,11 +247,11 @@ def test_the_loss_is_the_mean_over_pairs_and_then_over_directions() -> None:
 
 
 def test_frequencies_correct_for_frequent_candidates() -> None:
-    """Worked out by hand: a key drawn three times as often counts a third, in one direction only."""
+    """Computed by hand: a key drawn three times as often counts a third, in one direction only."""
     row = F.normalize(torch.ones(2, 4), dim=1)
     frequency = torch.tensor([0.75, 0.25]).log()
     value = clip(row, row, temperature=0.5, key_log_frequency=frequency)
-    # Keys weigh 1/3 and 1: as positives they have 1/4 and 3/4 of the mass; queries half each.
+    # Keys have weights 1/3 and 1, thus 1/4 and 3/4 of the mass as positives; queries have 1/2 each.
     forth = -(torch.tensor([0.25, 0.75]).log()).mean()
     assert value.item() == pytest.approx((forth + torch.tensor(2.0).log()).item() / 2, rel=1e-6)
 
@@ -281,7 +281,7 @@ def test_only_differences_of_log_frequencies_matter(temperature: float) -> None:
 def test_a_very_rare_key_does_not_cancel_the_weight_of_the_others(rare: float, num_negatives: int) -> None:
     frequency = torch.full((300,), -4.0)
     frequency[7] = rare
-    # For the query of pair 8 the rare key is a positive, so that its candidates are the others only.
+    # The rare key is a positive of the query of pair 8, so only the others are its candidates.
     query_id = torch.arange(300)
     query_id[8] = 7
     for dtype in (torch.float64, torch.float32):
@@ -298,7 +298,7 @@ def test_a_very_rare_key_does_not_cancel_the_weight_of_the_others(rare: float, n
 
 def test_very_frequent_negatives_are_not_rounded_away() -> None:
     (query, key), negatives = make_views(2, 8), make_rows(20, 8)
-    # Two positives of one query, so that negatives are its only candidates; the rare one wins all.
+    # Two positives of one query, so that only negatives are candidates; the rare one dominates.
     value = clip(
         query,
         key,
@@ -320,7 +320,7 @@ def test_frequencies_get_no_gradient() -> None:
 @pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
 @pytest.mark.parametrize("own", (None, slice(10, 30)))
 def test_unrelated_rows_do_not_overflow_or_underflow(own: slice | None, temperature: float) -> None:
-    """The best similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
+    """The largest similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
     query, key = make_views(40, 128, noise=100.0)
     queue = make_rows(1500, 128)
     value = compare_with_plain(query, key, temperature, queue, dtype=torch.float32, own=own)
@@ -328,7 +328,7 @@ def test_unrelated_rows_do_not_overflow_or_underflow(own: slice | None, temperat
 
 
 def test_a_candidate_with_a_new_maximum_is_weighted_correctly() -> None:
-    """The shift of a low temperature follows the greatest logit, here from piece to piece."""
+    """At a low temperature the shift must track the largest logit, here from piece to piece."""
     query, key = make_views(1100, 8, noise=100.0)
     nearer = F.normalize(torch.linspace(0.0, 1.0, 1100)[:, None] * query[0] + 0.1 * key, dim=1)
     for keys in (nearer, nearer.flip(0)):
@@ -338,7 +338,7 @@ def test_a_candidate_with_a_new_maximum_is_weighted_correctly() -> None:
 
 @pytest.mark.parametrize("own", (None, slice(10, 30)))
 def test_no_matrix_product_has_subnormal_inputs(own: slice | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a low temperature most weights would be: on a CPU the loss then took forty times as long."""
+    """At a low temperature most weights would be subnormal and make the loss 40 times slower on a CPU."""
     tiny, smallest = torch.finfo(torch.float32).tiny, []
     original = tiled.product
 
@@ -362,10 +362,10 @@ def test_a_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
 
 
 def test_only_products_needed_for_requested_gradients_are_computed() -> None:
-    """The batch alone: one product for the sums, one more for weights, one for each gradient."""
+    """The batch alone: one product for the sums, one for the weights, and one for each gradient."""
     inputs = (*make_views(5, 4), torch.tensor(0.1), make_rows(3, 4))
     local = {(): 1, (0,): 3, (1,): 3, (2,): 3, (0, 1): 4, (0, 2): 3}
-    # With negatives each direction has its own products: for logits and for each gradient.
+    # With negatives each direction has its own products for logits and for each gradient.
     wider = {(): 3, (0,): 6, (1,): 5, (2,): 6, (3,): 4, (0, 1): 8, (0, 2): 6, (1, 3): 6, (0, 1, 2, 3): 9}
     for expected, has_negatives in ((local, False), (wider, True)):
         for wanted, num_products in expected.items():

@@ -1,4 +1,4 @@
-"""The tower of a run that goes on: which checkpoint, which side, how an image is prepared."""
+"""The encoder of an unfinished run: choice of checkpoint and tower, and image preprocessing."""
 
 import json
 import threading
@@ -36,7 +36,7 @@ def small_config(name: str = "moco_v2", **settings: Any) -> RunConfig:
 
 
 def tower_of(config: RunConfig, *, seed: int) -> nn.Module:
-    """Return a tower whose weights and running statistics are like no new one's."""
+    """Return a tower with non-initial weights and running statistics."""
     whole = build_towers(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def list_checkpoint(run: Path, step: int) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Return a run of MoCo with a checkpoint at step 5."""
+    """Return a MoCo run with a checkpoint at step 5."""
     config = small_config()
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     query_side, key_side = tower_of(config, seed=1), tower_of(config, seed=2)

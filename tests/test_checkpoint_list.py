@@ -1,4 +1,4 @@
-"""Ray Train's list of checkpoints, when it was truncated."""
+"""Repair of a truncated checkpoint list of Ray Train."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def result(step: int) -> dict[str, Any]:
 
 
 def write_list(output: Path, *steps: int) -> dict[str, Any]:
-    """Write the list of these checkpoints as Ray does, and their folders."""
+    """Write the list of these checkpoints in Ray's format, and their folders."""
     listed = {
         "ray_version": "2.60.0",
         "checkpoint_results": [result(step) for step in steps],
@@ -65,7 +65,7 @@ def test_checkpoints_deleted_since_the_copy_are_not_listed(tmp_path: Path) -> No
 
 def test_the_latest_checkpoint_is_the_newest_and_not_the_best(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
-    listed = write_list(tmp_path, 20, 30, 10, 40)  # in the order of their scores
+    listed = write_list(tmp_path, 20, 30, 10, 40)  # ordered by score
     backup_manifest(output)
     assert listed["latest_checkpoint_result"] == result(40)
     (tmp_path / CHECKPOINTS / "step-00000040").rmdir()

@@ -1,4 +1,4 @@
-"""A batch in chunks against one forward and backward pass of the whole batch, with BatchNorm over all rows."""
+"""Chunked batches with BatchNorm over all rows, against one forward and backward pass of the whole batch."""
 
 import copy
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def image_tower(name: str, *, size: int = 8, width: float = 0.125) -> Tower:
 
 
 def gradient_at(embeddings: Tensor) -> Tensor:
-    """Return the gradient of a contrastive loss at the embeddings."""
+    """Return the gradient of a contrastive loss with respect to the embeddings."""
     leaf = embeddings.detach().requires_grad_()
     query, key = F.normalize(leaf, dim=1).tensor_split(2)
     logits = query @ key.T / 0.2
@@ -108,11 +108,11 @@ def assert_equals_whole(
     assert_alike(tower, reference)
 
 
-# Networks whose chunks equal the whole batch
+# Equivalence to the whole batch
 
 
 class Twice(nn.Module):
-    """One BatchNorm in two places, two BatchNorms of one value, and one whose output is not used."""
+    """One BatchNorm in two places, two BatchNorms of one value, and one with an unused output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Twice(nn.Module):
         values = self.conv(images)
         later = self.again(self.other(values).relu() * 2)
         self.unread(later)
-        # Called against the order in which the values are made, which running statistics show.
+        # Called out of order, which the running statistics reveal.
         return (self.shared(later) + self.shared(values) * self.other(later)).mean((2, 3))
 
 
@@ -150,7 +150,7 @@ class OwnTensors(nn.Module):
 
 
 class Written(nn.Module):
-    """A convolution and BatchNorms in a forward pass that a test gives as a function."""
+    """A convolution and BatchNorms, with a forward pass given by the test."""
 
     def __init__(self, function: Callable[["Written", Tensor], Any]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Written(nn.Module):
 def before_activation(net: Written, images: Tensor) -> Tensor:
     shortcut = images + 0.5
     values = net.norm(net.conv(net.relu(shortcut)))
-    return net.last((values + shortcut).mean((2, 3)))  # of a shortcut that has gone through the ReLU
+    return net.last((values + shortcut).mean((2, 3)))  # from a shortcut after the ReLU
 
 
 def added_to(net: Written, images: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def test_frozen_first_layers_run_once() -> None:
 
 
 class ChunkedDropout(nn.Module):
-    """Dropout of a whole batch that draws chunk by chunk."""
+    """Dropout on a whole batch that draws one chunk at a time."""
 
     def forward(self, values: Tensor) -> Tensor:
         return torch.cat([F.dropout(chunk, 0.4) for chunk in values.split(7)])
@@ -331,7 +331,7 @@ def test_dropout_repeats_its_masks_and_leaves_the_random_state_unchanged(
     reference = with_dropout(ChunkedDropout)
     torch.manual_seed(1)
     true = whole_step(reference, rows_of())
-    expected = torch.rand(3)  # drawn after the batch
+    expected = torch.rand(3)  # drawn from the random state after the batch
     torch.manual_seed(1)
     chunks = ChunkedBatchNorm(tower, chunk_size=7, activation_checkpoint_every=every)
     embeddings = chunks.embed(rows_of())
@@ -357,7 +357,7 @@ def test_a_single_chunk_draws_the_same_masks_as_the_whole_batch() -> None:
 
 
 def errors_of_float32(tower: nn.Module, rows: Tensor) -> tuple[float, float]:
-    """Return how far the gradients in chunks and of the whole batch are from the ones in float64."""
+    """Return the errors of the chunked and whole-batch gradients relative to float64."""
     in_chunks, whole, exact = tower, copy.deepcopy(tower), copy.deepcopy(tower).double()
     gradient = gradient_at(exact(rows.double()))
     chunked_step(in_chunks, rows, gradient=gradient.float())
@@ -371,7 +371,7 @@ def errors_of_float32(tower: nn.Module, rows: Tensor) -> tuple[float, float]:
 def test_float32_gradients_are_as_accurate_as_those_of_the_whole_batch() -> None:
     ours, _ = errors_of_float32(small().float(), rows_of(dtype=torch.float32))
     assert ours < 1e-6
-    # The deeper the network, the more it makes of the same rounding, whichever way it is run.
+    # Deeper networks amplify rounding errors, with or without chunks.
     ours, whole = errors_of_float32(
         image_tower("resnet18", size=16, width=0.25), rows_of(size=16, dtype=torch.float32)
     )
@@ -422,7 +422,7 @@ def test_weight_changes_inside_one_autocast_context_take_effect() -> None:
         tower.load_state_dict(before)
         return found
 
-    # Between them, autocast casts weights for others and caches them, as torch does.
+    # In between, autocast casts and caches weights for other layers, as in torch.
     expected = outputs("chunks", "chunks", "chunks")
     assert not torch.equal(expected[0], expected[1])
     torch.testing.assert_close(outputs("whole", "chunks", "whole"), expected, rtol=0.02, atol=0.02)
@@ -439,7 +439,7 @@ def test_a_forward_pass_without_autocast_has_a_backward_pass_without_it() -> Non
     assert_alike(tower, reference, 1e-5)
 
 
-# Writes in place
+# In-place operations
 
 
 def spoiled_later(write: Callable[[Tensor], Tensor]) -> Callable[[Written, Tensor], Tensor]:
@@ -458,7 +458,7 @@ def spoiled_under_another_name(write: Callable[[Tensor], Tensor]) -> Callable[[W
 def spoiled_at_once(write: Callable[[Tensor], Tensor]) -> Callable[[Written, Tensor], Tensor]:
     def function(net: Written, images: Tensor) -> Tensor:
         values = net.conv(images)
-        normalized = net.norm(values)  # called before the write, but computed after it
+        normalized = net.norm(values)  # called before the in-place write, but computed after it
         return net.last((write(values) * images + normalized).mean((2, 3)))
 
     return function
@@ -469,7 +469,7 @@ def spoiled_at_once(write: Callable[[Tensor], Tensor]) -> Callable[[Written, Ten
 def test_in_place_operations_do_not_overwrite_stored_values(
     spoiled: Callable[..., Any], every: int | None
 ) -> None:
-    # torch itself cannot go backward through these: its BatchNorm needs its input again.
+    # torch cannot run backward through these, because its BatchNorm needs its input again.
     assert_equals_whole(Written(spoiled(torch.relu_)), every=every, reference=Written(spoiled(torch.relu)))
 
 
@@ -483,7 +483,7 @@ def test_the_input_rows_stay_unchanged() -> None:
 
 
 class Memory(TorchDispatchMode):
-    """Count the bytes of tensors that operations have made and that still exist."""
+    """Count the bytes of live tensors created by operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,7 +505,7 @@ class Memory(TorchDispatchMode):
             if isinstance(each, Tensor) and (storage := each.untyped_storage())._cdata not in read:
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self._at_most += storage.nbytes()
-        if self._at_most > self.peak:  # looking at all of them takes time
+        if self._at_most > self.peak:  # summing all sizes is slow
             self.peak = max(self.peak, self.now())
         return result
 
@@ -554,7 +554,7 @@ def test_stored_values_are_freed_during_the_backward_pass() -> None:
         embeddings = chunks.embed(rows)
         waiting, memory.peak = memory.now(), 0
         chunks.backward(torch.ones_like(embeddings))
-    # A layer's gradients take the place of its values. Kept to the end, they would come on top.
+    # Gradients of a layer replace its values; values kept to the end would add to them.
     assert memory.peak < waiting + 2 * rows.nbytes
 
 
@@ -577,7 +577,7 @@ def test_channels_last_is_kept() -> None:
     assert errors_of_float32(tower, rows)[0] < 1e-5
     assert len(seen) > 100
     assert all(seen)
-    # The gradient that Linear returns has another format than the values.
+    # The gradient from Linear has another memory format than the values.
     tower = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4))
     assert errors_of_float32(tower.to(memory_format=torch.channels_last), rows)[0] < 1e-6
 
@@ -693,7 +693,7 @@ class Counting(nn.Module):
 def test_layers_that_count_their_calls_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the forward pass changes 0\.count"):
         ChunkedBatchNorm(nn.Sequential(Counting(), small()), chunk_size=7)
-    # torch.fx does not trace into this one, so only running it shows the change.
+    # torch.fx does not trace into this layer, so the change is visible only at run time.
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"the forward pass changes 0\.param"):
         ChunkedBatchNorm(nn.Sequential(layer), chunk_size=7).embed(torch.randn(8, 4))

@@ -1,4 +1,4 @@
-"""Labels of two sets: the same class has the same number, or the evaluation is refused."""
+"""Labels of training and test sets: classes get the same numbers, or the evaluation is refused."""
 
 from pathlib import Path
 

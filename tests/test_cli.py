@@ -1,4 +1,4 @@
-"""The command line: exit statuses, one line for what is wrong, YAML out and in."""
+"""The command line: exit statuses, one-line errors, and YAML input and output."""
 
 import json
 import signal
@@ -26,7 +26,7 @@ def run_raycl(
         with pytest.raises(SystemExit) as exit_:
             main()
     finally:
-        for each, handler in handlers.items():  # a command that ends ignores them
+        for each, handler in handlers.items():  # a command that is ending ignores signals
             signal.signal(each, handler)
     output = capsys.readouterr()
     code = exit_.value.code
@@ -232,7 +232,7 @@ def test_help_lists_every_bank_command(raycl) -> None:
 def test_an_invalid_bank_query_is_refused_in_one_line_with_status_2(
     raycl, question: list[object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Other tests of the session have joined a Ray; a command line has not.
+    # Other tests of the session are connected to Ray; a command line is not.
     monkeypatch.setattr("raycl.ray_runtime.ray.is_initialized", lambda: False)
     status, out, err = raycl("bank", *question)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -248,7 +248,7 @@ def test_examples_are_printed_as_they_are_written(capsys: pytest.CaptureFixture[
 def test_the_result_is_written_before_the_examples_are_printed(
     raycl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A run takes minutes; what matters here is that no table costs its result.
+    # A real run takes minutes; here only the order of result and table matters.
     found = {"measure": "retrieval", "map": 0.5, "examples": [{"no": "query"}]}
     monkeypatch.setattr("raycl.api.evaluate", lambda *_, **__: found)
     file = tmp_path / "found.json"

@@ -1,4 +1,4 @@
-"""Configuration: frozen, validated, and clear about what is wrong."""
+"""Configuration: frozen and validated, with clear error messages."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""BatchNorm's cures on one device, each against a plain version, and the leakage probe."""
+"""Remedies for BatchNorm leakage on one device against plain versions, and the leakage probe."""
 
 import copy
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def normalized(rows: Tensor) -> Tensor:
 
 
 class BatchNormAndRelu(nn.BatchNorm2d):
-    """A BatchNorm with behavior of its own."""
+    """A BatchNorm with additional behavior."""
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_replaced_network_encodes_a_single_row_as_in_a_batch(kind: Any) -> Non
     net, images = replace_batchnorm(resnet_tower(), kind).double(), rows_of(6, 3, 16, 16)
     alone = torch.cat([net(image) for image in images.split(1)])
     torch.testing.assert_close(net(images), alone, rtol=1e-5, atol=1e-6)
-    # Embeddings that are all the same would pass as well.
+    # Constant embeddings would also pass the check above.
     assert (alone @ alone.T).fill_diagonal_(0).max() < 0.99999
 
 
@@ -273,7 +273,7 @@ def test_a_shared_layer_stays_shared_and_keeps_its_mode_and_missing_weights() ->
 
 
 class Corner(nn.Module):
-    """Embed by what BatchNorm makes of a corner that is blank in every image: nothing but the mark."""
+    """Embed only the marked corner, blank in all images, after BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Corner(nn.Module):
 
 
 class FrozenCorner(Corner):
-    """Keeps its layer in eval mode by its own ``train``."""
+    """Overrides ``train`` to keep its layer in eval mode."""
 
     def train(self, mode: bool = True) -> "FrozenCorner":
         super().train(mode)
@@ -305,7 +305,7 @@ def test_the_probe_finds_a_network_that_reads_only_batch_statistics() -> None:
     assert found.shared > 0.95
     assert found.apart < 0.2
     assert found.advantage == found.shared - found.apart
-    # Layers that the network's own train() freezes do not count.
+    # Layers frozen by the network's own train() do not count.
     assert leakage(FrozenCorner(), FrozenCorner(), *views_of(), group_size=8, num_groupings=2).advantage == 0
 
 
@@ -316,12 +316,12 @@ def test_the_advantage_is_zero_without_batch_statistics(norm: nn.Module) -> None
     view_a, view_b = views_of()
     found = leakage(encoder, encoder, view_a, view_b + 0.3 * view_a.flip(0), group_size=8)
     assert found.advantage == 0
-    assert 0.1 < found.shared < 1  # neither hopeless nor so easy that nothing could show
+    assert 0.1 < found.shared < 1  # difficult enough to leave room for an advantage
 
 
 def test_smaller_groups_leak_more() -> None:
     view_a, view_b = views_of()
-    for seed, view in enumerate((view_a, view_b)):  # as the mark is read with an error
+    for seed, view in enumerate((view_a, view_b)):  # because the mark is read with an error
         torch.manual_seed(seed)
         view[:, :, 0, 0] = 0.05 * torch.rand(len(view), 8)
     small, large = (

@@ -1,4 +1,4 @@
-"""Data without Ray: decoding, sources, ids, held-out rows, prefetching, and the counts of a coordinator."""
+"""Data without Ray: decoding, sources, ids, held-out rows, prefetching, and coordinator counts."""
 
 import threading
 from collections import Counter
@@ -201,7 +201,7 @@ def test_ids_come_from_the_id_column_and_texts_are_hashed(tmp_path: Path) -> Non
     file = write_parquet(tmp_path / "a.parquet", number=[7, 5, 6], name=["x", "y", "x"])
     by_number, by_name = (find_source(file, ColumnNames(sample_id=name)) for name in ("number", "name"))
     assert read(by_number)[0].sample_id.tolist() == [7, 5, 6]
-    # On every machine and in every process: those of a set that was embedded last year still fit.
+    # Stable across machines, processes and releases, so that old embeddings remain valid.
     expected = [5717441744405258058, 6892360672924705551, 5717441744405258058]
     assert read(by_name)[0].sample_id.tolist() == expected
     assert by_name.sample_ids(by_name.fragments).tolist() == expected
@@ -285,7 +285,7 @@ def test_rows_are_read_by_position_from_all_tables() -> None:
             "label": pa.array(np.arange(20) % 3 - 1, pa.int64()),
         }
     )
-    # Several tables, some sliced and one empty, as Ray may return them.
+    # Several tables, some sliced and one empty, as from Ray.
     parts = [table.slice(0, 5), table.slice(5, 0), table.slice(5)]
     rows = InMemoryDataset(parts, {"image": image_format})
     for positions in ([19, 0, 5, 4, 19], []):
@@ -293,7 +293,7 @@ def test_rows_are_read_by_position_from_all_tables() -> None:
         pixels = pixels_of(batch)
         assert batch.sample_id.tolist() == pixels.images[:, 0, 0, 0].tolist() == positions
         assert (pixels.images == pixels.images[:, :1, :1]).all()
-        assert pixels.images.flags.writeable  # torch refuses other memory
+        assert pixels.images.flags.writeable  # torch requires writable memory
         assert pixels.aspect.tolist() == [position / 2 for position in positions]
         assert batch.label.tolist() == [position % 3 - 1 for position in positions]
         assert batch.epoch == 2
@@ -395,11 +395,11 @@ def test_a_restarted_coordinator_restores_a_journal_with_an_incomplete_last_line
     assert second.rows() == first.rows()
     assert (second.rows().num_rows, second.rows().num_flat, second.rows().skipped) == (10, 3, groups.skipped)
     assert second.heartbeat()
-    second.add_rows("a", last)  # as in each epoch: nothing new
+    second.add_rows("a", last)  # repeated in each epoch, without new rows
     second.add_rows("groups", groups)
     second.add_rows("c", ReadStats(num_rows=5))
     assert RunCoordinator(None, str(journal)).rows().num_rows == 15
-    assert journal.read_text().count("add_rows") == 5  # the incomplete one included
+    assert journal.read_text().count("add_rows") == 5  # including the incomplete one
     assert RunCoordinator(None, str(tmp_path / "no such folder" / "journal")).rows().num_rows == 0
 
 

@@ -1,4 +1,4 @@
-"""The deployed files: Ray, AWS and Kubernetes know every field, and the promises of raycl hold."""
+"""Deployment files: Ray, AWS and Kubernetes accept every field, and raycl's guarantees hold."""
 
 import copy
 import os
@@ -43,7 +43,7 @@ Schema = dict[str, Any]
 
 
 def closed(required: str, **fields: Schema) -> Schema:
-    """An object of these fields and no others."""
+    """The schema of an object with only these fields."""
     keys = {"properties": fields, "required": required.split(), "additionalProperties": False}
     return {"type": "object"} | keys
 
@@ -57,7 +57,7 @@ TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 TRUTH: Schema = {"type": "boolean"}
 
-# Ray's launcher hands this to EC2 as it is, so it cannot tell a misspelled field.
+# Ray's launcher passes this to EC2 unchecked and does not detect misspelled fields.
 NODE_CONFIG = closed(
     "InstanceType ImageId IamInstanceProfile MetadataOptions BlockDeviceMappings",
     InstanceType={"pattern": r"^[a-z]\w+\.\w+$"},
@@ -80,7 +80,7 @@ NODE_CONFIG = closed(
     ),
 )
 
-# Of KubeRay's own schema, which fills a megabyte, the fields that the files here use.
+# The fields used here, from KubeRay's schema of one megabyte.
 AMOUNTS: Schema = {
     "type": "object",
     "additionalProperties": {"type": "string", "pattern": r"^\d+(m|[KMG]i)?$"},
@@ -165,18 +165,18 @@ SPECS = {
 
 
 def started(commands: list[str]) -> dict[str, Any]:
-    """Return what ``ray start`` understands of the last command; it refuses a flag that it does not know."""
+    """Return the flags of the last command as parsed by ``ray start``; unknown flags are an error."""
     _, _, flags = commands[-1].partition("ray start ")
     return ray_start.make_context("ray start", shlex.split(flags)).params
 
 
 def environment_of(commands: list[str]) -> dict[str, str]:
-    """Return what ``ray start`` of the last command would find in its environment, in the launcher's shell."""
+    """Return the environment of ``ray start`` in the last command, in the launcher's shell."""
     return run_on_a_node(f"ray() {{ env; }}; {commands[-1]}", OMP_NUM_THREADS="1")
 
 
 def run_on_a_node(command: str, **environment: str) -> dict[str, str]:
-    """Run a command in bash; return the lines NAME=VALUE that it printed."""
+    """Run a command in bash; return the printed NAME=VALUE lines."""
     environment = {"PATH": os.environ["PATH"]} | environment
     done = subprocess.run(
         ["bash", "-c", command], env=environment, capture_output=True, text=True, check=True
@@ -220,12 +220,12 @@ def test_ray_start_accepts_the_flags_and_the_dashboard_stays_on_loopback() -> No
     head, worker = (started(LAUNCHED[f"{node}_start_ray_commands"]) for node in ("head", "worker"))
     assert head["head"]
     assert head["dashboard_host"] == "127.0.0.1"
-    assert "--dashboard-host" in LAUNCHED["head_start_ray_commands"][-1]  # said, not left to Ray's default
+    assert "--dashboard-host" in LAUNCHED["head_start_ray_commands"][-1]  # explicit rather than Ray's default
     assert head["autoscaling_config"] == "~/ray_bootstrap_config.yaml"
     assert not worker["head"]
     assert worker["address"] == f"$RAY_HEAD_IP:{head['port']}"
     assert "0.0.0.0" not in (ROOT / "cluster.yaml").read_text()
-    assert "security_group" not in LAUNCHED["provider"]  # Ray's own lets in ssh only
+    assert "security_group" not in LAUNCHED["provider"]  # Ray's default allows only ssh
 
 
 def test_every_node_has_the_token_and_requires_it() -> None:
@@ -234,7 +234,7 @@ def test_every_node_has_the_token_and_requires_it() -> None:
     for node in ("head", "worker"):
         environment = environment_of(LAUNCHED[f"{node}_start_ray_commands"])
         assert environment["RAY_AUTH_MODE"] == "token"
-        assert "OMP_NUM_THREADS" not in environment  # or every process of Ray would have one thread
+        assert "OMP_NUM_THREADS" not in environment  # otherwise every Ray process would use one thread
 
 
 def test_a_shell_on_a_node_finds_raycl_and_has_the_token(tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_a_stopped_job_has_time_to_save_its_checkpoint() -> None:
 def test_every_node_installs_the_ray_version_required_by_raycl() -> None:
     commands = "\n".join(LAUNCHED["setup_commands"])
     assert re.search(r"uv sync .*--frozen", commands)
-    assert "default" in RAY.extras  # without it, neither dashboard nor jobs
-    assert not re.search(r"\bray(\[|=)", commands)  # another version would take its place
+    assert "default" in RAY.extras  # required for the dashboard and jobs
+    assert not re.search(r"\bray(\[|=)", commands)  # another version would replace it
 
 
 def test_no_default_command_of_the_launcher_runs_on_a_node() -> None:
@@ -350,7 +350,7 @@ def test_pods_require_a_token_and_access_s3_by_their_role() -> None:
     account = OBJECTS["ServiceAccount"]["metadata"]
     assert account["annotations"]["eks.amazonaws.com/role-arn"].startswith("arn:aws:iam::")
     assert {pod["spec"]["serviceAccountName"] for pod in PODS.values()} == {account["name"]}
-    # The autoscaler beside the head needs Kubernetes, and nothing else does.
+    # Only the autoscaler in the head pod needs the Kubernetes API.
     assert {pod["spec"].get("automountServiceAccountToken", True) for pod in PODS.values()} == {True, False}
     assert "automountServiceAccountToken" not in PODS["head"]["spec"]
 
@@ -381,7 +381,7 @@ def test_the_deployed_jobs_run_valid_raycl_commands() -> None:
     for line in [*lines, entrypoint]:
         flags = train.make_context("train", shlex.split(line)).params
         config = raycl.override(raycl.recipe(flags["recipe"]), flags["settings"])
-        assert config.autoscaling  # or the run is refused on a cluster that has no workers yet
+        assert config.autoscaling  # otherwise the run is refused on a cluster without workers
         assert flags["gpu"]
 
 

@@ -1,4 +1,4 @@
-"""Tables of values in notebooks and terminals, and the formats of values."""
+"""Value tables in notebooks and terminals, and value formats."""
 
 import json
 import math
@@ -29,7 +29,7 @@ EVIL = "<script>alert(1)</script>&\"'"
 
 
 class Tags(HTMLParser):
-    """Record the tags and the text between them."""
+    """Record tags and the text between them."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The documents: every command parses, every default is the recipe's, every link and message is there."""
+"""The documents: commands parse, defaults match the recipes, and links and messages exist."""
 
 import ast
 import functools
@@ -64,7 +64,7 @@ class Command(NamedTuple):
 
 
 def commands() -> list[Command]:
-    """Return what the shell blocks of all pages run of raycl."""
+    """Return all raycl commands in the shell blocks of all pages."""
     found = []
     for block in blocks():
         if block.language in _SHELL:
@@ -107,7 +107,7 @@ def script(path: str) -> Any:
 
 
 def door_of(command: Command) -> Any:
-    """Return what typer makes of the door that a command goes through."""
+    """Return the typer entry point of a command."""
     if command.door == "raycl":
         return get_command(app)
     stem = Path(command.door).stem
@@ -128,7 +128,7 @@ class Parsed(NamedTuple):
 
 
 def parse(command: Command) -> Parsed:
-    """Let the real command line read it; ``...`` in a document stands for what was said before."""
+    """Parse a command with the real command line; ``...`` in a document abbreviates earlier arguments."""
     words, told_all = [word for word in command.words if word != "..."], "..." not in command.words
     door, path = door_of(command), [Path(command.door).stem]
     while inner := getattr(door, "commands", None):
@@ -211,7 +211,7 @@ def test_settings_named_in_inline_code_exist() -> None:
     heads = {path.split(".")[0] for path in flat if "." in path}
     for page in PAGES:
         if page.name.startswith("migration-"):
-            continue  # half of what these name is somebody else's
+            continue  # half of the names here belong to other libraries
         for told in re.findall(r"`(?:--set )?([a-z_]+(?:\.[a-z_0-9N]+)+)(?:=[^`]*)?`", page.read_text()):
             path = re.sub(r"\.(\d+|N)\.", ".N.", told)
             is_file = path.endswith((".json", ".safetensors", ".py", ".md", ".yaml"))
@@ -310,7 +310,7 @@ def test_each_recipe_page_has_a_column_for_each_image_size_with_other_defaults(n
 
 
 def size_of(column: str) -> int:
-    """Return a size of images that a column is about."""
+    """Return an image size that a column applies to."""
     above, up_to = re.search(r"above (\d+) pixels", column), re.search(r"up to (\d+) pixels", column)
     return int(above[1]) + 1 if above else int(up_to[1]) if up_to else 224
 
@@ -333,7 +333,7 @@ TROUBLE = (DOCS / "troubleshooting.md").read_text()
 
 @functools.cache
 def templates() -> list[str]:
-    """Return all texts of raycl's source, with a gap for what is put in when they are told."""
+    """Return all strings in raycl's source, with a gap for each inserted value."""
     found = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -346,7 +346,7 @@ def templates() -> list[str]:
 
 
 def lines_of_output() -> list[str]:
-    """Return the lines that pages quote as raycl's: of text blocks, and of the table of refusals."""
+    """Return quoted output of raycl: lines of text blocks and of the table of refusals."""
     quoted = [
         line for found in _BLOCK.finditer(TROUBLE) if found[2] == "text" for line in found[3].splitlines()
     ]
@@ -359,12 +359,12 @@ def test_each_line_quoted_in_troubleshooting_is_printed_by_raycl(line: str) -> N
     pieces = [piece.strip(" :;,()") for piece in line.split("...")]
     telling = [piece for piece in pieces if len(piece) >= 4]
     assert telling, "a line of gaps says nothing"
-    # A message that is put into another one makes two.
+    # A message inserted into another one counts as two.
     assert num_messages(telling) <= 2, f"raycl says nothing that reads {line!r}"
 
 
 def num_messages(pieces: Sequence[str]) -> float:
-    """Return of how few messages these pieces are, each a stretch of them in order; infinite if of none."""
+    """Return the smallest number of messages that contain these pieces in order; infinite if none do."""
     if not pieces:
         return 0
     for length in range(len(pieces), 0, -1):
@@ -385,12 +385,12 @@ def test_names_in_troubleshooting_exist() -> None:
         assert issubclass(getattr(errors, name), errors.RayclError)
 
 
-# What a symptom quotes beside metrics.
+# Quoted words in symptoms other than metrics.
 _NO_METRICS = {"nt_xent", "max_failures", "autoscaling", "event", "collapse", "rollback"}
 
 
 def documented_metrics() -> set[str]:
-    """Return the metrics that the table of the step's page explains."""
+    """Return the metrics in the table of the page about steps."""
     section = (DOCS / "concepts" / "step.md").read_text().partition("## Logged metrics")[2]
     rows = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -414,9 +414,9 @@ def test_events_named_in_symptoms_exist() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    # Proxies that lead nowhere: what tries to fetch something fails.
+    # Unreachable proxies, so that any download fails.
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    nowhere["NO_MKDOCS_2_WARNING"] = "1"  # an announcement, which would hide what is wrong
+    nowhere["NO_MKDOCS_2_WARNING"] = "1"  # suppresses an announcement that would hide errors
     built = subprocess.run(
         command, cwd=ROOT, env=os.environ | nowhere, capture_output=True, text=True, check=False, timeout=300
     )
@@ -425,7 +425,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loads(HTMLParser):
-    """Collect what a browser loads for a page by itself."""
+    """Collect the resources that a browser loads automatically."""
 
     def __init__(self) -> None:
         super().__init__()

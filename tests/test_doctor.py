@@ -95,7 +95,7 @@ def test_estimated_memory_depends_on_rows_workers_and_chunks() -> None:
     assert parts(config)["activations"] == 128 * 100  # both views
     assert parts(small(**{"stages.0.batch_size": 64, "workers": 2}))["activations"] == 64 * 100
     chunked = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16})
-    # Of all views a part waits, of one chunk there is the graph.
+    # A part of all views is stored; only one chunk has a graph.
     assert parts(chunked)["activations"] == pytest.approx(16 * 100 + 128 * 7)
     kept = small(**{"stages.0.batch_size": 64, "stages.0.chunk_size": 16, "stages.0.cached_chunks": 3})
     assert parts(kept)["activations"] == pytest.approx(48 * 100 + 128 * 7)
@@ -197,7 +197,7 @@ def test_memory_per_row_is_measured_with_and_without_chunks() -> None:
     assert larger.activations[0] > 3 * whole.activations[0] > 0  # four times the pixels
     chunked = override(config, {"stages.0.chunk_size": 8})
     in_chunks = profile_memory(chunked, chunked.stages[0], None)
-    # Without statistics over the batch, only embeddings and their gradients wait.
+    # Without batch statistics, only embeddings and their gradients are stored.
     assert in_chunks.waiting[0] < 0.2 * whole.activations[0]
 
 
@@ -220,7 +220,7 @@ def test_a_recipe_is_planned_like_in_train(tmp_path: Path) -> None:
     assert plan("simclr", {}, data, []).data.image_size == 16
     assert plan("simclr", {}, None, []).data.image_size == 224
     assert plan("simclr", {}, None, ["data.image_size=48"]).data.image_size == 48
-    # Invalid data are reported by the check of the data.
+    # The data check reports invalid data.
     assert plan("simclr", {}, str(tmp_path / "none"), []).data.image_size == 224
     assert plan("simcse", {"workers": 2}, None, []).workers == 2
 

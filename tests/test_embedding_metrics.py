@@ -43,33 +43,33 @@ def point(num_rows: int, dim: int) -> Tensor:
 
 
 def plain_alignment(query: Tensor, key: Tensor) -> float:
-    """Write it down pair by pair."""
+    """Compute alignment one pair at a time."""
     query, key = query.double(), key.double()
     return sum(float(((a - b) ** 2).sum()) for a, b in zip(query, key, strict=True)) / len(query)
 
 
 def plain_uniformity(rows: Tensor, t: float = 2.0) -> float:
-    """Write it down over the pairs above the diagonal."""
+    """Compute uniformity over the pairs above the diagonal."""
     distances = torch.pdist(rows.double())
     return math.log(float((-t * distances**2).exp().mean()))
 
 
 def plain_effective_rank(rows: Tensor) -> float:
-    """Take the singular values of the rows themselves."""
+    """Compute the effective rank from the singular values of the rows."""
     singular = torch.linalg.svdvals(rows.double())
     share = singular / singular.sum()
     return math.exp(-sum(float(p) * math.log(float(p)) for p in share if p > 0))
 
 
 def plain_std(rows: Tensor) -> float:
-    """Write the standard deviation out, dim by dim."""
+    """Compute the standard deviation of each dim."""
     rows = rows.double()
     deviations = [float(((column - column.mean()) ** 2).mean().sqrt()) for column in rows.T]
     return sum(deviations) / len(deviations) * math.sqrt(rows.shape[1])
 
 
 def plain_gap(query: Tensor, key: Tensor) -> float:
-    """Hold the whole matrix of similarities."""
+    """Compute the gap from the full similarity matrix."""
     similarity = query.double() @ key.double().T
     own = torch.eye(len(query), dtype=torch.bool)
     return float(similarity[own].mean() - similarity[~own].mean())

@@ -1,4 +1,4 @@
-"""What an epoch is told of the ones before and behind it."""
+"""Epochs announce their predecessor and successor to the sampler."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,13 +17,13 @@ from raycl.training.stages import Position, StagePlan, stage_plans
 from raycl.training.transforms import ImageTransform
 from raycl.training.views import Epochs, ViewMaker, Views
 
-NUM_ROWS, SIZE, BATCH_SIZE = 22, 8, 4  # five batches an epoch
+NUM_ROWS, SIZE, BATCH_SIZE = 22, 8, 4  # five batches per epoch
 SHARE = BatchShard(batch_size=BATCH_SIZE)
 
 
 @dataclass
 class Asked:
-    """Rows in order, and what was asked of them: epoch, start, whether it follows, whether another does."""
+    """A sampler that records its calls: epoch, start, ``continues`` and ``has_next``."""
 
     shuffled: InMemorySampler
     calls: list[tuple[int, int, bool, bool]] = field(default_factory=list)
@@ -77,7 +77,7 @@ def ids_of(epochs: Epochs, position: Position, plan: StagePlan) -> list[list[int
 
 
 def views_of(epochs: Epochs, position: Position, plan: StagePlan) -> Iterator[Views]:
-    """Return the views of the epoch that the position is in, as the trainer does."""
+    """Return the views of the epoch at this position, like the trainer."""
     return epochs.views(
         SHARE, epoch=position.epoch, start=position.epoch_step, has_next=plan.has_epoch_after(position)
     )
@@ -145,7 +145,7 @@ def test_a_restarted_epoch_does_not_continue_the_previous_one_again(epochs: Epoc
     second = after_an_epoch(first, 5)
     views = views_of(epochs, second, plan)
     next(views)
-    views.close()  # as when the run goes back to where the epoch began
+    views.close()  # as when the run returns to the start of the epoch
     ids_of(epochs, second, plan)
     assert [follows for _, _, follows, _ in asked.calls] == [False, True, False]
 

@@ -1,4 +1,4 @@
-"""What each of the losses promises in the same words, each against its own plain formula."""
+"""Common guarantees of all losses, each against its plain formula."""
 
 import re
 from collections.abc import Callable
@@ -30,17 +30,17 @@ PLAIN: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 
 
 def plain(loss: Loss) -> Loss:
-    """Return the same loss with the same settings, written plainly."""
+    """Return the plain version of the loss with the same settings."""
     return partial(PLAIN[loss.func], **loss.keywords)
 
 
 def hinges(margin: float) -> list[Loss]:
-    """Return the hinge loss of all negatives and that of the hardest."""
+    """Return the hinge losses over all negatives and over the hardest one."""
     return [partial(hinge, margin=margin, hardest=hardest) for hardest in (False, True)]
 
 
 def name_of(value: object) -> str | None:
-    """Name a case by its loss and the loss's settings."""
+    """Name a case by its loss and settings."""
     if not isinstance(value, partial):
         return None
     return "-".join([value.func.__name__, *(f"{name}={each}" for name, each in value.keywords.items())])
@@ -88,7 +88,7 @@ HINGES = [partial(hinge, margin=0.2, **ways) for ways in WAYS]
 
 
 def inputs_of(loss: Loss) -> dict[str, Tensor]:
-    """Return all inputs at which the loss has a gradient."""
+    """Return all differentiable inputs of the loss."""
     query, key = make_views(300, 4, noise=1.0 if loss.func is hinge else 0.3)
     degrees = {} if loss.func is hinge else {"temperature": torch.tensor(0.1)}
     return {"query": query, "key": key, **degrees, "negatives": make_rows(1100, 4)}
@@ -230,8 +230,8 @@ def test_rows_of_any_norm_give_the_correct_value(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", [nt_xent, info_nce])
 def test_no_weight_is_a_subnormal_number(loss: Callable[..., Tensor]) -> None:
-    # At 0.01 and with pairs that nearly agree, most weights are below 2**-126: as fast as any other
-    # number only if they are 0.
+    # At 0.01 and with nearly equal pairs, most weights are below 2**-126. Subnormal numbers are slow,
+    # so these weights must be 0.
     smallest = torch.finfo(torch.float32).tiny
     seen: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""The explorer's page and API over HTTP, without a cluster: the actors of a bank are in this process."""
+"""The explorer's page and API over HTTP without a cluster, with bank actors in this process."""
 
 import asyncio
 import itertools
@@ -44,11 +44,11 @@ from tests.test_cli import run_raycl
 TOKEN = "0123456789abcdef"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 DIM, CAPACITY = 8, 64
-LARGE_ID = 2**62 + 1  # a JavaScript number cannot hold it
+LARGE_ID = 2**62 + 1  # too large for a JavaScript number
 
 
 class DirectConnection:
-    """A connection to an actor of this process, or to one that died."""
+    """A connection to a live or dead actor in this process."""
 
     def __init__(self, actor: Any, name: str, *, timeout_s: float) -> None:
         self._actor = actor
@@ -82,7 +82,7 @@ def unit_rows(num_rows: int, seed: int) -> np.ndarray:
 
 @pytest.fixture
 def bank(called: None, tmp_path: Path) -> Bank:
-    """Hold a queue; steps 1 to 3 wrote 10 rows each, of samples 0 to 29; then one of a large id."""
+    """Return a queue with 10 rows from each of steps 1 to 3, of samples 0 to 29, and one row with a large id."""
     spec = BankSpec(name="test", kind="queue", dim=DIM, capacity=CAPACITY, output=str(tmp_path / "run"))
     bank = Bank(spec, [QueueActor(spec)])
     for step in range(3):
@@ -106,7 +106,7 @@ def opened(bank: Bank) -> Open:
 
 
 def refusal(answer: Any) -> tuple[int, str]:
-    """Return status and line; anything but one line of text fails."""
+    """Return the status and the line; fail unless the response is one line of text."""
     detail = answer.json()["detail"]
     assert isinstance(detail, str) and "\n" not in detail
     return answer.status_code, detail
@@ -169,7 +169,7 @@ def test_tokens_are_random_and_weak_ones_are_refused() -> None:
             checked_token(weak)
 
 
-# ---- answers
+# ---- responses
 
 
 def test_statistics_come_from_the_bank(opened: Open, bank: Bank) -> None:
@@ -289,13 +289,13 @@ def test_an_upload_over_the_limit_is_not_read_to_the_end(opened: Open) -> None:
     async def send(message: dict[str, Any]) -> None:
         found.append(message)
 
-    # The application itself: the test client collects the whole body before it sends anything.
+    # Calls the application directly: the test client collects the full body before sending.
     asyncio.run(client.app(scope, receive, send))  # type: ignore[arg-type]
     assert found[0]["status"] == 413
 
 
 class Recorded:
-    """An encoder that records the queries, and returns the row of sample 3."""
+    """An encoder that records queries and returns the row of sample 3."""
 
     def __init__(self) -> None:
         self.came: list[Any] = []
@@ -323,7 +323,7 @@ def test_an_upload_arrives_unchanged(opened: Open) -> None:
 def test_a_lost_bank_is_answered_with_503_until_it_is_found_again(
     bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = itertools.count(0, 100)  # each look at the clock is a long one
+    now = itertools.count(0, 100)  # the clock advances a lot at each reading
     monkeypatch.setattr("raycl.serve.explorer.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     there: list[Bank] = [bank]
 
@@ -338,7 +338,7 @@ def test_a_lost_bank_is_answered_with_503_until_it_is_found_again(
     bank.actors[0].is_dead = True
     for path in ("stats", "nearest?id=3", "rows/3", "stats"):
         assert refusal(client.get(f"/api/{path}"))[0] == 503
-    # The resumed run has another bank of that name.
+    # The resumed run has a new bank with the same name.
     there.append(Bank(bank.spec, [QueueActor(bank.spec)]))
     assert client.get("/api/stats").json()["filled"] == 0
 
@@ -398,7 +398,7 @@ def test_an_unanswered_request_to_a_bank_is_retried_immediately(
     with pytest.raises(RunError):
         live.stats()
     is_there[0] = True
-    assert live.newest_step() == 0  # a question that is answered needs no count
+    assert live.newest_step() == 0  # an answered request needs no statistics
     now[0] += 2.0
     assert live.stats().newest_step == 5
 

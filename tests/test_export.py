@@ -1,4 +1,4 @@
-"""Leaving raycl: other packages load what is exported, and get the vectors that raycl gives."""
+"""Export: other packages load the exported model and compute the same vectors."""
 
 import json
 import runpy
@@ -56,7 +56,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def foreign_tokenizer() -> Tokenizer:
-    """Return one like RoBERTa's: padding is 1, each text begins with <s> and ends with </s>."""
+    """Return a tokenizer like RoBERTa's: padding is 1, each text begins with <s> and ends with </s>."""
     words = sorted({word for text in CORPUS for word in text.lower().strip(".!?").split()})
     names = ["<s>", "<pad>", "</s>", "<unk>", *".!?", *words]
     tokenizer = tokenizers.Tokenizer(
@@ -90,7 +90,7 @@ def write_texts_run(
     arguments: dict[str, Any] | None = None,
     dim: int = 24,
 ) -> str:
-    """Write what a run leaves of an encoder of texts; return where."""
+    """Write the files of a trained text encoder; return their folder."""
     tokenizer = tokenizer or TOKENIZERS["own"]()
     spec = TextEncoderSpec(
         name=name.split(",")[0],
@@ -116,19 +116,19 @@ def load(folder: Path | str) -> Any:
 
 
 def vectors(folder: Path | str) -> Tensor:
-    """Return the vectors of sentence-transformers, computed a few at a time."""
+    """Return the vectors of sentence-transformers, computed in small batches."""
     return torch.from_numpy(load(folder).encode(TEXTS, batch_size=6))
 
 
 def assert_vectors(folder: Path | str, expected: Tensor) -> None:
     assert expected.std(0).min() > 1e-3  # the texts have different vectors
     torch.testing.assert_close(vectors(folder), expected, rtol=1e-5, atol=1e-5)
-    # Loading would initialize a layer without weights at random each time.
+    # Loading would initialize a layer without weights randomly each time.
     assert getattr(load(folder)[0].auto_model, "pooler", None) is None
 
 
 def assert_exports(run: str, output: Path, **options: Any) -> None:
-    """Export a run, and compare the vectors of both packages."""
+    """Export a run and compare the vectors of both packages."""
     export_encoder(run, str(output), **options)
     assert_vectors(output, load_encoder(run, **options).encode(TEXTS))
 
@@ -163,7 +163,7 @@ def test_the_projection_head_of_a_tower_is_exported(head: HeadSpec, tmp_path: Pa
 
 def test_each_tower_is_exported_by_its_side(tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", head=HeadSpec(num_layers=1, dim=7))
-    assert_exports(run, tmp_path / "shared", side="key")  # one tower for both sides
+    assert_exports(run, tmp_path / "shared", side="key")  # one shared tower
     write_texts_run(tmp_path / "run" / KEY, "transformer", seed=3)
     for side in ("query", "key"):
         assert_exports(run, tmp_path / side, side=side)
@@ -181,7 +181,7 @@ def test_the_exported_folder_describes_its_model(tmp_path: Path) -> None:
     assert model.similarity_fn_name == "cosine"
     assert not np.allclose(np.linalg.norm(model.encode(TEXTS), axis=1), 1, atol=0.1)
     assert np.array_equal(model.encode_query(TEXTS), model.encode(TEXTS))
-    # Modules of another package would be loaded with trust_remote_code only.
+    # Modules of other packages would require trust_remote_code.
     listed = json.loads((tmp_path / "out" / "modules.json").read_text())
     assert all(module["type"].startswith("sentence_transformers.") for module in listed)
 
@@ -269,11 +269,11 @@ def assert_same_images(theirs: nn.Module, run: str, atol: float = 1e-5) -> None:
         torch.testing.assert_close(theirs.eval()(images), encoder(images), rtol=0, atol=atol)
 
 
-# What is refused
+# Refusals
 
 
 def of_ones(*, num_tokens: int, max_length: int) -> nn.Module:
-    """Stand for a network of the user's own."""
+    """Return a custom network."""
     return nn.EmbeddingBag(num_tokens, 24)
 
 
@@ -349,7 +349,7 @@ def test_an_existing_output_and_a_damaged_encoder_are_refused(tmp_path: Path) ->
         export_encoder(run, str(tmp_path / "out"))
 
 
-# The door
+# The command
 
 
 def test_the_command_writes_the_folder_and_prints_how_to_load_it(

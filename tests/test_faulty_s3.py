@@ -1,4 +1,4 @@
-"""Reading from and writing to S3 through a proxy that throttles, cuts, denies and goes away."""
+"""Reading from and writing to S3 through a proxy that throttles, truncates, denies and disconnects."""
 
 import io
 import pickle
@@ -32,7 +32,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def s3(s3_server: str) -> Iterator[FaultyS3]:
-    """A proxy of the test's own: no filesystem has been opened through it."""
+    """A new proxy for each test: no cached filesystem uses it."""
     with FaultyS3(s3_server) as faulty:
         yield faulty
 
@@ -48,7 +48,7 @@ def one_line(error: pytest.ExceptionInfo[StorageError]) -> str:
 
 
 def write_table(place: Place, num_rows: int = 600) -> None:
-    """Write rows of bytes that no encoding makes smaller, in groups of 100."""
+    """Write rows of incompressible bytes, in groups of 100."""
     rows = [content(500, seed) for seed in range(num_rows)]
     table = pa.table({"image": pa.array(rows, pa.binary()), "label": range(num_rows)})
     sink = pa.BufferOutputStream()
@@ -93,7 +93,7 @@ def test_a_read_that_keeps_failing_reports_the_number_of_attempts(s3: FaultyS3) 
         ) as caught:
             place.read_bytes()
         one_line(caught)
-        assert ATTEMPTS <= s3.count(fault) <= ATTEMPTS + 1  # curl itself asks again on a new connection
+        assert ATTEMPTS <= s3.count(fault) <= ATTEMPTS + 1  # curl itself retries on a new connection
         s3.heal()
     assert place.read_bytes() == content(1_000)
 
@@ -138,7 +138,7 @@ def test_many_faults_do_not_use_up_the_retries(s3: FaultyS3) -> None:
         s3.add("throttled", prefix=f"patience/{index:03}", times=1)
     with ThreadPoolExecutor(8) as pool:
         assert not any(pool.map(lambda index: (place / f"{index:03}").exists(), range(130)))
-    assert s3.count("throttled") == 130  # 100 is all that the standard strategy of pyarrow has
+    assert s3.count("throttled") == 130  # pyarrow's standard strategy has only 100 retries
 
 
 def test_a_pickled_filesystem_keeps_its_number_of_retries(s3: FaultyS3) -> None:
@@ -227,14 +227,14 @@ def test_a_write_with_a_lost_response_is_retried(s3: FaultyS3, num_bytes: int) -
     place.write_bytes(content(num_bytes))
     assert place.read_bytes() == content(num_bytes)
     assert s3.count("lost") == 2
-    # A small object is put by one request, whole or not at all.
+    # A small object is written atomically in one request.
     assert num_bytes > 1_000 or s3.count() == s3.count(method="PUT") + 2 == 5
 
 
 def test_a_truncated_response_is_retried_and_then_reported(s3: FaultyS3) -> None:
     place = Place(s3.uri("short/x.bin"))
     place.write_bytes(content(1_000))
-    for times in (1, 2):  # one response, and both responses for a file that was replaced
+    for times in (1, 2):  # one response, or both responses of a replaced file
         s3.add("short", methods="GET", prefix="short", times=times, after=999)
         assert place.read_bytes() == content(1_000)
     s3.add("short", methods="GET", prefix="short", times=1, after=99)

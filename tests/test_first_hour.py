@@ -1,4 +1,4 @@
-"""The first hour: each file that the page names was written by a step before; and a drill that does all of it."""
+"""The first-hour page: each file was written by an earlier step; a drill runs the full page."""
 
 import ast
 import os
@@ -23,7 +23,7 @@ from tests.test_docs import _BLOCK, DOCS, Block, Command, commands_in, parse
 PAGE = "docs/first-hour.md"
 TEXT = (DOCS / "first-hour.md").read_text()
 READ = ("data", "run", "runs", "train", "test", "image", "recipe")
-IN_A_CLUSTER = "ray job submit"  # its data lie on S3
+IN_A_CLUSTER = "ray job submit"  # its data is on S3
 INSTALL = ("pip ", "uv ", "source ", "export ")
 
 
@@ -41,7 +41,7 @@ def lines_of(block: Block) -> list[str]:
 
 
 def named_by(values: dict[str, Any]) -> Iterator[str]:
-    """Yield the local files that the options of a command name for reading."""
+    """Yield the local files that a command reads."""
     for option in READ:
         value = values.get(option)
         for name in value if isinstance(value, list) else [value]:
@@ -77,24 +77,24 @@ def test_each_file_read_by_a_command_was_written_by_an_earlier_step(
     assert {"images/4/100.png", "runs/first", "runs/moco", "mine.yaml"} <= {name for name, _ in asked}
 
 
-# The whole hour
+# The full page
 
 
 class Hour:
-    """A folder and a shell, like those of somebody who reads the page."""
+    """A folder and a shell, as for a reader of the page."""
 
     def __init__(self, folder: Path) -> None:
         own = ("RAY_", "RAYCL_", "AWS_")
         outside = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         self.folder = folder
-        self.beside: subprocess.Popen[str] | None = None  # what runs in another shell
+        self.beside: subprocess.Popen[str] | None = None  # the process in another shell
         self._environment = outside | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(folder),
         }
 
     def start(self, command: str) -> subprocess.Popen[str]:
-        """Start a command in a group of its own, as a shell does; what it says goes to a file."""
+        """Start a command in its own process group, like a shell; write its output to a file."""
         with (self.folder / "said").open("w") as said:
             return subprocess.Popen(
                 ["bash", "-ec", f"exec {command}"],
@@ -111,7 +111,7 @@ class Hour:
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
     def wait_for(self, text: str, process: subprocess.Popen[str], timeout_s: float = 300) -> None:
-        """Wait until the command that was started has said a text."""
+        """Wait until the started command has printed a text."""
         deadline = time.monotonic() + timeout_s
         while text not in (said := (self.folder / "said").read_text()):
             assert process.poll() is None, said
@@ -140,7 +140,7 @@ def test_the_commands_of_the_first_hour_work_as_documented(tmp_path: Path) -> No
 
 
 def perform(hour: Hour, title: str, line: str) -> None:
-    """Type a line of the page where and when the page says."""
+    """Run a line of the page as described there."""
     if title.startswith("5."):
         interrupt(hour, line)
     elif line.startswith("raycl train moco_v2"):
@@ -165,7 +165,7 @@ def has_checkpoint(output: Place) -> bool:
 
 
 def interrupt(hour: Hour, command: str) -> None:
-    """Press Ctrl-C in the middle of a run, as section 6 says, and find there what it says."""
+    """Press Ctrl-C during a run as in section 6, and find the output shown there."""
     process = hour.start(command)
     metrics = hour.folder / "runs" / "first" / "metrics.jsonl"
     while not metrics.exists():

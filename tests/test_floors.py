@@ -1,4 +1,4 @@
-"""The floor plan: each room imports only lower floors."""
+"""The layers of the code: each package imports only lower layers."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raycl"
-FLOORS = (  # lowest first; rooms on one floor do not know each other
+FLOORS = (  # lowest first; packages in the same layer do not import each other
     {"errors", "display", "loss_specs"},
     {"address", "gpus"},
     {
@@ -73,7 +73,7 @@ def room_of(path: Path) -> str:
 
 
 def room_of_module(names: list[str]) -> str:
-    """Return the room of a module: a file of a package may be a room of its own."""
+    """Return the package of a module; some files count as separate packages."""
     own = ".".join(names[:2])
     return own if own in FLOOR_OF else names[0]
 

@@ -1,4 +1,4 @@
-"""The same gradient asked of GradCache's own class: equal without BatchNorm, another one with it."""
+"""Gradients compared with GradCache: equal without BatchNorm, different with it."""
 
 import sys
 
@@ -12,7 +12,7 @@ from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import info_nce
 from tests.test_accumulation import gradient_of, images, resnet
 
-# Its files still import one another by the name that the package had before it was published.
+# Its files still import each other by the package's name before publication.
 sys.modules.setdefault("grad_cache", gradcache)
 sys.modules.setdefault("grad_cache.context_managers", gradcache.context_managers)
 from gradcache.grad_cache import GradCache

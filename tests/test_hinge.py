@@ -1,4 +1,4 @@
-"""The hinge loss in tiles against the formula written plainly in float64."""
+"""The tiled hinge loss against the plain formula in float64."""
 
 import itertools
 import re
@@ -48,7 +48,7 @@ def compare_with_plain(
     negative_id: Tensor | None = None,
     **ways: Any,
 ) -> Tensor:
-    """Hold value and all gradients of one worker against the plain formula; return its value."""
+    """Compare the value and all gradients of one worker with the plain formula; return the value."""
     inputs = leaves(queries, keys, negatives, dtype=dtype)
     exact = leaves(*inputs, dtype=torch.float64)
     mine = slice(0, len(queries)) if own is None else own
@@ -70,7 +70,7 @@ def compare_with_plain(
     assert ours.dtype == dtype
     tolerance, floor = 1e-12, 1e-15
     if dtype == torch.float32:
-        # Rounding may put a pair of vectors on the other side of the kink: its whole gradient is wrong.
+        # Rounding may move a pair to the other side of the kink, which changes its entire gradient.
         tolerance, floor = 1e-5, 3 / (len(queries[mine]) * (len(keys) + len(negatives)))
     assert_close(value_and_gradients(ours, inputs), value_and_gradients(true, exact), tolerance, floor)
     return true
@@ -163,9 +163,9 @@ def compare_pairs_with_plain(
     left_out: str | None = None,
     **ways: Any,
 ) -> Tensor:
-    """Hold value and all gradients, with ids of pairs, against the plain formula; return its value.
+    """Compare the value and all gradients with pair ids with the plain formula; return the value.
 
-    ``left_out`` is the kind of ids that does not come: all of that kind are different then.
+    ``left_out`` names the omitted ids; all rows of that type are distinct then.
     """
     ways |= {"bidirectional": bidirectional, "in_batch": in_batch}
     inputs = leaves(queries, keys, negatives, dtype=torch.float64)
@@ -223,7 +223,7 @@ def test_the_loss_of_any_sizes_and_pair_ids_equals_the_plain_formula(
     left_out: str | None,
     seed: int,
 ) -> None:
-    """Negatives alone too are compared with the pairs of all workers, where their ids are gathered."""
+    """With gathered ids, stored negatives are compared with the pairs of all workers."""
     total = before + batch + after
     pair_ids, negative_id = make_pair_ids(total, num_negatives, num_ids, seed)
     with tiny_tiles():
@@ -242,7 +242,7 @@ def test_the_loss_of_any_sizes_and_pair_ids_equals_the_plain_formula(
 
 
 def negatives_of_each_pair(loss: Any, *, query_id: Tensor, key_id: Tensor, negative_id: Tensor) -> Tensor:
-    """Say which keys, negatives and queries each pair pushes away, [batch, num_candidates]."""
+    """Return the keys, negatives and queries that each pair pushes away, [batch, num_candidates]."""
     batch = len(key_id)
     inputs = leaves(torch.eye(batch), torch.eye(batch), torch.eye(batch)[: len(negative_id)])
     pushed = []
@@ -274,7 +274,7 @@ def test_the_hinge_masks_the_same_candidates_as_the_cross_entropy() -> None:
 
 
 def test_the_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None:
-    """Worked out by hand: similarities [[1, .5, 0], [0, 1, 0], [.75, 0, .5]], and the margin is 1."""
+    """Computed by hand: similarities [[1, .5, 0], [0, 1, 0], [.75, 0, .5]], and the margin is 1."""
     query = torch.tensor([[1.0, 0.5, 0.0], [0.0, 1.0, 0.0], [0.75, 0.0, 0.5]])
     key = torch.eye(3)
     expected = {
@@ -291,11 +291,11 @@ def test_the_loss_is_the_mean_over_negatives_then_rows_then_directions() -> None
 
 def test_masked_candidates_are_excluded_from_the_mean() -> None:
     query = key = torch.eye(4)
-    # Each violation is 0.5, however many negatives an average is over.
+    # Each violation is 0.5 for any number of averaged negatives.
     for ids in ([0, 1, 2, 3], [0, 0, 2, 3], [0, 1, 1, 1]):
         sample_id = torch.tensor(ids)
         assert hinge(query, key, margin=1.5, sample_id=sample_id).item() == pytest.approx(0.5)
-    # A query with two keys, a key with three queries: they leave each direction another number.
+    # A query with two keys and a key with three queries: the directions have different counts.
     for query_id, key_id in (
         ([0, 0, 2, 3], [0, 1, 2, 3]),
         ([0, 1, 2, 3], [0, 0, 0, 3]),
@@ -315,7 +315,7 @@ def test_the_gradient_is_zero_for_a_negative_exactly_at_the_margin(hardest: bool
 
 
 def hardest_of_equals(num_keys: int, num_negatives: int, first: int) -> tuple[list[int], list[int]]:
-    """Return which keys, and which negatives, a query pushes away that is as near to all from ``first``."""
+    """Return the keys and negatives pushed away by a query with equal similarity to all from ``first``."""
     near = torch.tensor([0.5, 0.0])
     keys = torch.where(torch.arange(num_keys)[:, None] >= first, near, -near)
     keys[0] = torch.tensor([0.25, 1.0])
@@ -349,7 +349,7 @@ def test_only_the_first_of_equally_hard_queries_is_pushed_away() -> None:
     with tiny_tiles():
         both = value_and_gradients(hinge(*inputs, **ways), inputs)
         rows = value_and_gradients(hinge(*inputs, bidirectional=False, **ways), inputs)
-    # Pairs alternate between two kinds, each alike; the hardest is the first of a kind that is not one's own.
+    # Pairs alternate between two types of equal rows; the hardest is the first of the other type.
     pushes = torch.tensor([7.0, 1.0, *[0.0] * 6]) - 1
     assert torch.equal(rows[2], (pushes[:, None, None] * torch.eye(2)).view(16, 2) / 16)
     columns = [2 * each - other for each, other in zip(both, rows, strict=True)]
@@ -366,7 +366,7 @@ def test_long_rows_and_a_large_margin_give_the_correct_value() -> None:
 
 
 def test_only_products_needed_for_requested_gradients_are_computed() -> None:
-    """One tile of keys and one of negatives; it serves both directions."""
+    """One tile of keys and one of negatives, used in both directions."""
     inputs = (*make_views(5, 4), make_rows(3, 4))
     expected = {(): 2, (0,): 4, (1,): 3, (2,): 3, (0, 1): 5, (1, 2): 4, (0, 1, 2): 6}
     for (wanted, num_products), hardest in itertools.product(expected.items(), (False, True)):
@@ -377,7 +377,7 @@ def test_only_products_needed_for_requested_gradients_are_computed() -> None:
 
 def test_only_blocks_with_false_negatives_take_an_extra_pass() -> None:
     query_id, key_id = torch.arange(600), torch.arange(600)
-    # Query 3 is query 500, and key 7 is key 300.
+    # Queries 3 and 500 are equal, and so are keys 7 and 300.
     query_id[3], key_id[7] = 500, 300
     blocks, whole = [slice(0, 256), slice(256, 400), slice(400, 450)], slice(0, 600)
     mask = FalseNegativeMask((query_id, key_id), query_id, key_id, row_blocks=blocks, num_own=1)

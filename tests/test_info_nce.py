@@ -1,4 +1,4 @@
-"""InfoNCE with keys of the batch, of other workers and of a queue, against the plain formula."""
+"""InfoNCE with keys from the batch, other workers and a queue, against the plain formula."""
 
 import re
 from functools import partial
@@ -39,7 +39,7 @@ def compare_with_plain(
     dtype: torch.dtype = torch.float32,
     **arguments: Any,
 ) -> Tensor:
-    """Hold value and all four gradients against the plain formula in float64; return its value."""
+    """Compare the value and all four gradients with the plain formula in float64; return the value."""
     inputs = leaves(query, key, torch.tensor(temperature), negatives, dtype=dtype)
     exact = leaves(*inputs, dtype=torch.float64)
     ids, negative_id = arguments.pop("ids", None), arguments.pop("negative_id", None)
@@ -56,7 +56,7 @@ def compare_with_plain(
         negative_id=negative_id,
         **arguments,
     )
-    # Even in float64 the plain formula rounds the positive into the sum: 1 - p is 1e-16 wrong.
+    # Even in float64 the plain formula rounds 1 - p with an error of 1e-16.
     single = dtype == torch.float32
     tolerance, floor = (tolerance_at(temperature), 1e-15 / temperature**2) if single else (1e-10, 1e-11)
     plain = [
@@ -123,7 +123,7 @@ def test_the_loss_of_any_sizes_and_ids_equals_the_plain_formula(
         key,
         temperature,
         make_rows(num_negatives, dim, seed),
-        torch.float64,  # tiny cases cancel: in float32 a true gradient of 0 would not be one
+        torch.float64,  # tiny cases cancel: in float32 a gradient of 0 would be rounded
         in_batch=in_batch,
         offset=before,
         ids=(gathered_id[before : before + batch], gathered_id),
@@ -143,7 +143,7 @@ def compare_pairs_with_plain(
     in_batch: bool = True,
     floor: float = 1e-15,
 ) -> None:
-    """Hold value and all four gradients of one worker, with ids of pairs, against the plain formula."""
+    """Compare the value and all four gradients of one worker with pair ids with the plain formula."""
     mine = slice(0, len(query)) if own is None else own
     inputs = leaves(query[mine], key, torch.tensor(temperature), negatives, dtype=torch.float64)
     where = {"in_batch": in_batch, "offset": mine.start, "negative_id": negative_id}
@@ -175,7 +175,7 @@ def test_the_loss_of_any_sizes_and_pair_ids_equals_the_plain_formula(
     temperature: float,
     seed: int,
 ) -> None:
-    """A negative is compared with the pairs of all workers, with or without their keys."""
+    """Negatives are compared with the pairs of all workers, with or without their keys."""
     own, total = slice(before, before + batch), before + batch + after
     pair_ids, negative_id = make_pair_ids(total, num_negatives, num_ids, seed)
     query, key = make_views(total, 5, seed=seed)
@@ -214,14 +214,14 @@ def test_sample_ids_equal_the_same_ids_for_queries_and_keys() -> None:
 
 @pytest.mark.parametrize("temperature", (*TEMPERATURES, 0.005))
 def test_unrelated_rows_do_not_overflow_or_underflow(temperature: float) -> None:
-    """The best similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
+    """The largest similarity is far below 1, so exp((similarity - 1) / 0.005) is zero."""
     query, key = make_views(40, 128, noise=100.0)
     value = compare_with_plain(query, key, temperature, make_rows(1500, 128), in_batch=False)
     assert value.isfinite()
 
 
 def test_a_candidate_with_a_new_maximum_is_weighted_correctly() -> None:
-    """The shift of a low temperature follows the greatest logit, here from piece to piece."""
+    """At a low temperature the shift must track the largest logit, here from piece to piece."""
     query, key = make_views(6, 8, noise=100.0)
     nearer = torch.linspace(0.0, 1.0, 3000)[:, None] * query[0] + 0.1 * make_rows(3000, 8)
     compare_with_plain(query, key, 0.01, F.normalize(nearer, dim=1), in_batch=False)
@@ -256,7 +256,7 @@ def test_only_products_needed_for_requested_gradients_are_computed() -> None:
 
 
 def test_the_loss_is_the_mean_over_the_queries() -> None:
-    """Of n equal candidates each is as likely as the other: log n."""
+    """All n equal candidates are equally likely: log n."""
     row = F.normalize(torch.ones(8, 4), dim=1)
     value = info_nce(row, row, temperature=0.5, negatives=row)
     assert value.item() == pytest.approx(torch.tensor(16.0).log().item(), rel=1e-6)

@@ -1,4 +1,4 @@
-"""The install: the commands of the pages need only the packages that a page says to install."""
+"""Installation: the commands of each page need only the packages that it installs."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ DOORS = ("ray", "raycl")
 
 
 def commands_of(page: str) -> set[tuple[str, ...]]:
-    """Return what the shell blocks of a page run of Ray and of raycl, and what the README's tables name."""
+    """Return the ray and raycl commands in shell blocks of a page and in the README's tables."""
     text = [block.text for block in blocks() if block.page == page and block.language in ("bash", "sh")]
     lines = [line for each in text for line in each.replace("\\\n", " ").splitlines()]
     if page == "README.md":
@@ -24,14 +24,14 @@ def commands_of(page: str) -> set[tuple[str, ...]]:
 
 
 def needed_by(command: tuple[str, ...]) -> set[str]:
-    """Return the extras of Ray that a command needs; those of its own commands come with its dashboard."""
+    """Return the Ray extras that a command needs; Ray's own commands need the dashboard."""
     if command[0] == "ray":
         return {"default"}
     return {"data", "train"} | ({"serve"} if command[1:3] == ("bank", "serve") else set())
 
 
 def extras_of(package: str, texts: Iterable[str]) -> set[str]:
-    """Return the extras of a package that the texts ask for."""
+    """Return the extras of a package in these texts."""
     found = [each for text in texts for each in re.findall(rf"\b{package}\[([\w,]+)\]", text)]
     return {extra for each in found for extra in each.split(",")}
 

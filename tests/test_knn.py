@@ -25,7 +25,7 @@ InMemoryDataset = tuple[Tensor, Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small products lose more by waiting for a busy machine's threads than they gain."""
+    """Use one thread: on a busy machine, synchronizing threads costs more than small products gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with threadpool_limits(1):
@@ -46,14 +46,14 @@ def blobs(num_rows: int, num_classes: int = 5, dim: int = 9, noise: float = 1.0)
 
 
 def plain_nearest(query: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Sort the whole matrix in float64, stably."""
+    """Sort the full similarity matrix in float64, stably."""
     similarity = F.normalize(query.double(), dim=1) @ F.normalize(bank.double(), dim=1).T
     similarity, index = similarity.sort(dim=1, descending=True, stable=True)
     return similarity[:, :k], index[:, :k]
 
 
 def plain_predict(query: Tensor, bank: Tensor, label: Tensor, k: int, temperature: float) -> list[int]:
-    """Sum the votes of one query and one class at a time."""
+    """Sum the votes for one query and one class at a time."""
     similarity, index = plain_nearest(query, bank, k)
     predicted: list[int] = []
     for row, chosen in zip(similarity, index, strict=True):
@@ -96,7 +96,7 @@ def test_nearest_equals_a_full_sort(k: int, sizes: tuple[int, int], blocks: Bloc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_equal_similarities_are_ordered_by_index(dtype: torch.dtype, sign: int, blocks: Blocks) -> None:
-    # Rows of one entry: every similarity is exactly 1, 0 or -1, so every choice is between ties.
+    # One-hot rows: every similarity is exactly 1, 0 or -1, so every choice is a tie.
     bank = torch.eye(3, dtype=dtype)[torch.arange(200) * 7 % 3] * sign
     for k in (1, 5, 66, 70, 199):
         for bank_block in (8, 17, 64, 500):
@@ -175,7 +175,7 @@ def test_float64_stays_float64(blocks: Blocks) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remember the bytes of the largest tensor that an operation returned."""
+    """Record the size in bytes of the largest tensor returned by an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class LargestTensor(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple | list) else [result]:
-            # A view of the whole bank costs nothing: what counts is what was created.
+            # A view of the full bank costs nothing; only new tensors count.
             if isinstance(item, Tensor) and not item._is_view():
                 self.num_bytes = max(self.num_bytes, item.nbytes)
         return result
@@ -240,7 +240,7 @@ def test_invalid_input_to_the_vote_is_named(
     }
     with pytest.raises(kind, match=words) as caught:
         knn_predict(**(good | arguments))
-    assert ";" in str(caught.value)  # and what to do
+    assert ";" in str(caught.value)  # and the remedy
 
 
 def test_zero_queries_have_no_neighbors_and_their_accuracy_is_an_error() -> None:
@@ -318,7 +318,7 @@ def test_weight_decay_is_chosen_on_training_rows_only(monkeypatch: pytest.Monkey
         lambda *arguments: chosen.append(choose(*arguments)) or chosen[-1],
     )
     accuracy = linear_accuracy(train, train_label, test, test_label)
-    linear_accuracy(train, train_label, -test, test_label)  # other test rows, the same choice
+    linear_accuracy(train, train_label, -test, test_label)  # other test rows give the same choice
     assert chosen[0] == chosen[1]
     monkeypatch.setattr(linear_module, "_choose_weight_decay", lambda *arguments: chosen[0])
     assert accuracy == linear_accuracy(train, train_label, test, test_label)

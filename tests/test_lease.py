@@ -1,4 +1,4 @@
-"""One writer an output: refused while it lives, succeeded when it is dead, never two at once."""
+"""One writer per output: a second is refused while the first is alive, and takes over after its death."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def output(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait seconds for another machine instead of a minute."""
+    """Shorten the timeout for other machines from a minute to seconds."""
     for name, seconds in (("RENEW_S", 0.3), ("DEAD_S", 2.5), ("WATCH_S", 2.0)):
         monkeypatch.setattr(lease, name, seconds)
 
@@ -47,7 +47,7 @@ def writer_command(output: Place, folder: Path, where: str, hold_s: float) -> li
 
 @contextmanager
 def suspended_writer(output: Place, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that writes, and suspend it while it holds the output."""
+    """Start a writer process and suspend it while it holds the output."""
     process = subprocess.Popen(writer_command(output, folder, "here", 1))
     try:
         while not any('"is_writing": true' in (output / name).read_text() for name in claims_in(output)):
@@ -61,7 +61,7 @@ def suspended_writer(output: Place, folder: Path) -> Iterator[subprocess.Popen[b
 
 
 def claim_of(output: Place, name: str = "other", **changes: object) -> Lease:
-    """Put the claim of a process like this one, but for these changes; no thread renews it."""
+    """Write a claim like the one of this process with these changes; no thread renews it."""
     claim = Lease(output, output, ".writer-", f".writer-{name}", replace(Writer.here(), **changes))
     (output / claim.name).write_text(json.dumps(asdict(claim.writer)))
     return claim
@@ -69,7 +69,7 @@ def claim_of(output: Place, name: str = "other", **changes: object) -> Lease:
 
 @contextmanager
 def renewed(claim: Lease) -> Iterator[None]:
-    """Renew a claim within, as its process would on its machine."""
+    """Renew a claim inside the context, as its process would on its machine."""
     ended = threading.Event()
     thread = threading.Thread(target=claim._renew_until, args=(ended,))
     thread.start()
@@ -127,10 +127,10 @@ def test_the_claim_of_a_killed_process_is_taken_over_immediately(output: Place, 
 
 def test_a_suspended_process_loses_its_output(output: Place, quick: None, tmp_path: Path) -> None:
     with suspended_writer(output, tmp_path) as process:
-        time.sleep(lease.DEAD_S + 1.0)  # S3 counts whole seconds
+        time.sleep(lease.DEAD_S + 1.0)  # S3 timestamps have a resolution of one second
         with writing(output) as own:
             process.send_signal(signal.SIGCONT)
-            assert process.wait(20) == 1  # at the check after its work
+            assert process.wait(20) == 1  # at the check after its writes
             own.check()
 
 
@@ -168,7 +168,7 @@ def test_a_writer_on_another_machine_that_renews_keeps_its_output(
 
 
 def test_only_one_of_two_simultaneous_writers_writes(output: Place, quick: None) -> None:
-    before, after = claim_of(output, "!"), claim_of(output, "~")  # by name
+    before, after = claim_of(output, "!"), claim_of(output, "~")  # decided by name
     with renewed(before), pytest.raises(ConfigError), writing(output):
         raise AssertionError("two at once")
     (output / before.name).delete()
@@ -193,7 +193,7 @@ def test_a_late_renewal_loses_to_its_successor(tmp_path: Path, monkeypatch: pyte
 
     def put(own: Lease, *, is_writing: bool) -> None:
         if own.name == late.name:
-            (output / own.name).delete()  # as a successor does
+            (output / own.name).delete()  # like a successor
             claim_of(output, "successor")
             time.sleep(0.2)
         write(own, is_writing=is_writing)
@@ -299,7 +299,7 @@ def test_a_process_without_its_lease_writes_no_metrics(tmp_path: Path) -> None:
 
 
 def wait_for_more(journal: Path) -> None:
-    """Wait for the next write: no death may lock an output for good."""
+    """Wait for the next write: a crash must not lock an output permanently."""
     size, until = journal.stat().st_size if journal.exists() else 0, time.monotonic() + 60
     while not journal.exists() or journal.stat().st_size == size:
         assert time.monotonic() < until, "no process writes"
@@ -307,7 +307,7 @@ def wait_for_more(journal: Path) -> None:
 
 
 def strike(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
-    """Let two processes write by turns, kill either at random moments, and look whether ever two wrote at once."""
+    """Let two processes take turns writing, kill them at random times, and check that only one writes at a time."""
     arguments, journal = writer_command(output, folder, where, 0), folder / "journal"
     writers = [subprocess.Popen(arguments, stderr=subprocess.DEVNULL) for _ in range(2)]
     try:
@@ -335,7 +335,7 @@ def test_two_processes_never_write_at_once_despite_kills(tmp_path: Path) -> None
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(3_600)  # 14 minutes with writers on two machines, on a busy machine
+@pytest.mark.timeout(3_600)  # takes 14 minutes for writers on two machines when this machine is busy
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_two_processes_never_write_at_once_in_two_hundred_kills(
     output: Place, tmp_path: Path, where: str

@@ -1,4 +1,4 @@
-"""What shared words alone find: TF-IDF and BM25 against the formulas of the textbooks."""
+"""Lexical baselines: TF-IDF and BM25 against the textbook formulas."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ WORDS = ("cat", "dog", "c", "7", "mat", "sat", "über", "the", "a", "on", "fish"
 
 
 def draw_texts(num_texts: int, seed: int) -> list[str]:
-    """Texts of 1 to 9 words, common ones and rare ones, in two cases, with punctuation."""
+    """Return texts of 1 to 9 common and rare words, in upper and lower case, with punctuation."""
     rng = np.random.default_rng(seed)
     weight = 1 / np.arange(1, len(WORDS) + 1)
     texts: list[str] = []
@@ -77,7 +77,7 @@ def plain_ranking(
 ) -> tuple[EvaluationResult, NDArray[np.int64]]:
     scores = scores.copy()
     scores[excluded[:, 0], excluded[:, 1]] = 0
-    # Rounded, so that the order of a sum does not part equals.
+    # Rounded, so that the order of summation does not break ties.
     index = np.argsort(-np.round(scores, 5), axis=1, kind="stable")[:, :k]
     similarity = np.take_along_axis(scores, index, axis=1)
     return np.where(similarity > 0, similarity, -np.inf), np.where(similarity > 0, index, -1)
@@ -145,7 +145,7 @@ def test_invalid_input_to_the_search_is_named(
 
 def test_the_similarity_of_pairs_equals_the_plain_formula() -> None:
     left, right, corpus = draw_texts(30, seed=0), draw_texts(30, seed=1), draw_texts(50, seed=2)
-    corpus = [text for text in corpus if "fish" not in text.lower()]  # a word of pairs that it lacks
+    corpus = [text for text in corpus if "fish" not in text.lower()]  # a word missing from the corpus
     assert any("fish" in text.lower() for text in left)
     similarity = tfidf_similarity(left, right, corpus)
     vectors = zip(plain_vectors(left, corpus), plain_vectors(right, corpus), strict=True)

@@ -1,4 +1,4 @@
-"""What is judged and mined: which rows count, and which documents are no negatives of a query."""
+"""Mining of hard negatives: valid rows, and documents that must not become negatives."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -41,7 +41,7 @@ def test_a_match_of_a_query_never_becomes_its_negative() -> None:
     nearest = np.array([[2]])
     table, mined = pairs.with_mined((np.array([[0.1]]), nearest), np.array([0.9, 0.9]), 3, 0.95)
     assert table["document"].to_pylist() == ["good", "fine"]
-    # The contradicted one is a negative of neither row; what was explicit already is not added again.
+    # The document with contradictory labels is not a negative; explicit negatives are not added again.
     assert table["negatives"].to_pylist() == [["bad"], ["bad"]]
     assert (mined.num_pairs, mined.num_negatives) == (2, 0)
 
@@ -61,9 +61,9 @@ def test_relevance_judgments_without_documents_are_refused() -> None:
 
 
 def draw(num_rows: int, seed: int) -> dict[str, list[Any]]:
-    """Pairs of few texts under few ids, with negatives: a text has several ids, an id several texts.
+    """Return pairs with negatives; texts have several ids, and ids have several texts.
 
-    Some texts are queries and documents.
+    Some texts are both queries and documents.
     """
     random = Random(seed)
 
@@ -83,14 +83,14 @@ def draw(num_rows: int, seed: int) -> dict[str, list[Any]]:
 
 
 def embedded(texts: Iterable[str]) -> torch.Tensor:
-    """Invented embeddings of unit length, the same for the same text."""
+    """Return synthetic unit embeddings, the same for the same text."""
     seeds = [crc32(text.encode()) for text in texts]
     rows = [torch.randn(8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return torch.nn.functional.normalize(torch.stack(rows))
 
 
 def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) -> tuple[list[Any], Mined]:
-    """Mine three negatives a pair by these embeddings, of which none is too near."""
+    """Mine three negatives per pair with these embeddings, without a similarity limit."""
     pairs = _Pairs(Values(by_role=by_role, label=np.array(label or [-1] * len(by_role["query"]))))
     query, document = embedded(pairs.query.texts), embedded(pairs.document.texts)
     found = search(query, document, k=len(document), excluded=pairs.matches())
@@ -99,7 +99,7 @@ def mined_from(by_role: dict[str, list[Any]], label: list[int] | None = None) ->
 
 
 def plain_groups(texts: list[str], ids: list[int]) -> dict[str, set[str]]:
-    """Which texts are one thing: joined until nothing changes any more."""
+    """Group texts that share ids, merging groups until nothing changes."""
     named = set(zip(texts, ids, strict=True))
     groups = {text: {text} for text in texts}
     while True:
@@ -126,10 +126,10 @@ def test_the_nearest_documents_without_matching_text_or_id_become_negatives(seed
     own = [(query, query) for query in queries if query in documents]
     matches = {(q, d) for query, text in [*pairs, *own] for q in queries[query] for d in documents[text]}
     assert own
-    assert len(matches) > len({*pairs, *own})  # ids say more than texts
+    assert len(matches) > len({*pairs, *own})  # ids match more than texts do
 
     def once(query: str, answers: Iterable[str]) -> list[str]:
-        """Those that do not match, of each thing the first."""
+        """Return the non-matching texts, without duplicates."""
         kept: list[str] = []
         for text in answers:
             if (query, text) not in matches and not documents[text] & set(kept):
@@ -211,7 +211,7 @@ def test_pairs_and_ids_are_read_as_in_a_run_and_unusable_pairs_are_invalid(tmp_p
     pq.write_table(pa.table(rows).slice(4), path)
     with pytest.raises(DataError, match="none of the 2 rows of .*can be used"):
         read_pairs(path, names)
-    pq.write_table(pa.table(rows).drop(["negatives"]), path)  # ids of nothing
+    pq.write_table(pa.table(rows).drop(["negatives"]), path)  # ids without their column
     assert "negative_ids" not in read_pairs(path, names).by_role
 
 

@@ -16,7 +16,7 @@ from raycl.models.towers import Tower, build_projection_head
 
 
 class _Scaled(nn.Module):
-    """A layer with a buffer that no forward pass changes."""
+    """A layer with a buffer that forward passes do not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def _tower() -> Tower:
 
 
 def _moved(tower: nn.Module, seed: int = 1) -> nn.Module:
-    """Return a tower with other weights and buffers, as after some training."""
+    """Return a tower with changed weights and buffers, as after training."""
     moved = copy.deepcopy(tower)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_momentum_out_of_range_is_refused_and_changes_nothing(momentum: float) -
 
 def test_the_encoder_starts_as_an_independent_copy_with_buffers_and_mode() -> None:
     tower = _tower()
-    tower(_images())  # moves the running statistics away from their defaults
+    tower(_images())  # changes the running statistics from their defaults
     tower.projection_head.eval()
     encoder = MomentumEncoder(tower)
     before = _state(tower)
@@ -169,7 +169,7 @@ def test_keys_get_no_gradient() -> None:
     encoder = MomentumEncoder(tower)
     query, key = tower(_images()), encoder(_images(3))
     assert not key.requires_grad and not key.is_inference()
-    # A product saves its factors: torch refuses inference tensors there.
+    # A product saves its factors, and torch refuses to save inference tensors.
     F.cross_entropy(query @ key.T, torch.arange(8)).backward()
     assert all(each.grad is not None for each in tower.parameters())
     assert all(each.grad is None for each in encoder.parameters())
@@ -185,7 +185,7 @@ def test_the_caller_chooses_channels_last_and_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, true = encoder(images), source(images)
     _assert_same(ours, true.detach())
-    # A weight that autocast had cached would be that of before the update.
+    # A weight cached by autocast would be outdated after the update.
     with torch.autocast("cpu", dtype=torch.bfloat16):
         encoder(images)
         encoder.update(_moved(tower, seed=5), 0.0)

@@ -1,4 +1,4 @@
-"""The collapse monitor on figures of real runs, and on made-up ones that isolate a rule."""
+"""The collapse monitor on readings of real runs, and on synthetic ones that isolate a rule."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,10 @@ import pytest
 
 from raycl.training.collapse_monitor import CollapseMonitor
 
-SOFTMAX, MARGIN = 4.8442, 0.2  # the loss if all embeddings are equal: log(2 * 64 - 1), and the hinge's
+SOFTMAX, MARGIN = (
+    4.8442,
+    0.2,
+)  # the trivial loss of equal embeddings: log(2 * 64 - 1), and the one of the hinge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Run:
             )
 
 
-# NT-Xent, temperature 0.2, in 2 dims: near one point for 250 steps, and then the run gets going.
+# NT-Xent, temperature 0.2, in 2 dims: near one point for 250 steps before it starts to learn.
 DIPPED = Run(
     embedding_std="""
         0.747 0.0322 0.0326 0.0348 0.0335 0.0311 0.0308 0.0358 0.0403 0.036 0.0398 0.0388 0.0309 0.0423
@@ -85,7 +88,7 @@ UNTRAINED = Run(
     trivial=(SOFTMAX,),
     dim=128,
 )
-# The same at a learning rate of 1e-4: after 400 steps it has hardly moved.
+# The same with a learning rate of 1e-4: almost no change after 400 steps.
 SLOW = Run(
     embedding_std="""
         0.0234 0.021 0.0237 0.0241 0.024 0.0238 0.0256 0.0231 0.0252 0.0238 0.0249 0.0227 0.0245 0.026
@@ -110,7 +113,7 @@ SLOW = Run(
     trivial=(SOFTMAX,),
     dim=128,
 )
-# NT-Xent, and at the ninth look the hinge with the hardest negative at a learning rate of 2.
+# NT-Xent, and from the ninth reading the hinge with the hardest negative at a learning rate of 2.
 SWITCHED = Run(
     embedding_std="""
         0.667 0.695 0.72 0.742 0.761 0.757 0.745 0.768 0.796 0.0954 0.0561 0.0341 0.0261 0.0255 0.0218
@@ -168,8 +171,8 @@ FEW_DIMS = Run(
     """,
     trivial=(SOFTMAX,),
 )
-# InfoNCE with a momentum encoder and a queue: at one point, and yet the loss is a quarter below trivial,
-# for the queue holds older points.
+# InfoNCE with a momentum encoder and a queue: collapsed to a point, but the loss is a quarter below
+# trivial, because the queue contains older points.
 QUEUE = Run(
     embedding_std="""
         0.0243 0.0583 0.0336 0.0144 0.00775 0.00495 0.00441 0.0027 0.00258 0.00221 0.00312 0.00293
@@ -205,7 +208,7 @@ def look(
     dim: int = 64,
     num_rows: int = 64,
 ) -> dict[str, Any]:
-    """Return the arguments of one look; those of a healthy run, unless told."""
+    """Return the arguments of one reading, by default healthy."""
     measures = {"num_rows": num_rows, "dim": dim, "embedding_std": embedding_std, "effective_rank": rank}
     if gap is not None:
         measures["positive_negative_gap"] = gap
@@ -213,13 +216,13 @@ def look(
 
 
 def watch(monitor: CollapseMonitor, looks: Iterator[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return the steps at which the monitor spoke, and what it said."""
+    """Return the steps and texts of the monitor's reports."""
     verdicts = [(each["step"], monitor.update(**each)) for each in looks]
     return [(step, verdict) for step, verdict in verdicts if verdict is not None]
 
 
 def sequence(*figures: dict[str, Any], first: int = 0) -> Iterator[dict[str, Any]]:
-    """Return looks at every tenth step."""
+    """Return readings at every tenth step."""
     return (look(10 * index, **each) for index, each in enumerate(figures, first))
 
 
@@ -367,7 +370,7 @@ def test_the_loss_shows_learning_in_runs_without_keys() -> None:
     assert watch(CollapseMonitor(), sequence(*[good] * 4, *[bad] * 3))
     unknown = {"trivial": None}
     looks = sequence(*[good | unknown] * 4, *[bad | unknown] * 30)
-    assert watch(CollapseMonitor(), looks) == []  # nothing says that it ever had
+    assert watch(CollapseMonitor(), looks) == []  # there is no sign of earlier learning
 
 
 def test_few_dims_of_an_untrained_network_are_not_reported() -> None:
@@ -381,7 +384,7 @@ def test_few_dims_of_an_untrained_network_are_not_reported() -> None:
         ((64, 64), 2.2, True),
         ((64, 64), 2.4, False),
         ((256, 256), 2.9, True),
-        ((256, 2048), 3.2, False),  # of 256 rows no more than 256 dims can be seen
+        ((256, 2048), 3.2, False),  # 256 rows span at most 256 dims
         ((256, 2), 1.2, False),
         ((256, 2), 1.1, True),
         ((8, 128), 1.6, False),
@@ -407,7 +410,7 @@ def test_readings_with_few_rows_are_ignored() -> None:
 
 def test_the_last_reading_decides_whether_the_run_is_healthy() -> None:
     monitor = CollapseMonitor()
-    assert monitor.is_healthy  # nothing bad was seen
+    assert monitor.is_healthy  # no bad reading so far
     expected = [
         (GOOD, True),
         (POINT, False),

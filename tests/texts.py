@@ -1,10 +1,10 @@
-"""Invented texts: words that recur, as in a language, and are the same in every process."""
+"""Synthetic texts with repeated words, the same in every process."""
 
 from random import Random
 
 
 def invented_texts(num_texts: int = 1_500, *, seed: int = 0) -> list[str]:
-    """Return sentences of 3 to 25 words out of 400, each of 1 to 6 syllables."""
+    """Return sentences of 3 to 25 words from a vocabulary of 400 words with 1 to 6 syllables."""
     random = Random(seed)
     syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "u", "an", "er")]
     words = ["".join(random.choices(syllables, k=random.randint(1, 6))) for _ in range(400)]

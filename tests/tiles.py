@@ -1,4 +1,4 @@
-"""How a loss walks its tiles: they are made tiny, their sizes noted, their products counted."""
+"""Helpers for tiled losses: tiny tiles, recorded tensor sizes, and counted products."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,17 +14,17 @@ from raycl.losses import tiled
 
 @contextmanager
 def tiny_tiles_in(*rooms: str) -> Iterator[None]:
-    """Cut even a few rows into several tiles, in these modules of the losses."""
+    """Make tiles so small that a few rows fill several, in these loss modules."""
     with pytest.MonkeyPatch.context() as patch:
         for room in rooms:
-            # Not by a path: the function hinge hides the module of its name.
+            # Not by a path: the function hinge shadows its module.
             patch.setattr(sys.modules[f"raycl.losses.{room}"], "tile_size", lambda rows: 2, raising=False)
             patch.setattr(sys.modules[f"raycl.losses.{room}"], "BLOCK_ROWS", 3, raising=False)
         yield
 
 
 def count_products(call: Callable[[], object], *rooms: str) -> int:
-    """Return how many matrix products a call takes in these rooms of the losses."""
+    """Return the number of matrix products of a call in these loss modules."""
     calls = []
     original = tiled.product
 
@@ -34,14 +34,14 @@ def count_products(call: Callable[[], object], *rooms: str) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         for room in rooms:
-            # Not by a path: the function nce hides the module of its name.
+            # Not by a path: the function nce shadows its module.
             patch.setattr(sys.modules[f"raycl.losses.{room}"], "product", counted)
         call()
     return len(calls)
 
 
 class MetricsLogger(TorchFunctionMode):
-    """Note the largest tensor that is made, and which functions are called."""
+    """Record the size of the largest tensor and the called functions."""
 
     def __init__(self) -> None:
         super().__init__()

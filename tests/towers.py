@@ -1,4 +1,4 @@
-"""Towers with weights like no new ones, saved as a run saves them."""
+"""Towers with non-initial weights, saved as in a run."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.pairs import vocabulary
 
 
 def trained(config: RunConfig, *, seed: int = 0) -> Towers:
-    """Return towers whose weights and running statistics are like no new one's, in evaluation mode."""
+    """Return towers with non-initial weights and running statistics, in evaluation mode."""
     towers = build_towers(config, vocabulary())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -28,7 +28,7 @@ def trained(config: RunConfig, *, seed: int = 0) -> Towers:
 
 
 def save(config: RunConfig, output: Path) -> Towers:
-    """Save towers as a run does, and return them."""
+    """Save towers as in a run, and return them."""
     towers = trained(config)
     job = Job(
         config=config,
@@ -47,6 +47,6 @@ def save(config: RunConfig, output: Path) -> Towers:
 
 
 def without_encoder(run: Path, copy: Path) -> Path:
-    """Copy a finished run as it was before its encoder was saved."""
+    """Copy a finished run to its state before the encoder was saved."""
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("encoder.*", "projection_head.*"))
     return copy
