@@ -13,7 +13,7 @@ from raycl.models.towers import build_projection_head
 from raycl.storage import Place
 
 
-def worn(module: nn.Module, seed: int = 0) -> nn.Module:
+def perturbed(module: nn.Module, seed: int = 0) -> nn.Module:
     """Change weights and running statistics from their initial values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -33,9 +33,9 @@ def write_images_run(output: Path | str, name: str, *, head: HeadSpec | None = N
         name=name, mean=(0.5,) * channels, std=(0.25,) * channels, projection_head=head,
     )  # fmt: skip
     torch.manual_seed(0)
-    encoder = worn(spec.build())
+    encoder = perturbed(spec.build())
     if spec.norm != "batch":
         encoder = replace_batchnorm(encoder, spec.norm)
-    projection = head and worn(build_projection_head(spec.representation_dim, **head.model_dump()))
+    projection = head and perturbed(build_projection_head(spec.representation_dim, **head.model_dump()))
     save_encoder(encoder, spec, Place(str(output)), projection_head=projection)
     return str(output)

@@ -124,9 +124,9 @@ class FaultyS3:
         with self._lock:
             name = f"{method} {target} {headers.get('range')}"
             self._times_seen[name] += 1
-            struck = self._struck(method, key, f"{name} {self._times_seen[name]}")
-            self._outcomes[method, key, next(iter(struck), "ok")] += 1
-            return struck
+            matching = self._matching_faults(method, key, f"{name} {self._times_seen[name]}")
+            self._outcomes[method, key, next(iter(matching), "ok")] += 1
+            return matching
 
     def note_written(self, target: str) -> None:
         """Start the faults that wait until this key is written."""
@@ -134,15 +134,15 @@ class FaultyS3:
             for fault in self._faults:
                 fault.note_written(_key(target))
 
-    def _struck(self, method: str, key: str, name: str) -> dict[Kind, Fault]:
+    def _matching_faults(self, method: str, key: str, name: str) -> dict[Kind, Fault]:
         if time.monotonic() < self._away_until:
             return {"away": Fault("away")}
-        struck: dict[Kind, Fault] = {}
+        matching: dict[Kind, Fault] = {}
         for index, fault in enumerate(self._faults):
             if fault.concerns(method, key) and _draw(f"{self._seed} {index} {name}") < fault.fraction:
-                struck[fault.kind] = fault
+                matching[fault.kind] = fault
                 fault.times = None if fault.times is None else fault.times - 1
-        return struck
+        return matching
 
 
 @final

@@ -297,8 +297,8 @@ class _Operations(TorchDispatchMode):
         writes = func._schema.is_mutable
         if "device" in kwargs and kwargs["device"] is not None:
             # C++ passes the actual device of its arguments; only Python requests CUDA.
-            asked, place = torch.device(kwargs["device"]).type == "cuda", self._trace.places[-1]
-            to_device = asked or (on_device if place is None else place)
+            requested, place = torch.device(kwargs["device"]).type == "cuda", self._trace.places[-1]
+            to_device = requested or (on_device if place is None else place)
             kwargs["device"] = CPU
         else:
             to_device = on_device
@@ -311,7 +311,7 @@ class _Operations(TorchDispatchMode):
         elif func in _INDEXING:
             self._check_indices(func, args)
         elif func is not aten._to_copy.default:
-            self._check_company(func, tensors)
+            self._check_devices(func, tensors)
         if on_device:
             self._wait_for(func, args, kwargs)
         kernel: Callable[..., Any] = _DEVICE_KERNELS.get(func, func)
@@ -319,7 +319,7 @@ class _Operations(TorchDispatchMode):
         self._place(func, tensors, out, on_device=to_device, pinned=pinned)
         return out
 
-    def _check_company(self, func: Any, tensors: list[Tensor]) -> None:
+    def _check_devices(self, func: Any, tensors: list[Tensor]) -> None:
         name = func.name()
         if "_foreach" in name or "_fused" in name:
             return  # lists of each type

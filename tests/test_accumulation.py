@@ -284,20 +284,20 @@ def _with_batchnorm(layer: nn.Module) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("tower", "settings", "says"),
+    ("tower", "settings", "message"),
     [
         *(
-            (nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), layer), nn.Linear(5, 3)), {}, says)
-            for layer, says in (
+            (nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Tanh(), layer), nn.Linear(5, 3)), {}, message)
+            for layer, message in (
                 (_Noisy(), r"^chunk 0, at the layer 1\.1, gave other values"),
                 (_Counting(), r"^chunk 0, at the layer 1\.1, gave other values"),
                 (nn.Identity(), None),
             )
         ),
         *(
-            (_with_batchnorm(layer), {"activation_checkpoint_every": every}, says)
+            (_with_batchnorm(layer), {"activation_checkpoint_every": every}, message)
             for every in (None, 1)
-            for layer, says in (
+            for layer, message in (
                 (_Drawing(), r"^a chunk, at one of the operations .*bernoulli.* gave other values"),
                 (nn.Identity(), None),
             )
@@ -305,13 +305,13 @@ def _with_batchnorm(layer: nn.Module) -> nn.Sequential:
     ],
 )
 def test_a_nondeterministic_tower_is_refused_with_the_name_of_its_layer(
-    tower: nn.Module, settings: dict[str, Any], says: str | None
+    tower: nn.Module, settings: dict[str, Any], message: str | None
 ) -> None:
     embedding = embed_in_chunks(tower, torch.rand(9, 4), chunk_size=4, **settings)
-    if says is None:
+    if message is None:
         embedding.square().sum().backward()
         return
-    with pytest.raises(ReplayError, match=says) as caught:
+    with pytest.raises(ReplayError, match=message) as caught:
         embedding.square().sum().backward()
     assert "\n" not in str(caught.value)
 
@@ -361,7 +361,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "settings", "says"),
+    ("rows", "settings", "message"),
     [
         ((torch.rand(4, 2),), {"chunk_size": 0}, "chunk_size must be at least 1 .* got 0 and 1"),
         (
@@ -375,7 +375,7 @@ def test_a_second_backward_pass_is_refused() -> None:
     ],
 )
 def test_unsupported_accumulation_is_refused(
-    rows: tuple[Tensor, ...], settings: dict[str, int], says: str
+    rows: tuple[Tensor, ...], settings: dict[str, int], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         embed_in_chunks(nn.Identity(), *rows, **settings)

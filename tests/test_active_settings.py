@@ -387,8 +387,8 @@ def test_an_inactive_setting_in_a_file_must_have_its_default() -> None:
     values = active_settings(config) | {"text": {"max_length": 64}, "bank": {"shards": 1}}
     assert config_from_yaml(yaml.safe_dump(values)) == config
     values["text"] = {"max_length": 32}
-    says = "text.max_length acts only with data.kind text, image_text or pairs, and this run has data.kind image; remove it"
-    with pytest.raises(ConfigError, match=f"^{says}$"):
+    message = "text.max_length acts only with data.kind text, image_text or pairs, and this run has data.kind image; remove it"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
         config_from_yaml(yaml.safe_dump(values))
 
 
@@ -438,7 +438,7 @@ def test_dropping_a_setting_also_drops_settings_that_depend_on_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "says"),
+    ("name", "setting", "message"),
     [
         (
             "simclr",
@@ -495,10 +495,10 @@ def test_dropping_a_setting_also_drops_settings_that_depend_on_it() -> None:
         ("simcse", "augment.flip=0.1", "augment.flip acts only with data.kind image or image_text"),
     ],
 )
-def test_an_inactive_setting_is_refused_in_one_line(name: str, setting: str, says: str) -> None:
+def test_an_inactive_setting_is_refused_in_one_line(name: str, setting: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         override(recipe(name, image_size=32), [setting])
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).endswith("; remove it")
     assert "\n" not in str(caught.value)
 

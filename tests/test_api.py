@@ -69,7 +69,7 @@ def test_a_recipe_infers_the_image_size_from_a_dataset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"epochs": 1, "steps": 1}, "exclude each other"),
         ({"workers": "two"}, "or MIN:MAX, got 'two'"),
@@ -81,11 +81,11 @@ def test_a_recipe_infers_the_image_size_from_a_dataset() -> None:
     ],
 )
 def test_training_by_name_is_refused_in_one_line(
-    options: dict[str, Any], says: str, digits: Path, tmp_path: Path
+    options: dict[str, Any], message: str, digits: Path, tmp_path: Path
 ) -> None:
-    asked: dict[str, Any] = {"recipe": "simclr", "data": digits, "output": tmp_path / "run", **options}
-    with pytest.raises(RayclError, match=says):
-        raycl.train(**asked)
+    arguments: dict[str, Any] = {"recipe": "simclr", "data": digits, "output": tmp_path / "run", **options}
+    with pytest.raises(RayclError, match=message):
+        raycl.train(**arguments)
     assert not (tmp_path / "run").exists()
 
 
@@ -170,7 +170,7 @@ def test_images_of_any_type_get_the_same_embeddings_as_from_embed(run: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "message"),
     [
         ("none.jpg", "image 1 .none.jpg. cannot be used: cannot read .*none.jpg"),
         (b"no image", "image 1 cannot be used: not an image"),
@@ -181,10 +181,10 @@ def test_images_of_any_type_get_the_same_embeddings_as_from_embed(run: str, tmp_
     ],
     ids=["no file", "no image", "floats", "channels", "nothing", "a list"],
 )
-def test_an_invalid_image_is_reported_by_position(run: str, bad: Any, says: str) -> None:
+def test_an_invalid_image_is_reported_by_position(run: str, bad: Any, message: str) -> None:
     good, encoder = digit_files(1)[0][0], load_encoder(run)
     for size in (1, 256):
-        with pytest.raises(DataError, match=says) as caught:
+        with pytest.raises(DataError, match=message) as caught:
             encoder.encode([good, bad], batch_size=size)
         assert "\n" not in str(caught.value)
 

@@ -251,7 +251,7 @@ def test_a_quick_run_has_no_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "says"),
+    ("result", "message"),
     [
         ({"rates": {"raycl": [60.0], "encoder": [64.0]}}, "there is no simclr / rates / lightly"),
         ({"rates": {"raycl": [], "lightly": [1.0], "encoder": [64.0]}}, "simclr / rates / raycl is None"),
@@ -262,10 +262,10 @@ def test_a_quick_run_has_no_verdict() -> None:
         (None, "there is no simclr / rates"),
     ],
 )
-def test_a_missing_side_is_reported(result: Any, says: str) -> None:
+def test_a_missing_side_is_reported(result: Any, message: str) -> None:
     first, *_ = BY_NAME["simclr"].measured({"simclr": result}, is_evaluated=True)
     assert isinstance(first, AbsentError)
-    assert says in str(first)
+    assert message in str(first)
 
 
 def test_a_side_skipped_for_lack_of_memory_is_reported() -> None:
@@ -286,14 +286,14 @@ def test_a_number_without_repeated_runs_has_no_spread() -> None:
 SCRIPT = """
 import json, sys
 from pathlib import Path
-assert "--fail" not in sys.argv, "as told"
+assert "--fail" not in sys.argv, "as requested"
 path = Path(sys.argv[sys.argv.index("--json") + 1])
 runs = path.parent.parent / "runs"
 runs.write_text((runs.read_text() if runs.exists() else "") + path.name + "\\n")
 print("measured", *sys.argv[1:])
 if "--silent" not in sys.argv:
     path.write_text(json.dumps({"rates": {"raycl": [30.0, 20.0, 40.0], "peer": [10.0]}}))
-assert "--fail-late" not in sys.argv, "as told"
+assert "--fail-late" not in sys.argv, "as requested"
 """
 
 
@@ -344,9 +344,13 @@ def test_benchmarks_run_in_order_and_print_progress(
 ) -> None:
     assert start() == 0
     assert runs_of(tmp_path) == ["one", "two", "three"]
-    told = capfd.readouterr().out
-    assert told.index("[1 of 3, 0 min so far] one: ") < told.index("measured --data") < told.index("[2 of 3")
-    assert told.count("fake: 30 (20-40) rows/s; peer 10; 3.00 times; aim 2.50 met") == 3
+    printed = capfd.readouterr().out
+    assert (
+        printed.index("[1 of 3, 0 min so far] one: ")
+        < printed.index("measured --data")
+        < printed.index("[2 of 3")
+    )
+    assert printed.count("fake: 30 (20-40) rows/s; peer 10; 3.00 times; aim 2.50 met") == 3
     record = json.loads((tmp_path / "results" / "two.record.json").read_text())
     assert {"words", "machine", "commit", "date", "seconds"} == set(record)
     assert not list((tmp_path / "results").glob("*.part.json"))
@@ -377,7 +381,7 @@ def test_the_result_of_a_script_run_by_hand_counts(start: Callable[..., int], tm
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ("--fail", "two failed: status 1"),
         ("--fail-late", "two failed: status 1"),
@@ -386,10 +390,10 @@ def test_the_result_of_a_script_run_by_hand_counts(start: Callable[..., int], tm
     ],
 )
 def test_a_failure_is_reported_and_the_other_benchmarks_run(
-    start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: str, says: str
+    start: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     assert start(two=flags) == 1
-    assert says in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert [name for name in runs_of(tmp_path) if name != "two"] == ["one", "three"]
     assert not (tmp_path / "results" / "two.json").exists()
     assert start() == 0

@@ -346,8 +346,8 @@ def test_no_matrix_product_has_subnormal_inputs(own: slice | None, monkeypatch: 
         smallest.append(left.abs().masked_fill(left == 0, 1.0).amin())
         return original(left, *others)
 
-    for room in ("softmax", "mutual"):
-        monkeypatch.setattr(f"raycl.losses.{room}.product", watched)
+    for module in ("softmax", "mutual"):
+        monkeypatch.setattr(f"raycl.losses.{module}.product", watched)
     for temperature in (0.02, 0.01, 0.005):
         query, key = make_views(600, 64, noise=0.05)
         compare_with_plain(query, key, temperature, make_rows(300, 64), dtype=torch.float32, own=own)
@@ -375,12 +375,12 @@ def test_only_products_needed_for_requested_gradients_are_computed() -> None:
             assert count_products(loss, "softmax", "mutual") == num_products, wanted
 
 
-@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
+@pytest.mark.parametrize("invalid", (torch.nan, torch.inf))
 @pytest.mark.parametrize("temperature", (0.1, 0.01))
 @pytest.mark.parametrize("place", (0, 1, 2, 3))
-def test_invalid_rows_and_frequencies_give_nan(place: int, temperature: float, broken: float) -> None:
+def test_invalid_rows_and_frequencies_give_nan(place: int, temperature: float, invalid: float) -> None:
     rows = [*make_views(9, 4), make_rows(12, 4), torch.zeros(9)]
-    rows[place][3] = -broken
+    rows[place][3] = -invalid
     loss = clip(
         *rows[:2],
         temperature=temperature,

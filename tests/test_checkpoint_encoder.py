@@ -37,13 +37,13 @@ def small_config(name: str = "moco_v2", **settings: Any) -> RunConfig:
 
 def tower_of(config: RunConfig, *, seed: int) -> nn.Module:
     """Return a tower with non-initial weights and running statistics."""
-    whole = build_towers(config)
+    tower = build_towers(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for value in [*whole.parameters(), *whole.buffers()]:
+        for value in [*tower.parameters(), *tower.buffers()]:
             if value.is_floating_point():
                 value.copy_(0.5 + torch.rand(value.shape, generator=generator))
-    return whole.eval()
+    return tower.eval()
 
 
 def write_checkpoint(run: Path, step: int, learner: dict[str, Any]) -> None:
@@ -73,11 +73,11 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def expected(config: RunConfig, whole: nn.Module, image: bytes) -> np.ndarray:
+def expected(config: RunConfig, tower: nn.Module, image: bytes) -> np.ndarray:
     pixels, _ = image_format(config).decode(image)
     mean, std = config.normalization
     with torch.no_grad():
-        return whole(center_view(pixels[None], size=16, mean=mean, std=std))[0].numpy()
+        return tower(center_view(pixels[None], size=16, mean=mean, std=std))[0].numpy()
 
 
 def test_an_image_is_embedded_by_the_momentum_encoder_if_the_run_has_one(run: Path) -> None:

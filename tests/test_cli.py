@@ -108,7 +108,7 @@ def digits(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--epochs", 1, "--steps", 1], "exclude each other"),
         (["--workers", 0], "--workers takes a positive number"),
@@ -132,31 +132,33 @@ def digits(tmp_path: Path) -> Path:
     ],
 )
 def test_invalid_flags_are_refused_in_one_line_with_status_2(
-    raycl, digits: Path, flags: list[object], says: str
+    raycl, digits: Path, flags: list[object], message: str
 ) -> None:
     status, out, err = raycl("train", "simclr", "--data", digits, "--output", digits.parent / "run", *flags)
     assert status == 2
     assert out == ""
     assert err.count("\n") == 1
     assert err.startswith("raycl: ")
-    assert says in err
+    assert message in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda folder: folder / "missing", "there is nothing at"),
         (lambda folder: folder, "holds no images"),
         (lambda folder: _written(folder / "a.parquet", b"no parquet"), "cannot read"),
     ],
 )
-def test_unusable_data_is_refused_in_one_line_with_status_2(raycl, tmp_path: Path, make, says: str) -> None:
+def test_unusable_data_is_refused_in_one_line_with_status_2(
+    raycl, tmp_path: Path, make, message: str
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     status, _, err = raycl("train", "simclr", "--data", make(folder), "--output", tmp_path / "run")
     assert (status, err.count("\n")) == (2, 1)
-    assert says in err
+    assert message in err
 
 
 def _written(path: Path, content: bytes) -> Path:
@@ -216,7 +218,7 @@ def test_help_lists_every_bank_command(raycl) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "says"),
+    ("question", "message"),
     [
         (["stats"], "name"),
         (["nearest", "keys"], "one of --id, --image, --text and --vector"),
@@ -230,13 +232,13 @@ def test_help_lists_every_bank_command(raycl) -> None:
     ],
 )
 def test_an_invalid_bank_query_is_refused_in_one_line_with_status_2(
-    raycl, question: list[object], says: str, monkeypatch: pytest.MonkeyPatch
+    raycl, question: list[object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests of the session are connected to Ray; a command line is not.
     monkeypatch.setattr("raycl.ray_runtime.ray.is_initialized", lambda: False)
     status, out, err = raycl("bank", *question)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert says in err
+    assert message in err
 
 
 def test_examples_are_printed_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_an_invalid_setting_is_refused_in_one_line_with_key_and_value(setting: s
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "says"),
+    ("name", "settings", "message"),
     [
         ("moco_v2", ["negatives.capacity=100"], "capacity 100 is less than a batch of 256"),
         ("moco_v2", ["batchnorm_groups=1"], "256 does not split into 1 groups .* 2 groups or more"),
@@ -180,8 +180,8 @@ def test_an_invalid_setting_is_refused_in_one_line_with_key_and_value(setting: s
         ),
     ],
 )
-def test_incompatible_parts_of_methods_are_refused(name: str, settings: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_incompatible_parts_of_methods_are_refused(name: str, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         override(recipe(name, image_size=32), settings)
 
 
@@ -189,7 +189,7 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "says", "remedy"),
+    ("name", "settings", "message", "remedy"),
     [
         (
             "two_tower",
@@ -246,11 +246,11 @@ QUEUE = {"negatives.store": "queue", "negatives.capacity": 4_096}
     ],
 )
 def test_unsupported_settings_of_two_towers_are_refused_with_a_working_remedy(
-    name: str, settings: dict[str, object], says: str, remedy: dict[str, object]
+    name: str, settings: dict[str, object], message: str, remedy: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         override(recipe(name, image_size=32), settings)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     override(recipe(name, image_size=32), settings | remedy)
 

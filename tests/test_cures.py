@@ -58,7 +58,7 @@ class BatchNormAndRelu(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize(
-    ("change", "layer", "says"),
+    ("change", "layer", "message"),
     [
         (
             lambda net: replace_batchnorm(net, "layer"),
@@ -79,10 +79,10 @@ class BatchNormAndRelu(nn.BatchNorm2d):
     ],
 )
 def test_other_types_of_batchnorm_are_refused_before_any_layer_changes(
-    change: Any, layer: nn.Module, says: str
+    change: Any, layer: nn.Module, message: str
 ) -> None:
     net = nn.Sequential(nn.BatchNorm2d(3), layer)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         change(net)
     assert type(net[0]) is nn.BatchNorm2d
 
@@ -345,14 +345,14 @@ def test_the_probe_leaves_modes_and_buffers_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_keys", "settings", "says"),
+    ("num_keys", "settings", "message"),
     [
         *((8, {"group_size": size}, rf"must lie in .* got {size} for 8 rows") for size in (0, 1, 5)),
         (6, {"group_size": 2}, "must have the same rows, got 8 and 6"),
         (8, {"group_size": 2, "num_groupings": 0}, "num_groupings must be at least 1, got 0"),
     ],
 )
-def test_the_probe_refuses_invalid_groups(num_keys: int, settings: dict[str, int], says: str) -> None:
+def test_the_probe_refuses_invalid_groups(num_keys: int, settings: dict[str, int], message: str) -> None:
     view_a, view_b = views_of(8)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         leakage(Corner(), Corner(), view_a, view_b[:num_keys], **settings)

@@ -117,11 +117,11 @@ def test_the_repr_of_a_value_shows_its_fields() -> None:
 def test_ipython_prints_the_lines_in_a_terminal() -> None:
     class Printer:
         def text(self, text: str) -> None:
-            self.told = text
+            self.printed = text
 
     printer = Printer()
     SCORES._repr_pretty_(printer, cycle=False)
-    assert printer.told == str(SCORES)
+    assert printer.printed == str(SCORES)
 
 
 def test_scores_are_a_json_serializable_dictionary() -> None:

@@ -59,7 +59,7 @@ def blocks() -> list[Block]:
 
 class Command(NamedTuple):
     page: str
-    door: str  # raycl, or a script of jobs/
+    program: str  # raycl, or a script of jobs/
     words: tuple[str, ...]
 
 
@@ -106,14 +106,14 @@ def script(path: str) -> Any:
     return module
 
 
-def door_of(command: Command) -> Any:
+def entry_point_of(command: Command) -> Any:
     """Return the typer entry point of a command."""
-    if command.door == "raycl":
+    if command.program == "raycl":
         return get_command(app)
-    stem = Path(command.door).stem
+    stem = Path(command.program).stem
     if stem == "bank":
         return get_command(bank)
-    module = script(command.door)
+    module = script(command.program)
     if hasattr(module, "app"):
         return get_command(module.app)
     own = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
@@ -129,18 +129,18 @@ class Parsed(NamedTuple):
 
 def parse(command: Command) -> Parsed:
     """Parse a command with the real command line; ``...`` in a document abbreviates earlier arguments."""
-    words, told_all = [word for word in command.words if word != "..."], "..." not in command.words
-    door, path = door_of(command), [Path(command.door).stem]
-    while inner := getattr(door, "commands", None):
+    words, is_complete = [word for word in command.words if word != "..."], "..." not in command.words
+    entry_point, path = entry_point_of(command), [Path(command.program).stem]
+    while inner := getattr(entry_point, "commands", None):
         if not words or words[0].startswith("-"):
-            assert set(words) <= {"--help"}, f"{door.name} needs a command"
+            assert set(words) <= {"--help"}, f"{entry_point.name} needs a command"
             return Parsed(" ".join(path), {})
         name = words.pop(0)
-        assert name in inner, f"there is no command {name!r}; there are {', '.join(inner)}"
-        path, door = [*path, name], inner[name]
+        assert name in inner, f"unknown command {name!r}; expected one of {', '.join(inner)}"
+        path, entry_point = [*path, name], inner[name]
     if "--help" in words:
         return Parsed(" ".join(path), {})
-    context = door.make_context(path[-1], words, resilient_parsing=not told_all)
+    context = entry_point.make_context(path[-1], words, resilient_parsing=not is_complete)
     return Parsed(" ".join(path), context.params)
 
 
@@ -149,22 +149,22 @@ ALL_COMMANDS = commands()
 
 def test_the_documents_show_every_command() -> None:
     shown = {parse(command).path for command in ALL_COMMANDS}
-    door: Any = get_command(app)
-    told = {f"raycl {name}" for name in door.commands}
-    assert told - {"raycl bank"} <= shown, f"no page shows {told - shown}"
+    entry_point: Any = get_command(app)
+    existing = {f"raycl {name}" for name in entry_point.commands}
+    assert existing - {"raycl bank"} <= shown, f"no page shows {existing - shown}"
     assert len(ALL_COMMANDS) > 100
 
 
 def test_the_readme_has_a_row_for_each_command() -> None:
     rows = re.findall(r"^\| `raycl (.+?)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     words = [row.replace("\\|", "|").split() for row in rows]
-    door: Any = get_command(app)
-    assert {name for name, *_ in words} == set(door.commands)
+    entry_point: Any = get_command(app)
+    assert {name for name, *_ in words} == set(entry_point.commands)
     parts = {
         name: {part for other, *more in words if other == name for part in more[0].split("|")}
         for name in ("bank", "evaluate")
     }
-    assert parts["bank"] == set(door.commands["bank"].commands)
+    assert parts["bank"] == set(entry_point.commands["bank"].commands)
     assert parts["evaluate"] == set(get_args(api.Measure))
 
 
@@ -212,12 +212,12 @@ def test_settings_named_in_inline_code_exist() -> None:
     for page in PAGES:
         if page.name.startswith("migration-"):
             continue  # half of the names here belong to other libraries
-        for told in re.findall(r"`(?:--set )?([a-z_]+(?:\.[a-z_0-9N]+)+)(?:=[^`]*)?`", page.read_text()):
-            path = re.sub(r"\.(\d+|N)\.", ".N.", told)
+        for named in re.findall(r"`(?:--set )?([a-z_]+(?:\.[a-z_0-9N]+)+)(?:=[^`]*)?`", page.read_text()):
+            path = re.sub(r"\.(\d+|N)\.", ".N.", named)
             is_file = path.endswith((".json", ".safetensors", ".py", ".md", ".yaml"))
             if path.split(".")[0] not in heads or is_file or ".kwargs" in path:
                 continue  # a file, a module, or free-form arguments
-            assert path in flat | sections, f"{name_of(page)} names {told}, which is no setting"
+            assert path in flat | sections, f"{name_of(page)} names the unknown setting {named}"
 
 
 def settings_of(values: Any, path: str = "") -> Iterator[str]:
@@ -358,9 +358,9 @@ def lines_of_output() -> list[str]:
 def test_each_line_quoted_in_troubleshooting_is_printed_by_raycl(line: str) -> None:
     pieces = [piece.strip(" :;,()") for piece in line.split("...")]
     telling = [piece for piece in pieces if len(piece) >= 4]
-    assert telling, "a line of gaps says nothing"
+    assert telling, "the line has only gaps"
     # A message inserted into another one counts as two.
-    assert num_messages(telling) <= 2, f"raycl says nothing that reads {line!r}"
+    assert num_messages(telling) <= 2, f"raycl prints no message like {line!r}"
 
 
 def num_messages(pieces: Sequence[str]) -> float:
@@ -368,19 +368,19 @@ def num_messages(pieces: Sequence[str]) -> float:
     if not pieces:
         return 0
     for length in range(len(pieces), 0, -1):
-        told = re.compile(".*".join(map(re.escape, pieces[:length])), re.DOTALL)
-        if any(told.search(template) for template in templates()):
+        pattern = re.compile(".*".join(map(re.escape, pieces[:length])), re.DOTALL)
+        if any(pattern.search(template) for template in templates()):
             return 1 + num_messages(pieces[length:])
     return math.inf
 
 
 def test_names_in_troubleshooting_exist() -> None:
     prose = _BLOCK.sub("", TROUBLE)
-    told = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", prose))
-    assert len(told) > 10
+    named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", prose))
+    assert len(named) > 10
     known = {word for template in templates() for word in re.findall(r"\w+", template)}
     fields = {word for path in SOURCES for word in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", path.read_text())}
-    assert told <= known | fields, told - known - fields
+    assert named <= known | fields, named - known - fields
     for name in set(re.findall(r"\b([A-Z]\w+Error)\b", TROUBLE)):
         assert issubclass(getattr(errors, name), errors.RayclError)
 

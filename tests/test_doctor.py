@@ -158,16 +158,16 @@ def test_gpu_memory_excludes_the_process_and_prefetched_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "measured", "says"),
+    ("name", "measured", "message"),
     [
         ("simclr", ONE, "stages.0.chunk_size"),
         ("moco_v2", ONE, "lower negatives.capacity"),
         ("simclr", replace(ONE, parameters=1e9), "smaller encoder"),
     ],
 )
-def test_the_remedy_reduces_the_largest_part(name: str, measured: MemoryProfile, says: str) -> None:
+def test_the_remedy_reduces_the_largest_part(name: str, measured: MemoryProfile, message: str) -> None:
     estimate = estimate_memory(small(name), [measured], num_samples=9, row_bytes=0, negatives_per_pair=0)
-    assert says in estimate.remedy()
+    assert message in estimate.remedy()
 
 
 def test_the_peak_of_a_call_is_measured() -> None:
@@ -233,7 +233,7 @@ def test_an_invalid_recipe_is_refused_immediately() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--workers", 2], "give one, for example raycl doctor simclr"),
         (["simclr", "--workers", "many"], "--workers takes a positive number"),
@@ -242,8 +242,8 @@ def test_an_invalid_recipe_is_refused_immediately() -> None:
     ],
 )
 def test_an_invalid_request_is_refused_in_one_line_with_status_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[object], says: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[object], message: str
 ) -> None:
     status, out, err = run_raycl(monkeypatch, capsys, "doctor", *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert says in err
+    assert message in err

@@ -109,7 +109,7 @@ def test_uniform_rows_on_the_sphere_have_std_1_full_rank_and_low_uniformity() ->
     rows = make_rows(20_000, 16)
     assert embedding_std(rows) == pytest.approx(1.0, abs=0.01)
     assert effective_rank(rows) == pytest.approx(16, rel=0.01)
-    # E exp(-4 + 4 * similarity) over the sphere: 2 / dim is the exponent's variance beside the mean -4.
+    # log E exp(-4 + 4 * similarity): the exponent has mean -4 and variance 16 / dim, which adds 8 / dim.
     assert uniformity(rows[:4000]) == pytest.approx(-4 + 8 / 16, abs=0.05)
 
 

@@ -22,7 +22,7 @@ SHARE = BatchShard(batch_size=BATCH_SIZE)
 
 
 @dataclass
-class Asked:
+class RecordingSampler:
     """A sampler that records its calls: epoch, start, ``continues`` and ``has_next``."""
 
     shuffled: InMemorySampler
@@ -42,7 +42,7 @@ class Asked:
 
 
 @pytest.fixture
-def asked() -> Asked:
+def sampler() -> RecordingSampler:
     pixels = [bytes([row]) * (SIZE * SIZE) for row in range(NUM_ROWS)]
     columns = {
         "image.pixels": pa.array(pixels, pa.binary(SIZE * SIZE)),
@@ -51,16 +51,16 @@ def asked() -> Asked:
         "label": pa.array(np.zeros(NUM_ROWS), pa.int64()),
     }
     rows = InMemoryDataset([pa.table(columns)], {"image": ImageFormat(size=SIZE, channels=1)})
-    return Asked(InMemorySampler(rows=rows, seed=3))
+    return RecordingSampler(InMemorySampler(rows=rows, seed=3))
 
 
 @pytest.fixture
-def epochs(asked: Asked) -> Epochs:
+def epochs(sampler: RecordingSampler) -> Epochs:
     drawing = ImageTransform(
         augmentation=ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.5,)),
         seed=0,
     )
-    return Epochs(asked, ViewMaker(transform=drawing, num_views=2, device=torch.device("cpu")))  # type: ignore[arg-type]
+    return Epochs(sampler, ViewMaker(transform=drawing, num_views=2, device=torch.device("cpu")))  # type: ignore[arg-type]
 
 
 def plan_of(**length: int) -> StagePlan:
@@ -90,36 +90,38 @@ def after_an_epoch(position: Position, num_steps: int) -> Position:
 
 
 def test_each_epoch_continues_the_previous_one_and_the_last_one_has_no_next(
-    epochs: Epochs, asked: Asked
+    epochs: Epochs, sampler: RecordingSampler
 ) -> None:
     position, plan, drawn = Position(), plan_of(epochs=3), []
     for _ in range(3):
         drawn.append(ids_of(epochs, position, plan))
         position = after_an_epoch(position, 5)
-    assert asked.calls == [(0, 0, False, True), (1, 0, True, True), (2, 0, True, False)]
+    assert sampler.calls == [(0, 0, False, True), (1, 0, True, True), (2, 0, True, False)]
     assert drawn == [
-        [batch.sample_id.tolist() for batch in asked.shuffled.epoch_batches(SHARE, epoch=epoch)]
+        [batch.sample_id.tolist() for batch in sampler.shuffled.epoch_batches(SHARE, epoch=epoch)]
         for epoch in range(3)
     ]
 
 
-@pytest.mark.parametrize(("steps", "another"), [(4, False), (5, False), (6, True)])
+@pytest.mark.parametrize(("steps", "has_next"), [(4, False), (5, False), (6, True)])
 def test_a_stage_limited_by_steps_announces_only_epochs_that_it_reaches(
-    epochs: Epochs, asked: Asked, steps: int, another: bool
+    epochs: Epochs, sampler: RecordingSampler, steps: int, has_next: bool
 ) -> None:
     ids_of(epochs, Position(), plan_of(steps=steps))
-    assert asked.calls == [(0, 0, False, another)]
+    assert sampler.calls == [(0, 0, False, has_next)]
 
 
-def test_a_resumed_epoch_runs_its_remaining_steps(epochs: Epochs, asked: Asked) -> None:
+def test_a_resumed_epoch_runs_its_remaining_steps(epochs: Epochs, sampler: RecordingSampler) -> None:
     resumed = Position(step=3, samples=12, epoch_step=3, stage_step=3)
-    whole = ids_of(epochs, Position(), plan_of(steps=5))
-    assert ids_of(epochs, resumed, plan_of(steps=5)) == whole[3:]
+    uninterrupted = ids_of(epochs, Position(), plan_of(steps=5))
+    assert ids_of(epochs, resumed, plan_of(steps=5)) == uninterrupted[3:]
     ids_of(epochs, resumed, plan_of(steps=6))
-    assert asked.calls[1:] == [(0, 3, False, False), (0, 3, False, True)]
+    assert sampler.calls[1:] == [(0, 3, False, False), (0, 3, False, True)]
 
 
-def test_only_the_next_epoch_after_a_complete_one_continues_it(epochs: Epochs, asked: Asked) -> None:
+def test_only_the_next_epoch_after_a_complete_one_continues_it(
+    epochs: Epochs, sampler: RecordingSampler
+) -> None:
     plan, first = plan_of(epochs=9), Position()
     views = views_of(epochs, first, plan)
     next(views)
@@ -130,7 +132,7 @@ def test_only_the_next_epoch_after_a_complete_one_continues_it(epochs: Epochs, a
     third = after_an_epoch(second, 5)
     ids_of(epochs, replace(third, epoch_step=2, stage_step=third.stage_step + 2), plan)
     ids_of(epochs, after_an_epoch(third, 5), plan)
-    assert [(epoch, follows) for epoch, _, follows, _ in asked.calls] == [
+    assert [(epoch, continues) for epoch, _, continues, _ in sampler.calls] == [
         (0, False),
         (1, False),
         (1, False),
@@ -139,7 +141,9 @@ def test_only_the_next_epoch_after_a_complete_one_continues_it(epochs: Epochs, a
     ]
 
 
-def test_a_restarted_epoch_does_not_continue_the_previous_one_again(epochs: Epochs, asked: Asked) -> None:
+def test_a_restarted_epoch_does_not_continue_the_previous_one_again(
+    epochs: Epochs, sampler: RecordingSampler
+) -> None:
     plan, first = plan_of(epochs=9), Position()
     ids_of(epochs, first, plan)
     second = after_an_epoch(first, 5)
@@ -147,10 +151,12 @@ def test_a_restarted_epoch_does_not_continue_the_previous_one_again(epochs: Epoc
     next(views)
     views.close()  # as when the run returns to the start of the epoch
     ids_of(epochs, second, plan)
-    assert [follows for _, _, follows, _ in asked.calls] == [False, True, False]
+    assert [continues for _, _, continues, _ in sampler.calls] == [False, True, False]
 
 
-def test_a_later_stage_restarts_and_counts_its_own_epochs_and_steps(epochs: Epochs, asked: Asked) -> None:
+def test_a_later_stage_restarts_and_counts_its_own_epochs_and_steps(
+    epochs: Epochs, sampler: RecordingSampler
+) -> None:
     second_stage = {"stages.1.batch_size": BATCH_SIZE, "stages.1.epochs": 2, "stages.1.steps": None}
     first, second = plans_of(**{"stages.0.steps": 10}, **second_stage)
     position = Position()
@@ -159,11 +165,11 @@ def test_a_later_stage_restarts_and_counts_its_own_epochs_and_steps(epochs: Epoc
             position = position.next_stage()
         ids_of(epochs, position, plan)
         position = after_an_epoch(position, 5)
-    others = [(epoch, another) for epoch, _, _, another in asked.calls]
+    others = [(epoch, has_next) for epoch, _, _, has_next in sampler.calls]
     assert others == [(0, True), (1, False), (2, True), (3, False)]
     of_steps = second.stage.model_copy(update={"epochs": None, "steps": 6})
     ids_of(epochs, Position(step=20, epoch=4, stage=2), replace(second, stage=of_steps))
-    assert asked.calls[-1][-1] is True
+    assert sampler.calls[-1][-1] is True
 
 
 def test_plain_returns_the_first_epoch_without_augmentation_with_its_ids(epochs: Epochs) -> None:

@@ -287,11 +287,11 @@ def test_an_empty_queue_changes_nothing(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", ALL, ids=name_of)
-@pytest.mark.parametrize("broken", (torch.nan, torch.inf))
+@pytest.mark.parametrize("invalid", (torch.nan, torch.inf))
 @pytest.mark.parametrize("place", (0, 1, 2))
-def test_invalid_rows_give_a_loss_that_is_not_finite(place: int, broken: float, loss: Loss) -> None:
+def test_invalid_rows_give_a_loss_that_is_not_finite(place: int, invalid: float, loss: Loss) -> None:
     rows = [*make_views(9, 4), make_rows(12, 4)]
-    rows[place][3, 1] = broken
+    rows[place][3, 1] = invalid
     negatives = {"negatives": rows[2]} if loss in WITH_NEGATIVES else {}
     if place < 2 or negatives:
         assert not loss(*rows[:2], **negatives).isfinite()

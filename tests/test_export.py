@@ -25,7 +25,7 @@ from raycl.models.specs import HeadSpec, TextEncoderSpec
 from raycl.models.towers import build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, train_tokenizer
-from tests.encoders import worn, write_images_run
+from tests.encoders import perturbed, write_images_run
 from tests.test_cli import run_raycl
 from tests.test_floors import FILES, modules_imported_by
 from tests.texts import invented_texts
@@ -103,8 +103,10 @@ def write_texts_run(
         projection_head=head,
     )
     torch.manual_seed(seed)
-    encoder = worn(spec.build(), seed)
-    projection = None if head is None else worn(build_projection_head(dim, **head.model_dump()), seed + 1)
+    encoder = perturbed(spec.build(), seed)
+    projection = (
+        None if head is None else perturbed(build_projection_head(dim, **head.model_dump()), seed + 1)
+    )
     if projection is not None and norm != "batch":
         projection = replace_batchnorm(projection, norm)
     save_encoder(encoder, spec, Place(str(output)), projection_head=projection, tokenizer=tokenizer)
@@ -175,8 +177,8 @@ def test_each_tower_is_exported_by_its_side(tmp_path: Path) -> None:
 
 def test_the_exported_folder_describes_its_model(tmp_path: Path) -> None:
     run = write_texts_run(tmp_path / "run", "transformer")
-    told = export_encoder(run, str(tmp_path / "out"))
-    model = eval(told, {"sentence_transformers": sentence_transformers})
+    code = export_encoder(run, str(tmp_path / "out"))
+    model = eval(code, {"sentence_transformers": sentence_transformers})
     assert model.max_seq_length == MAX_LENGTH
     assert model.similarity_fn_name == "cosine"
     assert not np.allclose(np.linalg.norm(model.encode(TEXTS), axis=1), 1, atol=0.1)
@@ -254,9 +256,9 @@ def test_a_network_unknown_to_torchvision_is_built_by_the_exported_file(
     name: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     run = write_images_run(tmp_path / "run", name, **values)
-    told = export_encoder(run, str(tmp_path / "out"))
+    code = export_encoder(run, str(tmp_path / "out"))
     assert "raycl" not in (tmp_path / "out" / "model.py").read_text().partition("import torch\n")[2]
-    theirs = eval(told, {"runpy": runpy})
+    theirs = eval(code, {"runpy": runpy})
     assert not (tmp_path / "out" / "architecture.json").exists()
     assert_same_images(theirs, run, atol=1e-6)
 
@@ -330,9 +332,9 @@ REFUSED: dict[str, tuple[Callable[[Path], str], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_exports_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
-    write, options, says = REFUSED[case]
+    write, options, message = REFUSED[case]
     run = write(tmp_path / "run")
-    with pytest.raises(StorageError if case == "no run" else ConfigError, match=says) as caught:
+    with pytest.raises(StorageError if case == "no run" else ConfigError, match=message) as caught:
         export_encoder(run, str(tmp_path / "out"), **options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

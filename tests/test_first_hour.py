@@ -57,8 +57,8 @@ def test_each_file_read_by_a_command_was_written_by_an_earlier_step(
     for title, blocks in sections():
         for block in blocks:
             for line in lines_of(block):
-                for door, words in commands_in(line):
-                    parsed = parse(Command(PAGE, door, words))
+                for program, words in commands_in(line):
+                    parsed = parse(Command(PAGE, program, words))
                     asked += [(name, title) for name in named_by(parsed.values)]
                     lacking = [name for name, _ in asked if not Path(name).exists() and name not in written]
                     assert not lacking, f"{title}: nothing wrote {lacking}"
@@ -95,10 +95,10 @@ class Hour:
 
     def start(self, command: str) -> subprocess.Popen[str]:
         """Start a command in its own process group, like a shell; write its output to a file."""
-        with (self.folder / "said").open("w") as said:
+        with (self.folder / "printed").open("w") as printed:
             return subprocess.Popen(
                 ["bash", "-ec", f"exec {command}"],
-                cwd=self.folder, env=self._environment, stdout=said, stderr=said, text=True,
+                cwd=self.folder, env=self._environment, stdout=printed, stderr=printed, text=True,
                 start_new_session=True,
             )  # fmt: skip
 
@@ -113,9 +113,9 @@ class Hour:
     def wait_for(self, text: str, process: subprocess.Popen[str], timeout_s: float = 300) -> None:
         """Wait until the started command has printed a text."""
         deadline = time.monotonic() + timeout_s
-        while text not in (said := (self.folder / "said").read_text()):
-            assert process.poll() is None, said
-            assert time.monotonic() < deadline, said
+        while text not in (printed := (self.folder / "printed").read_text()):
+            assert process.poll() is None, printed
+            assert time.monotonic() < deadline, printed
             time.sleep(0.2)
 
 
@@ -169,10 +169,10 @@ def interrupt(hour: Hour, command: str) -> None:
     process = hour.start(command)
     metrics = hour.folder / "runs" / "first" / "metrics.jsonl"
     while not metrics.exists():
-        assert process.poll() is None, (hour.folder / "said").read_text()
+        assert process.poll() is None, (hour.folder / "printed").read_text()
         time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(120) == 130
     promised = next(line for line in TEXT.splitlines() if line.startswith("raycl: the run was stopped"))
     expected = re.escape(promised).replace(r"step\ 20", r"step\ \d+")
-    assert re.search(expected, (hour.folder / "said").read_text())
+    assert re.search(expected, (hour.folder / "printed").read_text())

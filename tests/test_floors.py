@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raycl"
-FLOORS = (  # lowest first; packages in the same layer do not import each other
+LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"errors", "display", "loss_specs"},
     {"address", "gpus"},
     {
@@ -38,8 +38,8 @@ FLOORS = (  # lowest first; packages in the same layer do not import each other
     {"cli"},
     {"__main__"},
 )
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-GROUND = {
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+LOWEST = {
     "errors",
     "address",
     "gpus",
@@ -68,14 +68,14 @@ MATHEMATICS = {
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def room_of(path: Path) -> str:
-    return room_of_module([*path.relative_to(PACKAGE).with_suffix("").parts])
+def package_of(path: Path) -> str:
+    return package_of_module([*path.relative_to(PACKAGE).with_suffix("").parts])
 
 
-def room_of_module(names: list[str]) -> str:
+def package_of_module(names: list[str]) -> str:
     """Return the package of a module; some files count as separate packages."""
     own = ".".join(names[:2])
-    return own if own in FLOOR_OF else names[0]
+    return own if own in LAYER_OF else names[0]
 
 
 def modules_imported_by(path: Path) -> set[str]:
@@ -89,16 +89,16 @@ def modules_imported_by(path: Path) -> set[str]:
     return modules
 
 
-def rooms_imported_by(path: Path) -> set[str]:
+def packages_imported_by(path: Path) -> set[str]:
     parts = [module.split(".") for module in modules_imported_by(path)]
-    return {room_of_module(names[1:]) for names in parts if names[0] == "raycl" and len(names) > 1}
+    return {package_of_module(names[1:]) for names in parts if names[0] == "raycl" and len(names) > 1}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_each_module_imports_only_lower_layers(path: Path) -> None:
-    room = room_of(path)
-    for imported in rooms_imported_by(path) - {room}:
-        assert FLOOR_OF[imported] < FLOOR_OF[room], f"{room} imports {imported}"
+    package = package_of(path)
+    for imported in packages_imported_by(path) - {package}:
+        assert LAYER_OF[imported] < LAYER_OF[package], f"{package} imports {imported}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -112,16 +112,16 @@ def test_no_file_imports_more_than_twenty_modules_of_the_package(path: Path) -> 
 
 
 def test_every_package_has_a_layer() -> None:
-    assert {room_of(path) for path in FILES} == set(FLOOR_OF)
+    assert {package_of(path) for path in FILES} == set(LAYER_OF)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_lowest_layer_imports_no_torch_or_ray_and_mathematics_imports_no_ray(path: Path) -> None:
-    packages = {module.split(".")[0] for module in modules_imported_by(path)}
-    if room_of(path) in GROUND:
-        assert not packages & {"torch", "torchvision", "ray"}
-    if room_of(path) in MATHEMATICS:
-        assert "ray" not in packages
+    libraries = {module.split(".")[0] for module in modules_imported_by(path)}
+    if package_of(path) in LOWEST:
+        assert not libraries & {"torch", "torchvision", "ray"}
+    if package_of(path) in MATHEMATICS:
+        assert "ray" not in libraries
 
 
 def test_data_tasks_import_torch_only_to_resize_photographs() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from tests.test_docs import PAGES, ROOT, blocks, name_of, split_at
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DOORS = ("ray", "raycl")
+PROGRAMS = ("ray", "raycl")
 
 
 def commands_of(page: str) -> set[tuple[str, ...]]:
@@ -20,7 +20,7 @@ def commands_of(page: str) -> set[tuple[str, ...]]:
     parts = [
         part for line in lines for part in split_at(shlex.split(line, comments=True), {"&&", "|", "&", ">"})
     ]
-    return {tuple(part[part.index(door) :]) for part in parts for door in DOORS if door in part}
+    return {tuple(part[part.index(program) :]) for part in parts for program in PROGRAMS if program in part}
 
 
 def needed_by(command: tuple[str, ...]) -> set[str]:
@@ -39,8 +39,8 @@ def extras_of(package: str, texts: Iterable[str]) -> set[str]:
 def test_the_commands_of_a_page_need_only_the_packages_it_installs() -> None:
     seen = set()
     for page in map(name_of, PAGES):
-        told = extras_of("raycl", [(ROOT / page).read_text()])
-        requirements = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][each] for each in told)]
+        extras = extras_of("raycl", [(ROOT / page).read_text()])
+        requirements = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][each] for each in extras)]
         installed = extras_of("ray", [each for part in requirements for each in part])
         for command in commands_of(page):
             seen.add(command[:2])

@@ -306,7 +306,7 @@ def wait_for_more(journal: Path) -> None:
         time.sleep(0.02)
 
 
-def strike(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
+def kill_at_random(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
     """Let two processes take turns writing, kill them at random times, and check that only one writes at a time."""
     arguments, journal = writer_command(output, folder, where, 0), folder / "journal"
     writers = [subprocess.Popen(arguments, stderr=subprocess.DEVNULL) for _ in range(2)]
@@ -329,7 +329,7 @@ def strike(output: Place, folder: Path, *, where: str, num_kills: int) -> None:
 
 def test_two_processes_never_write_at_once_despite_kills(tmp_path: Path) -> None:
     output = Place(str(tmp_path / "run"))
-    strike(output, tmp_path, where="here", num_kills=4)
+    kill_at_random(output, tmp_path, where="here", num_kills=4)
     with writing(output):
         assert len(claims_in(output)) == 1
 
@@ -340,4 +340,4 @@ def test_two_processes_never_write_at_once_despite_kills(tmp_path: Path) -> None
 def test_two_processes_never_write_at_once_in_two_hundred_kills(
     output: Place, tmp_path: Path, where: str
 ) -> None:
-    strike(output, tmp_path, where=where, num_kills=200)
+    kill_at_random(output, tmp_path, where=where, num_kills=200)

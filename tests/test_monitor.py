@@ -26,11 +26,11 @@ class Run:
     trivial: tuple[float, ...]
     dim: int = 64
 
-    def looks(self) -> Iterator[dict[str, Any]]:
+    def readings(self) -> Iterator[dict[str, Any]]:
         texts = (self.embedding_std, self.rank, self.gap, self.loss)
         columns = zip(*(map(float, text.split()) for text in texts), strict=True)
         for index, (spread, rank, gap, loss) in enumerate(columns):
-            yield look(
+            yield reading(
                 10 * index,
                 embedding_std=spread,
                 rank=rank,
@@ -197,7 +197,7 @@ COLLAPSED = {"switched": SWITCHED, "sunk": SUNK, "few dims": FEW_DIMS, "queue": 
 RUNS = HEALTHY | COLLAPSED
 
 
-def look(
+def reading(
     step: int,
     *,
     embedding_std: float = 0.8,
@@ -215,15 +215,15 @@ def look(
     return {"step": step, "measures": measures, "loss": loss, "collapsed_loss": trivial}
 
 
-def watch(monitor: CollapseMonitor, looks: Iterator[dict[str, Any]]) -> list[tuple[int, str]]:
+def watch(monitor: CollapseMonitor, readings: Iterator[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return the steps and texts of the monitor's reports."""
-    verdicts = [(each["step"], monitor.update(**each)) for each in looks]
+    verdicts = [(each["step"], monitor.update(**each)) for each in readings]
     return [(step, verdict) for step, verdict in verdicts if verdict is not None]
 
 
 def sequence(*figures: dict[str, Any], first: int = 0) -> Iterator[dict[str, Any]]:
     """Return readings at every tenth step."""
-    return (look(10 * index, **each) for index, each in enumerate(figures, first))
+    return (reading(10 * index, **each) for index, each in enumerate(figures, first))
 
 
 GOOD: dict[str, Any] = {}
@@ -234,7 +234,7 @@ LOST = {"embedding_std": 0.5, "gap": 0.002, "loss": SOFTMAX}
 
 @pytest.mark.parametrize("run", HEALTHY.values(), ids=HEALTHY)
 def test_a_run_that_has_not_started_to_learn_has_not_collapsed(run: Run) -> None:
-    assert watch(CollapseMonitor(), run.looks()) == []
+    assert watch(CollapseMonitor(), run.readings()) == []
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,8 @@ def test_a_run_that_has_not_started_to_learn_has_not_collapsed(run: Run) -> None
 )
 def test_a_collapsed_run_is_reported_once_with_step_and_reason(run: Run, step: int, text: str) -> None:
     monitor = CollapseMonitor()
-    looks = [*run.looks(), *list(run.looks())[-6:] * 6]
-    assert watch(monitor, iter(looks)) == [(step, text)]
+    readings = [*run.readings(), *list(run.readings())[-6:] * 6]
+    assert watch(monitor, iter(readings)) == [(step, text)]
     assert not monitor.is_healthy
 
 
@@ -330,9 +330,9 @@ def test_another_symptom_starts_a_new_streak() -> None:
 
 
 def test_a_single_good_reading_does_not_end_the_initial_patience() -> None:
-    for num_good, told in ((2, []), (3, [50])):
+    for num_good, reported in ((2, []), (3, [50])):
         verdicts = watch(CollapseMonitor(), sequence(*[GOOD] * num_good, *[POINT] * 15))
-        assert [step for step, _ in verdicts] == told
+        assert [step for step, _ in verdicts] == reported
 
 
 def test_a_gap_with_a_loss_above_trivial_does_not_count_as_learning() -> None:
@@ -343,8 +343,8 @@ def test_a_gap_with_a_loss_above_trivial_does_not_count_as_learning() -> None:
 @pytest.mark.parametrize("trivial", [SOFTMAX, None])
 def test_a_lost_gap_is_reported_after_the_initial_patience(trivial: float | None) -> None:
     monitor = CollapseMonitor(initial_patience=6)
-    looks = sequence(*[GOOD | {"trivial": trivial}] * 4, *[LOST | {"trivial": trivial}] * 8)
-    ((step, verdict),) = watch(monitor, looks)
+    readings = sequence(*[GOOD | {"trivial": trivial}] * 4, *[LOST | {"trivial": trivial}] * 8)
+    ((step, verdict),) = watch(monitor, readings)
     assert step == 90
     assert verdict.startswith("the run lost its progress, positives are no nearer than other pairs")
     assert (
@@ -369,8 +369,8 @@ def test_the_loss_shows_learning_in_runs_without_keys() -> None:
     good, bad = {"gap": None}, POINT | {"gap": None}
     assert watch(CollapseMonitor(), sequence(*[good] * 4, *[bad] * 3))
     unknown = {"trivial": None}
-    looks = sequence(*[good | unknown] * 4, *[bad | unknown] * 30)
-    assert watch(CollapseMonitor(), looks) == []  # there is no sign of earlier learning
+    readings = sequence(*[good | unknown] * 4, *[bad | unknown] * 30)
+    assert watch(CollapseMonitor(), readings) == []  # there is no sign of earlier learning
 
 
 def test_few_dims_of_an_untrained_network_are_not_reported() -> None:
@@ -379,7 +379,7 @@ def test_few_dims_of_an_untrained_network_are_not_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows_and_dim", "rank", "told"),
+    ("rows_and_dim", "rank", "reported"),
     [
         ((64, 64), 2.2, True),
         ((64, 64), 2.4, False),
@@ -391,12 +391,12 @@ def test_few_dims_of_an_untrained_network_are_not_reported() -> None:
     ],
 )
 def test_the_rank_threshold_depends_on_rows_and_dims(
-    rows_and_dim: tuple[int, int], rank: float, told: bool
+    rows_and_dim: tuple[int, int], rank: float, reported: bool
 ) -> None:
     num_rows, dim = rows_and_dim
     good = {"num_rows": num_rows, "dim": dim, "rank": 0.9 * min(num_rows, dim)}
     monitor = CollapseMonitor()
-    assert bool(watch(monitor, sequence(*[good] * 3, *[good | {"rank": rank}] * 3))) == told
+    assert bool(watch(monitor, sequence(*[good] * 3, *[good | {"rank": rank}] * 3))) == reported
 
 
 def test_readings_with_few_rows_are_ignored() -> None:
@@ -420,7 +420,7 @@ def test_the_last_reading_decides_whether_the_run_is_healthy() -> None:
         (GOOD, True),
     ]
     for step, (figures, healthy) in enumerate(expected):
-        monitor.update(**look(step, **figures))
+        monitor.update(**reading(step, **figures))
         assert monitor.is_healthy == healthy
 
 
@@ -431,7 +431,7 @@ def test_a_monitor_reports_only_once_despite_a_recovery() -> None:
 
 def test_a_reset_monitor_equals_a_new_one() -> None:
     used = CollapseMonitor()
-    watch(used, SWITCHED.looks())
+    watch(used, SWITCHED.readings())
     watch(used, sequence(*[GOOD] * 5))
     used.reset()
     assert used.is_healthy
@@ -439,24 +439,24 @@ def test_a_reset_monitor_equals_a_new_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "looks",
+    "readings",
     [
-        *(list(run.looks()) for run in RUNS.values()),
+        *(list(run.readings()) for run in RUNS.values()),
         list(sequence(*[GOOD] * 3, *[POINT] * 4, GOOD, *[LOST] * 3)),
     ],
     ids=[*RUNS, "made up"],
 )
-def test_a_restored_monitor_continues_like_an_uninterrupted_one(looks: list[dict[str, Any]]) -> None:
-    def told(monitor: CollapseMonitor, looks: list[dict[str, Any]]) -> list[tuple[str | None, bool]]:
-        return [(monitor.update(**each), monitor.is_healthy) for each in looks]
+def test_a_restored_monitor_continues_like_an_uninterrupted_one(readings: list[dict[str, Any]]) -> None:
+    def reported(monitor: CollapseMonitor, readings: list[dict[str, Any]]) -> list[tuple[str | None, bool]]:
+        return [(monitor.update(**each), monitor.is_healthy) for each in readings]
 
-    whole = told(CollapseMonitor(), looks)
-    for cut in range(0, len(looks), 3):
+    uninterrupted = reported(CollapseMonitor(), readings)
+    for cut in range(0, len(readings), 3):
         interrupted, restored = CollapseMonitor(), CollapseMonitor()
-        begun = told(interrupted, looks[:cut])
+        begun = reported(interrupted, readings[:cut])
         restored.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
         assert restored.is_healthy == interrupted.is_healthy
-        assert begun + told(restored, looks[cut:]) == whole
+        assert begun + reported(restored, readings[cut:]) == uninterrupted
 
 
 def test_a_state_dict_is_a_copy() -> None:
