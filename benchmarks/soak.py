@@ -41,7 +41,7 @@ from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 
 # In any environment in which raycl is installed for development.
-from tests.cluster.strikes import kill_process, processes
+from tests.cluster.faults import kill_process, processes
 
 ROOT = Path(__file__).parent.parent
 VICTIMS = ("ray::RayTrainWorker", "ray::BankActor", "ray::TrainController", "ray::MapBatches")

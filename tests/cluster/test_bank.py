@@ -1,4 +1,4 @@
-"""The bank on a real Ray: clients equal stores, shards die and come back, any process may query."""
+"""The bank on a real Ray cluster: clients equal stores, crashed shards restart, and any process may query."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from raycl.negatives.bank import Bank, connect_bank, list_banks
 from raycl.negatives.client import MemoryBankClient, QueueClient
 from raycl.negatives.spec import BankSpec
 from raycl.negatives.start import nodes_for_a_bank, start_bank
-from tests.cluster.strikes import alive, extra_node, wait_until
+from tests.cluster.faults import alive, extra_node, wait_until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -38,7 +38,7 @@ def a_spec(output: Path, **changed: Any) -> BankSpec:
 
 @pytest.fixture(scope="module")
 def banks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bank]]:
-    """Start a queue, and a memory bank of three shards; tests begin with ``restore(0)``."""
+    """Start a queue and a memory bank of three shards; tests begin with ``restore(0)``."""
     output = tmp_path_factory.mktemp("banks")
     slots = a_spec(output / "slots", name="memory bank", kind="memory_bank", num_shards=3)
     started = {
@@ -78,7 +78,7 @@ def plain(negatives: Negatives) -> list[Any]:
 
 
 def rows_of(bank: Bank, client: Any) -> list[Any]:
-    """All rows as a client sees them."""
+    """Return all rows as a client reads them."""
     if isinstance(client, QueueClient):
         return plain(client.queue.negatives())
     client.flush()
@@ -93,7 +93,7 @@ KINDS = pytest.mark.parametrize("kind", ["queue", "memory_bank"])
 
 
 @KINDS
-def test_a_client_holds_the_rows_of_a_store_in_process(banks: dict[str, Bank], kind: str) -> None:
+def test_a_client_has_the_same_rows_as_a_local_store(banks: dict[str, Bank], kind: str) -> None:
     bank = banks[kind]
     bank.restore(0)
     client, store = client_of(bank), store_of(bank)
@@ -130,7 +130,7 @@ def test_initial_rows_reach_the_bank(banks: dict[str, Bank]) -> None:
 @settings(SETTINGS, max_examples=2)
 @given(st.lists(st.sampled_from([5, 11, "save", "kill"]), min_size=4, max_size=8), st.integers(0, 2))
 @example([5, "save", 11, "kill", 5, "kill", 11], 0)
-def test_shards_that_are_killed_come_back(
+def test_killed_shards_restart_with_their_rows(
     banks: dict[str, Bank], kind: str, actions: list[Any], shard: int
 ) -> None:
     bank = banks[kind]
@@ -155,7 +155,7 @@ def test_shards_that_are_killed_come_back(
     assert plain(bank.negatives()) == plain(store.negatives())
 
 
-def test_a_queue_has_all_rows_again_when_its_actor_dies_between_two_pushes(banks: dict[str, Bank]) -> None:
+def test_a_queue_recovers_all_rows_after_its_actor_dies_between_two_pushes(banks: dict[str, Bank]) -> None:
     bank = banks["queue"]
     bank.restore(0)
     workers = [client_of(bank, rank) for rank in (0, 1)]
@@ -176,7 +176,7 @@ def test_a_queue_has_all_rows_again_when_its_actor_dies_between_two_pushes(banks
     assert workers[0].waited_s > 0
 
 
-def test_the_updates_of_two_workers_equal_those_of_one(banks: dict[str, Bank]) -> None:
+def test_the_updates_of_two_workers_equal_the_updates_of_one(banks: dict[str, Bank]) -> None:
     bank, store = banks["memory_bank"], store_of(banks["memory_bank"])
     bank.restore(0)
     meetings: list[int] = []
@@ -194,7 +194,7 @@ def test_the_updates_of_two_workers_equal_those_of_one(banks: dict[str, Bank]) -
     assert len(meetings) == 8
 
 
-def test_a_bank_of_the_same_output_is_replaced_and_one_of_another_is_not(tmp_path: Path) -> None:
+def test_only_a_bank_with_the_same_output_is_replaced(tmp_path: Path) -> None:
     first = start_bank(a_spec(tmp_path / "a", detached=True))
     client = client_of(first)
     write(client, 10, 1)
@@ -214,7 +214,7 @@ def test_a_bank_of_the_same_output_is_replaced_and_one_of_another_is_not(tmp_pat
     wait_until(lambda: "test" not in list_banks(), timeout_s=10)
 
 
-def test_a_bank_of_another_shape_does_not_start_from_the_snapshot(tmp_path: Path) -> None:
+def test_a_bank_with_another_shape_does_not_start_from_the_snapshot(tmp_path: Path) -> None:
     bank = start_bank(a_spec(tmp_path))
     bank.save(1)
     bank.stop()
@@ -224,7 +224,7 @@ def test_a_bank_of_another_shape_does_not_start_from_the_snapshot(tmp_path: Path
     assert "test" not in list_banks()
 
 
-def test_a_shard_that_no_node_can_hold_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_shard_too_large_for_every_node_is_refused_before_the_bank_starts(tmp_path: Path) -> None:
     message = r"a shard of the bank needs 51,409.0 GiB of memory and the largest node for it has \d+\.\d GiB; set bank.dtype=float16"
     with pytest.raises(ConfigError, match=message) as error:
         start_bank(a_spec(tmp_path, capacity=10**12))
@@ -232,7 +232,7 @@ def test_a_shard_that_no_node_can_hold_is_refused_before_anything_starts(tmp_pat
     assert "test" not in list_banks() and not (tmp_path / "bank").exists()
 
 
-def test_a_bank_that_finds_no_place_is_refused_in_time(tmp_path: Path) -> None:
+def test_a_bank_that_cannot_be_scheduled_is_refused_in_time(tmp_path: Path) -> None:
     have = min(node["Resources"]["memory"] for node in ray.nodes())
     rows = int(0.7 * have / 1.15 / (DIM * 4 + 16))
     spec = a_spec(tmp_path, kind="memory_bank", capacity=2 * rows, num_shards=2, timeout_s=5.0)
@@ -335,7 +335,7 @@ def test_queries_without_an_answer_are_refused_in_one_line(
     assert isinstance(error.value, ConfigError) and "\n" not in str(error.value)
 
 
-def test_a_pickled_bank_is_written_to_by_workers(banks: dict[str, Bank]) -> None:
+def test_workers_write_to_a_pickled_bank(banks: dict[str, Bank]) -> None:
     bank = banks["queue"]
     bank.restore(0)
 
@@ -366,7 +366,7 @@ def test_a_pickled_bank_is_written_to_by_workers(banks: dict[str, Bank]) -> None
 
 
 @pytest.mark.drill
-def test_a_bank_lives_on_nodes_labeled_for_it_if_nodes_are_labeled(tmp_path: Path) -> None:
+def test_a_bank_is_placed_on_labeled_nodes_if_there_are_any(tmp_path: Path) -> None:
     with extra_node(1, **{"raycl.io/role": "gpu"}) as passing:
         with pytest.raises(ConfigError, match="none of them is for a bank; label one as memory or head"):
             start_bank(a_spec(tmp_path / "none"))

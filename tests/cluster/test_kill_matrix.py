@@ -1,4 +1,4 @@
-"""The kill matrix: whatever dies, a run of any method ends as if nothing had happened."""
+"""The kill matrix: runs of every method survive every fault without a change to their results."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from raycl.config import RunConfig
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.checkpoint import saved_steps
-from tests.cluster.strikes import Node, extra_node, kill_process, wait_until
+from tests.cluster.faults import Node, extra_node, kill_process, wait_until
 from tests.faulty_s3 import FaultyS3
 from tests.images import write_digits
 from tests.pairs import write_pairs
@@ -36,13 +36,13 @@ Method = Literal["simclr", "moco_v2", "instance_discrimination", "two_tower"]
 METHODS: tuple[Method, ...] = ("simclr", "moco_v2", "instance_discrimination", "two_tower")
 ROOT = Path(__file__).parent.parent.parent
 BATCH_SIZE, NUM_ROWS, NUM_EPOCHS, SAVED_EVERY = 32, 360, 4, 5
-STRUCK_AT = 2 * SAVED_EVERY  # when this checkpoint is there
+FAULT_AFTER_STEP = 2 * SAVED_EVERY  # the fault comes after this checkpoint
 OUTAGE_S = 20.0
 
 COMMON: dict[str, Any] = {
     "workers": 2,
     "cpus_per_worker": 0.5,
-    # Read anew in every epoch, so that there are tasks that read all the time.
+    # Read from storage in every epoch, so that data tasks run all the time.
     "data.cache": "stream",
     "data.shuffle_buffer_size": 128,
     "stages.0.epochs": NUM_EPOCHS,
@@ -57,7 +57,7 @@ QUEUE = {"negatives.capacity": 4 * BATCH_SIZE}
 OWN: dict[Method, dict[str, Any]] = {
     "simclr": IMAGES,
     "moco_v2": IMAGES | QUEUE,
-    # Read in step: what is read one step ahead would depend on when it is asked for.
+    # Read without prefetching: prefetched rows would depend on timing.
     "instance_discrimination": IMAGES
     | {"negatives.num_negatives": 64, "batchnorm": "synchronized", "bank.max_staleness": 0, "bank.shards": 2},
     "two_tower": QUEUE
@@ -72,8 +72,8 @@ OWN: dict[Method, dict[str, Any]] = {
 
 
 @dataclass
-class Struck:
-    """A run that is under way as a process of its own, and what may befall it."""
+class FaultedRun:
+    """A run in a separate process that faults are applied to."""
 
     config: RunConfig
     data: Path
@@ -106,7 +106,7 @@ class Struck:
         wait_until(is_there, timeout_s=300)
 
     def end(self) -> int:
-        """Let the run hurry to its end; return the exit status of its driver."""
+        """Let the run finish without delays; return the exit status of its driver."""
         (self.folder / "hurry").touch()
         return self.drivers[-1].wait(300)
 
@@ -121,43 +121,43 @@ def config_of(method: Method, folder: Path, **settings: Any) -> RunConfig:
     return override_active(raycl.recipe(method, image_size=16), named)
 
 
-# What befalls a run
+# Faults
 
 
-def lose_worker(_: Struck) -> None:
+def lose_worker(_: FaultedRun) -> None:
     kill_process("ray::RayTrainWorker")
 
 
-def lose_controller(_: Struck) -> None:
+def lose_controller(_: FaultedRun) -> None:
     kill_process("ray::TrainController")
 
 
-def lose_data_worker(_: Struck) -> None:
+def lose_data_worker(_: FaultedRun) -> None:
     kill_process("ray::MapBatches")
 
 
-def lose_shard(run: Struck) -> None:
+def lose_shard(run: FaultedRun) -> None:
     kill_process("ray::BankActor")
 
 
-def lose_node(run: Struck) -> None:
+def lose_node(run: FaultedRun) -> None:
     assert run.node is not None
     run.node.kill()
     run.node = Node(3)
 
 
-def lose_driver(run: Struck) -> None:
+def lose_driver(run: FaultedRun) -> None:
     run.drivers[-1].send_signal(signal.SIGKILL)
     run.drivers[-1].wait(30)
     run.start("--resume")
 
 
-def lose_storage(run: Struck) -> None:
+def lose_storage(run: FaultedRun) -> None:
     assert run.s3 is not None
     run.s3.go_away(OUTAGE_S)
 
 
-STRIKES: Mapping[str, Callable[[Struck], None]] = {
+FAULTS: Mapping[str, Callable[[FaultedRun], None]] = {
     "worker": lose_worker,
     "controller": lose_controller,
     "data worker": lose_data_worker,
@@ -168,15 +168,15 @@ STRIKES: Mapping[str, Callable[[Struck], None]] = {
 }
 CELLS = [
     (fault, method)
-    for fault in STRIKES
+    for fault in FAULTS
     for method in METHODS
-    if (fault, method) != ("bank shard", "simclr")  # it has no bank
+    if (fault, method) != ("bank shard", "simclr")  # SimCLR has no bank
 ]
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A run that nothing befell."""
+class UninterruptedRun:
+    """A run without faults."""
 
     method: Method
     data: Path
@@ -184,20 +184,20 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Method], Whole]:
-    """Return the undisturbed run of a method, made when it is first asked for."""
-    made: dict[Method, Whole] = {}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Method], UninterruptedRun]:
+    """Return the uninterrupted run of a method, trained on first use."""
+    made: dict[Method, UninterruptedRun] = {}
 
-    def of(method: Method) -> Whole:
+    def of(method: Method) -> UninterruptedRun:
         if method not in made:
             folder = tmp_path_factory.mktemp(method)
             (folder / "hurry").touch()
             data = folder / "data.parquet"
             (write_pairs if method == "two_tower" else write_digits)(data, NUM_ROWS)
-            output = Place(str(folder / "whole"))
+            output = Place(str(folder / "uninterrupted"))
             config = config_of(method, folder)
             raycl.train(config, data=str(data), output=output.uri, quiet=True)
-            made[method] = Whole(method, data, output)
+            made[method] = UninterruptedRun(method, data, output)
         return made[method]
 
     return of
@@ -205,11 +205,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Method], Whole]
 
 @pytest.mark.drill
 @pytest.mark.parametrize(("fault", "method"), CELLS)
-def test_a_run_ends_as_if_nothing_had_happened(
-    fault: str, method: Method, whole: Callable[[Method], Whole], s3_server: str, tmp_path: Path
+def test_a_run_with_a_fault_equals_the_uninterrupted_run(
+    fault: str,
+    method: Method,
+    uninterrupted: Callable[[Method], UninterruptedRun],
+    s3_server: str,
+    tmp_path: Path,
 ) -> None:
-    expected = whole(method)
-    run = Struck(config_of(method, tmp_path), expected.data, Place(str(tmp_path / "run")), tmp_path)
+    expected = uninterrupted(method)
+    run = FaultedRun(config_of(method, tmp_path), expected.data, Place(str(tmp_path / "run")), tmp_path)
     with ExitStack() as stack:
         if fault == "node":
             run.node = stack.enter_context(extra_node(3))
@@ -220,8 +224,8 @@ def test_a_run_ends_as_if_nothing_had_happened(
             run.output = Place(run.s3.uri(f"matrix/{method}"))
         run.start()
         stack.callback(lambda: run.drivers[-1].kill())
-        run.wait_for_checkpoint(STRUCK_AT)
-        STRIKES[fault](run)
+        run.wait_for_checkpoint(FAULT_AFTER_STEP)
+        FAULTS[fault](run)
         assert run.end() == 0, run.log()
         if run.s3 is not None:
             assert run.s3.count("away") > 0
@@ -231,19 +235,19 @@ def test_a_run_ends_as_if_nothing_had_happened(
 
 @pytest.mark.drill
 @pytest.mark.parametrize("cache", ["materialize", "stream"])
-def test_a_run_whose_node_never_comes_back_goes_on_with_the_workers_that_are_left(
+def test_a_run_that_loses_a_node_for_good_continues_with_the_remaining_workers(
     cache: str, tmp_path: Path
 ) -> None:
     data = write_digits(tmp_path / "data.parquet", NUM_ROWS)
     settings: dict[str, Any] = {"data.cache": cache, "encoder.kwargs": {"channels": 1, "dropout": 0.0}}
     settings["encoder.kwargs"] |= {"marker": str(tmp_path / "hurry")}
-    # At the recipe's rate this small network is so restless that rounding shows within ten steps.
+    # At the recipe's rate this small network amplifies rounding errors within ten steps.
     settings["stages.0.learning_rate"] = 0.03
     config = config_of("simclr", tmp_path, **settings, min_workers=1, cpus_per_worker=2.5)
-    run = Struck(config, data, Place(str(tmp_path / "run")), tmp_path)
+    run = FaultedRun(config, data, Place(str(tmp_path / "run")), tmp_path)
     with extra_node(3) as node:
         run.start()
-        run.wait_for_checkpoint(STRUCK_AT)
+        run.wait_for_checkpoint(FAULT_AFTER_STEP)
         node.kill()
         assert run.end() == 0, run.log()
     lines = [line for line in read_metrics(run.output) if "loss" in line]
@@ -256,22 +260,22 @@ def test_a_run_whose_node_never_comes_back_goes_on_with_the_workers_that_are_lef
         config_of("simclr", tmp_path, **settings, workers=1), data=str(data), output=alone.uri, quiet=True
     )
     assert read_result(run.output)["steps"] == read_result(alone)["steps"]
-    if cache == "materialize":  # streamed rows are dealt to workers, so their number changes the batches
+    if cache == "materialize":  # streamed rows are split over workers, so their number changes the batches
         losses = [loss for _, loss in losses_of(alone)]
         assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.drill
-def test_a_node_whose_loss_is_announced_is_saved_from_before_it_goes(
+def test_an_announced_node_loss_triggers_a_checkpoint_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
     data = write_digits(tmp_path / "data.parquet", NUM_ROWS)
-    # Nothing else is a reason to save. What deals out a stream may live on that node: that loss counts.
+    # Nothing else triggers a checkpoint. Losing the actor that splits a stream would count as a failure.
     settings = {"checkpoints.every_steps": 1_000, "evaluation.every_epochs": 0, "max_failures": 1}
     settings |= {"min_workers": 1, "cpus_per_worker": 2.5}
-    run = Struck(config_of("simclr", tmp_path, **settings), data, Place(str(tmp_path / "run")), tmp_path)
+    run = FaultedRun(config_of("simclr", tmp_path, **settings), data, Place(str(tmp_path / "run")), tmp_path)
     with extra_node(3) as node:
         run.start()
         wait_until(lambda: (run.output / "metrics.jsonl").exists() or run.drivers[-1].poll() is not None)
@@ -286,24 +290,24 @@ def test_a_node_whose_loss_is_announced_is_saved_from_before_it_goes(
     assert {line["workers"] for line in lines if line["step"] > saved} == {1}
 
 
-def assert_ended_like(whole: Whole, output: Place, *, exactly: bool) -> None:
-    """Compare steps, losses, weights, judgment and the rows of the bank with those of the whole run."""
-    result, expected = read_result(output), read_result(whole.output)
+def assert_ended_like(uninterrupted: UninterruptedRun, output: Place, *, exactly: bool) -> None:
+    """Compare steps, losses, weights, evaluation and bank rows with the uninterrupted run."""
+    result, expected = read_result(output), read_result(uninterrupted.output)
     assert result["status"] == "finished"
     assert (result["steps"], result["epochs"]) == (expected["steps"], NUM_EPOCHS)
-    losses, expected_losses = losses_of(output), losses_of(whole.output)
+    losses, expected_losses = losses_of(output), losses_of(uninterrupted.output)
     assert [step for step, _ in losses] == list(range(1, expected["steps"] + 1))
-    if whole.method != "simclr":
+    if uninterrupted.method != "simclr":
         for step in range(SAVED_EVERY, result["steps"] + 1, SAVED_EVERY):
-            assert rows_held(output, step) == rows_held(whole.output, step), step
+            assert rows_held(output, step) == rows_held(uninterrupted.output, step), step
     if not exactly:
-        # The shard that came back may have missed a step, or lend what others would have got.
-        assert losses[:STRUCK_AT] == expected_losses[:STRUCK_AT]
-        judged = "recall_at_10" if whole.method == "two_tower" else "knn_top1"
-        assert result["final"][judged] == pytest.approx(expected["final"][judged], abs=0.1)
+        # The restarted shard may have missed a step or return other rows.
+        assert losses[:FAULT_AFTER_STEP] == expected_losses[:FAULT_AFTER_STEP]
+        metric = "recall_at_10" if uninterrupted.method == "two_tower" else "knn_top1"
+        assert result["final"][metric] == pytest.approx(expected["final"][metric], abs=0.1)
         return
     assert losses == expected_losses
-    theirs = weights_of(whole.output)
+    theirs = weights_of(uninterrupted.output)
     for name, value in weights_of(output).items():
         assert torch.equal(value, theirs[name]), name
 
@@ -317,7 +321,7 @@ def weights_of(output: Place) -> dict[str, torch.Tensor]:
 
 
 def rows_held(output: Place, step: int) -> list[tuple[int, int]]:
-    """Return the step and the sample of every row in a snapshot of the bank."""
+    """Return the step and the sample of each row in a snapshot of the bank."""
     folder = output / "bank" / f"step-{step:08d}"
     tables = [
         pq.read_table(io.BytesIO((folder / path).read_bytes()))

@@ -1,4 +1,4 @@
-"""Every recipe as a submitted job, on a cluster of its own that asks for a token."""
+"""Every recipe as a submitted job, on a separate cluster that requires a token."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ import pytest
 from raycl.recipes import RECIPES
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
-from tests.cluster.strikes import wait_until
+from tests.cluster.faults import wait_until
 from tests.growing_cluster import MARK, end_processes
 from tests.images import digit_files, write_digits
 from tests.pairs import write_captioned, write_pairs, write_texts
@@ -53,7 +53,7 @@ WRITTEN: dict[str, Callable[[Path, int], Path]] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """A head with a dashboard, both on the loopback, and the environment of those who may use it."""
+    """A head with a dashboard, both on the loopback, and the environment of its users."""
 
     dashboard: str
     environment: dict[str, str]
@@ -73,7 +73,7 @@ class Cluster:
         )
 
     def submit(self, job: str, *arguments: object, flags: list[str] | None = None) -> tuple[int, str]:
-        """Submit ``python jobs/JOB.py ARGUMENTS`` as docs/cluster.md says; return its status and its log."""
+        """Submit ``python jobs/JOB.py ARGUMENTS`` as in docs/cluster.md; return status and log."""
         variables = {"RAY_JOB_STOP_WAIT_TIME_S": "120", "OMP_NUM_THREADS": "1"}
         submitted = self.ray(
             *("job", "submit", "--address", self.dashboard, "--working-dir", ".", *(flags or [])),
@@ -107,7 +107,7 @@ def cluster() -> Iterator[Cluster]:
             head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             found = Cluster(f"http://127.0.0.1:{dashboard}", environment)
-            # The agent that starts jobs comes after the dashboard.
+            # The agent that starts jobs is up later than the dashboard.
             wait_until(lambda: found.ray(*SUBMIT, found.dashboard, "--", "true").returncode == 0)
             yield found
         finally:
@@ -117,7 +117,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def write_clicks(path: Path) -> Path:
-    """Write a log of queries, each with a document that was clicked and one that was not."""
+    """Write a log of queries, each with a clicked document and a skipped document."""
     rows = pq.read_table(write_pairs(path, NUM_ROWS)).to_pylist()
     log = [
         {"query": row["query"], "document": document, "label": label}
@@ -149,7 +149,7 @@ def test_every_recipe_trains_as_a_job(recipe: str, cluster: Cluster, tmp_path: P
     assert read_result(Place(str(output)))["steps"] == NUM_STEPS
 
 
-def test_a_run_on_images_is_judged_asked_and_embeds_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_evaluate_query_and_embed_a_run_on_images(cluster: Cluster, tmp_path: Path) -> None:
     train, test = (write_digits(tmp_path / f"{num}.parquet", num) for num in (NUM_ROWS, 60))
     output = tmp_path / "run"
 
@@ -162,9 +162,9 @@ def test_a_run_on_images_is_judged_asked_and_embeds_as_jobs(cluster: Cluster, tm
     settings = ("--data", train, "--output", output, "--steps", NUM_STEPS, *flags_of("moco_v2"), *detached)
     log_of("train", "moco_v2", *settings)
     assert '"filled": 96' in log_of("bank", "stats", "kept", "--json")
-    judged = ("--run", output, "--train", train, "--test", test)
-    assert '"top1"' in log_of("evaluate", "knn", *judged)
-    assert '"top1"' in log_of("evaluate", "linear", *judged)
+    flags_for_run = ("--run", output, "--train", train, "--test", test)
+    assert '"top1"' in log_of("evaluate", "knn", *flags_for_run)
+    assert '"top1"' in log_of("evaluate", "linear", *flags_for_run)
     log_of("embed", "--run", output, "--data", test, "--output", tmp_path / "rows.parquet")
     assert pq.read_table(tmp_path / "rows.parquet").num_rows == 60
     (tmp_path / "folder").mkdir()
@@ -174,7 +174,7 @@ def test_a_run_on_images_is_judged_asked_and_embeds_as_jobs(cluster: Cluster, tm
     assert "20 images packed" in packed
 
 
-def test_a_run_on_clicks_is_judged_and_mines_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_evaluate_and_mine_a_run_on_clicks(cluster: Cluster, tmp_path: Path) -> None:
     log_of_clicks = write_clicks(tmp_path / "clicks.parquet")
     pairs, output, mined = (tmp_path / name for name in ("pairs.parquet", "run", "mined.parquet"))
     tokens = tmp_path / "tokens.json"
@@ -191,7 +191,7 @@ def test_a_run_on_clicks_is_judged_and_mines_as_jobs(cluster: Cluster, tmp_path:
     assert "negatives" in pq.read_schema(mined).names
 
 
-def test_a_job_that_fails_says_why_and_has_failed(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_failed_job_reports_its_error_and_status(cluster: Cluster, tmp_path: Path) -> None:
     status, log = cluster.submit(
         "train", "simclr", "--data", tmp_path / "nothing", "--output", tmp_path / "run"
     )
@@ -201,7 +201,7 @@ def test_a_job_that_fails_says_why_and_has_failed(cluster: Cluster, tmp_path: Pa
     assert "Traceback" not in log
 
 
-def test_a_job_that_is_stopped_saves_first_and_goes_on_when_it_is_submitted_again(
+def test_a_stopped_job_saves_a_checkpoint_and_resumes_when_submitted_again(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     data, output = write_digits(tmp_path / "data.parquet", NUM_ROWS), tmp_path / "run"
@@ -224,15 +224,15 @@ def test_a_job_that_is_stopped_saves_first_and_goes_on_when_it_is_submitted_agai
     assert stopped.returncode == 0, stopped.stderr
     result = read_result(Place(str(output)))
     assert result["status"] == "stopped"
-    told = cluster.ray("job", "logs", "--address", cluster.dashboard, "long")
-    assert result["error"] in told.stdout + told.stderr
+    printed = cluster.ray("job", "logs", "--address", cluster.dashboard, "long")
+    assert result["error"] in printed.stdout + printed.stderr
     reached = read_metrics(Place(str(output)))[-1]["step"]
     status, log = cluster.submit("train", "simclr", "--steps", reached + 3, *arguments)
     assert status == 0, log
     assert read_result(Place(str(output)))["steps"] == reached + 3
 
 
-def test_nobody_submits_without_the_token(cluster: Cluster) -> None:
+def test_submitting_requires_the_token(cluster: Cluster) -> None:
     without = {**cluster.environment, "RAY_AUTH_MODE": "disabled"}
     refused = cluster.ray("job", "list", "--address", cluster.dashboard, environment=without)
     assert refused.returncode != 0

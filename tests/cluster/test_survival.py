@@ -1,4 +1,4 @@
-"""Runs that lose a process, or are asked to stop: what they keep, and how they go on."""
+"""Runs that lose a process or are stopped: saved state and resuming."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from raycl.training import coordinator
 from raycl.training.controller import RayTrainer, remove_leaked_placement_groups
 from raycl.training.coordinator import send_heartbeats
 from raycl.training.driver import GracefulShutdown, workers_that_fit
-from tests.cluster.strikes import kill_process, wait_until
+from tests.cluster.faults import kill_process, wait_until
 from tests.cluster.test_negatives import assert_equal_runs
 from tests.cluster.test_run import small_run
 from tests.images import write_digits
@@ -50,7 +50,7 @@ def write_config(folder: Path, config: raycl.RunConfig) -> Path:
 
 
 def start(*arguments: object, program: Sequence[str] = ("jobs/train.py",), **options: Any) -> Any:
-    """Start a process that trains in the cluster of the tests."""
+    """Start a process that trains on the test cluster."""
     return subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
         **{
@@ -65,7 +65,7 @@ def start(*arguments: object, program: Sequence[str] = ("jobs/train.py",), **opt
 
 
 def stop(process: Any, ready: Callable[[], bool], wait_s: float = 0.0) -> tuple[int, str]:
-    """Send SIGTERM once the process is ready; return its exit status and stderr."""
+    """Send SIGTERM when the process is ready; return its exit status and stderr."""
     wait_until(lambda: ready() or process.poll() is not None)
     time.sleep(wait_s)
     process.send_signal(signal.SIGTERM)
@@ -78,7 +78,7 @@ def losses_of(output: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(Place(str(output))) if "loss" in line]
 
 
-def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had_happened(
+def test_a_stopped_run_saves_and_reports_a_checkpoint_and_resumes_exactly(
     tmp_path: Path,
 ) -> None:
     data = write_digits(tmp_path / "digits.parquet", 300)
@@ -109,11 +109,11 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
         int,
         re.findall(r"stopped after step (\d+), which is saved; continue it with --resume", stopped["error"]),
     )
-    assert 20 <= reached < 40  # which is not the next logged step
+    assert 20 <= reached < 40  # not the next logged step
     assert (output / "checkpoints" / f"step-{reached:08d}").exists()
 
     marker.touch()
-    # After the last step there is nothing to stop.
+    # After the last step there is no training to stop.
     assert ended_at("encoder.safetensors", "--resume")[0] == 0
     assert read_result(Place(str(output)))["status"] == "finished"
     whole = tmp_path / "whole"
@@ -122,21 +122,21 @@ def test_a_run_that_is_asked_to_stop_saves_says_so_and_goes_on_as_if_nothing_had
 
 
 @pytest.mark.drill
-def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_on_a_laptop_saves_first_and_a_second_ctrl_c_quits_at_once(tmp_path: Path) -> None:
     data = write_digits(tmp_path / "digits.parquet", 300)
-    # Of steps so slow that the second one comes before the run has ended for the first.
+    # Steps are slow, so that the second Ctrl-C comes before the run has stopped after the first.
     arguments = {"channels": 1, "marker": str(tmp_path / "nowhere"), "seconds": 2}
     settings = {"encoder.name": "tests.cluster.networks:slow", "encoder.kwargs": arguments}
     config = small_run(**settings, workers=1, **{"stages.0.epochs": 100, "evaluation.every_epochs": 0})
     file = write_config(tmp_path, config)
 
     def interrupted(output: Path, times: int) -> tuple[int, str]:
-        """Press Ctrl-C in a terminal: the processes of its Ray get the signal as well."""
+        """Press Ctrl-C in a terminal, which also signals the processes of its Ray."""
         process = start(
             *(file, "--data", data, "--output", output),
             env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
             start_new_session=True,
-            # Where the tests were started in the background, it would be ignored.
+            # If the tests were started in the background, SIGINT would be ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         wait_until(lambda: (output / "metrics.jsonl").exists() or process.poll() is not None)
@@ -156,18 +156,18 @@ def test_ctrl_c_on_a_laptop_saves_first_and_a_second_one_ends_at_once(tmp_path: 
 
 
 @pytest.mark.drill
-def test_a_run_that_waits_for_nodes_stops_when_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_run_that_waits_for_nodes_stops_on_request(tmp_path: Path) -> None:
     data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
     settings = ["workers=9", "autoscaling=true", "data.image_size=16", "stages.0.batch_size=63"]
     flags = [flag for setting in settings for flag in ("--set", setting)]
     process = start("simclr", "--data", data, "--output", output, *flags)
-    status, _ = stop(process, lambda: (output / "result.json").exists(), wait_s=10)  # until it waits
+    status, _ = stop(process, lambda: (output / "result.json").exists(), wait_s=10)  # until the run waits
     assert status == 128 + signal.SIGTERM
     assert read_result(Place(str(output)))["status"] == "stopped"
 
 
 @pytest.mark.drill
-def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_saves(tmp_path: Path) -> None:
+def test_a_run_with_steps_longer_than_the_drivers_timeout_still_saves(tmp_path: Path) -> None:
     data, output = write_digits(tmp_path / "digits.parquet", 300), tmp_path / "run"
     config = small_run(
         **{
@@ -177,7 +177,7 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
             "evaluation.every_epochs": 0,
         }
     )
-    # Two views a step make 16 seconds of silence; a heartbeat comes every second.
+    # Two views per step make 16 seconds of silence; heartbeats come every second.
     impatient = "import raycl.training.driver as groups, raycl.cli.main; groups._NO_HEARTBEAT_S = 11.0; raycl.cli.main.main()"
     arguments = ("train", write_config(tmp_path, config), "--data", data, "--output", output)
     process = start(*arguments, program=("-c", impatient))
@@ -187,7 +187,7 @@ def test_a_run_whose_steps_take_longer_than_the_driver_would_wait_alone_still_sa
     assert list((output / "checkpoints").glob("step-*"))
 
 
-def test_what_a_coordinator_was_told_outlives_it(tmp_path: Path) -> None:
+def test_the_state_of_a_coordinator_survives_its_restart(tmp_path: Path) -> None:
     with coordinator.start_coordinator() as book, GracefulShutdown(book, Place(str(tmp_path))) as signals:
         stats = ReadStats(num_rows=9, num_train=7, examples=["one.png (not an image)"])
         stats.invalid["not an image"] = 2
@@ -203,17 +203,17 @@ def test_what_a_coordinator_was_told_outlives_it(tmp_path: Path) -> None:
             assert ray.get(book.heartbeat.remote())
         assert before.num_invalid == 2
         ray.kill(book, no_restart=False)
-        assert signals.request_stop() < 60  # whether it is there or not
+        assert signals.request_stop() < 60  # whether it exists or not
 
 
 def restarts_of(actor: Any) -> int:
-    """Return how often an actor came back, -1 while it is away: until then it may still answer as before."""
+    """Return how often an actor was restarted; -1 while it is down, since a dying actor may still answer."""
     facts = ray_state.actors(actor._actor_id.hex()) or {}
     return facts["NumRestarts"] if facts.get("State") == "ALIVE" else -1
 
 
 class TrainController:
-    """Takes room as Ray Train's controller does, which has this name."""
+    """Reserves resources like Ray Train's controller, which has the same name."""
 
     def take_room(self) -> PlacementGroup:
         group = placement_group([{"CPU": 0.5}])
@@ -222,10 +222,10 @@ class TrainController:
 
 
 class Other(TrainController):
-    """An actor of the user's own."""
+    """A user's own actor."""
 
 
-def test_room_of_a_controller_that_died_is_free_again_and_that_of_others_is_not() -> None:
+def test_only_a_dead_controllers_resources_are_freed() -> None:
     controller, other = (ray.remote(num_cpus=0)(each) for each in (TrainController, Other))
     dead, alive, users = controller.remote(), controller.remote(), other.remote()
     lost, kept, given = ray.get([each.take_room.remote() for each in (dead, alive, users)])
@@ -243,7 +243,7 @@ def test_room_of_a_controller_that_died_is_free_again_and_that_of_others_is_not(
         remove_placement_group(each)
 
 
-def test_ray_has_helpers_that_raycl_leaves_out() -> None:
+def test_ray_still_has_the_helpers_that_raycl_disables() -> None:
     def names(trainer: TorchTrainer) -> set[str]:
         return {type(each).__name__ for each in trainer._create_default_callbacks()}
 
@@ -253,7 +253,7 @@ def test_ray_has_helpers_that_raycl_leaves_out() -> None:
 
 
 @pytest.mark.drill
-def test_controllers_that_die_leave_neither_room_nor_actors(tmp_path: Path) -> None:
+def test_dead_controllers_leave_no_reserved_resources_and_no_actors(tmp_path: Path) -> None:
     data = write_digits(tmp_path / "digits.parquet", 300)
     config = small_run(
         **{
@@ -286,11 +286,11 @@ def test_controllers_that_die_leave_neither_room_nor_actors(tmp_path: Path) -> N
     assert not alive & {"PlacementGroupCleaner", "TrainController", "RayTrainWorker"}
 
 
-def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
+def test_elastic_workers_leave_a_cpu_for_data_tasks() -> None:
     def asked(*, streamed: bool, workers: tuple[int, int] = (1, 8), **settings: object) -> tuple[int, int]:
         return workers_that_fit(small_run(**settings), workers, streamed=streamed)
 
-    # Of 4 CPUs.
+    # On 4 CPUs.
     assert asked(streamed=True, cpus_per_worker=1.0) == (1, 3)
     assert asked(streamed=True, cpus_per_worker=1.6) == (1, 1)
     assert asked(streamed=True, cpus_per_worker=0.1) == (1, 8)
@@ -299,7 +299,7 @@ def test_workers_that_may_be_fewer_leave_a_cpu_to_the_tasks_that_read() -> None:
     assert asked(streamed=True, cpus_per_worker=1.0, autoscaling=True) == (1, 8)
 
 
-def test_a_coordinator_hears_a_worker_that_says_nothing_else_and_answers_when_it_is_to_stop() -> None:
+def test_a_coordinator_receives_heartbeats_and_answers_with_the_stop_request() -> None:
     with coordinator.start_coordinator() as book:
         with send_heartbeats(book, interval_s=0.2) as asked_to_stop:
             time.sleep(2.0)
@@ -312,7 +312,7 @@ def test_a_coordinator_hears_a_worker_that_says_nothing_else_and_answers_when_it
 
 
 @pytest.mark.drill
-def test_a_run_that_loses_its_workers_at_one_point_again_and_again_gives_up(tmp_path: Path) -> None:
+def test_a_run_that_repeatedly_loses_its_workers_at_one_step_fails(tmp_path: Path) -> None:
     data = write_digits(tmp_path / "digits.parquet", 300)
     config = small_run(**{"workers": 1, "max_failures": 1, "encoder.name": "tests.cluster.networks:mortal"})
     with pytest.raises(RunError):
@@ -321,10 +321,10 @@ def test_a_run_that_loses_its_workers_at_one_point_again_and_again_gives_up(tmp_
 
 
 @pytest.mark.drill
-def test_fewer_workers_will_do_where_there_is_no_room_for_more(tmp_path: Path) -> None:
+def test_an_elastic_run_starts_with_as_many_workers_as_fit(tmp_path: Path) -> None:
     data = write_digits(tmp_path / "digits.parquet", 300)
     settings = {"stages.0.epochs": 2, "encoder.kwargs": {"channels": 1, "dropout": 0.0}}
-    # Of 4 CPUs 3 workers of 1.3 have room; a fourth has not.
+    # 3 workers of 1.3 CPUs fit on 4 CPUs; a fourth does not.
     elastic = small_run(
         **settings, min_workers=1, workers=4, cpus_per_worker=1.3, **{"stages.0.batch_size": 48}
     )

@@ -1,4 +1,4 @@
-"""What befalls a run: processes of Ray's killed with no warning, nodes that come and go."""
+"""Faults for tests: kill Ray's processes without warning, add and remove nodes."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ from pathlib import Path
 import ray
 
 
-def wait_until(is_so: Callable[[], object], *, timeout_s: float = 240.0) -> None:
-    """Return once it is so; fails if that takes too long."""
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 240.0) -> None:
+    """Wait until the condition holds; fail after the timeout."""
     deadline = time.monotonic() + timeout_s
-    while not is_so():
+    while not condition():
         assert time.monotonic() < deadline, "it did not come to that in time"
         time.sleep(0.02)
 
 
 def kill_process(title: str, *, timeout_s: float = 240.0) -> int:
-    """SIGKILL a process of the session whose title begins so, when there is one; return its id."""
+    """Wait for a process of the session whose title starts with ``title``, SIGKILL it, and return its id."""
     found: list[int] = []
     wait_until(lambda: found.extend(processes(title)) or found, timeout_s=timeout_s)
     os.kill(found[0], signal.SIGKILL)
@@ -29,7 +29,7 @@ def kill_process(title: str, *, timeout_s: float = 240.0) -> int:
 
 
 def processes(title: str) -> list[int]:
-    """Return the processes that raylets of the session have started and that call themselves so."""
+    """Return the processes started by the session's raylets whose title starts with ``title``."""
     session = ray.get_runtime_context().get_session_name()
     raylets = {pid for pid, line in _processes() if "raylet" in line[:200] and session in line}
     return [pid for pid, line in _processes() if line.startswith(title) and _parent(pid) in raylets]
@@ -37,17 +37,17 @@ def processes(title: str) -> list[int]:
 
 @contextmanager
 def extra_node(num_cpus: float, **labels: str) -> Iterator["Node"]:
-    """Add a node to the session's cluster, a raylet of its own on this machine."""
+    """Add a node to the session's cluster: another raylet on this machine."""
     node = Node(num_cpus, labels)
     try:
         yield node
     finally:
         node.kill()
-        wait_until(lambda: node.id not in alive())  # or what comes next would be asked of it
+        wait_until(lambda: node.id not in alive())  # otherwise Ray could schedule the next test on it
 
 
 class Node:
-    """A raylet with its workers, and what they have left when they are killed: nothing."""
+    """A raylet with its workers; killing it leaves no process behind."""
 
     def __init__(self, num_cpus: float, labels: Mapping[str, str] | None = None) -> None:
         before = alive()
@@ -58,7 +58,7 @@ class Node:
             *("--object-store-memory", str(100 * 2**20)),
             *("--labels", ",".join(f"{name}={value}" for name, value in (labels or {}).items())),
         ]
-        # A session of its own, which all of the node's processes are in and are killed by.
+        # All processes of the node share a new session, which identifies them for the kill.
         self._process = subprocess.Popen(
             command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -66,7 +66,7 @@ class Node:
         [self.id] = alive() - before
 
     def kill(self) -> None:
-        """End all its processes with no warning."""
+        """Kill all processes of the node without warning."""
         for pid, line in _processes():
             with suppress(ProcessLookupError, PermissionError):
                 if line and self.has(pid):
@@ -75,7 +75,7 @@ class Node:
         self._process.wait(30)
 
     def announce_loss(self, *, seconds: int) -> None:
-        """Let Ray know that the node will be taken away, as a cloud's notice would."""
+        """Announce to Ray that the node will disappear, like a cloud's preemption notice."""
         drain = (
             *(str(Path(sys.executable).parent / "ray"), "drain-node", "--node-id", self.id),
             *("--address", ray.get_runtime_context().gcs_address),
@@ -85,7 +85,7 @@ class Node:
         subprocess.run(drain, check=True, capture_output=True, timeout=60)
 
     def has(self, pid: int) -> bool:
-        """Whether this process is one of its own."""
+        """Whether the process belongs to this node."""
         return os.getsid(pid) == self._process.pid
 
 
@@ -104,6 +104,6 @@ def _processes() -> Iterator[tuple[int, str]]:
 
 def _parent(pid: int) -> int:
     with suppress(OSError):
-        # The name comes first, in parentheses, and may hold anything.
+        # The process name comes first, in parentheses, and may contain any character.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 0
