@@ -1,8 +1,8 @@
-"""Clusters of several nodes on this machine for the doctor to look at: run as a process of its own.
+"""Start clusters of several nodes on this machine and run the doctor on them, in a separate process.
 
     python -m tests.cluster.doctor_nodes two_nodes|idle_head_v1|idle_head_v2|plain_head|token_head FOLDER
 
-Prints the doctor's results as JSON, and stops everything that it started.
+Prints the doctor's results as JSON and stops all processes that it started.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
 }
-if "token_head" in sys.argv:  # Ray reads this when it is imported
+if "token_head" in sys.argv:  # Ray reads this variable on import
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
     os.environ.pop(name, None)
@@ -45,7 +45,7 @@ STORE = 150 * 2**20
 
 
 def two_nodes(folder: Path) -> list[list[CheckResult]]:
-    """A head, and a node that has another working folder, another raycl, and a GPU that is none."""
+    """A head, and a node with a different working folder, a different raycl, and a fake GPU."""
     here, there, other = folder / "here", folder / "there", folder / "other"
     for each in (here, there):
         each.mkdir()
@@ -68,7 +68,7 @@ def two_nodes(folder: Path) -> list[list[CheckResult]]:
     cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=STORE)
     os.chdir(here)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    # A process sees its own working folder there: a local path that is another one on each node.
+    # /proc/self/cwd resolves to the working folder of each process: a local path that differs between nodes.
     local = examine(output="/proc/self/cwd/runs/first")
     shared = examine(output=str(folder / "shared" / "deep" / "run"))
     left = sorted(str(path) for each in (here, there, folder / "shared") for path in each.rglob("*"))
@@ -79,12 +79,12 @@ def two_nodes(folder: Path) -> list[list[CheckResult]]:
 
 
 def idle_head_v1(folder: Path) -> list[list[CheckResult]]:
-    """A head without CPUs, whose autoscaler of the first kind may start nodes."""
+    """A head without CPUs, with an autoscaler v1 that may start nodes."""
     return _examine_head(folder, {"RAY_enable_autoscaler_v2": "0"}, with_autoscaler=True)
 
 
 def idle_head_v2(folder: Path) -> list[list[CheckResult]]:
-    """The same with the second kind of autoscaler, which is the one that Ray's launcher takes."""
+    """A head without CPUs, with an autoscaler v2, the default of Ray's launcher."""
     environment = {
         "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
@@ -95,12 +95,12 @@ def idle_head_v2(folder: Path) -> list[list[CheckResult]]:
 
 
 def plain_head(folder: Path) -> list[list[CheckResult]]:
-    """A head without CPUs and without an autoscaler that may start nodes."""
+    """A head without CPUs and without an autoscaler."""
     return _examine_head(folder, {}, with_autoscaler=False)
 
 
 def token_head(folder: Path) -> list[list[CheckResult]]:
-    """A head that asks for a token, which this process has."""
+    """A head that requires a token, which this process has."""
     with _head(folder, {}, with_autoscaler=False) as address:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         found = [check_access(alive_nodes())]
@@ -115,7 +115,7 @@ def _examine_head(
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         deadline = time.monotonic() + 60
         while has_autoscaler() is None and time.monotonic() < deadline:
-            time.sleep(0.5)  # its first report
+            time.sleep(0.5)  # until the autoscaler's first report
         asked = override(recipe("simclr", image_size=16), {"encoder.name": "resnet10", "encoder.width": 0.25})
         found = examine(recipe=asked, quiet=False)
         ray.shutdown()
@@ -155,7 +155,7 @@ def _head(folder: Path, environment: dict[str, str], *, with_autoscaler: bool) -
         with contextlib.suppress(subprocess.TimeoutExpired):
             head.wait(20)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(head.pid, signal.SIGKILL)  # the session is its own
+            os.killpg(head.pid, signal.SIGKILL)  # the node leads its own session
 
 
 if __name__ == "__main__":

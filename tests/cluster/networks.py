@@ -1,4 +1,4 @@
-"""Encoders of the tests' own: small, and able to go wrong at a chosen step."""
+"""Small encoders for tests, which can fail at a chosen step."""
 
 import os
 import time
@@ -14,11 +14,11 @@ from raycl.models.text import BagOfSubwords
 
 
 class Small(nn.Module):
-    """Two convolutions with BatchNorm and dropout; goes wrong at a chosen training step, once.
+    """Two convolutions with BatchNorm and dropout; fails once, at a chosen training step.
 
-    It dies, returns NaN, returns numbers whose gradient is NaN, or one point in the ``collapsed`` ones.
+    It crashes, returns NaN, returns numbers with a NaN gradient, or returns one point in ``collapsed`` steps.
 
-    After its death it writes the steps that it has made since into the marker.
+    After a crash it writes the number of steps since then into the marker.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Small(nn.Module):
                 return 1 + 0 * self.layers(images)
             if self._num_steps == self._nan_gradient_at:
                 features = self.layers(images)
-                return features + 0 * (0 * features).sqrt()  # the root of 0 has no finite slope
+                return features + 0 * (0 * features).sqrt()  # the square root has an infinite gradient at 0
         return self.layers(images)
 
 
 def wait_for_checkpoint() -> None:
-    """Wait until Ray Train has listed a checkpoint: one reported a moment ago may not count yet."""
+    """Wait until Ray Train has listed a checkpoint: a recently reported one may still be missing."""
     for _ in range(100):
         if ray.train.get_all_reported_checkpoints():
             return
@@ -86,7 +86,7 @@ def flat(**arguments: object) -> nn.Module:
 
 
 class Words(nn.Module):
-    """A bag of subwords with dropout that dies at a chosen batch, once."""
+    """A bag of subwords with dropout that crashes once, at a chosen batch."""
 
     def __init__(
         self, *, num_tokens: int, max_length: int, dim: int = 16, die_at: int = 0, marker: str = ""
@@ -109,7 +109,7 @@ def words(**arguments: Any) -> Words:
 
 
 class Mortal(Small):
-    """Dies at the second step of every life."""
+    """Crashes at the second step after every start."""
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training and self._num_steps == 1:
@@ -122,7 +122,7 @@ def mortal(**arguments: Any) -> nn.Module:
 
 
 class Slow(nn.Module):
-    """Takes ``seconds`` more for each training batch until the marker is there."""
+    """Delays each training batch by ``seconds`` until the marker exists."""
 
     def __init__(self, network: nn.Module, marker: str, seconds: float = 0.1) -> None:
         super().__init__()

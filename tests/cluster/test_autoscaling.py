@@ -1,4 +1,4 @@
-"""Runs on a cluster that has no nodes yet: they come, the run grows, they go, and the run is the same."""
+"""Runs on a cluster that starts without nodes: workers follow the nodes, and the losses stay equal."""
 
 import time
 from itertools import pairwise
@@ -32,8 +32,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Patient(Small):
-    """Takes a second more for each batch until the marker is there."""
+class DelayedEncoder(Small):
+    """Delays each batch by a second until the marker exists."""
 
     def __init__(self, marker: str) -> None:
         super().__init__(channels=1, dropout=0.0)
@@ -46,7 +46,7 @@ class Patient(Small):
 
 
 def patient(**arguments: Any) -> nn.Module:
-    return Patient(**arguments)
+    return DelayedEncoder(**arguments)
 
 
 def lines_of(output: Path) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
 def train(
     cluster: GrowingCluster, recipe: str, output: Path, *, marker: Path, until: int, **settings: Any
 ) -> tuple[float, float]:
-    """Train with ``raycl train`` on a cluster; hurry as soon as a line tells of ``until`` workers."""
+    """Train with ``raycl train`` on a cluster; hurry after the first line with ``until`` workers."""
     data = write_digits(cluster.folder / "digits.parquet", NUM_IMAGES)
     settings = SETTINGS | {"encoder.kwargs.marker": str(marker)} | settings
     flags = {"--data": data, "--output": output, "--batch-size": BATCH_SIZE}
@@ -73,9 +73,9 @@ def train(
 
 
 @pytest.mark.parametrize("recipe", ["simclr", "moco_v2"])
-def test_a_run_grows_with_its_cluster_and_stays_the_run_that_it_was(recipe: str, tmp_path: Path) -> None:
+def test_a_run_grows_with_its_cluster_without_changing_its_losses(recipe: str, tmp_path: Path) -> None:
     grown, alone, marker = tmp_path / "grown", tmp_path / "alone", tmp_path / "hurry"
-    # From one node to the next it takes long enough for the run to grow by one.
+    # The delay between two nodes is long enough for the run to grow by one worker.
     with growing_cluster(max_nodes=3, boot_s=45.0) as cluster:
         length = {"stages.0.epochs": EPOCHS}
         assert cluster.look().nodes == 0
@@ -93,7 +93,7 @@ def test_a_run_grows_with_its_cluster_and_stays_the_run_that_it_was(recipe: str,
     assert workers[0] == 1
     assert workers == sorted(workers)
     assert workers[-1] > 1
-    # However many there were, a step saw the batch that was asked for, and an epoch all its steps.
+    # With any number of workers, every step has the configured batch size and every epoch all its steps.
     assert [line["step"] for line in lines] == list(range(1, EPOCHS * STEPS_PER_EPOCH + 1))
     assert [line["samples"] for line in lines] == [BATCH_SIZE * line["step"] for line in lines]
     assert [line["epoch"] for line in lines] == [(line["step"] - 1) // STEPS_PER_EPOCH for line in lines]
@@ -103,7 +103,7 @@ def test_a_run_grows_with_its_cluster_and_stays_the_run_that_it_was(recipe: str,
     if recipe == "moco_v2":
         ages = [line["negatives_age_max"] for line in lines]
         assert ages == [min(line["step"], QUEUED_STEPS) for line in lines]
-    # Sums in another order drift apart in the end: what is compared is the time around each change.
+    # Sums in a different order diverge over time, so compare the losses around each change.
     first, *others = changes(lines)
     assert_equal_losses(lines, reference, around=first, rel=1e-4)
     for change in others:
@@ -111,7 +111,7 @@ def test_a_run_grows_with_its_cluster_and_stays_the_run_that_it_was(recipe: str,
 
 
 def changes(lines: list[dict[str, Any]]) -> list[int]:
-    """Return the indices of the first lines of another number of workers."""
+    """Return the indices of the first lines after a change of the number of workers."""
     numbers = [line["workers"] for line in lines]
     return [index for index, (few, more) in enumerate(pairwise(numbers), start=1) if few != more]
 
@@ -124,18 +124,18 @@ def assert_equal_losses(
     assert [line["loss"] for line in lines[near]] == pytest.approx(expected, rel=rel)
 
 
-def test_a_stage_that_asks_for_more_workers_gets_them_and_the_queue_goes_along(tmp_path: Path) -> None:
+def test_a_stage_with_more_workers_gets_them_and_keeps_the_queue(tmp_path: Path) -> None:
     output, marker = tmp_path / "run", tmp_path / "hurry"
     marker.touch()
     stages = {"stages.0.epochs": 2, "stages.1.epochs": 2, "stages.0.workers": 1, "stages.1.workers": 2}
-    # A node takes longer than the 60 s after which Ray Train gives up a group and tries again.
+    # Starting a node takes longer than 60 s, after which Ray Train gives up on a group and retries.
     with growing_cluster(max_nodes=2, boot_s=70.0) as cluster:
         train(cluster, "moco_v2", output, marker=marker, until=2, **stages)
         assert cluster.wait_until_empty().nodes == 0
     lines = lines_of(output)
     assert [(line["stage"], line["workers"]) for line in lines] == [(0, 1)] * 12 + [(1, 2)] * 12
     assert [line["samples"] for line in lines] == [BATCH_SIZE * step for step in range(1, 25)]
-    # A queue that began anew would be young again at step 13, one of another batch never of this mean age.
+    # A new queue would be young at step 13; a queue with another batch size would never reach this mean age.
     assert [line["negatives_age_max"] for line in lines] == [min(step, QUEUED_STEPS) for step in range(1, 25)]
     assert {line["negatives_age_mean"] for line in lines[QUEUED_STEPS:]} == {(1 + QUEUED_STEPS) / 2}
     assert cluster.seen[0].nodes == 0

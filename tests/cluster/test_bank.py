@@ -115,7 +115,7 @@ def test_a_client_has_the_same_rows_as_a_local_store(banks: dict[str, Bank], kin
     assert sum(bank.spec.bytes_of(shard) for shard in range(bank.spec.num_shards)) == store.num_bytes
 
 
-def test_initial_rows_reach_the_bank(banks: dict[str, Bank]) -> None:
+def test_initial_rows_are_stored_in_the_bank(banks: dict[str, Bank]) -> None:
     bank = banks["memory_bank"]
     bank.restore(0)
     client, store = client_of(bank), store_of(bank)
@@ -327,7 +327,7 @@ def test_empty_banks_answer(banks: dict[str, Bank], kind: str) -> None:
         (lambda _: connect_bank("missing"), "no bank 'missing': the banks here are 'memory bank', 'queue'"),
     ],
 )
-def test_queries_without_an_answer_are_refused_in_one_line(
+def test_unanswerable_queries_are_refused_in_one_line(
     banks: dict[str, Bank], ask: Callable[[dict[str, Bank]], object], message: str
 ) -> None:
     with pytest.raises(RayclError, match=message) as error:

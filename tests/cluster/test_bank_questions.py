@@ -1,4 +1,4 @@
-"""``raycl bank`` and its Python functions, from processes that join the Ray of the banks."""
+"""``raycl bank`` and its Python functions, from processes that join the cluster of the banks."""
 
 import json
 import os
@@ -32,7 +32,7 @@ MAIN = "from raycl.cli.main import main; main()"
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own; RAY_ADDRESS leads nowhere, so that --address must."""
+    """Run Python in a new process; RAY_ADDRESS is invalid, so that --address is used."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -49,7 +49,7 @@ def address() -> str:
 
 
 def ask(*question: object) -> Any:
-    """Return what ``raycl bank QUESTION --json`` prints; nothing else may be printed."""
+    """Return the output of ``raycl bank QUESTION --json``, which must be pure JSON."""
     answer = python("-c", MAIN, "bank", *question, "--json", "--address", address())
     assert (answer.returncode, answer.stderr) == (0, "")
     return json.loads(answer.stdout)
@@ -66,7 +66,7 @@ def spec(folder: Path, **settings: Any) -> BankSpec:
 
 @pytest.fixture(scope="module")
 def slots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
-    """Hold a memory bank of two shards; steps 1 to 4 wrote 50 slots each, and 100 were never written."""
+    """Keep a memory bank of two shards; steps 1 to 4 wrote 50 slots each, and 100 were never written."""
     folder = tmp_path_factory.mktemp("slots")
     bank = start_bank(
         spec(folder, name="slots", kind="memory_bank", capacity=NUM_SAMPLES, num_shards=2), SAMPLE_ID
@@ -82,7 +82,7 @@ def slots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
-    """Hold a queue of 128 keys; sample 5 is in it twice."""
+    """Keep a queue of 128 keys that contains sample 5 twice."""
     folder = tmp_path_factory.mktemp("keys")
     bank = start_bank(spec(folder, name="keys", kind="queue", capacity=128))
     client = QueueClient(bank)
@@ -107,7 +107,7 @@ def test_all_banks_are_listed(slots: Bank, keys: Bank) -> None:
     assert listed["keys"]["output"] == keys.spec.output
 
 
-def test_statistics_equal_those_of_numpy(slots: Bank) -> None:
+def test_statistics_equal_numpy(slots: Bank) -> None:
     shown = ask("stats", "slots")
     rows = slots.negatives()
     there = rows.step >= 0
@@ -124,7 +124,7 @@ def test_statistics_equal_those_of_numpy(slots: Bank) -> None:
     assert {shard["node_id"] for shard in shown["shards"]} == {node}
 
 
-def test_nearest_to_a_sample_equal_those_of_numpy_without_itself(slots: Bank) -> None:
+def test_nearest_to_a_sample_equal_numpy_and_exclude_the_sample(slots: Bank) -> None:
     rows = slots.negatives()
     own = int(np.flatnonzero(rows.step == 3)[0])
     sample_id = int(rows.sample_id[own])
@@ -139,7 +139,7 @@ def test_nearest_to_a_sample_equal_those_of_numpy_without_itself(slots: Bank) ->
     assert shown["query"] == {"id": sample_id}
 
 
-def test_nearest_to_a_vector_equal_those_of_numpy_for_npy_and_json(slots: Bank, tmp_path: Path) -> None:
+def test_nearest_to_a_vector_equal_numpy_for_npy_and_json(slots: Bank, tmp_path: Path) -> None:
     query = 3 * unit_rows(1, seed=9)[0]
     np.save(tmp_path / "query.npy", query)
     (tmp_path / "query.json").write_text(json.dumps(query.tolist()))
@@ -148,7 +148,7 @@ def test_nearest_to_a_vector_equal_those_of_numpy_for_npy_and_json(slots: Bank, 
         assert [each["sample_id"] for each in shown["neighbors"]] == nearest_by_numpy(slots, query, 10)
 
 
-def test_rows_are_exact_and_missing_ones_are_named(keys: Bank) -> None:
+def test_rows_are_exact_and_missing_samples_are_named(keys: Bank) -> None:
     shown = ask("get", "keys", "--id", 5, "--id", 77, "--id", 8)
     found = keys.get(np.array([5, 77, 8]))
     assert [each["sample_id"] for each in shown["rows"]] == found.sample_id.tolist() == [5, 8, 5]
@@ -157,7 +157,7 @@ def test_rows_are_exact_and_missing_ones_are_named(keys: Bank) -> None:
     assert shown["missing"] == [77]
 
 
-def test_an_export_holds_the_written_rows(slots: Bank, tmp_path: Path) -> None:
+def test_an_export_contains_the_written_rows(slots: Bank, tmp_path: Path) -> None:
     shown = ask("export", "slots", "--output", tmp_path / "rows")
     assert shown["rows"] == NUM_WRITTEN
     table = pq.read_table(tmp_path / "rows").sort_by("sample_id")
@@ -169,11 +169,11 @@ def test_an_export_holds_the_written_rows(slots: Bank, tmp_path: Path) -> None:
 
 @pytest.fixture
 def bank_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Ask from the process of the tests, which has joined Ray: no time for another."""
+    """Query from the test process, which has already joined Ray, to save time."""
     return lambda *arguments: run_raycl(monkeypatch, capsys, "bank", *arguments)
 
 
-def test_without_json_each_fact_has_a_line(bank_command, slots: Bank) -> None:
+def test_each_fact_is_a_line_without_json(bank_command, slots: Bank) -> None:
     status, out, err = bank_command("stats", "slots")
     assert (status, err) == (0, "")
     facts = dict(line.split(maxsplit=1) for line in out.splitlines() if " " in line)
@@ -206,7 +206,7 @@ def test_without_json_each_fact_has_a_line(bank_command, slots: Bank) -> None:
         (["ask"], "ask"),
     ],
 )
-def test_an_invalid_query_is_one_line_and_status_2(
+def test_an_invalid_query_prints_one_line_and_exits_with_status_2(
     bank_command, slots: Bank, keys: Bank, question: list[object], says: str
 ) -> None:
     status, out, err = bank_command(*question)
@@ -215,19 +215,19 @@ def test_an_invalid_query_is_one_line_and_status_2(
     assert re.search(says, err), err
 
 
-def test_a_missing_ray_is_one_line_and_status_1() -> None:
+def test_a_missing_ray_cluster_prints_one_line_and_exits_with_status_1() -> None:
     answer = python("-c", MAIN, "bank", "list")
     assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (1, "", 1)
     assert "nothing answers at 127.0.0.1:1" in answer.stderr
 
 
-def test_the_job_answers_as_the_command(keys: Bank) -> None:
+def test_the_job_prints_the_same_as_the_command(keys: Bank) -> None:
     answer = python("jobs/bank.py", "get", "keys", "--id", 11, "--json", "--address", address())
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["rows"][0]["step"] == 2
 
 
-def test_python_queries_load_neither_torch_nor_ray_data(slots: Bank) -> None:
+def test_python_queries_import_neither_torch_nor_ray_data(slots: Bank) -> None:
     code = f"""
 import json, sys
 import raycl
@@ -244,7 +244,7 @@ print(json.dumps([*shown, sorted({{"torch", "ray.data", "ray.train", "pandas"}} 
 
 
 @pytest.mark.drill
-def test_a_picture_finds_the_keys_that_the_momentum_encoder_puts_near_it(
+def test_an_image_query_returns_the_nearest_keys_by_the_momentum_encoder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = raycl.override(

@@ -1,4 +1,4 @@
-"""Runs whose embeddings collapse: told, stopped, or taken back to health."""
+"""Runs whose embeddings collapse: the collapse is reported, and the run stops or recovers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def collapsing_run(on_collapse: str, passes: Sequence[int], **settings: Any) -> RunConfig:
-    """Eighteen steps by the hinge on two workers; in these passes all embeddings are one point."""
+    """Eighteen steps with the hinge loss on two workers; in these passes all embeddings are one point."""
     return small_run(
         **{
             "batchnorm": "group",
@@ -49,9 +49,9 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
     return read_metrics(Place(str(output)))
 
 
-def test_a_collapsed_run_goes_back_to_health_and_to_cross_entropy_for_a_while(tmp_path: Path) -> None:
-    # Told at the third look. Step 9, the end of an epoch, is saved thrice: after two looks at one
-    # point, so that the first way back leads to step 5; in health, for the second way; and again.
+def test_a_collapsed_run_recovers_by_rollback_and_temporary_cross_entropy(tmp_path: Path) -> None:
+    # The third check reports the collapse. Step 9, the end of an epoch, is saved three times: after two
+    # checks with one point, so that the first rollback leads to step 5; healthy, for the second; and again.
     config = collapsing_run("rollback", [8, 9, 10, 15, 16, 17])
     result = train(config, tmp_path / "run")
     assert events_of(tmp_path / "run") == [
@@ -62,7 +62,7 @@ def test_a_collapsed_run_goes_back_to_health_and_to_cross_entropy_for_a_while(tm
     ]
     steps = steps_of(tmp_path / "run")
     assert [line["step"] for line in steps] == [*range(1, 11), *range(6, 13), *range(10, 19)]
-    # NT-Xent of 64 pairs is far above a hinge; it stands in for four steps.
+    # NT-Xent with 64 pairs is far above the hinge loss; it replaces it for four steps.
     by_cross_entropy = [False] * 10 + [True] * 4 + [False] * 3 + [True] * 4 + [False] * 5
     assert [line["loss"] > 1 for line in steps] == by_cross_entropy
     in_one_point = [False] * 7 + [True] * 3 + [False] * 4 + [True] * 3 + [False] * 9
@@ -73,10 +73,10 @@ def test_a_collapsed_run_goes_back_to_health_and_to_cross_entropy_for_a_while(tm
 
 
 @pytest.mark.drill
-def test_a_way_back_into_a_stage_of_other_workers_gets_those(tmp_path: Path) -> None:
-    # A new group of workers counts its passes anew: the last two steps of the first stage and the
-    # first two of the second show one point. Step 9 is saved under that sign, and step 10 where the
-    # stages meet. Without labels the latest of those without it, step 6, is the best and only one kept.
+def test_a_rollback_into_another_stage_restores_its_number_of_workers(tmp_path: Path) -> None:
+    # Each group of workers restarts its count of passes: the last two steps of the first stage and the
+    # first two steps of the second have one point. Step 9 is saved as collapsing, and step 10 at the stage
+    # boundary. Without labels the latest healthy checkpoint, step 6, is the best and the only one kept.
     settings = {"stages.0.epochs": 1, "workers": 1, "stages.1.workers": 2, "monitor.initial_patience": 4}
     rarely = {"checkpoints.every_steps": 3, "checkpoints.keep": 1}
     config = collapsing_run("rollback", [1, 2, 9, 10], **settings, **rarely)
@@ -89,7 +89,7 @@ def test_a_way_back_into_a_stage_of_other_workers_gets_those(tmp_path: Path) -> 
     assert result.final["rollbacks"] == 1
 
 
-def test_a_run_that_is_to_stop_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_stops_on_collapse_fails_in_one_line_and_keeps_its_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
         CollapseError, match=r"embedding std was .* at step 8 and .* at step 10.*step 9\) is kept"
     ) as caught:
@@ -100,7 +100,7 @@ def test_a_run_that_is_to_stop_fails_in_one_line_and_keeps_its_checkpoint(tmp_pa
 
 
 @pytest.mark.drill
-def test_a_run_that_does_not_get_well_ends_after_so_many_rollbacks(tmp_path: Path) -> None:
+def test_a_run_that_keeps_collapsing_ends_after_the_allowed_rollbacks(tmp_path: Path) -> None:
     config = collapsing_run("rollback", range(8, 99), **{"monitor.max_rollbacks": 1})
     with pytest.raises(CollapseError, match=r"1 rollbacks did not help.*set monitor.on_collapse to warn"):
         train(config, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The demo, cut short: digits placed, an encoder trained, a table and a picture."""
+"""A short version of the demo: placed digits, a trained encoder, a table and a picture."""
 
 import io
 from pathlib import Path
@@ -21,13 +21,13 @@ def test_test_digits_are_never_seen_in_training(tmp_path: Path) -> None:
     assert not set(train["image"].to_pylist()) & set(test["image"].to_pylist())
 
 
-def test_digits_are_the_same_for_the_same_seed_and_lie_anywhere(tmp_path: Path) -> None:
+def test_digits_are_equal_for_equal_seeds_and_cover_the_canvas(tmp_path: Path) -> None:
     uris = [write_digits(Place(str(tmp_path / name)))[1] for name in ("a", "b")]
     images = [pq.read_table(uri)["image"].to_pylist() for uri in uris]
     assert images[0] == images[1]
     pixels = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in images[0][:200]])
     assert pixels.shape[1:] == (32, 32)
-    # Two hundred digits together cover the canvas, but for its edges and corners.
+    # Two hundred digits together cover the canvas except for its edges and corners.
     assert (pixels.max(axis=0) > 0).mean() > 0.75
     assert (pixels.max(axis=(1, 2)) > 100).all()
 

@@ -1,4 +1,4 @@
-"""The doctor on a real cluster: storage, data of every kind, a recipe's memory; drills with several nodes."""
+"""The doctor on a real cluster: storage, every kind of data, memory of recipes; drills with several nodes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def write_table(path: Path, **columns: Any) -> str:
 
 
 def collect(checks: Generator[CheckResult, None, Any]) -> tuple[dict[str, CheckResult], Any]:
-    """Return the results by name, and the value that the checks return."""
+    """Return the results by name, and the return value of the checks."""
     results = {}
     while True:
         try:
@@ -62,8 +62,8 @@ def summary_of(data: str, config: Any = None) -> DataSummary:
     return summary
 
 
-def test_a_node_that_does_not_answer_is_named_and_delays_no_other() -> None:
-    # Functions of a function travel whole: the task has nothing to import.
+def test_an_unresponsive_node_is_named_and_delays_no_other_node() -> None:
+    # Ray pickles nested functions by value, so the task imports nothing.
     def answer_late(seconds: float) -> None:
         import time
 
@@ -84,7 +84,7 @@ def test_a_node_that_does_not_answer_is_named_and_delays_no_other() -> None:
     assert "not today" in refusing.problem
 
 
-def test_a_cluster_without_a_token_is_red_where_others_reach_it() -> None:
+def test_a_reachable_cluster_without_a_token_is_red() -> None:
     assert refuses_calls_without_token(ray.get_runtime_context().gcs_address) is False
     finding = check_access(alive_nodes())
     assert not finding.good
@@ -92,7 +92,7 @@ def test_a_cluster_without_a_token_is_red_where_others_reach_it() -> None:
     assert "RAY_AUTH_MODE=token" in finding.remedy
 
 
-def test_a_cluster_without_an_autoscaler_is_not_taken_for_one_with() -> None:
+def test_a_cluster_without_an_autoscaler_is_recognized() -> None:
     assert has_autoscaler() is not True
 
 
@@ -109,7 +109,7 @@ def test_storage_is_tested_from_every_node_and_left_unchanged(tmp_path: Path, ki
         assert found.type.name == "NotFound" or Place(f"s3://{BUCKET}/doctor").files() == []
 
 
-def test_storage_that_cannot_be_written_is_red_and_nothing_stays(tmp_path: Path) -> None:
+def test_unwritable_storage_is_red_and_left_without_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     finding = check_storage(str(tmp_path / "file" / "runs" / "first"), alive_nodes())
     assert not finding.good
@@ -134,7 +134,7 @@ def test_a_file_that_a_node_reads_differently_is_reported(
 
     monkeypatch.setattr(
         "raycl.doctor.storage.write_file", write_other_bytes
-    )  # on this machine, not on the nodes
+    )  # run on this machine, not on the nodes
     finding = check_storage(str(tmp_path / "run"), alive_nodes())
     assert not finding.good
     assert "sees other bytes in the file of this machine" in finding.seen
@@ -152,7 +152,7 @@ def test_images_are_described_with_sizes_labels_and_invalid_rows(tmp_path: Path)
     assert "row 392 (not an image)" in found["sample"].seen
     assert "10 different ones" in found["labels"].seen
     few = check(str(write_digits(tmp_path / "few.parquet", 400, broken=4)))
-    assert few["sample"].good  # a hundredth may be broken
+    assert few["sample"].good  # one percent may be invalid
 
 
 def test_a_label_column_without_labels_is_red(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_click_log_has_negatives_and_may_have_invalid_labels(tmp_path: Path) -
     assert summary.negatives_per_pair == 1.5
 
 
-def test_a_recipe_reads_its_own_columns(tmp_path: Path) -> None:
+def test_the_doctor_checks_the_columns_of_the_recipe(tmp_path: Path) -> None:
     data = write_table(tmp_path / "a.parquet", question=["a", "b"], answer=["c", "d"])
     columns = {"data.columns.query": "question", "data.columns.document": "answer"}
     assert not check(data)["data"].good
@@ -207,7 +207,9 @@ def test_a_recipe_reads_its_own_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cache", ["auto", "stream", "materialize"])
 @pytest.mark.parametrize("size", [16, 2_048])
-def test_decoded_data_is_streamed_exactly_where_a_run_streams(tmp_path: Path, cache: str, size: int) -> None:
+def test_the_doctor_predicts_streaming_exactly_as_a_run_decides(
+    tmp_path: Path, cache: str, size: int
+) -> None:
     data = str(write_digits(tmp_path / "digits.parquet", 24))
     config = override(
         recipe("simclr", image_size=16),
@@ -217,11 +219,11 @@ def test_decoded_data_is_streamed_exactly_where_a_run_streams(tmp_path: Path, ca
     with start_coordinator() as coordinator:
         streamed = DataModule(config, coordinator, find_source(data, column_names(config)), None).streamed
     assert ("streamed" in result.seen) == streamed
-    # 24 images of 12 MiB just fit into a store of 300 MiB.
+    # 24 images of 12 MiB barely fit into an object store of 300 MiB.
     assert result.good
 
 
-def test_a_recipe_that_fits_is_green_and_one_that_does_not_has_a_remedy() -> None:
+def test_a_recipe_that_fits_is_green_and_a_too_large_recipe_gets_a_remedy() -> None:
     settings = {"encoder.name": "resnet10", "encoder.width": 0.25}
     config = override(recipe("simclr", image_size=16), settings)
     answers = ask_nodes(alive_nodes(), describe_node)
@@ -245,7 +247,7 @@ def test_a_recipe_that_fits_is_green_and_one_that_does_not_has_a_remedy() -> Non
     assert gradient_bytes == 0
 
 
-def test_the_command_prints_json_and_ends_with_status_1_if_anything_is_red(
+def test_the_command_prints_json_and_exits_with_status_1_if_a_check_is_red(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     data = write_digits(tmp_path / "digits.parquet", 30)
@@ -257,11 +259,11 @@ def test_the_command_prints_json_and_ends_with_status_1_if_anything_is_red(
         findings
     )
     assert findings["network"]["seen"] == "one node"
-    assert not findings["access"]["good"]  # the tests' Ray asks for no token
+    assert not findings["access"]["good"]  # the test cluster requires no token
     assert status == 1
 
 
-def test_no_cluster_is_one_red_line(
+def test_a_missing_cluster_is_one_red_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -271,8 +273,8 @@ def test_no_cluster_is_one_red_line(
 
 
 def drill(kind: str) -> list[dict[str, dict[str, Any]]]:
-    """Return the findings of each examination in clusters of a process of its own, by name."""
-    # A socket's path may have 107 characters at most.
+    """Return the results of each run of the doctor by name, from clusters in a separate process."""
+    # Socket paths have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(
             [sys.executable, "-m", "tests.cluster.doctor_nodes", kind, folder],
@@ -289,7 +291,7 @@ def drill(kind: str) -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.drill
-def test_a_path_that_is_local_to_each_node_is_red_and_differing_nodes_are_named() -> None:
+def test_node_local_paths_are_red_and_differing_nodes_are_named() -> None:
     local, shared = drill("two_nodes")
     assert not local["storage"]["good"]
     assert "does not see the file of" in local["storage"]["seen"]
@@ -308,7 +310,7 @@ def test_a_path_that_is_local_to_each_node_is_red_and_differing_nodes_are_named(
 
 @pytest.mark.drill
 @pytest.mark.parametrize("kind", ["idle_head_v1", "idle_head_v2"])
-def test_a_head_without_cpus_is_green_where_an_autoscaler_brings_nodes(kind: str) -> None:
+def test_a_head_without_cpus_is_green_with_an_autoscaler(kind: str) -> None:
     (found,) = drill(kind)
     assert found["cluster"]["good"]
     assert "0 CPUs, 0 GPUs now; nodes come when a run asks" in found["cluster"]["seen"]

@@ -1,4 +1,4 @@
-"""``raycl bank serve`` in a real browser, while a job trains: its page, its access control and its cleanup."""
+"""``raycl bank serve`` in a real browser during training: page, access control and cleanup."""
 
 import json
 import os
@@ -43,7 +43,7 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 MAIN = "from raycl.cli.main import main; main()"
 TOKEN = "token-of-the-tests"
-# A folder, docs/images, for screenshots; the run is longer with it.
+# A folder such as docs/images for screenshots; it makes the run longer.
 PICTURES = os.environ.get("RAYCL_PICTURES")
 PICTURED = {
     "encoder.name": "resnet10",
@@ -86,7 +86,7 @@ def wait_until(what: Callable[[], Any], seconds: float = 100) -> None:
 
 
 def end(process: subprocess.Popen[str], how: int) -> tuple[int, str, str]:
-    """Stop a process by a signal; return its status and its output."""
+    """Stop a process with a signal; return its status and output."""
     process.send_signal(how)
     out, errors = process.communicate(timeout=60)
     return process.returncode, out, errors
@@ -104,8 +104,8 @@ class Job:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Start a run of MoCo on digits that lasts until it is killed."""
-    folder = tmp_path_factory.mktemp("explorer") / "runs"  # as the page shows it
+    """Start a MoCo run on digits that lasts until it is killed."""
+    folder = tmp_path_factory.mktemp("explorer") / "runs"  # as displayed on the page
     folder.mkdir()
     data, output = write_digits(folder / "digits.parquet", 1_700), folder / "digits"
     settings = {
@@ -155,7 +155,7 @@ class Explored:
 def serve(name: str, port: int, *flags: object) -> Explored:
     process = start("bank", "serve", name, "--port", port, "--token", TOKEN, *flags)
     assert process.stdout is not None
-    # Ray prints warnings to every driver of its cluster.
+    # Ray prints warnings to every driver in its cluster.
     line = next((line for line in process.stdout if "#token=" in line), None)
     if line is None:
         pytest.fail(process.communicate()[1])
@@ -166,7 +166,7 @@ def serve(name: str, port: int, *flags: object) -> Explored:
 
 @pytest.fixture(scope="module")
 def texts_plan(tmp_path_factory: pytest.TempPathFactory) -> BankSpec:
-    """Return the specification of a bank of texts, of which one is an attack if it is shown as HTML."""
+    """Return the plan of a bank of texts, one of which is an attack if displayed as HTML."""
     output = tmp_path_factory.mktemp("texts")
     texts = [f"text number {number}" for number in range(20)]
     texts[3] = ATTACK
@@ -185,13 +185,13 @@ def start_texts(plan: BankSpec) -> Bank:
 
 @pytest.fixture(scope="module")
 def kept() -> list[Bank]:
-    """Keep the handles of banks: a bank ends with its last handle."""
+    """Keep the handles of banks alive: a bank ends with its last handle."""
     return []
 
 
 @pytest.fixture(scope="module")
 def texts(job: Job, kept: list[Bank], texts_plan: BankSpec, port: int) -> Iterator[Explored]:
-    """Explore the texts: the first explorer here, which has to start Ray Serve, while the job still starts."""
+    """Explore the texts with the first explorer, which starts Ray Serve while the job is starting."""
     kept.append(start_texts(texts_plan))
     explored = serve("texts", port, "--data", f"{texts_plan.output}/texts.parquet")
     yield explored
@@ -201,7 +201,7 @@ def texts(job: Job, kept: list[Bank], texts_plan: BankSpec, port: int) -> Iterat
 
 @pytest.fixture(scope="module")
 def digits(job: Job, texts: Explored, port: int) -> Iterator[Explored]:
-    """Explore the job's queue, beside the texts."""
+    """Explore the job's queue with a second explorer."""
     wait_until(lambda: "digits" in list_banks() or job.process.poll() is not None)
     if job.process.poll() is not None:
         pytest.fail((job.data.parent / "errors").read_text())
@@ -227,7 +227,7 @@ Look = Callable[..., Page]
 
 @pytest.fixture
 def look(browser: Browser) -> Iterator[Look]:
-    """Open a page in a new browser; errors in its console and requests to other sites fail the test."""
+    """Open a page in a new browser; console errors and requests to other sites fail the test."""
     contexts, wrong = [], []
 
     def open_(url: str, *, size: Any = None, scheme: Any = "light", allowed: tuple[int, ...] = ()) -> Page:
@@ -258,7 +258,7 @@ def is_local(url: str) -> bool:
 
 
 def number(page: Page, name: str) -> int:
-    """Return a number of the live panel."""
+    """Return a number from the live panel."""
     value = page.locator("#facts div", has=page.get_by_text(name, exact=True)).locator("dd").inner_text()
     return int(value.replace(",", ""))
 
@@ -304,7 +304,7 @@ def test_html_in_a_text_is_shown_and_not_executed(texts: Explored, look: Look) -
     assert page.evaluate("window.attacked") is None
 
 
-def test_a_lost_bank_is_reported_and_found_again(
+def test_a_lost_bank_is_reported_until_it_returns(
     texts: Explored, texts_plan: BankSpec, kept: list[Bank], look: Look
 ) -> None:
     page = look(f"{texts.url}#token={TOKEN}", allowed=(503,))
@@ -337,23 +337,25 @@ def test_the_page_shows_neighbors_with_pictures_and_live_statistics(
     nearest = page.locator("#neighbors li").first
     expect(nearest.get_by_text("cosine")).to_be_visible()
     page.get_by_role("spinbutton").fill("10")
-    nearest.get_by_role("button").click()  # from the keyboard as well: it is a button
+    nearest.get_by_role("button").click()  # it is a button, so the keyboard works as well
     expect(page.locator("#neighbors li")).to_have_count(10)
     picture = page.locator("#neighbors img").first
     expect(picture).to_be_visible()
     assert picture.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [16, 16]
     expect(page.locator("#neighbors .facts-of").first).to_contain_text("age")
-    wait_until(lambda: number(page, "Queries answered") >= 2, 10)  # the page looks every 2 s
+    wait_until(lambda: number(page, "Queries answered") >= 2, 10)  # the page refreshes every 2 s
     last = (page.locator("#filled").evaluate("bar => bar.value"), number(page, "Newest step"))
     assert last[0] > first[0] and last[1] > first[1]
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
-def test_the_page_is_accessible_and_fits(digits: Explored, look: Look, size: Any, scheme: str) -> None:
+def test_the_page_is_accessible_and_fits_the_screen(
+    digits: Explored, look: Look, size: Any, scheme: str
+) -> None:
     page = look(f"{digits.url}#token={TOKEN}", size=size, scheme=scheme)
     name = {("light", 1280): "explorer.png", ("dark", 390): "explorer-phone.png"}.get((scheme, size["width"]))
     if PICTURES:
-        page.wait_for_timeout(150_000 if name == "explorer.png" else 4_000)  # for lines that rise
+        page.wait_for_timeout(150_000 if name == "explorer.png" else 4_000)  # for visible curves
     newest = connect_bank("digits").negatives().sample_id[-1]
     page.get_by_label("Sample id", exact=True).last.fill(str(newest))
     find_neighbors(page)
@@ -364,13 +366,13 @@ def test_the_page_is_accessible_and_fits(digits: Explored, look: Look, size: Any
         page.screenshot(path=f"{PICTURES}/{name}")
 
 
-def test_the_docs_of_the_api_have_a_page(digits: Explored, look: Look) -> None:
+def test_the_api_has_a_documentation_page(digits: Explored, look: Look) -> None:
     page = look(f"{digits.url}docs")
     expect(page.locator(".call")).to_have_count(6)
     assert_accessible(page)
 
 
-def test_a_query_by_text_before_a_checkpoint_is_refused_by_the_page(
+def test_the_page_refuses_text_queries_before_the_first_checkpoint(
     digits: Explored, texts: Explored, look: Look
 ) -> None:
     page = look(f"{texts.url}#token={TOKEN}", allowed=(503,))
@@ -385,13 +387,13 @@ def test_a_query_by_text_before_a_checkpoint_is_refused_by_the_page(
 
 
 def serve_processes() -> dict[int, str]:
-    """Return the processes of Ray Serve below this one, pid to title."""
+    """Return the titles of Ray Serve's processes below this one, by pid."""
     found = {}
     for pid in family(os.getpid()):
         try:
             title = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         if title.startswith("ray::") and any(
             word in title for word in ("ServeReplica", "ProxyActor", "ServeController")
         ):
@@ -400,13 +402,13 @@ def serve_processes() -> dict[int, str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_ray_serve_listens_on_the_loopback_only(digits: Explored, port: int) -> None:
+def test_ray_serve_listens_only_on_the_loopback(digits: Explored, port: int) -> None:
     processes = serve_processes()
     assert len(processes) >= 4  # two explorers
     where: list[str] = []
     for pid, title in processes.items():
         own = listening({pid})
-        # Each process of Ray has a port for Ray itself, on the address of its node.
+        # Each Ray process has an internal port on its node's address.
         assert len([each for each in own if not is_loopback(each)]) <= 1, title
         where += own
     assert f"127.0.0.1 {port}" in where
@@ -420,12 +422,12 @@ def test_an_explorer_on_another_port_is_refused_in_one_line(digits: Explored, po
     assert f"give --host 127.0.0.1 --port {port}" in errors
 
 
-def test_after_closing_the_run_continues_and_ray_serve_has_ended(
+def test_after_closing_the_run_continues_and_ray_serve_stops(
     digits: Explored, texts: Explored, job: Job
 ) -> None:
     assert digits.url.endswith("/digits/") and not texts.url.endswith("/texts/")
     num_dead = len(dead_jobs())
-    digits.process.kill()  # it had no time to close: the other one does it
+    digits.process.kill()  # it had no time to clean up, so the other explorer does
     wait_until(lambda: len(dead_jobs()) > num_dead)
     assert texts.api("rows/0")[0] == 200
     status, out, errors = end(texts.process, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A run whose data and output lie in an S3 that throttles and cuts, and in the end denies."""
+"""Runs with data and output on an S3 server that throttles, truncates, and finally denies access."""
 
 import io
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tests.images import write_digits
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.drill]
 
-# Read in each epoch, with all checkpoints.
+# Stream in each epoch, and keep all checkpoints.
 STREAMED = small_run(**{"data.cache": "stream", "checkpoints.keep": 20})
 
 
@@ -44,7 +44,7 @@ def state_of(output: Place, checkpoint: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ended(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
-    """One run on local files, and one that reads the same from S3 and writes there."""
+    """One run on local files, and one with the same data that reads and writes S3."""
     folder = tmp_path_factory.mktemp("faulty")
     table = pq.read_table(write_digits(folder / "digits.parquet", 720))
     (folder / "data").mkdir()
@@ -70,7 +70,7 @@ def ended(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Ended(undisturbed, disturbed, str(caught.value), num_throttled, num_cut)
 
 
-def test_a_throttled_and_cut_run_has_the_losses_of_an_undisturbed_run(ended: Ended) -> None:
+def test_throttled_and_truncated_requests_do_not_change_the_losses(ended: Ended) -> None:
     assert ended.num_throttled > 5
     assert ended.num_cut > 2
     expected, found = losses_of(ended.undisturbed), losses_of(ended.disturbed)
@@ -78,7 +78,7 @@ def test_a_throttled_and_cut_run_has_the_losses_of_an_undisturbed_run(ended: End
     assert found == {step: expected[step] for step in found}
 
 
-def test_a_run_without_permission_ends_in_one_line_and_keeps_its_last_checkpoint(ended: Ended) -> None:
+def test_a_run_without_permission_fails_in_one_line_and_keeps_its_last_checkpoint(ended: Ended) -> None:
     assert "\n" not in ended.error
     assert "ACCESS_DENIED" in ended.error
     assert "allow it to the role or key" in ended.error

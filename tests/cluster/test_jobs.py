@@ -1,4 +1,4 @@
-"""The scripts of ``jobs/`` as their users start them: processes of their own that join the cluster."""
+"""The scripts in ``jobs/`` as started by users: separate processes that join the cluster."""
 
 import json
 import os
@@ -31,12 +31,12 @@ def run_job(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def is_rays(line: str) -> bool:
-    """Whether Ray wrote this line: its core, or a process of the cluster."""
+    """Whether Ray wrote this line, from its core or a process in the cluster."""
     return ".cc:" in line or "(pid=" in line
 
 
 @pytest.mark.drill
-def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
+def test_jobs_train_evaluate_and_embed(tmp_path: Path) -> None:
     train, test = (
         write_digits(tmp_path / name, number)
         for name, number in (("train.parquet", 300), ("test.parquet", 60))
@@ -56,7 +56,7 @@ def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     assert "3 steps in" in trained.stdout
 
-    judged = run_job(
+    evaluated = run_job(
         "evaluate",
         "linear",
         "--run",
@@ -68,22 +68,22 @@ def test_a_job_trains_another_judges_and_a_third_embeds(tmp_path: Path) -> None:
         "--json",
         tmp_path / "linear.json",
     )
-    assert judged.returncode == 0, judged.stderr
+    assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads((tmp_path / "linear.json").read_text())
-    assert json.loads(judged.stdout.splitlines()[-1]) == result
+    assert json.loads(evaluated.stdout.splitlines()[-1]) == result
     assert 0 <= result["top1"] <= 1
     assert result["num_test"] == 60
-    # Raw pixels of upright digits are read well by a linear classifier.
+    # A linear classifier works well on raw pixels of upright digits.
     assert result["baseline"]["pixels"] > 0.8
 
     embedded = run_job("embed", "--run", run, "--data", test, "--output", tmp_path / "rows")
     assert embedded.returncode == 0, embedded.stderr
     assert pq.read_table(tmp_path / "rows").num_rows == 60
-    told = [line for job in (trained, judged, embedded) for line in job.stderr.splitlines()]
-    assert not list(filter(is_rays, told))
+    messages = [line for job in (trained, evaluated, embedded) for line in job.stderr.splitlines()]
+    assert not list(filter(is_rays, messages))
 
 
-def test_a_job_that_fails_says_why_in_one_line_and_in_its_exit_status(tmp_path: Path) -> None:
+def test_a_failed_job_prints_one_line_and_returns_an_exit_status(tmp_path: Path) -> None:
     failed = run_job("train", "simclr", "--data", tmp_path / "nothing", "--output", tmp_path / "run")
     assert failed.returncode == 2
     assert "nothing at" in failed.stderr

@@ -217,7 +217,7 @@ def test_a_run_with_a_fault_equals_the_uninterrupted_run(
     with ExitStack() as stack:
         if fault == "node":
             run.node = stack.enter_context(extra_node(3))
-            run.config = config_of(method, tmp_path, cpus_per_worker=2.5)  # a node has no room for two
+            run.config = config_of(method, tmp_path, cpus_per_worker=2.5)  # two workers do not fit on a node
             stack.callback(lambda: run.node.kill() if run.node else None)
         if fault.startswith("S3"):
             run.s3 = stack.enter_context(FaultyS3(s3_server))

@@ -1,4 +1,4 @@
-"""Whole runs with a queue and a memory bank: the actors' against the workers' own, resumed, killed."""
+"""Runs with a queue and a memory bank: actors against worker-local stores, resumed and killed."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from raycl.negatives.start import start_bank
 from raycl.records import read_metrics
 from raycl.storage import Place
 from raycl.training.launch import RunResult
-from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, small_run, weights_of
+from tests.cluster.test_run import BATCH_SIZE, NUM_IMAGES, NUM_INVALID, small_run, weights_of
 from tests.images import write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -31,7 +31,7 @@ CAPACITY = 4 * BATCH_SIZE
 
 
 def run_of(method: str, **settings: Any) -> RunConfig:
-    """``small_run`` by another method."""
+    """``small_run`` with another method."""
     stores: dict[str, dict[str, Any]] = {
         "moco_v2": {"negatives.capacity": CAPACITY},
         "instance_discrimination": {"negatives.num_negatives": 100, "batchnorm": "synchronized"},
@@ -41,7 +41,7 @@ def run_of(method: str, **settings: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", NUM_IMAGES, broken=NUM_INVALID)
 
 
 def trained(config: RunConfig, data: Path, output: Path, *, resume: bool = False) -> RunResult:
@@ -60,7 +60,7 @@ def assert_equal_runs(first: Path, second: Path) -> None:
 
 
 def snapshot_of(output: Path, step: int, num_shards: int = 1) -> dict[str, np.ndarray]:
-    """Return the rows of a snapshot, in the order of files."""
+    """Return the rows of a snapshot in file order."""
     folder = output / "bank" / f"step-{step:08d}"
     tables = [pq.read_table(path) for path in sorted(folder.glob("shard-*.parquet"))]
     assert len(tables) == num_shards
@@ -76,17 +76,17 @@ def moco(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ru
     return output, trained(run_of("moco_v2"), data, output)
 
 
-def test_the_queues_snapshot_holds_the_keys_of_the_last_steps(moco: tuple[Path, RunResult]) -> None:
+def test_the_queues_snapshot_contains_the_keys_of_the_last_steps(moco: tuple[Path, RunResult]) -> None:
     output, result = moco
     held = snapshot_of(output, result.steps)
     steps, counts = np.unique(held["step"], return_counts=True)
     assert steps.tolist() == list(range(result.steps - 4, result.steps))
     assert counts.tolist() == [BATCH_SIZE] * 4
-    # An epoch has no sample twice.
+    # Samples are unique within an epoch.
     assert len(np.unique(held["sample_id"])) == CAPACITY
 
 
-def test_the_metrics_have_the_age_of_negatives_and_the_batchnorm_leakage(
+def test_the_metrics_include_negative_age_and_batchnorm_leakage(
     moco: tuple[Path, RunResult],
 ) -> None:
     output, result = moco
@@ -109,30 +109,30 @@ def test_a_bank_ends_with_its_run_and_keeps_the_snapshots_of_its_checkpoints(
 
 @pytest.fixture(scope="module")
 def in_step(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
-    """InstDisc with its bank in two shards that are read in step."""
+    """InstDisc with a bank of two shards that are read without prefetching."""
     output = tmp_path_factory.mktemp("runs") / "instance"
     config = run_of("instance_discrimination", **{"bank.max_staleness": 0, "bank.shards": 2})
     return output, trained(config, data, output)
 
 
-def test_a_synchronous_bank_in_actors_gives_the_run_of_a_bank_in_workers(
+def test_a_synchronous_bank_in_actors_gives_the_same_run_as_a_bank_in_workers(
     in_step: tuple[Path, RunResult], data: Path, tmp_path: Path
 ) -> None:
     output, result = in_step
     trained(run_of("instance_discrimination", **{"bank.location": "worker"}), data, tmp_path / "run")
     assert_equal_runs(output, tmp_path / "run")
     held = snapshot_of(output, result.steps, num_shards=2)
-    # Every sample of the two epochs was written at its last step; the others of an epoch never.
+    # Every trained sample has the step of its last update; the others were never written.
     assert (held["step"] < result.steps).all()
     assert (held["step"] >= result.steps // 2).sum() == result.steps // 2 * BATCH_SIZE
 
 
 @pytest.mark.drill
-def test_a_run_with_a_memory_bank_that_loses_a_worker_equals_an_undisturbed_one(
+def test_a_memory_bank_run_that_loses_a_worker_equals_an_uninterrupted_run(
     in_step: tuple[Path, RunResult], data: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "died"
-    # The network also sees every batch of an epoch once, before training, to fill the bank.
+    # To fill the bank, the network also encodes every batch of an epoch once before training.
     die_at = in_step[1].steps // 2 + 8
     arguments = {"channels": 1, "die_at": die_at, "marker": str(marker)}
     settings = {"encoder.kwargs": arguments, "bank.max_staleness": 0, "bank.shards": 2}
@@ -146,7 +146,7 @@ def test_a_run_with_a_memory_bank_that_loses_a_worker_equals_an_undisturbed_one(
 def test_streamed_data_trains_with_slots_prefetched_one_step_ahead(data: Path, tmp_path: Path) -> None:
     config = run_of("instance_discrimination", **{"data.cache": "stream", "data.shuffle_buffer_size": 128})
     result = trained(config, data, tmp_path / "run")
-    # Invalid rows have slots as well, since they are found while streaming; held-out rows have none.
+    # Invalid rows also have slots, since they are discovered while streaming; held-out rows have none.
     holdout = make_split(NUM_IMAGES, num_test=64, num_train=10_000, seed=0)
     trained_on = np.flatnonzero(holdout.is_train(np.arange(NUM_IMAGES)))
     assert snapshot_of(tmp_path / "run", result.steps)["sample_id"].tolist() == trained_on.tolist()
@@ -158,7 +158,7 @@ def test_no_acknowledged_row_is_lost_when_a_worker_and_a_shard_are_killed(data: 
     output, marker = tmp_path / "drill", tmp_path / "died"
     settings = {
         "encoder.kwargs": {"channels": 1, "die_at": 75, "marker": str(marker)},
-        # The queue holds forty steps, so that snapshots after the deaths have rows from before them.
+        # The queue holds forty steps, so that snapshots after the kills contain rows from before.
         "negatives.capacity": 40 * BATCH_SIZE,
         "stages.0.epochs": 15,
         "checkpoints.every_steps": 15,
@@ -188,8 +188,8 @@ def test_no_acknowledged_row_is_lost_when_a_worker_and_a_shard_are_killed(data: 
 
 
 def ids_by_step(steps_per_epoch: int, num_epochs: int) -> list[list[int]]:
-    """Return the samples of every global batch of a run without a holdout."""
-    num_rows = NUM_IMAGES - NUM_BROKEN
+    """Return the samples of each global batch of a run without a holdout."""
+    num_rows = NUM_IMAGES - NUM_INVALID
     orders = [np.random.default_rng((0, epoch)).permutation(num_rows) for epoch in range(num_epochs)]
     return [
         order[step * BATCH_SIZE : (step + 1) * BATCH_SIZE].tolist()
@@ -199,9 +199,7 @@ def ids_by_step(steps_per_epoch: int, num_epochs: int) -> list[list[int]]:
 
 
 @pytest.mark.drill
-def test_a_run_survives_the_death_of_a_shard_of_its_memory_bank_and_reports_it(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_run_survives_and_reports_a_killed_memory_bank_shard(data: Path, tmp_path: Path) -> None:
     killed: list[int] = []
     killer = threading.Thread(target=kill_shard_once, args=("slots", 20, killed))
     killer.start()
@@ -220,7 +218,7 @@ def test_a_run_survives_the_death_of_a_shard_of_its_memory_bank_and_reports_it(
 
 
 def kill_shard_once(name: str, step: int, killed: list[int]) -> None:
-    """SIGKILL the bank's process when a run has passed the step; note the newest step then."""
+    """SIGKILL the bank's process after a run has passed the step; record the newest step."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not killed:
         bank = found(name)
@@ -235,7 +233,7 @@ def found(name: str) -> Bank | None:
     return connect_bank(name) if name in list_banks() else None
 
 
-def test_a_loaded_encoder_has_the_layers_that_replaced_batchnorm(data: Path, tmp_path: Path) -> None:
+def test_a_loaded_encoder_has_the_replacements_of_batchnorm(data: Path, tmp_path: Path) -> None:
     settings = {"encoder.name": "resnet10", "encoder.width": 0.25, "encoder.kwargs": {}}
     config = run_of("moco_v2", **settings, **{"batchnorm": "group", "stages.0.epochs": 1, "workers": 1})
     result = trained(config, data, tmp_path / "run")
@@ -260,7 +258,7 @@ def test_more_negatives_than_samples_are_refused(data: Path, tmp_path: Path) -> 
     config = run_of("instance_discrimination", **{"negatives.num_negatives": 4_096})
     with pytest.raises(ConfigError, match=r"num_negatives 4096 is more than the 6\d\d samples"):
         trained(config, data, tmp_path / "run")
-    assert not (tmp_path / "run" / "config.yaml").exists()  # so that the output is free for another run
+    assert not (tmp_path / "run" / "config.yaml").exists()  # so that another run can use the output
 
 
 def test_a_streamed_dataset_has_no_ids_for_a_bank(tmp_path: Path) -> None:

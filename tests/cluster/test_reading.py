@@ -1,4 +1,4 @@
-"""Reading by Ray Data: invalid images are counted by cause, and streams are split evenly."""
+"""Reading with Ray Data: invalid images are counted by cause, and streams are split evenly."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ FORMATS = {"image": FORMAT}
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder of images of every mode, and of everything that is wrong with images."""
+    """Write a folder with images of every mode and with every kind of invalid image."""
     folder = tmp_path_factory.mktemp("mixed")
     photo = Image.fromarray(photograph())
     good = {
@@ -105,7 +105,7 @@ def test_a_file_that_disappears_before_it_is_read_is_one_invalid_row(
     assert rows_in(coordinator).examples == ["b.jpg (file not found)"]
 
 
-def test_a_large_stream_holds_out_rows_of_the_evaluation_fragments_only(
+def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Any
 ) -> None:
     monkeypatch.setattr("raycl.data.sources.ROWS_PER_FRAGMENT", 64)
@@ -122,17 +122,17 @@ def test_a_large_stream_holds_out_rows_of_the_evaluation_fragments_only(
     samples = DataModule(config, coordinator, source, None)
     judged_on = samples.rows_to_keep()
     assert judged_on is not None
-    judged = {row["sample_id"] for row in judged_on.take_all()}
-    held_out = {row for row in judged if samples.holdout.is_test(np.array([row]))[0]}
-    assert len(judged) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 that vote
+    evaluated = {row["sample_id"] for row in judged_on.take_all()}
+    held_out = {row for row in evaluated if samples.holdout.is_test(np.array([row]))[0]}
+    assert len(evaluated) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 reference rows
     trained_on = [int(row) for batch in samples.stream().epoch_batches(BatchShard(batch_size=1), epoch=0)
                   for row in batch.sample_id]  # fmt: skip
     assert sorted(trained_on) == sorted(set(range(1_000)) - held_out)
-    assert 20 < len(held_out) < 60  # a tenth of the evaluation fragments, six of sixteen
+    assert 20 < len(held_out) < 60  # a tenth of the rows in six evaluation fragments of sixteen
     assert samples.num_train_expected() == pytest.approx(len(trained_on), abs=15)
 
 
-def test_ids_follow_sorted_names_also_beside_invalid_images(mixed: Path) -> None:
+def test_ids_follow_sorted_names_even_with_invalid_images(mixed: Path) -> None:
     names = sorted(path.name for path in mixed.iterdir() if path.suffix != ".txt")
     sound = [
         names.index(name)
@@ -141,7 +141,7 @@ def test_ids_follow_sorted_names_also_beside_invalid_images(mixed: Path) -> None
     assert sorted(read(mixed)[0].sample_id.tolist()) == sorted(sound)
 
 
-def test_equal_images_of_a_dataset_without_ids_share_an_id(coordinator: Any) -> None:
+def test_equal_images_in_a_dataset_without_ids_share_an_id(coordinator: Any) -> None:
     same = encode(photograph())
     dataset = ray.data.from_items(
         [{"picture": same}, {"picture": encode(photograph()[:100])}, {"picture": same}]
@@ -154,7 +154,7 @@ def test_equal_images_of_a_dataset_without_ids_share_an_id(coordinator: Any) -> 
         decode_dataset(dataset, ColumnNames(), Decoder(formats=FORMATS, coordinator=coordinator))
 
 
-def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, coordinator: Any) -> None:
+def test_a_dataset_has_the_same_rows_as_its_files(tmp_path: Path, coordinator: Any) -> None:
     images, digits = digit_files(40)
     names = [f"digit {digit}" if digit else None for digit in digits]
     plain = pa.table({"image": pa.array(images, pa.binary()), "label": names, "sample_id": range(40)})
@@ -176,7 +176,7 @@ def test_a_dataset_has_the_rows_that_its_files_have(tmp_path: Path, coordinator:
         DataModule(config, coordinator, None, ray.data.from_items([{"image": b"", "label": 0.5}]))
 
 
-def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> None:
+def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:
     for index in range(12):
         path = tmp_path / "images" / f"class{index % 3}" / f"{index:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +195,8 @@ def test_a_folder_is_packed_into_parquet_that_reads_the_same(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingSampler]:
-    """Three files, so that a stream has several fragments to put in order."""
-    connect_cluster()  # sets the order of blocks, as every door does
+    """Open a stream over three files, so that it has several fragments to order."""
+    connect_cluster()  # sets the order of blocks, like every entry point
     folder = tmp_path_factory.mktemp("stream")
     for name, num_images in (("a", 70), ("b", 81), ("c", 50)):
         write_digits(folder / f"{name}.parquet", num_images)
@@ -211,7 +211,7 @@ def ids_of(stream: StreamingSampler, share: BatchShard, epoch: int, start: int =
     return [batch.sample_id.tolist() for batch in stream.epoch_batches(share, epoch=epoch, start=start)]
 
 
-def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_a_new_order(
+def test_a_streamed_epoch_has_every_row_once_in_full_batches_and_in_a_new_order(
     stream: StreamingSampler,
 ) -> None:
     share = BatchShard(batch_size=20)
@@ -228,7 +228,7 @@ def test_a_stream_resumed_in_an_epoch_has_the_same_batches(stream: StreamingSamp
     assert ids_of(stream, share, 1, start=4) == ids_of(stream, share, 1)[4:]
 
 
-def test_a_stream_of_texts_puts_similar_lengths_into_one_batch(tmp_path: Path) -> None:
+def test_a_stream_of_texts_batches_similar_lengths_together(tmp_path: Path) -> None:
     texts = [" ".join(["word"] * length) for length in np.random.default_rng(0).permutation(200) + 1]
     pq.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet")
     source = find_source(str(tmp_path), ColumnNames(image=None, text="text"))
@@ -251,7 +251,7 @@ def test_a_stream_of_texts_puts_similar_lengths_into_one_batch(tmp_path: Path) -
 
 @pytest.fixture
 def split_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads instead of Ray Train's workers: the first one leaves each thing for the other."""
+    """Replace Ray Train's workers by threads: the first passes every object to the second."""
     box: list[Any] = []
     here = threading.Barrier(2)
 
@@ -282,7 +282,7 @@ def test_two_workers_share_a_streamed_epoch_evenly(stream: StreamingSampler, spl
 
 
 def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) -> list[list[int]]:
-    """Return the batches of epochs that were said to follow one another."""
+    """Return the batches of consecutive epochs."""
     return [
         batch.sample_id.tolist()
         for epoch in epochs
@@ -304,7 +304,7 @@ def test_a_prefetched_epoch_has_the_same_batches(stream: StreamingSampler, split
         assert together[rank] == [batch for epoch in one_by_one for batch in epoch[rank]]
 
 
-def test_the_next_epoch_is_read_while_this_one_is_used(stream: StreamingSampler) -> None:
+def test_the_next_epoch_is_read_during_the_current_one(stream: StreamingSampler) -> None:
     opened: list[int] = []
 
     def open_epoch(epoch: int) -> ray.data.Dataset:
@@ -320,22 +320,22 @@ def test_the_next_epoch_is_read_while_this_one_is_used(stream: StreamingSampler)
     rest = [batch.sample_id.tolist() for batch in mine.epoch_batches(share, epoch=1, continues=True)]
     assert opened == [0, 1]
     assert rest == ids_of(stream, share, 1)
-    assert next(following.tables, None) is None  # these were the ones that were read
+    assert next(following.tables, None) is None  # the prefetched batches
 
 
 @pytest.mark.parametrize("epoch", [1, 4])
-def test_a_prefetched_epoch_that_is_not_needed_is_stopped(stream: StreamingSampler, epoch: int) -> None:
+def test_an_unneeded_prefetched_epoch_is_stopped(stream: StreamingSampler, epoch: int) -> None:
     mine, share = replace(stream), BatchShard(batch_size=20)
     batches = mine.epoch_batches(share, epoch=0, has_next=True)
     next(batches)
     stopped = prefetched_epoch(mine).tables._stopped
     del batches
-    # The epoch before was left in its middle, so that not all workers may have begun the next one.
+    # The previous epoch was left halfway, so some workers may not have started the next one.
     assert ids_of(mine, share, epoch) == ids_of(stream, share, epoch)
     assert stopped.wait(10)
 
 
-def test_the_actor_of_an_epoch_that_is_split_again_is_stopped(stream: StreamingSampler) -> None:
+def test_splitting_an_epoch_again_stops_the_previous_actor(stream: StreamingSampler) -> None:
     mine, share = replace(stream), BatchShard(batch_size=20)
     first: list[Any] = []
     for _ in range(3):
@@ -348,7 +348,7 @@ def test_the_actor_of_an_epoch_that_is_split_again_is_stopped(stream: StreamingS
 
 
 def prefetched_epoch(stream: StreamingSampler) -> Any:
-    """Wait until the next epoch is begun; return its reading."""
+    """Wait until the next epoch has started; return its stream."""
     until = time.monotonic() + 60
     last = stream._splits._last
     assert last is not None
@@ -358,7 +358,7 @@ def prefetched_epoch(stream: StreamingSampler) -> Any:
     return following
 
 
-def test_the_doctor_looks_at_machine_cluster_and_data(mixed: Path) -> None:
+def test_the_doctor_checks_machine_cluster_and_data(mixed: Path) -> None:
     findings = {finding.name: finding for finding in raycl.run_doctor(data=mixed)}
     assert findings["cluster"].good
     assert "10 rows without labels" in findings["data"].seen

@@ -1,4 +1,4 @@
-"""A figure of two settings on digits: trained, evaluated, drawn; finished runs are kept."""
+"""A figure with two settings on digits: trained, evaluated and drawn; finished runs are kept."""
 
 import dataclasses
 import json
@@ -70,12 +70,12 @@ def test_a_figure_is_run_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     assert (local.numbers["steps"], group.numbers["batchnorm_leakage"]) == (3.0, 0.0)
     assert 0.1 < local.numbers["knn_top1"] < 1.0
     assert local.numbers["knn_top1"] != group.numbers["knn_top1"]
-    assert all(claim.held is not True for claim in page.results.claims)  # of one seed
+    assert all(claim.held is not True for claim in page.results.claims)  # with one seed
     with Image.open(output / "leak.png") as picture:
         assert picture.width > picture.height
     assert len(json.loads((output / "leak.json").read_text())["runs"][0]["curves"]["loss"][0]["values"]) == 3
 
-    # Again: nothing is trained or evaluated.
+    # The second call trains and evaluates nothing.
     runs = sorted((output / RUNS).iterdir())
     assert [run.name for run in runs] == ["leak-local-seed0", "leak-group-seed0"]
     files = [run / name for run in runs for name in (METRICS, RESULT, OUTCOME)]
@@ -86,7 +86,7 @@ def test_a_figure_is_run_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any("run 1 of 2" in line for line in messages)
     assert again.numbers() == page.numbers()
 
-    # Trained but not evaluated: only evaluated. Interrupted: resumed.
+    # A trained run without an evaluation is only evaluated; an interrupted run is resumed.
     (runs[0] / OUTCOME).unlink()
     (runs[1] / OUTCOME).unlink()
     (runs[1] / RESULT).write_text('{"status": "running"}')

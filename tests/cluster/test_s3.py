@@ -1,4 +1,4 @@
-"""Training from and to an S3 server over the real protocol."""
+"""Training with data and output on an S3 server over the real protocol."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import raycl
 from raycl.errors import DataError, StorageError
 from raycl.records import read_metrics, read_result
 from raycl.storage import Place
-from tests.cluster.test_run import NUM_BROKEN, NUM_IMAGES, small_run
+from tests.cluster.test_run import NUM_IMAGES, NUM_INVALID, small_run
 from tests.conftest import BUCKET
 from tests.images import digit_files, write_digits
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROOT = f"s3://{BUCKET}"
 
 
-def test_places_on_s3_work_like_local_ones() -> None:
+def test_places_on_s3_work_like_local_places() -> None:
     place = Place(f"{ROOT}/places")
     place.check_writable()
     (place / "b" / "2.txt").write_text("two")
@@ -31,7 +31,7 @@ def test_places_on_s3_work_like_local_ones() -> None:
         (place / "c").read_bytes()
 
 
-def test_a_bucket_that_is_not_there_is_one_clear_line() -> None:
+def test_a_missing_bucket_is_a_one_line_error() -> None:
     with pytest.raises(DataError, match="nothing at s3://no-such-bucket/x"):
         raycl.train(small_run(), data="s3://no-such-bucket/x", output=f"{ROOT}/runs/none", quiet=True)
     with pytest.raises(StorageError) as caught:
@@ -41,9 +41,9 @@ def test_a_bucket_that_is_not_there_is_one_clear_line() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """One run from S3 to S3 that is killed in its second epoch and resumed."""
+    """One run from S3 to S3 that crashes in its second epoch and resumes."""
     folder = tmp_path_factory.mktemp("local")
-    local = write_digits(folder / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+    local = write_digits(folder / "digits.parquet", NUM_IMAGES, broken=NUM_INVALID)
     data, output = Place(f"{ROOT}/data/digits.parquet"), Place(f"{ROOT}/runs/first")
     data.write_bytes(local.read_bytes())
     config = small_run(**{"encoder.kwargs": {"channels": 1, "die_at": 13, "marker": str(folder / "died")}})
@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return output
 
 
-def test_a_run_on_s3_loses_a_worker_goes_on_and_is_loaded(run: Place) -> None:
+def test_a_run_on_s3_that_loses_a_worker_finishes_and_loads(run: Place) -> None:
     steps = [line["step"] for line in read_metrics(run) if "loss" in line]
     assert steps == list(range(1, read_result(run)["steps"] + 1))
     assert read_result(run)["status"] == "finished"

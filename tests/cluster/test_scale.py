@@ -1,4 +1,4 @@
-"""The simulated workers of benchmarks/scale.py: real clients, whose bytes are those of the model."""
+"""The simulated workers in benchmarks/scale.py: real clients that send the bytes of the model."""
 
 import sys
 from pathlib import Path
@@ -43,7 +43,7 @@ def some_work(kind: str) -> Work:
     )
 
 
-def test_a_bank_moves_the_bytes_of_the_model_and_keeps_every_row(tmp_path: Path) -> None:
+def test_a_bank_transfers_the_bytes_of_the_model_and_keeps_every_row(tmp_path: Path) -> None:
     bank, work = a_bank("memory_bank", tmp_path), some_work("memory_bank")
     group = ClientGroup()
     group.join(bank, work, [0, 1])
@@ -51,7 +51,7 @@ def test_a_bank_moves_the_bytes_of_the_model_and_keeps_every_row(tmp_path: Path)
     spent = group.run(0, STEPS, keeps_answers=True)
     group.flush()
     one, made = bank_payload(BATCH, DRAWN, DIM, itemsize=2), WORKERS * STEPS
-    # The first step also asks for what later ones have asked for ahead; the last update is sent by the flush.
+    # The first step also prefetches rows for the next step; the flush sends the last update.
     extra_slots, late = WORKERS * (BATCH + DRAWN), WORKERS * BATCH * (DIM * 2 + 8)
     assert spent.sent == made * one.sent + 8 * extra_slots - late
     assert spent.received == made * one.received + WORKERS * one.received
@@ -59,7 +59,7 @@ def test_a_bank_moves_the_bytes_of_the_model_and_keeps_every_row(tmp_path: Path)
     whole = {"rows": ROWS, "wrong_rows": 0, "wrong_ids": 0, "missing": 0, "lost_since_snapshot": 0}
     assert check(bank, work, num_steps=STEPS, saved=0, killed=-1) == whole
 
-    # And the check sees what is not there: a row of another sample, and a step that nobody made.
+    # The check also detects errors: a row of another sample, and a step that never happened.
     stranger = MemoryBankClient(bank, np.arange(ROWS), max_staleness=0)
     stranger.update(np.array([7]), work.patterns()[:1], step=STEPS - 1)
     found = check(bank, work, num_steps=STEPS + 1, saved=0, killed=-1)
@@ -68,11 +68,11 @@ def test_a_bank_moves_the_bytes_of_the_model_and_keeps_every_row(tmp_path: Path)
     bank.stop()
 
 
-def test_a_queue_moves_the_bytes_of_the_model_and_keeps_the_newest_keys(tmp_path: Path) -> None:
+def test_a_queue_transfers_the_bytes_of_the_model_and_keeps_the_newest_keys(tmp_path: Path) -> None:
     bank, work = a_bank("queue", tmp_path), some_work("queue")
     group = ClientGroup()
     group.join(bank, work, [0, 1])
-    num_steps = ROWS // work.batch_size + 3  # it wraps round
+    num_steps = ROWS // work.batch_size + 3  # the queue wraps around
     spent = group.run(0, num_steps)
     group.flush()
     assert spent.sent == WORKERS * num_steps * queue_payload(BATCH, DIM, itemsize=2).sent

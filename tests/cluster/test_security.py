@@ -1,4 +1,4 @@
-"""Clusters that raycl started and others: their addresses, and their tokens."""
+"""Security of clusters started by raycl and by others: addresses and tokens."""
 
 import ipaddress
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 TOKEN = "a1" * 32
 OF_RAY = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS", "RAY_JOB_ID")
 
-# Starts a Ray as `raycl train` does, with a worker, and says where it is; ends with its input.
+# Starts Ray like `raycl train`, with one worker, and prints its address; ends with its input.
 HOLDER = """
 import json, sys
 import ray
@@ -41,8 +41,8 @@ ray.shutdown()
 
 
 @dataclass(frozen=True)
-class Held:
-    """A Ray of a process of its own, and the home folder of its user."""
+class OwnRay:
+    """A Ray cluster of a separate process, and the home folder of its user."""
 
     address: str
     home: Path
@@ -50,13 +50,13 @@ class Held:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """Return the environment of a user with this home folder, without the tests' settings of Ray."""
+    """Return the environment of a user with this home folder, without the tests' Ray settings."""
     usual = {name: value for name, value in os.environ.items() if name not in OF_RAY}
     return usual | {"HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
 
 
 def raycl(home: Path, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of raycl's as this user."""
+    """Run a raycl command as this user."""
     return subprocess.run(
         [sys.executable, "-c", "from raycl.cli.main import main; main()", *map(str, arguments)],
         env=environment(home, **more),
@@ -68,9 +68,9 @@ def raycl(home: Path, *arguments: object, **more: str) -> subprocess.CompletedPr
 
 
 @pytest.fixture(scope="module")
-def held() -> Iterator[Held]:
-    """Let raycl start a Ray for a user who has set nothing at all."""
-    # A socket's path may have 107 characters at most.
+def own_ray() -> Iterator[OwnRay]:
+    """Let raycl start Ray for a user without any settings."""
+    # Socket paths have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="rcl", dir="/tmp", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         holder = subprocess.Popen(
@@ -83,20 +83,20 @@ def held() -> Iterator[Held]:
         )
         assert holder.stdin is not None and holder.stdout is not None
         try:
-            yield Held(address=json.loads(holder.stdout.readline()), home=home, pid=holder.pid)
+            yield OwnRay(address=json.loads(holder.stdout.readline()), home=home, pid=holder.pid)
         finally:
             holder.stdin.close()
             holder.wait(60)
 
 
 def family(pid: int) -> set[int]:
-    """Return a process and all that it and they started."""
+    """Return a process and all its descendants."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(status.parent.name)] = int(status.read_text().rpartition(") ")[2].split()[1])
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
@@ -104,7 +104,7 @@ def family(pid: int) -> set[int]:
 
 
 def listening(pids: set[int]) -> dict[str, str]:
-    """Return where these processes listen: address and port to the process's name."""
+    """Map the addresses and ports where these processes listen to their names."""
     names = {}
     for pid in pids:
         for file in Path(f"/proc/{pid}/fd").glob("*"):
@@ -139,23 +139,23 @@ def assert_refused_in_one_line(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_ray_that_raycl_starts_listens_on_the_loopback_only(held: Held) -> None:
-    found = listening(family(held.pid))
+def test_a_ray_cluster_started_by_raycl_listens_only_on_the_loopback(own_ray: OwnRay) -> None:
+    found = listening(family(own_ray.pid))
     assert {"gcs_server", "raylet"} <= set(found.values())
     assert len(found) >= 5
     assert [where for where in found if not is_loopback(where)] == []
-    assert held.address.startswith("127.0.0.1:")
+    assert own_ray.address.startswith("127.0.0.1:")
 
 
-def test_the_token_is_private_to_its_user_and_needs_no_setting(held: Held, tmp_path: Path) -> None:
-    token = held.home / ".ray" / "auth_token"
+def test_the_token_is_private_to_its_user_and_needs_no_settings(own_ray: OwnRay, tmp_path: Path) -> None:
+    token = own_ray.home / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    for address in (held.address, held.address.replace("127.0.0.1", "localhost")):
-        asked = raycl(held.home, "bank", "list", "--address", address)
+    for address in (own_ray.address, own_ray.address.replace("127.0.0.1", "localhost")):
+        asked = raycl(own_ray.home, "bank", "list", "--address", address)
         assert (asked.returncode, "no banks found" in asked.stdout) == (0, True), asked.stderr
-    assert_refused_in_one_line(raycl(tmp_path, "bank", "list", "--address", held.address))
+    assert_refused_in_one_line(raycl(tmp_path, "bank", "list", "--address", own_ray.address))
     wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b2" * 32}
-    assert_refused_in_one_line(raycl(tmp_path, "bank", "stats", "any", "--address", held.address, **wrong))
+    assert_refused_in_one_line(raycl(tmp_path, "bank", "stats", "any", "--address", own_ray.address, **wrong))
 
 
 # ---- a cluster of another user, with a token
@@ -163,7 +163,7 @@ def test_the_token_is_private_to_its_user_and_needs_no_setting(held: Held, tmp_p
 
 @dataclass(frozen=True)
 class Head:
-    """A cluster's head with a dashboard."""
+    """The head of a cluster, with a dashboard."""
 
     address: str
     dashboard: str
@@ -171,7 +171,7 @@ class Head:
 
 
 def answers(url: str, token: str | None = None) -> int:
-    """Return the status of a GET, 0 where nothing listens."""
+    """Return the status of a GET request, 0 if nothing listens."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -192,7 +192,7 @@ def head() -> Iterator[Head]:
         settings = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the head's own address is the loopback's
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the head's address is the loopback
         }
         command = ["start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}", "--num-cpus=4"]
         command += ["--include-dashboard=true", f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1"]
@@ -212,13 +212,13 @@ def head() -> Iterator[Head]:
                 time.sleep(0.5)
             yield Head(address=f"127.0.0.1:{port}", dashboard=url, token=token)
         finally:
-            process.terminate()  # with --block all its processes end as well
+            process.terminate()  # with --block all its processes end with it
             process.wait(60)
 
 
 @pytest.mark.drill
 def test_a_dashboard_requires_the_token(head: Head) -> None:
-    # What is asked for without harm, and what would run code or show secrets.
+    # A harmless request, and requests that would run code or expose secrets.
     for path in ("/api/version", "/api/jobs/", "/nodes?view=summary", "/api/v0/actors", "/logical/actors"):
         assert answers(head.dashboard + path) == 401, path
         assert answers(head.dashboard + path, "b2" * 32) == 403, path
@@ -264,7 +264,7 @@ def test_a_job_is_submitted_only_with_the_token(head: Head, tmp_path: Path) -> N
     assert (done.returncode, "no banks found" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-# ---- a checkpoint that somebody has replaced
+# ---- a replaced checkpoint
 
 
 @pytest.mark.drill

@@ -1,4 +1,4 @@
-"""Runs of several stages: what changes from one to the next, and what carries on."""
+"""Runs of several stages: settings that change between stages, and state that persists."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from raycl.config import RunConfig
 from raycl.errors import ConfigError
 from raycl.records import read_metrics
 from raycl.storage import Place
-from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, small_run, weights_of
+from tests.cluster.test_run import BATCH_SIZE, NUM_IMAGES, NUM_INVALID, small_run, weights_of
 from tests.images import write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -21,7 +21,7 @@ SECOND_STAGE = {
     "stages.1.epochs": None,
     "stages.1.steps": 7,
     "stages.1.batch_size": GROWN,
-    "stages.1.chunk_size": 50,  # of 128 rows on one worker, of 64 on each of two
+    "stages.1.chunk_size": 50,  # 128 rows on one worker, 64 rows on each of two
     "stages.1.temperature": 0.5,
     "stages.1.hinge_weight": 0.0,
     "stages.1.final_hinge_weight": 0.6,
@@ -29,46 +29,48 @@ SECOND_STAGE = {
 
 
 def staged_run(**settings: Any) -> RunConfig:
-    """One epoch of nine steps, then seven steps of twice the batch, in chunks, towards the hinge."""
+    """One epoch of nine steps, then seven steps at twice the batch size, in chunks, towards the hinge loss."""
     return small_run(**{"stages.0.epochs": 1, "batchnorm": "group", **SECOND_STAGE, **settings})
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+    return write_digits(tmp_path_factory.mktemp("data") / "digits.parquet", NUM_IMAGES, broken=NUM_INVALID)
 
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two stages on one worker, uninterrupted."""
+    """Train two stages on one worker without interruption."""
     output = tmp_path_factory.mktemp("runs") / "alone"
     raycl.train(staged_run(workers=1), data=str(data), output=str(output), quiet=True)
     return output
 
 
-def test_batch_size_rate_and_weight_change_and_the_steps_go_on(alone: Path) -> None:
+def test_batch_size_learning_rate_and_weight_change_while_steps_continue(alone: Path) -> None:
     lines = [line for line in read_metrics(Place(str(alone))) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 17))
     assert [line["stage"] for line in lines] == [0] * 9 + [1] * 7
     sizes = [BATCH_SIZE] * 9 + [GROWN] * 7
     assert [line["samples"] for line in lines] == [sum(sizes[: step + 1]) for step in range(16)]
-    # A stage begins with an epoch: of four steps of 128, so that the second one holds two of them.
+    # A stage starts with a new epoch: four steps of 128 rows, then the second epoch with the last steps.
     assert [line["epoch"] for line in lines] == [0] * 9 + [1] * 4 + [2] * 3
     first, second = (lines[index]["learning_rate"] for index in (0, 9))
-    assert second == pytest.approx(2 * first)  # linear in the batch; neither has a warm-up of a step
+    assert second == pytest.approx(
+        2 * first
+    )  # linear in the batch size; both warmups are shorter than a step
 
 
-def test_a_stage_ends_with_a_judgment_and_the_result_counts_all_samples(alone: Path) -> None:
-    judged = [(line["step"], line["stage"]) for line in read_metrics(Place(str(alone))) if "knn_top1" in line]
-    assert (9, 0) in judged
-    assert judged[-1] == (16, 1)
+def test_a_stage_ends_with_an_evaluation_and_the_result_counts_all_samples(alone: Path) -> None:
+    evaluated = [
+        (line["step"], line["stage"]) for line in read_metrics(Place(str(alone))) if "knn_top1" in line
+    ]
+    assert (9, 0) in evaluated
+    assert evaluated[-1] == (16, 1)
 
 
 @pytest.mark.drill
-def test_a_worker_killed_in_the_second_stage_comes_back_in_it(
-    alone: Path, data: Path, tmp_path: Path
-) -> None:
-    # Nine passes, then five a step (three chunks, the last of which is kept): dies in the fourth step.
+def test_a_worker_killed_in_the_second_stage_resumes_in_it(alone: Path, data: Path, tmp_path: Path) -> None:
+    # Nine passes, then five per step (three chunks, of which the last is kept): crashes in the fourth step.
     arguments = {"channels": 1, "die_at": 9 + 5 * 3 + 2, "marker": str(tmp_path / "died")}
     settings = {"workers": 1, "max_failures": 1, "checkpoints.every_steps": 1, "encoder.kwargs": arguments}
     output = tmp_path / "killed"
@@ -80,7 +82,7 @@ def test_a_worker_killed_in_the_second_stage_comes_back_in_it(
 
 
 @pytest.mark.drill
-def test_a_finished_run_goes_on_with_a_stage_that_is_added(alone: Path, data: Path, tmp_path: Path) -> None:
+def test_a_finished_run_continues_with_an_added_stage(alone: Path, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "longer"
     first = small_run(**{"stages.0.epochs": 1, "workers": 1, "batchnorm": "group"})
     raycl.train(first, data=str(data), output=str(output), quiet=True)
@@ -92,8 +94,8 @@ def test_a_finished_run_goes_on_with_a_stage_that_is_added(alone: Path, data: Pa
 
 
 @pytest.mark.drill
-def test_a_stage_gets_the_workers_that_it_asks_for(alone: Path, data: Path, tmp_path: Path) -> None:
-    # With BatchNorm over all workers, and over all chunks in the second stage.
+def test_a_stage_gets_its_own_number_of_workers(alone: Path, data: Path, tmp_path: Path) -> None:
+    # With BatchNorm synchronized over all workers, and over all chunks in the second stage.
     config = staged_run(**{"workers": 1, "stages.1.workers": 2, "batchnorm": "synchronized"})
     output = tmp_path / "grown"
     raycl.train(config, data=str(data), output=str(output), quiet=True)

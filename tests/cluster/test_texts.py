@@ -1,4 +1,4 @@
-"""Whole runs on texts, click logs and captioned images: trained, resumed, judged, mined, prepared."""
+"""Runs on texts, click logs and captioned images: training, resuming, evaluation, mining and preparation."""
 
 import itertools
 import json
@@ -51,12 +51,12 @@ SMALL: dict[str, Any] = {
 
 
 def run_of(method: str, **settings: Any) -> RunConfig:
-    """A small run on two workers, with dropout in its encoder."""
+    """A small run on two workers with dropout in its encoder."""
     return override_active(raycl.recipe(method, image_size=16), {**SMALL, **settings})
 
 
 def clicks() -> list[dict[str, Any]]:
-    """Queries, each with its document and none to three that were shown and not clicked."""
+    """Queries, each with its document and up to three shown documents without a click."""
     texts, random = invented_texts(NUM_QUERIES, seed=1), Random(0)
     rows = []
     for number, text in enumerate(texts):
@@ -71,7 +71,7 @@ def clicks() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A click log with repeated, contradicted, invalid and useless rows."""
+    """A click log with repeated, contradictory, invalid and unused rows."""
     rows = clicks()
     rows.append(dict(rows[0]))
     rows.append({**rows[0], "label": 0})
@@ -88,7 +88,7 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def click_run(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, raycl.RunResult]:
     output = tmp_path_factory.mktemp("runs") / "clicks"
-    # Two of 749 rows are invalid; two of the 300 pairs would be too many.
+    # Two of 749 rows are invalid, which is permitted; two of 300 pairs would be too many.
     config = run_of("two_tower", **{"data.max_invalid_fraction": 0.004})
     return output, raycl.train(config, data=str(click_log), output=str(output), quiet=True)
 
@@ -100,11 +100,11 @@ def test_a_click_log_is_grouped_and_skipped_rows_are_counted(
     assert result.skipped == {WITHOUT_POSITIVE: 1, REPEATED: 1, CONTRADICTED: 1}
     assert result.invalid_rows == {"missing value": 1, "label other than 0 and 1": 1}
     assert json.loads((output / "data.json").read_text())["num_rows"] == NUM_QUERIES
-    assert result.final["recall_at_10"] > 0.1  # by chance 10 of 300 documents
+    assert result.final["recall_at_10"] > 0.1  # chance level: 10 of 300 documents
     assert (output / "tokenizer.json").exists()
 
 
-def test_the_snapshot_of_pairs_has_their_texts_and_both_towers(
+def test_the_snapshot_of_pairs_has_the_texts_and_both_towers(
     click_run: tuple[Path, raycl.RunResult], click_log: Path
 ) -> None:
     output, result = click_run
@@ -119,12 +119,12 @@ def test_the_snapshot_of_pairs_has_their_texts_and_both_towers(
         row["query"].replace(" ", ""): row["document"].replace(" ", "") for row in clicks() if row["label"]
     }
     for query, document in zip(gallery.contents["query"], gallery.contents["document"], strict=True):
-        assert whole[query.replace(" ", "")].startswith(document.replace(" ", ""))  # cut where its tokens are
+        assert whole[query.replace(" ", "")].startswith(document.replace(" ", ""))  # truncated at its tokens
     assert gallery.contents["query"][0] in write_report(str(output)).read_text()
 
 
-def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Path) -> None:
-    # Two batches of Ray's that begin alike, in each a row without an id beside large ones.
+def test_a_dataset_of_clicks_keeps_its_ids_and_counts_each_row_once(tmp_path: Path) -> None:
+    # Two Ray batches with equal beginnings, each with one missing id beside large ids.
     num_queries, invalid = 512, [1_000, 2_000]
     ids = [None if row in invalid else 2**60 + row // 4 for row in range(4 * num_queries)]
     table = pa.table(
@@ -136,7 +136,7 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Pa
         }
     )
     with start_coordinator() as coordinator:
-        config = run_of("two_tower", **{"evaluation.every_epochs": 0})  # none is held out
+        config = run_of("two_tower", **{"evaluation.every_epochs": 0})  # no row is held out
         samples = DataModule(config, coordinator, None, ray.data.from_arrow(table))
         samples.learn_vocabulary(None)
         decoded = samples.rows_to_keep().materialize()
@@ -148,18 +148,18 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_each_row_counts_once(tmp_path: Pa
     assert held == {2**60 + number for number in range(num_queries)}
 
 
-def test_a_run_of_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.RunResult]) -> None:
+def test_a_run_on_pairs_learns_and_its_towers_load(click_run: tuple[Path, raycl.RunResult]) -> None:
     output, _ = click_run
-    judged = [line["recall_at_10"] for line in read_metrics(Place(str(output))) if "recall_at_10" in line]
-    assert len(judged) >= 2
+    recalls = [line["recall_at_10"] for line in read_metrics(Place(str(output))) if "recall_at_10" in line]
+    assert len(recalls) >= 2
     query, key = (raycl.load_encoder(str(output), side=side).encode(["a text"]) for side in ("query", "key"))
-    assert torch.equal(query, key)  # one tower for both
+    assert torch.equal(query, key)  # one shared tower
     asked = load_checkpoint_encoder(str(output)).embed_text("a text")
     assert np.allclose(asked, torch.nn.functional.normalize(query)[0].numpy(), atol=1e-6)
 
 
 @pytest.mark.drill
-def test_a_run_that_lost_a_worker_equals_one_that_did_not(click_log: Path, tmp_path: Path) -> None:
+def test_a_run_that_loses_a_worker_equals_an_uninterrupted_run(click_log: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "encoder.name": "tests.cluster.networks:words",
         "encoder.kwargs": {"dim": 16, "die_at": 8, "marker": str(tmp_path / "died")},
@@ -171,31 +171,31 @@ def test_a_run_that_lost_a_worker_equals_one_that_did_not(click_log: Path, tmp_p
     mortal = run_of("two_tower", **settings)
     raycl.train(mortal, data=str(click_log), output=str(tmp_path / "killed"), quiet=True)
     assert (tmp_path / "died").exists()
-    # The marker is there: nobody dies any more.
+    # The marker exists, so no further crash happens.
     raycl.train(mortal, data=str(click_log), output=str(tmp_path / "whole"), quiet=True)
     assert_equal_runs(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_retrieval_is_judged_beside_words_and_shows_examples(
+def test_retrieval_is_evaluated_beside_a_lexical_baseline_and_shows_examples(
     click_run: tuple[Path, raycl.RunResult], tmp_path: Path
 ) -> None:
     path = tmp_path / "test.parquet"
     pq.write_table(pa.Table.from_pylist(clicks()[:200]), path)
     found = raycl.evaluate("retrieval", run=str(click_run[0]), test=str(path), examples=2, quiet=True)
-    assert found["baseline"]["bm25"]["recall_at_10"] > 0.9  # a query is made of its document's words
+    assert found["baseline"]["bm25"]["recall_at_10"] > 0.9  # queries consist of words of their document
     assert 0 < found["ndcg_at_10"] <= 1
     assert 0 < found["average_precision"] <= 1
     assert len(found["examples"]) == 2
     assert found["num_test"] == 200
 
 
-def test_a_train_set_adds_documents_and_its_matches_do_not_count(
+def test_a_train_set_adds_documents_and_its_matches_are_excluded(
     click_run: tuple[Path, raycl.RunResult], tmp_path: Path
 ) -> None:
     rows = [row for row in clicks() if row["label"]]
     test, train = tmp_path / "test.parquet", tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist(rows[:40]).drop(["label"]), test)
-    # The same queries, each with another document that matches it: none of them may push its own away.
+    # Equal queries with other matching documents, which must not displace the expected documents.
     others = [{**row, "document": f"{row['query']} {row['query']}"} for row in rows[:40]]
     pq.write_table(pa.Table.from_pylist([*others, *rows[40:]]).drop(["label"]), train)
     known = raycl.evaluate("retrieval", run=str(click_run[0]), test=str(test), train=str(train), quiet=True)
@@ -204,17 +204,17 @@ def test_a_train_set_adds_documents_and_its_matches_do_not_count(
     assert "average_precision" not in known
 
 
-def test_mined_negatives_are_no_matches_and_train(
+def test_mined_negatives_exclude_matches_and_are_used_in_training(
     click_run: tuple[Path, raycl.RunResult], click_log: Path, tmp_path: Path
 ) -> None:
     rows = [row for row in clicks() if row["query_id"] not in ("invalid", "graded")]
     data, mined = tmp_path / "pairs.parquet", tmp_path / "mined.parquet"
     pq.write_table(pa.Table.from_pylist(rows), data)
-    told = raycl.mine(
+    summary = raycl.mine(
         str(click_run[0]), str(data), str(mined), num_negatives=3, max_relative_score=1.0, quiet=True
     )
     table = pq.read_table(mined)
-    assert told.num_pairs == len(table) == NUM_QUERIES
+    assert summary.num_pairs == len(table) == NUM_QUERIES
     explicit = {row["query"]: [] for row in rows}
     for row in rows:
         if row["label"] == 0:
@@ -223,18 +223,18 @@ def test_mined_negatives_are_no_matches_and_train(
         assert row["document"] not in row["negatives"]
         assert set(explicit[row["query"]]) <= set(row["negatives"])
         assert len(set(row["negatives"])) == len(row["negatives"])
-    assert told.num_negatives > 0
+    assert summary.num_negatives > 0
 
 
 @pytest.mark.drill
-def test_a_grouped_log_is_streamed_by_a_tokenizer_made_before(click_log: Path, tmp_path: Path) -> None:
+def test_a_grouped_log_is_streamed_with_a_prepared_tokenizer(click_log: Path, tmp_path: Path) -> None:
     grouped, place = tmp_path / "grouped", tmp_path / "tokenizer.json"
     num_pairs, rows = group_pairs(str(click_log), str(grouped), columns=PAIRS)
     assert num_pairs == NUM_QUERIES
     assert rows.skipped[WITHOUT_POSITIVE] == 1
     assert (rows.num_rows, rows.num_invalid) == (pq.read_metadata(click_log).num_rows, 2)
     made = make_tokenizer(str(click_log), str(place), columns=PAIRS, vocabulary_size=400)
-    texts = tmp_path / "texts.parquet"  # the same without ids
+    texts = tmp_path / "texts.parquet"  # the same log without ids
     pq.write_table(pq.read_table(click_log, columns=["query", "document"]), texts)
     of_texts = make_tokenizer(str(texts), f"{place}.json", columns=PAIRS, vocabulary_size=400)
     assert of_texts.fingerprint == made.fingerprint
@@ -252,9 +252,7 @@ def test_a_grouped_log_is_streamed_by_a_tokenizer_made_before(click_log: Path, t
         *(pytest.param(ids, marks=pytest.mark.drill) for ids in (("query_id",), ("document_id",))),
     ],
 )
-def test_a_log_that_is_grouped_beforehand_has_the_ids_that_it_had(
-    ids: tuple[str, ...], click_log: Path, tmp_path: Path
-) -> None:
+def test_a_prepared_log_keeps_its_ids(ids: tuple[str, ...], click_log: Path, tmp_path: Path) -> None:
     log, grouped = tmp_path / "log.parquet", tmp_path / "grouped"
     pq.write_table(pq.read_table(click_log, columns=["query", "document", "label", *ids]), log)
     group_pairs(str(log), str(grouped), columns=PAIRS)
@@ -263,7 +261,7 @@ def test_a_log_that_is_grouped_beforehand_has_the_ids_that_it_had(
     assert set(columns) == (expected | {"negative_ids"} if "document_id" in ids else expected)
 
 
-def test_sentences_are_streamed_and_judged_by_peoples_scores(tmp_path: Path) -> None:
+def test_sentences_are_streamed_and_evaluated_by_human_scores(tmp_path: Path) -> None:
     texts = invented_texts(400, seed=2)
     data, pairs = tmp_path / "texts.parquet", tmp_path / "sts.parquet"
     pq.write_table(pa.table({"text": [*texts, "", None]}), data)
@@ -273,11 +271,11 @@ def test_sentences_are_streamed_and_judged_by_peoples_scores(tmp_path: Path) -> 
     result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     assert result.invalid_rows == {"empty text": 1, "missing value": 1}
     found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
-    assert found["spearman"]["sts"] == found["mean"] > 0.05  # by chance 0 +- 0.05
+    assert found["spearman"]["sts"] == found["mean"] > 0.05  # chance level: 0 +- 0.05
     assert found["baseline"]["tfidf"]["mean"] > 0.5
 
 
-def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
+def test_images_and_captions_have_separate_towers(tmp_path: Path) -> None:
     digits = write_digits(tmp_path / "digits.parquet", 200)
     table = pq.read_table(digits)
     names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -310,7 +308,7 @@ def test_images_and_captions_have_a_tower_each(tmp_path: Path) -> None:
     assert 0 < found["document_to_query_recall_at_10"] <= 1
 
 
-def test_texts_of_one_group_become_a_row(tmp_path: Path) -> None:
+def test_texts_of_one_group_become_one_row(tmp_path: Path) -> None:
     data, output = tmp_path / "captions.parquet", tmp_path / "groups.parquet"
     rows = {"text": ["a", "b", "a", "c", "", "d"], "photo": ["1", "1", "1", "2", "2", None]}
     pq.write_table(pa.table(rows), data)
@@ -319,7 +317,7 @@ def test_texts_of_one_group_become_a_row(tmp_path: Path) -> None:
     assert (found.num_rows, found.num_texts, found.num_alone, found.num_invalid) == (1, 2, 1, 1)
 
 
-def test_bad_pairs_are_refused_before_anything_is_rented(click_log: Path, tmp_path: Path) -> None:
+def test_invalid_pairs_are_refused_before_the_run_starts(click_log: Path, tmp_path: Path) -> None:
     def refused(kind: type[Exception], says: str, data: Path, **settings: Any) -> None:
         with pytest.raises(kind, match=says):
             raycl.train(

@@ -1,4 +1,4 @@
-"""A run as Prometheus and TensorBoard see it, during and after it."""
+"""The metrics of a run in Prometheus and TensorBoard, during and after the run."""
 
 import threading
 import time
@@ -26,21 +26,21 @@ from raycl.training.job import Job
 from raycl.training.metrics_logger import MetricsLogger
 from raycl.training.stages import Position
 from tests.cluster.networks import small
-from tests.cluster.test_run import BATCH_SIZE, NUM_BROKEN, NUM_IMAGES, SMALL
+from tests.cluster.test_run import BATCH_SIZE, NUM_IMAGES, NUM_INVALID, SMALL
 from tests.images import write_digits
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 CAPACITY = 128
-NUM_STEPS_BEFORE = 3  # that are made before the run waits
-# Nobody plots them: when it was, how many rows the measures saw, and of how many dimensions.
+NUM_STEPS_BEFORE = 3  # steps before the run waits
+# Not for plots: the time, the number of evaluated rows, and their dimension.
 NOT_EXPORTED = {"time", "num_rows", "dim"}
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
-class Patient(nn.Module):
-    """An encoder that waits in a step until the marker is there."""
+class WaitingEncoder(nn.Module):
+    """An encoder that waits within a step until the marker exists."""
 
     def __init__(self, marker: str, channels: int = 1) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Patient(nn.Module):
 
 
 def patient(**arguments: Any) -> nn.Module:
-    return Patient(**arguments)
+    return WaitingEncoder(**arguments)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def coordinator() -> Iterator[Any]:
 
 
 def recorder_of(output: Path, coordinator: Any) -> MetricsLogger:
-    """Return the metrics logger of a run that has just started."""
+    """Return the metrics logger of a newly started run."""
     config = raycl.override(raycl.recipe("simclr"), {"tracking.tensorboard": True})
     job = Job(
         config=config,
@@ -121,12 +121,12 @@ def test_a_failing_tracker_is_reported_once_and_counted_and_the_run_continues(
     [notice] = ray.get(coordinator.notices.remote())
     assert "tracking.tensorboard failed: " in notice
     assert [line["event"] for line in lines if "event" in line] == ["tracking"]
-    # All that was refused meanwhile came there in the end.
+    # All refused records arrived in the end.
     assert shown_in_tensorboard(tmp_path, "loss") == [(each, 0.5) for each in range(1, step + 1)]
 
 
 def scrape(run: str) -> Samples:
-    """Return the tags and values of a run's metrics, as the node tells Prometheus, by our names for them."""
+    """Return the tags and values that the node exports to Prometheus, by raycl's metric names."""
     [node] = [node for node in ray.nodes() if node["Alive"]]
     port = node["MetricsExportPort"]
     assert port > 0, "Ray exports no metrics here: ray[default] is not installed"
@@ -143,7 +143,7 @@ def scrape(run: str) -> Samples:
 
 @pytest.mark.drill
 def test_constant_metrics_stay_visible() -> None:
-    """Ray itself forgets a gauge after two exports, 10 s apart."""
+    """Ray itself drops a gauge after two exports, 10 s apart."""
     with start_coordinator({"run": "lasting", "recipe": "none"}) as actor:
         stats = ReadStats(num_rows=8, num_train=5, invalid=Counter({"not an image": 2, "too large": 1}))
         ray.get(actor.add_rows.remote("fragment", stats))
@@ -160,8 +160,8 @@ def test_constant_metrics_stay_visible() -> None:
 
 
 @pytest.mark.drill
-def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_path: Path) -> None:
-    data = write_digits(tmp_path / "digits.parquet", NUM_IMAGES, broken=NUM_BROKEN)
+def test_prometheus_and_tensorboard_show_a_run_with_its_data_and_bank(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "digits.parquet", NUM_IMAGES, broken=NUM_INVALID)
     output, marker = tmp_path / "watched", tmp_path / "go-on"
     config = raycl.override(
         raycl.recipe("moco_v2", image_size=16),
@@ -189,7 +189,7 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
         "trained_steps": NUM_STEPS_BEFORE,
         "trained_samples": num_samples,
         "rows_read": NUM_IMAGES,
-        "rows_invalid": NUM_BROKEN,
+        "rows_invalid": NUM_INVALID,
         "bank_rows": CAPACITY,
         "bank_rows_written": num_samples,
     }
@@ -201,7 +201,7 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
     [(tags, _)] = seen["rows_invalid"]
     assert (tags["cause"], tags["recipe"]) == ("not an image", "moco_v2")
     calls = {tags["method"]: value for tags, value in seen["bank_calls"]}
-    assert calls["push"] == 2 * NUM_STEPS_BEFORE  # each worker its part
+    assert calls["push"] == 2 * NUM_STEPS_BEFORE  # each worker exports its share
 
     lines = read_metrics(Place(str(output)))
     numbers = {name for line in lines for name, value in line.items() if isinstance(value, int | float)}
@@ -216,7 +216,7 @@ def test_a_run_its_data_and_its_bank_are_seen_by_prometheus_and_tensorboard(tmp_
 
 
 def wait_for(expected: dict[str, float], run: threading.Thread) -> Samples:
-    """Return what is exported once it is as expected; every process exports at times of its own."""
+    """Return the exported metrics once they are as expected; every process exports on its own schedule."""
     seen: Samples = {}
     deadline = time.monotonic() + 300
     while {name: [value for _, value in seen.get(name, [])] for name in expected} != {

@@ -1,4 +1,4 @@
-"""One worker or several: with the same global batch, runs of every recipe have the same losses."""
+"""Losses of every recipe with one worker and with several: equal for the same global batch size."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ COMMON: dict[str, Any] = {
     "evaluation.num_test": 40,
     "log_every_steps": 1,
 }
-# Dropout is drawn by each worker for itself, so it is left out.
+# Each worker draws its own dropout, so it is disabled.
 IMAGES = {
     "data.channels": 1,
     "evaluation.k": 20,
@@ -37,7 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
     "simclr": IMAGES,
     "moco_v1": IMAGES | QUEUE,
     "moco_v2": IMAGES | QUEUE,
-    # Read in step: what is read one step ahead depends on when it is asked for.
+    # Read without prefetching: prefetched rows depend on timing.
     "instance_discrimination": IMAGES
     | {"negatives.num_negatives": 64, "batchnorm": "synchronized", "bank.max_staleness": 0},
     "simcse": TEXTS | {"encoder.kwargs": TRANSFORMER, "projection_head.dim": 16},
@@ -54,7 +54,7 @@ WRITTEN: dict[str, Callable[[Path, int], Path]] = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_worker_or_several_a_run_has_the_same_losses(recipe: str, tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_the_number_of_workers(recipe: str, tmp_path: Path) -> None:
     data = WRITTEN.get(recipe, write_digits)(tmp_path / "data.parquet", NUM_ROWS)
 
     def losses(workers: int) -> list[float]:
@@ -70,7 +70,7 @@ def test_one_worker_or_several_a_run_has_the_same_losses(recipe: str, tmp_path: 
     assert alone[-1] != alone[0]
     for workers in (2, 4):
         several = losses(workers)
-        # Against an empty queue the loss is 0.
+        # The loss against an empty queue is 0.
         apart = max(abs(few - one) / max(one, 1.0) for few, one in zip(several, alone, strict=True))
         print(
             f"{recipe}: 1 and {workers} workers, losses of {len(alone)} steps differ by {apart:.1e} at most"
