@@ -1,4 +1,4 @@
-"""Run functions in connected processes, quickly: the processes start once and are used again."""
+"""Run functions in connected processes, which start once and are reused."""
 
 import multiprocessing
 import pickle
@@ -12,7 +12,7 @@ from typing import Any
 
 _TIMEOUT_S = 120
 
-# Processes fork from a server that has imported torch once: 0.2 s each instead of 10 s.
+# Processes fork from a server that has already imported torch: 0.2 s each instead of 10 s.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel.distributed", "pytest"]
@@ -22,27 +22,27 @@ _CONTEXT.set_forkserver_preload(
 def run_workers(fn: Callable[..., Any], num_workers: int, *args: Any) -> list[Any]:
     """Run ``fn(rank, num_workers, *args)`` in processes that share a gloo process group.
 
-    The processes serve later calls too, unless one of them failed.
+    Later calls reuse the processes, unless one of them failed.
 
     Args:
         fn: A function at the top of an importable module.
-        num_workers: How many processes.
-        args: Further arguments, which can be pickled.
+        num_workers: The number of processes.
+        args: Further arguments, which must be picklable.
 
     Returns:
-        What each worker returned, by rank.
+        The return values of the workers, by rank.
 
     Raises:
         BaseException: The first error of a worker, with its rank and traceback as a note.
         TimeoutError: Not all had finished after 120 s.
-        RuntimeError: A worker ended without a word.
+        RuntimeError: A worker ended without an answer.
     """
     group = _groups.get(num_workers) or _Group(num_workers)
     _groups[num_workers] = group
     try:
         return group.run(fn, args)
     except BaseException:
-        # The others may wait for ever for the one that failed.
+        # The others may wait forever for the failed worker.
         del _groups[num_workers]
         group.kill()
         raise
@@ -56,10 +56,10 @@ class _Group:
             meeting = Path(directory, "meeting").as_uri()
             started = [_start(rank, num_workers, meeting) for rank in range(num_workers)]
             self._processes, self._connections = zip(*started, strict=True)
-            self._answers()  # each says that it has met the others
+            self._answers()  # each reports that it has joined the group
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        # Bytes, not objects: torch would send tensors through memory that ends with the sender.
+        # Bytes, not objects: torch would send tensors through shared memory that is freed with the sender.
         task = pickle.dumps((fn, args))
         for connection in self._connections:
             connection.send_bytes(task)
@@ -88,7 +88,7 @@ _groups: dict[int, _Group] = {}
 
 def _start(rank: int, num_workers: int, meeting: str) -> tuple[Any, Connection]:
     ours, theirs = _CONTEXT.Pipe()
-    # Daemons end with the tests.
+    # Daemonic processes end with the tests.
     process = _CONTEXT.Process(target=_serve, args=(rank, num_workers, meeting, theirs), daemon=True)
     process.start()
     theirs.close()

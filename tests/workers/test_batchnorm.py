@@ -18,7 +18,7 @@ from tests.workers.processes import run_workers
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What a layer did with some rows."""
+    """The outputs, gradients and statistics of a layer."""
 
     output: Tensor
     grad_input: Tensor
@@ -33,7 +33,7 @@ def _rows(*shape: int, dtype: torch.dtype = torch.float64, offset: float = 0.0) 
 
 
 def _run(layer: nn.Module, batches: list[Tensor], grads: list[Tensor]) -> _Outcome:
-    """Take statistics of all batches, and everything else of the last."""
+    """Take statistics from all batches, and the other results from the last batch."""
     for rows in batches[:-1]:
         layer(rows)
     rows = batches[-1].detach().requires_grad_()
@@ -97,13 +97,13 @@ def test_workers_equal_batchnorm_on_the_whole_batch(
 
 @pytest.mark.parametrize("sizes", [[9, 3], [1, 10, 1], [12, 0]], ids=str)
 @pytest.mark.parametrize("shape", [(12, 5), (12, 5, 4, 3)], ids=str)
-def test_workers_may_hold_different_numbers_of_rows(shape: tuple[int, ...], sizes: list[int]) -> None:
+def test_workers_may_have_different_numbers_of_rows(shape: tuple[int, ...], sizes: list[int]) -> None:
     whole, shares = _reference_and_shares(make_layer(KINDS[shape]), [_rows(*shape)], sizes)
     _assert_equal(whole, shares, 1e-10)
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS, "without bias"], ids=str)
-def test_settings_have_the_effect_that_they_have_in_batchnorm(settings: Any) -> None:
+def test_settings_have_the_same_effect_as_in_batchnorm(settings: Any) -> None:
     batches = [_rows(8, 5, 3, 3) * factor for factor in (1, 2, 3)]
     layer = make_layer(nn.BatchNorm2d, **(settings if isinstance(settings, dict) else {}))
     if settings == "without bias":
@@ -118,8 +118,8 @@ def test_a_large_mean_does_not_cost_accuracy(memory_format: torch.memory_format)
     layer = make_layer(nn.BatchNorm2d, torch.float32)
     _, shares = _reference_and_shares(copy.deepcopy(layer), [rows], [100, 156])
     exact, _ = _reference_and_shares(layer.double(), [rows.double()], [256])
-    # Float32 is 6e-5 wide at 1000, and the deviation is 0.5 and more: nothing can be closer than
-    # 1e-4. On channels_last nn.BatchNorm itself is off by 0.4.
+    # Float32 has a spacing of 6e-5 at 1000, and the deviation is at least 0.5, so errors below 1e-4 are
+    # impossible. With channels_last nn.BatchNorm itself is off by 0.4.
     output = torch.cat([share.output for share in shares]).double()
     torch.testing.assert_close(output, exact.output, rtol=0, atol=1e-3)
     grad = torch.cat([share.grad_input for share in shares]).double()
@@ -131,7 +131,7 @@ def test_a_large_mean_does_not_cost_accuracy(memory_format: torch.memory_format)
 def _gradient_between_layers(
     rank: int, num_workers: int, layer: nn.Module, rows: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # By a hook and not at a leaf: torch stores .grad in a format of its own choice.
+    # With a hook, not at a leaf: torch may store .grad in another memory format.
     inner, seen = rows.chunk(num_workers)[rank].requires_grad_() * 1, []
     inner.register_hook(seen.append)
     output = synchronize(layer)(inner)
@@ -144,7 +144,7 @@ def _gradient_between_layers(
     ("shape", "memory_format"),
     [((8, 5, 4, 3), torch.channels_last), ((8, 5, 2, 3, 2), torch.channels_last_3d)],
 )
-def test_the_format_of_the_input_is_kept_for_any_format_of_the_gradient(
+def test_the_memory_format_of_the_input_is_kept_for_any_format_of_the_gradient(
     shape: tuple[int, ...], memory_format: torch.memory_format, grad: str
 ) -> None:
     layer, gradient = make_layer(KINDS[(12, *shape[1:])]), _rows(*shape).sin()
@@ -174,7 +174,7 @@ def _state_with_gradients(net: nn.Module) -> dict[str, Tensor]:
     return dict(net.state_dict()) | grads  # pyright: ignore[reportReturnType, reportOperatorIssue]
 
 
-def test_bfloat16_autocast_takes_float32_statistics() -> None:
+def test_bfloat16_autocast_computes_float32_statistics() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.Conv2d(5, 4, 3))
     rows = torch.randn(16, 3, 10, 10)
@@ -197,7 +197,7 @@ def _in_bfloat16(rank: int, num_workers: int) -> list[torch.dtype]:
     return [outcome.output.dtype, outcome.grad_parameters[0].dtype, outcome.buffers["running_mean"].dtype]
 
 
-def test_a_layer_of_bfloat16_stays_bfloat16() -> None:
+def test_a_bfloat16_layer_stays_bfloat16() -> None:
     assert run_workers(_in_bfloat16, 2) == [[torch.bfloat16] * 3] * 2
 
 
@@ -205,7 +205,7 @@ def _evaluate(rank: int, num_workers: int, layer: nn.Module, rows: Tensor) -> Te
     return synchronize(layer).eval()(rows.chunk(num_workers)[rank])
 
 
-def test_eval_mode_is_batchnorm_with_the_running_statistics() -> None:
+def test_eval_mode_equals_batchnorm_with_the_running_statistics() -> None:
     layer = make_layer(nn.BatchNorm2d, torch.float32)
     layer(_rows(12, 5, 4, 3, dtype=torch.float32))
     rows = _rows(8, 5, 3, 3, dtype=torch.float32)
@@ -218,7 +218,7 @@ def _single_values(rank: int, num_workers: int, num_rows: int) -> Tensor:
     return layer(_rows(num_rows, 5)[rank : rank + 1])
 
 
-def test_a_single_value_per_channel_in_all_is_refused() -> None:
+def test_a_single_value_per_channel_over_all_workers_is_refused() -> None:
     assert [len(rows) for rows in run_workers(_single_values, 2, 2)] == [1, 1]
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         run_workers(_single_values, 2, 1)
@@ -238,7 +238,7 @@ def _net() -> nn.Sequential:
     )
 
 
-def test_synchronize_replaces_every_layer_and_keeps_what_it_owns() -> None:
+def test_synchronize_replaces_every_layer_and_keeps_its_state() -> None:
     net = _net()
     net[1].eval()
     before = {name: id(each) for name, each in net.state_dict(keep_vars=True).items()}
@@ -248,7 +248,7 @@ def test_synchronize_replaces_every_layer_and_keeps_what_it_owns() -> None:
     synchronized = [n for n, each in net.named_modules() if type(each) is SynchronizedBatchNorm]
     assert synchronized == [*names, "7"]
     assert not net[1].training and net[2].training
-    synchronize(net)  # twice does no harm
+    synchronize(net)  # a second call changes nothing
     _net().load_state_dict(net.state_dict())
     root = nn.BatchNorm1d(3, eps=0.1, momentum=None)
     assert type(synchronize(root)) is SynchronizedBatchNorm
@@ -257,7 +257,7 @@ def test_synchronize_replaces_every_layer_and_keeps_what_it_owns() -> None:
         synchronize(nn.LazyBatchNorm1d())
 
 
-def test_alone_the_layer_is_batchnorm() -> None:
+def test_without_a_group_the_layer_equals_batchnorm() -> None:
     rows, grads = [_rows(6, 5, 3, 3)], [_rows(6, 5, 3, 3).sin()]
     plain = _run(make_layer(nn.BatchNorm2d), rows, grads)
     alone = _run(synchronize(make_layer(nn.BatchNorm2d)), rows, grads)

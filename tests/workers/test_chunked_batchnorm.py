@@ -1,4 +1,4 @@
-"""Chunks on several workers against one forward and backward pass of all their rows."""
+"""Chunks on several workers against one forward and backward pass over all their rows."""
 
 import copy
 
@@ -28,7 +28,7 @@ def _tower() -> Tower:
 
 
 def _loss(keys: Tensor, query: Tensor, offset: int) -> Tensor:
-    """Return the mean over the queries' own rows; keys are all rows."""
+    """Return the mean loss over the local queries against all rows as keys."""
     logits = query @ keys.flip(1).T / 0.2
     return F.cross_entropy(logits, (torch.arange(len(query)) + offset) * 5 % len(keys))
 
@@ -96,7 +96,7 @@ def _contrast_under_ddp(
     return _state(tower)
 
 
-def test_averaged_gradients_equal_those_of_ddp_and_of_one_process() -> None:
+def test_averaged_gradients_equal_ddp_and_one_process() -> None:
     tower = _tower()
     ours = run_workers(_contrast, 2, copy.deepcopy(tower), _rows())
     ddp = run_workers(_contrast_under_ddp, 2, copy.deepcopy(tower), _rows())
@@ -107,7 +107,7 @@ def test_averaged_gradients_equal_those_of_ddp_and_of_one_process() -> None:
 
 
 def _wrapped(worker: int, num_workers: int, tower: Tower, rows: Tensor) -> dict[str, Tensor | None]:
-    """Train a tower that is also under DDP: in chunks first, then an ordinary step."""
+    """Train a tower that is also wrapped by DDP: first in chunks, then in an ordinary step."""
     own = rows.chunk(num_workers)[worker]
     parallel = DistributedDataParallel(synchronize(tower))
     chunks = ChunkedBatchNorm(tower, chunk_size=5)
@@ -130,7 +130,7 @@ def _alone(worker: int, num_workers: int, tower: Tower, num_rows: int) -> int:
     return len(ChunkedBatchNorm(synchronize(tower), chunk_size=5).embed(_rows(num_rows)[worker : worker + 1]))
 
 
-def test_a_single_value_per_channel_in_all_is_refused() -> None:
+def test_a_single_value_per_channel_over_all_workers_is_refused() -> None:
     tower = Tower(nn.Flatten(), nn.Sequential(nn.Linear(192, 4), nn.BatchNorm1d(4))).double()
     assert run_workers(_alone, 2, tower, 2) == [1, 1]
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -144,7 +144,7 @@ def _step_alone(worker: int, num_workers: int) -> dict[str, Tensor | None]:
     return _state(tower)
 
 
-def test_layers_that_are_not_synchronized_take_the_statistics_of_their_own_worker() -> None:
+def test_unsynchronized_layers_use_the_statistics_of_their_own_worker() -> None:
     for worker, state in enumerate(run_workers(_step_alone, 2)):
         tower = _tower()
         embeddings = tower(_rows().chunk(2)[worker])

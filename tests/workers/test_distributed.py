@@ -81,7 +81,7 @@ def test_workers_give_the_gradient_of_one_process_on_the_whole_batch(num_workers
         assert _largest_relative_error(ours, true) < 1e-5
 
 
-def test_keys_gathered_without_gradient_give_another_gradient() -> None:
+def test_keys_gathered_without_gradient_give_a_different_gradient() -> None:
     ours, *_ = run_workers(_gradients_of_one_worker, 2, gather_detached)
     assert _largest_relative_error(ours, _gradients_of_the_whole_batch()) > 0.01
 
@@ -122,7 +122,7 @@ def _sum_ranks(rank: int, num_workers: int) -> tuple[Tensor, Tensor]:
     return value.detach(), all_sum(value)
 
 
-def test_all_sum_adds_over_workers_and_leaves_its_argument_alone() -> None:
+def test_all_sum_adds_over_workers_and_keeps_its_argument_unchanged() -> None:
     for index, (value, total) in enumerate(run_workers(_sum_ranks, 4)):
         assert value.tolist() == [index, 1]
         assert total.tolist() == [0 + 1 + 2 + 3, 4]
@@ -133,7 +133,7 @@ def _vote(rank: int, num_workers: int) -> list[bool]:
     return [all_agree(rank >= 0), all_agree(rank == 0), all_agree(False)]
 
 
-def test_all_agree_is_true_only_if_every_worker_says_so() -> None:
+def test_all_agree_is_true_only_if_every_worker_agrees() -> None:
     assert run_workers(_vote, 2) == [[True, False, False]] * 2
 
 
@@ -151,11 +151,11 @@ def _place(index: int, count: int) -> tuple[int, int]:
     return rank(), num_workers()
 
 
-def test_rank_and_num_workers_are_those_of_the_group() -> None:
+def test_rank_and_num_workers_match_the_group() -> None:
     assert run_workers(_place, 2) == [(0, 2), (1, 2)]
 
 
-def test_alone_without_a_group_everything_is_the_identity() -> None:
+def test_every_operation_is_the_identity_without_a_group() -> None:
     rows = torch.randn(3, 2, requires_grad=True)
     assert (rank(), num_workers()) == (0, 1)
     gather(rows).sum().backward()
@@ -170,7 +170,7 @@ def test_alone_without_a_group_everything_is_the_identity() -> None:
 def _fail_on_one(rank: int, num_workers: int) -> None:
     if rank == 1:
         raise KeyError("broken on purpose")
-    gather_detached(torch.ones(1))  # waits for the other one
+    gather_detached(torch.ones(1))  # waits for the other worker
 
 
 def test_an_error_of_one_worker_is_raised_while_the_other_waits() -> None:
@@ -185,13 +185,13 @@ UNEVEN = (3, 0, 4)  # rows of each worker
 def _uneven(number: int, _: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = (torch.arange(2 * UNEVEN[number]).view(-1, 2) + 100.0 * number).requires_grad_()
     stacked, ids = gather_uneven(rows, torch.arange(UNEVEN[number]) + 10 * number)
-    # Every worker asks something else of every row.
+    # Every worker weights every row differently.
     (stacked * (number + 1) * torch.arange(1, len(stacked) + 1)[:, None]).sum().backward()
     assert rows.grad is not None
     return stacked.detach(), ids, rows.grad
 
 
-def test_uneven_rows_are_stacked_without_padding_and_get_the_sum_of_what_is_asked() -> None:
+def test_uneven_rows_are_stacked_without_padding_and_get_summed_gradients() -> None:
     found = run_workers(_uneven, len(UNEVEN))
     rows = torch.cat([torch.arange(2 * size).view(-1, 2) + 100.0 * at for at, size in enumerate(UNEVEN)])
     ids = torch.cat([torch.arange(size) + 10 * at for at, size in enumerate(UNEVEN)])

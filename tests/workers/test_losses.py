@@ -1,4 +1,4 @@
-"""Every loss over real workers, gathered or by a ring, equals the plain formula on the whole batch."""
+"""Every loss over real workers, with a gather or a ring, equals the plain formula on the whole batch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,14 +28,14 @@ from tests.tiles import tiny_tiles_in
 from tests.workers.processes import run_workers
 
 BATCH, DIM = 24, 5
-# How many explicit negatives each worker has: one batch of clicks brings more of them than another.
+# The number of explicit negatives per worker, which varies between batches of clicks.
 NUM_NEGATIVES = {1: (16,), 2: (5, 11), 3: (0, 9, 7), 4: (3, 0, 9, 4)}
 FREQUENCIES = Frequencies(torch.arange(200), -5 * torch.rand(200, generator=torch.Generator().manual_seed(4)))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with its settings, and whether it takes pairs and negatives."""
+    """A loss with its settings, and whether it supports pairs and negatives."""
 
     loss: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -73,8 +73,8 @@ def make_inputs() -> list[Tensor]:
 
 def make_ids(case: Case) -> dict[str, Tensor]:
     query_id, key_id, negative_id = torch.arange(BATCH), torch.arange(BATCH), torch.arange(100, 116)
-    # The first and the last pair, on different workers, have one query; the second and the last one key:
-    # so the last key is a positive of the first query, and it is among the explicit negatives too.
+    # The first and the last pair, on different workers, share a query; the second and the last share a key.
+    # So the last key is a positive of the first query, and it is also among the explicit negatives.
     query_id[-1], key_id[-1] = 0, 1
     negative_id[[0, 9]], negative_id[15] = 1, 2
     ids = {"query": query_id, "key": key_id if case.pairs else query_id, "negative": negative_id}
@@ -104,7 +104,7 @@ def on_a_worker(rank: int, num_workers: int, name: str, by_ring: bool) -> list[T
 
 
 def filled(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the loss and its gradients, zeros at inputs that it does not use."""
+    """Return the loss and its gradients, with zeros for unused inputs."""
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     zeros = map(torch.zeros_like, inputs)
     return [
@@ -167,7 +167,7 @@ def whole_batch(case: Case) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("name", "by_ring"), [*((name, False) for name in CASES), *((name, True) for name in BY_RING)]
 )
-def test_workers_give_loss_and_gradient_of_the_whole_batch(
+def test_workers_give_the_loss_and_gradients_of_the_whole_batch(
     name: str, by_ring: bool, num_workers: int
 ) -> None:
     expected = whole_batch(CASES[name])
@@ -175,7 +175,7 @@ def test_workers_give_loss_and_gradient_of_the_whole_batch(
     loss, query, key, temperature, bias, explicit, queue = zip(
         *run_workers(on_a_worker, num_workers, name, by_ring), strict=True
     )
-    # As DDP does: the mean of the workers' losses, and of their gradients at what they share.
+    # Like DDP: the mean of the workers' losses, and of the gradients of their shared parameters.
     of_rows = [torch.cat(each) / num_workers for each in (query, key, explicit)]
     shared = [torch.stack(each).mean(0) for each in (loss, temperature, bias, queue)]
     ours = [shared[0], *of_rows[:2], *shared[1:3], of_rows[2], shared[3]]

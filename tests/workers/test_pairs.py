@@ -1,4 +1,4 @@
-"""The step of texts and pairs on several workers equals the step of one process on the whole batch."""
+"""A step on texts and pairs on several workers equals a step in one process on the whole batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +27,7 @@ BATCH, STEPS = 16, 5
 PAIRS = ("query", "document")
 WITH_NEGATIVES = (*PAIRS, "negatives")
 IDS = ("query_id", "document_id", "negative_ids")
-# In the first step some workers have none, in the second there is none at all; then one to four, unevenly.
+# Negatives per worker: some have none in the first step, all have none in the second; then one to four.
 NUM_NEGATIVES = [*[0] * 12, 3, 0, 0, 1, *[0] * BATCH, *[1, 4, 0, 2, 3, 0, 0, 1] * (BATCH // 8 * (STEPS - 2))]
 LEARNED = {"learn_temperature": True}
 HARDEST = {"stages.0.loss": "hinge", "stages.0.margin": 0.9, "stages.0.hardest_negative": True}
@@ -38,7 +38,7 @@ SEPARATE: dict[str, Any] = {
     "encoder.kwargs": TRANSFORMER,
 }
 
-# Of each case the recipe, its settings and the columns that the set has.
+# The recipe of each case, its settings and the columns of its data set.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "one tower for both": ("two_tower", LEARNED, PAIRS),
     "a tower for each": ("two_tower", {**LEARNED, **SEPARATE}, PAIRS),
@@ -101,12 +101,12 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 
 def values_of(recipe: str) -> dict[str, list[Any]]:
-    """Return the contents of all columns that a set for this recipe may have."""
+    """Return the values of all columns that a data set for this recipe may have."""
     num_rows = BATCH * STEPS
     if recipe == "two_tower":
         return clicks(num_rows, num_negatives=NUM_NEGATIVES)
     random, texts = Random(0), invented_texts(60, seed=2)
-    # One, two or three texts a row, from so few that rows of other workers have the same.
+    # One to three texts per row, from so few texts that rows on different workers share some.
     lists = [random.choices(texts, k=1 + row % 3) for row in range(num_rows)]
     return {"text": lists, "caption": lists, "image": noise_images(num_rows)}
 
@@ -118,7 +118,7 @@ def config_of(case: str, num_workers: int, chunk_size: int | None) -> RunConfig:
 
 
 def shares(rows: InMemoryDataset, rank: int, num_workers: int) -> Iterator[Batch]:
-    """Yield this worker's part of each batch; all of them make the same batch whatever their number."""
+    """Yield this worker's part of each batch; the whole batch does not depend on the number of workers."""
     local_batch = BATCH // num_workers
     for step in range(STEPS):
         yield rows.take(step * BATCH + rank * local_batch + np.arange(local_batch), epoch=step)
@@ -157,7 +157,7 @@ def first_weights(case: str) -> list[Tensor]:
 def assert_equals_the_whole_batch_on_one_worker(case: str, num_workers: int, chunk_size: int | None) -> None:
     losses, weights, rows = run_workers(losses_weights_and_rows_after_steps, 1, case)[0]
     assert len(set(losses)) == STEPS
-    # What did not move would be equal in any case.
+    # Unchanged weights would be equal in any case.
     moved = [
         bool((now - then).abs().max() > 1e-4) for now, then in zip(weights, first_weights(case), strict=False)
     ]
@@ -177,9 +177,7 @@ def assert_equals_the_whole_batch_on_one_worker(case: str, num_workers: int, chu
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_workers_report_the_losses_of_one_and_reach_its_weights_and_store(
-    case: str, num_workers: int
-) -> None:
+def test_workers_have_the_same_losses_weights_and_store_as_one_worker(case: str, num_workers: int) -> None:
     assert_equals_the_whole_batch_on_one_worker(case, num_workers, chunk_size=None)
 
 
@@ -189,7 +187,7 @@ def test_steps_in_chunks_equal_steps_on_the_whole_batch(case: str, num_workers: 
     assert_equals_the_whole_batch_on_one_worker(case, num_workers, chunk_size)
 
 
-def test_names_tell_of_false_negatives_that_texts_do_not() -> None:
+def test_ids_reveal_false_negatives_that_texts_do_not() -> None:
     case = "explicit negatives by names"
     by_names, by_texts = (
         run_workers(losses_weights_and_rows_after_steps, 1, case, None, roles)[0][0]
@@ -200,13 +198,13 @@ def test_names_tell_of_false_negatives_that_texts_do_not() -> None:
 
 def identified(rank: int, num_workers: int, batches: list[list[ExampleIds]]) -> list[ExampleIds]:
     exchange = IdExchange(torch.device("cpu"))
-    # The second batch has more explicit negatives than any before.
+    # The second batch has more explicit negatives than the first.
     return [exchange.start(workers[rank])() for workers in batches]
 
 
 @pytest.mark.parametrize("num_negatives", [[0, 0, 0, 0], [3, 0, 1, 5], [0, 9, 0, 0], None])
 @pytest.mark.parametrize("num_names", [1, 2, 3])
-def test_workers_agree_with_one_on_what_is_one_thing(num_names: int, num_negatives: list[int] | None) -> None:
+def test_workers_assign_the_same_ids_as_one_worker(num_names: int, num_negatives: list[int] | None) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def names(num_rows: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses by a ring of real workers against the same losses over gathered rows."""
+"""Losses over a ring of real workers against the same losses over gathered rows."""
 
 import contextlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ Case = dict[str, Any]
 
 @contextlib.contextmanager
 def small_tiles() -> Iterator[None]:
-    """Cut a small batch into as many strips and pieces as a large one has."""
+    """Cut a small batch into as many strips and pieces as a large batch has."""
     with (
         patch("raycl.losses.softmax.BLOCK_ROWS", 4),
         patch("raycl.losses.softmax.tile_size", lambda _: 3),
@@ -45,7 +45,7 @@ def unit_rows(num_rows: int, seed: int) -> Tensor:
 
 
 def make_inputs(rank: int, case: Case) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return query, key, temperature and negatives, then the ids of the first and of the last."""
+    """Return query, key, temperature and negatives, then the ids of the queries and of the negatives."""
     query = unit_rows(LOCAL, rank)
     key = F.normalize(query + 0.3 * unit_rows(LOCAL, 100 + rank), dim=1)
     query, key = (case.get("growth", 1.0) ** rank * each for each in (query, key))
@@ -59,13 +59,13 @@ def make_inputs(rank: int, case: Case) -> tuple[list[Tensor], Tensor, Tensor]:
         each.detach().to(dtype).requires_grad_(wants)
         for each, dtype, wants in zip(rows, types, wanted, strict=True)
     ]
-    # The same samples come up on several workers, and for small moduli twice on one.
+    # Samples repeat across workers, and for small moduli also within a worker.
     sample_id = (torch.arange(LOCAL) + rank * LOCAL) % case.get("num_ids", 10)
     return inputs, sample_id, torch.arange(NUM_NEGATIVES) * 2
 
 
 def results(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the loss and the gradients of those inputs that want one; take them of twice the loss."""
+    """Return the loss, and the gradients of twice the loss for inputs that require one."""
     wanted = [each for each in inputs if each.requires_grad]
     return [loss.detach(), *(torch.autograd.grad(2 * loss, wanted) if wanted else ())]
 
@@ -103,7 +103,7 @@ LOSSES = (*OF_VIEWS, "info_nce of pairs", "clip")
 
 
 def compare(loss: str, num_workers: int, tolerance: float = 1e-10, **case: Any) -> float:
-    """Hold the ring's answers on every worker against the others; return the mean of the values."""
+    """Compare the ring's results on every worker with the gathered results; return the mean value."""
     answers = run_workers(by_ring_and_gathered, num_workers, loss, case)
     for ours, gathered in answers:
         assert [each.dtype for each in ours] == [each.dtype for each in gathered]
@@ -114,7 +114,7 @@ def compare(loss: str, num_workers: int, tolerance: float = 1e-10, **case: Any) 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
 @pytest.mark.parametrize("loss", LOSSES)
-def test_value_and_all_gradients_are_those_over_gathered_rows(
+def test_value_and_all_gradients_equal_the_loss_over_gathered_rows(
     loss: str, temperature: float, num_workers: int
 ) -> None:
     compare(loss, num_workers, temperature=temperature)
@@ -125,26 +125,26 @@ def test_value_and_all_gradients_are_those_over_gathered_rows(
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_false_negatives_are_masked_on_the_same_worker_and_on_others(loss: str) -> None:
-    # Distinct ids; ids that are distinct on each worker; ids that come twice on a worker.
+    # Distinct ids; ids that are distinct on each worker; ids that repeat on a worker.
     distinct, shared, doubled = (compare(loss, 3, num_ids=num_ids) for num_ids in (1_000, 17, 5))
     assert distinct > shared > doubled
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_messages_through_shared_memory_change_nothing(loss: str) -> None:
+def test_shared_memory_does_not_change_the_results(loss: str) -> None:
     compare(loss, 3, shared=True)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("num_workers", (1, 3))
-def test_half_precision_loses_nothing_but_its_own_rounding(num_workers: int, loss: str) -> None:
-    # Gathered rows round the gradient of every worker, the ring only their sum.
+def test_half_precision_adds_only_its_own_rounding(num_workers: int, loss: str) -> None:
+    # Gathered rows round the gradient of every worker; the ring rounds only their sum.
     compare(loss, num_workers, 1e-2, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_rows_of_any_length_on_any_worker_neither_overflow_nor_underflow(loss: str) -> None:
-    """A worker's own rows do not tell how large its logits become."""
+    """A worker's own rows do not determine how large its logits become."""
     compare(loss, 3, 1e-6, growth=100.0, temperature=5.0)
     compare(loss, 3, 1e-6, growth=0.01, length=1e4, temperature=5.0)
 
@@ -153,7 +153,7 @@ def test_keys_of_other_workers_are_the_only_candidates_without_negatives() -> No
     compare("info_nce", 3, negatives=False)
 
 
-def test_a_queue_in_half_precision_is_met_as_it_is() -> None:
+def test_a_queue_in_half_precision_is_used_without_conversion() -> None:
     wanted = (True, True, True, False)
     compare("info_nce", 2, 1e-5, dtype=torch.float32, negatives_dtype=torch.float16, wanted=wanted)
 
@@ -167,7 +167,7 @@ def test_a_queue_in_half_precision_is_met_as_it_is() -> None:
         (False, False, False, True),
     ],
 )
-def test_gradient_is_the_same_whoever_else_wants_one(wanted: tuple[bool, ...]) -> None:
+def test_a_gradient_does_not_depend_on_which_other_inputs_need_one(wanted: tuple[bool, ...]) -> None:
     compare("info_nce", 2, wanted=wanted)
     compare("clip", 2, wanted=wanted)
     if any(wanted[:3]):
@@ -181,7 +181,7 @@ def count_passes(rank: int, num_workers: int, wanted: tuple[bool, ...]) -> int:
     return passes.call_count
 
 
-def test_the_second_round_is_only_for_the_gradient_of_keys() -> None:
+def test_the_second_round_runs_only_for_the_gradient_of_keys() -> None:
     assert run_workers(count_passes, 4, (False, False, False, False)) == [3] * 4
     assert run_workers(count_passes, 4, (True, False, True, False)) == [3] * 4
     assert run_workers(count_passes, 4, (True, True, True, False)) == [6] * 4
@@ -194,15 +194,15 @@ def gradients_without_rank_0(rank: int, num_workers: int) -> tuple[list[Tensor],
     return ours, by_ring_and_gathered(rank, num_workers, "nt_xent", {})[1]
 
 
-def test_a_worker_that_wants_no_gradient_stops_nobody() -> None:
+def test_a_worker_without_gradients_blocks_no_other_worker() -> None:
     (ours, _), *others = run_workers(gradients_without_rank_0, 3)
     assert len(ours) == 1
     for theirs, gathered in others:
         assert_close(theirs, gathered, 1e-10)
 
 
-class Alive(TorchDispatchMode):
-    """Note the largest tensor, and the most bytes that tensors made here held at one time."""
+class TensorMemory(TorchDispatchMode):
+    """Records the largest tensor, and the peak memory of all tensors created here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,27 +222,27 @@ class Alive(TorchDispatchMode):
 
 
 def memory_of_a_loss(rank: int, num_workers: int, by_ring: bool) -> tuple[int, int]:
-    """Return bytes of the largest tensor, and of all at one time, for 64 rows a view of 2 KB each."""
+    """Return the bytes of the largest tensor and the peak of all tensors, for 64 rows of 2 KB per view."""
     view_a, view_b = torch.randn(2, 64, 512).unbind()
     view_a, view_b = view_a.clone().requires_grad_(), view_b.clone().requires_grad_()
-    with Alive() as alive:
+    with TensorMemory() as alive:
         ids = torch.arange(64) + 64 * rank
         with patch.object(collectives, "MAX_GATHERED_BYTES", 0 if by_ring else 2**60):
             NtXent(temperature=10.0)(view_a, view_b, StoreBatch(), ExampleIds(query=ids, key=ids)).backward()
     return alive.largest, alive.most
 
 
-def test_no_worker_ever_holds_the_rows_of_all() -> None:
+def test_no_worker_ever_holds_the_rows_of_all_workers() -> None:
     own = 2 * 64 * 512 * 4
     with_three, with_four = (run_workers(memory_of_a_loss, count, True)[0] for count in (3, 4))
     largest_gathered, most_gathered = run_workers(memory_of_a_loss, 4, False)[0]
     assert with_four[0] == own < largest_gathered
-    # Ids and the like are all that may grow.
+    # Only ids and similar small tensors may grow.
     assert with_four[1] == pytest.approx(with_three[1], rel=0.01)
     assert with_four[1] < most_gathered / 2
 
 
-def broken_row(rank: int, num_workers: int) -> list[bool]:
+def row_with_nan(rank: int, num_workers: int) -> list[bool]:
     inputs, sample_id, _ = make_inputs(rank, {})
     rows = [each.detach() for each in inputs]
     if rank == 1:
@@ -254,8 +254,8 @@ def broken_row(rank: int, num_workers: int) -> list[bool]:
     return [bool(loss.isnan()) for loss in losses]
 
 
-def test_a_broken_row_gives_nan_on_every_worker() -> None:
-    assert run_workers(broken_row, 3) == [[True, True]] * 3
+def test_a_row_with_nan_gives_nan_on_every_worker() -> None:
+    assert run_workers(row_with_nan, 3) == [[True, True]] * 3
 
 
 def pass_many(rank: int, num_workers: int) -> list[list[Any]]:
@@ -269,7 +269,7 @@ def pass_many(rank: int, num_workers: int) -> list[list[Any]]:
     answers = []
     for _ in range(num_workers):
         passing = RingTransfer(*sent)
-        assert bool((sent[0] == sent[0][0]).all())  # may be read meanwhile
+        assert bool((sent[0] == sent[0][0]).all())  # may be read during the transfer
         sent = passing.arrived()
         assert not any(each.requires_grad for each in sent)
         assert bool((sent[0] == sent[0][0]).all())
@@ -278,14 +278,14 @@ def pass_many(rank: int, num_workers: int) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_every_tensor_goes_once_round_the_ring_and_comes_home(num_workers: int) -> None:
+def test_every_tensor_goes_around_the_ring_once_and_returns(num_workers: int) -> None:
     for rank, answers in enumerate(run_workers(pass_many, num_workers)):
         for step, answer in enumerate(answers, 1):
             origin = (rank - step) % num_workers
             assert answer == [[origin] * 3, [origin, origin, 2**62], [origin > 0], [origin] * 3]
 
 
-def test_alone_without_a_group_it_is_the_loss_itself() -> None:
+def test_without_a_group_the_ring_equals_the_loss_itself() -> None:
     (query, key, temperature, negatives), ids, negative_id = make_inputs(0, {"num_ids": 7})
     shared: Case = {"temperature": temperature, "negatives": negatives, "negative_id": negative_id}
     ours = [
@@ -322,7 +322,7 @@ def refusals(rank: int, num_workers: int) -> list[str]:
     return texts
 
 
-def test_impossible_input_is_refused_before_anything_is_sent() -> None:
+def test_invalid_input_is_refused_before_any_message() -> None:
     expected = [
         "the two views must be",
         "sample_id does not match its rows",

@@ -38,7 +38,7 @@ def _exchange(rank: int, num_workers: int) -> tuple[bool, list[torch.Tensor], li
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_rows_through_memory_are_those_through_gloo(num_workers: int) -> None:
+def test_rows_through_memory_equal_rows_through_gloo(num_workers: int) -> None:
     for is_shared, through_memory, by_gloo in run_workers(_exchange, num_workers):
         assert is_shared
         for ours, theirs in zip(through_memory, by_gloo, strict=True):
@@ -58,7 +58,7 @@ def _sums(rank: int, num_workers: int) -> tuple[bool, list[torch.Tensor], list[t
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_sums_are_exact_and_leave_the_value_alone(num_workers: int) -> None:
+def test_sums_are_exact_and_keep_the_value_unchanged(num_workers: int) -> None:
     parts = zip(*map(_values, range(num_workers)), strict=True)
     wholes = [torch.stack(each).double().sum(0).to(each[0].dtype) for each in parts]
     for rank, (is_shared, sums, values) in enumerate(run_workers(_sums, num_workers)):
@@ -72,16 +72,16 @@ def test_sums_are_exact_and_leave_the_value_alone(num_workers: int) -> None:
 
 def _to_average(rank: int) -> list[torch.Tensor]:
     torch.manual_seed(rank)
-    alone = torch.randn(MAX_BYTES // 4 - 1)  # no other fits beside it
+    alone = torch.randn(MAX_BYTES // 4 - 1)  # too large to share a message
     return [
         torch.randn(3, 4),
         torch.randn(5),
         alone,
         torch.randn(MAX_BYTES // 4 - 3, 1),
         torch.randn(6, MAX_BYTES // 16).T,  # too large for the memory, and not contiguous
-        torch.randn(4, 3, dtype=torch.float64).T,  # alone of its type, and not contiguous
+        torch.randn(4, 3, dtype=torch.float64).T,  # the only tensor of its dtype, and not contiguous
         torch.randn(()),
-        torch.randn(7, 2, dtype=torch.float64)[:, 0],  # alone of its type; with gaps
+        torch.randn(7, 2, dtype=torch.float64)[:, 0],  # the only tensor of its dtype; with gaps
         torch.randn(MAX_BYTES // 4 + 1, 2)[:, 0],  # too large for the memory; with gaps
     ]
 
@@ -96,14 +96,14 @@ def _averages(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("share", [True, False])
-def test_averages_are_the_means_of_all_workers_in_their_place(num_workers: int, share: bool) -> None:
+def test_averages_replace_values_by_the_means_over_all_workers(num_workers: int, share: bool) -> None:
     means = [torch.stack(each).mean(0) for each in zip(*map(_to_average, range(num_workers)), strict=True)]
     for averages in run_workers(_averages, num_workers, share):
         for ours, mean in zip(averages, means, strict=True):
             torch.testing.assert_close(ours, mean, rtol=1e-6, atol=1e-7)
 
 
-def test_one_that_is_alone_spends_no_time_in_messages() -> None:
+def test_a_single_worker_spends_no_time_in_messages() -> None:
     account = StepTimer()
     with counted(account):
         assert all_sum(torch.tensor(3.0)) == 3
@@ -112,17 +112,17 @@ def test_one_that_is_alone_spends_no_time_in_messages() -> None:
 
 
 def _many_rounds(rank: int, num_workers: int) -> int:
-    """Return how many of many messages came wrong, most of them short, at changing paces."""
+    """Return the number of wrong messages among many, most of them short, at varying speeds."""
     num_wrong = 0
     with use_shared_memory():
         for number in range(3_000):
             if number % 100 == rank:
-                time.sleep(0.002)  # now this one is late, now the other
+                time.sleep(0.002)  # the workers are late in turn
             size = 1 + number % 7 * 300
             rows = gather_detached(torch.full((1, size), number * 10.0 + rank))
             expected = number * 10.0 + torch.arange(num_workers).float().unsqueeze(1)
             num_wrong += not torch.equal(rows, expected.expand(-1, size))
-            if number % 10 == 0:  # as long as may be, read while it is added up
+            if number % 10 == 0:  # the longest message, read while it is summed
                 value = torch.full((MAX_BYTES // 4,), number + float(rank))
                 total = number * num_workers + num_workers * (num_workers - 1) / 2
                 num_wrong += not bool((all_sum(value) == total).all())
@@ -146,7 +146,7 @@ def _batchnorm_pass(rank: int, num_workers: int, share: bool) -> list[torch.Tens
     return [output.detach(), *(each.grad for each in layers.parameters() if each.grad is not None)]
 
 
-def test_batchnorm_and_gradients_are_the_same_through_memory() -> None:
+def test_batchnorm_and_gradients_do_not_change_with_shared_memory() -> None:
     for ours, theirs in zip(
         run_workers(_batchnorm_pass, 2, True), run_workers(_batchnorm_pass, 2, False), strict=True
     ):
@@ -160,7 +160,7 @@ def _gradients(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
     rows = torch.randn(4 * num_workers, 600).chunk(num_workers)[rank]
     with use_shared_memory() if share else contextlib.nullcontext():
         parallel = average_gradients(tower, torch.device("cpu"))
-        for _ in range(2):  # the second time through the bucket views of the first
+        for _ in range(2):  # the second step uses the bucket views of the first
             tower.zero_grad()
             parallel(rows).square().mean().backward()
     return [each.grad.clone() for each in tower.parameters() if each.grad is not None]
@@ -168,7 +168,7 @@ def _gradients(rank: int, num_workers: int, share: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize("share", [True, False])
-def test_gradients_are_those_of_the_whole_batch(num_workers: int, share: bool) -> None:
+def test_gradients_equal_the_whole_batch(num_workers: int, share: bool) -> None:
     (whole,) = run_workers(_gradients_alone, 1, num_workers)
     for ours in run_workers(_gradients, num_workers, share):
         for one, other in zip(ours, whole, strict=True):
@@ -194,24 +194,24 @@ def test_unequal_rows_are_an_error_on_every_worker() -> None:
 
 
 def _without_a_greeting(rank: int, num_workers: int) -> tuple[bool, torch.Tensor]:
-    # As if the second worker sat in a container with a memory of its own.
+    # As if the second worker ran in a container with separate shared memory.
     greet = (lambda _: None) if rank == 1 else SharedMemory.greet
     with patch.object(SharedMemory, "greet", greet), use_shared_memory() as is_shared:
         return is_shared, gather_detached(torch.tensor([rank]))
 
 
-def test_workers_that_do_not_meet_go_on_through_gloo() -> None:
+def test_workers_without_common_memory_fall_back_to_gloo() -> None:
     for is_shared, rows in run_workers(_without_a_greeting, 2):
         assert not is_shared
         assert rows.tolist() == [0, 1]
 
 
-def test_the_memory_has_no_name_once_all_have_met() -> None:
+def test_the_memory_is_unlinked_once_all_workers_have_attached() -> None:
     before = set(Path("/dev/shm").glob("raycl-*"))
     assert all(is_shared for is_shared, *_ in run_workers(_exchange, 2))
     assert set(Path("/dev/shm").glob("raycl-*")) <= before
 
 
-def test_alone_there_is_nothing_to_share() -> None:
+def test_a_single_worker_has_no_shared_memory() -> None:
     with use_shared_memory() as is_shared:
         assert not is_shared

@@ -1,4 +1,4 @@
-"""Shuffled BatchNorm on several workers against one process that computes the same groups."""
+"""Shuffled BatchNorm on several workers against one process with the same groups."""
 
 from typing import Any
 
@@ -50,9 +50,9 @@ def _encode_rowwise(rank: int, num_workers: int, dtype: torch.dtype) -> tuple[Te
 def test_without_batchnorm_shuffling_changes_nothing(num_workers: int, dtype: torch.dtype) -> None:
     answers = run_workers(_encode_rowwise, num_workers, dtype)
     for keys, plain, *_ in answers:
-        # Products of matrices may round a row differently at another place.
+        # Matrix products may round a row differently at another position.
         torch.testing.assert_close(keys, plain, rtol=1e-13, atol=1e-13)
-    # A row's gradient goes back to the worker that encoded it: the sum over all is the same.
+    # A row's gradient returns to the worker that encoded it: the sum over all workers is the same.
     ours, expected = (sum(answer[part] for answer in answers) for part in (2, 3))
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
@@ -64,7 +64,7 @@ def _normalize_shuffled(rank: int, num_workers: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
-def test_statistics_are_those_of_the_shuffled_shares(num_workers: int) -> None:
+def test_statistics_cover_the_shuffled_shares(num_workers: int) -> None:
     images, expected, means = _images(), torch.empty(BATCH, 108, dtype=torch.float64), []
     for part in permutation(BATCH, seed=SEED, step=2).chunk(num_workers):
         share = images[part].transpose(0, 1).flatten(1)  # [channels, values]
@@ -76,7 +76,7 @@ def test_statistics_are_those_of_the_shuffled_shares(num_workers: int) -> None:
     torch.testing.assert_close([mean for _, mean in answers], means)
 
 
-def test_shuffling_parts_rows_that_sat_together() -> None:
+def test_shuffling_separates_neighboring_rows() -> None:
     (alone,) = run_workers(_normalize_shuffled, 1)
     together = torch.cat([keys for keys, _ in run_workers(_normalize_shuffled, 2)])
     assert (alone[0] - together).abs().max() > 1e-3
@@ -95,7 +95,7 @@ def _tower() -> nn.Sequential:
 
 
 def _train(rank: int, num_workers: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return keys of the last step, weights of the tower and of the momentum encoder."""
+    """Return the keys of the last step, and the weights of tower and momentum encoder."""
     tower = split_batchnorm(_tower(), BATCH // NUM_GROUPS)
     momentum_encoder = MomentumEncoder(tower)
     parallel: Any = DistributedDataParallel(tower) if num_workers > 1 else tower
@@ -121,7 +121,7 @@ def one_worker() -> Any:
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_the_same_groups_train_alike_on_any_number_of_workers(num_workers: int, one_worker: Any) -> None:
+def test_equal_groups_train_equally_on_any_number_of_workers(num_workers: int, one_worker: Any) -> None:
     answers = run_workers(_train, num_workers)
     keys = torch.cat([answer[0][0] for answer in answers])
     torch.testing.assert_close(keys, one_worker[0][0], rtol=1e-8, atol=1e-10)

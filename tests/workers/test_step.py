@@ -1,4 +1,4 @@
-"""The whole step on several workers equals the step of one process on the whole batch."""
+"""A complete step on several workers equals a step in one process on the whole batch."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def make_views() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     view_a = torch.rand(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64)
     view_b = view_a + 0.1 * torch.rand(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64)
-    # Two samples share an id on different workers: they are false negatives to each other.
+    # Two samples on different workers share an id: they are false negatives of each other.
     sample_id = torch.arange(BATCH)
     sample_id[BATCH - 1] = 0
     return view_a, view_b, sample_id
@@ -160,13 +160,13 @@ def losses_weights_and_rows_after_steps(
     view_a, view_b, _ = (each[rows] for each in make_views())
     losses = []
     for step in range(5):
-        # Every other step has samples of its own, so that the store holds more than one batch.
+        # Samples alternate between steps, so that the store holds more than one batch.
         ids = torch.arange(BATCH)[rows] + (step % 2) * BATCH
         views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy())
         settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
         asked = step == 3 and rank == num_workers - 1
         stepped = train_step(learner, store, contrast, views, step=step, stop_requested=asked, **settings)
-        assert stepped.stop_requested == (step == 3)  # on all workers, whoever was asked
+        assert stepped.stop_requested == (step == 3)  # on all workers, not only on the stopped one
         losses.append(stepped.loss)
     weights = [parameter.detach() for parameter in tower.parameters()]
     if learner.momentum_encoder is not None:
@@ -175,11 +175,11 @@ def losses_weights_and_rows_after_steps(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_workers_report_the_losses_of_one_and_reach_its_weights_and_store(method: str) -> None:
+def test_two_workers_have_the_same_losses_weights_and_store_as_one_worker(method: str) -> None:
     assert_equals_the_whole_batch_on_one_worker(method, num_workers=2, chunk_size=None)
 
 
-@pytest.mark.parametrize(("num_workers", "chunk_size"), [(1, 12), (2, 4)])  # of 16 and of 8 rows
+@pytest.mark.parametrize(("num_workers", "chunk_size"), [(1, 12), (2, 4)])  # 16 and 8 rows
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_in_chunks_equal_steps_on_the_whole_batch(
     method: str, num_workers: int, chunk_size: int
@@ -188,7 +188,7 @@ def test_steps_in_chunks_equal_steps_on_the_whole_batch(
 
 
 @pytest.mark.parametrize("method", ["simclr", "moco with the other keys of the batch as well"])
-def test_rows_too_large_to_gather_go_round_a_ring_and_give_the_same(method: str) -> None:
+def test_rows_too_large_to_gather_use_a_ring_with_the_same_result(method: str) -> None:
     assert_equals_the_whole_batch_on_one_worker(method, num_workers=2, chunk_size=None, max_gathered_bytes=0)
 
 

@@ -1,4 +1,4 @@
-"""What workers with few rows each must see or decide together."""
+"""Measures and decisions that workers with few rows must share."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from raycl.training.collapse_monitor import CollapseMonitor
 from raycl.training.step import StepOutput, _few
 from tests.workers.processes import run_workers
 
-LOCAL = 3  # too few for the monitor, if each worker looked at its own
+LOCAL = 3  # too few for the monitor on a single worker
 
 
 def embeddings() -> tuple[Tensor, Tensor]:
@@ -27,20 +27,20 @@ def looks(rank: int, num_workers: int) -> tuple[dict[str, float], str | None]:
     measures = StepOutput(loss=1.0, collapsed_loss=9.0, watched=_few(query, key)).measure()
     monitor.update(step=1, measures=measures, loss=1.0, collapsed_loss=9.0)
     point = StepOutput(loss=1.0, collapsed_loss=1.0, watched=_few(torch.ones(LOCAL, 8), torch.ones(LOCAL, 8)))
-    told = [
+    warnings = [
         monitor.update(step=step, measures=point.measure(), loss=1.0, collapsed_loss=1.0)
         for step in (2, 3, 4)
     ]
-    return measures, told[-1]
+    return measures, warnings[-1]
 
 
-def test_the_rows_of_all_workers_are_measured_and_judged_as_one_batch() -> None:
+def test_the_monitor_measures_the_rows_of_all_workers_as_one_batch() -> None:
     expected = measure(*embeddings()).known()
-    for measures, told in run_workers(looks, 4):
+    for measures, warnings in run_workers(looks, 4):
         assert measures.keys() == expected.keys()
         for name, value in measures.items():
             assert abs(value - expected[name]) < 1e-5, name
-        assert told is not None
+        assert warnings is not None
 
 
 def gradient_of_uneven_rows(rank: int, num_workers: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def gradient_of_uneven_rows(rank: int, num_workers: int) -> tuple[Tensor, Tensor
     return torch.cat([each.flatten() for each in gradients]), mean
 
 
-def test_workers_of_synchronized_layers_cut_their_batches_together_or_not_at_all() -> None:
+def test_workers_with_synchronized_layers_all_chunk_their_batches_or_none() -> None:
     gradient, mean = gradient_of_uneven_rows(0, 1)
     for ours, its_mean in run_workers(gradient_of_uneven_rows, 2):
         assert (ours - gradient).norm() < 1e-9 * gradient.norm()
