@@ -1,4 +1,4 @@
-"""Noise-contrastive estimation against the formula of the paper, and its normalizing constant."""
+"""Noise-contrastive estimation and its normalizing constant against the formula of the paper."""
 
 import math
 import re
@@ -39,7 +39,7 @@ def compare_with_plain(
     ids: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Hold value and gradients of queries and temperature against the plain formula in float64."""
+    """Compare the value and the gradients of queries and temperature with the plain formula in float64."""
     log_normalizer = math.log(num_samples) + 0.4 / temperature
     inputs = leaves(query, torch.tensor(temperature), dtype=dtype)
     ours = nce(
@@ -73,8 +73,8 @@ def test_value_and_gradients_equal_the_plain_formula(
 
 
 @pytest.mark.parametrize("temperature", (0.07, 0.01))
-def test_noise_of_the_querys_own_sample_is_masked_and_no_longer_counted(temperature: float) -> None:
-    """Slots drawn twice count twice, and each row has its own number of noise rows."""
+def test_noise_rows_of_the_querys_own_sample_are_masked_and_not_counted(temperature: float) -> None:
+    """Slots drawn twice count twice, and queries may have different numbers of noise rows."""
     case = make_case(300, 9, 1500)
     noise_id = torch.randint(400, (1500,), generator=torch.Generator().manual_seed(5))
     compare_with_plain(*case, temperature, ids=(torch.arange(300) % 200, noise_id))
@@ -118,8 +118,8 @@ def test_a_query_without_noise_has_no_loss(num_noise: int) -> None:
 
 @pytest.mark.parametrize("log_normalizer", (-300.0, 0.0, 300.0))
 @pytest.mark.parametrize("sign", (1, -1))
-def test_extreme_logits_stay_finite_and_true(sign: int, log_normalizer: float) -> None:
-    """At 0.01 a similarity of 1 is exp(100); -log h is then a hundred, never infinite."""
+def test_extreme_logits_stay_finite_and_exact(sign: int, log_normalizer: float) -> None:
+    """At temperature 0.01 a similarity of 1 becomes exp(100); -log h is then 100, never infinite."""
     query = torch.eye(6)
     inputs = leaves(query, torch.tensor(0.01))
     loss = nce(
@@ -136,7 +136,7 @@ def test_extreme_logits_stay_finite_and_true(sign: int, log_normalizer: float) -
     def softplus(number: float) -> float:
         return max(number, 0.0) + math.log1p(math.exp(-abs(number)))
 
-    # A query among the first three meets its opposite, and all others but that are orthogonal.
+    # One of the first three queries meets its opposite; all other pairs are orthogonal.
     of_each = [
         softplus(threshold - 100 * sign)
         + sum(softplus((-100 * sign if i == j else 0) - threshold) for j in range(3))
@@ -145,10 +145,10 @@ def test_extreme_logits_stay_finite_and_true(sign: int, log_normalizer: float) -
     assert loss.item() == pytest.approx(sum(of_each) / 6, rel=1e-5)
 
 
-def test_with_every_slot_as_noise_and_the_true_constant_data_is_the_softmax() -> None:
-    """The gradient of NCE is that of the full softmax for much noise (Gutmann and Hyvarinen, 2010).
+def test_with_all_slots_as_noise_and_the_exact_constant_the_data_probability_is_the_softmax() -> None:
+    """With enough noise NCE has the gradient of the full softmax (Gutmann and Hyvarinen, 2010).
 
-    Each slot of the bank serves as noise ``repeats`` times, so nothing is left to chance.
+    Each slot of the bank serves as noise ``repeats`` times, so the test is deterministic.
     """
     bank = make_rows(40, 5, 0).double()
     (query,) = leaves(make_rows(8, 5, 3), dtype=torch.float64)
@@ -158,7 +158,7 @@ def test_with_every_slot_as_noise_and_the_true_constant_data_is_the_softmax() ->
     errors = []
     for repeats in (10, 100, 1000):
         gradient = torch.zeros_like(query)
-        for i in range(8):  # Z belongs to a query, so each stands alone
+        for i in range(8):  # Z belongs to a query, so compute each alone
             log_normalizer = (query[i].detach() @ bank.T / 0.5).logsumexp(0)
             loss = nce(
                 query[i : i + 1],
@@ -193,7 +193,7 @@ def test_half_precision_noise_is_computed_in_float32_and_autocast_changes_nothin
     assert_close(value_and_gradients(lowered, inputs), true, 1e-7)
 
 
-def test_only_a_tile_is_held() -> None:
+def test_memory_holds_only_one_tile() -> None:
     query, positive, noise = make_case(600, 4, 5000)
     with MetricsLogger() as recorder:
         nce(
@@ -204,7 +204,7 @@ def test_only_a_tile_is_held() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "num_products"), ((True, 2), (False, 1)))
-def test_without_gradient_only_the_value_is_computed(wanted: bool, num_products: int) -> None:
+def test_without_gradients_only_the_value_is_computed(wanted: bool, num_products: int) -> None:
     query, positive, noise = make_case(5, 4, 7)
     query.requires_grad_(wanted)
     arguments = {"num_samples": 9, "temperature": 0.07, "log_normalizer": 9.0}
@@ -212,7 +212,7 @@ def test_without_gradient_only_the_value_is_computed(wanted: bool, num_products:
     assert taken == num_products
 
 
-def test_value_is_the_same_without_gradient_and_each_input_gets_its_own() -> None:
+def test_value_does_not_depend_on_which_inputs_need_a_gradient() -> None:
     query, positive, noise = make_case(30, 6, 40)
     arguments = {"num_samples": 99, "log_normalizer": torch.tensor(9.0, requires_grad=True)}
     inputs = leaves(query, torch.tensor(0.07))
@@ -254,7 +254,7 @@ def test_constant_is_the_same_for_any_number_of_workers(cuts: tuple[int, ...]) -
     assert constant.log_normalizer == pytest.approx(math.log(1_281_167 * mean.item()), rel=1e-7)
 
 
-def test_constant_is_held_after_the_first_batch() -> None:
+def test_constant_stays_fixed_after_the_first_batch() -> None:
     constant = NormalizingConstant(100)
     assert not constant.is_settled
     constant.update(torch.tensor([[math.log(6.0), 3.0]], dtype=torch.float64))
@@ -265,8 +265,8 @@ def test_constant_is_held_after_the_first_batch() -> None:
 
 @pytest.mark.parametrize("momentum", (0.0, 0.9, 0.99))
 @pytest.mark.parametrize("scale", (0.0, 900.0))
-def test_constant_follows_the_batches_by_an_average_of_z(momentum: float, scale: float) -> None:
-    """``scale`` shifts every logarithm: exp(900) itself cannot be held."""
+def test_constant_is_a_moving_average_of_z_over_batches(momentum: float, scale: float) -> None:
+    """``scale`` shifts every logarithm: exp(900) itself would overflow."""
     constant, average = NormalizingConstant(100, momentum=momentum), None
     for mean in (2.0, 5.0, 0.5, 7.0):
         constant.update(torch.tensor([[math.log(4 * mean) + scale, 4.0]], dtype=torch.float64))
@@ -276,7 +276,7 @@ def test_constant_follows_the_batches_by_an_average_of_z(momentum: float, scale:
     assert constant.log_normalizer == pytest.approx(math.log(average) + scale, rel=1e-12)
 
 
-def test_constant_goes_on_from_a_checkpoint_and_a_fresh_one_may_be_kept_too() -> None:
+def test_constant_resumes_from_a_checkpoint_even_if_not_yet_estimated() -> None:
     first, fresh = NormalizingConstant(100, momentum=0.9), NormalizingConstant(100, momentum=0.9)
     fresh.load_state_dict(first.state_dict())
     with pytest.raises(RunError, match="no estimate yet; call update"):
@@ -293,7 +293,7 @@ def test_constant_goes_on_from_a_checkpoint_and_a_fresh_one_may_be_kept_too() ->
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_proximal_term_is_the_mean_squared_distance_of_a_row(dtype: torch.dtype) -> None:
+def test_proximal_term_is_the_mean_squared_distance_between_rows(dtype: torch.dtype) -> None:
     query, own_slot = make_rows(7, 5, 0).to(dtype).requires_grad_(), make_rows(7, 5, 1).to(dtype)
     value = proximal_term(query, own_slot)
     difference = query.detach().double() - own_slot.double()
@@ -325,9 +325,7 @@ IDS = torch.arange(4)
         ({"noise": ROWS.clone().requires_grad_()}, "noise requires grad, but rows of a memory bank get no"),
     ],
 )
-def test_impossible_input_is_refused_with_what_came_and_what_to_do(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_input_is_refused_with_the_value_and_a_remedy(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"query": ROWS, "positive": ROWS, "noise": ROWS, "num_samples": 9}
     arguments |= {"temperature": 0.1, "log_normalizer": 1.0} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -349,6 +347,6 @@ def test_impossible_input_is_refused_with_what_came_and_what_to_do(
         (lambda: proximal_term(ROWS, ROWS[:3]), "query and own_slot must be [local_batch, dim]"),
     ],
 )
-def test_impossible_constants_and_masses_are_refused(call: Any, message: str) -> None:
+def test_invalid_constants_and_masses_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         call()

@@ -1,4 +1,4 @@
-"""NT-Xent: the fused core against the formula written plainly in float64."""
+"""NT-Xent: the fused core against the plain formula in float64."""
 
 import re
 from typing import Any
@@ -21,9 +21,9 @@ SIZES = ((1, 3), (2, 5), (3, 2), (7, 3), (256, 8), (257, 17), (515, 33))
 
 
 def compare_with_plain(view_a: Tensor, view_b: Tensor, temperature: float) -> Tensor:
-    """Hold value and gradients of both forms against the plain formula; return its value."""
+    """Compare the value and the gradients of both forms with the plain formula; return its value."""
     tolerance = tolerance_at(temperature)
-    # The plain formula subtracts the positive too late, even for float64: 1 - p is 1e-16 wrong.
+    # The plain formula subtracts the positive too late, even in float64: 1 - p is off by 1e-16.
     floor = 1e-15 / temperature**2
     degrees = torch.tensor(temperature)
     exact = leaves(view_a, view_b, degrees, dtype=torch.float64)
@@ -63,7 +63,7 @@ def test_loss_near_zero_is_not_rounded_away(temperature: float) -> None:
     assert 0 < value < 1e-2
 
 
-def test_equal_views_at_a_low_temperature_give_a_tiny_true_loss() -> None:
+def test_equal_views_at_a_low_temperature_give_a_tiny_exact_loss() -> None:
     view = torch.eye(16)
     value = nt_xent(view, view, temperature=0.02)
     true = torch.log1p(30 * torch.exp(torch.tensor(-50.0, dtype=torch.float64)))
@@ -71,10 +71,10 @@ def test_equal_views_at_a_low_temperature_give_a_tiny_true_loss() -> None:
 
 
 @pytest.mark.parametrize("length", (1e-3, 0.2, 30.0))
-def test_rows_of_any_length_give_the_right_value(length: float) -> None:
+def test_rows_of_any_norm_give_the_exact_value(length: float) -> None:
     view_a, view_b = make_views(270, 9)
     lengths = length * torch.linspace(0.5, 1.5, 270)[:, None]
-    # A longer row is a lower temperature: 0.5 keeps the largest case meaningful in float32.
+    # Longer rows act as a lower temperature: 0.5 keeps the largest case meaningful in float32.
     view_a, view_b = lengths * view_a, lengths * view_b
     exact = plain_nt_xent(view_a.double(), view_b.double(), torch.tensor(0.5))
     assert_close([nt_xent(view_a, view_b, temperature=0.5)], [exact], 1e-5)
@@ -105,7 +105,7 @@ def test_float64_rows_are_computed_in_float64() -> None:
 def test_autocast_does_not_lower_the_precision(
     temperature: float, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without oneDNN the products go through F.linear, which autocast would lower.
+    # Without oneDNN the products use F.linear, which autocast would run in lower precision.
     monkeypatch.setattr(tiled, "_HAS_ONEDNN", has_onednn and tiled._HAS_ONEDNN)
     views = leaves(*make_views(70, 6))
     without = value_and_gradients(nt_xent(*views, temperature=temperature), views)
@@ -117,7 +117,7 @@ def test_autocast_does_not_lower_the_precision(
     assert_close(value_and_gradients(gathered, views), without, tolerance_at(temperature))
 
 
-def test_each_worker_has_the_plain_loss_and_gradient_at_local_and_gathered_rows() -> None:
+def test_each_worker_has_the_plain_loss_and_gradients_of_local_and_gathered_rows() -> None:
     gathered_a, gathered_b = make_views(600, 5)
     start, stop = 130, 417
     inputs = leaves(gathered_a[start:stop], gathered_b[start:stop], gathered_a, gathered_b)
@@ -150,7 +150,7 @@ def test_candidates_with_the_same_id_are_masked(temperature: float) -> None:
     assert unmasked - ours > 1e-3
 
 
-def test_gradient_goes_only_where_it_is_wanted() -> None:
+def test_only_inputs_that_require_a_gradient_get_one() -> None:
     view_a, view_b = make_views(9, 4)
     degrees = torch.tensor(0.1, requires_grad=True)
     nt_xent(view_a, view_b, temperature=degrees).backward()
@@ -164,8 +164,8 @@ def test_gradient_goes_only_where_it_is_wanted() -> None:
     assert torch.equal(only_a.grad, both[0].grad)
 
 
-def test_loss_is_the_mean_over_both_views_rows() -> None:
-    """Of n equal rows each candidate is as likely as the other: log(2 * batch - 1)."""
+def test_loss_is_the_mean_over_the_rows_of_both_views() -> None:
+    """Among equal rows all candidates are equally likely: log(2 * batch - 1)."""
     view = F.normalize(torch.ones(8, 4), dim=1)
     value = nt_xent(view, view, temperature=0.5)
     assert value.item() == pytest.approx(torch.tensor(15.0).log().item(), rel=1e-6)
@@ -205,9 +205,7 @@ ROWS = torch.eye(4)
         ),
     ],
 )
-def test_impossible_input_is_refused_with_what_came_and_what_to_do(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_input_is_refused_with_the_value_and_a_remedy(changes: dict[str, Any], message: str) -> None:
     arguments = {"view_a": ROWS, "view_b": ROWS, "temperature": 0.1} | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         nt_xent(**arguments)

@@ -1,6 +1,6 @@
-"""What only a GPU can show: its own kernels, copies and messages beside float64 and beside the CPU.
+"""Kernels, copies and messages of a real GPU, compared with float64 and with the CPU.
 
-Run on a CPU by ``RAYCL_GPU_TESTS_ON=cpu pytest -m gpu``, which tries the tests themselves.
+``RAYCL_GPU_TESTS_ON=cpu pytest -m gpu`` runs them on a CPU, to check the tests themselves.
 """
 
 import copy
@@ -59,7 +59,7 @@ def exact_convolutions() -> Iterator[None]:
 def compare(
     loss: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], tolerance: float
 ) -> None:
-    """Hold a loss on the device, value and gradients, against its formula in float64 on the CPU."""
+    """Compare value and gradients of a loss on the device with its formula in float64 on the CPU."""
     on_device = leaves(*(each.to(DEVICE) for each in inputs))
     exact = leaves(*inputs, dtype=torch.float64)
     came = value_and_gradients(loss(*on_device), on_device)
@@ -69,7 +69,7 @@ def compare(
 
 @pytest.mark.parametrize("temperature", (0.5, 0.05))
 @pytest.mark.parametrize("num_rows", (7, 300, 1500))
-def test_nt_xent_is_its_formula(num_rows: int, temperature: float) -> None:
+def test_nt_xent_equals_its_formula(num_rows: int, temperature: float) -> None:
     ids = torch.arange(num_rows) % (num_rows - 3)
     inputs = [*make_views(num_rows, 32), torch.tensor(temperature)]
     compare(
@@ -82,7 +82,7 @@ def test_nt_xent_is_its_formula(num_rows: int, temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", (0.5, 0.05))
 @pytest.mark.parametrize("num_negatives", (5, 3000))
-def test_info_nce_is_its_formula(num_negatives: int, temperature: float) -> None:
+def test_info_nce_equals_its_formula(num_negatives: int, temperature: float) -> None:
     inputs = [*make_views(300, 32), torch.tensor(temperature), make_rows(num_negatives, 32)]
     compare(
         lambda query, key, t, negatives: info_nce(query, key, temperature=t, negatives=negatives),
@@ -93,7 +93,7 @@ def test_info_nce_is_its_formula(num_negatives: int, temperature: float) -> None
 
 
 @pytest.mark.parametrize("temperature", (0.5, 0.05))
-def test_clip_is_its_formula(temperature: float) -> None:
+def test_clip_equals_its_formula(temperature: float) -> None:
     inputs = [*make_views(300, 32), torch.tensor(temperature), make_rows(700, 32)]
     compare(
         lambda query, key, t, negatives: clip(query, key, temperature=t, negatives=negatives),
@@ -104,7 +104,7 @@ def test_clip_is_its_formula(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("ways", WAYS)
-def test_hinge_is_its_formula(ways: dict[str, Any]) -> None:
+def test_hinge_equals_its_formula(ways: dict[str, Any]) -> None:
     inputs = [*make_views(300, 32, noise=1.0), make_rows(700, 32)]
     compare(
         lambda query, key, negatives: hinge(query, key, margin=0.2, negatives=negatives, **ways),
@@ -115,7 +115,7 @@ def test_hinge_is_its_formula(ways: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("temperature", (0.5, 0.07))
-def test_nce_is_its_formula(temperature: float) -> None:
+def test_nce_equals_its_formula(temperature: float) -> None:
     query, positive, noise = make_rows(64, 16), make_rows(64, 16, seed=2), make_rows(700, 16, seed=3)
     ids, noise_id = torch.arange(64), torch.arange(700) % 90
     log_normalizer = 8.0 + 0.4 / temperature
@@ -138,7 +138,7 @@ def test_nce_is_its_formula(temperature: float) -> None:
     )
 
 
-def test_rows_of_bfloat16_lose_no_more_than_their_own_rounding() -> None:
+def test_bfloat16_rows_add_no_error_beyond_their_own_rounding() -> None:
     half = leaves(*(each.to(DEVICE) for each in make_views(300, 32)), dtype=torch.bfloat16)
     exact = leaves(*(each.cpu() for each in half), dtype=torch.float64)
     true = value_and_gradients(plain_nt_xent(*exact, torch.tensor(0.1).double()), exact)
@@ -150,11 +150,11 @@ def test_rows_of_bfloat16_lose_no_more_than_their_own_rounding() -> None:
 # Towers
 
 
-# In float32 one ReLU whose input is nearly 0 may open on one side only, which moves the gradient by 1%.
+# In float32 a ReLU with an input near 0 may open on one device only, which changes the gradient by 1%.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 5e-2)])
 @pytest.mark.parametrize("activation_checkpoint_every", (1, None))
 @pytest.mark.parametrize("is_synchronized", (False, True))
-def test_chunks_with_batchnorm_have_the_gradient_of_the_whole_batch(
+def test_chunks_with_batchnorm_give_the_gradient_of_the_whole_batch(
     is_synchronized: bool, activation_checkpoint_every: int | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def test_chunks_with_batchnorm_have_the_gradient_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("name", ["simclr", "simclr blur", "simcse", "esimcse", "two_tower", "clip"])
-def test_views_are_those_of_the_cpu(name: str) -> None:
+def test_views_equal_the_views_on_the_cpu(name: str) -> None:
     here, there = (Worker(CASES[name], device=device) for device in (CPU, DEVICE))
     for expected, came in zip(
         here.maker.views(here.batches(3)), there.maker.views(there.batches(3)), strict=True
@@ -194,7 +194,7 @@ def test_views_are_those_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_come_to_the_weights_of_the_cpu(name: str) -> None:
+def test_steps_reach_the_same_weights_as_on_the_cpu(name: str) -> None:
     case = without_dropout(CASES[name])
     expected_losses, before, expected = steps_on(CPU, case)
     losses, _, came = steps_on(DEVICE, case)
@@ -210,14 +210,14 @@ def test_steps_come_to_the_weights_of_the_cpu(name: str) -> None:
 
 
 def without_dropout(case: Case) -> Case:
-    """Return the case without what a device draws in an order of its own."""
+    """Return the case without dropout, whose random numbers depend on the device."""
     name = "text_encoder.kwargs" if case.recipe == "clip" else "encoder.kwargs"
     if case.recipe not in ("simcse", "esimcse", "two_tower", "clip"):
         return case
     return replace(case, settings=case.settings | {name: case.settings.get(name, {}) | {"dropout": 0.0}})
 
 
-def test_a_checkpoint_of_a_cpu_continues_here() -> None:
+def test_a_checkpoint_from_a_cpu_continues_on_the_device() -> None:
     case = CASES["moco_v2"]
     before = Worker(case, device=CPU)
     batches = list(before.maker.views(before.batches(2)))
@@ -229,7 +229,7 @@ def test_a_checkpoint_of_a_cpu_continues_here() -> None:
     assert worker.step(views, 1).loss == pytest.approx(before.step(batches[1], 1).loss, rel=1e-4)
 
 
-def test_a_run_on_a_cpu_is_resumed_here(tmp_path: Path) -> None:
+def test_a_run_from_a_cpu_resumes_on_the_device(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     data = write_digits(tmp_path / "digits.parquet", 64)
     command = [sys.executable, "-m", "raycl", "train", "simclr", "--data", str(data)]
@@ -246,7 +246,7 @@ def test_a_run_on_a_cpu_is_resumed_here(tmp_path: Path) -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[str]:
-    """Join a process group of one rank, as Ray Train makes it."""
+    """Join a process group of one rank, created like Ray Train's."""
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield backend
@@ -254,7 +254,7 @@ def process_group(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.int64))
-def test_the_backend_takes_the_types_that_are_sent(process_group: str, dtype: torch.dtype) -> None:
+def test_the_backend_supports_every_dtype_that_raycl_sends(process_group: str, dtype: torch.dtype) -> None:
     rows = torch.arange(24, device=DEVICE).view(6, 4).to(dtype)
     stacked = torch.empty_like(rows)
     dist.all_gather_into_tensor(stacked, rows)

@@ -14,7 +14,7 @@ RATE, MOMENTUM, DECAY, TRUST = 0.3, 0.8, 0.05, 0.01
 
 
 class Parameters(nn.Module):
-    """A weight, one of zeros, a bias, and a weight that gets no gradient."""
+    """A weight, a zero weight, a bias, and a weight that gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Parameters(nn.Module):
         self.unused = nn.Parameter(torch.randn(2, 3, dtype=torch.float64))
 
 
-def test_lars_scales_the_step_of_a_weight_by_its_norm_over_that_of_its_gradient() -> None:
+def test_lars_scales_the_step_by_the_ratio_of_weight_norm_to_gradient_norm() -> None:
     module = Parameters()
     optimizer = build_optimizer(
         "lars", module, momentum=MOMENTUM, weight_decay=DECAY, trust_coefficient=TRUST
@@ -65,12 +65,12 @@ def test_constant_never_changes() -> None:
     assert {constant(0.3)(step) for step in range(5)} == {0.3}
 
 
-def test_linear_goes_in_equal_parts_and_stays() -> None:
+def test_linear_changes_in_equal_steps_and_then_stays_constant() -> None:
     schedule = linear(0.0, 1.0, num_steps=4)
     assert [schedule(step) for step in (0, 1, 2, 4, 9)] == [0.0, 0.25, 0.5, 1.0, 1.0]
 
 
-def test_cosine_is_half_way_in_the_middle_and_stays() -> None:
+def test_cosine_is_halfway_in_the_middle_and_then_stays_constant() -> None:
     schedule = cosine(1.0, 0.0, num_steps=10)
     assert schedule(0) == 1.0
     assert schedule(5) == pytest.approx(0.5)
@@ -78,12 +78,12 @@ def test_cosine_is_half_way_in_the_middle_and_stays() -> None:
     assert schedule(10) == schedule(20) == 0.0
 
 
-def test_a_step_schedule_falls_at_each_of_its_steps() -> None:
+def test_a_step_schedule_decays_at_each_of_its_steps() -> None:
     schedule = step_down(1.0, factor=0.1, steps=[3, 5])
     assert [schedule(step) for step in (0, 2, 3, 4, 5, 9)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
-def test_joined_schedules_count_from_their_own_boundary() -> None:
+def test_joined_schedules_count_steps_from_their_own_boundary() -> None:
     schedule = join([linear(0.0, 1.0, num_steps=2), cosine(1.0, 0.0, num_steps=4)], boundaries=[2])
     assert [schedule(step) for step in (0, 1, 2, 4, 6)] == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0])
 

@@ -1,4 +1,4 @@
-"""The order of an epoch: the same batches for any number of workers, and buckets of texts of similar length."""
+"""The order of rows in an epoch: equal batches for any number of workers, and buckets of similar lengths."""
 
 from itertools import pairwise
 
@@ -40,14 +40,14 @@ def shards(num_workers: int) -> list[BatchShard]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 6])
-def test_any_number_of_workers_makes_the_same_batches(rows: InMemoryDataset, num_workers: int) -> None:
+def test_batches_do_not_depend_on_the_number_of_workers(rows: InMemoryDataset, num_workers: int) -> None:
     whole = epoch_of(rows, epoch=3)
     parts = zip(*(epoch_of(rows, share, epoch=3) for share in shards(num_workers)), strict=True)
     assert [[row for part in each for row in part] for each in parts] == whole
     assert len(whole) == NUM_ROWS // BATCH_SIZE
 
 
-def test_an_epoch_has_each_row_at_most_once_in_its_own_order_and_resumes_in_it(rows: InMemoryDataset) -> None:
+def test_an_epoch_has_each_row_at_most_once_and_resumes_in_the_same_order(rows: InMemoryDataset) -> None:
     first, second = epoch_of(rows, epoch=0), epoch_of(rows, epoch=1)
     assert first != second
     for epoch in (first, second):
@@ -55,7 +55,7 @@ def test_an_epoch_has_each_row_at_most_once_in_its_own_order_and_resumes_in_it(r
     assert epoch_of(rows, epoch=1, start=4) == second[4:]
 
 
-def test_the_tokens_of_a_row_are_those_of_its_texts_and_of_the_longest_of_a_list(
+def test_the_length_of_a_row_counts_its_texts_and_the_longest_text_of_each_list(
     rows: InMemoryDataset,
 ) -> None:
     batch = rows.take(np.arange(NUM_ROWS))
@@ -76,7 +76,7 @@ def test_the_tokens_of_a_row_are_those_of_its_texts_and_of_the_longest_of_a_list
     assert lists.num_tokens().tolist() == [max(lengths[:2]), lengths[2], max(lengths[3:])]
 
 
-def test_buckets_have_the_rows_of_the_epoch_in_other_batches(rows: InMemoryDataset) -> None:
+def test_buckets_have_the_same_rows_in_different_batches(rows: InMemoryDataset) -> None:
     mixed = np.array(epoch_of(rows))
     sorted_by_length = np.array(epoch_of(rows, length_buckets=BUCKETS))
     assert mixed.shape == sorted_by_length.shape == (NUM_ROWS // BATCH_SIZE, BATCH_SIZE)
@@ -89,7 +89,7 @@ def test_buckets_have_the_rows_of_the_epoch_in_other_batches(rows: InMemoryDatas
     assert not np.array_equal(sorted_by_length, epoch_of(rows, length_buckets=BUCKETS, epoch=1))
 
 
-def test_batches_of_long_texts_come_at_any_time_and_the_dropped_rows_are_of_any_length(
+def test_neither_the_time_of_a_batch_nor_the_dropped_rows_depend_on_length(
     rows: InMemoryDataset,
 ) -> None:
     lengths = rows.num_tokens()
@@ -99,12 +99,12 @@ def test_batches_of_long_texts_come_at_any_time_and_the_dropped_rows_are_of_any_
         longest_at.add(int(lengths[batches[:BUCKETS]].sum(axis=1).argmax()))
         dropped += lengths[np.setdiff1d(np.arange(NUM_ROWS), batches)].tolist()
     assert longest_at == set(range(BUCKETS))
-    # The mean of 11 random rows in each of 20 epochs is within 4 of its standard errors.
+    # The mean over 11 random rows in each of 20 epochs is within 4 standard errors.
     assert abs(np.mean(dropped) - lengths.mean()) < 4 * lengths.std() / len(dropped) ** 0.5
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
-def test_workers_share_each_bucket_and_its_length(rows: InMemoryDataset, num_workers: int) -> None:
+def test_workers_share_every_bucket_and_pad_to_one_length(rows: InMemoryDataset, num_workers: int) -> None:
     lengths = rows.num_tokens()
     alone = epoch_of(rows, length_buckets=BUCKETS)
     together = zip(
@@ -117,7 +117,7 @@ def test_workers_share_each_bucket_and_its_length(rows: InMemoryDataset, num_wor
             assert lengths[part].tolist() == in_turn[rank::num_workers].tolist()
 
 
-def test_no_rows_make_no_buckets() -> None:
+def test_an_empty_epoch_has_no_buckets() -> None:
     nothing = np.empty(0, np.int64)
     rng = np.random.default_rng(0)
     assert len(bucketed(nothing, nothing, share=ALONE, num_buckets=3, rng=rng)) == 0

@@ -1,4 +1,4 @@
-"""Pairs and texts from columns to rows: which columns are read, how click logs are grouped, what Arrow returns."""
+"""Pairs and texts from columns to rows: column names, grouping of click logs, and reading through Arrow."""
 
 import re
 import time
@@ -70,7 +70,7 @@ def counts_of(pairs: list[dict[str, Any]]) -> tuple[int, ...]:
         ([0, False, 0.0, "0", np.int8(0), np.bool_(False), np.float64(0)], False),
     ],
 )
-def test_labels_of_any_type_say_whether_the_document_was_clicked(labels: list[Any], clicked: bool) -> None:
+def test_labels_of_every_type_are_read_as_clicked_or_not(labels: list[Any], clicked: bool) -> None:
     rows = rows_of_log(labels, query=["q"] * len(labels), document=["d"] * len(labels))
     assert rows["clicked"].to_pylist() == [clicked] * len(labels)
 
@@ -97,7 +97,7 @@ def test_labels_of_any_type_say_whether_the_document_was_clicked(labels: list[An
         ("document_id", MISSING, "missing id"),
     ],
 )
-def test_invalid_rows_of_a_click_log_are_counted_by_cause_with_their_places(
+def test_invalid_rows_of_a_click_log_are_counted_by_cause_with_their_positions(
     role: str, values: list[Any], cause: str
 ) -> None:
     stats, num = ReadStats(), len(values) + 1
@@ -149,7 +149,7 @@ def test_a_query_without_a_positive_has_no_pair_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("document", "document_id"), [("the same", 1), ("other words", 1), ("the same", 2)])
-def test_documents_of_one_text_or_one_id_are_the_same(document: str, document_id: int) -> None:
+def test_documents_with_the_same_text_or_id_are_the_same(document: str, document_id: int) -> None:
     values: dict[str, list[Any]] = {"document": ["the same", document], "document_id": [1, document_id]}
     assert counts_of(pairs_of([1, 1], **values)) == (0, 1, 0)
     assert counts_of(pairs_of([0, 0], **values)) == (1, 1, 0)
@@ -186,7 +186,7 @@ def test_the_rows_of_a_query_are_grouped_as_sets_of_documents(
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_no_document_is_lost_or_on_both_sides_in_any_order_of_the_rows(
+def test_every_document_is_on_exactly_one_side_for_any_order_of_rows(
     log: list[tuple[str, str, int, bool]], with_ids: bool, random: Any
 ) -> None:
     ids = {"query_id": [7] * len(log), "document_id": [name for *_, name, _ in log]} if with_ids else {}
@@ -215,7 +215,7 @@ def test_no_document_is_lost_or_on_both_sides_in_any_order_of_the_rows(
     assert num_kept + sum(counts_of(found)[1:]) == len(log)
 
 
-def test_groups_are_counted_by_query_even_if_several_have_one_text() -> None:
+def test_groups_are_counted_by_query_even_if_several_share_a_text() -> None:
     groups = [
         _pairs_of_group(rows_of_log([0], query=["q"], document=["d"], query_id=[number])) for number in (1, 2)
     ]
@@ -226,12 +226,12 @@ def test_groups_are_counted_by_query_even_if_several_have_one_text() -> None:
     assert _skipped_in(groups[0])[0] == names[0]
 
 
-def test_documents_of_a_megabyte_are_checked_and_grouped_at_once() -> None:
+def test_documents_of_a_megabyte_are_checked_and_grouped_quickly() -> None:
     long = ["x" * 2**20 + str(number) for number in range(8)]
     start = time.process_time()
     pairs = pairs_of([1] * 4 + [0] * 12, query=["q" * 2**20] * 16, document=long * 2)
     decoded: list[Any] = TextFormat(tokenizer=TOKENIZER, max_length=14).decode_all(long)
-    assert time.process_time() - start < 3.0  # 0.1 s, unless each letter costs work
+    assert time.process_time() - start < 3.0  # 0.1 s, unless the code loops over letters
     assert [pair["document"] for pair in pairs] == long[:4]
     assert pairs[0]["negatives"] == long[4:]
     assert counts_of(pairs) == (0, 4, 4)
@@ -242,7 +242,7 @@ def test_documents_of_a_megabyte_are_checked_and_grouped_at_once() -> None:
 
 
 def read_back(format_: Format, values: Sequence[Any], cuts: Sequence[int], positions: Sequence[int]) -> Any:
-    """Store valid values, and read these positions of a table that is cut at these places."""
+    """Store valid values, and read these positions of a table split into chunks at these rows."""
     stored = store_all({"role": format_}, {"role": format_.decode_all(values)})
     numbers = pa.array(range(len(values)), pa.int64())
     table = pa.table(stored | {"sample_id": numbers, "label": numbers})
@@ -269,7 +269,7 @@ CUTS = st.lists(st.integers(0, 12), max_size=3)
     CUTS,
     st.randoms(use_true_random=False),
 )
-def test_texts_and_lists_of_texts_are_read_from_tables_cut_anywhere(
+def test_texts_and_lists_of_texts_are_read_from_tables_with_any_chunks(
     values: list[list[str]], cuts: list[int], random: Any
 ) -> None:
     positions = [random.randrange(len(values)) for _ in range(8)] if values else []
@@ -286,7 +286,7 @@ def test_texts_and_lists_of_texts_are_read_from_tables_cut_anywhere(
 
 
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), max_size=12), CUTS)
-def test_lists_of_ids_are_read_from_tables_cut_anywhere(values: list[list[int]], cuts: list[int]) -> None:
+def test_lists_of_ids_are_read_from_tables_with_any_chunks(values: list[list[int]], cuts: list[int]) -> None:
     found = read_back(IdFormat(in_lists=True), values, cuts, range(len(values))[::-1])
     assert isinstance(found, Ids)
     assert found.counts.tolist() == [len(row) for row in values[::-1]]
@@ -294,7 +294,7 @@ def test_lists_of_ids_are_read_from_tables_cut_anywhere(values: list[list[int]],
     assert found.values.dtype == np.int64
 
 
-def test_single_ids_are_read_from_tables_cut_anywhere() -> None:
+def test_single_ids_are_read_from_tables_with_any_chunks() -> None:
     values = [3, "three", -1, b"three", 2**63, np.int32(3)]
     found = read_back(IdFormat(), values, [1, 1, 4], range(6))
     assert found.values.tolist() == [3, content_id(b"three"), -1, content_id(b"three"), -(2**63), 3]
@@ -302,7 +302,7 @@ def test_single_ids_are_read_from_tables_cut_anywhere() -> None:
     assert len(found) == 6
 
 
-def test_an_invalid_text_invalidates_its_row_only() -> None:
+def test_an_invalid_text_invalidates_only_its_row() -> None:
     lists = TextsFormat(tokenizer=TOKENIZER, max_length=9)
     values = [["a", None], ["b"], "c", [], None, ["d", b"\xff"], np.array(["e", "f"], object), ["", "g"], 3]
     decoded: list[Any] = lists.decode_all(values)
@@ -335,7 +335,7 @@ def test_lists_of_negatives_may_be_empty_or_missing_but_not_invalid() -> None:
         (IdFormat(in_lists=True), [1, 2]),
     ],
 )
-def test_no_values_make_empty_columns_of_the_same_type(format_: Format, value: Any) -> None:
+def test_empty_input_makes_empty_columns_of_the_same_type(format_: Format, value: Any) -> None:
     nothing, something = format_.store([]), format_.store(format_.decode_all([value]))
     assert {name: each.type for name, each in nothing.items()} == {
         name: each.type for name, each in something.items()
@@ -357,7 +357,7 @@ def test_missing_ids_are_invalid(missing: Any) -> None:
 
 
 @given(st.integers(-(2**63), 2**64 - 1))
-def test_an_integer_of_64_bits_is_its_own_id_also_as_a_text(value: int) -> None:
+def test_a_64_bit_integer_has_the_same_id_as_its_text(value: int) -> None:
     assert stable_id(value) == int(np.array(value % 2**64, np.uint64).astype(np.int64))
     (document,) = IdFormat().decode_all([value])
     assert IdFormat(in_lists=True).decode_all([[str(value), str(value).encode()]]) == [[*document, *document]]
@@ -365,7 +365,7 @@ def test_an_integer_of_64_bits_is_its_own_id_also_as_a_text(value: int) -> None:
     assert counts_of(pairs_of([1, 0], **shown)) == (0, 0, 1)
 
 
-def test_integers_that_numpy_turned_into_floats_keep_their_ids() -> None:
+def test_integers_that_numpy_converted_to_floats_keep_their_ids() -> None:
     ids = pa.array([5, None, -7], pa.int64()).to_numpy(zero_copy_only=False)  # as in Ray's batches of NumPy
     assert [stable_id(each) for each in (ids[0], ids[2])] == [5, -7]
     assert stable_id(0.5) == content_id(b"0.5")
@@ -374,7 +374,7 @@ def test_integers_that_numpy_turned_into_floats_keep_their_ids() -> None:
 @pytest.mark.parametrize(
     "text", ["007", "+7", "-0", "7.0", " 7", "7\n", "\u0667", "1_000", str(2**64), "9" * 300]
 )
-def test_a_number_written_in_another_way_is_another_id(text: str) -> None:
+def test_a_number_written_differently_is_a_different_id(text: str) -> None:
     assert entity_id(text) == entity_id(text.encode()) == content_id(text.encode())
 
 
@@ -391,7 +391,7 @@ def test_a_missing_id_in_a_dataset_leaves_the_other_ids_exact(kind: pa.DataType)
     decoded: list[Any] = IdFormat().decode_all(rows.values["query_id"])
     assert decoded[:2] == [[2**60 + 1], [2**60 + 2]]
     assert str(decoded[2]) == "missing id"
-    assert len(set(rows.sample_id.tolist())) == 3  # hashes of the rows, the missing id included
+    assert len(set(rows.sample_id.tolist())) == 3  # row hashes that include the missing id
 
 
 def test_invalid_utf8_in_a_dataset_leaves_the_other_texts_valid() -> None:
@@ -402,8 +402,8 @@ def test_invalid_utf8_in_a_dataset_leaves_the_other_texts_valid() -> None:
     assert str(decoded[1]) == "invalid UTF-8"
 
 
-def test_a_row_needs_as_many_ids_as_negatives() -> None:
-    # As many ids as negatives in total, so that ids could be assigned to the wrong negatives.
+def test_a_row_needs_one_id_per_negative() -> None:
+    # The totals of ids and negatives agree, so that ids could be assigned to the wrong negatives.
     decoded = {"negatives": [["a", "b"], ["c", "d"], []], "negative_ids": [[1], [2, 3, 4], []]}
     causes = [str(row_error(decoded, place)) for place in range(3)]
     assert causes == ["negatives and negative_ids differ in number"] * 2 + ["None"]
@@ -415,7 +415,7 @@ def test_a_row_needs_as_many_ids_as_negatives() -> None:
 # Columns
 
 
-def test_columns_of_usual_names_are_read_if_they_exist() -> None:
+def test_columns_with_default_names_are_read_if_they_exist() -> None:
     usual = ["negatives", "query_id", "document_id", "negative_ids", "label", "sample_id"]
     found = PAIRS.found_in(["q", "d", "other", *usual], where="the test")
     assert found.contents == {"query": "q", "document": "d", **{name: name for name in usual[:4]}}
@@ -430,7 +430,7 @@ def test_columns_of_usual_names_are_read_if_they_exist() -> None:
 
 
 @pytest.mark.parametrize("role", ["query", "document", "negatives", "query_id", "label", "sample_id"])
-def test_a_named_column_that_is_missing_is_an_error_with_the_existing_columns(role: str) -> None:
+def test_a_missing_column_is_an_error_that_lists_the_existing_columns(role: str) -> None:
     asked = ColumnNames(**{"image": None, "query": "q", "document": "d", role: "gone"})
     with pytest.raises(DataError) as caught:
         asked.found_in(["q", "d", "x"], where="clicks.parquet")
@@ -480,7 +480,7 @@ ROLES: list[tuple[str, str, list[pa.DataType], list[pa.DataType]]] = [
 
 
 @pytest.mark.parametrize(("role", "what", "right", "wrong"), ROLES, ids=[role for role, *_ in ROLES])
-def test_each_role_accepts_its_types_and_names_any_other(
+def test_each_column_role_accepts_its_types_and_names_the_type_it_refuses(
     role: str, what: str, right: list[pa.DataType], wrong: list[pa.DataType]
 ) -> None:
     columns = ColumnNames(**{"image": None, role: "mine"})
@@ -507,7 +507,7 @@ def test_labels_are_integers_texts_or_booleans() -> None:
             columns.check_types({"image": pa.binary(), "mine": kind}, where="the test")
 
 
-def test_a_dataset_has_labels_or_lists_of_negatives() -> None:
+def test_a_dataset_has_either_labels_or_lists_of_negatives() -> None:
     for one in ({"label": "clicked"}, {"negatives": "hard"}):
         check_labels(ColumnNames(image=None, query="q", document="d", **one))
     both = ColumnNames(image=None, query="q", document="d", label="clicked", negatives="hard")
@@ -519,7 +519,7 @@ def test_a_dataset_has_labels_or_lists_of_negatives() -> None:
 
 @pytest.mark.parametrize("query_id", [None, "user"])
 @pytest.mark.parametrize("document_id", [None, "item"])
-def test_grouped_rows_have_the_ids_of_the_log(query_id: str | None, document_id: str | None) -> None:
+def test_grouped_rows_keep_the_ids_of_the_log(query_id: str | None, document_id: str | None) -> None:
     labeled = ColumnNames(
         image=None, query="q", document="d", label="clicked", query_id=query_id, document_id=document_id
     )

@@ -1,4 +1,4 @@
-"""Texts and pairs from rows to the loss: what is drawn, what is known to be one thing, what is masked."""
+"""Texts and pairs from rows to the loss: drawn views, shared ids, and masked false negatives."""
 
 import math
 from collections import Counter
@@ -50,7 +50,7 @@ def whole(rows: InMemoryDataset, *, epoch: int = 0) -> Batch:
     return rows.take(np.arange(len(rows)), epoch=epoch)
 
 
-# Which rows are one thing
+# Rows that share an id
 
 
 def assigned(names: ExampleIds) -> ExampleIds:
@@ -62,7 +62,7 @@ def merged(names: Any, **settings: Any) -> Any:
 
 
 def connected(names: list[list[int]]) -> list[int]:
-    """Return for each row the least first name of all that it is connected to, step by step."""
+    """Return the smallest first id in each row's connected component, by a plain loop."""
     groups = [{row} for row in range(len(names))]
     for one, other in combinations(range(len(names)), 2):
         if any(a == b for a, b in zip(names[one], names[other], strict=True)):
@@ -73,7 +73,7 @@ def connected(names: list[list[int]]) -> list[int]:
 
 
 @given(st.data(), st.integers(1, 14), st.integers(1, 3))
-def test_rows_that_names_connect_are_one_thing_known_by_its_least_first_name(
+def test_rows_connected_by_ids_share_the_smallest_first_id(
     data: st.DataObject, num_rows: int, num_names: int
 ) -> None:
     row = st.lists(st.integers(-6, 6), min_size=num_names, max_size=num_names)
@@ -81,24 +81,24 @@ def test_rows_that_names_connect_are_one_thing_known_by_its_least_first_name(
     assert merged(names).tolist() == connected(names)
 
 
-def test_a_long_chain_of_names_is_one_thing() -> None:
-    # Each row has one name in common with the one before: by text, by id, by text, ...
+def test_a_long_chain_of_shared_ids_is_one_component() -> None:
+    # Each row shares one id with the row before: by text, by id, by text, ...
     chain = torch.arange(1, 500)
     names = torch.stack([chain // 2, (chain + 1) // 2 + 1_000], dim=1)
     shuffled = names[torch.randperm(len(names), generator=torch.Generator().manual_seed(0))]
     assert np.unique(merged(shuffled.numpy())).tolist() == [0]
 
 
-def test_names_of_different_kinds_are_not_compared() -> None:
+def test_ids_of_different_columns_are_not_compared() -> None:
     assert merged([[1, 2], [2, 1]]).tolist() == [1, 2]
 
 
-def test_no_rows_are_no_things() -> None:
+def test_empty_input_has_no_ids() -> None:
     assert merged(np.empty((0, 2))).tolist() == []
 
 
 @given(st.data())
-def test_negatives_are_keys_among_the_others_and_queries_are_not(data: st.DataObject) -> None:
+def test_explicit_negatives_count_as_keys_and_queries_do_not(data: st.DataObject) -> None:
     name = st.lists(st.integers(0, 8), min_size=2, max_size=2)
     query, key = (data.draw(st.lists(name, min_size=4, max_size=4)) for _ in range(2))
     negative = data.draw(st.lists(name, max_size=5))
@@ -109,7 +109,7 @@ def test_negatives_are_keys_among_the_others_and_queries_are_not(data: st.DataOb
     assert [*ids.key.tolist(), *ids.negative.tolist()] == connected([*key, *negative])
 
 
-# Drawings
+# Drawn views
 
 
 def lists_of_texts(num_rows: int, num_texts: int) -> list[list[str]]:
@@ -134,7 +134,7 @@ def padded_to(row: np.ndarray, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("num_texts", [2, 3, 5])
-def test_two_views_show_two_texts_of_a_sample_each_as_often_as_any_other(num_texts: int) -> None:
+def test_two_views_show_two_different_texts_of_a_sample_equally_often(num_texts: int) -> None:
     config = small_config("simcse")
     rows = rows_of(config, {"text": lists_of_texts(40, num_texts)})
     pairs: Counter[tuple[int, int]] = Counter()
@@ -142,14 +142,14 @@ def test_two_views_show_two_texts_of_a_sample_each_as_often_as_any_other(num_tex
         shown = [numbers_shown(config, rows, epoch=epoch, view=view) for view in (0, 1)]
         pairs.update(zip(*shown, strict=True))
     assert all(first != second for first, second in pairs)
-    # 480 draws of equal chances: none is off by more than four standard deviations.
+    # 480 draws with equal probability: all counts are within four standard deviations.
     expected = 480 / (num_texts * (num_texts - 1))
     assert len(pairs) == num_texts * (num_texts - 1)
     assert all(abs(count - expected) < 4 * expected**0.5 for count in pairs.values())
 
 
 @pytest.mark.parametrize("augmentation", [{}, {"text_augment.deletion": 0.3, "text_augment.repetition": 0.3}])
-def test_a_view_is_a_function_of_seed_epoch_and_sample_whatever_the_batch(
+def test_a_view_depends_only_on_seed_epoch_and_sample(
     augmentation: dict[str, float],
 ) -> None:
     config = small_config("simcse", augmentation)
@@ -171,7 +171,7 @@ def test_a_view_is_a_function_of_seed_epoch_and_sample_whatever_the_batch(
             assert not torch.equal(*(F.pad(each, (0, 20 - each.shape[1])) for each in (tokens, other)))
 
 
-def test_rows_of_one_text_and_of_several_go_together() -> None:
+def test_rows_with_one_text_and_with_several_share_a_batch() -> None:
     config = small_config("simcse")
     rows = rows_of(config, {"text": [TEXTS[0], TEXTS[1:3], [TEXTS[3]], TEXTS[4:9]]})
     drawing, batch = drawing_of(config), whole(rows)
@@ -200,7 +200,7 @@ def embedded(config: RunConfig, rows: InMemoryDataset, *, training: bool) -> tup
     return query.detach(), key.detach()
 
 
-def test_the_views_of_simcse_are_told_apart_by_dropout_alone() -> None:
+def test_the_views_of_simcse_differ_only_by_dropout() -> None:
     config = small_config("simcse", {"encoder.kwargs": TRANSFORMER | {"dropout": 0.1}})
     rows = rows_of(config, {"text": TEXTS[:20]})
     drawing = drawing_of(config)
@@ -223,16 +223,16 @@ def test_the_views_of_esimcse_repeat_tokens() -> None:
         for shown in ([token for token in view[row] if token] for view in views):
             repeated.append(len(shown) - len(tokens))
             assert repeated[-1] <= max(2, 0.32 * len(tokens))
-            # Each comes at its place, at most twice: so the runs of equal tokens are those of the text.
+            # Tokens keep their order and appear at most twice, so the runs of equal tokens match the text.
             assert [token for token, _ in groupby(shown)] == [token for token, _ in groupby(tokens)]
     assert min(repeated) == 0
     assert max(repeated) > 2
     assert views[0] != views[1]
 
 
-def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> None:
+def test_texts_are_identified_by_the_shown_text_and_for_slots_by_sample() -> None:
     config = small_config("simcse")
-    # Rows 0 and 1 share their second text, 2 shows the first of row 0 in other letters, 3 stands alone.
+    # Rows 0 and 1 share a text, row 2 shows the first text of row 0 in another case, row 3 is unrelated.
     texts = [TEXTS[:2], [TEXTS[2], TEXTS[1]], TEXTS[0].upper(), TEXTS[3:5], TEXTS[5]]
     rows = rows_of(config, {"text": texts})
     drawing = drawing_of(config)
@@ -240,9 +240,9 @@ def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> N
     assert known.negative is None
     shown = [drawing.shown(whole(rows), number).text_id.tolist() for number in (0, 1)]
     assert known.query.T.tolist() == shown
-    assert known.key.T.tolist() == shown[::-1]  # a store calls a key by the text that it shows
+    assert known.key.T.tolist() == shown[::-1]  # a store identifies a key by its shown text
     ids = assigned(known)
-    # Equal tokens are one text: an encoder cannot tell them apart.
+    # Texts with equal tokens are equal: an encoder cannot distinguish them.
     assert ids.query.equal(ids.key)
     first, second, third, alone, last = ids.query.tolist()
     assert first == second == third
@@ -256,10 +256,12 @@ def test_texts_are_known_by_what_they_show_and_for_slots_by_their_samples() -> N
 
 
 @given(st.data(), st.integers(1, 14), st.integers(1, 3))
-def test_names_of_one_kind_connect_crosswise(data: st.DataObject, num_rows: int, num_names: int) -> None:
+def test_ids_of_one_kind_connect_rows_across_columns(
+    data: st.DataObject, num_rows: int, num_names: int
+) -> None:
     row = st.lists(st.integers(-9, 9), min_size=num_names, max_size=num_names)
     names = data.draw(st.lists(row, min_size=num_rows, max_size=num_rows))
-    # The same as one column for each name that a row might have.
+    # Equivalent to one column for each possible id.
     flat = [[(name, 0) for name in row] for row in names]
     groups: list[set[int]] = []
     for number, row in enumerate(flat):
@@ -275,7 +277,7 @@ def test_names_of_one_kind_connect_crosswise(data: st.DataObject, num_rows: int,
 # Pairs
 
 
-def test_queries_are_view_0_and_documents_view_1_as_they_are() -> None:
+def test_queries_are_view_0_and_documents_are_view_1_unchanged() -> None:
     config = small_config()
     values = clicks(6, num_negatives=[2, 0, 3])
     drawing, batch = drawing_of(config), whole(rows_of(config, values))
@@ -308,7 +310,7 @@ def test_a_batch_without_explicit_negatives_has_none() -> None:
     assert drawing.example_ids(batch).negative is None
 
 
-def test_explicit_negatives_that_are_not_wanted_are_left_out() -> None:
+def test_unused_explicit_negatives_are_omitted() -> None:
     config = small_config(settings={"negatives.explicit": False})
     values = clicks(6, num_negatives=[2])
     batch = whole(rows_of(config, values))
@@ -326,7 +328,7 @@ def names_of(*roles: str) -> ExampleIds:
     return drawing_of(config).example_ids(batch)
 
 
-def test_pairs_are_known_by_their_texts_and_by_ids_where_there_are_some() -> None:
+def test_pairs_are_identified_by_texts_and_by_ids_if_present() -> None:
     values = clicks(30, num_negatives=[2, 0, 3])
     negatives = [text for row in values["negatives"] for text in row]
     negative_ids = [int(each) for row in values["negative_ids"] for each in row]
@@ -350,7 +352,7 @@ def test_pairs_are_known_by_their_texts_and_by_ids_where_there_are_some() -> Non
     assert_same_equalities(names[:, 1], [*map(int, values["document_id"]), *negative_ids])
 
 
-def test_negatives_without_ids_are_known_by_their_texts_where_documents_have_ids() -> None:
+def test_negatives_without_ids_are_identified_by_text_although_documents_have_ids() -> None:
     known, by_text = names_of("negatives", "document_id"), names_of("negatives")
     assert known.negative is not None
     assert by_text.negative is not None
@@ -364,16 +366,16 @@ def test_negatives_without_ids_are_known_by_their_texts_where_documents_have_ids
 
 
 def assert_same_equalities(ids: Tensor, things: list[Any]) -> None:
-    """Hold that ids are equal where things are, and only there."""
+    """Assert that two rows have equal ids exactly if they are the same thing."""
     numbers = [things.index(each) for each in things]
     assert torch.equal(ids[:, None] == ids, torch.tensor(numbers)[:, None] == torch.tensor(numbers))
 
 
-# Where queries, documents and negatives of one letter are one thing, if ids are looked at.
+# Queries, documents and negatives of one letter are the same thing once ids are compared.
 QUERIES = [("boats", 1), ("sea", 2), ("boats", 3), ("wind", 4), ("rain", 5), ("the sea", 2), ("sun", 6)]
 DOCUMENTS = [("a", 10), ("b", 11), ("c", 12), ("a", 13), ("b in other words", 11), ("d", 14), ("e", 15)]
 NEGATIVES = [[("c", 16), ("z", 17)], [], [], [("b in yet other words", 11)], [], [("y", 10)], [("w", 18)]]
-THINGS_BY_NAME = ["QSQWRSU", "abcabde", "czbaw"]  # "y" has the id of "a"
+THINGS_BY_NAME = ["QSQWRSU", "abcabde", "czbaw"]  # "y" shares the id of "a"
 THINGS_BY_TEXT = ["QSQWRTU", "abcaBde", "czxyw"]
 
 
@@ -409,7 +411,7 @@ def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Objectiv
     ids = assigned(planted(with_ids=with_ids))
     assert ids.negative is not None
     num_pairs, num_negatives = len(ids.key), len(ids.negative)
-    # With unit vectors as queries the gradient at key j is that at its similarities with all of them.
+    # With unit vectors as queries the gradient of key j holds the gradients of all its similarities.
     query = torch.eye(num_pairs, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     key, negatives = (
@@ -430,7 +432,7 @@ def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Objectiv
             assert bool(meets[row, column]) == (is_negative or row == column), (row, column)
 
 
-def test_explicit_negatives_come_before_what_a_store_lends() -> None:
+def test_explicit_negatives_precede_stored_negatives() -> None:
     negatives, stored = torch.rand(3, 4), torch.rand(2, 4).half()
     own, stored_ids = torch.arange(3), torch.arange(7, 9)
     ids = ExampleIds(query=own, key=own, negative=own, num_negatives=(3,))
@@ -443,50 +445,50 @@ def test_explicit_negatives_come_before_what_a_store_lends() -> None:
 
 
 @dataclass
-class Watched:
-    """A loss that keeps what it was told."""
+class RecordingLoss:
+    """A loss that records its stored negatives and ids."""
 
     contrast: Objective
-    told: list[tuple[StoreBatch, ExampleIds]] = field(default_factory=list)
+    received: list[tuple[StoreBatch, ExampleIds]] = field(default_factory=list)
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
-        self.told.append((stored, ids))
+        self.received.append((stored, ids))
         return self.contrast(query, key, stored, ids)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         return self.contrast.collapsed_loss(batch_size=batch_size, stored=stored)
 
 
-def test_a_queue_holds_documents_by_their_names_behind_the_negatives_of_the_batch() -> None:
+def test_a_queue_holds_documents_by_id_behind_the_negatives_of_the_batch() -> None:
     queue = {"negatives.store": "queue", "negatives.capacity": 40, "stages.0.batch_size": 8}
     config = small_config(settings=queue)
     rows = rows_of(config, clicks(24, num_negatives=[1, 0, 2]))
     learner = TrainState.build(config, towers_of(config), num_samples=None)
     store = build_store(config, None, None, CPU)
-    watched = Watched(Clip(temperature=0.2))
+    watched = RecordingLoss(Clip(temperature=0.2))
     maker = ViewMaker.of(config, build_transform(config, vocabulary().tokenizer), CPU)
     documents: list[int] = []
     for step, views in enumerate(maker.views(rows.batches(8))):
         settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.0, "precision": "float32"}
         stepped = train_step(learner, store, watched, views, step=step, **settings)
-        stored, ids = watched.told[-1]
+        stored, ids = watched.received[-1]
         assert ids.negative is not None
         assert stored.negatives is not None
         assert stored.negative_id is not None
         assert ids.negative_name is not None
         assert stored.negative_name is not None
         assert stored.negative_name.tolist() == [*ids.negative_name.tolist(), *documents]
-        # A document that the batch has too is known by the batch's id, whatever it was called before.
+        # A queued document that also appears in the batch gets the batch's id.
         assert stored.negative_id.tolist() == ids.of(stored.negative_name).tolist()
         assert stored.negative_id[: len(ids.negative)].tolist() == ids.negative.tolist()
         num_candidates = 8 + len(ids.negative) + len(documents)
         assert stepped.collapsed_loss == pytest.approx((math.log(num_candidates) + math.log(8)) / 2)
         documents += ids.stored_key.tolist()
-    assert len(watched.told) == 3
+    assert len(watched.received) == 3
 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 7), (7, 3), (5, 5)])
-def test_tokens_are_stacked_at_the_longer_length_and_encode_as_alone(first: int, second: int) -> None:
+def test_tokens_are_padded_to_the_longest_row_and_encode_as_they_would_alone(first: int, second: int) -> None:
     tower = towers_of(small_config("simcse")).eval()
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(1, 200, (4, length), generator=generator) for length in (first, second)]
@@ -499,12 +501,12 @@ def test_tokens_are_stacked_at_the_longer_length_and_encode_as_alone(first: int,
         assert torch.allclose(tower(both), torch.cat([tower(each) for each in tokens]), atol=1e-6)
 
 
-def test_images_are_stacked_as_they_are() -> None:
+def test_images_are_stacked_unchanged() -> None:
     images = torch.rand(2, 3, 4, 4)
     assert stacked(images, images).equal(images.repeat(2, 1, 1, 1))
 
 
-def test_keys_are_the_documents_and_then_the_negatives() -> None:
+def test_keys_are_the_documents_followed_by_the_negatives() -> None:
     config = small_config()
     rows = rows_of(config, clicks(8, num_negatives=[2, 0, 3]))
     views = next(ViewMaker.of(config, drawing_of(config), CPU).views(iter([whole(rows)])))
@@ -522,7 +524,7 @@ def test_keys_are_the_documents_and_then_the_negatives() -> None:
 # Images with captions
 
 
-def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> None:
+def test_captions_are_identified_by_the_shown_text_and_images_by_id() -> None:
     config = small_config("clip")
     captions = [TEXTS[:3], TEXTS[:3], [TEXTS[5]], TEXTS[5]]
     rows = rows_of(config, {"image": noise_images(4), "caption": captions})
@@ -537,10 +539,12 @@ def test_captions_are_known_by_what_the_view_shows_and_images_by_their_ids() -> 
             assert known_by.setdefault(name, row[row > 0].tolist()) == row[row > 0].tolist()
         assert drawing.view(batch, 0).on(CPU).shape == (4, 1, 8, 8)
         assert drawing.plain_key(batch).on(CPU)[0].equal(drawing.plain_key(batch).on(CPU)[1])
-    assert len(known_by) == 4  # all three captions of the first two images, and that of the others
+    assert (
+        len(known_by) == 4
+    )  # all three captions of the first two images, and the only caption of the others
 
 
-# How common documents are
+# Document frequencies
 
 
 def counted(rows: InMemoryDataset, *, explicit: bool) -> Any:
@@ -548,7 +552,7 @@ def counted(rows: InMemoryDataset, *, explicit: bool) -> Any:
     return count_documents(small_config(settings=settings), rows, CPU)
 
 
-def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() -> None:
+def test_frequencies_are_log_counts_over_documents_and_negatives() -> None:
     config, values = small_config(), clicks(50, num_negatives=[2, 0, 3])
     texts = [*values["document"], *(text for row in values["negatives"] for text in row)]
     counts = Counter(texts)
@@ -566,7 +570,7 @@ def test_frequencies_are_logarithms_of_counts_among_documents_and_negatives() ->
     assert frequencies(ids[:0]).shape == (0,)
 
 
-def test_explicit_negatives_that_are_not_taken_do_not_count() -> None:
+def test_unused_explicit_negatives_do_not_count() -> None:
     values = clicks(50, num_negatives=[2, 0, 3])
     rows = rows_of(small_config(), values)
     known = drawing_of(small_config()).example_ids(whole(rows)).key[:, 0]
@@ -576,7 +580,7 @@ def test_explicit_negatives_that_are_not_taken_do_not_count() -> None:
     assert not torch.allclose(counted(rows, explicit=True)(known), expected)
 
 
-def test_frequencies_of_no_rows_are_zero() -> None:
+def test_frequencies_of_an_empty_dataset_are_zero() -> None:
     nothing = counted(rows_of(small_config(), {"query": [], "document": []}), explicit=True)
     assert nothing(torch.tensor([3, 4])).tolist() == [0, 0]
 
@@ -584,7 +588,7 @@ def test_frequencies_of_no_rows_are_zero() -> None:
 # The temperature and the towers
 
 
-def test_a_learned_temperature_that_begins_below_the_least_is_refused() -> None:
+def test_a_learned_temperature_that_starts_below_its_minimum_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is at least 0.01, came 0.005; start there"):
         LearnedTemperature(0.005)
     assert LearnedTemperature(MIN_TEMPERATURE)().item() == pytest.approx(MIN_TEMPERATURE)
@@ -613,7 +617,7 @@ def test_the_gradient_of_a_learned_temperature_is_exact() -> None:
     assert float(gradient) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-7)
 
 
-def test_the_temperature_is_brought_back_above_the_least_after_the_step_and_learns_on() -> None:
+def test_the_temperature_is_clamped_to_its_minimum_after_the_step_and_keeps_learning() -> None:
     config = small_config(settings={"learn_temperature": True, "stages.0.temperature": 0.02})
     learner = TrainState.build(config, towers_of(config), num_samples=None)
     temperature = learner.temperature
@@ -660,7 +664,7 @@ def test_a_shared_tower_has_each_parameter_once() -> None:
     assert {name.replace("key.", "query.", 1) for name in two.state_dict()} == set(one.state_dict())
     learned = parts_of(TrainState.build(shared, one, num_samples=None))
     assert len({id(each) for each in learned}) == len(learned) == len(list(one.parameters()))
-    # Changed on one side only, both sides of a shared tower change.
+    # Changing one side of a shared tower changes both.
     with torch.no_grad():
         for each in (one, two):
             for parameter in each.query.parameters():
@@ -684,11 +688,11 @@ def test_the_gradient_of_a_shared_tower_is_the_sum_of_both_sides() -> None:
         assert torch.allclose(shared, both, atol=1e-6)
 
 
-# The judge
+# The evaluator
 
 
 class Angles(nn.Module):
-    """Encode known texts as directions in the plane, in degrees."""
+    """Encodes known texts as unit vectors in the plane, given by angles in degrees."""
 
     def __init__(self, degrees: dict[str, float]) -> None:
         super().__init__()
@@ -701,13 +705,13 @@ class Angles(nn.Module):
         return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def test_the_judge_counts_keys_among_the_nearest_as_one_would_by_hand() -> None:
+def test_the_evaluator_counts_keys_among_the_nearest_as_computed_by_hand() -> None:
     queries = {"q first": 0.0, "q tenth": 90.0, "q eleventh": 180.0, "q known": 270.0}
     documents = {"d first": 1.0, "d tenth": 100.0, "d eleventh": 195.0, "d known": 275.0}
     copied = {"copied": 91.0}
     after = {f"{number} after 91": 91.0 + number for number in range(1, 9)}
     near = {f"{number} near 180": 180.0 + number for number in range(1, 11)}
-    # "copied" would fill the places before "d tenth" if it counted more than once.
+    # "copied" would push out "d tenth" if it counted more than once.
     bank = ["copied"] * 12 + [*after, *near, "d known", "d first"]
     config = small_config()
     judge = RetrievalEvaluator(
@@ -723,7 +727,7 @@ def test_the_judge_counts_keys_among_the_nearest_as_one_would_by_hand() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1_000))
-def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None:
+def test_the_evaluator_agrees_with_a_comparison_of_all_pairs(seed: int) -> None:
     config = small_config(settings={"separate_towers": True, "encoder.kwargs": BAG})
     towers = towers_of(config)
     generator = torch.Generator().manual_seed(seed)
@@ -750,7 +754,7 @@ def test_the_judge_finds_what_a_comparison_of_all_pairs_finds(seed: int) -> None
 
 
 class Numbers(nn.Module):
-    """Encode inputs that are known by a number each as that direction."""
+    """Encodes each known input as the angle assigned to it."""
 
     def __init__(self, number_of: dict[bytes, int]) -> None:
         super().__init__()
@@ -761,11 +765,11 @@ class Numbers(nn.Module):
 
 
 def bytes_of(row: Tensor) -> bytes:
-    """Tell inputs apart; tokens without their padding."""
+    """Return bytes that identify an input; tokens without their padding."""
     return (row[row > 0] if row.dtype == torch.int64 else row).numpy().tobytes()
 
 
-def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
+def test_images_are_evaluated_by_the_caption_that_is_embedded() -> None:
     config, numbers = small_config("clip"), [row % 10 for row in range(40)]
     captions = [[f"the digit {number}", f"a {number} by hand", f"{number} again"] for number in numbers]
     rows = rows_of(config, {"image": noise_images(40), "caption": captions})
@@ -779,7 +783,7 @@ def test_images_are_judged_by_the_caption_that_is_embedded() -> None:
     assert judge.measure(TwoTowers(image, caption), CPU) == {"recall_at_10": 1.0, "recall_at_1": 1.0}
 
 
-def test_a_document_is_as_common_and_called_the_same_whatever_comes_beside_it() -> None:
+def test_the_frequency_and_the_id_of_a_document_do_not_depend_on_its_batch() -> None:
     config = small_config()
     documents = {"query": ["one", "two", "three"], "document": TEXTS[:3], "document_id": ["7", "7", "8"]}
     together = assigned(drawing_of(config).example_ids(whole(rows_of(config, documents))))
@@ -788,11 +792,11 @@ def test_a_document_is_as_common_and_called_the_same_whatever_comes_beside_it() 
         alone = {role: values[row : row + 1] for role, values in documents.items()}
         ids = assigned(drawing_of(config).example_ids(whole(rows_of(config, alone))))
         assert ids.stored_key[0] == together.stored_key[row]
-        # A queue that has it under that name from an earlier step lends the same thing.
+        # A queue returns the same document under this id from an earlier step.
         assert together.of(ids.stored_key)[0] == together.key[row]
 
 
-def test_views_without_names_are_known_by_their_samples() -> None:
+def test_views_without_ids_are_identified_by_sample() -> None:
     ids = torch.tensor([4, 5])
     views = Views(view_a=torch.zeros(2, 3), view_b=None, sample_id=ids, ids=ids.numpy())
     assert views.example_ids.query.tolist() == views.example_ids.key.tolist() == [4, 5]

@@ -1,4 +1,4 @@
-"""The time of a step by phase: nested phases, threads, and the fractions of a logging interval."""
+"""Step time by phase: nested phases, threads, and the fractions of a logging interval."""
 
 import threading
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from raycl.training.metrics_logger import Clock
 from raycl.training.stages import Position
 
 
-class Hands:
-    """A clock that a test moves."""
+class ManualClock:
+    """A clock that tests advance by hand."""
 
     now = 0.0
 
@@ -24,59 +24,59 @@ class Hands:
 
 
 @pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    hands = Hands()
-    stopped = SimpleNamespace(perf_counter=hands.read, monotonic=hands.read)
+def manual_clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    manual_clock = ManualClock()
+    stopped = SimpleNamespace(perf_counter=manual_clock.read, monotonic=manual_clock.read)
     monkeypatch.setattr("raycl.distributed.step_timer.time", stopped)
     monkeypatch.setattr("raycl.training.metrics_logger.time", stopped)
-    return hands
+    return manual_clock
 
 
-def test_a_phase_within_another_takes_its_time_off_it(hands: Hands) -> None:
+def test_the_time_of_a_nested_phase_is_subtracted_from_the_outer_phase(manual_clock: ManualClock) -> None:
     timer = StepTimer()
     with counted(timer), phase("forward"):
-        hands.move(0.02)
+        manual_clock.move(0.02)
         with phase("messages"):
-            hands.move(0.05)
-        hands.move(0.02)
+            manual_clock.move(0.05)
+        manual_clock.move(0.02)
     assert timer.seconds() == pytest.approx({REST: 0, "forward": 0.04, "messages": 0.05})
 
 
-def test_reading_the_seconds_starts_a_new_count_also_within_a_phase(hands: Hands) -> None:
+def test_reading_the_seconds_resets_them_even_within_a_phase(manual_clock: ManualClock) -> None:
     timer = StepTimer()
     with counted(timer), phase("loss"):
-        hands.move(0.02)
+        manual_clock.move(0.02)
         assert timer.seconds()["loss"] == pytest.approx(0.02)
-        hands.move(0.01)
+        manual_clock.move(0.01)
     assert timer.seconds()["loss"] == pytest.approx(0.01)
     assert timer.seconds() == {REST: 0}
 
 
-def test_many_phases_are_counted_with_few_marks(hands: Hands) -> None:
+def test_many_phases_need_few_marks(manual_clock: ManualClock) -> None:
     timer = StepTimer()
     with counted(timer):
         for _ in range(20_000):
             with phase("loss"):
-                hands.move(1)
+                manual_clock.move(1)
     assert len(timer._marks) <= 4_097
     assert timer.seconds()["loss"] == 20_000
 
 
-def test_an_error_ends_the_phase_and_without_a_timer_nothing_is_counted(hands: Hands) -> None:
+def test_an_error_ends_the_phase_and_without_a_timer_nothing_is_counted(manual_clock: ManualClock) -> None:
     timer = StepTimer()
     with counted(timer), pytest.raises(ValueError, match="failed"), phase("loss"):
         raise ValueError("failed")
     with phase("update"):
-        hands.move(0.01)
+        manual_clock.move(0.01)
     assert timer.seconds() == pytest.approx({REST: 0.01, "loss": 0})
 
 
-def test_another_thread_has_no_timer(hands: Hands) -> None:
+def test_the_timer_ignores_other_threads(manual_clock: ManualClock) -> None:
     timer = StepTimer()
 
     def work() -> None:
         with phase("data"):
-            hands.move(0.01)
+            manual_clock.move(0.01)
 
     with counted(timer):
         thread = threading.Thread(target=work)
@@ -85,7 +85,7 @@ def test_another_thread_has_no_timer(hands: Hands) -> None:
     assert "data" not in timer.seconds()
 
 
-def test_messages_within_a_backward_pass_are_counted(hands: Hands) -> None:
+def test_messages_within_a_backward_pass_are_counted(manual_clock: ManualClock) -> None:
     class SimilaritySummary(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, rows: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_messages_within_a_backward_pass_are_counted(hands: Hands) -> None:
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
             with phase("messages"):
-                hands.move(0.02)
+                manual_clock.move(0.02)
             return grad
 
     timer = StepTimer()
@@ -104,15 +104,15 @@ def test_messages_within_a_backward_pass_are_counted(hands: Hands) -> None:
     assert timer.seconds()["messages"] == pytest.approx(0.02)
 
 
-def test_fractions_of_an_interval_sum_to_1_without_evaluations(hands: Hands) -> None:
+def test_fractions_of_an_interval_sum_to_1_without_evaluations(manual_clock: ManualClock) -> None:
     clock = Clock(Position())
     with clock.counting():
         with phase("data"):
-            hands.move(0.01)
+            manual_clock.move(0.01)
         with phase("forward"):
-            hands.move(0.02)
+            manual_clock.move(0.02)
         with clock.paused(), phase("messages"):
-            hands.move(0.1)
+            manual_clock.move(0.1)
         _, metrics = clock.lap(samples=64)
     fractions = {name: value for name, value in metrics.items() if name.endswith("_fraction")}
     assert sum(fractions.values()) == pytest.approx(1)
@@ -130,5 +130,5 @@ def test_the_execution_time_of_an_accelerator_is_counted() -> None:
         for _ in range(20):
             with phase("forward"):
                 a = a @ a / 100
-    # Launching the products is far faster than their execution.
+    # Launching the matrix products is far faster than executing them.
     assert timer.seconds()["forward"] > 0.005

@@ -1,4 +1,4 @@
-"""Five steps of every recipe beside plain torch, in float64: losses and weights."""
+"""Five steps of every recipe compared with plain torch in float64: losses and weights."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.pretend_gpu import CPU
 from tests.pretended_steps import CASES, CHUNKS, QUEUE, ROWS, SMALL, TEXTS, Case, Worker
 
 STEPS = 5
-# Samples come again after three steps, and a few texts again and again.
+# Samples repeat after three steps, and a few texts repeat often.
 MOCO = SMALL | QUEUE | {"negatives.capacity": 4 * ROWS}
 BANK = SMALL | {"negatives.num_negatives": 60, "stages.0.proximal_weight": 0.5}
 FEW = {"num_texts": 3 * ROWS}
@@ -85,14 +85,14 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_five_steps_are_those_of_plain_torch(name: str) -> None:
+def test_five_steps_equal_plain_torch(name: str) -> None:
     worker = Worker(RECIPES[name], device=CPU)
     for module in (worker.learner.tower, worker.learner.momentum_encoder, worker.learner.temperature):
         if module is not None:
             module.double()
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
     names = [worker.maker.transform.example_ids(rows) for rows in worker.batches(STEPS)]
-    count = made_up_counts(names) if worker.stage.logq_correction else {}
+    count = synthetic_counts(names) if worker.stage.logq_correction else {}
     worker.frequencies = Frequencies(
         torch.tensor(sorted(count)), torch.tensor([count[each] for each in sorted(count)]).log()
     )
@@ -101,7 +101,7 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
     plain = PlainRun(
         worker.config, worker.learner.tower, slots=state["rows"] if is_bank else None, count=count
     )
-    # A bank computes in float32, counts are in it as well.
+    # Banks compute in float32, and counts are float32 as well.
     tolerance = 3e-6 if is_bank or count else 1e-10
     before = [each.clone() for each in weights_of(plain)]
     for step, views in enumerate(batches):
@@ -109,7 +109,7 @@ def test_five_steps_are_those_of_plain_torch(name: str) -> None:
         plain_loss = plain.step(views, names[step], step, learning_rate=0.01, momentum=0.9)
         torch.manual_seed(step)
         assert worker.step(views, step).loss == pytest.approx(plain_loss, rel=tolerance)
-    tolerance = max(tolerance, 1e-8)  # AdamW divides by the gradient's size, which may be next to nothing
+    tolerance = max(tolerance, 1e-8)  # AdamW divides by the gradient's magnitude, which may be tiny
     assert_moved_alike(worker.weights(), weights_of(plain), before, tolerance)
     if worker.learner.momentum_encoder is not None:
         follower = [each.detach() for each in worker.learner.momentum_encoder.parameters()]
@@ -135,7 +135,7 @@ def in_float64(views: Views) -> Views:
     return replace(views, **{name: cast(getattr(views, name)) for name in ("view_a", "view_b", "negatives")})
 
 
-def made_up_counts(batches: list[ExampleIds]) -> dict[int, int]:
+def synthetic_counts(batches: list[ExampleIds]) -> dict[int, int]:
     known = [names for batch in batches for names in (batch.key, batch.negative)]
     texts = {text for names in known if names is not None for text in names[:, 0].tolist()}
     return {text: 1 + text % 7 for text in texts}

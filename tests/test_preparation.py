@@ -1,4 +1,4 @@
-"""Sets prepared once: texts gathered into rows, and what a command of jobs/prepare.py refuses."""
+"""Data sets prepared once: texts gathered into rows, and invalid commands of jobs/prepare.py."""
 
 import runpy
 from pathlib import Path
@@ -14,8 +14,8 @@ from raycl.preparation import gather_texts
 ROOT = Path(__file__).parent.parent
 
 
-def gathered(folder: Path, groups: pa.Array, texts: pa.Array) -> tuple[list[list[str]], int]:
-    """Return the rows that are made of these columns, and how many texts were broken."""
+def rows_gathered_from(folder: Path, groups: pa.Array, texts: pa.Array) -> tuple[list[list[str]], int]:
+    """Return the rows gathered from these columns, and the number of invalid texts."""
     data, output = folder / "texts.parquet", folder / "groups.parquet"
     pq.write_table(pa.table({"text": texts, "about": groups}), data)
     found = gather_texts(str(data), str(output), group="about")
@@ -32,19 +32,19 @@ def gathered(folder: Path, groups: pa.Array, texts: pa.Array) -> tuple[list[list
     ],
     ids=["none", "nan", "empty", "dictionary"],
 )
-def test_texts_without_a_group_are_no_group(groups: pa.Array, tmp_path: Path) -> None:
-    assert gathered(tmp_path, groups, pa.array(["a", "b", "c", "d", "e"])) == ([["a", "d"]], 0)
+def test_texts_without_a_group_form_no_row(groups: pa.Array, tmp_path: Path) -> None:
+    assert rows_gathered_from(tmp_path, groups, pa.array(["a", "b", "c", "d", "e"])) == ([["a", "d"]], 0)
 
 
 @pytest.mark.parametrize("group", [b"x", b"caf\xe9"])
-def test_a_text_that_is_no_utf8_is_counted_and_the_others_are_gathered(group: bytes, tmp_path: Path) -> None:
+def test_a_text_that_is_not_utf8_is_counted_and_the_others_are_gathered(group: bytes, tmp_path: Path) -> None:
     texts = pa.array([b"a", b"caf\xe9", b"c", None, b" "], pa.binary()).view(pa.string())
     groups = pa.array([group] * 5, pa.binary()).view(pa.string())
-    assert gathered(tmp_path, groups, texts) == ([["a", "c"]], 3)
+    assert rows_gathered_from(tmp_path, groups, texts) == ([["a", "c"]], 3)
 
 
 def refused(kind: type[RayclError], *arguments: object) -> str:
-    """Return the one line in which a command is refused."""
+    """Return the error line of a refused command."""
     app: Any = runpy.run_path(str(ROOT / "jobs" / "prepare.py"))["app"]
     with pytest.raises(kind) as caught:
         app([*map(str, arguments)], standalone_mode=False)
@@ -54,7 +54,7 @@ def refused(kind: type[RayclError], *arguments: object) -> str:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    """A set with labels and lists of negatives."""
+    """A data set with both labels and lists of negatives."""
     path = tmp_path / "pairs.parquet"
     rows = {"query": ["q"], "document": ["d"], "label": [1], "negatives": [["n"]]}
     pq.write_table(pa.table(rows), path)
@@ -81,7 +81,7 @@ def pairs(tmp_path: Path) -> Path:
     ],
     ids=["unknown", "an id", "nothing", "small", "no texts"],
 )
-def test_a_tokenizer_that_cannot_be_is_refused_in_one_line(
+def test_invalid_tokenizer_settings_are_refused_in_one_line(
     flags: list[str], line: str, pairs: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "tokenizer.json"
@@ -89,7 +89,7 @@ def test_a_tokenizer_that_cannot_be_is_refused_in_one_line(
     assert not output.exists()
 
 
-def test_negatives_beside_labels_are_refused_as_a_run_refuses_them(pairs: Path, tmp_path: Path) -> None:
+def test_negatives_beside_labels_are_refused_as_in_a_run(pairs: Path, tmp_path: Path) -> None:
     said = refused(DataError, "pairs", "--data", pairs, "--output", tmp_path / "grouped")
     assert said.startswith(
         "the dataset has labels ('label') and lists of negatives ('negatives'): remove one"

@@ -1,4 +1,4 @@
-"""Faults that only a GPU would show, planted one at a time: the pretended one shows each of them."""
+"""Planted faults that only a GPU would reveal: the pretend GPU detects every one."""
 
 import sys
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def gather_from_host(rows: Tensor) -> Tensor:
 
 
 def before_the_loss(use: Callable[[Tensor], Any]) -> Plant:
-    """Use the ids of the queries before the loss."""
+    """Read the ids of the queries before the loss."""
 
     def for_batch(self: StoreBatch, ids: Any, explicit: Any) -> StoreBatch:
         use(ids.query)
@@ -155,8 +155,8 @@ FAULTS: dict[str, tuple[str, int, Plant, str]] = {
 }  # fmt: skip
 
 
-def what_shows(name: str, workers: int) -> str:
-    """Return the error that a case ends in, or which of its ceilings it breaks."""
+def find_fault(name: str, workers: int) -> str:
+    """Return the error of a case, or the ceiling that it exceeds."""
     try:
         found = count(CASES[name], workers)
     except pretend_gpu.DeviceError as error:
@@ -172,9 +172,9 @@ def what_shows(name: str, workers: int) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, workers, plant, expected = FAULTS[fault]
     if expected == "launches" and not torch.__version__.startswith(COUNTED_WITH):
         pytest.skip(f"launches are compared with torch {COUNTED_WITH} alone")
     plant(monkeypatch)
-    assert expected in what_shows(name, workers)
+    assert expected in find_fault(name, workers)

@@ -1,4 +1,4 @@
-"""Everything that would run on a GPU, on a pretended one: nothing mixes devices, few waits, the values of the CPU."""
+"""All GPU code on a pretend GPU: devices never mix, waits are few, and values equal the CPU's."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ from raycl.training.evaluators import KnnEvaluator, RetrievalEvaluator, Snapshot
 from tests.pretend_gpu import CPU, CUDA, is_on_device
 from tests.pretended_steps import CASES, PARTS, Worker, batch, count, on_host, pretended
 
-# Written by `python -m tests.pretended_steps --json`, with this torch; another one may launch other kernels.
+# Written by `python -m tests.pretended_steps --json`; other versions of torch may launch other kernels.
 COUNTS = json.loads((Path(__file__).parent / "pretended_counts.json").read_text())
 COUNTED_WITH = "2.15"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_waits_and_launches_no_more_than_it_did(name: str, workers: int) -> None:
+def test_a_step_waits_and_launches_no_more_than_recorded(name: str, workers: int) -> None:
     found = count(CASES[name], workers)
     for part in PARTS:
         waits, pageable, launches = getattr(found, part).counts
@@ -39,21 +39,21 @@ def test_a_step_waits_and_launches_no_more_than_it_did(name: str, workers: int) 
         losses, before, after = on_host(CASES[name])
         error = 5e-3 if "bfloat16" not in name else 0.2
         assert found.losses == pytest.approx(losses, rel=1e-4 if "bfloat16" not in name else 1e-2)
-        # Of the change, not of single weights: AdamW moves one whose gradient is a rounding error as far as any.
+        # Compare whole updates: AdamW moves single weights equally far even for gradients of rounding size.
         expected = torch.cat([(b - a).flatten() for a, b in zip(before, after, strict=True)])
         came = torch.cat([(b - a).flatten() for a, b in zip(before, found.weights, strict=True)])
         assert (came - expected).norm() < error * expected.norm()
 
 
 @pytest.mark.parametrize(("name", "most"), [("simclr", (4, 8)), ("moco_v2", (4, 8))])
-def test_the_ceilings_are_those_that_were_promised(name: str, most: tuple[int, int]) -> None:
+def test_the_ceilings_match_the_documented_ones(name: str, most: tuple[int, int]) -> None:
     for workers in (1, 2):
         assert COUNTS[f"{name}|{workers}"]["step"][0] <= most[workers - 1]
     assert all(counts["views"][0] <= 2 for counts in COUNTS.values())
 
 
 class InMemoryDataset:
-    """Rows of a set, as the judges take them."""
+    """Rows of a data set in the form that evaluators read."""
 
     def __init__(self, worker: Worker, number: int) -> None:
         self._config, self._number = worker.config, number
@@ -72,7 +72,7 @@ def spec_of(worker: Worker) -> Any:
     return complete_spec(encoder_specs(worker.config, tokenizer)[0], encoder, own=False)
 
 
-def judge(worker: Worker) -> Any:
+def evaluator_of(worker: Worker) -> Any:
     bank, test = InMemoryDataset(worker, 64), InMemoryDataset(worker, 32)
     transform: Any = worker.maker.transform
     if worker.config.has_two_towers:
@@ -82,17 +82,17 @@ def judge(worker: Worker) -> Any:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["simclr", "simcse", "two_tower", "clip"])
-def test_a_judge_measures(name: str, workers: int) -> None:
+def test_an_evaluator_measures(name: str, workers: int) -> None:
     with pretended(workers):
         worker = Worker(CASES[name], workers)
-        found = judge(worker).measure(worker.learner.tower, CUDA)
+        found = evaluator_of(worker).measure(worker.learner.tower, CUDA)
     if workers == 1:
         on_cpu = Worker(CASES[name], device=CPU)
-        expected = judge(on_cpu).measure(on_cpu.learner.tower, CPU)
+        expected = evaluator_of(on_cpu).measure(on_cpu.learner.tower, CPU)
         assert found == pytest.approx(expected)
 
 
-def test_representations_come_to_the_host_few_thousand_rows_at_a_time() -> None:
+def test_representations_are_copied_to_the_host_a_few_thousand_rows_at_a_time() -> None:
     with pretended() as trace:
         network = torch.nn.Linear(4, 2).to(CUDA)
         inputs = [torch.rand(256, 4, device=CUDA) for _ in range(2 * ROWS_AHEAD // 256 + 1)]
@@ -108,7 +108,7 @@ def test_representations_come_to_the_host_few_thousand_rows_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_watched_step_waits_no_more_but_for_the_mean_over_workers(workers: int) -> None:
+def test_a_monitored_step_adds_no_wait_except_for_the_mean_over_workers(workers: int) -> None:
     with pretended(workers) as trace:
         worker = Worker(CASES["simclr"], workers)
         for step, views in enumerate(worker.maker.views(worker.batches(2))):
@@ -121,7 +121,7 @@ def test_a_watched_step_waits_no_more_but_for_the_mean_over_workers(workers: int
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_leakage_probe_answers(workers: int) -> None:
+def test_the_leakage_probe_runs(workers: int) -> None:
     case = CASES["moco_v2"]
     with pretended(workers):
         worker = Worker(case, workers)
@@ -131,7 +131,7 @@ def test_the_leakage_probe_answers(workers: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["simclr", "moco_v2 in batch"])
-def test_a_ring_of_workers_takes_the_place_of_a_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_of_workers_replaces_a_gather(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = count(CASES[name], 2)
     monkeypatch.setattr("raycl.distributed.collectives.MAX_GATHERED_BYTES", 0)
     passed_on = count(CASES[name], 2)
@@ -140,7 +140,7 @@ def test_a_ring_of_workers_takes_the_place_of_a_gather(name: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["simclr lars", "moco_v2", "instance_discrimination", "clip"])
-def test_a_checkpoint_of_a_cpu_goes_on_on_a_gpu(name: str) -> None:
+def test_a_checkpoint_from_a_cpu_resumes_on_a_gpu(name: str) -> None:
     case = CASES[name]
     before = Worker(case, device=CPU)
     batches = list(before.maker.views(before.batches(2)))
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_a_cpu_goes_on_on_a_gpu(name: str) -> None:
     assert loss == pytest.approx(before.step(batches[1], 1).loss, rel=1e-4)
 
 
-def test_saved_encoders_answer_where_they_lie() -> None:
+def test_saved_encoders_run_on_their_own_device() -> None:
     with pretended():
         worker = Worker(CASES["simclr"])
         spec: Any = spec_of(worker)
@@ -175,13 +175,13 @@ def test_saved_encoders_answer_where_they_lie() -> None:
         spec = spec_of(worker)
         vocabulary = Vocabulary.stand_in()
         texts = TextEncoder(worker.learner.tower.towers[0].encoder, spec, vocabulary.tokenizer).eval()
-        for told in (["a b", "c"], []):
-            rows = texts.encode(told)
+        for batch in (["a b", "c"], []):
+            rows = texts.encode(batch)
             assert is_on_device(rows)
-            assert rows.shape == (len(told), spec.representation_dim)
+            assert rows.shape == (len(batch), spec.representation_dim)
 
 
-def test_the_slots_of_a_bank_begin_at_embeddings() -> None:
+def test_the_slots_of_a_bank_are_initialized_with_embeddings() -> None:
     with pretended():
         worker = Worker(CASES["instance_discrimination"])
         samples, ids = worker.maker.plain(batch(worker.config, 0))

@@ -1,4 +1,4 @@
-"""How a worker's process multiplies: faster where it can, never less exactly."""
+"""Matrix products in a worker's process: faster where possible, never less exact."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 1_000])
-def test_a_prepared_process_multiplies_with_gradients_as_exactly_as_float32_can(size: int) -> None:
+def test_a_prepared_process_multiplies_and_differentiates_in_full_float32(size: int) -> None:
     prepare_process(1)
     torch.manual_seed(0)
     layer, rows = torch.nn.Linear(96, size), torch.randn(300, 96, requires_grad=True)
@@ -41,15 +41,15 @@ def test_a_prepared_process_multiplies_with_gradients_as_exactly_as_float32_can(
     assert relative_error(layer.weight.grad, 2 * exact.T @ rows.detach().double()) < 1e-6
 
 
-def test_exact_products_are_onednns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_products_use_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_product_error", lambda shape: 3e-7)
     PRODUCTS.fp32_precision = "ieee"
     assert multiply_by_onednn()
     assert PRODUCTS.fp32_precision == "bf16"
 
 
-def test_products_that_would_be_rounded_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As on a processor with units for matrices of bfloat16.
+def test_products_that_onednn_would_round_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a processor with bfloat16 matrix units.
     rounded = process._product_error
     monkeypatch.setattr(process, "_product_error", lambda shape: 3e-3 if len(shape) > 2 else rounded(shape))
     PRODUCTS.fp32_precision = "ieee"
@@ -57,7 +57,7 @@ def test_products_that_would_be_rounded_are_left_to_torch(monkeypatch: pytest.Mo
     assert PRODUCTS.fp32_precision == "ieee"
 
 
-def test_the_error_of_a_product_tells_bfloat16_from_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_product_distinguishes_bfloat16_from_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(process._product_error(shape) < process._EXACT / 10 for shape in process._TRIED)
     multiply = torch.Tensor.__matmul__
 
@@ -71,7 +71,7 @@ def test_the_error_of_a_product_tells_bfloat16_from_float32(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("is_amd", [True, False])
-def test_only_a_processor_on_which_mkl_is_slow_is_taken_from_it(
+def test_mkl_is_replaced_only_on_processors_where_it_is_slow(
     is_amd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
@@ -94,7 +94,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     cudnn.benchmark, cudnn.allow_tf32 = before
 
 
-def test_a_gpu_looks_for_its_fastest_kernels_and_rounds_convolutions_unless_float32_was_asked_for(
+def test_a_gpu_benchmarks_its_kernels_and_rounds_convolutions_unless_float32_is_set(
     card: pytest.MonkeyPatch,
 ) -> None:
     card.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
@@ -115,14 +115,14 @@ def test_a_gpu_without_bfloat16_computes_in_float32_or_is_refused() -> None:
         prepare_device(override(asked, {"precision": "bfloat16"}), CUDA)
 
 
-def test_a_cpu_is_left_as_it_is(card: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_a_cpu_stay_unchanged(card: pytest.MonkeyPatch) -> None:
     card.setattr(torch.backends.cudnn, "benchmark", False)
     config = override(recipe("simclr"), {"precision": "bfloat16"})
     assert prepare_device(config, torch.device("cpu")) == config
     assert not torch.backends.cudnn.benchmark
 
 
-def test_the_allocator_of_a_gpu_is_a_users_own_if_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_gpu_allocator_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     assert "PYTORCH_ALLOC_CONF" not in environment(gpu=False)
     assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

@@ -1,4 +1,4 @@
-"""The progress line: the pace that it shows."""
+"""The throughput on the progress line."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from raycl import progress
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return how to look at a run that has made so many samples after so many seconds."""
+    """Return a view of a run that has processed this many samples after this many seconds."""
     now: dict[str, Any] = {}
     monkeypatch.setattr(progress.time, "monotonic", lambda: now["seconds"])
     monkeypatch.setattr(progress, "_call", lambda _: now["progress"])
 
-    class Book:
+    class FakeProgress:
         progress = None
 
-    look = progress.steps_made(Book)
+    look = progress.steps_made(FakeProgress)
 
     def at(seconds: float, samples: int) -> str:
         now["seconds"] = seconds
@@ -29,7 +29,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Any:
     return at
 
 
-def test_the_pace_is_that_of_the_last_seconds(at: Any) -> None:
+def test_the_pace_covers_the_last_seconds(at: Any) -> None:
     assert at(0, 64) == ""
     for second in range(1, 61):
         shown = at(second, 64 + 100 * second)
@@ -39,7 +39,7 @@ def test_the_pace_is_that_of_the_last_seconds(at: Any) -> None:
     assert shown == "10 samples/s"
 
 
-def test_the_pace_of_long_steps_is_that_of_the_last_one(at: Any) -> None:
+def test_the_pace_of_long_steps_covers_the_last_step(at: Any) -> None:
     at(0, 0)
     for second in range(60, 120):
         assert at(second, 600) == "10 samples/s"
@@ -47,7 +47,7 @@ def test_the_pace_of_long_steps_is_that_of_the_last_one(at: Any) -> None:
         assert at(second, 1_200) == "10 samples/s"
 
 
-def test_the_pace_sinks_while_a_run_stands_still_and_begins_anew_after_a_resume(at: Any) -> None:
+def test_the_pace_drops_while_a_run_stalls_and_restarts_after_a_resume(at: Any) -> None:
     for second in range(11):
         shown = at(second, 100 * second)
     assert shown == "100 samples/s"

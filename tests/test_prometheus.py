@@ -1,4 +1,4 @@
-"""The metrics that Ray exports, and the dashboard that shows them."""
+"""The metrics exported by Ray, and the dashboard that shows them."""
 
 import json
 import re
@@ -21,24 +21,22 @@ def names_in(query: str) -> set[str]:
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
-def test_a_metric_has_a_name_and_tags_that_prometheus_takes(metric: Any) -> None:
+def test_metric_names_and_tags_are_valid_in_prometheus(metric: Any) -> None:
     assert re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", metric.name)
-    # Prometheus adds the suffix to counters, and where a gauge has it they are mistaken for one another.
+    # Prometheus adds this suffix to counters; a gauge with it would be mistaken for a counter.
     assert not metric.name.endswith("_total")
     tags = [*metric.tags, *filter(None, [metric.by])]
     assert len(set(tags)) == len(tags)
     assert metric.description
 
 
-def test_no_two_metrics_have_one_name() -> None:
+def test_metric_names_are_unique() -> None:
     assert len(EXPORTED) == len(METRICS)
     assert all(metric.name == name for name, metric in METRICS.items())
 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
-def test_every_query_names_a_metric_that_is_exported_and_asks_for_the_chosen_runs(
-    title: str, query: str
-) -> None:
+def test_every_query_uses_an_exported_metric_and_filters_by_the_chosen_runs(title: str, query: str) -> None:
     assert names_in(query)
     for name in names_in(query):
         metric = EXPORTED[name]
@@ -67,7 +65,7 @@ def test_every_metric_is_shown() -> None:
     assert {name for _, query in QUERIES for name in names_in(query)} == set(EXPORTED)
 
 
-def test_the_choice_of_runs_and_of_the_source_come_from_variables() -> None:
+def test_runs_and_data_source_are_chosen_by_variables() -> None:
     variables = {each["name"]: each for each in DASHBOARD["templating"]["list"]}
     assert variables["datasource"]["query"] == "prometheus"
     assert names_in(variables["run"]["definition"]) <= set(EXPORTED)
@@ -75,7 +73,7 @@ def test_the_choice_of_runs_and_of_the_source_come_from_variables() -> None:
         assert {each["datasource"]["uid"] for each in [panel, *panel["targets"]]} == {"${datasource}"}
 
 
-def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     everything = DASHBOARD["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
     for one, other in combinations([panel["gridPos"] for panel in everything], 2):

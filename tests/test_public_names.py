@@ -1,4 +1,4 @@
-"""The public names: few, sorted, and all of them there."""
+"""The public names: sorted, complete and documented."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ def test_public_names_are_sorted() -> None:
 
 
 @pytest.mark.parametrize("name", raycl.__all__)
-def test_public_name_is_there_and_documented(name: str) -> None:
+def test_public_name_exists_and_is_documented(name: str) -> None:
     assert getattr(raycl, name).__doc__
 
 

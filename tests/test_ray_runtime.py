@@ -1,4 +1,4 @@
-"""Start, join and resources of Ray: which Ray is joined, and what its processes inherit."""
+"""Starting and joining Ray: the joined cluster, its resources, and the environment of its processes."""
 
 import inspect
 import os
@@ -24,14 +24,14 @@ JOINED = SimpleNamespace(dashboard_url="")
 
 @pytest.fixture(autouse=True)
 def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Act as a process that has joined no Ray, though other tests of the session have."""
+    """Act as a process that has not joined Ray, although other tests in the session have."""
     monkeypatch.setattr(ray_runtime.ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 @pytest.fixture
 def fake_init(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
-    """Replace ``ray.init`` by a function, and leave the home folder and the network alone."""
+    """Replace ``ray.init`` by a function, without access to the home folder and the network."""
     monkeypatch.setattr(ray_runtime, "_keep_token_private", lambda: None)
     monkeypatch.setattr(ray_runtime, "_check_that_it_answers", lambda _: None)
 
@@ -48,7 +48,9 @@ def fake_init(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], 
         ({"10.0.0.1:2", "10.0.0.1:1"}, "2 Rays run.*10.0.0.1:1, 10.0.0.1:2.*--address"),
     ],
 )
-def test_a_single_ray_is_joined_and_none_or_several_are_refused(addresses: set[str], says: str) -> None:
+def test_a_single_ray_cluster_is_joined_and_zero_or_several_are_refused(
+    addresses: set[str], says: str
+) -> None:
     assert require_single({"10.0.0.1:6379"}) == "10.0.0.1:6379"
     with pytest.raises(ConfigError, match=says):
         require_single(addresses)
@@ -62,7 +64,7 @@ def test_an_invalid_address_is_refused(address: str) -> None:
 
 @pytest.mark.parametrize("join", [connect, init_ray])
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "localhost:1"])
-def test_a_ray_that_has_ended_is_reported_at_once(address: str, join: Callable[[str], object]) -> None:
+def test_a_stopped_ray_cluster_is_reported_at_once(address: str, join: Callable[[str], object]) -> None:
     with pytest.raises(RunError, match="nothing answers"):
         join(address)
 
@@ -92,7 +94,7 @@ def test_only_a_local_ray_is_started_early(
         imported.append(name)
 
     def init(where: str, *, debug: bool) -> None:
-        # Ray's processes end with the thread that starts them.
+        # Ray's processes stop when the thread that started them ends.
         assert (where, threading.current_thread()) == ("local", threading.main_thread())
         entered.set()
 
@@ -104,7 +106,7 @@ def test_only_a_local_ray_is_started_early(
     assert (imported, entered.is_set()) == (["torchvision"] if starts else [], starts)
 
 
-def test_a_failed_import_is_raised_where_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_import_is_raised_when_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def import_module(name: str) -> None:
         raise ImportError(f"no {name} here")
 
@@ -118,7 +120,7 @@ def test_a_failed_import_is_raised_where_ray_is_started(monkeypatch: pytest.Monk
 def test_a_local_ray_starts_without_a_preemption_watcher(
     monkeypatch: pytest.MonkeyPatch, fake_init: Any, given: str | None
 ) -> None:
-    monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, raising=False)  # that the tests set themselves
+    monkeypatch.delenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, raising=False)  # set by the tests themselves
     if given is not None:
         monkeypatch.setenv(ENABLE_PREEMPTION_WATCHER_ENV_VAR, given)
     seen = []
@@ -157,7 +159,7 @@ def test_ray_handles_sigterm_only_in_a_process_without_a_handler(fake_init: Any,
 
 
 class SlowNode(Node):
-    """Times out at its start as Ray 2.60 does, before Ray keeps it anywhere."""
+    """Times out while starting, as in Ray 2.60, before Ray stores a reference to it."""
 
     num_killed = 0
 
@@ -174,7 +176,7 @@ class SlowNode(Node):
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_start_of_ray_that_takes_too_long_is_retried_once(
+def test_a_timeout_while_starting_ray_is_retried_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_init: Any, failures: int
 ) -> None:
     shut: list[int] = []
@@ -191,7 +193,7 @@ def test_a_start_of_ray_that_takes_too_long_is_retried_once(
     assert _START_TIMEOUT in inspect.getsource(Node)
 
 
-def test_a_start_of_ray_that_fails_otherwise_is_not_retried(
+def test_other_failures_to_start_ray_are_not_retried(
     capsys: pytest.CaptureFixture[str], fake_init: Any
 ) -> None:
     def init() -> object:
@@ -206,7 +208,7 @@ def test_a_start_of_ray_that_fails_otherwise_is_not_retried(
 @pytest.mark.parametrize(
     ("debug", "given", "level"), [(False, None, "fatal"), (False, "info", "info"), (True, None, None)]
 )
-def test_rays_core_is_quiet_in_this_process_only_unless_debugged(
+def test_rays_core_is_silenced_only_in_this_process_and_not_while_debugging(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     fake_init: Any,
@@ -240,7 +242,7 @@ def test_rays_core_is_quiet_in_this_process_only_unless_debugged(
     assert lines[-1] == "other output"
 
 
-def test_workers_that_share_cpus_are_a_warning_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_share_cpus_cause_a_one_line_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings = []
     for workers, cpus in ((2, 2.0), (8, 2.0), (2, 1.0)):
         monkeypatch.setattr(ray_runtime.ray, "cluster_resources", lambda cpus=cpus: {"CPU": cpus})

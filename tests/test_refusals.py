@@ -1,4 +1,4 @@
-"""Wrong input is refused before torch and Ray are imported, and before a library asks the network."""
+"""Invalid input is refused before torch and Ray are imported, and before a library uses the network."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.images import write_digits
 
 TRAIN = "train simclr --output new --batch-size 32"
 DIGITS = f"{TRAIN} --data digits.parquet"
-JUDGE = "evaluate knn --run images --train digits.parquet --test digits.parquet"
+EVALUATE = "evaluate knn --run images --train digits.parquet --test digits.parquet"
 EMBED = "embed --run images --data digits.parquet --output new"
 REFUSED = {
     f"{TRAIN} --data gs://bucket/x": "cannot use the address 'gs://bucket/x': raycl does not support gs://",
@@ -40,15 +40,15 @@ REFUSED = {
     "train simcse --data captions --output new --set encoder.name=resnet18": "unknown encoder.name 'resnet18'",
     "demo --output earlier_demo": "holds an earlier demo",
     "demo --output demo --epochs 0": "stages.0.epochs",
-    JUDGE.replace("knn", "magic"): "unknown measure 'magic'; choose knn, linear, retrieval or sts",
+    EVALUATE.replace("knn", "magic"): "unknown measure 'magic'; choose knn, linear, retrieval or sts",
     "evaluate knn --run images --test digits.parquet": "needs --train",
-    f"{JUDGE} --run nowhere": "found no encoder at nowhere",
-    f"{JUDGE} --run file:///run": "raycl does not support file://",
-    f"{JUDGE} --train missing": "there is nothing at",
-    f"{JUDGE} --test missing": "there is nothing at",
-    f"{JUDGE} --set nonsense=1": "unknown key nonsense",
-    f"{JUDGE} --json gs://bucket/x": "raycl does not support gs://",
-    f"{JUDGE} --gpu": "--gpu needs a GPU",
+    f"{EVALUATE} --run nowhere": "found no encoder at nowhere",
+    f"{EVALUATE} --run file:///run": "raycl does not support file://",
+    f"{EVALUATE} --train missing": "there is nothing at",
+    f"{EVALUATE} --test missing": "there is nothing at",
+    f"{EVALUATE} --set nonsense=1": "unknown key nonsense",
+    f"{EVALUATE} --json gs://bucket/x": "raycl does not support gs://",
+    f"{EVALUATE} --gpu": "--gpu needs a GPU",
     "evaluate retrieval --run images --test digits.parquet --set queries=missing": "there is nothing at",
     "evaluate sts --run images --test missing": "there is nothing at",
     f"{EMBED} --run nowhere": "found no encoder at nowhere",
@@ -82,7 +82,7 @@ COMMANDS = """if True:
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return status, message, libraries imported, and seconds of each command: all in one process."""
+    """Run all commands in one process; return status, message, imported libraries and seconds of each."""
     folder = tmp_path_factory.mktemp("refusals")
     write_digits(folder / "digits.parquet", 100)
     for name, content in (
@@ -108,14 +108,16 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_wrong_input_is_one_line_without_torch_or_ray(command: str, refusals: dict[str, list[Any]]) -> None:
+def test_invalid_input_is_refused_in_one_line_without_importing_torch_or_ray(
+    command: str, refusals: dict[str, list[Any]]
+) -> None:
     status, message, libraries, seconds = refusals[command]
     assert (status, message.count("\n"), libraries) == (2, 1, []), message
     assert REFUSED[command] in message
-    assert seconds < 20  # a library that asks the network takes minutes
+    assert seconds < 20  # a library that uses the network takes minutes
 
 
-def test_a_data_set_is_listed_once_for_its_image_size_and_the_checks(
+def test_a_data_set_is_listed_once_for_both_image_size_and_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed: list[str] = []
@@ -133,7 +135,7 @@ def test_a_data_set_is_listed_once_for_its_image_size_and_the_checks(
     assert listed == [data]
 
 
-def test_python_functions_refuse_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_functions_refuse_the_same_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits = str(write_digits(tmp_path / "digits.parquet", 40))
     with pytest.raises(ConfigError, match="unknown measure 'foo'"):
         evaluate("foo", run="nowhere", train=digits, test=digits)  # pyright: ignore[reportArgumentType]
@@ -143,12 +145,12 @@ def test_python_functions_refuse_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     output = str(tmp_path / "run")
     with pytest.raises(RayclError, match="unknown encoder.name 'mine'"):
         train(config, data=digits, output=output)
-    # A module takes the place of the name.
+    # A module of the same name replaces the function.
     monkeypatch.setattr("raycl.training.preflight.check_size", lambda *_: None)
     assert train(config, data=digits, output=output, encoder=object()) == "admitted"  # pyright: ignore[reportArgumentType]
 
 
-def test_only_a_ray_that_starts_here_is_known_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_local_ray_is_known_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -173,14 +175,14 @@ def test_an_accelerator_that_no_node_has_is_refused(wanted: str, have: list[str]
         check_accelerator(wanted, have)
 
 
-def test_accelerators_are_known_by_the_resources_of_the_cluster() -> None:
+def test_accelerators_are_found_in_the_resources_of_the_cluster() -> None:
     assert accelerators(["CPU", "GPU", "accelerator_type:T4", "accelerator_type:A100", "node:1"]) == [
         "A100",
         "T4",
     ]
 
 
-def test_bfloat16_is_refused_where_no_gpu_has_it() -> None:
+def test_bfloat16_is_refused_if_no_gpu_supports_it() -> None:
     for types in ([], ["H100"], ["T4", "A100"]):
         check_bfloat16(types)
     with pytest.raises(ConfigError, match="precision=bfloat16 needs GPUs that support it, got T4, V100; set"):

@@ -1,4 +1,4 @@
-"""What an older version wrote is still read; an old name that a user types is answered with the new one."""
+"""Files of older versions are still read; old names typed by users are errors that give the new name."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ from raycl.report.history import read_history
 from raycl.storage import Place
 from tests.outputs import write_run
 
-OLD = Path(__file__).parent / "old_configs"  # as 0.1.0 before the renames wrote them, for images of 32 pixels
+OLD = Path(__file__).parent / "old_configs"  # written by 0.1.0 before the renames, for images of 32 pixels
 GUIDE = Path(__file__).parent.parent / "docs" / "migration-names.md"
 OLD_NAMES = {"clip": "image_text"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_config_that_an_older_version_wrote_is_the_recipe_of_today(name: str) -> None:
+def test_a_config_of_an_older_version_equals_todays_recipe(name: str) -> None:
     text = (OLD / f"{OLD_NAMES.get(name, name)}.yaml").read_text()
     assert config_from_yaml(text) == recipe(name, image_size=32)
 
@@ -52,7 +52,7 @@ def test_a_file_with_both_names_of_a_setting_is_refused() -> None:
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_on_the_command_line_is_answered_with_the_new_one(old: str) -> None:
+def test_an_old_name_on_the_command_line_is_an_error_with_the_new_name(old: str) -> None:
     new = RENAMED[old].replace(".N.", ".0.")
     typed = old.replace(".N.", ".0.")
     if old.startswith("recipe="):

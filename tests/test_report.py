@@ -1,4 +1,4 @@
-"""The report of a run: what is on the page, whatever became of the run."""
+"""The report page of finished, failed and unfinished runs."""
 
 import html.parser
 import itertools
@@ -50,7 +50,7 @@ EVIL = "<script>alert('a')</script>&\"$x_1$"
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser makes of a page: its elements in order, and the text that people read."""
+    """A parsed page: its elements in order, and the visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def drawings(page: Page) -> list[str]:
     return [each["aria-label"] or "" for each in page.named("svg") if each.get("role") == "img"]
 
 
-def test_a_finished_run_has_every_drawing_and_headings_in_order(tmp_path: Path) -> None:
+def test_a_finished_run_has_all_drawings_and_its_headings_in_order(tmp_path: Path) -> None:
     write_snapshots(write_run(tmp_path / "run"))
     page = page_of(tmp_path / "run")
     found = drawings(page)
@@ -147,7 +147,7 @@ def test_each_drawing_shows_the_metric_of_its_title(tmp_path: Path, monkeypatch:
         assert shown == [values[name] for name in names], title
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_is_always_the_same(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_is_deterministic(tmp_path: Path) -> None:
     write_snapshots(write_run(tmp_path / "run"))
     page = page_of(tmp_path / "run")
     addresses = [
@@ -177,7 +177,7 @@ def test_drawings_take_their_colors_from_the_page(tmp_path: Path) -> None:
     assert all(text.count(f"{name}: #") == 2 for name in used)  # light and dark
 
 
-def test_text_of_users_is_escaped(tmp_path: Path) -> None:
+def test_user_text_is_escaped(tmp_path: Path) -> None:
     name = "<script>alert(1)<'script>$x^$"
     folder = tmp_path / name
     write_run(folder, result={"status": "failed", "error": EVIL})
@@ -221,7 +221,7 @@ def test_skipped_rows_are_counted_by_cause(tmp_path: Path) -> None:
         ([line_of(10, loss=float("nan"))], {"status": "running"}, "1 of 1 values were not finite"),
     ],
 )
-def test_unfinished_runs_and_few_or_broken_lines_are_noted(
+def test_unfinished_runs_and_few_or_invalid_lines_are_noted(
     tmp_path: Path, lines: list[dict[str, Any]] | None, result: dict[str, Any], says: str
 ) -> None:
     write_run(tmp_path, lines, result=result)
@@ -241,7 +241,7 @@ def test_lines_that_are_not_json_are_counted_and_skipped(tmp_path: Path) -> None
     assert "3 lines of metrics.jsonl could not be read" in page_of(tmp_path).text
 
 
-def test_steps_undone_by_a_rollback_are_kept_apart() -> None:
+def test_steps_undone_by_a_rollback_are_separate_curves() -> None:
     lines = [line_of(step) for step in (10, 20, 30)]
     lines.append({"step": 10, "event": ROLLBACK, "text": "went back"})
     lines += [line_of(step, loss=9.0) for step in (20, 30)]
@@ -273,7 +273,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, name: str, content:
         write_report(str(tmp_path))
 
 
-def test_huge_numbers_and_lone_surrogates_are_written(tmp_path: Path) -> None:
+def test_a_page_may_contain_huge_numbers_and_lone_surrogates(tmp_path: Path) -> None:
     lines = [line_of(10), line_of(20, loss=10**400), line_of(30, loss=1.5)]
     lines.append({"step": 30, "event": "tracking", "text": "half of a character: \udce9"})
     page = page_of(write_run(tmp_path, lines))
@@ -281,7 +281,7 @@ def test_huge_numbers_and_lone_surrogates_are_written(tmp_path: Path) -> None:
     assert read_run(str(tmp_path)).history["loss"].value.tolist()[2] == 1.5
 
 
-def test_of_many_events_all_are_listed_and_a_collapse_has_a_mark(tmp_path: Path) -> None:
+def test_all_of_many_events_are_listed_and_a_collapse_is_marked(tmp_path: Path) -> None:
     lines = [line_of(step) for step in range(1, 60)]
     lines += [{"step": step, "event": "tracking", "text": "a tracker failed"} for step in range(1, 41)]
     lines.append({"step": 50, "event": "collapse", "text": "nearly one point"})
@@ -290,7 +290,7 @@ def test_of_many_events_all_are_listed_and_a_collapse_has_a_mark(tmp_path: Path)
     assert re.search(r"Z\s+50\s+collapse\s+nearly one point", text)
 
 
-def test_metrics_of_the_same_lines_share_their_steps() -> None:
+def test_metrics_logged_together_share_their_steps() -> None:
     lines = [json.dumps(line_of(step)) for step in range(1, 25_001)]
     history = read_history([*lines, json.dumps(evaluation(25_000, knn_top1=0.5))])
     assert history["loss"].step is history["embedding_std"].step
@@ -311,7 +311,7 @@ def test_a_rolled_back_run_shows_events_with_marks(tmp_path: Path) -> None:
     assert "rolled back once" in text
 
 
-def test_stages_are_named_on_the_drawings_and_give_the_batch(tmp_path: Path) -> None:
+def test_drawings_name_the_stages_and_their_batch_size(tmp_path: Path) -> None:
     lines = [line_of(step, stage=int(step > 50)) for step in range(10, 101, 10)]
     write_run(tmp_path, lines, settings={"stages.1.batch_size": 256})
     run = read_run(str(tmp_path))
@@ -339,7 +339,7 @@ def test_a_downsampled_curve_keeps_every_extreme(value: np.ndarray, columns: int
         assert (cut.mean <= cut.high + 1e-6).all()
 
 
-def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     write_run(tmp_path, [])
     lines = (json.dumps(line_of(step)) for step in range(1, 50_001))
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -411,7 +411,7 @@ def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path, per_docu
         own = f"document {documents[int(each.query.text.split()[1])]}"
         assert [one.is_right for one in each.now] == [one.sample.text == own for one in each.now]
         assert any(one.is_right for one in each.now)
-    # With all queries on their documents, every query finds its key.
+    # With every query equal to its document, every query finds its key.
     assert run.probes is not None and run.latest is not None
     rows = np.eye(30, dtype=np.float16)[documents]
     perfect = replace(run.latest, embedding=rows, key=rows)
@@ -421,14 +421,14 @@ def test_a_pair_is_found_by_its_own_key_or_an_equal_one(tmp_path: Path, per_docu
     assert NeighborSearch(run.probes, perfect).right_fraction() == 1.0
 
 
-def test_classes_have_their_names_in_the_data(tmp_path: Path) -> None:
+def test_class_names_are_part_of_the_data(tmp_path: Path) -> None:
     write_snapshots(write_run(tmp_path))
-    told = json.loads((tmp_path / "data.json").read_text())
+    data = json.loads((tmp_path / "data.json").read_text())
     names = [f"a class of a long name, {number}" for number in range(10)]
-    (tmp_path / "data.json").write_text(json.dumps(told | {"classes": names}))
+    (tmp_path / "data.json").write_text(json.dumps(data | {"classes": names}))
     page = page_of(tmp_path)
     assert "label a class of a long name, 3" in page.text
-    assert re.search(r"a class of a lon(?!g)", page.text)  # on the map, cut
+    assert re.search(r"a class of a lon(?!g)", page.text)  # truncated on the map
 
 
 def test_embeddings_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ def test_the_summary_of_a_histogram_equals_the_statistics_of_its_pairs() -> None
     assert summary.positive_is_closer == pytest.approx((positives[:, None] > negatives).mean(), abs=0.01)
 
 
-def test_a_comparison_shows_what_differs_and_final_metrics(tmp_path: Path) -> None:
+def test_a_comparison_shows_differing_settings_and_final_metrics(tmp_path: Path) -> None:
     first = write_run(tmp_path / "low")
     second = write_run(
         tmp_path / "high",
@@ -521,9 +521,7 @@ def test_more_runs_than_colors_and_dashes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [DataError("the stream is empty"), RunError("lost"), StoppedError("stopped")]
 )
-def test_a_run_that_ends_by_any_error_gets_its_page_and_one_that_is_refused_none(
-    tmp_path: Path, error: Exception
-) -> None:
+def test_a_run_that_fails_gets_a_page_and_a_refused_run_does_not(tmp_path: Path, error: Exception) -> None:
     result = {"status": "failed", "error": str(error)}
     with pytest.raises(type(error)), reported(str(tmp_path)):
         write_run(tmp_path, result=result)
@@ -536,7 +534,7 @@ def test_a_run_that_ends_by_any_error_gets_its_page_and_one_that_is_refused_none
     assert not page.exists()
 
 
-def test_a_signal_while_the_page_is_drawn_does_not_change_how_a_finished_run_ended(
+def test_a_signal_while_the_page_is_drawn_does_not_change_the_status_of_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(_: str) -> None:
@@ -558,14 +556,14 @@ def test_a_recorded_command_runs_in_a_shell_as_it_was_typed(arguments: list[str]
         save_command_line(Place(folder))
         (line,) = read_commands(Place(folder))
     environment = {"LC_ALL": "C.UTF-8", "PATH": os.environ["PATH"]}
-    told = subprocess.run(["bash", "-c", line], check=True, capture_output=True, env=environment).stdout
-    assert told.decode().split("\0")[:-1] == [*arguments, "end"]
+    printed = subprocess.run(["bash", "-c", line], check=True, capture_output=True, env=environment).stdout
+    assert printed.decode().split("\0")[:-1] == [*arguments, "end"]
 
 
 def test_each_start_of_a_run_records_its_command(tmp_path: Path) -> None:
     output = Place(str(tmp_path))
     save_command_line(output)
-    assert not (tmp_path / "command.txt").exists()  # nobody typed one
+    assert not (tmp_path / "command.txt").exists()  # no command was typed
     with typed(["/usr/bin/raycl", "train", "simclr", "--data", "my images\nhere"]):
         save_command_line(output)
     with typed(["jobs/train.py", "simclr", "--resume"]):
@@ -630,7 +628,7 @@ def test_a_run_on_s3_gets_its_page_there(s3_server: str, tmp_path: Path) -> None
     assert sum(label.startswith("Map") for label in drawings(page)) == 2
 
 
-def test_the_report_needs_neither_torch_nor_ray() -> None:
+def test_the_report_imports_neither_torch_nor_ray() -> None:
     code = "import raycl.report.page, sys; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: on a desktop and a phone, light and dark."""
+"""The report page in a real browser: on desktop and phone, light and dark."""
 
 import shutil
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ LONG_WORD = "antidisestablishmentarianism" * 12
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (on Debian: apt install chromium)"),
-    # Playwright leaves sockets to the garbage collector.
+    # Playwright leaves sockets open until garbage collection.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of every kind, with long words wherever users may write some."""
+    """One page of every kind, with long words in all user text."""
     root = tmp_path_factory.mktemp("pages")
     images = write_run(root / "images")
     write_snapshots(images)
@@ -69,7 +69,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _eventful() -> list[dict[str, Any]]:
-    """A run of two stages that collapsed, was rolled back, lost a worker, and met a NaN."""
+    """A run of two stages with a collapse, a rollback, a lost worker and a NaN."""
     lines = [
         line_of(step, negatives_age_mean=step / 2, negatives_age_max=step) for step in range(10, 101, 10)
     ]
@@ -84,7 +84,7 @@ def _eventful() -> list[dict[str, Any]]:
 
 
 def opened(browser: Browser, path: Path, width: int, scheme: Any) -> tuple[Page, list[str], list[str]]:
-    """Return the page, its messages on the console, and the addresses that it requested."""
+    """Return the page, its console messages, and the requested addresses."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page = context.new_page()
     said: list[str] = []
@@ -104,7 +104,7 @@ def opened(browser: Browser, path: Path, width: int, scheme: Any) -> tuple[Page,
         ("comparison", 1280, "light"),
     ],
 )
-def test_the_page_is_quiet_and_fits_and_is_accessible(
+def test_the_page_logs_nothing_fits_the_screen_and_is_accessible(
     browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
     path = pages[name]
@@ -117,7 +117,7 @@ def test_the_page_is_quiet_and_fits_and_is_accessible(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
     heights = "[...document.querySelectorAll('svg text')].map(text => text.getBoundingClientRect().height)"
-    assert min(page.evaluate(heights), default=20) >= 9  # pixels: what people can read
+    assert min(page.evaluate(heights), default=20) >= 9  # pixels: the smallest readable size
     found = Axe().run(page).response["violations"]
     serious = [each for each in found if each["impact"] in ("serious", "critical")]
     assert [(each["id"], [node["html"] for node in each["nodes"]][:3]) for each in serious] == []

@@ -1,4 +1,4 @@
-"""Figures: settings, rules on planted numbers, pictures of the finished runs, and the output folder."""
+"""Figures: settings, claims on planted numbers, drawings of finished runs, and the output folder."""
 
 import dataclasses
 import io
@@ -35,7 +35,7 @@ from claims.run import ReproduceRequest, collect_results, reproduce
 from claims.runs import PlannedRun, outcome_of, plan_runs
 
 MACHINE = {"cpu": "a cpu", "num_cores": 2, "capability": "AVX512", "gpu": None, "torch": "2"}
-Planted = Mapping[str, Mapping[str, list[float]]]  # setting -> number -> a value a seed
+Planted = Mapping[str, Mapping[str, list[float]]]  # setting -> number -> one value per seed
 EACH = [
     pytest.param(figure, scale, id=f"{name}-{scale}") for name, figure in FIGURES.items() for scale in SCALES
 ]
@@ -47,7 +47,7 @@ def outcome(setting: str, seed: int = 0, **changes: Any) -> Outcome:
 
 
 def results_of(name: str, planted: Planted, curves: Mapping[str, list[MetricCurve]] | None = None) -> Results:
-    """Return planted results of a figure at the scale of a CPU."""
+    """Return planted results of a figure at CPU scale."""
     figure = FIGURES[name]
     assert set(planted) <= {setting.name for setting in figure.settings["cpu"]}
     outcomes = [
@@ -84,12 +84,12 @@ def knn(*values: float) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(("figure", "scale"), EACH)
-def test_every_setting_is_a_run_of_its_own_folder_that_fits_the_images(figure: ClaimFigure, scale) -> None:
+def test_every_setting_is_a_run_in_its_own_folder_that_fits_the_images(figure: ClaimFigure, scale) -> None:
     num_train = SCALES[scale].num_train or 50_000
     runs = plan_runs(figure, scale, Place("out"), num_seeds=2, overrides={})
     assert len(runs) == 2 * len(figure.settings[scale])
     assert len({run.name for run in runs}) == len({config_to_yaml(run.config) for run in runs}) == len(runs)
-    # All settings once, then the next seed: an unfinished figure has points everywhere.
+    # All settings once, then the next seed: an unfinished figure has points for every setting.
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
     for run in runs:
         config = run.config
@@ -101,8 +101,8 @@ def test_every_setting_is_a_run_of_its_own_folder_that_fits_the_images(figure: C
         assert config.negatives.store != "memory_bank" or config.negatives.num_negatives <= num_train
 
 
-def test_the_settings_of_a_figure_see_equally_many_images() -> None:
-    """But for those of steps, whose batch is the same."""
+def test_the_settings_of_a_figure_train_on_equally_many_images() -> None:
+    """Except in the figure of steps, where the batch size is constant."""
     for scale in SCALES:
         for figure in FIGURES.values():
             configs = [figure.config(setting, scale, seed=0) for setting in figure.settings[scale]]
@@ -113,7 +113,7 @@ def test_the_settings_of_a_figure_see_equally_many_images() -> None:
                 assert len({(stage.steps, stage.batch_size) for stage in stages}) == 1
 
 
-# What may differ between the runs of the figure of negatives, and why.
+# The permitted differences between the runs of the negatives figure, with reasons.
 DIFFERS = {
     "recipe": "the name of the way to have negatives",
     "key": "what is compared: where a key comes from",
@@ -123,10 +123,10 @@ DIFFERS = {
     "negatives.num_negatives": "how many of them, of the bank; no other run has one",
     "stages.0.batch_size": "how many of them, end to end; the others keep the least of these",
     "momentum_encoder.momentum": "MoCo's own; no other run has a momentum encoder",
-    "negatives.bank_init": "the bank's own, told in the note: the queue begins empty",
+    "negatives.bank_init": "only for the bank, explained in the note: the queue begins empty",
     "batchnorm_groups": "of shuffled BatchNorm, which no other run has",
-    "batchnorm": "told in the note: a queue leaks unless the keys are shuffled, and slots cannot be",
-    "bank.dtype": "told in the note: rounding of the queue's keys",
+    "batchnorm": "explained in the note: a queue leaks unless the keys are shuffled, and slots cannot be",
+    "bank.dtype": "explained in the note: rounding of the queue's keys",
 }
 
 
@@ -137,7 +137,7 @@ def test_settings_of_negatives_differ_only_in_listed_ways(scale) -> None:
     flat = list(map(leaves, configs.values()))
     paths = set[str]().union(*flat)
     assert {path for path in paths if len({repr(each.get(path)) for each in flat}) > 1} == DIFFERS.keys()
-    for name, config in configs.items():  # as many rows as possible are normalized together
+    for name, config in configs.items():  # the largest possible groups share a normalization
         if name.startswith("moco"):
             (stage,) = config.stages
             assert config.rows_per_group(stage) == stage.batch_size // 2
@@ -158,7 +158,7 @@ def test_user_overrides_win_and_settings_override_workers() -> None:
     assert [stage.learning_rate for stage in faster.stages] == [0.5, 0.12, 0.12]
 
 
-def test_settings_that_make_two_runs_equal_are_refused() -> None:
+def test_overrides_that_make_two_runs_equal_are_refused() -> None:
     with pytest.raises(ConfigError, match="--set seed=7 would give all seeds .* the same run; remove it"):
         planned("leak", num_seeds=3, seed=7)
     with pytest.raises(ConfigError, match="makes momentum-0 and momentum-0.9 of momentum the same run"):
@@ -195,34 +195,34 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         find_scale("tpu")
 
 
-# The rules
+# The claims
 
 
 def three(low: float, high: float) -> SeedValues:
     return SeedValues((low, (low + high) / 2, high))
 
 
-def test_exceeds_needs_more_than_the_spread_and_three_seeds() -> None:
+def test_exceeds_needs_a_gap_above_the_spread_and_three_seeds() -> None:
     assert exceeds(three(0.5, 0.6), three(0.3, 0.4)) is True
-    assert exceeds(three(0.5, 0.75), three(0.25, 0.5)) is False  # as far as the spread, no more
+    assert exceeds(three(0.5, 0.75), three(0.25, 0.5)) is False  # exactly the spread
     assert exceeds(three(0.3, 0.4), three(0.5, 0.6)) is False
-    assert exceeds(three(0.55, 0.55), three(0.1, 0.4)) is False  # the greater spread counts
+    assert exceeds(three(0.55, 0.55), three(0.1, 0.4)) is False  # the larger spread counts
     assert exceeds(SeedValues((0.9, 0.9)), three(0.1, 0.1)) is None
     assert exceeds(three(0.9, 0.9), SeedValues(())) is None
 
 
-def test_non_inferior_is_open_where_the_spread_would_hide_a_loss() -> None:
+def test_non_inferior_is_undecided_if_the_spread_could_hide_a_loss() -> None:
     assert non_inferior(three(0.40, 0.402), three(0.405, 0.407)) is True
     assert non_inferior(three(0.38, 0.382), three(0.405, 0.407)) is False
-    assert non_inferior(three(0.36, 0.44), three(0.36, 0.44)) is None  # noise proves nothing
+    assert non_inferior(three(0.36, 0.44), three(0.36, 0.44)) is None  # too noisy to decide
     assert non_inferior(three(0.36, 0.44), three(0.405, 0.407)) is None
-    assert non_inferior(three(0.34, 0.42), three(0.36, 0.44)) is None  # a loss, but within the spread
-    assert non_inferior(three(0.56, 0.64), three(0.36, 0.44)) is True  # better, whatever the spread
+    assert non_inferior(three(0.34, 0.42), three(0.36, 0.44)) is None  # worse, but within the spread
+    assert non_inferior(three(0.56, 0.64), three(0.36, 0.44)) is True  # better, for any spread
     assert non_inferior(three(0.26, 0.34), three(0.46, 0.54)) is False
     assert non_inferior(SeedValues((0.4, 0.4)), three(0.4, 0.4)) is None
 
 
-def test_all_hold_is_false_if_one_is_false_and_unknown_if_one_is_unknown() -> None:
+def test_all_hold_is_false_if_a_claim_is_false_and_unknown_if_a_claim_is_unknown() -> None:
     assert all_hold([True, True]) is True
     assert all_hold([True, None]) is None
     assert all_hold([None, False]) is False
@@ -230,7 +230,7 @@ def test_all_hold_is_false_if_one_is_false_and_unknown_if_one_is_unknown() -> No
 
 
 def lines(end_to_end: tuple[float, float], bank: tuple[float, float], moco: tuple[float, float]) -> Planted:
-    """Return three curves with a first and a last point, three near seeds each, that share 128 negatives."""
+    """Return three curves of two points each, with three similar seeds, that share 128 negatives."""
     ends = {"end-to-end": (end_to_end, 1_024), "bank": (bank, 8_192), "moco": (moco, 8_192)}
     return {
         f"{name}-{count}": knn(value, value + 0.001, value + 0.002)
@@ -253,11 +253,11 @@ def test_negatives_claims_compare_gains_and_common_points() -> None:
 
 
 def near(value: float) -> dict[str, list[float]]:
-    """Return three near seeds."""
+    """Return the values of three similar seeds."""
     return knn(value, value + 0.002, value + 0.004)
 
 
-def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_are() -> None:
+def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_slow_ones_are() -> None:
     good = {
         f"momentum-{name}": near(value)
         for name, value in (("0", 0.2), ("0.9", 0.3), ("0.99", 0.4), ("0.999", 0.35))
@@ -268,11 +268,11 @@ def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_a
     assert verdicts("momentum", good | {"momentum-0.999": near(0.25)}) == [
         True,
         False,
-    ]  # the better of two is not both
+    ]  # one of the two is better, not both
     assert verdicts("momentum", good | {"momentum-0.9": knn(0.3, 0.3)}) == [None, None]
     assert verdicts("momentum", {}) == [None, None]
     claim = claims_of("momentum", good)[0]
-    assert "fail" not in claim.text  # a run that is the worst of them may be a good one
+    assert "fail" not in claim.text  # the worst run may still be a good one
 
 
 def leaking(as_is: float, cured: list[float], accuracy: float = 0.3) -> Planted:
@@ -291,7 +291,7 @@ def test_the_leak_claims_follow_probe_accuracy_and_remedies() -> None:
     assert verdicts("leak", {"local": {"batchnorm_leakage": [0.3], **knn(0.2)}}) == [None, None, None]
 
 
-def test_a_smaller_leak_is_not_a_remedy_and_a_small_advantage_is_not_a_leak() -> None:
+def test_a_reduced_leak_is_not_a_remedy_and_a_small_advantage_is_not_a_leak() -> None:
     planted = {"shuffled": 0.291, "group": 0.281, "layer": 0.271}
     less = {name: {"batchnorm_leakage": [value] * 3, **near(0.4)} for name, value in planted.items()}
     assert verdicts("leak", {**leaking(0.301, [0.0] * 3), **less}) == [True, True, False]
@@ -299,12 +299,12 @@ def test_a_smaller_leak_is_not_a_remedy_and_a_small_advantage_is_not_a_leak() ->
         True,
         True,
         False,
-    ]  # one seed that leaks is enough
+    ]  # one leaking seed is enough
     assert verdicts("leak", leaking(0.04, [0.0] * 3))[0] is False
     assert "cannot leak by construction" in FIGURES["leak"].note
 
 
-def test_a_remedy_of_collapse_must_keep_embeddings_apart_and_raise_accuracy() -> None:
+def test_a_remedy_for_collapse_must_keep_embeddings_spread_and_raise_accuracy() -> None:
     def run(spread: float, accuracy: float) -> dict[str, list[float]]:
         return {"embedding_std": [spread, spread + 0.005, spread + 0.01], **near(accuracy)}
 
@@ -320,7 +320,7 @@ def test_a_remedy_of_collapse_must_keep_embeddings_apart_and_raise_accuracy() ->
 
 
 def growth(small: float, grown: float, large: float, *, steps: float = 10.0) -> Planted:
-    """Return three near seeds of each batch; the one that grows takes so many steps, the small one 20."""
+    """Return three similar seeds per batch size; the growing batch takes ``steps``, the small one 20."""
     taken = {"small": 20.0, "grown": steps, "large": 2.0}
     values = {"small": small, "grown": grown, "large": large}
     return {name: {**near(value), "steps": [taken[name]] * 3} for name, value in values.items()}
@@ -335,7 +335,7 @@ def test_growth_is_compared_with_the_large_and_the_small_batch() -> None:
     assert verdicts("stages", few) == [None, None]
 
 
-def test_growth_must_take_fewer_steps_and_noise_leaves_it_open() -> None:
+def test_growth_must_take_fewer_steps_and_noise_leaves_it_undecided() -> None:
     assert verdicts("stages", growth(0.4, 0.4, 0.3, steps=20.0)) == [True, False]
     noisy = {name: {**numbers, **knn(0.3, 0.4, 0.5)} for name, numbers in growth(0.4, 0.4, 0.4).items()}
     assert verdicts("stages", noisy) == [False, None]
@@ -354,7 +354,7 @@ def loss_curve(setting: str, seed: int, early: float, late: float) -> MetricCurv
 def losses(
     chunks: float, workers: float, by_chunk: float = 0.02, *, late: float = 0.0, num_seeds: int = 3
 ) -> dict[str, list[MetricCurve]]:
-    """Return curves that are off by these parts of the whole batch's in the first steps, the chunks' later ``late``."""
+    """Return curves with these relative errors in the first steps; later the chunks have ``late``."""
     off = {
         "whole": (0.0, 0.0),
         "chunks": (chunks, late),
@@ -370,7 +370,7 @@ def losses(
     }
 
 
-def test_chunks_may_differ_by_rounding_in_the_first_steps_only() -> None:
+def test_chunks_may_differ_only_by_rounding_and_in_the_first_steps() -> None:
     assert verdicts("accumulation", {}, losses(5e-5, 1e-5)) == [True]
     assert verdicts("accumulation", {}, losses(5e-4, 1e-5)) == [False]
     assert verdicts("accumulation", {}, losses(-5e-4, 1e-5)) == [False]
@@ -380,10 +380,10 @@ def test_chunks_may_differ_by_rounding_in_the_first_steps_only() -> None:
     assert verdicts("accumulation", {}, {}) == [None]
 
 
-def test_chunks_are_not_compared_with_workers_that_differ_too_much() -> None:
+def test_chunks_are_not_compared_if_the_workers_differ_too_much() -> None:
     assert verdicts("accumulation", {}, losses(0.05, 0.05, by_chunk=0.5)) == [False]
     assert verdicts("accumulation", {}, losses(9e-4, 0.05)) == [True]
-    # BatchNorm by chunk is another run: a rule that does not see it sees nothing.
+    # BatchNorm per chunk is a different run: the claim must detect it.
     assert verdicts("accumulation", {}, losses(5e-5, 1e-5, by_chunk=5e-5)) == [None]
     without = {"loss": [curve for curve in losses(5e-5, 1e-5)["loss"] if curve.setting != "by-chunk"]}
     assert verdicts("accumulation", {}, without) == [None]
@@ -397,17 +397,17 @@ def test_a_sentence_states_its_evidence_and_the_seeds_it_needs() -> None:
     )
 
 
-# The rules on chance alone
+# The claims on random numbers
 
 TRIALS = 1_000
-MOST_FALSE = 0.045  # of two alike settings one is above the other in 0.031 of all cases; 0.108 with two seeds
+MOST_FALSE = 0.045  # one of two equal settings exceeds the other in 3.1% of all cases; 10.8% with two seeds
 ALIKE = {
     "knn_top1": (0.4, 0.02),
     "batchnorm_leakage": (0.2, 0.02),
     "embedding_std": (0.5, 0.05),
     "steps": (100.0, 0.0),
 }
-NON_INFERIOR_AT = {"negatives": 2, "stages": 1}  # the place of the claim among those of the figure
+NON_INFERIOR_AT = {"negatives": 2, "stages": 1}  # the position of the claim in the figure
 
 
 def alike(name: str, rng: np.random.Generator, num_seeds: int = 3) -> dict[str, dict[str, list[float]]]:
@@ -419,13 +419,13 @@ def alike(name: str, rng: np.random.Generator, num_seeds: int = 3) -> dict[str, 
 
 
 def held_rates(trials: list[list[bool | None]]) -> list[float]:
-    """Return of each claim how often it held."""
+    """Return how often each claim held."""
     return [sum(held is True for held in claim) / len(trials) for claim in zip(*trials, strict=True)]
 
 
 @pytest.mark.parametrize("num_seeds", [2, 3])
 @pytest.mark.parametrize("name", [name for name in FIGURES if name != "accumulation"])
-def test_equal_settings_seldom_differ_by_chance(name: str, num_seeds: int) -> None:
+def test_equal_settings_rarely_differ_by_chance(name: str, num_seeds: int) -> None:
     rng = np.random.default_rng(0)
     rates = held_rates([verdicts(name, alike(name, rng, num_seeds)) for _ in range(TRIALS)])
     differences = [rate for at, rate in enumerate(rates) if at != NON_INFERIOR_AT.get(name)]
@@ -434,7 +434,7 @@ def test_equal_settings_seldom_differ_by_chance(name: str, num_seeds: int) -> No
 
 
 def rate_of_non_inferior(figure: str, worse: str, *, loss: float, noise: float) -> float:
-    """Return how often a setting that is truly worse by so much is held for no worse."""
+    """Return how often a setting that is worse by this loss passes as non-inferior."""
     rng, trials = np.random.default_rng(0), []
     for _ in range(TRIALS):
         planted = alike(figure, rng)
@@ -446,7 +446,7 @@ def rate_of_non_inferior(figure: str, worse: str, *, loss: float, noise: float) 
 
 
 @pytest.mark.parametrize(("figure", "worse"), [("negatives", "moco-128"), ("stages", "grown")])
-def test_a_loss_of_twice_the_margin_is_seldom_non_inferior_and_no_loss_mostly_is(
+def test_twice_the_margin_rarely_passes_as_non_inferior_and_equality_usually_does(
     figure: str, worse: str
 ) -> None:
     for noise in (0.1, 0.5, 1.0, 2.0, 5.0):
@@ -456,7 +456,7 @@ def test_a_loss_of_twice_the_margin_is_seldom_non_inferior_and_no_loss_mostly_is
 
 
 def rate_of_chunks(chunks: float, by_chunk: float, *, noise: float) -> float:
-    """Return how often chunks so many times as far off as two workers are held for the whole batch."""
+    """Return how often chunks pass whose error is this multiple of the error of two workers."""
     rng, trials = np.random.default_rng(0), []
     for _ in range(TRIALS):
         curves: list[MetricCurve] = []
@@ -467,17 +467,17 @@ def rate_of_chunks(chunks: float, by_chunk: float, *, noise: float) -> float:
     return held_rates(trials)[0]
 
 
-def test_chunks_seldom_pass_when_they_differ_more_or_the_rule_cannot_tell() -> None:
-    assert rate_of_chunks(1.0, 1.0, noise=1.0) <= MOST_FALSE  # as far off as BatchNorm by chunk
-    assert rate_of_chunks(20.0, 1_000.0, noise=0.3) <= MOST_FALSE  # twice what is allowed
+def test_chunks_rarely_pass_if_they_differ_more_or_the_claim_is_undecided() -> None:
+    assert rate_of_chunks(1.0, 1.0, noise=1.0) <= MOST_FALSE  # the error of BatchNorm per chunk
+    assert rate_of_chunks(20.0, 1_000.0, noise=0.3) <= MOST_FALSE  # twice the allowed error
     assert rate_of_chunks(1.0, 1_000.0, noise=0.3) >= 0.9
 
 
-# The pictures
+# The drawings
 
 
 def some(name: str, *, whole: bool) -> Results:
-    """Return numbers and curves for all settings, or for the first one alone."""
+    """Return numbers and curves for all settings, or only for the first one."""
     figure, rng = FIGURES[name], np.random.default_rng(0)
     names = [setting.name for setting in figure.settings["cpu"][: None if whole else 1]]
     numbers = [*figure.columns, "knn_top1", "embedding_std", "loss", "batchnorm_leakage"]
@@ -498,7 +498,7 @@ def some(name: str, *, whole: bool) -> Results:
 
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "partial"])
-def test_a_figure_is_drawn_described_and_counted_with_all_runs_or_some(name: str, whole: bool) -> None:
+def test_a_figure_is_drawn_described_and_counted_with_all_or_some_runs(name: str, whole: bool) -> None:
     results = some(name, whole=whole)
     page = Page(command="python jobs/reproduce.py", results=results)
     with Image.open(io.BytesIO(page.picture())) as picture:
@@ -518,7 +518,7 @@ def test_a_figure_is_drawn_described_and_counted_with_all_runs_or_some(name: str
         assert None in [claim["held"] for claim in numbers["claims"]]
 
 
-def test_names_at_the_ends_of_lines_keep_apart() -> None:
+def test_labels_at_the_ends_of_lines_do_not_overlap() -> None:
     assert spread_apart([]) == []
     assert spread_apart([0.2, 0.6]) == [0.2, 0.6]
     assert spread_apart([0.5, 0.5, 0.5], gap=0.1) == pytest.approx([0.4, 0.5, 0.6])
@@ -528,7 +528,7 @@ def test_names_at_the_ends_of_lines_keep_apart() -> None:
 
 
 def write_run(run: PlannedRun, **changes: Any) -> None:
-    """Write the files of a trained run, and its record unless ``record`` is False."""
+    """Write the files of a trained run, and its record if ``record`` is True."""
     (run.place / CONFIG).write_text(config_to_yaml(run.config))
     (run.place / RESULT).write_text('{"status": "finished"}')
     lines = [{"step": step, "samples": 32 * step, "loss": 3.0 - step / 10} for step in (1, 2, 3)]
@@ -541,7 +541,7 @@ def request_of(name: str, output: Path, *, num_seeds: int = 1, **changes: Any) -
     return ReproduceRequest(figure=name, output=str(output), num_seeds=num_seeds, **changes)
 
 
-def test_finished_runs_are_drawn_and_missing_ones_named(tmp_path: Path) -> None:
+def test_finished_runs_are_drawn_and_missing_runs_are_named(tmp_path: Path) -> None:
     request = request_of("momentum", tmp_path, num_seeds=2)
     runs = planned("momentum", tmp_path, num_seeds=2)
     with pytest.raises(ConfigError, match="no run of momentum is finished"):
@@ -562,12 +562,12 @@ def test_finished_runs_are_drawn_and_missing_ones_named(tmp_path: Path) -> None:
     assert names == {"runs", "momentum.png", "momentum.json", "momentum.md"}
 
 
-def test_a_finished_figure_is_drawn_without_a_run(tmp_path: Path) -> None:
+def test_a_finished_figure_is_drawn_without_training(tmp_path: Path) -> None:
     for run in planned("stages", tmp_path, num_seeds=3):
         steps = {"small": 9.0, "grown": 3.0, "large": 1.0}[run.setting.name]
         write_run(run, numbers={"knn_top1": 0.5 - 0.1 * (run.setting.name == "large"), "steps": steps})
     files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("runs/*/*")}
-    # No images exist at these addresses: looking for them would be an error.
+    # No images exist at these addresses: reading them would fail.
     request = request_of("stages", tmp_path, num_seeds=3, data="train", test="test")
     page = reproduce(request, notify=lambda _: None)
     assert [claim.held for claim in page.results.claims] == [True, True]
@@ -596,7 +596,7 @@ def test_training_images_are_refused_as_test_images(tmp_path: Path, monkeypatch:
             reproduce(request_of("momentum", tmp_path, data=same, test=test))
 
 
-def test_a_record_is_read_back_and_an_invalid_one_refused(tmp_path: Path) -> None:
+def test_a_record_is_read_back_and_an_invalid_record_is_refused(tmp_path: Path) -> None:
     place = Place(str(tmp_path))
     assert read_outcome(place) is None
     written = outcome("a", 1, numbers={"knn_top1": 0.5}, failed="why")
@@ -658,7 +658,7 @@ def test_the_training_subset_is_drawn_once_for_each_data_set(digits: tuple[str, 
 
 
 class SortedByClass:
-    """A test set as it comes of class folders: four classes, one after the other."""
+    """A test set in the order of class folders: four classes, one after the other."""
 
     label = np.repeat(np.arange(4), NUM_PROBE_IMAGES)
 
@@ -679,10 +679,10 @@ def test_the_leak_is_probed_on_images_of_all_classes(monkeypatch: pytest.MonkeyP
     images, ids = evaluator.probe_images(config)
     assert len(images) == len(set(ids.tolist())) == NUM_PROBE_IMAGES
     assert np.bincount(SortedByClass.label[ids], minlength=4).min() > NUM_PROBE_IMAGES // 8
-    assert np.array_equal(ids, evaluator.probe_images(config)[1])  # the same ones for all runs
+    assert np.array_equal(ids, evaluator.probe_images(config)[1])  # the same images for all runs
 
 
-def test_a_small_data_set_is_used_itself(digits: tuple[str, str], tmp_path: Path) -> None:
+def test_a_small_data_set_is_used_as_a_whole(digits: tuple[str, str], tmp_path: Path) -> None:
     for num_rows in (None, 10**6):
         assert training_subset(digits[0], num_rows, Place(str(tmp_path))) == digits[0]
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""An output that holds an earlier run: what may differ when it goes on."""
+"""Resuming the run in an output: permitted and refused changes."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,9 @@ def described(**changes: Any) -> dict[str, Any]:
         {"monitor.on_collapse": "stop", "checkpoints.keep": 5, "log_every_steps": 1},
     ],
 )
-def test_what_leaves_views_and_weights_alone_may_change(output: str, settings: dict[str, Any]) -> None:
+def test_settings_without_effect_on_views_and_weights_may_change(
+    output: str, settings: dict[str, Any]
+) -> None:
     check_output(run_of(**settings), Place(output), resume=True)
 
 
@@ -63,18 +65,20 @@ def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: 
         ({"encoder.width": 0.5}, r"would change encoder\.width"),
     ],
 )
-def test_what_gives_other_weights_may_not(output: str, settings: dict[str, Any], says: str) -> None:
+def test_settings_that_affect_the_weights_may_not_change(
+    output: str, settings: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         check_output(run_of(**settings), Place(output), resume=True)
 
 
-def test_a_precision_by_another_name_is_the_same(output: str) -> None:
-    check_output(run_of(precision="float32"), Place(output), resume=True)  # as old versions wrote it
+def test_the_old_name_of_a_precision_is_accepted(output: str) -> None:
+    check_output(run_of(precision="float32"), Place(output), resume=True)  # written by older versions
     with pytest.raises(ConfigError, match="would change precision from 'auto' to 'bfloat16'"):
         check_output(run_of(precision="bfloat16"), Place(output), resume=True)
 
 
-def test_stages_may_be_added_and_not_taken_away(output: str) -> None:
+def test_stages_may_be_added_but_not_removed(output: str) -> None:
     shorter = raycl.override(raycl.recipe("simclr"), {"stages.0.epochs": 3})
     with pytest.raises(ConfigError, match="the run has 2 stages, and --resume got only 1"):
         check_output(shorter, Place(output), resume=True)
@@ -96,11 +100,11 @@ def test_rows_in_another_order_are_refused(tmp_path: Path, changes: dict[str, An
 
 
 @pytest.mark.parametrize("changes", [{}, {"workers": [2, 4, 8]}, {"data": "a nearer bucket"}])
-def test_the_same_order_is_welcome(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_rows_in_the_same_order_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     (tmp_path / "data.json").write_text(json.dumps(described()))
     check_same_data(Place(str(tmp_path)), described(**changes))
 
 
-def test_rows_at_hand_come_in_one_order_for_any_number_of_workers(tmp_path: Path) -> None:
+def test_materialized_rows_have_one_order_for_any_number_of_workers(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps(described(streamed=False)))
     check_same_data(Place(str(tmp_path)), described(streamed=False, workers=[1, 1]))

@@ -1,4 +1,4 @@
-"""Scores of rankings by relevance, of labeled pairs by similarity, and the exact search."""
+"""Retrieval scores by relevance, scores of labeled pairs by similarity, and exact search."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ def rows(*values: Any) -> Positions:
 
 
 def plain_scores(ranked: Positions, relevance: Positions) -> dict[str, float]:
-    """Score one query at a time, as the textbooks do."""
+    """Score one query at a time, by the textbook formulas."""
     judged: list[dict[str, float]] = []
     for query, row in enumerate(ranked.tolist()):
         grade: dict[int, int] = {}
@@ -51,7 +51,7 @@ def plain_scores_of_one(found: list[int], grade: dict[int, int]) -> dict[str, fl
 
 
 def draw_rankings(seed: int) -> tuple[Positions, Positions]:
-    """40 rankings of 60 documents, some cut short, and judgments of most queries, some twice."""
+    """40 rankings of 60 documents, some truncated, with relevance for most queries, some listed twice."""
     rng = np.random.default_rng(seed)
     ranked = np.stack([rng.permutation(60)[:30] for _ in range(40)])
     for query in range(0, 40, 3):
@@ -61,7 +61,7 @@ def draw_rankings(seed: int) -> tuple[Positions, Positions]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_recall_by_any_document_is_the_share_of_queries_that_found_one(seed: int) -> None:
+def test_recall_by_any_document_is_the_share_of_queries_with_a_hit(seed: int) -> None:
     ranked, relevance = draw_rankings(seed)
     scores = retrieval_scores(ranked, relevance, any_is_enough=True)
     relevant = {(query, document) for query, document, grade in relevance.tolist() if grade > 0}
@@ -77,8 +77,8 @@ def test_recall_by_any_document_is_the_share_of_queries_that_found_one(seed: int
     }
 
 
-def test_one_ranking_is_scored_as_by_hand() -> None:
-    # Found: nothing, grade 2, nothing, grade 1; a document of grade 3 is not found.
+def test_the_scores_of_one_ranking_equal_scores_by_hand() -> None:
+    # The ranking has grades 0, 2, 0 and 1; a document of grade 3 is not found.
     scores = retrieval_scores(rows([3, 1, 2, 0]), rows([0, 1, 2], [0, 0, 1], [0, 7, 3]))
     ideal = 7 + 3 / math.log2(3) + 1 / math.log2(4)
     assert scores == pytest.approx(
@@ -97,16 +97,16 @@ def test_one_ranking_is_scored_as_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("at_once", [1, 7, 1_024])
-def test_scores_equal_the_plain_measures(seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_equal_the_plain_formulas(seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_QUERIES", at_once)
     ranked, relevance = draw_rankings(seed)
     scores = retrieval_scores(ranked, relevance)
-    assert scores["num_skipped"] >= 5  # queries 35 to 39 have no judgment at all
+    assert scores["num_skipped"] >= 5  # queries 35 to 39 have no relevance at all
     assert scores == pytest.approx(plain_scores(ranked, relevance), abs=1e-12)
 
 
-def test_the_given_order_is_scored_for_any_names_of_documents() -> None:
-    # trec_eval itself would put one of the two first by its name.
+def test_the_given_order_is_scored_regardless_of_document_names() -> None:
+    # trec_eval itself breaks this tie by the document's name.
     for first, second in ((9, 10), (10, 9)):
         assert retrieval_scores(rows([first, second]), rows([0, first, 1]))["mrr"] == 1
         assert retrieval_scores(rows([first, second]), rows([0, second, 1]))["mrr"] == 0.5
@@ -123,7 +123,7 @@ def test_the_given_order_is_scored_for_any_names_of_documents() -> None:
 def test_invalid_relevance_is_named(relevance: Positions, words: str) -> None:
     with pytest.raises(DataError, match=words) as caught:
         retrieval_scores(rows([0, 1], [1, 0]), relevance)
-    assert ";" in str(caught.value)  # and the remedy
+    assert ";" in str(caught.value)  # with the remedy
 
 
 def test_average_precision_equals_the_textbook_and_ties_share_a_threshold() -> None:
@@ -140,7 +140,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 def plain_search(
     query: torch.Tensor, documents: torch.Tensor, k: int, excluded: Positions
 ) -> tuple[NDArray[np.float64], Positions]:
-    """Sort the whole matrix in float64 stably, without the excluded pairs."""
+    """Sort the whole matrix stably in float64, without the excluded pairs."""
     similarity = F.normalize(query.double(), dim=1) @ F.normalize(documents.double(), dim=1).T
     similarity[excluded[:, 0], excluded[:, 1]] = -torch.inf
     similarity, index = similarity.sort(dim=1, descending=True, stable=True)
@@ -150,14 +150,14 @@ def plain_search(
 
 @pytest.mark.parametrize("k", [1, 4, 17, 50])
 @pytest.mark.parametrize("at_once", [1, 7, 1_024])
-def test_search_equals_a_sort_of_the_whole_matrix_without_the_excluded(
+def test_search_equals_a_full_sort_without_excluded_pairs(
     k: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search_module, "_QUERIES", at_once)
     query, documents = draw(23, 6, seed=0), draw(19, 6, seed=1)
     rng = np.random.default_rng(k)
-    excluded = np.stack([rng.integers(0, 20, 60), rng.integers(0, 19, 60)], axis=1)  # some twice
-    excluded = np.concatenate([excluded, [[22, document] for document in range(18)]])  # but one
+    excluded = np.stack([rng.integers(0, 20, 60), rng.integers(0, 19, 60)], axis=1)  # with duplicates
+    excluded = np.concatenate([excluded, [[22, document] for document in range(18)]])  # all except one
     similarity, index = search(query, documents, k=k, excluded=excluded)
     expected, expected_index = plain_search(query, documents, k, excluded)
     assert similarity.shape == index.shape == (23, min(k, 19))
@@ -174,12 +174,12 @@ def test_search_without_exclusions_equals_nearest() -> None:
     assert search(query.double(), documents, k=6)[0].dtype == np.float64
 
 
-def test_equal_similarities_are_in_order_of_position_after_an_exclusion() -> None:
+def test_equal_similarities_keep_the_order_of_positions_after_an_exclusion() -> None:
     _, index = search(torch.ones(2, 3), torch.ones(6, 3), k=3, excluded=rows([1, 0], [1, 2]))
     assert index.tolist() == [[0, 1, 2], [1, 3, 4]]
 
 
-def test_only_a_block_with_exclusions_searches_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_blocks_with_exclusions_search_for_extra_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
     def spy(query: torch.Tensor, documents: torch.Tensor, *, k: int) -> tuple[torch.Tensor, torch.Tensor]:

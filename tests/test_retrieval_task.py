@@ -1,4 +1,4 @@
-"""Retrieval tasks: the searched documents, their relevance, and the excluded pairs."""
+"""Retrieval tasks: searched documents, relevance, and excluded pairs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ NAMES = ColumnNames()
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write columns to a parquet file of this name, and return where it is."""
+    """Write columns to a Parquet file of this name; return its path."""
 
     def to_parquet(name: str, **columns: Any) -> str:
         pq.write_table(pa.table(columns), tmp_path / name)
@@ -34,7 +34,7 @@ def write(tmp_path: Path) -> Write:
     return to_parquet
 
 
-def judged(task: Task) -> set[tuple[Any, Any, int]]:
+def relevance_of(task: Task) -> set[tuple[Any, Any, int]]:
     return {(task.queries[q], task.documents[d], grade) for q, d, grade in task.relevance.tolist()}
 
 
@@ -48,7 +48,7 @@ def test_queries_search_the_documents_and_negatives_of_both_sets(write: Write) -
     task = pair_task(test, train, NAMES)
     assert task.queries == ["q", "r"]
     assert task.documents == ["a", "b", "c", "d", "e", "f"]
-    assert judged(task) == {("q", "a", 1), ("r", "b", 1)}
+    assert relevance_of(task) == {("q", "a", 1), ("r", "b", 1)}
     assert task.sizes == {"num_train": 2, "num_test": 3, "num_invalid": 0}
 
 
@@ -56,15 +56,15 @@ def test_lists_of_negatives_add_nothing_but_documents(write: Write) -> None:
     pairs = {"query": ["q", "r", "s"], "document": ["a", "q", "c"]}
     plain = pair_task(write("plain", **pairs), None, NAMES)
     grown = pair_task(write("grown", hard=[["x"], ["a", "y"], ["q"]], **pairs), None, NAMES)
-    assert grown.documents == plain.documents  # a column of another name
+    assert grown.documents == plain.documents  # a column with another name
     grown = pair_task(
         write("grown", hard=[["x"], ["a", "y"], ["q"]], **pairs), None, ColumnNames(negatives="hard")
     )
     assert grown.documents == [*plain.documents, "x", "y"]
-    assert (judged(grown), excluded(grown)) == (judged(plain), excluded(plain))
+    assert (relevance_of(grown), excluded(grown)) == (relevance_of(plain), excluded(plain))
 
 
-def test_a_querys_own_text_and_its_matches_in_train_are_excluded_unless_judged_relevant(
+def test_a_querys_own_text_and_its_matches_in_train_are_excluded_unless_relevant(
     write: Write,
 ) -> None:
     test = write("test", query=["q", "q", "r", "s"], document=["a", "b", "q", "s"], label=[1, 0, 2, 1])
@@ -75,12 +75,12 @@ def test_a_querys_own_text_and_its_matches_in_train_are_excluded_unless_judged_r
         label=[1, 1, 0, 1],
     )
     task = pair_task(test, train, NAMES)
-    assert judged(task) == {("q", "a", 1), ("q", "b", 0), ("r", "q", 2), ("s", "s", 1)}
-    # "q" is a document too, and "s" is its own match. "d" is no match of "q", so it stays a candidate.
+    assert relevance_of(task) == {("q", "a", 1), ("q", "b", 0), ("r", "q", 2), ("s", "s", 1)}
+    # "q" is also a document, and "s" matches itself. "d" does not match "q", so it stays a candidate.
     assert excluded(task) == {("q", "q"), ("q", "c")}
 
 
-def test_labels_of_both_kinds_make_pairs_to_rank(write: Write) -> None:
+def test_positive_and_negative_labels_make_pairs_to_rank(write: Write) -> None:
     pairs = {"query": ["q", "q", "r"], "document": ["a", "b", "b"]}
     for label in ([3, 0, 1], [2, 0, 2], [1, 0, 1]):
         labeled = pair_task(write("test", **pairs, label=label), None, NAMES).labeled
@@ -101,7 +101,7 @@ def test_invalid_rows_of_both_sets_are_skipped_and_counted(write: Write) -> None
 
 
 def benchmark(write: Write, **changes: Any) -> tuple[str, str, str]:
-    """Write judgments, queries and documents, the last two in an order of their own; return where."""
+    """Write relevance, queries and documents, each in a different order; return the paths."""
     sets = {
         "judgments": {"query_id": [8, 7, 8], "document_id": ["y", "x", "z"], "label": [2, 1, 0]},
         "queries": {"query_id": [7, 8, 9], "query": ["q", "r", "s"]},
@@ -114,18 +114,18 @@ def benchmark(write: Write, **changes: Any) -> tuple[str, str, str]:
     return paths[0], paths[1], paths[2]
 
 
-def test_judgments_are_joined_with_their_texts_by_id(write: Write) -> None:
+def test_relevance_is_joined_with_texts_by_id(write: Write) -> None:
     task = judged_task(*benchmark(write), NAMES)
     assert (task.queries, task.documents) == (["q", "r", "s"], ["c", "b", "a", "d"])
-    assert judged(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
+    assert relevance_of(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
     assert excluded(task) == set()
     assert task.sizes == {"num_train": 0, "num_test": 3, "num_invalid": 0}
     assert task.labeled is None
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_pairs_and_the_same_as_judgments_are_the_same_task(write: Write, seed: int) -> None:
-    random, words = Random(seed), list("abcdefgh")  # so few that queries are documents as well
+def test_pairs_and_equivalent_relevance_files_make_the_same_task(write: Write, seed: int) -> None:
+    random, words = Random(seed), list("abcdefgh")  # few texts, so that queries are also documents
     pairs = [(random.choice(words), random.choice(words), random.choice([0, 0, 1, 2])) for _ in range(12)]
     query, document, label = (list(column) for column in zip(*dict.fromkeys(pairs), strict=True))
     expected = pair_task(write("pairs", query=query, document=document, label=label), None, NAMES)
@@ -136,14 +136,14 @@ def test_pairs_and_the_same_as_judgments_are_the_same_task(write: Write, seed: i
         write("documents", document_id=documents, document=documents),
         ColumnNames(query_id="q", label="grade"),
     )
-    assert (judged(task), excluded(task)) == (judged(expected), excluded(expected))
+    assert (relevance_of(task), excluded(task)) == (relevance_of(expected), excluded(expected))
     assert excluded(task)
     assert task.sizes == expected.sizes
 
 
 def test_each_document_with_a_querys_own_text_is_excluded(write: Write) -> None:
     task = judged_task(*benchmark(write, documents__document=["r", "r", "s", "r"]), NAMES)
-    # "y" is judged to match the second query, "z" not to; the first document of "s" matches another query.
+    # "y" is relevant to the second query and "z" is not; the first document of "s" matches another query.
     assert task.excluded.tolist() == [[1, 0], [1, 3], [2, 2]]
 
 
@@ -155,12 +155,12 @@ def test_each_document_with_a_querys_own_text_is_excluded(write: Write) -> None:
     ],
     ids=["texts", "grades"],
 )
-def test_judgments_of_invalid_texts_or_without_grades_are_skipped_and_counted(
+def test_relevance_with_invalid_texts_or_without_grades_is_skipped_and_counted(
     write: Write, changes: Any, queries: list[str], num_test: int, num_invalid: int
 ) -> None:
     task = judged_task(*benchmark(write, **changes), NAMES)
     assert task.queries == queries
-    assert judged(task) == {("r", "b", 2), ("r", "c", 0)}
+    assert relevance_of(task) == {("r", "b", 2), ("r", "c", 0)}
     assert (task.sizes["num_test"], task.sizes["num_invalid"]) == (num_test, num_invalid)
 
 
@@ -177,10 +177,10 @@ def test_judgments_of_invalid_texts_or_without_grades_are_skipped_and_counted(
         ({"documents__document": [None, "", "", ""]}, "none of the 4 rows of .*documents"),
     ],
 )
-def test_benchmarks_that_cannot_be_judged_are_refused(write: Write, changes: Any, says: str) -> None:
+def test_benchmarks_that_cannot_be_evaluated_are_refused(write: Write, changes: Any, says: str) -> None:
     with pytest.raises(DataError, match=says) as caught:
         judged_task(*benchmark(write, **changes), NAMES)
-    assert ";" in str(caught.value)  # and the remedy
+    assert ";" in str(caught.value)  # with the remedy
 
 
 def test_documents_without_ids_are_searched_and_ids_may_be_numbers_or_texts(write: Write) -> None:
@@ -188,17 +188,17 @@ def test_documents_without_ids_are_searched_and_ids_may_be_numbers_or_texts(writ
     changes = {"documents__document_id": ids, "documents__document": texts}
     task = judged_task(*benchmark(write, judgments__query_id=["8", "7", "8"], **changes), NAMES)
     assert task.documents == texts
-    assert judged(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
+    assert relevance_of(task) == {("q", "a", 1), ("r", "b", 2), ("r", "c", 0)}
 
 
-def test_judgments_need_grades(write: Write) -> None:
+def test_relevance_needs_grades(write: Write) -> None:
     _, queries, documents = benchmark(write)
     judgments = write("judgments", query_id=[7], document_id=["x"])
     with pytest.raises(DataError, match="no grades; name the column"):
         judged_task(judgments, queries, documents, NAMES)
 
 
-def test_images_search_all_captions_and_share_equal_ones(write: Write) -> None:
+def test_images_search_all_captions_and_share_equal_captions(write: Write) -> None:
     captions = [["a cat", "a pet"], ["a dog", "a pet"], ["", None], ["a bird", "a bird", ""]]
     task = image_task(write("images", image=[b"1", b"2", b"3", b"4"], caption=captions), NAMES)
     assert task.queries == [b"1", b"2", b"4"]
@@ -206,7 +206,7 @@ def test_images_search_all_captions_and_share_equal_ones(write: Write) -> None:
     assert task.relevance.tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 2, 1], [2, 3, 1]]
     assert task.sizes == {"num_train": 0, "num_test": 3, "num_invalid": 1}
     single = image_task(write("single", image=[b"1", b"2"], caption=["a cat", "a dog"]), NAMES)
-    assert judged(single) == {(b"1", "a cat", 1), (b"2", "a dog", 1)}
+    assert relevance_of(single) == {(b"1", "a cat", 1), (b"2", "a dog", 1)}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -220,19 +220,19 @@ def test_a_reversed_task_searches_queries_by_relevant_documents(seed: int) -> No
         num_invalid=1,
     )
     reverse = task.reversed()
-    relevant = {document for _, document, grade in judged(task) if grade > 0}
+    relevant = {document for _, document, grade in relevance_of(task) if grade > 0}
     assert (
         reverse.queries
         == sorted(relevant)
         == [task.documents[number] for number in task.relevant_documents()]
     )
     assert reverse.documents == task.queries
-    assert judged(reverse) == {(d, q, grade) for q, d, grade in judged(task) if d in relevant}
-    assert 0 < len(relevant) < len({document for _, document, _ in judged(task)})
+    assert relevance_of(reverse) == {(d, q, grade) for q, d, grade in relevance_of(task) if d in relevant}
+    assert 0 < len(relevant) < len({document for _, document, _ in relevance_of(task)})
     assert reverse.sizes == task.sizes
 
 
-def test_sets_without_a_valid_row_are_refused(write: Write) -> None:
+def test_data_sets_without_a_valid_row_are_refused(write: Write) -> None:
     good = write("good", query=["q"], document=["d"])
     bad = write("bad", query=["", "q"], document=["d", None])
     for test, train in ((bad, None), (good, bad)):
@@ -243,7 +243,7 @@ def test_sets_without_a_valid_row_are_refused(write: Write) -> None:
         image_task(images, NAMES)
 
 
-def test_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+def test_data_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --train"):
         evaluate_retrieval(run="run", test="judgments", queries="queries", documents="documents", train="t")
     save(small_config("clip"), tmp_path)
@@ -255,7 +255,7 @@ def test_sets_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
 
 def test_retrieval_of_images_needs_an_encoder_of_captions(tmp_path: Path) -> None:
     save(small_config("clip"), tmp_path / "both")
-    with pytest.raises(DataError, match="there is nothing at .*captioned"):  # it was looked for
+    with pytest.raises(DataError, match="there is nothing at .*captioned"):  # tried to read the data set
         evaluate_retrieval(run=str(tmp_path / "both"), test=str(tmp_path / "captioned"))
     spec = ImageEncoderSpec(
         name="tests.pairs:small_network",

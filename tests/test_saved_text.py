@@ -1,4 +1,4 @@
-"""A saved text encoder: what is loaded again gives what was trained, or says what is damaged."""
+"""Saved text encoders: loading restores the trained encoder, or names the damaged file."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def projected(tower: Tower, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("settings", [{}, {"encoder.name": "bag_of_subwords", "encoder.kwargs": {"dim": 16}}])
-def test_of_one_tower_the_encoder_alone_is_the_result(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_with_one_tower_saves_only_its_encoder(settings: dict[str, Any], tmp_path: Path) -> None:
     tower = save(small_config("simcse", {**HEAD, **settings}), tmp_path)
     assert isinstance(tower, Tower)
     loaded = load_texts(tmp_path)
@@ -58,7 +58,7 @@ def test_of_one_tower_the_encoder_alone_is_the_result(settings: dict[str, Any], 
 @pytest.mark.parametrize("head", [{}, HEAD], ids=["without a head", "with a head"])
 @pytest.mark.parametrize("towers", [{}, SEPARATE], ids=["one tower", "two towers"])
 @pytest.mark.parametrize("encoder", [{}, BY_TRANSFORMER], ids=["bag", "transformer"])
-def test_of_pairs_each_side_gives_its_embeddings(
+def test_each_side_of_a_pair_has_its_own_embeddings(
     encoder: dict[str, Any], towers: dict[str, Any], head: dict[str, Any], batchnorm: str, tmp_path: Path
 ) -> None:
     config = small_config(settings={**encoder, **towers, **head, "batchnorm": batchnorm})
@@ -81,7 +81,7 @@ def test_of_pairs_each_side_gives_its_embeddings(
     )
 
 
-def test_of_images_and_captions_the_key_side_reads_texts(tmp_path: Path) -> None:
+def test_the_key_side_of_captioned_images_reads_texts(tmp_path: Path) -> None:
     config = small_config("clip")
     saved = save(config, tmp_path)
     captions = load_texts(tmp_path, "key")
@@ -94,7 +94,7 @@ def test_of_images_and_captions_the_key_side_reads_texts(tmp_path: Path) -> None
     assert not (tmp_path / TOKENIZER).exists()
 
 
-def test_texts_are_encoded_in_batches_and_none_are_no_rows(tmp_path: Path) -> None:
+def test_texts_are_encoded_in_batches_and_an_empty_list_has_no_rows(tmp_path: Path) -> None:
     save(small_config(), tmp_path)
     loaded = load_texts(tmp_path)
     at_once = loaded.encode(TEXTS)
@@ -106,7 +106,7 @@ def test_texts_are_encoded_in_batches_and_none_are_no_rows(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "cause"), [("", "empty text"), (None, "missing value"), (3, "int in place")]
 )
-def test_what_is_no_text_is_refused(text: Any, cause: str, tmp_path: Path) -> None:
+def test_input_that_is_not_text_is_refused(text: Any, cause: str, tmp_path: Path) -> None:
     save(small_config(), tmp_path)
     with pytest.raises(DataError, match=f"a text cannot be used: {cause}.*; leave it out"):
         load_texts(tmp_path).encode(["sound", text])
@@ -124,7 +124,7 @@ def test_a_tokenizer_that_does_not_match_is_refused(tmp_path: Path) -> None:
     assert vocabulary().tokenizer.fingerprint in text
 
 
-def test_a_tokenizer_written_in_another_order_is_the_same(tmp_path: Path) -> None:
+def test_the_order_of_keys_in_a_tokenizer_file_does_not_matter(tmp_path: Path) -> None:
     save(small_config(), tmp_path)
     file = tmp_path / TOKENIZER
     before = load_texts(tmp_path).encode(TEXTS)
@@ -143,7 +143,7 @@ DAMAGE: dict[str, Any] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("folder", ["", KEY], ids=["query", "key"])
 @pytest.mark.parametrize("name", [SPEC, WEIGHTS, HEAD_WEIGHTS, TOKENIZER])
-def test_a_damaged_file_is_said_in_one_line(name: str, folder: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_in_one_line(name: str, folder: str, damage: str, tmp_path: Path) -> None:
     save(small_config(settings={**SEPARATE, **HEAD}), tmp_path)
     file = tmp_path / folder / name
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
@@ -151,7 +151,7 @@ def test_a_damaged_file_is_said_in_one_line(name: str, folder: str, damage: str,
         load_encoder(str(tmp_path), side="key" if folder else "query")
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
-    # The other side is another file's matter.
+    # The other side has its own file.
     load_encoder(str(tmp_path), side="query" if folder else "key")
 
 
@@ -163,13 +163,13 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
         load_encoder(str(tmp_path))
 
 
-def test_without_an_encoder_the_place_is_named(tmp_path: Path) -> None:
+def test_an_output_without_an_encoder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=f"found no encoder at {tmp_path} .*give the --output"):
         load_encoder(str(tmp_path), side="key")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, HEAD_WEIGHTS])
-def test_weights_of_another_network_do_not_fit(name: str, tmp_path: Path) -> None:
+def test_weights_of_another_network_are_refused(name: str, tmp_path: Path) -> None:
     save(small_config(settings=HEAD), tmp_path / "one")
     other = {"encoder.kwargs": {"dim": 24, "hidden_dim": 8}, **HEAD}
     save(small_config(settings=other), tmp_path / "other")

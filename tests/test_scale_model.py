@@ -1,4 +1,4 @@
-"""The formulas of docs/scale.md: what they say is what is kept and sent."""
+"""The formulas of docs/scale.md equal the bytes that are stored and sent."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ BATCH, DIM = 2_048, 64
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float16", 2), ("float32", 4)])
-def test_shards_together_keep_the_memory_of_the_formula(dtype: Precision, itemsize: int) -> None:
+def test_the_shards_together_use_the_memory_of_the_formula(dtype: Precision, itemsize: int) -> None:
     plan = BankSpec(
         name="b", kind="memory_bank", dim=DIM, output="out", capacity=1_003, num_shards=5, dtype=dtype
     )
@@ -39,12 +39,12 @@ def _bytes_of_gather(rank: int, num_workers: int) -> tuple[float, float]:
     return sent_by(lambda: gather(rows)), sent_by(lambda: gathered.sum().backward(retain_graph=True))
 
 
-def test_a_gather_and_its_gradient_send_the_bytes_of_the_formulas() -> None:
+def test_a_gather_and_its_gradient_send_the_bytes_of_the_formula() -> None:
     for forward, backward in run_workers(_bytes_of_gather, 2):
         assert forward == pytest.approx(gather_bytes(2, BATCH, DIM), rel=0.02)
         assert backward == pytest.approx(gather_gradient_bytes(2, BATCH, DIM, scatters=False), rel=0.02)
 
 
-def test_a_worker_alone_sends_nothing_and_computes_everything() -> None:
+def test_a_single_worker_sends_nothing_and_computes_everything() -> None:
     assert gather_bytes(1, BATCH, DIM) == parameter_gradient_bytes(1, 10**6) == 0
     assert sum(loss_flop(8, BATCH, DIM) for _ in range(8)) == loss_flop(1, BATCH, DIM)

@@ -1,4 +1,4 @@
-"""Files and settings of unknown origin: their code is never executed, their names stay in their folder."""
+"""Untrusted files and settings: their code never runs, and their names stay inside their folder."""
 
 import ast
 import io
@@ -55,7 +55,7 @@ ONE_LINE = re.compile(r"raycl: [^\n]+\n")
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Iterator[Path]:
-    """Return a file that malicious content would create; it must not exist at the end."""
+    """Return a file that malicious content would create; it must not exist after the test."""
     path = tmp_path / "executed"
     yield path
     assert not path.exists(), "malicious content was executed"
@@ -65,7 +65,7 @@ def marker(tmp_path: Path) -> Iterator[Path]:
 
 
 def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls of a module with the names of their functions, as written."""
+    """Yield the calls in a module with the function names as written."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -89,9 +89,9 @@ def imported(path: Path) -> set[str]:
 LOADERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
 PROGRAMS = {"eval", "exec", "compile", "os.system", "os.popen", "tempfile.mktemp"}
 LOADS = {"torch.load", "torch.hub.load", "torch.jit.load"}
-# The networks of the user's own, an optional package, and raycl's own names.
+# The user's own networks, an optional package, and raycl's public names.
 MAY_IMPORT = {
-    "raycl/loss_specs.py",  # objectives of the table LOSSES
+    "raycl/loss_specs.py",  # objectives in the table LOSSES
     "raycl/__init__.py",
     "raycl/models/custom.py",
     "raycl/models/text.py",
@@ -99,7 +99,7 @@ MAY_IMPORT = {
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_unpickles_evaluates_or_opens_a_socket_to_the_world(path: Path) -> None:
+def test_no_module_unpickles_evaluates_or_opens_a_public_socket(path: Path) -> None:
     assert not imported(path) & LOADERS
     for name, call in calls_in(path):
         assert name not in PROGRAMS, f"line {call.lineno}"
@@ -182,7 +182,7 @@ def commands(run: Path, data: Path, output: Path) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("door", ["knn", "linear", "retrieval", "sts", "embed", "mine", "export"])
-def test_every_command_refuses_a_run_with_a_pickle_or_with_code_in_one_line(
+def test_every_command_refuses_runs_with_pickles_or_code_in_one_line(
     door: str,
     tmp_path: Path,
     marker: Path,
@@ -194,17 +194,17 @@ def test_every_command_refuses_a_run_with_a_pickle_or_with_code_in_one_line(
     command = commands(run, data, tmp_path / "output.parquet")[door]
     whole = (run / "encoder.safetensors").read_bytes()
     (run / "encoder.safetensors").write_bytes(as_pickle(marker))
-    status, _, told = run_raycl(monkeypatch, capsys, *command)
-    assert (status, "is damaged" in told) == (2, True), told
-    assert ONE_LINE.fullmatch(told)
+    status, _, stderr = run_raycl(monkeypatch, capsys, *command)
+    assert (status, "is damaged" in stderr) == (2, True), stderr
+    assert ONE_LINE.fullmatch(stderr)
 
     (run / "encoder.safetensors").write_bytes(whole)
     name_code(run, "os:system", {"command": f"touch '{marker}'"})
-    status, _, told = run_raycl(monkeypatch, capsys, *command)
-    # Three of them need an encoder of texts, and look no further.
+    status, _, stderr = run_raycl(monkeypatch, capsys, *command)
+    # Three of these commands need a text encoder and stop earlier.
     says = "has an encoder of images" if door in ("retrieval", "sts", "mine") else "RAYCL_TRUSTED=os"
-    assert (status, says in told) == (2, True), told
-    assert ONE_LINE.fullmatch(told)
+    assert (status, says in stderr) == (2, True), stderr
+    assert ONE_LINE.fullmatch(stderr)
     assert not (tmp_path / "output.parquet").exists()
 
 
@@ -236,7 +236,7 @@ def test_code_that_a_run_names_is_imported_only_if_trusted(
     for name, arguments in calls.items():
         for run in (of_images, of_texts):
             if run == of_texts and name.startswith("transformers:"):
-                continue  # there it is the address of a model
+                continue  # here the value is the address of a model
             name_code(run, name, arguments)
             with pytest.raises(ConfigError, match=f"RAYCL_TRUSTED={name.partition(':')[0]}"):
                 load_encoder(str(run))
@@ -274,7 +274,7 @@ def test_a_trusted_network_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- a checkpoint
 
 
-def a_run_that_goes_on(folder: Path, checkpoint: str = "step-00000005") -> Path:
+def resumed_run(folder: Path, checkpoint: str = "step-00000005") -> Path:
     (folder / "checkpoints" / "step-00000005").mkdir(parents=True)
     (folder / "config.yaml").write_text(config_to_yaml(small_config()))
     listed = folder / "checkpoints" / "checkpoint_manager_snapshot.json"
@@ -295,19 +295,19 @@ def test_a_checkpoint_that_holds_more_than_tensors_is_refused(
 ) -> None:
     with pytest.raises(StorageError, match="cannot read state.pt: .*which raycl never loads"):
         load_state(form(marker), "state.pt")
-    run = a_run_that_goes_on(tmp_path / "run")
+    run = resumed_run(tmp_path / "run")
     (run / "checkpoints" / "step-00000005" / "state.pt").write_bytes(form(marker))
     with pytest.raises(StorageError, match="which raycl never loads"):
         load_checkpoint_encoder(str(run))
 
 
-def test_a_run_cannot_name_untrusted_code_or_lead_to_a_checkpoint_outside(
+def test_a_run_cannot_load_untrusted_code_or_a_checkpoint_outside_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     torch.save({"learner": {}}, outside / "state.pt")
-    run = str(a_run_that_goes_on(tmp_path / "run", "../../outside"))
+    run = str(resumed_run(tmp_path / "run", "../../outside"))
     with pytest.raises(StorageError, match="would lead out of"):
         load_checkpoint_encoder(run)
     monkeypatch.setenv(TRUSTED, "")
@@ -318,7 +318,7 @@ def test_a_run_cannot_name_untrusted_code_or_lead_to_a_checkpoint_outside(
 # ---- a bank's snapshot
 
 
-def a_saved_queue(output: Path) -> BankSpec:
+def saved_queue(output: Path) -> BankSpec:
     plan = BankSpec(name="bank", kind="queue", dim=4, capacity=8, output=str(output))
     QueueActor(plan).save(3)
     return plan
@@ -328,12 +328,12 @@ def a_saved_queue(output: Path) -> BankSpec:
 def test_a_bank_does_not_execute_a_snapshot(
     form: Callable[[Path], bytes], tmp_path: Path, marker: Path
 ) -> None:
-    plan = a_saved_queue(tmp_path)
+    plan = saved_queue(tmp_path)
     QueueActor(plan).restore(3, 1)
     Path(shard_place(plan, 0, 3).uri).write_bytes(form(marker))
     with pytest.raises(StorageError, match="cannot read"):
         QueueActor(plan).restore(3, 1)
-    import ray.data  # noqa: F401  (Ray Data teaches Arrow to unpickle)
+    import ray.data  # noqa: F401  (Ray Data registers unpickling with Arrow)
 
     path = Path(shard_place(plan, 0, 3).uri)
     write_parquet(path, {"step": pa.array([1])}, "sample_id", pickled_column(marker, 1))
@@ -354,14 +354,14 @@ def test_a_bank_does_not_execute_a_snapshot(
     ],
 )
 def test_an_invalid_current_snapshot_is_refused(content: str, tmp_path: Path) -> None:
-    plan = a_saved_queue(tmp_path)
+    plan = saved_queue(tmp_path)
     Path((plan.place / "current.json").uri).write_text(content)
     with pytest.raises(StorageError, match="current.json does not name a snapshot"):
         read_current(plan)
 
 
 def test_other_folders_beside_the_snapshots_are_ignored(tmp_path: Path) -> None:
-    plan = a_saved_queue(tmp_path)
+    plan = saved_queue(tmp_path)
     for name in ("step-x", "step-", "step--0000005", "step-" + 8 * chr(0x0667), "steps"):
         (tmp_path / "bank" / name).mkdir()
         (tmp_path / "bank" / name / "file").write_text("x")
@@ -390,7 +390,7 @@ STS = {"sentence1": pa.array(["a"]), "sentence2": pa.array(["b"]), "score": pa.a
 def test_a_column_of_pickled_objects_is_refused_before_it_is_read(
     column: str, in_list: bool, tmp_path: Path, marker: Path
 ) -> None:
-    import ray.data  # noqa: F401  (Ray Data teaches Arrow to unpickle)
+    import ray.data  # noqa: F401  (Ray Data registers unpickling with Arrow)
 
     plain = {name: values for name, values in IMAGES.items() if name != column}
     path = write_parquet(tmp_path / "rows.parquet", plain, column, pickled_column(marker, 1), in_list=in_list)
@@ -399,7 +399,7 @@ def test_a_column_of_pickled_objects_is_refused_before_it_is_read(
         list(source.read(source.fragments[0]))
 
 
-def test_a_plain_reader_would_execute_such_a_column(tmp_path: Path) -> None:
+def test_a_plain_reader_would_execute_a_column_of_pickled_objects(tmp_path: Path) -> None:
     import ray.data  # noqa: F401
 
     marker = tmp_path / "executed"
@@ -415,8 +415,8 @@ def test_sentences_for_evaluation_are_not_executed(
 
     path = write_parquet(tmp_path / "sts.parquet", STS, "dataset", pickled_column(marker, 1))
     run = text_run(tmp_path / "run")
-    status, _, told = run_raycl(monkeypatch, capsys, "evaluate", "sts", "--run", run, "--test", path)
-    assert (status, "pickled Python objects in 'dataset'" in told) == (2, True), told
+    status, _, stderr = run_raycl(monkeypatch, capsys, "evaluate", "sts", "--run", run, "--test", path)
+    assert (status, "pickled Python objects in 'dataset'" in stderr) == (2, True), stderr
 
 
 def test_an_embedding_for_a_query_is_not_executed(
@@ -428,8 +428,8 @@ def test_an_embedding_for_a_query_is_not_executed(
     (tmp_path / "vector.json").write_bytes(as_text(marker))
     for file in ("vector.npy", "vector.json"):
         command = ("bank", "nearest", "any", "--vector", tmp_path / file)
-        status, _, told = run_raycl(monkeypatch, capsys, *command)
-        assert (status, "does not contain an embedding" in told) == (2, True), told
+        status, _, stderr = run_raycl(monkeypatch, capsys, *command)
+        assert (status, "does not contain an embedding" in stderr) == (2, True), stderr
 
 
 def test_an_image_that_is_a_program_is_not_executed(
@@ -477,7 +477,7 @@ def test_yaml_aliases_that_grow_exponentially_are_refused() -> None:
 
 def test_a_few_aliases_are_allowed() -> None:
     stated = yaml.safe_load(config_to_yaml(small_config()))
-    stated["stages"] = [stated["stages"][0]] * 2  # which YAML writes as an alias
+    stated["stages"] = [stated["stages"][0]] * 2  # written by YAML as an alias
     text = yaml.safe_dump(stated)
     assert "*id" in text
     assert len(set(config_from_yaml(text).stages)) == 1
@@ -496,7 +496,7 @@ NAMES = st.text(alphabet=st.sampled_from("ab./\\%2e~$ \n:@?#é"), max_size=12) |
 @example(["a/../../b"])
 @example(["/etc/passwd"])
 @example(["a\0b"])
-def test_names_below_a_place_stay_below_it(names: list[str]) -> None:
+def test_names_below_a_folder_stay_below_it(names: list[str]) -> None:
     for root in ("/runs/one", "s3://bucket/runs/one"):
         place = Place(root)
         try:
@@ -515,7 +515,7 @@ def test_names_below_a_place_stay_below_it(names: list[str]) -> None:
         Place("/runs/one", "../two")
 
 
-def test_a_listing_of_a_bucket_cannot_lead_out_of_its_prefix(s3_server: str) -> None:
+def test_a_bucket_listing_cannot_escape_its_prefix(s3_server: str) -> None:
     client = boto3.client("s3", endpoint_url=s3_server)
     for key in (
         "hostile/set/a.png",
@@ -533,17 +533,17 @@ def test_a_listing_of_a_bucket_cannot_lead_out_of_its_prefix(s3_server: str) -> 
 
 def test_an_address_with_a_secret_is_refused_without_repeating_it() -> None:
     for address in ("s3://AKIA:SECRET@bucket/path", "s3://AKIA:SEC%2FRET@bucket/path?region=x"):
-        with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as told:
+        with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY") as caught:
             Place(address).exists()
-        assert "SEC" not in str(told.value).replace("AWS_SECRET_ACCESS_KEY", "").replace("a secret", "")
-        assert "AKIA" not in str(told.value)
+        assert "SEC" not in str(caught.value).replace("AWS_SECRET_ACCESS_KEY", "").replace("a secret", "")
+        assert "AKIA" not in str(caught.value)
 
 
 def test_written_files_are_not_writable_by_others(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         run = text_run(tmp_path / "runs" / "one")
-        a_saved_queue(run)
+        saved_queue(run)
     finally:
         os.umask(before)
     written = [run, *run.rglob("*")]
@@ -570,4 +570,4 @@ def test_the_token_is_readable_by_its_owner_only(tmp_path: Path, monkeypatch: py
     assert (token.read_text(), stat.S_IMODE(token.stat().st_mode)) == (content, 0o600)
     shutil.rmtree(token.parent)
     (tmp_path / ".ray").write_text("in the way")
-    _keep_token_private()  # Ray will say what is wrong
+    _keep_token_private()  # Ray reports the error itself

@@ -1,4 +1,4 @@
-"""SigLIP's pairwise sigmoid loss in tiles, over workers and by a ring against the formula in float64."""
+"""SigLIP's pairwise sigmoid loss in tiles, over workers and over a ring against the formula in float64."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_many_tiles_in_single_precision_equal_the_plain_formula(temperature: flo
     assert_close(value_and_gradients(ours, inputs), true, tolerance_at(temperature))
 
 
-def test_only_a_tile_is_held_and_no_product_is_taken_without_gradient() -> None:
+def test_memory_holds_only_one_tile_and_products_without_gradients_are_skipped() -> None:
     query, key = leaves(*make_views(2048, 4))
     with MetricsLogger() as recorder:
         siglip(query, key, temperature=0.1, bias=-10.0).backward()
@@ -81,7 +81,7 @@ def test_only_a_tile_is_held_and_no_product_is_taken_without_gradient() -> None:
         ({"key_id": torch.arange(3)}, "key_id does not match its rows"),
     ],
 )
-def test_impossible_input_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_input_is_refused(changes: dict[str, Any], message: str) -> None:
     arguments = {"query": torch.eye(4), "key": torch.eye(4), "temperature": 0.1, "bias": 0.0} | changes
     with pytest.raises(ConfigError, match=message):
         siglip(**arguments)

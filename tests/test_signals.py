@@ -1,4 +1,4 @@
-"""Signals of a run, without its workers: when they are asked to stop, and when signals are ignored."""
+"""Signals of a run without workers: when training stops, and when signals are ignored."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from raycl.training.driver import GracefulShutdown
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Have a handler for SIGTERM, as a command has."""
+    """Install a handler for SIGTERM, as commands do."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -24,19 +24,19 @@ def send_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_workers_are_asked_to_stop_only_between_the_beginning_and_the_end_of_training(
+def test_signals_stop_the_workers_only_during_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
     monkeypatch.setattr(GracefulShutdown, "request_stop", lambda _: float(asked.set() or 0))
     with GracefulShutdown(None, Place(str(tmp_path))) as signals:
-        with pytest.raises(KeyboardInterrupt):  # nobody is there who would save
+        with pytest.raises(KeyboardInterrupt):  # no worker could save
             send_sigterm()
         signals.begin()
         send_sigterm()
         assert asked.wait(10)
         assert signals.last_signal == signal.SIGTERM
-        with pytest.raises(KeyboardInterrupt):  # a second one ends the process
+        with pytest.raises(KeyboardInterrupt):  # a second signal ends the process
             send_sigterm()
         signals.end()
         send_sigterm()  # while the result is written

@@ -1,4 +1,4 @@
-"""Embedding snapshots of a run: the same on any number of workers, and without a change to the towers."""
+"""Embedding snapshots of a run: equal on any number of workers, and without changes to the towers."""
 
 import io
 import tempfile
@@ -29,12 +29,12 @@ from tests.images import digit_files
 from tests.texts import invented_texts
 from tests.workers.processes import run_workers
 
-NUM_ROWS, SIZE = 37, 16  # rows that neither 2 nor 3 workers share evenly
+NUM_ROWS, SIZE = 37, 16  # neither 2 nor 3 workers share these rows evenly
 CPU = torch.device("cpu")
 
 
 class Counting(nn.Module):
-    """An encoder with everything that could be left changed: statistics, dropout, a count of its own."""
+    """An encoder with all state that a snapshot could change: statistics, dropout, and a counter."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def write(rank: int, num_workers: int, folder: str, step: int, two_towers: bool)
 
 
 @pytest.mark.parametrize("two_towers", [False, True])
-def test_any_number_of_workers_gives_one_snapshot(two_towers: bool) -> None:
+def test_any_number_of_workers_writes_the_same_snapshot(two_towers: bool) -> None:
     found = []
     for num_workers in (1, 2, 3):
         with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def test_any_number_of_workers_gives_one_snapshot(two_towers: bool) -> None:
         assert (first.key is None) == (other.key is None) == (not two_towers)
         for side in ("positives", "negatives"):
             counts = [getattr(each.similarities, side) for each in (first, other)]
-            assert np.abs(counts[0] - counts[1]).sum() <= 2  # rounding at the edge of a bin
+            assert np.abs(counts[0] - counts[1]).sum() <= 2  # rounding at bin edges
 
 
 def test_rows_are_the_unit_representations_of_their_samples(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_the_first_snapshot_is_kept_and_the_latest_replaced(tmp_path: Path) -> N
     assert steps == [[0], [0, 5], [0, 9]]
 
 
-def test_dropout_makes_the_views_of_a_sample_different(tmp_path: Path) -> None:
+def test_dropout_makes_the_views_of_a_sample_differ(tmp_path: Path) -> None:
     def mean_bin(dropout: float) -> float:
-        # Views that are drawn without any randomness.
+        # Views without any randomness.
         unchanged = {"crop_scale": (1.0, 1.0), "crop_ratio": (1.0, 1.0), "flip": 0.0, "jitter": 0.0}
         quiet = snapshot_writer(tmp_path, **unchanged, grayscale=0.0, blur=0.0)
         quiet.write(tower(dropout=dropout), CPU, step=0)
@@ -158,7 +158,7 @@ def test_dropout_makes_the_views_of_a_sample_different(tmp_path: Path) -> None:
 
 def test_equal_keys_are_not_counted_as_negatives(tmp_path: Path) -> None:
     class Alike:
-        """A transform for which all samples show one thing but the first."""
+        """A transform in which all samples except the first share a key."""
 
         def __init__(self, transform: Transform) -> None:
             self._transform = transform
@@ -190,11 +190,11 @@ def test_texts_are_restored_from_their_tokens() -> None:
         tokenizer = train_tokenizer(texts, vocabulary_size=600, kind=kind, cls=True)  # type: ignore[arg-type]
         read = tokenizer.decode(tokenizer.encode(texts, 256))
         plain = [text.lower().replace(" ", "") for text in texts]
-        # Marks stand apart from words afterwards.
+        # Restored texts have spaces before punctuation.
         assert [text.replace(" ", "") for text in read] == plain
 
 
-def test_a_token_that_was_swapped_with_the_padding_is_read() -> None:
+def test_a_token_exchanged_with_the_padding_is_restored() -> None:
     library = tokenizers.Tokenizer(
         models.WordLevel({"sea": 0, "boat": 1, "[UNK]": 2, "[PAD]": 3}, unk_token="[UNK]")
     )

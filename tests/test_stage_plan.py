@@ -1,4 +1,4 @@
-"""What a stage's values are at each of its steps."""
+"""The values of a stage at each of its steps."""
 
 import math
 
@@ -11,7 +11,7 @@ NUM_TRAIN = 1_024
 
 
 def plans_of(**settings: object) -> list[StagePlan]:
-    """Two epochs of 16 steps at a batch of 64, then two of 4 steps at 256."""
+    """Two epochs of 16 steps with batch size 64, then two epochs of 4 steps with batch size 256."""
     stages = {"stages.0.epochs": 2, "stages.0.batch_size": 64, "stages.0.learning_rate": 1.0}
     later = {"stages.1.batch_size": 256}
     config = raycl.override(raycl.recipe("simclr"), {**stages, **settings, **later})
@@ -22,32 +22,32 @@ def rates(plan: StagePlan) -> list[float]:
     return [plan.learning_rate(step) for step in range(plan.num_steps)]
 
 
-def test_a_schedule_of_its_own_begins_anew_with_each_stage() -> None:
+def test_a_schedule_per_stage_restarts_with_each_stage() -> None:
     first, second = plans_of(**{"stages.0.warmup_epochs": 0})
     assert (first.num_steps, second.num_steps) == (32, 8)
-    assert rates(first)[0] == pytest.approx(0.5)  # 1.0 at 256 rows, by the root of the batch
+    assert rates(first)[0] == pytest.approx(0.5)  # 1.0 at 256 rows, by the square root of the batch size
     assert rates(second)[0] == pytest.approx(1.0)
     assert rates(second)[4] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("scaling", "of_64_rows"), [("none", 1.0), ("linear", 0.25), ("square_root", 0.5)])
-def test_one_schedule_over_the_run_goes_by_samples(scaling: str, of_64_rows: float) -> None:
+def test_one_schedule_over_the_run_counts_samples(scaling: str, of_64_rows: float) -> None:
     over_run = {"stages.0.learning_rate_scope": "run", "stages.0.learning_rate_scaling": scaling}
     first, second = plans_of(**over_run, **{"stages.0.warmup_epochs": 0})
     shape = [0.5 * (1 + math.cos(math.pi * samples / 4_096)) for samples in range(0, 4_096, 64)]
     assert rates(first) == pytest.approx([of_64_rows * each for each in shape[:32]])
-    assert rates(second) == pytest.approx(shape[32::4])  # at 256 rows all scalings are equal
+    assert rates(second) == pytest.approx(shape[32::4])  # all scalings agree at 256 rows
 
 
 def test_one_schedule_over_the_run_warms_up_once_and_steps_down_twice() -> None:
     over_run = {"stages.0.learning_rate_scope": "run", "stages.0.learning_rate_schedule": "step"}
     first, second = plans_of(**over_run, **{"stages.0.learning_rate_scaling": "none"})
-    # A tenth of the stage at most, so three steps; then 1 until three fifths of the run.
+    # Warmup takes at most a tenth of the stage, three steps; then 1 until three fifths of the run.
     assert rates(first) == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 29)
     assert rates(second) == pytest.approx([1.0] * 2 + [0.1] * 3 + [0.01] * 3, rel=1e-6)
 
 
-def test_the_weight_of_the_hinge_ends_where_the_stage_ends() -> None:
+def test_the_hinge_weight_reaches_its_end_at_the_last_step_of_the_stage() -> None:
     weights = {"stages.0.hinge_weight": 0.2, "stages.0.final_hinge_weight": 0.8}
     first, second = plans_of(**weights)
     for plan in (first, second):

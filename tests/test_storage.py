@@ -1,4 +1,4 @@
-"""Places and records on a local disk; S3 has a file of its own."""
+"""Places and records on a local disk; S3 has its own test file."""
 
 import contextlib
 import json
@@ -16,21 +16,21 @@ from raycl.records import MetricsLog, read_metrics, read_result, write_result
 from raycl.storage import Place
 
 
-def test_files_are_listed_sorted_and_without_hidden_ones(tmp_path: Path) -> None:
+def test_files_are_listed_sorted_and_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b/2.txt", "a/1.txt", ".hidden/x", "b/_partial"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     assert Place(str(tmp_path)).files() == [("a/1.txt", 1), ("b/2.txt", 1)]
 
 
-def test_names_below_a_place_may_have_any_characters(tmp_path: Path) -> None:
+def test_names_below_a_place_may_contain_any_character(tmp_path: Path) -> None:
     place = Place(str(tmp_path)) / "a b#c%20?.txt"
     place.write_text("x")
     assert Place(str(tmp_path)).files() == [("a b#c%20?.txt", 1)]
     assert place.read_text() == "x"
 
 
-def test_a_file_is_replaced_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically_without_leftovers(tmp_path: Path) -> None:
     place = Place(str(tmp_path)) / "deep" / "x.json"
     place.write_text("old")
     place.write_text("new")
@@ -38,7 +38,7 @@ def test_a_file_is_replaced_whole_and_leaves_nothing_behind(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.json"]
 
 
-def test_a_write_that_fails_in_its_middle_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_write_that_fails_halfway_keeps_the_old_file(tmp_path: Path) -> None:
     place = Place(str(tmp_path)) / "x.json"
     place.write_text("old")
     with largest_file(1_024), pytest.raises(StorageError, match="cannot write .*too large"):
@@ -49,7 +49,7 @@ def test_a_write_that_fails_in_its_middle_leaves_the_old_file(tmp_path: Path) ->
 
 @contextlib.contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Let every write behind these bytes of a file fail, as on a full disk."""
+    """Make writes beyond this file size fail, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
@@ -60,7 +60,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_missing_file_is_an_error_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot read .*nothing") as caught:
         (Place(str(tmp_path)) / "nothing").read_bytes()
     assert "\n" not in str(caught.value)
@@ -74,14 +74,14 @@ def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_on_a_full_disk_a_result_overwrites_the_old_one(full_disk: Path) -> None:
+def test_a_result_on_a_full_disk_overwrites_the_old_one(full_disk: Path) -> None:
     (full_disk / "result.json").write_text(json.dumps({"status": "running", "padding": "x" * 200}))
     failed = {"status": "failed", "error": "no space left"}
     write_result(Place(str(full_disk)), failed)
     assert read_result(Place(str(full_disk))) == failed
 
 
-def test_on_a_full_disk_a_first_result_is_an_error(full_disk: Path) -> None:
+def test_a_first_result_on_a_full_disk_is_an_error(full_disk: Path) -> None:
     with pytest.raises(StorageError, match="cannot write .*No space left"):
         write_result(Place(str(full_disk)), {"status": "running"})
     assert not (full_disk / "result.json").exists()
@@ -154,7 +154,7 @@ def test_a_binary_file_read_as_text_is_refused_in_one_line(tmp_path: Path) -> No
         Place(str(tmp_path / "run.yaml")).read_text()
 
 
-def test_the_endpoint_of_an_address_stays_last_and_out_of_names() -> None:
+def test_the_endpoint_stays_at_the_end_of_an_address_and_out_of_names() -> None:
     place = Place("s3://bucket/runs/first/?scheme=http&endpoint_override=127.0.0.1:9000")
     assert place.name == "first"
     below = place / "checkpoints" / "why?.txt"

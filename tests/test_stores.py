@@ -1,4 +1,4 @@
-"""The stores of negatives against plain lists and dictionaries, whatever comes in and in any order."""
+"""The stores of negatives against plain lists and dictionaries, for any input in any order."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -29,7 +29,7 @@ Push = tuple[np.ndarray, np.ndarray, int]
 
 
 def some_pushes(sizes: list[int], seed: int) -> list[Push]:
-    """Rows, ids (which repeat) and a step of their own for each push."""
+    """Rows, ids with repetitions, and one step for each push."""
     random = np.random.default_rng(seed)
     return [
         (random.standard_normal((size, DIM), np.float32), random.integers(-9, 9, size), step)
@@ -43,7 +43,7 @@ def plain(negatives: Negatives) -> list[tuple[list[float], int, int]]:
 
 
 def plain_pushes(pushes: list[Push], dtype: Any = np.float32) -> list[tuple[list[float], int, int]]:
-    """All rows ever pushed, one after the other."""
+    """All rows ever pushed, in order."""
     return [
         (row.astype(dtype).tolist(), int(sample_id), step)
         for rows, ids, step in pushes
@@ -52,7 +52,7 @@ def plain_pushes(pushes: list[Push], dtype: Any = np.float32) -> list[tuple[list
 
 
 def image_of(store: KeyQueue | MemoryBank) -> dict[str, Any]:
-    """The state as plain values that a later write does not change."""
+    """Copy the state to plain values, which later writes do not change."""
     state = store.state_dict()
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in state.items()}
 
@@ -63,7 +63,7 @@ def copied(state: Mapping[str, np.ndarray | int]) -> dict[str, np.ndarray | int]
 
 @SETTINGS
 @given(capacities, push_sizes, dtypes, seeds)
-def test_queue_holds_the_newest_rows_each_in_the_slot_of_its_number(
+def test_queue_holds_the_newest_rows_in_the_slots_of_their_numbers(
     capacity: int, sizes: list[int], dtype: Any, seed: int
 ) -> None:
     queue, pushes = KeyQueue(capacity, DIM, dtype), some_pushes(sizes, seed)
@@ -78,7 +78,7 @@ def test_queue_holds_the_newest_rows_each_in_the_slot_of_its_number(
 
 @SETTINGS
 @given(capacities, push_sizes, seeds, st.data())
-def test_reader_gets_what_it_has_not_seen_oldest_first(
+def test_reader_gets_unseen_rows_oldest_first(
     capacity: int, sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
     queue, pushes = KeyQueue(capacity, DIM), some_pushes(sizes, seed)
@@ -93,7 +93,7 @@ def test_reader_gets_what_it_has_not_seen_oldest_first(
 
 @SETTINGS
 @given(capacities, st.lists(st.tuples(st.integers(0, 25), st.booleans()), max_size=12), dtypes, seeds)
-def test_replica_that_reads_now_and_then_equals_the_queue_to_the_last_bit(
+def test_replica_that_reads_occasionally_equals_the_queue_bit_for_bit(
     capacity: int, pushes_and_reads: list[tuple[int, bool]], dtype: Any, seed: int
 ) -> None:
     queue, replica = KeyQueue(capacity, DIM, dtype), KeyQueue(capacity, DIM, dtype)
@@ -105,7 +105,7 @@ def test_replica_that_reads_now_and_then_equals_the_queue_to_the_last_bit(
             assert image_of(replica) == image_of(queue)
 
 
-def test_delta_applied_twice_or_overlapping_changes_nothing() -> None:
+def test_repeated_or_overlapping_deltas_change_nothing() -> None:
     queue, replica = KeyQueue(7, DIM), KeyQueue(7, DIM)
     for push in some_pushes([5, 4], seed=0):
         queue.push(*push)
@@ -147,12 +147,12 @@ def test_queue_finds_all_rows_of_a_sample(
 
 @SETTINGS
 @given(capacities, push_sizes, push_sizes, dtypes, seeds)
-def test_restored_queue_continues_as_the_original(
+def test_restored_queue_continues_like_the_original(
     capacity: int, before: list[int], after: list[int], dtype: Any, seed: int
 ) -> None:
     queue, restored = KeyQueue(capacity, DIM, dtype), KeyQueue(capacity, DIM, dtype)
     for push in some_pushes([11, *after], seed):
-        restored.push(*push)  # its earlier content is replaced
+        restored.push(*push)  # replaces its earlier content
     for push in some_pushes(before, seed):
         queue.push(*push)
     restored.load_state_dict(queue.state_dict())
@@ -174,7 +174,7 @@ def direction(row: np.ndarray) -> np.ndarray:
 def plain_update(
     rows: dict[int, np.ndarray], momentum: float, batch: list[tuple[int, np.ndarray]]
 ) -> dict[int, np.ndarray]:
-    """The bank after one step, one sample at a time in float64."""
+    """Update the bank for one step, one sample at a time in float64."""
     moved = dict(rows)
     for sample_id in {sample_id for sample_id, _ in batch}:
         came = sum(direction(row.astype(np.float64)) for other, row in batch if other == sample_id)
@@ -215,7 +215,7 @@ def test_bank_equals_a_dictionary_in_double_precision(
             stored.rows,
             np.array([expected[one] for one in sorted(ids)]),
             rtol=0,
-            atol=2e-6 if dtype == np.float32 else 2.0**-12 + 2e-6,  # half a step of float16
+            atol=2e-6 if dtype == np.float32 else 2.0**-12 + 2e-6,  # half of float16's spacing
         )
 
 
@@ -226,7 +226,7 @@ def test_bank_equals_a_dictionary_in_double_precision(
     seeds,
     st.data(),
 )
-def test_bank_is_the_same_to_the_last_bit_however_the_batches_are_split_and_ordered(
+def test_bank_does_not_depend_on_the_split_and_order_of_batches(
     batches: list[list[int]], dtype: Any, seed: int, data: st.DataObject
 ) -> None:
     whole, split = some_bank([7, 20, -3, 5, 6], dtype=dtype), some_bank([5, 6, 7, -3, 20], dtype=dtype)
@@ -244,7 +244,7 @@ def test_bank_is_the_same_to_the_last_bit_however_the_batches_are_split_and_orde
 
 @settings(SETTINGS, max_examples=25)
 @given(st.integers(1, 10_000), st.lists(st.integers(0, 10_000), max_size=4), dtypes, seeds)
-def test_shards_start_as_the_rows_of_the_whole_bank(
+def test_shards_start_with_the_rows_of_the_unsharded_bank(
     num_slots: int, cuts: list[int], dtype: Any, seed: int
 ) -> None:
     ids = np.arange(num_slots) * 3 - 50
@@ -258,7 +258,7 @@ def test_shards_start_as_the_rows_of_the_whole_bank(
         assert np.array_equal(shard.draw(num_slots // 2, step=4), whole.draw(num_slots // 2, step=4))
 
 
-def test_shards_together_equal_the_whole_bank_after_updates() -> None:
+def test_shards_together_equal_the_unsharded_bank_after_updates() -> None:
     ids = np.random.default_rng(0).choice(10**12, 9_000, replace=False)
     whole = MemoryBank(ids, DIM, seed=3)
     ids = np.sort(ids)
@@ -282,7 +282,7 @@ def test_shards_together_equal_the_whole_bank_after_updates() -> None:
 
 @SETTINGS
 @given(distinct_ids, st.data())
-def test_slots_are_the_samples_in_the_order_of_their_ids(ids: list[int], data: st.DataObject) -> None:
+def test_slots_are_in_the_order_of_sample_ids(ids: list[int], data: st.DataObject) -> None:
     bank = some_bank(ids)
     asked = data.draw(st.lists(st.sampled_from(ids), max_size=9))
     slots = bank.slots_of(np.array(asked, np.int64))
@@ -306,11 +306,11 @@ def test_unknown_samples_are_named(ids: list[int], asked: list[int]) -> None:
     assert image_of(bank) == before
 
 
-def test_first_rows_are_uniform_on_the_sphere_and_follow_the_seed() -> None:
+def test_initial_rows_are_uniform_on_the_sphere_and_depend_on_the_seed() -> None:
     bank, same, other = (MemoryBank(np.arange(20_000), 8, seed=seed) for seed in (5, 5, 6))
     rows = bank.negatives().rows
     assert np.array_equal(rows, same.negatives().rows)
-    # No block repeats another, nor one of another seed.
+    # Blocks repeat neither within a seed nor across seeds.
     assert len(np.unique(np.concatenate([rows, other.negatives().rows]), axis=0)) == 40_000
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
     np.testing.assert_allclose(rows.mean(0), 0, atol=5 / np.sqrt(8 * 20_000))
@@ -320,7 +320,7 @@ def test_first_rows_are_uniform_on_the_sphere_and_follow_the_seed() -> None:
 
 @SETTINGS
 @given(st.integers(1, 300), seeds, st.integers(0, 10**6), st.data())
-def test_draw_is_without_replacement_and_a_function_of_seed_and_step(
+def test_draw_is_without_replacement_and_depends_only_on_seed_and_step(
     num_slots: int, seed: int, step: int, data: st.DataObject
 ) -> None:
     num = data.draw(st.integers(0, num_slots))
@@ -333,7 +333,7 @@ def test_draw_is_without_replacement_and_a_function_of_seed_and_step(
     assert np.array_equal(bank.draw(num, step=step), drawn)
 
 
-@pytest.mark.parametrize(("num_slots", "num"), [(60, 20), (2_000, 20)])  # numpy draws in two ways
+@pytest.mark.parametrize(("num_slots", "num"), [(60, 20), (2_000, 20)])  # numpy has two sampling algorithms
 def test_draw_is_uniform(num_slots: int, num: int) -> None:
     num_draws = 300_000 // num
     counts = np.zeros(num_slots)
@@ -344,7 +344,7 @@ def test_draw_is_uniform(num_slots: int, num: int) -> None:
     assert abs(spread - (num_slots - 1)) < 5 * np.sqrt(2 * num_slots)
 
 
-def test_first_rows_and_draws_do_not_share_random_numbers() -> None:
+def test_initial_rows_and_draws_do_not_share_random_numbers() -> None:
     streams = [
         memory_bank._generator(0, 0, purpose) for purpose in (memory_bank._INITIAL_ROWS, memory_bank._DRAWS)
     ]
@@ -352,7 +352,7 @@ def test_first_rows_and_draws_do_not_share_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_rows_without_direction_leave_the_slot_as_it_is(momentum: float) -> None:
+def test_rows_without_direction_leave_the_slot_unchanged(momentum: float) -> None:
     bank = some_bank([1, 2, 3], momentum=momentum)
     rows = bank.negatives().rows.copy()
     bank.update(np.array([1]), np.zeros((1, DIM), np.float32), 0)
@@ -362,7 +362,7 @@ def test_rows_without_direction_leave_the_slot_as_it_is(momentum: float) -> None
     np.testing.assert_allclose(bank.negatives().rows, rows, atol=1e-6)
 
 
-def test_initialized_slots_have_length_1_and_step_minus_1_until_an_update() -> None:
+def test_initialized_slots_have_unit_length_and_step_minus_1_until_an_update() -> None:
     bank, other = some_bank(range(5)), some_bank(range(5))
     bank.update(np.array([1, 2]), with_value(3.0)[:2], step=4)
     rows = np.arange(3 * DIM, dtype=np.float32).reshape(3, DIM)
@@ -379,7 +379,7 @@ def test_initialized_slots_have_length_1_and_step_minus_1_until_an_update() -> N
 
 
 def test_half_precision_rows_are_normalized_in_single_precision() -> None:
-    # Squares of such rows overflow in float16, or vanish.
+    # Squares of these rows overflow or underflow in float16.
     for size in (3e4, 1e-6):
         bank = some_bank([1], momentum=0.0, dtype=np.float16)
         bank.update(np.array([1]), np.full((1, DIM), size, np.float16), 0)
@@ -388,11 +388,11 @@ def test_half_precision_rows_are_normalized_in_single_precision() -> None:
 
 @SETTINGS
 @given(st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=2, max_size=4), dtypes, seeds)
-def test_restored_bank_continues_as_the_original(batches: list[list[int]], dtype: Any, seed: int) -> None:
+def test_restored_bank_continues_like_the_original(batches: list[list[int]], dtype: Any, seed: int) -> None:
     bank, restored = (some_bank(range(5), seed=one, dtype=dtype) for one in (1, 2))
     random = np.random.default_rng(seed)
     calls = [(np.array(ids, np.int64), random.standard_normal((len(ids), DIM))) for ids in batches]
-    restored.update(*calls[-1], step=1)  # its earlier content is replaced
+    restored.update(*calls[-1], step=1)  # replaces its earlier content
     bank.update(*calls[0], step=0)
     restored.load_state_dict(bank.state_dict())
     assert image_of(restored) == image_of(bank)
@@ -402,7 +402,7 @@ def test_restored_bank_continues_as_the_original(batches: list[list[int]], dtype
     assert image_of(restored) == image_of(bank)
 
 
-def test_restored_bank_forgets_the_step_it_was_in() -> None:
+def test_restored_bank_forgets_its_unfinished_step() -> None:
     bank, fresh = some_bank(range(5)), some_bank(range(5))
     bank.update(IDS, ROWS, 3)
     older = copied(bank.state_dict())
@@ -460,7 +460,7 @@ def test_invalid_rows_are_refused_in_one_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_store_accepts_rows_and_ids_of_any_layout_and_width(kind: str) -> None:
+def test_store_accepts_rows_and_ids_of_any_layout_and_dtype(kind: str) -> None:
     store, odd = STORES[kind](), STORES[kind]()
     rows = np.random.default_rng(0).standard_normal((4, DIM)).astype(np.float16)
     ids = np.array([6, 0, 5, 1])
@@ -470,7 +470,7 @@ def test_store_accepts_rows_and_ids_of_any_layout_and_width(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_store_does_not_keep_the_arrays_it_was_given(kind: str) -> None:
+def test_store_keeps_no_reference_to_its_input_arrays(kind: str) -> None:
     store, rows, ids = STORES[kind](), ROWS.copy(), IDS.copy()
     WRITES[kind](store, rows, ids)
     written, state = image_of(store), copied(store.state_dict())
@@ -494,7 +494,7 @@ def test_rows_become_tensors_without_a_copy(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_num_bytes_is_the_memory_of_rows_ids_and_steps(kind: str) -> None:
+def test_num_bytes_counts_rows_ids_and_steps(kind: str) -> None:
     assert STORES[kind]().num_bytes == 7 * (DIM * 4 + 8 + 8)
 
 
@@ -506,9 +506,9 @@ def test_state_of_another_store_is_refused_and_nothing_is_loaded(kind: str, arra
     before = image_of(store)
     value = np.asarray(state.pop(array))
     wrong = [np.zeros((1, *value.shape[1:]), value.dtype), value.astype(np.float16)]
-    for broken in (state, *(state | {array: one} for one in wrong)):
+    for invalid in (state, *(state | {array: one} for one in wrong)):
         with pytest.raises(ConfigError, match="load it into a store made with the same settings") as error:
-            store.load_state_dict(broken)
+            store.load_state_dict(invalid)
         assert "\n" not in str(error.value)
     assert image_of(store) == before
 

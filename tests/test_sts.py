@@ -1,4 +1,4 @@
-"""Spearman's correlation of sentence similarity with people's scores."""
+"""Spearman's correlation of sentence similarity with human scores."""
 
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,21 @@ from tests.test_saved_text import save
 
 
 def plain_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the ranks of values; equal values share the mean of theirs."""
+    """Return the ranks of values; equal values share their mean rank."""
     below = (values[None] < values[:, None]).sum(axis=1)
     equal = (values[None] == values[:, None]).sum(axis=1)
     return below + (equal + 1) / 2
 
 
 def draw(num_pairs: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Similarities, and scores in halves that follow them loosely, with many ties."""
+    """Similarities and loosely correlated scores in steps of one half, with many ties."""
     rng = np.random.default_rng(seed)
     similarity = rng.normal(size=num_pairs)
     return similarity, np.round(2 * similarity + rng.normal(size=num_pairs)) / 2
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_spearman_is_the_correlation_of_the_ranks_which_ties_share(seed: int) -> None:
+def test_spearman_is_the_correlation_of_ranks_with_shared_ranks_for_ties(seed: int) -> None:
     similarity, score = draw(60, seed)
     expected = np.corrcoef(plain_ranks(similarity), plain_ranks(score))[0, 1]
     assert spearman(similarity, score) == pytest.approx(expected, abs=1e-12)
@@ -41,7 +41,7 @@ def test_spearman_is_the_correlation_of_the_ranks_which_ties_share(seed: int) ->
 def test_each_data_set_is_scored_alone_and_the_mean_is_over_data_sets() -> None:
     similarity, score = draw(100, 1)
     dataset = ["sts12" if number % 3 else "alpha" for number in range(100)]
-    dataset[0] = "sts12"  # the first, whatever the alphabet
+    dataset[0] = "sts12"  # the first in the file, not in the alphabet
     result = sts_scores(similarity, score, dataset)
     own = {name: np.array([each == name for each in dataset]) for name in ("sts12", "alpha")}
     expected = {name: spearman(similarity[rows], score[rows]) for name, rows in own.items()}
@@ -51,7 +51,7 @@ def test_each_data_set_is_scored_alone_and_the_mean_is_over_data_sets() -> None:
 
 
 def test_all_pairs_of_a_data_set_are_scored_at_once() -> None:
-    # Two subsets, each in perfect order, on scales that do not agree.
+    # Two subsets in perfect order, with different score scales.
     similarity = np.array([0.1, 0.2, 0.3, 0.7, 0.8, 0.9])
     score = np.array([3, 4, 5, 0, 1, 2])
     assert sts_scores(similarity, score, ["sts12"] * 6)["mean"] < 0
@@ -75,7 +75,7 @@ def test_invalid_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
     }
     with pytest.raises(DataError, match=words) as caught:
         sts_scores(**(good | arguments))
-    assert ";" in str(caught.value)  # and the remedy
+    assert ";" in str(caught.value)  # with the remedy
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_invalid_sentences_and_scores_are_refused_before_embedding(
     pq.write_table(pa.table(table), tmp_path / "test")
     with pytest.raises(DataError, match=words) as caught:
         evaluate_sts(run=str(tmp_path / "run"), test=str(tmp_path / "test"))
-    assert ";" in str(caught.value)  # and the remedy
+    assert ";" in str(caught.value)  # with the remedy
 
 
 def arrow(values: list[Any]) -> pa.Array:
-    """Return a column; of strings if there are bytes among them, which Arrow does not check."""
+    """Return a column; bytes are stored as strings, which Arrow does not check."""
     if not any(isinstance(value, bytes) for value in values):
         return pa.array(values)
     content = pa.array([value.encode() if isinstance(value, str) else value for value in values], pa.binary())

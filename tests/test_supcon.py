@@ -1,4 +1,4 @@
-"""The supervised contrastive loss in tiles, over workers and by a ring against its equation in float64."""
+"""The supervised contrastive loss in tiles, over workers and over a ring against its formula in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def labels_of(batch: int, num_classes: int) -> Tensor:
 
 
 def peer_supcon(rows: Tensor, label: Tensor, temperature: Tensor) -> Tensor:
-    """Write the loss down as libraries do: one matrix of logits, masks of positives and of other rows."""
+    """Compute the loss like other libraries: one matrix of logits, with masks of positives and other rows."""
     logits = rows @ rows.T / temperature
     logits = logits - logits.max(1, keepdim=True).values.detach()
     other = 1 - torch.eye(len(rows), dtype=rows.dtype)
@@ -52,7 +52,7 @@ def peer_supcon(rows: Tensor, label: Tensor, temperature: Tensor) -> Tensor:
     num_classes=st.integers(1, 8),
     temperature=st.sampled_from((1.0, 0.1, 0.02)),
 )
-def test_any_sizes_and_labels_equal_the_equation(
+def test_any_sizes_and_labels_equal_the_plain_formula(
     batch: int, before: int, after: int, num_classes: int, temperature: float
 ) -> None:
     total, own = before + batch + after, slice(before, before + batch)
@@ -81,21 +81,21 @@ def test_many_tiles_in_single_precision_equal_the_formula_of_other_libraries(tem
     assert_close(value_and_gradients(ours, inputs), true, tolerance_at(temperature))
 
 
-def test_with_a_class_for_each_sample_it_is_nt_xent() -> None:
+def test_one_class_per_sample_gives_nt_xent() -> None:
     view_a, view_b, temperature = inputs = make_inputs(20)
     ours = supcon(view_a, view_b, torch.arange(20), temperature=temperature)
     expected = nt_xent(view_a, view_b, temperature=temperature)
     assert_close(value_and_gradients(ours, inputs), value_and_gradients(expected, inputs), 1e-10)
 
 
-def test_only_tiles_are_held() -> None:
+def test_memory_holds_only_tiles() -> None:
     view_a, view_b = leaves(*make_views(2048, 4))
     with MetricsLogger() as recorder:
         supcon(view_a, view_b, labels_of(2048, 10), temperature=0.1).backward()
     assert 0 < recorder.largest <= 256 * 4096
 
 
-def test_an_unlabeled_sample_is_of_a_class_of_its_own() -> None:
+def test_an_unlabeled_sample_has_its_own_class() -> None:
     classes = own_classes(np.array([3, -1, 3, -1, 0]), np.array([7, 8, -9, 2**62, 0])).tolist()
     assert classes[::2] == [3, 3, 0]
     assert len({*classes}) == 4
@@ -103,7 +103,7 @@ def test_an_unlabeled_sample_is_of_a_class_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", (None, 16))
-def test_a_step_learns_by_the_labels_of_the_batch(chunk_size: int | None) -> None:
+def test_a_step_uses_the_labels_of_the_batch(chunk_size: int | None) -> None:
     case = Case("simclr", SMALL | {"stages.0.loss": "supcon", "stages.0.chunk_size": chunk_size})
     worker = Worker(case, device=CPU)
     (rows,) = worker.batches(1)
@@ -131,7 +131,7 @@ def test_a_step_learns_by_the_labels_of_the_batch(chunk_size: int | None) -> Non
         ),
     ],
 )
-def test_it_is_refused_where_it_has_no_two_views(name: str, changes: dict[str, Any], message: str) -> None:
+def test_supcon_is_refused_without_two_views(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         override(recipe(name, image_size=32), {"stages.0.loss": "supcon", **changes})
 
@@ -153,7 +153,7 @@ def test_samples_without_labels_are_refused() -> None:
         ({"gathered_a": torch.eye(4), "gathered_b": torch.eye(4)}, "gathered_label is None; pass both"),
     ],
 )
-def test_impossible_input_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_input_is_refused(changes: dict[str, Any], message: str) -> None:
     arguments = {
         "view_a": torch.eye(4),
         "view_b": torch.eye(4),

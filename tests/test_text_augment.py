@@ -1,4 +1,4 @@
-"""Views of texts: what they depend on, that they equal a loop over words, and how often each thing happens."""
+"""Views of texts: their dependencies, their equality with a loop over words, and their frequencies."""
 
 from collections import Counter
 from typing import Any
@@ -14,14 +14,14 @@ from raycl.augment.text import TextAugmentation
 from raycl.errors import ConfigError
 
 CLS, SEP, NUM_TOKENS = 2, 3, 200
-BEGINS_WORD = np.arange(NUM_TOKENS) % 3 != 0  # a third of the tokens go on with a word
+BEGINS_WORD = np.arange(NUM_TOKENS) % 3 != 0  # a third of the tokens continue a word
 ALL = {"deletion": 0.3, "insertion": 0.4, "repetition": 0.5}
 KINDS: list[dict[str, float]] = [{name: value} for name, value in ALL.items()] + [ALL]
 WHEN: dict[str, Any] = {"seed": 7, "epoch": 2, "view": 1}
 
 
 def texts(num_rows: int, *, most: int = 12, closed: bool = False, seed: int = 0) -> Tensor:
-    """Draw rows of 1 to ``most`` tokens after [CLS], and with [SEP] at the end if closed."""
+    """Draw rows of 1 to ``most`` tokens after [CLS], with [SEP] at the end if closed."""
     rng = np.random.default_rng(seed)
     rows = [
         [CLS, *rng.integers(5, NUM_TOKENS, rng.integers(1, most + 1)), *([SEP] if closed else [])]
@@ -47,11 +47,11 @@ def ids(num_rows: int) -> np.ndarray:
     return np.arange(num_rows) * 11 - 5
 
 
-# The same, written as loops
+# Reference implementation with loops
 
 
 def words_of(row: list[int]) -> list[list[int]]:
-    """Cut a row into words; each special token is one."""
+    """Split a row into words; each special token is a word."""
     words: list[list[int]] = []
     for place, token in enumerate(row):
         begins = BEGINS_WORD[token] or token < 5 or place == 0 or row[place - 1] < 5
@@ -120,7 +120,7 @@ def test_without_a_lookup_each_token_is_a_word() -> None:
         assert torch.equal(each, none)
 
 
-# What a view depends on
+# Dependencies of a view
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
@@ -137,7 +137,7 @@ def test_a_view_does_not_depend_on_its_batch_or_its_padding(settings: dict[str, 
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_seed_epoch_view_and_sample_each_give_another_view(settings: dict[str, float]) -> None:
+def test_seed_epoch_view_and_sample_each_change_the_view(settings: dict[str, float]) -> None:
     tokens, change = texts(60), augmentation(**settings)
     views = [
         change(tokens, ids(60) + shift, **(WHEN | other))
@@ -147,7 +147,7 @@ def test_seed_epoch_view_and_sample_each_give_another_view(settings: dict[str, f
     assert torch.equal(change(tokens, ids(60), **WHEN), views[0])
 
 
-def test_an_epoch_for_each_row_is_that_rows_epoch() -> None:
+def test_each_row_may_have_its_own_epoch() -> None:
     tokens, change = texts(20), augmentation(**ALL)
     mixed = listed(change(tokens, ids(20), seed=0, epoch=np.arange(20) % 2, view=0))
     plain = [listed(change(tokens, ids(20), seed=0, epoch=epoch, view=0)) for epoch in (0, 1)]
@@ -157,7 +157,7 @@ def test_an_epoch_for_each_row_is_that_rows_epoch() -> None:
 def test_arrays_and_tensors_give_the_same_views() -> None:
     tokens, change = texts(40), augmentation(**ALL)
     array = tokens.numpy().astype(np.int32)
-    array.flags.writeable = False  # as Arrow's
+    array.flags.writeable = False  # read-only, like Arrow's arrays
     came = change(array, torch.from_numpy(ids(40)), **WHEN)
     assert came.dtype == torch.int64
     assert torch.equal(came, change(tokens, ids(40), **WHEN))
@@ -165,7 +165,7 @@ def test_arrays_and_tensors_give_the_same_views() -> None:
     assert torch.equal(as_tensor(tokens, ids(40), **WHEN), came)
 
 
-def test_a_repetition_does_not_change_what_a_deletion_draws() -> None:
+def test_a_repetition_does_not_change_the_draws_of_a_deletion() -> None:
     tokens = texts(80)
     alone, first = (augmentation(deletion=0.3, **more) for more in ({}, {"repetition": 1.0}))
     for row, repeated in zip(
@@ -174,11 +174,11 @@ def test_a_repetition_does_not_change_what_a_deletion_draws() -> None:
         assert set(row) == set(repeated)
 
 
-# What always holds
+# Invariants
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 8, 500])
-def test_a_view_is_never_empty_never_too_long_and_keeps_its_frame(max_length: int) -> None:
+def test_a_view_is_never_empty_never_too_long_and_keeps_cls_and_sep(max_length: int) -> None:
     tokens = texts(300, closed=True)
     for settings in ({"deletion": 1.0}, {"insertion": 1.0}, {"repetition": 1.0}, ALL, {}):
         for sample in (0, 1, 2):
@@ -193,13 +193,13 @@ def test_a_view_is_never_empty_never_too_long_and_keeps_its_frame(max_length: in
                 assert len(row) > 2 or max_length == 2
 
 
-def test_a_text_that_is_not_closed_is_cut_plainly() -> None:
+def test_a_text_without_a_closing_token_is_cut_at_the_limit() -> None:
     tokens = texts(50)
     whole, cut = (augmentation(insertion=1.0, max_length=most)(tokens, ids(50), **WHEN) for most in (500, 6))
     assert torch.equal(whole[:, :6], cut)
 
 
-def test_one_word_is_left_whole_when_all_are_deleted() -> None:
+def test_one_whole_word_remains_when_all_are_deleted() -> None:
     tokens = texts(200)
     for row, before in zip(
         listed(augmentation(deletion=1.0)(tokens, ids(200), **WHEN)), listed(tokens), strict=True
@@ -207,10 +207,10 @@ def test_one_word_is_left_whole_when_all_are_deleted() -> None:
         assert row[1:] in words_of(before)[1:]
 
 
-def test_nothing_to_do_gives_the_tokens_back_and_nothing_to_change_stays() -> None:
+def test_an_empty_augmentation_returns_its_input_and_empty_rows_stay_unchanged() -> None:
     tokens = texts(30)
     assert torch.equal(augmentation()(tokens, ids(30), **WHEN), tokens)
-    special = torch.tensor([[1, 0], [2, 4], [0, 0]])  # the last one has no tokens at all
+    special = torch.tensor([[1, 0], [2, 4], [0, 0]])  # the last row has no tokens at all
     for settings in KINDS:
         assert torch.equal(augmentation(**settings)(special, ids(3), **WHEN), special)
         padding = augmentation(**settings)(torch.zeros(2, 3, dtype=torch.int64), ids(2), **WHEN)
@@ -219,15 +219,15 @@ def test_nothing_to_do_gives_the_tokens_back_and_nothing_to_change_stays() -> No
     assert augmentation(**ALL)(nothing, ids(0), **WHEN).shape == (0, 4)
 
 
-# How often
+# Frequencies
 
 
 def distinct(num_rows: int, num_words: int) -> Tensor:
-    """Give rows of so many words of one token each, all different."""
+    """Return rows of distinct one-token words."""
     return torch.arange(5, 5 + num_words).repeat(num_rows, 1)
 
 
-def test_each_word_is_deleted_as_often_as_asked() -> None:
+def test_each_word_is_deleted_with_the_given_probability() -> None:
     view = augmentation(deletion=0.2, begins_word=None)(distinct(5_000, 10), np.arange(5_000), **WHEN)
     left = Counter(token for row in listed(view) for token in row)
     for token in range(5, 15):  # standard error: sqrt(0.2 * 0.8 / 5,000) = 0.0057
@@ -245,7 +245,7 @@ def test_each_other_word_is_inserted_equally_often_after_each_word() -> None:
         for word in range(5, 5 + num_words):
             assert row[place] == word
             after = row[place + 1 : place + 3]
-            # A word is never followed by its own copy: so if the second is the next word, the first is a copy.
+            # A word is never followed by its own copy: the first token is a copy if the second is the next word.
             is_copy = after[1:] == [word + 1] or (word == 4 + num_words and len(after) == 1)
             if is_copy:
                 pairs[word, after[0]] += 1
@@ -283,7 +283,7 @@ def test_the_number_of_repetitions_is_uniform_up_to_esimcses_bound(num_words: in
         ({"max_length": 0}, "max_length is too small, got 0"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], match: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         augmentation(**settings)
 
@@ -297,6 +297,6 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], match: str) -
         (np.full((3, 4), NUM_TOKENS), "begins_word does not fit the tokens, got 200 entries for token 200"),
     ],
 )
-def test_impossible_tokens_are_refused(tokens: Any, match: str) -> None:
+def test_invalid_tokens_are_refused(tokens: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         augmentation(**ALL)(tokens, ids(3), **WHEN)

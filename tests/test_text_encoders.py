@@ -1,4 +1,4 @@
-"""Text encoders: padding changes nothing and costs little, and what they compute is what is written."""
+"""Text encoders: padding has no effect and little cost, and outputs equal the documented formulas."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ NUM_TOKENS, MAX_LENGTH = 50, 24
 SMALL = {"dim": 32, "hidden_dim": 64}
 KINDS: dict[str, dict[str, Any]] = {
     "transformer": SMALL | {"num_layers": 3, "num_heads": 4},
-    "transformer, copies": SMALL | {"num_layers": 3, "num_heads": 4},  # with some tokens packed again
+    "transformer, copies": SMALL | {"num_layers": 3, "num_heads": 4},  # with some packed duplicates
     "transformer, cls": SMALL | {"num_layers": 3, "num_heads": 4, "pooling": "cls"},
     "bag_of_subwords": SMALL,
     "bag_of_subwords, unweighted": SMALL | {"weighted": False},
@@ -35,7 +35,7 @@ def build(kind: str, **arguments: Any) -> nn.Module:
         max_length=MAX_LENGTH,
         arguments=KINDS[kind] | arguments,
     )
-    for parameter in encoder.parameters():  # weights far from those at the start, where much is alike
+    for parameter in encoder.parameters():  # weights far from their initial values, where many are equal
         parameter.data += 0.1 * torch.randn_like(parameter)
     return encoder
 
@@ -49,7 +49,7 @@ def rows_of(*lengths: int, seed: int = 1) -> Tensor:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if "copies" in request.param:  # which so few tokens would not have
+    if "copies" in request.param:  # which a batch this small would not have
         monkeypatch.setattr(packed, "_round_up", lambda number: number + 5)
     return request.param
 
@@ -57,7 +57,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 # Padding
 
 
-def test_a_row_alone_is_the_row_beside_longer_ones(kind: str) -> None:
+def test_a_row_alone_equals_the_row_beside_longer_rows(kind: str) -> None:
     encoder, tokens = build(kind).eval(), rows_of(1, 5, 24, 2, 17, 5)
     together = encoder(tokens)
     for row, length, expected in zip(tokens, (1, 5, 24, 2, 17, 5), together, strict=True):
@@ -65,7 +65,7 @@ def test_a_row_alone_is_the_row_beside_longer_ones(kind: str) -> None:
         torch.testing.assert_close(encoder(row[None])[0], expected, rtol=0, atol=1e-6)
 
 
-def test_padding_gets_and_gives_no_gradient(kind: str) -> None:
+def test_padding_neither_gets_nor_affects_gradients(kind: str) -> None:
     tokens = rows_of(3, 9, 1)
     gradients = []
     for batch in (tokens, F.pad(tokens, (0, 7))):
@@ -77,7 +77,7 @@ def test_padding_gets_and_gives_no_gradient(kind: str) -> None:
         torch.testing.assert_close(short, wide, rtol=1e-5, atol=1e-7)
 
 
-def test_layers_see_no_padding_and_attention_no_more_than_the_longest_row(
+def test_layers_skip_padding_and_attention_ends_at_the_longest_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoder, seen, attended = build("transformer"), [], []
@@ -96,7 +96,7 @@ def test_layers_see_no_padding_and_attention_no_more_than_the_longest_row(
     assert attended == [11, 11, 11]
 
 
-def test_the_transformer_computes_few_sizes_for_any_number_of_tokens() -> None:
+def test_the_transformer_uses_few_sizes_for_any_number_of_tokens() -> None:
     encoder, tokens, seen = build("transformer", dim=4, hidden_dim=4).eval(), rows_of(*[24] * 50), {}
     layer = encoder.layers[0].ask  # pyright: ignore
     for left_out in range(1, 300, 3):
@@ -111,7 +111,7 @@ def test_the_transformer_computes_few_sizes_for_any_number_of_tokens() -> None:
     assert all(number <= size <= number * 65 / 64 for number, size in seen.items())
 
 
-def test_copies_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_duplicates_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients, tokens = [], rows_of(5, 24, 8)
     for num_copies in (0, 40):
         monkeypatch.setattr(packed, "_round_up", lambda number, more=num_copies: number + more)
@@ -122,19 +122,19 @@ def test_copies_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(with_copies, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_of_padding_only_is_finite_and_leaves_the_others_alone(kind: str) -> None:
+def test_an_all_padding_row_is_finite_and_does_not_affect_other_rows(kind: str) -> None:
     encoder, tokens = build(kind).eval(), rows_of(4, 6)
     came = encoder(torch.cat([torch.zeros(1, 6, dtype=torch.int64), tokens]))
     assert came.isfinite().all()
     torch.testing.assert_close(came[1:], encoder(tokens), rtol=0, atol=1e-6)
 
 
-# What they compute
+# Outputs
 
 
 @pytest.mark.parametrize("num_copies", [0, 5])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_the_transformer_is_torchs_with_the_same_weights(
+def test_the_transformer_equals_torchs_with_the_same_weights(
     pooling: str, num_copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "_round_up", lambda number: number + num_copies)
@@ -169,7 +169,7 @@ def test_the_transformer_is_torchs_with_the_same_weights(
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-def test_the_bag_is_the_weighted_mean_of_its_subwords_and_a_network(weighted: bool) -> None:
+def test_the_bag_of_subwords_is_a_weighted_mean_and_a_network(weighted: bool) -> None:
     encoder = build("bag_of_subwords", weighted=weighted).eval()
     assert isinstance(encoder, BagOfSubwords)
     assert encoder.network is not None
@@ -181,14 +181,14 @@ def test_the_bag_is_the_weighted_mean_of_its_subwords_and_a_network(weighted: bo
         torch.testing.assert_close(encoder(row[None])[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_order_of_tokens_matters_to_the_transformer_alone() -> None:
+def test_the_order_of_tokens_matters_only_to_the_transformer() -> None:
     tokens = rows_of(9, 9)
     for kind, is_same in (("transformer", False), ("bag_of_subwords", True)):
         encoder = build(kind).eval()
         assert torch.allclose(encoder(tokens), encoder(tokens.flip(1)), atol=1e-5) == is_same
 
 
-def test_first_weights_are_where_the_weights_start_and_they_learn() -> None:
+def test_initial_token_weights_are_used_and_trained() -> None:
     first = torch.linspace(0.5, 9.0, NUM_TOKENS).tolist()
     encoder = build_text_encoder(
         "bag_of_subwords", num_tokens=NUM_TOKENS, max_length=9, arguments={"first_weights": first, "dim": 8}
@@ -205,7 +205,7 @@ def test_first_weights_are_where_the_weights_start_and_they_learn() -> None:
 # Randomness and precision
 
 
-def test_dropout_draws_from_the_random_state_and_evaluation_draws_nothing(kind: str) -> None:
+def test_only_dropout_in_training_uses_the_random_state(kind: str) -> None:
     encoder, tokens = build(kind), rows_of(5, 24, 8)
     came = []
     for seed in (3, 3, 4):
@@ -217,7 +217,7 @@ def test_dropout_draws_from_the_random_state_and_evaluation_draws_nothing(kind: 
     assert torch.equal(encoder(tokens), encoder(tokens))
 
 
-def test_the_transformer_drops_of_its_embeddings_too() -> None:
+def test_the_transformer_applies_dropout_to_its_embeddings() -> None:
     encoder, tokens = build("transformer"), rows_of(5, 24, 8)
     for layer in encoder.layers:  # pyright: ignore
         for part in (layer.mix, layer.narrow):
@@ -228,7 +228,7 @@ def test_the_transformer_drops_of_its_embeddings_too() -> None:
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 8])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_batch_in_chunks_has_the_gradient_of_its_chunks_together(
+def test_a_batch_in_chunks_has_the_summed_gradient_of_its_chunks(
     kind: str, chunk_size: int, dropout: float
 ) -> None:
     tokens = rows_of(5, 24, 8, 1, 2, 3, 17, 4)
@@ -248,7 +248,7 @@ def test_a_batch_in_chunks_has_the_gradient_of_its_chunks_together(
         torch.testing.assert_close(accumulated, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_bfloat16_comes_close_and_trains(kind: str) -> None:
+def test_bfloat16_is_close_to_float32_and_trains(kind: str) -> None:
     encoder, tokens = build(kind, dropout=0.0), rows_of(5, 24, 8)
     exact = encoder(tokens)
     with torch.autocast("cpu", torch.bfloat16):
@@ -274,7 +274,7 @@ def test_a_built_encoder_has_a_width_and_loads_the_weights_of_another(kind: str)
 
 
 def of_ones(*, num_tokens: int, max_length: int, width: int) -> nn.Module:
-    """Stand for a network of the user's own."""
+    """Build a user's own network."""
 
     class Ones(nn.Module):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def no_network(**_: Any) -> str:
     return "a network"
 
 
-def test_an_encoder_of_the_users_own_gets_sizes_and_arguments() -> None:
+def test_a_users_own_encoder_gets_sizes_and_arguments() -> None:
     encoder = build_text_encoder(f"{__name__}:of_ones", num_tokens=7, max_length=5, arguments={"width": 3})
     assert torch.equal(encoder(torch.ones(2, 4, dtype=torch.int64)), torch.full((2, 3), 12))
     assert text_representation_dim(encoder) == 3
@@ -315,7 +315,9 @@ def test_an_encoder_of_the_users_own_gets_sizes_and_arguments() -> None:
         ("transformer", {"num_tokens": 0}, "'num_tokens': 0"),
     ],
 )
-def test_what_cannot_be_built_is_one_line(name: str, arguments: dict[str, Any], match: str) -> None:
+def test_an_encoder_that_cannot_be_built_is_a_one_line_error(
+    name: str, arguments: dict[str, Any], match: str
+) -> None:
     if name.startswith("transformers:"):
         pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=match) as caught:
@@ -331,7 +333,7 @@ def test_what_cannot_be_built_is_one_line(name: str, arguments: dict[str, Any], 
         (nn.Linear(3, 3), r"does not take tokens int64 \[batch, length\]"),
     ],
 )
-def test_a_network_of_another_form_has_no_width(network: nn.Module, match: str) -> None:
+def test_a_network_with_another_signature_has_no_width(network: nn.Module, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         text_representation_dim(network)
 
@@ -347,7 +349,7 @@ def test_a_network_of_another_form_has_no_width(network: nn.Module, match: str) 
         (torch.ones(2, 0, dtype=torch.int64), "at least one token"),
     ],
 )
-def test_tokens_of_another_tokenizer_are_refused(kind: str, tokens: Tensor, match: str) -> None:
+def test_invalid_tokens_are_refused(kind: str, tokens: Tensor, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         build(kind)(tokens)
 
@@ -375,14 +377,14 @@ def hugging_face(folder: Path, **arguments: Any) -> nn.Module:
     )
 
 
-def test_a_model_from_a_folder_is_the_mean_of_what_the_library_computes(folder: Path) -> None:
+def test_a_model_from_a_folder_returns_the_mean_of_the_librarys_outputs(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModel.from_pretrained(folder).eval()
     padding = model.config.pad_token_id
     encoder, tokens = hugging_face(folder).eval(), rows_of(6, 24, 1)
     assert text_representation_dim(encoder) == 32
     for row, length, came in zip(tokens, (6, 24, 1), encoder(tokens), strict=True):
-        # Its own numbers: padding and 0 have changed places.
+        # The model's own token ids: padding and 0 are exchanged.
         own = torch.tensor([0 if token == padding else int(token) for token in row[:length]])
         values = model(input_ids=own[None]).last_hidden_state[0]
         torch.testing.assert_close(came, values.mean(0), rtol=0, atol=1e-6)
@@ -403,8 +405,8 @@ def test_a_model_from_a_folder_trains_and_may_start_untrained(folder: Path) -> N
     assert not torch.allclose(trained.eval()(tokens), untrained.eval()(tokens), atol=1e-3)
 
 
-def test_the_longest_row_that_a_model_takes_is_one_that_it_encodes(folder: Path) -> None:
-    # RoBERTa's places begin behind that of padding, which is 1.
+def test_a_model_encodes_rows_of_its_maximum_length(folder: Path) -> None:
+    # RoBERTa's positions start after the padding position, 1.
     longest = 40 if "bert0" in folder.name and "ro" not in folder.name else 38
     sizes = {"num_tokens": NUM_TOKENS, "max_length": longest}
     encoder = build_text_encoder(f"transformers:{folder}", **sizes)
@@ -415,7 +417,7 @@ def test_the_longest_row_that_a_model_takes_is_one_that_it_encodes(folder: Path)
         build_text_encoder(f"transformers:{folder}", **sizes | {"num_tokens": NUM_TOKENS + 1})
 
 
-def test_a_missing_library_and_a_damaged_folder_are_one_line(
+def test_a_missing_library_and_a_damaged_folder_are_one_line_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""Tokenizers: training, encoding without loss, files of other tools, and invalid texts."""
+"""Tokenizers: training, lossless encoding, files of other tools, and invalid texts."""
 
 import json
 import pickle
@@ -32,11 +32,11 @@ from tests.texts import invented_texts
 
 TEXTS = invented_texts()
 
-# The character that byte-level cutting writes for each byte; printable ones of Latin-1 stand for themselves.
+# The character that byte-level splitting uses for each byte; printable Latin-1 characters stay as they are.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
-SPACES = re.compile(r"[\s\x1c-\x1f]")  # some of which Python alone takes for spaces
+SPACES = re.compile(r"[\s\x1c-\x1f]")  # some of which only Python treats as spaces
 
 
 @pytest.fixture(scope="module", params=["bpe", "wordpiece"])
@@ -46,12 +46,12 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 @cache
 def names(tokenizer: Tokenizer) -> dict[int, str]:
-    """Give the name of each token, from the file alone."""
+    """Return the name of each token, read from the file."""
     return {number: name for name, number in json.loads(tokenizer.to_json())["model"]["vocab"].items()}
 
 
 def spelled(tokenizer: Tokenizer, row: np.ndarray) -> str:
-    """Put the bytes of a row's tokens together, without the spaces before words."""
+    """Join the bytes of a row's tokens, without the spaces before words."""
     written = "".join(names(tokenizer)[number] for number in row.tolist()).replace("Ġ", "")
     return bytes(BYTE_OF[character] for character in written).decode()
 
@@ -92,7 +92,7 @@ def test_a_vocabulary_has_special_tokens_first_all_bytes_and_common_words(tokeni
     assert len(tokenizer.encode([text], len(text))[0]) < len(text) / 3
 
 
-def test_both_kinds_have_one_vocabulary_and_cut_words_differently() -> None:
+def test_both_kinds_share_one_vocabulary_and_split_words_differently() -> None:
     bpe, wordpiece = (
         train_tokenizer(TEXTS, vocabulary_size=1_000, kind=kind) for kind in ("bpe", "wordpiece")
     )
@@ -115,7 +115,7 @@ def test_lowercase_ignores_the_case_of_letters(lowercase: bool) -> None:
         ({"vocabulary_size": 260}, "vocabulary_size 260.*at least 261"),
     ],
 )
-def test_impossible_training_is_refused(arguments: dict[str, Any], match: str) -> None:
+def test_invalid_training_input_is_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         train_tokenizer(iter(TEXTS), **arguments)
     with pytest.raises(DataError, match="no texts"):
@@ -134,7 +134,7 @@ LONG = (" ".join(TEXTS) * 3)[:100_000]
     ],
     ids=["long text", "run without spaces"],
 )
-def test_training_reads_the_beginning_of_a_text_and_cuts_long_runs(text: str, read: str) -> None:
+def test_training_reads_the_beginning_of_a_text_and_splits_long_runs(text: str, read: str) -> None:
     whole, cut = (train_tokenizer([each], vocabulary_size=400) for each in (text, read))
     assert whole.to_json() == cut.to_json()
     assert max(map(len, names(whole).values())) <= 16
@@ -156,7 +156,7 @@ def test_the_tokens_of_any_text_spell_it(tokenizer: Tokenizer, text: str) -> Non
     assert row.min() > 0
 
 
-def test_long_words_are_spelled_as_well(tokenizer: Tokenizer) -> None:
+def test_the_tokens_of_long_words_spell_them(tokenizer: Tokenizer) -> None:
     for text in ("\u4f60\u597d\u4e16\u754c" * 30, "x" * 500, "\U0001f600" * 100, "a\u0301\u0323" * 90):
         (row,) = tokenizer.encode([text], 10_000)
         assert spelled(tokenizer, row) == unicodedata.normalize("NFKC", text)
@@ -169,8 +169,8 @@ def test_the_tokens_of_a_text_do_not_depend_on_other_texts(tokenizer: Tokenizer)
 
 
 @pytest.mark.parametrize("max_length", [1, 7, 40])
-def test_a_cut_row_is_the_beginning_of_the_whole(tokenizer: Tokenizer, max_length: int) -> None:
-    # The longest tokens make the text that has most characters a token.
+def test_a_truncated_row_is_a_prefix_of_the_full_row(tokenizer: Tokenizer, max_length: int) -> None:
+    # The longest tokens give the most characters per token.
     longest = sorted((name for name in names(tokenizer).values() if name[0] == "Ġ"), key=len)[-1]
     assert len(longest) > 14
     texts = [" ".join(TEXTS), " ".join([longest[1:]] * 200), " ".join(["\u4f60" * 60, *TEXTS[:50]])]
@@ -181,7 +181,7 @@ def test_a_cut_row_is_the_beginning_of_the_whole(tokenizer: Tokenizer, max_lengt
 
 
 @pytest.mark.parametrize("text", ["x" * 10**6, "ba " * 350_000, "\u4f60" * 10**6, " " * 10**6 + "ba"])
-def test_a_megabyte_takes_no_longer_than_its_beginning(tokenizer: Tokenizer, text: str) -> None:
+def test_a_text_of_a_megabyte_takes_no_longer_than_its_beginning(tokenizer: Tokenizer, text: str) -> None:
     started = time.perf_counter()
     (row,) = tokenizer.encode([text], 128)
     assert time.perf_counter() - started < 0.5
@@ -196,7 +196,7 @@ def test_names_of_special_tokens_are_read_as_plain_text(tokenizer: Tokenizer) ->
         assert spelled(tokenizer, row) == text.replace(" ", "")
 
 
-def test_an_empty_text_is_one_unknown_token(tokenizer: Tokenizer) -> None:
+def test_an_empty_text_becomes_one_unknown_token(tokenizer: Tokenizer) -> None:
     assert [row.tolist() for row in tokenizer.encode(["", " \n "], 8)] == [[1], [1]]
 
 
@@ -211,7 +211,7 @@ def test_a_tokenizer_trained_with_cls_begins_each_text_with_it() -> None:
 # Words
 
 
-def test_as_many_tokens_begin_a_word_as_there_are_words(tokenizer: Tokenizer) -> None:
+def test_exactly_one_token_per_word_begins_a_word(tokenizer: Tokenizer) -> None:
     text = "Bada bafi-dani, 4000mah (dsc-w120)!!! ba_fi " + " ".join(TEXTS[:40])
     (row,) = tokenizer.encode([text], 10_000)
     assert tokenizer.begins_word.shape == (tokenizer.num_tokens,)
@@ -261,7 +261,7 @@ def test_a_damaged_file_is_refused_in_one_line(text: str) -> None:
 
 
 def like_roberta() -> TheirTokenizer:
-    """Build another's tokenizer whose padding is 1, and which closes each text."""
+    """Build a foreign tokenizer with padding id 1 and a closing token."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     words = ["Ġ", "b", "a", "d", "f", "i", "Ġb", "Ġba"]
     theirs = TheirTokenizer(
@@ -279,7 +279,7 @@ def like_roberta() -> TheirTokenizer:
     return theirs
 
 
-def test_the_tokenizer_of_another_tool_keeps_its_tokens_except_for_padding() -> None:
+def test_a_tokenizer_of_another_tool_keeps_its_tokens_except_for_padding() -> None:
     theirs = like_roberta()
     ours = Tokenizer(theirs.to_str())
     assert ours.special_tokens == (0, 1, 2, 3)
@@ -292,7 +292,7 @@ def test_the_tokenizer_of_another_tool_keeps_its_tokens_except_for_padding() -> 
     assert {name for name, is_begin in begins.items() if is_begin} == {"Ġ", "Ġb", "Ġba"}
 
 
-def test_continuations_of_words_are_known_in_berts_tokenizers() -> None:
+def test_word_continuations_are_recognized_in_berts_tokenizers() -> None:
     vocabulary = {"[PAD]": 0, "ba": 1, "##da": 2, "##fi": 3, "[UNK]": 4, "[CLS]": 5, "[SEP]": 6}
     theirs = TheirTokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     theirs.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -353,7 +353,7 @@ def test_valid_texts_are_read_unchanged_from_strings_and_bytes(tokenizer: Tokeni
 # Batches
 
 
-def test_document_frequencies_are_those_of_scikit_learn(tokenizer: Tokenizer) -> None:
+def test_document_frequencies_equal_scikit_learns(tokenizer: Tokenizer) -> None:
     rows = tokenizer.encode(TEXTS[:200], 64)
     counts = np.stack([np.bincount(row, minlength=tokenizer.num_tokens) for row in rows])
     expected = TfidfTransformer().fit(counts).idf_

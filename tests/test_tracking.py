@@ -1,4 +1,4 @@
-"""Trackers read back by the tools of their users, and metrics when a tracker is slow or unreachable."""
+"""Trackers read back with their own tools, and metrics when a tracker is slow or unreachable."""
 
 import json
 import socket
@@ -33,7 +33,7 @@ from tests.conftest import BUCKET
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imports of trackers take long on a busy machine."""
+    """Wait longer for trackers, whose imports are slow on a busy machine."""
     monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 200.0)
 
 
@@ -53,7 +53,7 @@ def opened_in_tensorboard(folder: Path) -> EventAccumulator:
 
 
 def seen_in_tensorboard(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
-    """Return (step, value) as TensorBoard shows them."""
+    """Return (step, value) pairs as displayed by TensorBoard."""
     shown = opened_in_tensorboard(folder)
     if name not in shown.Tags()["scalars"]:
         return []
@@ -69,7 +69,7 @@ def download(place: Place, folder: Path) -> Path:
 def tracked(
     config: RunConfig, output: Path, steps: Sequence[int], *, finished: bool, resume_step: int = 0
 ) -> None:
-    """Write lines as a run does that makes these steps."""
+    """Write the lines of a run with these steps."""
     opened = open_trackers(config, Place(str(output)), resume_step=resume_step)
     for step in steps:
         others = {"time": 1.7e9, "epoch": 0, "text": "a notice", "gap": float("nan")}
@@ -94,17 +94,17 @@ def test_tensorboard_shows_every_number_at_its_step_and_time(tmp_path: Path) -> 
     ]
 
 
-def test_only_numbers_go_to_trackers(tmp_path: Path) -> None:
+def test_trackers_receive_only_numbers(tmp_path: Path) -> None:
     tracked(run_of(tensorboard=True), tmp_path, [1, 2], finished=True)
     assert set(opened_in_tensorboard(tmp_path / "tensorboard").Tags()["scalars"]) == {"loss", "epoch"}
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.booleans()), min_size=1, max_size=5))
-def test_tensorboard_shows_each_step_once_as_it_was_made_last(
+def test_tensorboard_shows_only_the_last_value_of_each_step(
     tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[int, int, bool]]
 ) -> None:
-    """A run dies or rolls back at any step and goes on from any checkpoint before it."""
+    """A run may crash or roll back at any step and resume from any earlier checkpoint."""
     folder = tmp_path_factory.mktemp("board")
     expected: dict[int, float] = {}
     files = EventFiles(Place(str(folder)))
@@ -113,7 +113,7 @@ def test_tensorboard_shows_each_step_once_as_it_was_made_last(
         if number and rolls_back:
             files.write([MetricsRecord(step=start, time=0.0, metrics={}, is_rollback=True)])
         elif number:
-            files.flush()  # it is killed: nobody closes its file
+            files.flush()  # the run is killed, so its file stays open
             files = EventFiles(Place(str(folder)), resume_step=start)
         expected = {step: value for step, value in expected.items() if step <= start}
         made = {step: float(number) for step in range(start + 1, start + num_steps + 1)}
@@ -123,7 +123,7 @@ def test_tensorboard_shows_each_step_once_as_it_was_made_last(
     assert seen_in_tensorboard(folder) == sorted(expected.items())
 
 
-def test_a_file_cut_within_a_record_costs_no_more_than_that_record(tmp_path: Path) -> None:
+def test_a_file_truncated_within_a_record_loses_only_that_record(tmp_path: Path) -> None:
     files = EventFiles(Place(str(tmp_path)))
     files.write([point(step, loss=step) for step in (1, 2, 3)])
     files.flush()
@@ -145,7 +145,7 @@ def test_event_files_on_s3_are_split_and_continue_after_a_restart(
         files.write([point(step, loss=step)])
         files.flush()
     num_pieces = len(place.files())
-    assert num_pieces > 10  # their order is that of numbers, and not of digits
+    assert num_pieces > 10  # ordered by number, not alphabetically
     again = EventFiles(place, resume_step=25)
     again.write([point(26, loss=-26)])
     again.close(finished=True)
@@ -158,7 +158,7 @@ def test_event_files_on_s3_are_split_and_continue_after_a_restart(
 
 
 class FakeTracker:
-    """A tracker that remembers steps; a test may replace its methods."""
+    """A tracker that stores steps; tests may replace its methods."""
 
     def __init__(self, **methods: Callable[..., None]) -> None:
         self.steps: list[int] = []
@@ -180,7 +180,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
+def test_training_does_not_wait_for_a_hanging_tracker() -> None:
     may_answer, blocked = threading.Event(), FakeTracker()
     store = blocked.write
     blocked.write = lambda records: (may_answer.wait(), store(records))[1]
@@ -199,7 +199,7 @@ def test_training_does_not_wait_for_a_tracker_that_hangs() -> None:
     wait_for(lambda: blocked.steps == list(range(1, 101)))
 
 
-def test_a_tracker_that_cannot_open_gets_everything_later_and_its_failure_is_reported_once(
+def test_a_tracker_that_fails_to_open_gets_all_records_later_and_one_failure_report(
     tmp_path: Path,
 ) -> None:
     in_the_way = tmp_path / "board"
@@ -220,7 +220,7 @@ def test_a_tracker_that_cannot_open_gets_everything_later_and_its_failure_is_rep
     assert seen_in_tensorboard(in_the_way) == [(1, 1.0), (2, 0.5)]
 
 
-def test_refused_records_stay_before_later_ones() -> None:
+def test_refused_records_are_retried_before_later_ones() -> None:
     tracker = FakeTracker()
     store, later = tracker.write, iter([2, 3])
 
@@ -240,7 +240,7 @@ def test_refused_records_stay_before_later_ones() -> None:
     ]
 
 
-def test_a_failed_flush_does_not_write_twice(s3_server: str, tmp_path: Path) -> None:
+def test_records_are_not_written_twice_after_a_failed_flush(s3_server: str, tmp_path: Path) -> None:
     place = Place(f"s3://{BUCKET}/tracking/flush")
     files = EventFiles(place)
     tracker, failures = (
@@ -262,10 +262,10 @@ def test_a_failed_flush_does_not_write_twice(s3_server: str, tmp_path: Path) -> 
     opened.close(finished=True)
     assert seen_in_tensorboard(download(place, tmp_path)) == [(1, 1.0), (2, 0.5)]
     [message] = opened.messages()
-    assert "the network is away" in message  # and not that something is missing
+    assert "the network is away" in message  # the only message, without a report of missing records
 
 
-def test_waiting_records_are_limited_and_the_oldest_are_dropped_first() -> None:
+def test_pending_records_are_limited_and_the_oldest_are_dropped_first() -> None:
     tracker, is_reachable = FakeTracker(), threading.Event()
 
     def open_tracker() -> FakeTracker:
@@ -294,7 +294,7 @@ def mlflow_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def logged_in(address: str, output: Path) -> tuple[Any, list[tuple[int, float]]]:
-    """Return the only run of raycl's experiment and its losses."""
+    """Return the only run in raycl's experiment and its losses."""
     client = MlflowClient(tracking_uri=address)
     experiment = client.get_experiment_by_name("raycl")
     assert experiment is not None
@@ -321,7 +321,7 @@ def test_mlflow_has_settings_and_metrics_and_a_resumed_run_continues_its_run(
     assert run.data.params["recipe"] == "simclr"
     assert run.data.params["stages.1.batch_size"] == "512"
     assert run.data.params["max_failures"] == str(config.max_failures)
-    assert len(run.data.params) > 100  # more than one request may hold
+    assert len(run.data.params) > 100  # more than fits into one request
     tracked(config, output, [5], finished=False, resume_step=4)
     assert logged_in(mlflow_folder, output)[0].info.status == "RUNNING"
 
@@ -339,7 +339,7 @@ def test_an_unreachable_server_is_reported_soon(tmp_path: Path) -> None:
     outbox.begin_closing(finished=True)
 
 
-def test_another_server_gets_a_run_of_its_own(mlflow_folder: str, tmp_path: Path) -> None:
+def test_a_different_server_gets_a_new_run(mlflow_folder: str, tmp_path: Path) -> None:
     output = tmp_path / "run"
     tracked(run_of(mlflow=mlflow_folder), output, [1], finished=False)
     other = f"{mlflow_folder}-other"
@@ -352,7 +352,7 @@ def test_another_server_gets_a_run_of_its_own(mlflow_folder: str, tmp_path: Path
 
 
 def records_in(path: Path) -> Iterator[Any]:
-    """Yield the records of a run that W&B kept offline: blocks of 32 KiB, as in LevelDB's log."""
+    """Yield the records of an offline W&B run: blocks of 32 KiB, as in LevelDB's log."""
     content, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
         if 32_768 - at % 32_768 < 7:
@@ -363,7 +363,7 @@ def records_in(path: Path) -> Iterator[Any]:
             return  # W&B is still writing
         record += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last part
             yield wandb_internal_pb2.Record.FromString(record)
             record = b""
 
@@ -372,12 +372,12 @@ def test_wandb_has_metrics_over_steps_and_a_resumed_run_continues_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")  # its process starts slowly on a busy machine
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")  # W&B's process starts slowly on a busy machine
     output = tmp_path / "first"
     output.mkdir()
     config = run_of(wandb="team/digits")
     tracked(config, output, [1, 2, 3], finished=False)
-    time.sleep(1.1)  # W&B names its folder by the second
+    time.sleep(1.1)  # W&B names its folder by the time in seconds
     tracked(config, output, [3, 4], finished=True, resume_step=2)
 
     def read_parts() -> list[list[Any]]:
@@ -386,7 +386,7 @@ def test_wandb_has_metrics_over_steps_and_a_resumed_run_continues_its_run(
     def kinds() -> list[str]:
         return [record.WhichOneof("record_type") for part in read_parts() for record in part]
 
-    wait_for(lambda: kinds().count("history") == 5)  # W&B's process writes after `finish` as well
+    wait_for(lambda: kinds().count("history") == 5)  # W&B's process still writes after `finish`
     parts = read_parts()
     runs = [record.run for part in parts for record in part if record.WhichOneof("record_type") == "run"]
     assert {(run.entity, run.project, run.display_name) for run in runs} == {("team", "digits", "first")}
@@ -413,7 +413,7 @@ def test_wandb_has_metrics_over_steps_and_a_resumed_run_continues_its_run(
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_missing_package_is_one_line_before_anything_starts(
+def test_a_missing_package_is_reported_in_one_line_before_the_run_starts(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = run_of(mlflow="http://host:5000", wandb="digits")
@@ -431,7 +431,7 @@ def test_a_missing_package_is_one_line_before_anything_starts(
     check_trackers(run_of(tensorboard=True))
 
 
-def test_a_folder_that_a_tracker_left_behind_is_no_package(
+def test_a_folder_left_by_a_tracker_is_not_mistaken_for_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wandb").mkdir()
@@ -451,7 +451,7 @@ def test_a_folder_that_a_tracker_left_behind_is_no_package(
         ({"tensorboard": "yes"}, "tracking.tensorboard"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(tracking: Mapping[str, Any], says: str) -> None:
+def test_impossible_tracker_settings_are_refused(tracking: Mapping[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         run_of(**tracking)
     assert "secret" not in str(caught.value)
@@ -460,10 +460,10 @@ def test_settings_that_cannot_work_are_refused(tracking: Mapping[str, Any], says
 @pytest.mark.parametrize(
     "address", ["http://host:5000", "databricks", "/shared/mlflow", "file:/shared/mlflow"]
 )
-def test_addresses_that_all_nodes_understand_are_accepted(address: str) -> None:
+def test_addresses_valid_on_all_nodes_are_accepted(address: str) -> None:
     assert run_of(mlflow=address).tracking == TrackingConfig(mlflow=address)
 
 
-def test_a_resumed_run_may_use_other_trackers(tmp_path: Path) -> None:
+def test_a_resumed_run_may_use_different_trackers(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config_to_yaml(run_of(tensorboard=True, wandb="digits")))
     check_output(run_of(mlflow="http://host:5000"), Place(str(tmp_path)), resume=True)

@@ -1,4 +1,4 @@
-"""The step's side of a store: what a device holds is what the queue holds."""
+"""Stores during a training step: the copy on a device equals the queue."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ CAPACITY, DIM = 7, 3
 
 
 @given(st.lists(st.integers(0, 17), max_size=6), st.sampled_from(["float32", "float16"]))
-def test_a_copy_on_a_device_is_the_queue_whatever_the_batches(sizes: list[int], dtype: str) -> None:
+def test_a_copy_on_a_device_equals_the_queue_for_any_batches(sizes: list[int], dtype: str) -> None:
     queue = KeyQueue(CAPACITY, DIM, dtype)
     copy, rng = _DeviceCopy(queue, CAPACITY, torch.device("cpu")), np.random.default_rng(0)
     for step, size in enumerate(sizes):
@@ -32,7 +32,7 @@ def test_a_copy_on_a_device_is_the_queue_whatever_the_batches(sizes: list[int], 
     assert np.array_equal(filled.numpy(), queue.negatives().rows)
 
 
-def test_the_ages_of_a_queue_are_those_at_the_next_step() -> None:
+def test_the_ages_in_a_queue_are_measured_at_the_next_step() -> None:
     queue = KeyQueue(CAPACITY, DIM)
     store = QueueStore(queue, capacity=CAPACITY, device=torch.device("cpu"))
     for step in (0, 3):
@@ -41,21 +41,21 @@ def test_the_ages_of_a_queue_are_those_at_the_next_step() -> None:
     assert store.metrics(step=3, seconds=1.0) == ages | {"negatives_wait_fraction": 0.0}
 
 
-def test_the_ages_of_a_bank_are_those_of_the_rows_read_that_were_ever_written() -> None:
+def test_the_ages_in_a_bank_cover_only_read_rows_that_were_written() -> None:
     bank = MemoryBank(np.arange(6), DIM, seed=0)
     store = BankStore(bank, num_negatives=6, device=torch.device("cpu"))
     for step, sample in ((1, 4), (2, 5)):
         bank.update(np.array([sample]), np.ones((1, DIM), np.float32), step)
     ids = np.array([4])
     store.fetch(Views(view_a=torch.zeros(1), view_b=None, sample_id=torch.from_numpy(ids), ids=ids), step=5)
-    # Sample 4 is read twice: as the batch's own slot and as one of the six that are drawn.
+    # Sample 4 is read twice: as the batch's own slot and among the six drawn slots.
     ages = {"negatives_age_mean": pytest.approx(11 / 3), "negatives_age_max": 4.0}
     assert store.metrics(step=5, seconds=1.0) == ages | {"negatives_wait_fraction": 0.0}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_on_a_gpu_is_the_queue() -> None:
+def test_a_copy_on_a_gpu_equals_the_queue() -> None:
     queue = KeyQueue(CAPACITY, DIM)
     copy = _DeviceCopy(queue, CAPACITY, torch.device("cuda"))
     for step in range(5):

@@ -1,4 +1,4 @@
-"""A run that has not finished has the encoder of its last checkpoint: the one it would have saved."""
+"""The encoder of an unfinished run comes from its last checkpoint."""
 
 import json
 from pathlib import Path
@@ -33,14 +33,14 @@ def of_images(name: str, **settings: Any) -> RunConfig:
 
 
 def write_run(folder: Path, config: RunConfig, towers: Towers, *steps: int) -> str:
-    """Write what a run has before its end, with a checkpoint after each of these steps."""
+    """Write the files of an unfinished run, with a checkpoint after each of these steps."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config_to_yaml(config))
     if config.has_texts:
         (folder / "tokenizer.json").write_text(vocabulary().tokenizer.to_json())
     learner: dict[str, Any] = {"tower": towers.state_dict()}
     if config.key == "momentum_encoder":
-        # The follower is another one, and no result.
+        # The momentum encoder differs and is not a result.
         learner["momentum_encoder"] = MomentumEncoder(trained(config, seed=7)).state_dict()
     for step in steps:
         checkpoint = folder / "checkpoints" / f"step-{step:08d}-judged"
@@ -77,7 +77,7 @@ def representations(run: str, side: Any) -> Tensor:
     ],
     ids=["simclr", "group norm", "moco", "simcse", "one tower", "two towers", "clip"],
 )
-def test_the_last_checkpoint_gives_the_encoder_that_the_run_would_save(
+def test_the_last_checkpoint_gives_the_encoder_that_a_finished_run_would_save(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = tmp_path / "finished"
@@ -91,7 +91,7 @@ def test_the_last_checkpoint_gives_the_encoder_that_the_run_would_save(
     assert set(lines) == {f"{unfinished} has not finished: using its checkpoint after step 12"}
 
 
-def test_a_list_of_checkpoints_that_was_cut_gives_way_to_its_copy(tmp_path: Path) -> None:
+def test_a_truncated_list_of_checkpoints_is_replaced_by_its_copy(tmp_path: Path) -> None:
     config = of_images("simclr")
     run = write_run(tmp_path / "run", config, trained(config), 5)
     listed = tmp_path / "run" / "checkpoints" / "checkpoint_manager_snapshot.json"
@@ -102,7 +102,7 @@ def test_a_list_of_checkpoints_that_was_cut_gives_way_to_its_copy(tmp_path: Path
     assert isinstance(raycl.load_encoder(run), ImageEncoder)
 
 
-def test_a_module_of_the_users_own_is_passed_again(tmp_path: Path) -> None:
+def test_a_users_own_module_must_be_passed_again(tmp_path: Path) -> None:
     config = of_images("simclr")
     linear, other = nn.Linear(256, 24), nn.Linear(256, 24)
     towers = build_towers(config, None, nn.Sequential(nn.Flatten(), linear))
@@ -114,7 +114,7 @@ def test_a_module_of_the_users_own_is_passed_again(tmp_path: Path) -> None:
     assert encoder.spec.representation_dim == 24
 
 
-def test_neither_code_nor_a_side_of_somebody_elses_is_taken(tmp_path: Path) -> None:
+def test_untrusted_code_and_an_unknown_side_are_refused(tmp_path: Path) -> None:
     config = of_images("simclr", **{"encoder.name": "tests.cluster.networks:small", "encoder.width": 1.0})
     plain = of_images("simclr")
     run = write_run(tmp_path / "run", config, trained(plain), 5)

@@ -1,4 +1,4 @@
-"""The views of a batch: other ones in each epoch, two of a sample, whatever its place in the batch."""
+"""The views of a batch: new in each epoch, two per sample, and independent of the position in the batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,14 +35,14 @@ def views_of(worker: Worker, rows: Batch) -> tuple[Tensor, Tensor]:
 
 
 def differ(one: Tensor, other: Tensor) -> Tensor:
-    """Say of each row whether it differs; texts may be of other lengths."""
+    """Return which rows differ; texts may differ in length."""
     if one.ndim == 2:
         length = max(one.shape[1], other.shape[1])
         one, other = (torch.nn.functional.pad(each, (0, length - each.shape[1])) for each in (one, other))
     return (one != other).flatten(1).any(1)
 
 
-def test_every_epoch_has_other_views(worker: Worker) -> None:
+def test_every_epoch_has_different_views(worker: Worker) -> None:
     rows = batch(worker.config, 0)
     first, second = (views_of(worker, replace(rows, epoch=epoch)) for epoch in (0, 1))
     assert differ(first[0], second[0]).float().mean() > 0.5
@@ -52,11 +52,11 @@ def test_every_epoch_has_other_views(worker: Worker) -> None:
 
 def test_the_two_views_of_a_sample_are_different(worker: Worker) -> None:
     view_a, view_b = views_of(worker, batch(worker.config, 0))
-    if worker.config.data.kind != "image_text":  # there the other view is the caption
+    if worker.config.data.kind != "image_text":  # there the second view is the caption
         assert differ(view_a, view_b).float().mean() > 0.5
 
 
-def test_a_view_does_not_depend_on_the_place_in_the_batch(worker: Worker) -> None:
+def test_a_view_does_not_depend_on_its_position_in_the_batch(worker: Worker) -> None:
     rows = batch(worker.config, 0)
     order = np.random.default_rng(0).permutation(len(rows))
     plain, permuted = views_of(worker, rows), views_of(worker, reordered(rows, order))
