@@ -202,7 +202,7 @@ def object_store_bytes() -> float:
 
 def fetch_tables(dataset: "Dataset") -> "list[pa.Table]":
     """Execute a dataset and return its blocks, zero-copy where this node holds them."""
-    references: list[ray.ObjectRef[pa.Table]] = dataset.materialize().to_arrow_refs()
+    references: Any = dataset.materialize().to_arrow_refs()  # Ray names the type of a reference twice
     return ray.get(references)
 
 
