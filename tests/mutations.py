@@ -205,7 +205,7 @@ MUTATIONS = [
     Mutation(
         "unlabeled samples share one class",
         "raycl/losses/example_ids.py",
-        "np.where(label >= 0, label, ~(sample_id & np.iinfo(np.int64).max))",
+        "torch.where(label >= 0, label, ~(query_id & torch.iinfo(torch.int64).max))",
         "label",
         "tests/test_supcon.py",
     ),

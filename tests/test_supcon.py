@@ -13,7 +13,7 @@ from torch import Tensor
 from raycl.config.overrides import override
 from raycl.errors import ConfigError
 from raycl.losses import nt_xent, supcon
-from raycl.losses.example_ids import own_classes
+from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.recipes import recipe
 from raycl.training.data_module import DataModule
 from tests.embeddings import make_views
@@ -95,11 +95,17 @@ def test_memory_holds_only_tiles() -> None:
     assert 0 < recorder.largest <= 256 * 4096
 
 
-def test_an_unlabeled_sample_has_its_own_class() -> None:
-    classes = own_classes(np.array([3, -1, 3, -1, 0]), np.array([7, 8, -9, 2**62, 0])).tolist()
-    assert classes[::2] == [3, 3, 0]
-    assert len({*classes}) == 4
-    assert max(classes[1], classes[3]) < 0
+def test_an_unlabeled_sample_shares_its_class_only_with_its_duplicates() -> None:
+    names = torch.tensor([[7, 7], [8, 5], [-9, -9], [2**62, 8], [0, 0], [-9, 3]])
+    label = torch.tensor([3, -1, 3, -1, -1, 0])
+    found = (
+        IdExchange(CPU).start(ExampleIds(query=names, key=names, label=label, shared_id_space=True))().label
+    )
+    assert found is not None
+    first, duplicate, other = found[[1, 3, 4]].tolist()
+    assert found[[0, 2, 5]].tolist() == [3, 3, 0]
+    assert first == duplicate != other
+    assert max(first, other) < 0
 
 
 @pytest.mark.parametrize("chunk_size", (None, 16))
@@ -113,7 +119,7 @@ def test_a_step_uses_the_labels_of_the_batch(chunk_size: int | None) -> None:
     with torch.no_grad():
         embedded = worker.learner.embed(views, step=0)
     assert embedded.key is not None
-    label = own_classes(rows.label, rows.sample_id).repeat(2)
+    label = torch.from_numpy(np.where(rows.label < 0, -1 - np.arange(len(rows)), rows.label)).repeat(2)
     temperature = torch.tensor(worker.stage.temperature)
     expected = plain_supcon(torch.cat([embedded.query, embedded.key]).double(), label, temperature)
     assert worker.step(views, 0).loss == pytest.approx(expected.item(), rel=1e-5)
@@ -148,7 +154,9 @@ def test_samples_without_labels_are_refused() -> None:
     [
         ({"temperature": 0.0}, "the temperature must be above 0, got 0"),
         ({"view_b": torch.eye(4)[:3]}, "the two views must be"),
-        ({"label": torch.arange(3)}, "got .3. labels for 4 rows; pass one label per row"),
+        ({"label": torch.arange(3)}, "label does not match its rows: got .3. ids for 4 rows"),
+        ({"offset": 2}, "got offset 2 with 4 rows for 4 gathered rows"),
+        ({"gathered_label": torch.arange(8)}, "gathered_label requires gathered_a"),
         ({"gathered_a": torch.eye(4)}, "only one view is gathered: gathered_b is None"),
         ({"gathered_a": torch.eye(4), "gathered_b": torch.eye(4)}, "gathered_label is None; pass both"),
     ],

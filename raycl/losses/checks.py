@@ -51,11 +51,11 @@ def check_offset(offset: int, num_rows: int, num_gathered: int) -> None:
         )
 
 
-def check_sample_id(sample_id: Tensor | None, rows: Tensor) -> None:
+def check_sample_id(sample_id: Tensor | None, rows: Tensor, name: str = "sample_id") -> None:
     """Raise unless there is one id per row."""
     if sample_id is not None and sample_id.shape != rows.shape[:1]:
         raise ConfigError(
-            f"sample_id does not match its rows: got {list(sample_id.shape)} ids for "
+            f"{name} does not match its rows: got {list(sample_id.shape)} ids for "
             f"{len(rows)} rows; pass one id per row"
         )
 

@@ -29,7 +29,8 @@ class ExampleIds:
         key: ids of the keys.
         negative: ids of the explicit negatives of all workers, in the order of ranks, which count as keys;
             a transform names this worker's only. None if the batch has none.
-        label: classes [local_batch]; an unlabeled row has a class of its own. None for pairs.
+        label: classes int64 [local_batch], None for pairs. An unlabeled row has -1 in a transform's names, and then
+            a class of its own, which its duplicates share.
         shared_id_space: whether names of different columns are comparable.
         key_name: the names by which a store indexes the keys: the first ones.
         negative_name: the same for explicit negatives.
@@ -71,11 +72,6 @@ class ExampleIds:
         fields = ("query", "key", "negative", "label", "key_name", "negative_name", "names", "name_ids")
         moved = upload([getattr(self, field) for field in fields], device)
         return replace(self, **dict(zip(fields, moved, strict=True)))
-
-
-def own_classes(label: NDArray[np.int64], sample_id: NDArray[np.int64]) -> Tensor:
-    """Return the labels; a row without label (-1) gets a class of its own below 0, from its sample id."""
-    return torch.from_numpy(np.where(label >= 0, label, ~(sample_id & np.iinfo(np.int64).max)))
 
 
 @final
@@ -145,10 +141,15 @@ def _merged(own: ExampleIds, everyone: list[Parts]) -> ExampleIds:
     rows = np.concatenate([key, *(each.numpy() for each in negatives)])
     ids = merge_ids(rows, shared_id_space=own.shared_id_space)
     called = rows if own.shared_id_space else rows[:, :1]
+    query_id = _tensor(merge_ids(query, shared_id_space=own.shared_id_space)[ours])
+    label = own.label
+    if label is not None:  # a class of its own is below 0
+        label = torch.where(label >= 0, label, ~(query_id & torch.iinfo(torch.int64).max))
     merged = replace(
         own,
-        query=_tensor(merge_ids(query, shared_id_space=own.shared_id_space)[ours]),
+        query=query_id,
         key=_tensor(ids[ours]),
+        label=label,
         negative=_tensor(ids[len(key) :]) if negatives else None,
         num_negatives=tuple(len(each) for each in negatives),
     )

@@ -16,9 +16,15 @@ from raycl.distributed import (
     rank,
     visit_all,
 )
-from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
-from raycl.losses.checks import check_pair, checked_ids, checked_temperature
+from raycl.losses.checks import (
+    check_companion,
+    check_offset,
+    check_pair,
+    check_sample_id,
+    checked_ids,
+    checked_temperature,
+)
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import count_same
 from raycl.losses.nt_xent import gathered_views
@@ -76,7 +82,10 @@ def supcon(
     """
     rows, temperature = _checked_rows(view_a, view_b, label, temperature)
     columns, labels = rows, label
-    if gathered_a is not None or gathered_b is not None:
+    if gathered_a is None and gathered_b is None:
+        check_companion("gathered_label", gathered_label, "gathered_a", None)
+        check_offset(offset, len(view_a), len(view_a))
+    else:
         columns = gathered_views(view_a, gathered_a, gathered_b, offset).to(rows)
         ids = checked_ids(("label", label), ("gathered_label", gathered_label), len(columns) // 2)
         assert ids is not None, "the label is given"
@@ -100,11 +109,7 @@ def _checked_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return both views, [2 * local_batch, dim], and the temperature."""
     check_pair("the two views", view_a, view_b)
-    if label.shape != view_a.shape[:1]:
-        raise ConfigError(
-            f"label does not match its rows: got {list(label.shape)} labels for {len(view_a)} rows; "
-            "pass one label per row"
-        )
+    check_sample_id(label, view_a, "label")
     rows = working_precision(torch.cat([view_a, view_b]))
     return rows, checked_temperature(temperature, rows)
 

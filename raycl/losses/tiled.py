@@ -159,12 +159,10 @@ def spans(start: int, stop: int, size: int) -> Iterator[slice]:
     return (slice(at, min(at + size, stop)) for at in range(start, stop, size))
 
 
-def add_rows(total: Tensor, places: slice | Tensor, rows: Tensor) -> None:
+def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
     """Add rows [num_rows, dim] to total at these places, deterministically."""
-    if isinstance(places, slice):
-        total[places] += rows
     # index_put_ is deterministic on CUDA, index_add_ on the CPU.
-    elif total.is_cuda:
+    if total.is_cuda:
         total.index_put_((places,), rows, accumulate=True)
     else:
         total.index_add_(0, places, rows)

@@ -22,7 +22,7 @@ from raycl.data.images import ImageFormat
 from raycl.data.in_memory import Batch, InMemoryDataset, ids_of, pixels_of, texts_of, tokens_of
 from raycl.data.texts import TextFormat, TextsFormat, Tokens
 from raycl.distributed.device_copy import upload
-from raycl.losses.example_ids import ExampleIds, own_classes
+from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
 from raycl.tokenization import Tokenizer
 
@@ -122,7 +122,7 @@ class Transform(ABC):
     def example_ids(self, batch: Batch) -> ExampleIds:
         """Return the names of queries, keys and negatives, by default the sample ids, and the labels."""
         names = torch.from_numpy(batch.sample_id)[:, None]
-        return ExampleIds(query=names, key=names, label=own_classes(batch.label, batch.sample_id))
+        return ExampleIds(query=names, key=names, label=torch.from_numpy(batch.label))
 
 
 @final
@@ -216,7 +216,7 @@ class TextTransform(Transform):
             return super().example_ids(batch)
         shown = [torch.from_numpy(self.shown(batch, number).text_id) for number in (0, 1)]
         query = torch.stack(shown, dim=1)
-        label = own_classes(batch.label, batch.sample_id)
+        label = torch.from_numpy(batch.label)
         return ExampleIds(query=query, key=query.flip(1), label=label, shared_id_space=True)
 
     def _first(self, batch: Batch) -> Tokens:
