@@ -457,7 +457,7 @@ def test_dropping_a_setting_also_drops_settings_that_depend_on_it() -> None:
             "encoder.kwargs.dim=3",
             "encoder.kwargs.dim acts only with a text encoder, or a network of your",
         ),
-        ("clip", "text_encoder.width=2", "text_encoder.width acts only with networks for images"),
+        ("clip", "text_encoder.width=2", "text_encoder.width acts only with an image network"),
         (
             "clip",
             "stages.1.temperature=0.5",
@@ -540,6 +540,27 @@ def test_the_configuration_page_lists_all_conditions() -> None:
     text = (PACKAGE.parent / "docs" / "api" / "config.md").read_text()
     rows = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, re.MULTILINE))
     assert rows == {
-        path: " and ".join(condition.needs for condition in conditions)
+        path: "; and ".join(condition.needs for condition in conditions)
         for path, conditions in CONDITIONS.items()
     }
+
+
+def test_a_learned_temperature_begins_in_the_first_stage_also_if_two_are_one_object() -> None:
+    stage = Stage(steps=3, temperature=0.07)
+    with pytest.raises(ValueError, match=r"stages\.1\.temperature acts only with learn_temperature false"):
+        RunConfig(recipe="mine", learn_temperature=True, stages=(stage, stage))
+
+
+def test_a_setting_of_a_stage_that_a_later_setting_removes_is_ignored() -> None:
+    changed = override(recipe("simclr"), ["stages.1.epochs=2", "stages=[{steps: 3}]"])
+    assert [stage.steps for stage in changed.stages] == [3]
+
+
+def test_a_rollback_can_learn_its_temperature() -> None:
+    hinge = {"stages.0.loss": "hinge", "monitor.on_collapse": "rollback"}
+    assert override(recipe("simclr"), {**hinge, "learn_temperature": True}).learn_temperature
+
+
+def test_min_workers_is_refused_if_every_stage_sets_its_workers() -> None:
+    with pytest.raises(ConfigError, match="min_workers acts only with a stage without workers of its own"):
+        override(recipe("simclr"), {"workers": 4, "min_workers": 1, "stages.0.workers": 2})

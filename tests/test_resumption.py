@@ -55,6 +55,14 @@ def test_settings_that_a_permitted_change_ends_or_starts_do_not_count(tmp_path: 
         check_output(config, Place(str(tmp_path)), resume=True)
 
 
+def test_an_added_stage_cannot_begin_to_learn_the_temperature(tmp_path: Path) -> None:
+    hinge = {"stages.0.loss": "hinge", "stages.1.loss": "hinge"}
+    (tmp_path / "config.yaml").write_text(config_to_yaml(run_of(**hinge)))
+    learning = run_of(**hinge, **{"stages.2.loss": "nt_xent", "learn_temperature": True})
+    with pytest.raises(ConfigError, match="--resume would change learn_temperature from False to True"):
+        check_output(learning, Place(str(tmp_path)), resume=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -21,19 +21,22 @@ class Condition:
 
     Attributes:
         needs: the requirement in words, as in ``acts only with NEEDS``.
-        holds: whether a run and one of its stages meet it.
-        setting: the setting that the condition reads, to quote its value.
+        holds: whether a run meets it, in the stage with an index for settings of stages.
+        setting: the setting that the condition reads, to quote its value; a stage's as ``stages.N.NAME``.
     """
 
     needs: str
-    holds: Callable[[Any, Any], bool]
+    holds: Callable[[Any, int], bool]
     setting: str | None = None
 
-    def came(self, run: "RunConfig") -> str:
-        """Return the value that a run has, for an error message."""
+    def actual(self, run: "RunConfig", index: int) -> str:
+        """Return the value in a run or in one of its stages, for an error message."""
         if self.setting is None:
             return ""
-        return f", and this run has {self.setting} {_text(attrgetter(self.setting)(run))}"
+        in_stage = self.setting.startswith("stages.N.")
+        owner, where = (run.stages[index], "stage") if in_stage else (run, "run")
+        name = self.setting.removeprefix("stages.N.")
+        return f", and this {where} has {name} {_text(attrgetter(name)(owner))}"
 
 
 def _text(value: object) -> str:
@@ -49,7 +52,11 @@ def when(setting: str, *values: object) -> Condition:
 
 def _when_loss_has(setting: str) -> Condition:
     losses = join_names(name for name, spec in LOSSES.items() if setting in spec.settings)
-    return Condition(f"loss {losses}", lambda _, stage: setting in LOSSES[stage.loss].settings)
+    return Condition(
+        f"loss {losses}",
+        lambda run, index: setting in LOSSES[run.stages[index].loss].settings,
+        "stages.N.loss",
+    )
 
 
 _IMAGES = when("data.kind", "image", "image_text")
@@ -57,6 +64,7 @@ _TEXTS = when("data.kind", "text", "image_text", "pairs")
 _PAIRS = when("data.kind", "pairs")
 _COLORS = when("data.channels", 3)
 _JITTER = Condition("augment.jitter above 0", lambda run, _: run.augment.jitter > 0)
+_IMAGE_NETWORK = Condition("an image network, and text_encoder is a text network", lambda *_: False)
 _KNOWN_NETWORK = Condition(
     "a network that raycl builds by its name", lambda run, _: ":" not in run.encoder.name
 )
@@ -73,15 +81,24 @@ _EVALUATION = Condition(
     "evaluation.every_epochs other than 0", lambda run, _: run.evaluation.every_epochs != 0
 )
 _ROLLBACK = when("monitor.on_collapse", "rollback")
-_CHUNKS = Condition("a chunk_size", lambda _, stage: stage.chunk_size is not None)
+_CHUNKS = Condition("a chunk_size", lambda run, index: run.stages[index].chunk_size is not None)
 _MIXES = Condition(
     f"loss {join_names(name for name, spec in LOSSES.items() if spec.mixes)}",
-    lambda _, stage: LOSSES[stage.loss].mixes,
+    lambda run, index: LOSSES[run.stages[index].loss].mixes,
+    "stages.N.loss",
 )
-_HINGE = Condition("loss hinge or a hinge_weight above 0", lambda _, stage: stage.has_hinge)
+_HINGE = Condition(
+    "loss hinge or a hinge_weight above 0", lambda run, index: run.stages[index].has_hinge, "stages.N.loss"
+)
+_LEARNS_TEMPERATURE = join_names(name for name, spec in LOSSES.items() if spec.learns)
 
 # By setting or section, a stage's as ``stages.N.NAME``; all conditions of a setting and its sections must hold.
 CONDITIONS: dict[str, tuple[Condition, ...]] = {
+    "min_workers": (
+        Condition(
+            "a stage without workers of its own", lambda run, _: any(not each.workers for each in run.stages)
+        ),
+    ),
     "accelerator": (when("gpu", True),),
     "data.columns.image": (_IMAGES,),
     "data.columns.text": (when("data.kind", "text"),),
@@ -118,15 +135,18 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
         ),
     ),
     "text_encoder": (when("data.kind", "image_text"),),
-    "text_encoder.stem": (Condition("networks for images, as encoder.stem", lambda *_: False),),
-    "text_encoder.width": (Condition("networks for images, as encoder.width", lambda *_: False),),
+    "text_encoder.stem": (_IMAGE_NETWORK,),
+    "text_encoder.width": (_IMAGE_NETWORK,),
     "separate_towers": (_PAIRS,),
     "projection_head.hidden_dim": (_HIDDEN_LAYERS,),
     "projection_head.batchnorm": (_HIDDEN_LAYERS,),
     "learn_temperature": (
         Condition(
-            f"loss {join_names(name for name, spec in LOSSES.items() if spec.learns)} in a stage",
-            lambda run, _: any(LOSSES[stage.loss].learns for stage in run.stages),
+            f"loss {_LEARNS_TEMPERATURE} in a stage, or monitor.on_collapse rollback",
+            lambda run, _: (
+                any(LOSSES[stage.loss].learns for stage in run.stages)
+                or run.monitor.on_collapse == "rollback"
+            ),
         ),
     ),
     "momentum_encoder": (when("key", "momentum_encoder"),),
@@ -157,24 +177,24 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "stages.N.temperature": (
         Condition(
             "a loss that has a temperature, or monitor.on_collapse rollback",
-            lambda run, stage: (
+            lambda run, index: (
                 run.learn_temperature
-                or "temperature" in LOSSES[stage.loss].settings
+                or "temperature" in LOSSES[run.stages[index].loss].settings
                 or run.monitor.on_collapse == "rollback"
             ),
         ),
         Condition(
             "learn_temperature false, or in the first stage",
-            lambda run, stage: not run.learn_temperature or stage is run.stages[0],
+            lambda run, index: not run.learn_temperature or index == 0,
         ),
     ),
     "stages.N.bias": (
         _when_loss_has("bias"),
         Condition(
             "learn_temperature false, or in the first stage with such a loss",
-            lambda run, stage: (
+            lambda run, index: (
                 not run.learn_temperature
-                or stage is next(each for each in run.stages if "bias" in LOSSES[each.loss].learns)
+                or not any("bias" in LOSSES[stage.loss].learns for stage in run.stages[:index])
             ),
         ),
     ),
@@ -210,14 +230,14 @@ def flat(values: Any, path: str = "") -> dict[str, Any]:
 
 def why_inactive(run: "RunConfig", path: str) -> str | None:
     """Return why a setting has no effect in this run, in one line; None if it has one."""
-    stage, parts = None, path.split(".")
+    index, parts = 0, path.split(".")
     if parts[0] == "stages" and len(parts) > 1:
-        stage, parts[1] = run.stages[int(parts[1])], "N"
+        index, parts[1] = int(parts[1]), "N"
     for length in range(1, len(parts) + 1):
         for condition in CONDITIONS.get(".".join(parts[:length]), ()):
-            if not condition.holds(run, stage):
+            if not condition.holds(run, index):
                 whole = re.sub(r"\.\d+$", "", path)  # not one of the numbers of a range
-                return f"{whole} acts only with {condition.needs}{condition.came(run)}; remove it"
+                return f"{whole} acts only with {condition.needs}{condition.actual(run, index)}; remove it"
     return None
 
 

@@ -175,6 +175,9 @@ def _check_active(config: RunConfig, pairs: Sequence[tuple[str, Any]]) -> None:
     """Raise ``ConfigError`` if a given setting has no effect; in a given section, it may have its default."""
     values = leaves(config)
     for path, value in pairs:
+        stage = re.match(r"stages\.(\d+)\.", path)
+        if stage and int(stage[1]) >= len(config.stages):
+            continue  # a later setting removed this stage
         for setting, given in flat(value, path).items():
             is_default = setting != path and values.get(setting) == given
             if not is_default and (problem := why_inactive(config, setting)):

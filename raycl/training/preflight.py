@@ -91,14 +91,10 @@ def check_size(config: RunConfig, num_rows: int) -> None:
             )
 
 
-_PAIRS = ("query", "document", "negatives", "query_id", "document_id", "negative_ids")
-_ROLES = {"image": ("image",), "text": ("text",), "image_text": ("image", "caption"), "pairs": _PAIRS}
-
-
 def column_names(config: RunConfig) -> ColumnNames:
     """Return the columns to read; columns of other kinds of samples are ignored."""
     named = config.data.columns.model_dump()
-    unused = {role for roles in _ROLES.values() for role in roles} - set(_ROLES[config.data.kind])
+    unused = {role for role in named if why_inactive(config, f"data.columns.{role}")}
     return ColumnNames(**named | dict.fromkeys(unused))
 
 
@@ -127,9 +123,11 @@ def _check_unchanged(saved: RunConfig, config: RunConfig) -> None:
     for key, (before, now) in differences(saved, config).items():
         if key == "precision" and saved.tower_precision == config.tower_precision:
             continue
-        may_change = MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added)
-        # A setting without effect in one of the runs follows from another change.
-        if not (may_change or why_inactive(saved, key) or why_inactive(config, key)):
+        if MAY_CHANGE.fullmatch(key) or longer.fullmatch(key) or key.startswith(added):
+            continue
+        # A setting without effect in one of the runs follows from another change. A learned temperature does not:
+        # it is a parameter of the saved optimizer.
+        if key == "learn_temperature" or not (why_inactive(saved, key) or why_inactive(config, key)):
             raise ConfigError(
                 f"--resume would change {key} from {before!r} to {now!r}; "
                 "repeat the flags of the first run, or give another --output"
