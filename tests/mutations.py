@@ -397,8 +397,8 @@ MUTATIONS = [
     Mutation(
         "rows of a batch are not shuffled",
         "raycl/data/in_memory.py",
-        "return joined.take(pa.array(np.argsort(order)))",
-        "return joined",
+        "in zip(part, inside, strict=True)",
+        "in sorted(zip(part, inside, strict=True))",
         "tests/test_data.py",
     ),
     Mutation(

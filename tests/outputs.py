@@ -79,7 +79,7 @@ def write_run(
 ) -> Path:
     """Write an output: by default a finished run of 200 steps with three evaluations."""
     output = Place(str(folder))
-    config = override_active(recipe(method, image_size=32), {"stages.0.batch_size": 64, **(settings or {})})
+    config = override_active(recipe(method, image_size=32), {"stages.0.batch_size": 64}, settings)
     (output / "config.yaml").write_text(config_to_yaml(config))
     (output / "data.json").write_text(json.dumps({"data": "/data/set", "num_rows": 5_000, "streamed": False}))
     if lines is None:

@@ -46,7 +46,7 @@ _NUM_DOCUMENTS = 40  # few, so that each batch contains duplicates
 
 def small_config(name: str = "two_tower", settings: Mapping[str, Any] | None = None) -> RunConfig:
     """Return a recipe with tiny encoders and no dropout."""
-    return override_active(recipe(name, image_size=8), {**_SMALL, **_OF_RECIPES[name], **(settings or {})})
+    return override_active(recipe(name, image_size=8), {**_SMALL, **_OF_RECIPES[name]}, settings)
 
 
 def small_network() -> nn.Module:

@@ -66,7 +66,8 @@ CASES = {
     "moco_v2": Case("moco_v2", SMALL | QUEUE),
     "moco_v2 chunks": Case("moco_v2", SMALL | QUEUE | CHUNKS),
     "moco_v2 in batch": Case(
-        "moco_v2", SMALL | QUEUE | {"batchnorm": "synchronized", "negatives.in_batch": True}
+        "moco_v2",
+        SMALL | {"negatives.capacity": 2 * ROWS, "batchnorm": "synchronized", "negatives.in_batch": True},
     ),
     "instance_discrimination": Case("instance_discrimination", SMALL | {"negatives.num_negatives": 20}),
     "simcse": Case("simcse"),
@@ -92,7 +93,7 @@ def configuration(case: Case, workers: int = 1) -> RunConfig:
         "stages.0.batch_size": ROWS * workers,
         "bank.location": "worker",
     }
-    return override_active(recipe(case.recipe, image_size=case.image_size), settings | case.settings)
+    return override_active(recipe(case.recipe, image_size=case.image_size), settings, case.settings)
 
 
 class Worker:

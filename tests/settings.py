@@ -8,15 +8,18 @@ from raycl.config.overrides import override
 from raycl.errors import ConfigError
 
 
-def override_active(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Override the settings that are active in this run, and skip the others."""
-    left = dict(settings)
+def override_active(
+    config: RunConfig, optional: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Replace settings; those of ``optional`` that have no effect in this run are skipped."""
+    settings = settings or {}
+    given = {**optional, **settings}
     while True:
         try:
-            return override(config, left)
+            return override(config, given)
         except ConfigError as error:
             name, _, reason = str(error).partition(" ")
-            given = next((path for path in left if f"{name}.".startswith(f"{path}.")), None)
-            if given is None or not reason.startswith("acts only with"):
+            skipped = next((path for path in given if f"{name}.".startswith(f"{path}.")), None)
+            if skipped is None or skipped in settings or not reason.startswith("acts only with"):
                 raise
-            del left[given]
+            del given[skipped]

@@ -32,7 +32,7 @@ SMALL = {
 
 
 def small_config(name: str = "moco_v2", **settings: Any) -> RunConfig:
-    return override_active(recipe(name, image_size=16), SMALL | settings)
+    return override_active(recipe(name, image_size=16), SMALL, settings)
 
 
 def tower_of(config: RunConfig, *, seed: int) -> nn.Module:

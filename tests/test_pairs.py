@@ -249,9 +249,7 @@ def test_texts_are_identified_by_the_shown_text_and_for_slots_by_sample() -> Non
     assert len({first, alone, last}) == 3
     stored = torch.tensor([shown[0][0], shown[1][0], 5])
     assert ids.of(stored).tolist() == [first, first, 5]
-    slots = small_config(
-        "simcse", {"key": "memory_bank", "negatives.store": "memory_bank", "negatives.in_batch": False}
-    )
+    slots = small_config("simcse", {"key": "memory_bank", "negatives.store": "memory_bank"})
     assert drawing_of(slots).example_ids(whole(rows)).query[:, 0].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -18,7 +18,8 @@ from tests.pretended_steps import CASES, CHUNKS, QUEUE, ROWS, SMALL, TEXTS, Case
 
 STEPS = 5
 # Samples repeat after three steps, and a few texts repeat often.
-MOCO = SMALL | QUEUE | {"negatives.capacity": 4 * ROWS}
+LARGE_QUEUE = {"negatives.capacity": 4 * ROWS}
+MOCO = SMALL | QUEUE | LARGE_QUEUE
 BANK = SMALL | {"negatives.num_negatives": 60, "stages.0.proximal_weight": 0.5}
 FEW = {"num_texts": 3 * ROWS}
 HINGE = {"stages.0.loss": "hinge"}
@@ -26,9 +27,9 @@ SIGLIP = {
     "stages.0.loss": "siglip",
     "stages.0.bias": -2.0,
     "learn_temperature": True,
-    "negatives.explicit": False,
 }
 MIXED = {"stages.0.hinge_weight": 0.3}
+BATCH_ONLY = {"negatives.explicit": False}
 RECIPES = {
     **{
         name: replace(case, **FEW)
@@ -47,7 +48,7 @@ RECIPES = {
     "moco_v2": Case("moco_v2", MOCO),
     "moco_v2 hinge": Case("moco_v2", MOCO | HINGE),
     "moco_v2 mixed, in batch": Case(
-        "moco_v2", MOCO | MIXED | {"batchnorm": "synchronized", "negatives.in_batch": True}
+        "moco_v2", SMALL | LARGE_QUEUE | MIXED | {"batchnorm": "synchronized", "negatives.in_batch": True}
     ),
     "instance_discrimination": Case("instance_discrimination", BANK),
     "instance_discrimination, first estimate": Case(
@@ -68,8 +69,10 @@ RECIPES = {
     "two_tower hinge": Case("two_tower", TEXTS | HINGE, explicit=True, **FEW),
     "two_tower mixed": Case("two_tower", TEXTS | MIXED, explicit=True, **FEW),
     "two_tower info_nce": Case("two_tower", TEXTS | {"stages.0.loss": "info_nce"}, explicit=True, **FEW),
-    "two_tower siglip": Case("two_tower", TEXTS | SIGLIP, **FEW),
-    "two_tower siglip, fixed": Case("two_tower", TEXTS | SIGLIP | {"learn_temperature": False}, **FEW),
+    "two_tower siglip": Case("two_tower", TEXTS | SIGLIP | BATCH_ONLY, **FEW),
+    "two_tower siglip, fixed": Case(
+        "two_tower", TEXTS | SIGLIP | BATCH_ONLY | {"learn_temperature": False}, **FEW
+    ),
     "image_text siglip": Case("clip", CASES["clip"].settings | SIGLIP, **FEW),
     "simclr siglip, chunks": Case("simclr", SMALL | CHUNKS | SIGLIP),
     "two_tower queue": Case(

@@ -29,7 +29,7 @@ HEAD = {"projection_head.num_layers": 2, "projection_head.dim": 12, "projection_
 
 def of_images(name: str, **settings: Any) -> RunConfig:
     small = {"encoder.name": "resnet10", "encoder.width": 0.125, "data.channels": 1, "projection_head.dim": 8}
-    return override_active(recipe(name, image_size=16), small | settings)
+    return override_active(recipe(name, image_size=16), small, settings)
 
 
 def write_run(folder: Path, config: RunConfig, towers: Towers, *steps: int) -> str:
@@ -115,7 +115,7 @@ def test_a_users_own_module_must_be_passed_again(tmp_path: Path) -> None:
 
 
 def test_untrusted_code_and_an_unknown_side_are_refused(tmp_path: Path) -> None:
-    config = of_images("simclr", **{"encoder.name": "tests.cluster.networks:small", "encoder.width": 1.0})
+    config = of_images("simclr", **{"encoder.name": "tests.cluster.networks:small"})
     plain = of_images("simclr")
     run = write_run(tmp_path / "run", config, trained(plain), 5)
     with pytest.raises(ConfigError, match="asks to import 'tests.cluster.networks'"):

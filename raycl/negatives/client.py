@@ -101,7 +101,7 @@ class MemoryBankClient:
     """A worker's access to the slots: one call a step writes its rows and reads others.
 
     With ``max_staleness`` 0 an update is in the bank when ``update`` returns, and ``barrier`` keeps
-    the workers together: the bank equals a ``MemoryBank`` in process, to the last bit. Otherwise an
+    the workers together: a bank that sends float32 equals a ``MemoryBank`` in process, to the last bit. Otherwise an
     update is sent with the next call, while the worker computes, and prefetched rows lack at most
     ``max_staleness`` updates of this worker.
 

@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 
 def run_of(method: str, **settings: Any) -> RunConfig:
     """A small run on two workers with dropout in its encoder."""
-    return override_active(raycl.recipe(method, image_size=16), {**SMALL, **settings})
+    return override_active(raycl.recipe(method, image_size=16), SMALL, settings)
 
 
 def clicks() -> list[dict[str, Any]]:

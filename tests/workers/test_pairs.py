@@ -114,7 +114,8 @@ def values_of(recipe: str) -> dict[str, list[Any]]:
 def config_of(case: str, num_workers: int, chunk_size: int | None) -> RunConfig:
     recipe, settings, _ = CASES[case]
     small = {"workers": num_workers, "stages.0.batch_size": BATCH, "stages.0.chunk_size": chunk_size}
-    return small_config(recipe, {"stages.0.temperature": 0.2, **small, **settings})
+    temperature = {} if settings.get("stages.0.loss") == "hinge" else {"stages.0.temperature": 0.2}
+    return small_config(recipe, temperature | small | settings)
 
 
 def shares(rows: InMemoryDataset, rank: int, num_workers: int) -> Iterator[Batch]:

@@ -137,7 +137,7 @@ def config_of(method: str, num_workers: int) -> RunConfig:
     settings = {"recipe": method, **METHODS[method]}
     small = {"workers": num_workers, "stages.0.batch_size": BATCH, "bank.location": "worker"}
     base = recipe(settings.pop("recipe"), image_size=8)
-    return override_active(base, {**small, "projection_head.dim": 12, **settings})
+    return override_active(base, {**small, "projection_head.dim": 12}, settings)
 
 
 def losses_weights_and_rows_after_steps(
