@@ -27,16 +27,17 @@ class ExampleIds:
     Attributes:
         query: ids of the queries.
         key: ids of the keys.
-        negative: ids of the explicit negatives of all workers, in the order of ranks, which count as keys;
-            a transform names this worker's only. None if the batch has none.
+        negative: ids [num_negatives] of the explicit negatives of all workers, in the order of ranks, which count
+            as keys; a transform names this worker's only. None if the batch has none.
         label: classes int64 [local_batch], None for pairs. An unlabeled row has -1 in a transform's names, and then
             a class of its own, which its duplicates share.
         shared_id_space: whether names of different columns are comparable.
         key_name: the names by which a store indexes the keys: the first ones.
         negative_name: the same for explicit negatives.
         num_negatives: the number of explicit negatives of each worker.
-        names: all names by which a store may index a row of the batch, ascending; None if names are ids.
-        name_ids: the id of each of these names.
+        names: all names by which a store may index a row of the batch, ascending, int64 [num_names]; None if names
+            are ids.
+        name_ids: the id of each of these names, int64 [num_names].
     """
 
     query: Tensor

@@ -28,7 +28,8 @@ class StoreBatch:
     def for_batch(self, ids: ExampleIds, explicit: Tensor | None) -> "StoreBatch":
         """Return a copy with the ids of the batch, and with the explicit negatives of all workers first.
 
-        ``explicit`` are the embeddings of this worker's explicit negatives, if the batch has any; collective.
+        ``explicit`` are the embeddings [num_negatives, dim] of this worker's explicit negatives, if the batch has any;
+        collective.
         """
         negatives, name, negative_id = self.negatives, self.negative_id, None
         if name is not None:

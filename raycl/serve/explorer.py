@@ -97,7 +97,8 @@ class QueryEncoder:
     def embed(self, kind: schemas.QueryKind, content: Any) -> tuple[np.ndarray, str]:
         """Encode a text, or the content of an image file: float32 [dim], and the name of the checkpoint.
 
-        Raises ``StorageError`` while there is no checkpoint, and ``DataError`` for invalid content.
+        Raises ``StorageError`` while there is no checkpoint, ``DataError`` for invalid content, and
+        ``ConfigError`` for content of another kind than the run's.
         """
         # Importing torch costs seconds and memory, which queries by id need not pay.
         from raycl.inference.checkpoint_encoder import last_checkpoint, load_checkpoint_encoder

@@ -204,15 +204,24 @@ def identified(rank: int, num_workers: int, batches: list[list[ExampleIds]]) -> 
 
 
 @pytest.mark.parametrize("num_negatives", [[0, 0, 0, 0], [3, 0, 1, 5], [0, 9, 0, 0], None])
+@pytest.mark.parametrize("shared_id_space", [False, True])
 @pytest.mark.parametrize("num_names", [1, 2, 3])
-def test_workers_assign_the_same_ids_as_one_worker(num_names: int, num_negatives: list[int] | None) -> None:
+def test_workers_assign_the_same_ids_as_one_worker(
+    num_names: int, shared_id_space: bool, num_negatives: list[int] | None
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def names(num_rows: int) -> Tensor:
         return torch.randint(-25, 25, (num_rows, num_names), generator=generator)
 
     parts = [
-        ExampleIds(query=names(6), key=names(6), negative=None if num_negatives is None else names(count))
+        ExampleIds(
+            query=names(6),
+            key=names(6),
+            negative=None if num_negatives is None else names(count),
+            label=torch.randint(-1, 3, (6,), generator=generator),
+            shared_id_space=shared_id_space,
+        )
         for count in num_negatives or [0] * 4
     ]
     whole = ExampleIds(
@@ -221,13 +230,19 @@ def test_workers_assign_the_same_ids_as_one_worker(num_names: int, num_negatives
         negative=None
         if num_negatives is None
         else torch.cat([part.negative for part in parts if part.negative is not None]),
+        label=torch.cat([part.label for part in parts if part.label is not None]),
+        shared_id_space=shared_id_space,
     )
     (expected,) = identified(0, 1, [[whole]])
     fewer = [replace(part, negative=None if part.negative is None else part.negative[:1]) for part in parts]
     found = [ids[1] for ids in run_workers(identified, 4, [fewer, parts])]
     assert torch.equal(torch.cat([ids.query for ids in found]), expected.query)
     assert torch.equal(torch.cat([ids.key for ids in found]), expected.key)
+    assert expected.label is not None
+    assert torch.equal(torch.cat([ids.label for ids in found]), expected.label)
     for ids in found:
+        stored = torch.arange(-30, 30)  # names of rows in the batch, and others
+        assert torch.equal(ids.of(stored), expected.of(stored))
         if expected.negative is None:
             assert ids.negative is None
         else:
