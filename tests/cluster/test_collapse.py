@@ -26,7 +26,7 @@ def collapsing_run(on_collapse: str, passes: Sequence[int], **settings: Any) -> 
             "encoder.kwargs": {"channels": 1, "collapsed": list(passes)},
             "monitor.on_collapse": on_collapse,
             "monitor.initial_patience": 3,
-            "monitor.cross_entropy_steps": 4,
+            **({"monitor.cross_entropy_steps": 4} if on_collapse == "rollback" else {}),
             **settings,
         }
     )

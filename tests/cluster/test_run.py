@@ -399,16 +399,16 @@ def test_a_streamed_run_takes_as_many_steps_as_its_valid_rows_fill(streamed: Fin
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("settings", "says"),
     [
-        ({"workers": 1}, "began with 2, got 1"),
-        ({"data.cache": "materialize"}, "were streamed and would be held in memory"),
+        (STREAMED | {"workers": 1}, "began with 2, got 1"),
+        ({"data.cache": "materialize", "stages.0.batch_size": 70}, "were streamed and would be held in memory"),
     ],
 )
 def test_a_streamed_run_resumes_with_its_original_settings(
-    streamed: Finished, setting: dict[str, Any], says: str
+    streamed: Finished, settings: dict[str, Any], says: str
 ) -> None:
-    config = small_run(**(STREAMED | setting))
+    config = small_run(**settings)
     with pytest.raises(ConfigError, match=says):
         raycl.train(config, data=str(streamed.data), output=str(streamed.output), resume=True, quiet=True)
 
