@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
-
-from claims.figure import ClaimFigure, Setting
-from claims.plots import BAND, COLORS, draw_curves, prepare
+from claims.figure import ClaimFigure, Panel, Setting, settings
 from claims.results import MetricCurve, Results
 from claims.rules import SEEDS, Claim, SeedValues
 
@@ -21,15 +17,13 @@ LIMIT = 1e-3  # relative: a larger difference of two workers is not rounding
 
 def _settings(batch_size: int) -> tuple[Setting, ...]:
     chunks = {"stages.0.chunk_size": batch_size // 4}
-    table: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    by_chunk = {**chunks, "batchnorm": "shuffled", "batchnorm_groups": 4}
+    return settings(
+        "simclr",
         (WHOLE, "whole batch", {}),
         (CHUNKS, f"chunks of {batch_size // 4:,}", chunks),
         (WORKERS, "whole, two workers", {"workers": 2}),
-        (BY_CHUNK, "BatchNorm by chunk", {**chunks, "batchnorm": "shuffled", "batchnorm_groups": 4}),
-    )
-    return tuple(
-        Setting(name=name, label=label, recipe="simclr", overrides=overrides)
-        for name, label, overrides in table
+        (BY_CHUNK, "BatchNorm by chunk", by_chunk),
     )
 
 
@@ -41,13 +35,10 @@ def loss_differences(results: Results, name: str) -> list[MetricCurve]:
         if curve.seed not in whole:
             continue
         expected = dict(zip(whole[curve.seed].steps, whole[curve.seed].values, strict=True))
-        rows = [
-            (samples, step, abs(value / expected[step] - 1.0))
-            for samples, step, value in zip(curve.samples, curve.steps, curve.values, strict=True)
-            if step in expected
-        ]
-        samples, steps, values = zip(*rows, strict=True) if rows else ((), (), ())
-        found.append(replace(curve, attempt=0, samples=samples, steps=steps, values=values))
+        values = dict(zip(curve.steps, curve.values, strict=True))
+        steps = [step for step in curve.steps if step in expected]
+        off = [abs(values[step] / expected[step] - 1.0) for step in steps]
+        found.append(replace(curve, attempt=0, samples=steps, steps=steps, values=off))
     return found
 
 
@@ -84,34 +75,15 @@ def _early(curves: Sequence[MetricCurve]) -> SeedValues:
     return SeedValues(tuple(max(part) for part in parts if part))
 
 
-def draw(results: Results, picture: Figure) -> None:
-    """Draw the losses over one another, and their differences."""
-    picture.set_size_inches(10.4, 3.8)
-    left, right = picture.subplots(1, 2)
-    labels = results.labels
-    prepare(left, x="steps", y="loss (NT-Xent)", title="the losses, one over the other (first seed)")
-    styles = {
-        WHOLE: ("#BBBBBB", 5.0, "-"),
-        CHUNKS: (COLORS[0], 1.2, "-"),
-        WORKERS: (COLORS[1], 1.4, ":"),
-        BY_CHUNK: (COLORS[2], 1.4, "--"),
-    }
-    for name, (color, width, style) in styles.items():
-        for curve in results.curves_of(name, "loss")[:1]:
-            left.plot(curve.steps, curve.values, style, color=color, lw=width, label=labels[name])
-    if left.lines:
-        left.legend(fontsize=8.5, frameon=False)
-    prepare(right, x="steps", y="difference to the whole batch, relative", title=BAND)
-    right.set_yscale("log")
+def _drawn_differences(results: Results) -> dict[str, list[MetricCurve]]:
     # A logarithmic axis has no zero: losses are logged with six digits.
-    differences = {
-        labels[name]: [
-            replace(curve, values=np.maximum(curve.values, 1e-7).tolist())
+    return {
+        results.labels[name]: [
+            replace(curve, values=[max(value, 1e-7) for value in curve.values])
             for curve in loss_differences(results, name)
         ]
         for name in (CHUNKS, WORKERS, BY_CHUNK)
     }
-    draw_curves(right, differences, over="steps")
 
 
 def _shared(steps: int, batch_size: int) -> dict[str, Any]:
@@ -134,7 +106,18 @@ FIGURE = ClaimFigure(
     shared={"cpu": _shared(60, 256), "gpu": _shared(400, 4_096)},
     columns={"loss": "last loss", "knn_top1": "kNN top-1", "seconds": "seconds"},
     claims=claims,
-    draw=draw,
+    panels=(
+        Panel(kind="curves", values="loss", x="steps", y="loss (NT-Xent)", over="steps"),
+        Panel(
+            kind="curves",
+            values=_drawn_differences,
+            x="steps",
+            y="difference to the whole batch, relative",
+            over="steps",
+            is_log=True,
+        ),
+    ),
+    size=(10.4, 3.8),
     note=(
         "In float32, with BatchNorm over the whole batch except for the last setting. The remaining difference is "
         "rounding, which every step of training amplifies: two workers show how much. BatchNorm by chunk is the usual "

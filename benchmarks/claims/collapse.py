@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from claims.figure import ClaimFigure, Setting
-from claims.plots import BAND, DOTS, draw_curves, draw_dots, prepare
+from claims.figure import KNN, ClaimFigure, Panel, Setting, settings
 from claims.results import Results
 from claims.rules import Claim, SeedValues, all_hold, exceeds
 
@@ -20,17 +17,14 @@ def _settings(epochs: int, cross_entropy_steps: int) -> tuple[Setting, ...]:
     halves = {"stages.0.epochs": epochs // 2, "stages.1.epochs": epochs - epochs // 2}
     rollback = {"monitor.on_collapse": "rollback", "monitor.cross_entropy_steps": cross_entropy_steps}
     hardest = {**halves, "stages.1.hardest_negative": True}
-    table: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    return settings(
+        "simclr",
         ("entropy", "cross-entropy alone", {}),
         (HINGE, "hinge", _LOSS),
         ("slow", "hinge, rate / 16", {**_LOSS, "stages.0.learning_rate": _RATE / 16}),
         ("entropy-first", "cross-entropy, then hinge", {**hardest, "stages.1.loss": "hinge"}),
         ("mixed", "cross-entropy, then half hinge", {**hardest, "stages.1.final_hinge_weight": 0.5}),
         ("rollback", "hinge, rolled back", {**_LOSS, **rollback}),
-    )
-    return tuple(
-        Setting(name=name, label=label, recipe="simclr", overrides=overrides)
-        for name, label, overrides in table
     )
 
 
@@ -56,39 +50,15 @@ def _remedy(label: str, spread: SeedValues, knn: SeedValues, hinge_knn: SeedValu
     )
 
 
-def draw(results: Results, picture: Figure) -> None:
-    picture.set_size_inches(10.4, 4.2)
-    left, right = picture.subplots(1, 2, width_ratios=(1.15, 1.0))
-    y = "spread of the embeddings (1: even, 0: a point)"
-    prepare(left, x="steps", y=y, title=f"{BAND}; thin: rolled back")
-    left.axhline(COLLAPSED, color="#666666", lw=0.8, ls=":")
-    draw_curves(left, results.curves_by_label("embedding_std"), over="steps")
-    prepare(right, x="kNN top-1 on the test images", title=DOTS)
-    draw_dots(right, results.by_label("knn_top1"), baseline=results.baseline)
-
-
 _SHARED: dict[str, Any] = {"stages.0.learning_rate": _RATE, "projection_head.batchnorm": False}
-
+_CPU = {"stages.0.epochs": 6, "stages.0.batch_size": 128, "stages.0.warmup_epochs": 0.5}
+_CPU |= {"log_every_steps": 5, "monitor.initial_patience": 10}
 FIGURE = ClaimFigure(
     name="collapse",
     title="The hinge on the hardest negative collapses from scratch, and its remedies",
     source="Faghri et al., 2018; Xuan et al., 2020",
     settings={"cpu": _settings(6, 200), "gpu": _settings(100, 5_000)},
-    shared={
-        "cpu": {
-            **_SHARED,
-            "stages.0.epochs": 6,
-            "stages.0.batch_size": 128,
-            "stages.0.warmup_epochs": 0.5,
-            "log_every_steps": 5,
-            "monitor.initial_patience": 10,
-        },
-        "gpu": {
-            **_SHARED,
-            "stages.0.epochs": 100,
-            "stages.0.batch_size": 256,
-        },
-    },
+    shared={"cpu": _SHARED | _CPU, "gpu": _SHARED | {"stages.0.epochs": 100, "stages.0.batch_size": 256}},
     columns={
         "embedding_std": "std of embeddings",
         "knn_top1": "kNN top-1",
@@ -97,7 +67,19 @@ FIGURE = ClaimFigure(
         "seconds": "seconds",
     },
     claims=claims,
-    draw=draw,
+    panels=(
+        Panel(
+            kind="curves",
+            values="embedding_std",
+            x="steps",
+            y="spread of the embeddings (1: even, 0: a point)",
+            title="median over seeds, band: range; thin: rolled back",
+            over="steps",
+            limit=COLLAPSED,
+        ),
+        KNN,
+    ),
+    size=(10.4, 4.2),
     note=(
         "SimCLR's towers and views, with a head without BatchNorm. Embeddings that stay apart do not suffice: a remedy "
         "must give a better encoder."

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from matplotlib.figure import Figure
-
 from claims.rules import Claim
 from raycl.config import RunConfig
 from raycl.config.overrides import override
@@ -13,7 +11,7 @@ from raycl.errors import ConfigError
 from raycl.recipes import recipe
 
 if TYPE_CHECKING:
-    from claims.results import Results
+    from claims.results import MetricCurve, Results
 
 ScaleName = Literal["cpu", "gpu"]
 
@@ -58,13 +56,40 @@ class Setting:
     x: float | None = None
 
 
+def settings(recipe: str, *rows: tuple[str, str, Mapping[str, Any]]) -> tuple[Setting, ...]:
+    """Return settings of one recipe: names, labels and overrides."""
+    return tuple(Setting(name=name, label=label, recipe=recipe, overrides=own) for name, label, own in rows)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A number of all settings: a dot a seed, medians at the points of their lines, or curves over training.
+
+    ``values`` is the key of a number or metric, or makes the curves; ``limit`` is a dotted line.
+    """
+
+    kind: Literal["dots", "lines", "curves"]
+    values: "str | Callable[[Results], Mapping[str, Sequence[MetricCurve]]]"
+    x: str
+    y: str = ""
+    title: str = ""
+    over: Literal["samples", "steps"] = "samples"
+    limit: float | None = None
+    is_log: bool = False
+
+
+KNN = Panel(kind="dots", values="knn_top1", x="kNN top-1 on the test images")
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClaimFigure:
     """A published figure: its ``settings`` and their ``shared`` overrides, by scale.
 
-    ``columns`` are the numbers of the table, by key of a run's record. ``probe_group_size`` asks for the
-    probe of BatchNorm's leak on the test images, with so many rows normalized together.
+    ``columns`` are the numbers of the table, by key of a run's record. ``size`` is in inches.
+    ``probe_group_size`` asks for the probe of BatchNorm's leak on the test images, with so many rows normalized
+    together.
     """
 
     name: str
@@ -74,7 +99,8 @@ class ClaimFigure:
     shared: Mapping[ScaleName, Mapping[str, Any]]
     columns: Mapping[str, str]
     claims: "Callable[[Results], list[Claim]]"
-    draw: "Callable[[Results, Figure], None]"
+    panels: Sequence[Panel]
+    size: tuple[float, float]
     note: str = ""
     probe_group_size: int | None = None
 

@@ -1,9 +1,9 @@
 """BatchNorm leaks the positive, and each remedy (He et al., 2020, section 3.3)."""
 
-from matplotlib.figure import Figure
+from dataclasses import replace
+from typing import Any
 
-from claims.figure import ClaimFigure, Setting
-from claims.plots import draw_dots, prepare
+from claims.figure import KNN, ClaimFigure, Panel, settings
 from claims.results import Results
 from claims.rules import Claim, SeedValues, all_hold, exceeds
 from raycl.training.launch import NOTABLE_LEAKAGE
@@ -12,16 +12,14 @@ LOCAL, SHUFFLED = "local", "shuffled"
 REMEDIES = {SHUFFLED: "shuffled", "group": "group norm", "layer": "layer norm"}
 _LABELS = {LOCAL: "local", "synchronized": "synchronized", **REMEDIES}
 GROUP_SIZE = 32  # rows normalized together by local BatchNorm, as in the paper
-_OVERRIDES = {"stages.0.batch_size": 2 * GROUP_SIZE, "workers": 2}
+_SHARED: dict[str, Any] = {"stages.0.batch_size": 2 * GROUP_SIZE, "workers": 2}
 _GROUPS = {SHUFFLED: {"batchnorm_groups": 2}}
-_SETTINGS = tuple(
-    Setting(
-        name=name,
-        label=label,
-        recipe="moco_v2",
-        overrides={**_OVERRIDES, "batchnorm": name, **_GROUPS.get(name, {})},
-    )
-    for name, label in _LABELS.items()
+_SETTINGS = settings(
+    "moco_v2",
+    *(
+        (name, label, {"batchnorm": name, **_GROUPS.get(name, {}), **_SHARED})
+        for name, label in _LABELS.items()
+    ),
 )
 
 
@@ -65,20 +63,6 @@ def _stops(remedy: SeedValues, local: SeedValues) -> bool | None:
     return all_hold([remedy.max <= NOTABLE_LEAKAGE if remedy.is_enough else None, exceeds(local, remedy)])
 
 
-def draw(results: Results, picture: Figure) -> None:
-    picture.set_size_inches(10.4, 3.7)
-    panels = {
-        "batchnorm_leakage": ("leak: advantage of shared statistics", "pretext accuracy, shared minus apart"),
-        "loss": ("pretext loss at the end", "loss (InfoNCE)"),
-        "knn_top1": ("accuracy of the encoder", "kNN top-1 on the test images"),
-    }
-    for axes, (number, (title, x)) in zip(picture.subplots(1, 3), panels.items(), strict=True):
-        is_first = number == "batchnorm_leakage"
-        prepare(axes, title=title, x=x, y="BatchNorm" if is_first else "")
-        baseline = results.baseline if number == "knn_top1" else None
-        draw_dots(axes, results.by_label(number), names=is_first, baseline=baseline)
-
-
 def _shared(epochs: int) -> dict[str, object]:
     # A head with BatchNorm: each of its statistics covers few numbers, and leaks most.
     return {"stages.0.epochs": epochs, "stages.0.learning_rate": 0.06, "projection_head.batchnorm": True}
@@ -99,7 +83,18 @@ FIGURE = ClaimFigure(
         "seconds": "seconds",
     },
     claims=claims,
-    draw=draw,
+    panels=(
+        Panel(
+            kind="dots",
+            values="batchnorm_leakage",
+            title="leak: advantage of shared statistics",
+            x="pretext accuracy, shared minus apart",
+            y="BatchNorm",
+        ),
+        Panel(kind="dots", values="loss", title="pretext loss at the end", x="loss (InfoNCE)"),
+        replace(KNN, title="accuracy of the encoder"),
+    ),
+    size=(10.4, 3.7),
     note=(
         "MoCo v2 with two workers, a queue of 4,096 and a head with BatchNorm. The probe normalizes 1,024 test images in "
         "groups as large as a worker's, each key once with its query and once with others. Synchronized "

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from measuring import markdown_table
 
 from claims.figure import describe_runs
-from claims.plots import write_caption
+from claims.plots import draw, write_caption
 from claims.results import METRICS, Outcome, Results
 from raycl.storage import Place
 
@@ -39,7 +39,7 @@ class Page:
         """Return the PNG, with the sentences under the panels."""
         results, picture = self.results, Figure(dpi=140)
         FigureCanvasAgg(picture)
-        results.figure.draw(results, picture)
+        draw(results, picture)
         sentences = [claim.sentence() for claim in results.claims] + self._notes()
         write_caption(picture, results.figure.title, sentences)
         stream = io.BytesIO()

@@ -1,21 +1,18 @@
 """The momentum of the key encoder (He et al., 2020, section 4.1): 0 is worst, slow is good."""
 
-from matplotlib.figure import Figure
+from dataclasses import replace
 
-from claims.figure import ClaimFigure, Setting
-from claims.plots import BAND, DOTS, draw_curves, draw_dots, draw_thousands, prepare
+from claims.figure import KNN, ClaimFigure, Panel, settings
 from claims.results import Results
 from claims.rules import Claim, all_hold, exceeds
 
 SLOW = ("0.99", "0.999")
-_SETTINGS = tuple(
-    Setting(
-        name=f"momentum-{momentum}",
-        label=momentum,
-        recipe="moco_v2",
-        overrides={"momentum_encoder.momentum": float(momentum)},
-    )
-    for momentum in ("0", "0.9", *SLOW)
+_SETTINGS = settings(
+    "moco_v2",
+    *(
+        (f"momentum-{momentum}", momentum, {"momentum_encoder.momentum": float(momentum)})
+        for momentum in ("0", "0.9", *SLOW)
+    ),
 )
 
 
@@ -40,30 +37,14 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-def draw(results: Results, picture: Figure) -> None:
-    picture.set_size_inches(9.2, 3.7)
-    left, right = picture.subplots(1, 2)
-    prepare(left, x="kNN top-1 on the test images", y="momentum of the key encoder", title=DOTS)
-    draw_dots(left, results.by_label("knn_top1"), baseline=results.baseline)
-    prepare(right, x="images seen, thousands", y="loss (InfoNCE)", title=BAND)
-    draw_thousands(right)
-    draw_curves(right, results.curves_by_label("loss"))
-
-
+_CPU = {"stages.0.epochs": 8, "stages.0.batch_size": 128, "batchnorm_groups": 4}
+_GPU = {"stages.0.epochs": 200, "stages.0.batch_size": 256}
 FIGURE = ClaimFigure(
     name="momentum",
     title="The momentum of the key encoder",
     source="He et al., 2020, section 4.1: 0 fails, 0.9 55.2, 0.99 57.8, 0.999 59.0",
     settings={"cpu": _SETTINGS, "gpu": _SETTINGS},
-    shared={
-        "cpu": {
-            "stages.0.epochs": 8,
-            "stages.0.batch_size": 128,
-            "stages.0.learning_rate": 0.06,
-            "batchnorm_groups": 4,
-        },
-        "gpu": {"stages.0.epochs": 200, "stages.0.batch_size": 256, "stages.0.learning_rate": 0.06},
-    },
+    shared={"cpu": {**_CPU, "stages.0.learning_rate": 0.06}, "gpu": {**_GPU, "stages.0.learning_rate": 0.06}},
     columns={
         "knn_top1": "kNN top-1",
         "loss": "last loss",
@@ -71,7 +52,11 @@ FIGURE = ClaimFigure(
         "seconds": "seconds",
     },
     claims=claims,
-    draw=draw,
+    panels=(
+        replace(KNN, y="momentum of the key encoder"),
+        Panel(kind="curves", values="loss", x="images seen, thousands", y="loss (InfoNCE)"),
+    ),
+    size=(9.2, 3.7),
     note=(
         "The queue holds 4,096 keys. The paper trains 200 epochs of ImageNet; with a momentum of 0.999 the key "
         "encoder lags by some thousand steps, more than a short run has."

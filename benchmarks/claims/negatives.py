@@ -3,11 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
-
-from claims.figure import ClaimFigure, Setting
-from claims.plots import draw_lines, prepare
+from claims.figure import ClaimFigure, Panel, Setting
 from claims.results import Results
 from claims.rules import NARROW, NON_INFERIOR, SEEDS, Claim, SeedValues, all_hold, exceeds, non_inferior
 
@@ -115,24 +111,6 @@ def _comparison(
     )
 
 
-def draw(results: Results, picture: Figure) -> None:
-    picture.set_size_inches(7.6, 4.2)
-    axes = picture.add_subplot()
-    prepare(
-        axes,
-        x="negatives of a query (end to end: rows of the batch), logarithmic",
-        y="kNN top-1 on the test images",
-        title="median over seeds, bars: range",
-    )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(sorted({setting.x for setting in results.settings if setting.x is not None}))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.tick_params(axis="x", labelrotation=30)
-    lines = {line: results.points(line, "knn_top1") for line in LINES}
-    draw_lines(axes, lines, baseline=results.baseline)
-
-
 FIGURE = ClaimFigure(
     name="negatives",
     title="More negatives help, and a queue can have them",
@@ -147,7 +125,15 @@ FIGURE = ClaimFigure(
     },
     columns={"knn_top1": "kNN top-1", "loss": "last loss", "steps": "steps", "seconds": "seconds"},
     claims=claims,
-    draw=draw,
+    panels=(
+        Panel(
+            kind="lines",
+            values="knn_top1",
+            x="negatives of a query (end to end: rows of the batch), logarithmic",
+            y="kNN top-1 on the test images",
+        ),
+    ),
+    size=(7.6, 4.2),
     note=(
         "The paper's figure is of ImageNet with ResNet-50 and a linear classifier, to 65,536 negatives. End to end "
         "the batch holds the negatives, so that at equal epochs more of them are fewer steps, at a learning rate that "

@@ -1,11 +1,9 @@
 """A batch that grows in stages (after Smith et al., 2018) beside a small and a large one."""
 
+from dataclasses import replace
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from claims.figure import ClaimFigure, Setting
-from claims.plots import BAND, DOTS, draw_curves, draw_dots, draw_thousands, prepare
+from claims.figure import KNN, ClaimFigure, Panel, Setting, settings
 from claims.results import Results
 from claims.rules import NARROW, NON_INFERIOR, Claim, SeedValues, all_hold, exceeds, non_inferior
 
@@ -17,14 +15,14 @@ def _settings(epochs: int, sizes: tuple[int, int, int]) -> tuple[Setting, ...]:
     grown: dict[str, Any] = {}
     for stage, size in enumerate(sizes):
         grown |= {f"stages.{stage}.epochs": epochs // 3, f"stages.{stage}.batch_size": size}
-    table = (
-        (SMALL, f"{sizes[0]:,}", {"stages.0.batch_size": sizes[0]}),
-        (GROWN, ", ".join(f"{size:,}" for size in sizes), grown),
-        (LARGE, f"{sizes[-1]:,}", {"stages.0.batch_size": sizes[-1]}),
+    small, large = (
+        {"stages.0.epochs": epochs, "stages.0.batch_size": size} for size in (sizes[0], sizes[-1])
     )
-    return tuple(
-        Setting(name=name, label=label, recipe="simclr", overrides={"stages.0.epochs": epochs, **overrides})
-        for name, label, overrides in table
+    return settings(
+        "simclr",
+        (SMALL, f"{sizes[0]:,}", small),
+        (GROWN, ", ".join(f"{size:,}" for size in sizes), grown),
+        (LARGE, f"{sizes[-1]:,}", large),
     )
 
 
@@ -53,17 +51,6 @@ def _fewer(ours: SeedValues, theirs: SeedValues) -> bool | None:
     return ours.max < theirs.min if ours.values and theirs.values else None
 
 
-def draw(results: Results, picture: Figure) -> None:
-    """Draw kNN on held-out training images during training, and on the test images at the end."""
-    picture.set_size_inches(10.0, 3.7)
-    left, right = picture.subplots(1, 2, width_ratios=(1.15, 1.0))
-    prepare(left, x="images seen, thousands", y="kNN top-1 on held-out images", title=BAND)
-    draw_thousands(left)
-    draw_curves(left, results.curves_by_label("knn_top1"))
-    prepare(right, x="kNN top-1 on the test images", y="batch size", title=DOTS)
-    draw_dots(right, results.by_label("knn_top1"), baseline=results.baseline)
-
-
 def _shared(every_epochs: int) -> dict[str, Any]:
     return {
         "stages.0.learning_rate_scope": "run",
@@ -81,6 +68,10 @@ FIGURE = ClaimFigure(
     shared={"cpu": {**_shared(3), "stages.0.warmup_epochs": 0.5}, "gpu": _shared(25)},
     columns={"knn_top1": "kNN top-1", "steps": "steps", "seconds": "seconds"},
     claims=claims,
-    draw=draw,
+    panels=(
+        Panel(kind="curves", values="knn_top1", x="images seen, thousands", y="kNN top-1 on held-out images"),
+        replace(KNN, y="batch size"),
+    ),
+    size=(10.0, 3.7),
     note="One cosine over the images of the whole run; the learning rate follows the batch linearly.",
 )
