@@ -402,7 +402,10 @@ def test_a_streamed_run_takes_as_many_steps_as_its_valid_rows_fill(streamed: Fin
     ("settings", "says"),
     [
         (STREAMED | {"workers": 1}, "began with 2, got 1"),
-        ({"data.cache": "materialize", "stages.0.batch_size": 70}, "were streamed and would be held in memory"),
+        (
+            {"data.cache": "materialize", "stages.0.batch_size": 70},
+            "were streamed and would be held in memory",
+        ),
     ],
 )
 def test_a_streamed_run_resumes_with_its_original_settings(
