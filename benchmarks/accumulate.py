@@ -1,6 +1,6 @@
 """A step's gradient in chunks: raycl beside the whole batch, GradCache and sentence-transformers.
 
-    python benchmarks/accumulate.py [--json FILE] [--networks resnet transformer] [--quick]
+    python benchmarks/accumulate.py [--networks resnet transformer] [--sides ...] [--quick] [--json FILE]
 
 Every run is a process of its own, with one thread: it embeds 1,024 queries and 1,024 keys, compares
 them (InfoNCE, one direction) and takes the gradient of all parameters, twice; the sides take turns.
@@ -18,20 +18,16 @@ in float64 (with dropout, whose masks fall otherwise in chunks, there is none to
 
 import argparse
 import copy
-import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, make_parser, read_status, run_apart, summarize, write_json
-from result_tables import BATCHNORM_SIDES
+from measuring import Line, alternate, apart, cost, make_parser, markdown_table, middle, report, write_figure
 from torch import Tensor, nn
 
 from raycl.batchnorm import replace_batchnorm
@@ -42,8 +38,6 @@ from raycl.models.towers import Tower, build_projection_head
 from raycl.training.process import prepare_process
 
 TEMPERATURE = 0.1
-SIDES = ("whole", "raycl-0", "raycl-1", "raycl-4", "gradcache", "sentence-transformers")
-EXACT_SIDES = {"exact": "whole", "exact-batchnorm": "whole-batchnorm"}  # in float64, for the errors
 
 
 class Transformer(nn.Module):
@@ -89,23 +83,20 @@ def make_rows(name: str, num_rows: int) -> tuple[Tensor, Tensor]:
     return query.to(memory_format=torch.channels_last), key.to(memory_format=torch.channels_last)
 
 
-Step = Callable[[nn.Module, Tensor, Tensor, int], float]
-
-
-def step_whole(network: nn.Module, query: Tensor, key: Tensor, _: int) -> float:
+def whole(network: nn.Module, query: Tensor, key: Tensor, _: int) -> float:
     loss = info_nce(*network(torch.cat([query, key])).chunk(2), temperature=TEMPERATURE)
     loss.backward()
     return loss.item()
 
 
-def step_raycl(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int, **settings: Any) -> float:
+def raycl(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int, **settings: Any) -> float:
     embedding = embed_in_chunks(network, torch.cat([query, key]), chunk_size=chunk_size, **settings)
     loss = info_nce(*embedding.chunk(2), temperature=TEMPERATURE)
     loss.backward()
     return loss.item()
 
 
-def step_gradcache(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int) -> float:
+def gradcache(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int) -> float:
     import gradcache.context_managers
 
     # Its files still import one another by the name that the package had before it was published.
@@ -120,9 +111,9 @@ def step_gradcache(network: nn.Module, query: Tensor, key: Tensor, chunk_size: i
     return cache(query, key).item()
 
 
-def step_sentence_transformers(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int) -> float:
-    import sentence_transformers.losses
+def sentence_transformers(network: nn.Module, query: Tensor, key: Tensor, chunk_size: int) -> float:
     from sentence_transformers import SentenceTransformer
+    from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
 
     class Module(nn.Module):
         def __init__(self) -> None:
@@ -133,142 +124,99 @@ def step_sentence_transformers(network: nn.Module, query: Tensor, key: Tensor, c
             return features | {"sentence_embedding": self.network(features["input_ids"])}
 
     model = SentenceTransformer(modules=[Module()], device="cpu")
-    cached = sentence_transformers.losses.CachedMultipleNegativesRankingLoss(
-        model, scale=1 / TEMPERATURE, mini_batch_size=chunk_size
-    )
+    cached = CachedMultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, mini_batch_size=chunk_size)
     loss = cached([{"input_ids": query}, {"input_ids": key}], torch.empty(0))
     loss.backward()
     return loss.item()
 
 
-STEPS: dict[str, Step] = {
-    "whole": step_whole,
-    "exact": step_whole,
-    "exact-batchnorm": step_whole,
-    **{f"raycl-{kept}": partial(step_raycl, cached_chunks=kept) for kept in (0, 1, 2, 4)},
-    "gradcache": step_gradcache,
-    "sentence-transformers": step_sentence_transformers,
-    "whole-batchnorm": step_whole,
-    "lockstep": step_raycl,
-    "lockstep-milestones": partial(step_raycl, activation_checkpoint_every=1),
-    "gradcache-batchnorm": step_gradcache,
+SIDES: dict[str, tuple[str, Callable[..., float]]] = {
+    "whole": ("whole batch", whole),
+    "raycl-0": ("raycl, no graph kept", partial(raycl, cached_chunks=0)),
+    "raycl-1": ("raycl, 1 kept (the default)", partial(raycl, cached_chunks=1)),
+    "raycl-4": ("raycl, 4 kept", partial(raycl, cached_chunks=4)),
+    "gradcache": ("GradCache", gradcache),
+    "sentence-transformers": ("sentence-transformers' cached loss", sentence_transformers),
 }
+BATCHNORM_SIDES: dict[str, tuple[str, Callable[..., float]]] = {
+    "whole-batchnorm": ("whole batch with BatchNorm", whole),
+    "lockstep": ("raycl, BatchNorm over the whole batch", raycl),
+    "lockstep-milestones": (
+        "... `activation_checkpoint_every=1`",
+        partial(raycl, activation_checkpoint_every=1),
+    ),
+    "gradcache-batchnorm": ("GradCache, BatchNorm per chunk", gradcache),
+}
+EXACT = ("exact", "exact-batchnorm")  # the whole batch in float64, for the errors
 
 
-def run_side(arguments: argparse.Namespace) -> None:
-    """Take one step and print its cost; runs in a process of its own."""
+def run_side(network: str, side: str, batch_size: int, chunk_size: int, gradient: str) -> dict[str, float]:
+    """Take a step, save its gradient and return its cost; in a process of its own."""
     prepare_process(1)
-    network = build_network(
-        arguments.network, batchnorm=arguments.side in (*BATCHNORM_SIDES, "exact-batchnorm")
-    )
-    step = STEPS[arguments.side]
-    step(copy.deepcopy(network), *make_rows(arguments.network, 4), 2)  # libraries and their buffers
-    query, key = make_rows(arguments.network, arguments.batch_size)
-    if arguments.side in EXACT_SIDES:
-        network, query, key = DoubleTower(network), query.double(), key.double()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = read_status("VmRSS")
-    step(copy.deepcopy(network), query, key, arguments.chunk_size)  # as training: the memory is there by then
+    is_exact = side in EXACT
+    step = whole if is_exact else (SIDES | BATCHNORM_SIDES)[side][1]
+    tower = build_network(network, batchnorm=side in (*BATCHNORM_SIDES, EXACT[1]))
+    step(copy.deepcopy(tower), *make_rows(network, 4), 2)  # libraries and their buffers
+    query, key = make_rows(network, batch_size)
+    if is_exact:
+        tower, query, key = DoubleTower(tower), query.double(), key.double()
+    first = cost(lambda: step(copy.deepcopy(tower), query, key, chunk_size))
     torch.manual_seed(0)
-    cpu, wall = time.process_time(), time.perf_counter()
-    value = step(network, query, key, arguments.chunk_size)
-    cost = {
-        "cpu_s": time.process_time() - cpu,
-        "wall_s": time.perf_counter() - wall,
-        "memory_mb": read_status("VmHWM") - before,
-        "value": value,
-    }
-    gradient = [parameter.grad.flatten() for parameter in network.parameters() if parameter.grad is not None]
-    torch.save(torch.cat(gradient), arguments.gradient)
-    print(json.dumps(cost))
+    values: list[float] = []
+    second = cost(lambda: values.append(step(tower, query, key, chunk_size)))  # its memory is there already
+    found = second | {"memory_mb": max(first["memory_mb"], second["memory_mb"]), "value": values[0]}
+    gradients = [parameter.grad.flatten() for parameter in tower.parameters() if parameter.grad is not None]
+    torch.save(torch.cat(gradients), gradient)
+    return found
 
 
-def measure(network: str, sides: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all sides in turn, several times; return a line for each."""
-    costs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+def compare(network: str, sides: Sequence[str], options: argparse.Namespace) -> list[Line]:
+    """Run all sides in turn; return a line for each, with the error of its gradient."""
+    sizes = options.batch_size, options.chunk_size
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(arguments.repeats):
-            for side in sides:
-                costs[side].append(_run_apart(network, side, Path(folder) / side, arguments))
-                print(".", end="", file=sys.stderr, flush=True)
-        gradients = {side: torch.load(Path(folder) / side).double() for side in sides}
-        for exact in {_reference(side) for side in sides} if network == "resnet" else ():
-            _run_apart(network, exact, Path(folder) / exact, arguments)
-            gradients[exact] = torch.load(Path(folder) / exact)
-    print(file=sys.stderr)
-    return [
-        {
-            "network": network,
-            "side": side,
-            "cpu_s": summarize([each["cpu_s"] for each in costs[side]]),
-            "wall_s": summarize([each["wall_s"] for each in costs[side]]),
-            "memory_mb": statistics.median(each["memory_mb"] for each in costs[side]),
-            "value": costs[side][0]["value"],
-            "error": _error(gradients[side], gradients.get(_reference(side))),
-        }
-        for side in sides
-    ]
+
+        def run(side: str) -> Any:
+            words = network, side, *sizes, f"{folder}/{side}"
+            return apart(run_side, *words, num_threads=1, environment={"MALLOC_ARENA_MAX": "1"})
+
+        def gradient_of(side: str) -> Tensor:
+            return torch.load(Path(folder) / side).double()
+
+        lines = alternate({side: partial(run, side) for side in sides}, options.repeats)
+        for line in lines:
+            exact = EXACT[line["side"] in BATCHNORM_SIDES]
+            if network == "resnet" and not (Path(folder) / exact).exists():
+                run(exact)
+            off = gradient_of(line["side"]) - gradient_of(exact) if network == "resnet" else None
+            line |= {"error": None if off is None else float(off.norm() / gradient_of(exact).norm())}
+    return [{"network": network} | line for line in lines]
 
 
-def _run_apart(network: str, side: str, gradient: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    sizes = "--batch-size", arguments.batch_size, "--chunk-size", arguments.chunk_size
-    words = "--side", side, "--network", network, "--gradient", gradient, *sizes
-    return run_apart(__file__, *words, num_threads=1, MALLOC_ARENA_MAX="1")
-
-
-def _reference(side: str) -> str:
-    return "exact-batchnorm" if side in BATCHNORM_SIDES else "exact"
-
-
-def _error(gradient: Tensor, exact: Tensor | None) -> float | None:
-    return None if exact is None else float((gradient - exact).norm() / exact.norm())
-
-
-def print_lines(lines: list[dict[str, Any]]) -> None:
-    by_side = {line["side"]: line for line in lines}
+def table(lines: Sequence[Line]) -> str:
+    """Return time, memory and error of every side, beside the whole batch of the same network."""
+    rows, by_side = [], {(line["network"], line["side"]): line for line in lines}
     for line in lines:
-        reference = by_side[EXACT_SIDES[_reference(line["side"])]]
-        error = "" if line["error"] is None else f"{line['error']:.1e}"
-        slower = line["cpu_s"]["median"] / reference["cpu_s"]["median"]
-        share = line["memory_mb"] / reference["memory_mb"]
-        print(
-            f"{line['network']:<12} {line['side']:<22} {line['cpu_s']['median']:>7.2f} "
-            f"({line['cpu_s']['min']:.2f}-{line['cpu_s']['max']:.2f}) {slower:>6.2f}x "
-            f"{line['memory_mb']:>8.0f} {share:>6.2f}x  {error:>8}  {line['value']:.5f}",
-            flush=True,
-        )
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--networks", nargs="+", default=["resnet", "transformer"])
-    parser.add_argument("--sides", nargs="+", help="only these")
-    parser.add_argument("--batch-size", type=int, default=1_024)
-    parser.add_argument("--chunk-size", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="batch 128 in chunks of 16, one repeat")
-    for hidden in ("--side", "--network", "--gradient"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    return parser.parse_args()
+        reference = by_side[line["network"], "whole" + "-batchnorm" * (line["side"] in BATCHNORM_SIDES)]
+        cells = [line["network"], (SIDES | BATCHNORM_SIDES)[line["side"]][0]]
+        for key in ("cpu_s", "memory_mb"):
+            of_whole = middle(line[key]) / middle(reference[key])
+            cells += [write_figure(line[key]), f"{of_whole:.2f}"]
+        rows.append([*cells, "-" if line["error"] is None else f"{line['error']:.1e}"])
+    columns = ["network", "side", "CPU s", "of the whole", "MB", "of the whole"]
+    return markdown_table([*columns, "gradient error against float64"], rows)
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
-    arguments = parse_arguments()
-    if arguments.side:
-        run_side(arguments)
-        return
-    if arguments.quick:
-        arguments.batch_size, arguments.chunk_size, arguments.repeats = 128, 16, 1
-    print("network      side                     CPU s (least-most)   time       MB   memory  error  value")
-    lines: list[dict[str, Any]] = []
-    for network in arguments.networks:
-        sides = arguments.sides or [*SIDES, *(BATCHNORM_SIDES if network == "resnet" else ())]
-        measured = measure(network, sides, arguments)
-        print_lines(measured)
-        lines += measured
-    write_json(arguments.json, {"machine": describe_machine(), "lines": lines})
+    flags: dict[str, Any] = {"networks": ["resnet", "transformer"], "sides": [*SIDES, *BATCHNORM_SIDES]}
+    parser = make_parser(__doc__, **flags, batch_size=1_024, chunk_size=128, repeats=3, quick=False)
+    options = parser.parse_args()
+    if options.quick:
+        options.batch_size, options.chunk_size, options.repeats = 128, 16, 1
+    lines = []
+    for network in options.networks:
+        possible = SIDES if network == "transformer" else SIDES | BATCHNORM_SIDES
+        lines += compare(network, [side for side in options.sides if side in possible], options)
+    report(options, lines, table(lines))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""Measure microseconds a view against lightly and torchvision, on one thread.
+"""Microseconds of CPU time a view: raycl beside lightly and torchvision, on one thread.
 
-    python benchmarks/augment.py [--json FILE] [--quick]
+    python benchmarks/augment.py [--quick] [--json FILE]
 
-Every measure is processor time, not wall time, so that a busy machine disturbs it less; the
-contenders take turns, and the table shows medians. Images are decoded before the clock starts.
+Images are parts of two photographs, decoded before the clock starts. The sides take turns; ``times`` is over
+raycl. raycl draws the views of a whole batch; the others draw theirs one by one, and see fewer images in a turn.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from lightly.transforms.simclr_transform import SimCLRTransform
-from measuring import make_parser, take_turns, write_json
+from measuring import add_times, alternate, make_parser, report, table, timed
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
@@ -22,16 +21,14 @@ from raycl.augment import ImageAugmentation
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZES = ((32, 32, 256), (96, 120, 64), (224, 280, 32))  # size, stored size, batch size
-ROUNDS, QUICK_ROUNDS = 15, 3
-NUM_PER_SAMPLE = 24  # images that the contenders who go one by one see in a round
+NUM_ONE_BY_ONE = 24
 
 
-def photos(num: int, size: int) -> np.ndarray:
-    """Cut ``num`` squares out of two photographs; uint8 [num, size, size, 3]."""
-    rng = np.random.default_rng(0)
+def photos(number: int, size: int) -> np.ndarray:
+    """Cut squares out of two photographs; uint8 [number, size, size, 3]."""
+    rng, squares = np.random.default_rng(0), []
     pictures = load_sample_images().images
-    squares = []
-    for index in range(num):
+    for index in range(number):
         picture = pictures[index % len(pictures)]
         side = int(rng.integers(size, 400))
         top, left = (int(rng.integers(0, length - side)) for length in picture.shape[:2])
@@ -40,8 +37,8 @@ def photos(num: int, size: int) -> np.ndarray:
     return np.stack(squares)
 
 
-def torchvision_pipeline(size: int) -> Callable[[Any], Any]:
-    """Build SimCLR's view from torchvision v2; takes a PIL image or a uint8 tensor."""
+def torchvision_view(size: int) -> Callable[[Any], Any]:
+    """Return SimCLR's view in torchvision v2, of a PIL image or a uint8 tensor."""
     return v2.Compose(
         [
             v2.RandomResizedCrop(size, scale=(0.08, 1.0), antialias=True),
@@ -56,65 +53,47 @@ def torchvision_pipeline(size: int) -> Callable[[Any], Any]:
     )
 
 
-def contenders(size: int, stored: int, batch_size: int) -> dict[str, Callable[[], int]]:
-    """Return, by name, functions that make views and say how many."""
+def per_view(draw: Callable[[Any], Any], images: Any) -> Callable[[], dict[str, float]]:
+    """Return a side that takes the microseconds of one view."""
+    call = timed(lambda: draw(images))
+    return lambda: {"us_per_view": 1e3 * call()["cpu_ms"] / len(images)}
+
+
+def sides(size: int, stored: int, batch_size: int) -> dict[str, Callable[[], dict[str, float]]]:
     images = photos(batch_size, stored)
     ids = np.arange(batch_size)
-    few = images[:NUM_PER_SAMPLE]
-    pictures = [Image.fromarray(image) for image in few]
-    tensors = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in few]
+    pictures = [Image.fromarray(image) for image in images[:NUM_ONE_BY_ONE]]
+    tensors = [torch.from_numpy(image).permute(2, 0, 1).contiguous() for image in images[:NUM_ONE_BY_ONE]]
 
-    def batched(augmentation: ImageAugmentation) -> Callable[[], int]:
-        return lambda: len(augmentation(images, ids, seed=0, epoch=0, view=0))
+    def one_by_one(transform: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda some: [transform(image) for image in some]
 
-    def one_by_one(transform: Callable[[Any], Any], inputs: list[Any]) -> Callable[[], int]:
-        return lambda: len([transform(image) for image in inputs])
+    def batched(**settings: Any) -> Callable[[Any], Any]:
+        augmentation = ImageAugmentation(size=size, mean=MEAN, std=STD, **settings)
+        return lambda some: augmentation(some, ids, seed=0, epoch=0, view=0)
 
-    simclr = SimCLRTransform(input_size=size).transforms[0]
+    simclr = one_by_one(SimCLRTransform(input_size=size).transforms[0])
+    torchvision = one_by_one(torchvision_view(size))
     return {
-        "raycl": batched(ImageAugmentation(size=size, mean=MEAN, std=STD)),
-        "raycl, no blur": batched(ImageAugmentation(size=size, blur=0.0, mean=MEAN, std=STD)),
-        "lightly SimCLRTransform": one_by_one(simclr, pictures),
-        "torchvision v2, PIL": one_by_one(torchvision_pipeline(size), pictures),
-        "torchvision v2, tensor": one_by_one(torchvision_pipeline(size), tensors),
-    }
-
-
-def measure(functions: dict[str, Callable[[], int]], *, rounds: int) -> dict[str, float]:
-    """Return the median microseconds of processor time a view, by name."""
-    return {
-        name: statistics.median(1e6 * turn.cpu_s / turn.value for turn in turns)
-        for name, turns in take_turns(functions, rounds).items()
+        "raycl": per_view(batched(), images),
+        "raycl, no blur": per_view(batched(blur=0.0), images),
+        "lightly SimCLRTransform": per_view(simclr, pictures),
+        "torchvision v2, PIL": per_view(torchvision, pictures),
+        "torchvision v2, tensor": per_view(torchvision, tensors),
     }
 
 
 def main() -> None:
-    """Measure every size, print the table, and write it as JSON where asked."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    arguments = parser.parse_args()
+    options = make_parser(__doc__, quick=False).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-
-    rows = []
+    lines = []
     for size, stored, batch_size in SIZES:
-        functions = contenders(size, stored, batch_size)
-        medians = measure(functions, rounds=QUICK_ROUNDS if arguments.quick else ROUNDS)
-        print(f"\n{stored} -> {size} pixels, batch of {batch_size}")
-        print(f"{'':26}{'us a view':>10}{'times raycl':>13}")
-        for name, median in medians.items():
-            ratio = median / medians["raycl"]
-            print(f"{name:26}{median:10.1f}{ratio:13.1f}", flush=True)
-            rows.append(
-                {
-                    "size": size,
-                    "stored": stored,
-                    "name": name,
-                    "us_per_view": median,
-                    "times": ratio,
-                }
-            )
-    write_json(arguments.json, {"torch": torch.__version__, "rows": rows})
+        found = alternate(sides(size, stored, batch_size), 3 if options.quick else 15, warmup=1)
+        add_times(found, found[0], "us_per_view")
+        lines += [{"size": size, "stored": stored} | line for line in found]
+    titles = {"size": "pixels", "stored": "of", "side": "", "us_per_view": "µs a view"}
+    report(options, lines, table(lines, **titles, us_per_view_times="times"))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Measure how queries slow training down: steps per second of a run whose bank answers queries.
+"""How queries slow training down: steps per second of a run whose bank answers queries.
 
-    python benchmarks/bank_query.py NAME [--address HOST:PORT]
+    python benchmarks/bank_query.py NAME [--address HOST:PORT] [--spells 3] [--json FILE]
 
-While ``raycl train`` runs in another shell, periods without queries alternate with periods of two queries
+While ``raycl train`` runs in another shell, periods of 15 s without queries alternate with periods of two queries
 every half second (``stats`` and the ten nearest rows of a random vector).
 """
 
-import argparse
-import statistics
 import time
 
 import numpy as np
+from measuring import add_times, alternate, make_parser, report, table
 
 import raycl
 from raycl.negatives.bank import Bank
@@ -18,44 +17,43 @@ from raycl.negatives.bank import Bank
 PERIOD_S, PAUSE_S = 15.0, 0.5
 
 
-def query(bank: Bank) -> float:
-    """Send two queries; return their seconds."""
-    since = time.perf_counter()
+def query(bank: Bank) -> None:
     bank.stats()
     bank.nearest(np.random.default_rng().standard_normal(bank.spec.dim, np.float32), k=10)
-    return time.perf_counter() - since
 
 
-def steps_per_second(bank: Bank, *, asking: bool) -> tuple[float, list[float]]:
-    """Return the run's steps per second over a period, and the seconds of its queries."""
-    first, since, taken = bank.stats().newest_step or 0, time.perf_counter(), []
+def pace(bank: Bank, *, is_asked: bool) -> dict[str, float]:
+    """Return the run's steps per second over a period, and the milliseconds of a pair of queries."""
+    first, since, spent_s, number = bank.stats().newest_step or 0, time.perf_counter(), 0.0, 0
     while time.perf_counter() - since < PERIOD_S:
-        if asking:
-            taken.append(query(bank))
+        if is_asked:
+            began = time.perf_counter()
+            query(bank)
+            spent_s, number = spent_s + time.perf_counter() - began, number + 1
         time.sleep(PAUSE_S)
-    last = bank.stats().newest_step or 0
-    return (last - first) / (time.perf_counter() - since), taken
+    steps = (bank.stats().newest_step or 0) - first
+    return {
+        "steps_per_second": steps / (time.perf_counter() - since),
+        "query_ms": 1e3 * spent_s / max(number, 1),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__, address=None, spells=3)
     parser.add_argument("name", help="the bank of a live run")
-    parser.add_argument("--address")
-    parser.add_argument("--spells", type=int, default=3, help="of each kind")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     since = time.perf_counter()
-    bank = raycl.connect_bank(arguments.name, arguments.address)
+    bank = raycl.connect_bank(options.name, options.address)
     print(f"connected in {time.perf_counter() - since:.2f} s")
-    paces: dict[bool, list[float]] = {False: [], True: []}
-    taken: list[float] = []
-    for _ in range(arguments.spells):
-        for asking in paces:
-            pace, seconds = steps_per_second(bank, asking=asking)
-            paces[asking].append(pace)
-            taken += seconds
-            print(f"{'asked' if asking else 'quiet'}  {pace:.2f} steps/s")
-    quiet, asked = (statistics.median(paces[asking]) for asking in (False, True))
-    print(f"asked / quiet {asked / quiet:.3f}; two queries took {1e3 * statistics.median(taken):.0f} ms")
+    sides = {"quiet": lambda: pace(bank, is_asked=False), "asked": lambda: pace(bank, is_asked=True)}
+    lines = alternate(sides, options.spells)
+    add_times(lines, lines[0], "steps_per_second")
+    titles = {
+        "steps_per_second": "steps/s",
+        "steps_per_second_times": "of quiet",
+        "query_ms": "two queries, ms",
+    }
+    report(options, lines, table(lines, side="", **titles))
 
 
 if __name__ == "__main__":

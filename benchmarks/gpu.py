@@ -29,188 +29,130 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data_path import images_per_second, write_photos
 from gpu_lightly import lightly_rate, train_lightly
 from gpu_measures import PROFILED, STRIPS, loss, profile, raycl_rate, settings_of, strips, utilization
-from measuring import describe_machine
+from measuring import FOLDER, apart, describe_machine, write_json
 
-ROOT = Path(__file__).parent.parent
 PUBLISHED = {"simclr": 0.848, "moco_v2": 0.847}
 LARGEST_PLAIN = 65_536  # rows; their matrix of float32 takes 16 GiB, and autograd keeps two
 SPARE_S = 45.0  # for a checkpoint, and the end of a run
 
-Measure = Callable[[float], dict[str, Any] | None]
+Measure = Callable[[float], dict[str, Any] | None]  # until a deadline; None if it must continue
 
 
-def main() -> None:
-    options = read_options()
-    if options.one is not None:
-        print(json.dumps(ONES[options.one[0]](options, *options.one[1:])))
-        return
-    options.output.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + 60 * options.minutes
-    for part in options.parts:
-        for name, measure in tasks(part, options).items():
-            path = options.output / f"{name}.json"
-            if path.exists():
-                print(f"{name}: there already", flush=True)
-            elif time.monotonic() > deadline - SPARE_S:
-                print(f"{name}: no time left; call again")
-            elif found := measure(deadline):
-                path.write_text(json.dumps(found | {"machine": describe_machine()}, indent=2) + "\n")
-                print(f"{name}: {json.dumps(found)}", flush=True)
-            else:
-                print(f"{name}: begun; call again")
-
-
-def tasks(part: str, options: argparse.Namespace) -> dict[str, Measure]:
-    """Return the steps of a part, by the names of their results."""
-    return TASKS[part](options)
-
-
-def loss_tasks(options: argparse.Namespace) -> dict[str, Measure]:
+def tasks(options: argparse.Namespace) -> dict[str, dict[str, Measure]]:
+    """Return the measurements of each part, by the names of their results."""
+    here = partial(run_apart, options)
     sizes = (256, 512) if options.quick else (32_768, 65_536, 131_072, 262_144, 524_288)
-    cells = [
-        (name, side, size)
+    losses = {
+        f"loss-{name}-{side}-{size}": here(loss, name, side, size)
         for size in sizes
         for name, sides in (("nt_xent", ("raycl", "plain")), ("clip", ("raycl", "plain", "inf_clip")))
         for side in sides
         if side != "plain" or size <= LARGEST_PLAIN
-    ]
-    found = {
-        f"loss-{name}-{side}-{size}": apart(options, "loss", name, side, str(size))
-        for name, side, size in cells
     }
-    return found | {f"strips-{size}": apart(options, "strips", str(size)) for size in STRIPS}
-
-
-def rate_tasks(options: argparse.Namespace) -> dict[str, Measure]:
-    sides = ["raycl", *(["before"] if options.before else []), "lightly"]
-    return {
-        f"rate-{side}-{recipe}": apart(
-            options,
-            "lightly_rate" if side == "lightly" else "raycl_rate",
-            recipe,
-            before=side == "before",
-        )
-        for recipe in PUBLISHED
-        for side in sides
-    }
-
-
-def data_tasks(options: argparse.Namespace) -> dict[str, Measure]:
+    rates: dict[str, Measure] = {}
+    for recipe in PUBLISHED:
+        rates[f"rate-raycl-{recipe}"] = here(raycl_rate, recipe)
+        if options.before:
+            rates[f"rate-before-{recipe}"] = here(raycl_rate, recipe, package=options.before)
+        rates[f"rate-lightly-{recipe}"] = here(lightly_rate, recipe)
     sides = ("held", "stream", "lightly", "own views", "decoding")
+    encoders = ("encoder", "encoder_compiled", "step", "step_compiled")
     return {
-        f"data-{side.replace(' ', '_')}": lambda deadline, side=side: data(side, options, deadline)
-        for side in sides
+        "tests": {"tests": partial(test, options)},
+        "profile": {f"profile-{name}": here(profile, name) for name in PROFILED},
+        "loss": losses | {f"strips-{size}": here(strips, size) for size in STRIPS},
+        "utilization": {f"utilization-{side}": here(utilization, side) for side in encoders},
+        "data": {f"data-{side.replace(' ', '_')}": partial(data, side, options) for side in sides},
+        "rate": rates,
+        **{recipe: {recipe: partial(train, recipe, options)} for recipe in PUBLISHED},
+        **{f"lightly_{name}": {f"lightly_{name}": partial(lightly, name, options)} for name in PUBLISHED},
     }
 
 
-def apart(options: argparse.Namespace, *one: str, before: bool = False) -> Measure:
-    """Measure in a process of its own, whose memory is its own; with the older package if ``before``."""
+def run_apart(
+    options: argparse.Namespace, function: Callable[..., Any], *words: Any, package: Path | None = None
+) -> Measure:
+    """Measure in a process of its own, whose memory is its own; with an older ``package`` if given."""
 
     def measure(deadline: float) -> dict[str, Any] | None:
-        command = [sys.executable, __file__, "--one", *one, "--data", str(options.data)]
-        command += ["--output", str(options.output), *(["--quick"] if options.quick else [])]
-        package = [str(options.before)] if before else [str(ROOT)]
-        output = run_until(deadline, command, package)
-        return None if output is None else json.loads(output.splitlines()[-1])
+        paths = filter(None, [str(package or FOLDER.parent), os.environ.get("PYTHONPATH")])
+        environment = {"PYTHONPATH": os.pathsep.join(paths)}
+        left_s = max(1.0, deadline - time.monotonic())
+        try:
+            return apart(function, vars(options), *words, timeout_s=left_s, environment=environment)
+        except subprocess.TimeoutExpired:
+            return None
 
     return measure
-
-
-def run_until(deadline: float, command: list[str], packages: list[str]) -> str | None:
-    """Return a command's output, or None if its time was over before; packages are found in these folders first."""
-    paths = [*packages, *filter(None, [os.environ.get("PYTHONPATH")])]
-    try:
-        return subprocess.run(
-            command,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=max(1.0, deadline - time.monotonic()),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        ).stdout
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def test(options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
     """Run the tests that are marked ``gpu``; return how many passed, and which failed."""
     report = options.output / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x" if options.quick else "-q"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *(["-x"] if options.quick else [])]
     command += ["tests/test_on_device.py", "tests/test_training_stores.py", f"--junitxml={report.absolute()}"]
-    if options.quick:
-        os.environ["RAYCL_GPU_TESTS_ON"] = "cpu"
+    environment = os.environ | ({"RAYCL_GPU_TESTS_ON": "cpu"} if options.quick else {})
+    left_s = max(1.0, deadline - time.monotonic())
     try:
-        subprocess.run(command, cwd=ROOT, timeout=max(1.0, deadline - time.monotonic()), check=False)
+        subprocess.run(command, cwd=FOLDER.parent, env=environment, timeout=left_s, check=False)
     except subprocess.TimeoutExpired:
         return None
     suite = next(ET.parse(report).getroot().iter("testsuite"))
     cases = list(suite.iter("testcase"))
     bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [case for case in cases if case.find("skipped") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
     return {
-        "passed": len(cases) - len(bad) - len(skipped),
-        "skipped": len(skipped),
+        "passed": len(cases) - len(bad) - skipped,
+        "skipped": skipped,
         "failed": [str(case.get("name")) for case in bad],
         "seconds": float(suite.get("time", 0)),
     }
 
 
 def data(side: str, options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
-    """Take the rate of one side of ``data_path.py``."""
-    result = options.output / "data_path.json"
-    seconds, size = (1, 32) if options.quick else (8, 224)
-    command = [sys.executable, str(Path(__file__).parent / "data_path.py"), "--sides", side, "--repeats", "1"]
-    command += [
-        "--size",
-        str(size),
-        "--seconds",
-        str(seconds),
-        "--cores",
-        str(os.cpu_count()),
-        "--json",
-        str(result),
-    ]
-    if options.quick:
-        command += ["--data", str(options.data / "train.parquet")]
-    if run_until(deadline, command, [str(ROOT)]) is None:
+    """Take the rate of one side of ``data_path.py``: photographs of 224 pixels, or in small the file's images."""
+    photos = options.output / "photos.parquet"
+    if not options.quick and not photos.exists():
+        write_photos(photos)
+    flags = {"batch_size": 256, "cores": os.cpu_count(), "size": 32 if options.quick else 224}
+    flags |= {"data": str(options.data / "train.parquet" if options.quick else photos)}
+    flags |= {"seconds": 1.0 if options.quick else 8.0}
+    try:
+        left_s = max(1.0, deadline - time.monotonic())
+        return {"images_per_second": apart(images_per_second, side, flags, timeout_s=left_s)}
+    except subprocess.TimeoutExpired:
         return None
-    return {"images_per_second": json.loads(result.read_text())["medians"][side]}
 
 
 def train(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
     """Train until the run is over or the time; then judge. None if the run must continue in another call."""
-    output = options.output / "runs" / recipe
+    output, raycl = options.output / "runs" / recipe, [sys.executable, "-m", "raycl"]
     train_set, test_set = (str(options.data / f"{name}.parquet") for name in ("train", "test"))
     settings = settings_of(recipe, options.quick) | {"log_every_steps": 50, "evaluation.every_epochs": 0}
-    command = [*raycl("train", recipe), "--data", train_set, "--output", str(output)]
+    gpu = ["--gpu"] if settings.pop("gpu") else []
+    command = [*raycl, "train", recipe, "--data", train_set, "--output", str(output), *gpu]
     command += ["--steps", "40"] if options.quick else ["--epochs", "200"]
-    command += [f"--set={name}={value}" for name, value in settings.items() if name != "gpu"]
-    gpu = ["--gpu"] if settings["gpu"] else []
-    resume = ["--resume"] if (output / "config.yaml").exists() else []
+    command += [f"--set={name}={value}" for name, value in settings.items()]
+    command += ["--resume"] if (output / "config.yaml").exists() else []
     began = time.monotonic()
-    run = subprocess.Popen([*command, *gpu, *resume])
+    run = subprocess.Popen(command)
     try:
         run.wait(max(1.0, deadline - SPARE_S - time.monotonic()))
     except subprocess.TimeoutExpired:
-        run.send_signal(signal.SIGTERM)  # it saves first
-        try:
-            status = run.wait(SPARE_S)
-        except subprocess.TimeoutExpired:
-            run.kill()
-            status = run.wait()
-        if status != 128 + signal.SIGTERM:
-            sys.exit(f"{recipe} did not save when its time was over: its last checkpoint is older")
+        stop(run, recipe)
         return None
     if run.returncode:
         sys.exit(f"training {recipe} failed")
     if time.monotonic() > deadline - SPARE_S:
         return None  # --resume of a run that is over only judges
-    judge = [*raycl("evaluate", "knn"), "--run", str(output), "--train", train_set, "--test", test_set, *gpu]
+    judge = [*raycl, "evaluate", "knn", "--run", str(output), "--train", train_set, "--test", test_set, *gpu]
     judge += ["--set", "k=200", "--set", "temperature=0.1"]
     judged = subprocess.run(judge, check=True, stdout=subprocess.PIPE, text=True)
     result = json.loads((output / "result.json").read_text())
@@ -223,51 +165,51 @@ def train(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str
     }
 
 
-def raycl(*words: str) -> list[str]:
-    return [sys.executable, "-m", "raycl", *words]
+def stop(run: subprocess.Popen[bytes], recipe: str) -> None:
+    """Ask a run to save and end; exit if it did not save."""
+    run.send_signal(signal.SIGTERM)
+    try:
+        status = run.wait(SPARE_S)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        status = run.wait()
+    if status != 128 + signal.SIGTERM:
+        sys.exit(f"{recipe} did not save when its time was over: its last checkpoint is older")
 
 
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def lightly(recipe: str, options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+    return train_lightly(recipe, vars(options), deadline - SPARE_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
     parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder of results and runs")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
-    parser.add_argument("--parts", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--parts", nargs="+", help="without it, all")
     parser.add_argument("--before", type=Path, help="folder with an older package, for rate")
     parser.add_argument("--quick", action="store_true", help="small sizes, also without a GPU")
-    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    parts = tasks(options)
+    if unknown := set(options.parts or ()) - parts.keys():
+        parser.error(f"unknown --parts {', '.join(unknown)}; choose {', '.join(parts)}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
+    for part in options.parts or parts:
+        for name, measure in parts[part].items():
+            path = options.output / f"{name}.json"
+            if path.exists():
+                print(f"{name}: there already", flush=True)
+            elif time.monotonic() > deadline - SPARE_S:
+                print(f"{name}: no time left; call again")
+            elif found := measure(deadline):
+                write_json(path, found | {"machine": describe_machine()})
+                print(f"{name}: {json.dumps(found)}", flush=True)
+            else:
+                print(f"{name}: begun; call again")
 
-
-TASKS: dict[str, Callable[[argparse.Namespace], dict[str, Measure]]] = {
-    "tests": lambda options: {"tests": lambda deadline: test(options, deadline)},
-    "profile": lambda options: {f"profile-{name}": apart(options, "profile", name) for name in PROFILED},
-    "loss": loss_tasks,
-    "utilization": lambda options: {
-        f"utilization-{side}": apart(options, "utilization", side)
-        for side in ("encoder", "encoder_compiled", "step", "step_compiled")
-    },
-    "data": data_tasks,
-    "rate": rate_tasks,
-    **{
-        recipe: lambda options, recipe=recipe: {recipe: lambda deadline: train(recipe, options, deadline)}
-        for recipe in PUBLISHED
-    },
-    **{
-        f"lightly_{recipe}": lambda options, recipe=recipe: {
-            f"lightly_{recipe}": lambda deadline: train_lightly(recipe, options, deadline - SPARE_S)
-        }
-        for recipe in PUBLISHED
-    },
-}
-ONES = {
-    "loss": loss,
-    "strips": strips,
-    "profile": profile,
-    "utilization": utilization,
-    "raycl_rate": raycl_rate,
-    "lightly_rate": lightly_rate,
-}
 
 if __name__ == "__main__":
     main()

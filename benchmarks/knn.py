@@ -1,28 +1,28 @@
-"""Time and peak memory of the weighted kNN, beside scikit-learn's.
+"""The weighted kNN beside scikit-learn's: time, and peak memory beyond the inputs.
 
-``python benchmarks/knn.py [--large] [--threads N] [--json FILE]``. Each row runs in a process of
-its own, so that its peak memory is its own.
+    python benchmarks/knn.py [--large] [--threads 1] [--json FILE]
+
+10,000 queries of 128 numbers among 50,000 rows around 100 centers; ``--large`` also has raycl's among 1,000,000.
+Each line is a process of its own, so that its peak memory is its own.
 """
 
-import argparse
-import json
-import resource
-import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import make_parser, run_apart, write_json
+from measuring import Line, apart, cost, make_parser, report, table
+from torch import Tensor
 
 from raycl.evaluation import knn_predict
 
 NUM_QUERIES, DIM, NUM_CLASSES = 10_000, 128, 100
 K, TEMPERATURE = 200, 0.07
-BANK, LARGE_BANK = 50_000, 1_000_000
+ROWS, MANY_ROWS = 50_000, 1_000_000
 
 
-def clusters(num_rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw rows around 100 centers, [num_rows, 128], and their classes."""
+def clusters(num_rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw rows around the centers, [num_rows, 128], and their classes."""
     centers = torch.randn(NUM_CLASSES, DIM, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     label = torch.randint(NUM_CLASSES, (num_rows,), generator=generator)
@@ -32,12 +32,11 @@ def clusters(num_rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, label
 
 
-def raycl_predict(query: torch.Tensor, bank: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Predict by raycl."""
+def raycl_predict(query: Tensor, bank: Tensor, label: Tensor) -> Tensor:
     return knn_predict(query, bank, label, k=K, temperature=TEMPERATURE)
 
 
-def sklearn_predict(query: torch.Tensor, bank: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+def sklearn_predict(query: Tensor, bank: Tensor, label: Tensor) -> Tensor:
     """Predict by scikit-learn: the same vote, from its cosine distance."""
     from sklearn.neighbors import KNeighborsClassifier  # the other process must not carry it
 
@@ -49,58 +48,30 @@ def sklearn_predict(query: torch.Tensor, bank: torch.Tensor, label: torch.Tensor
     return torch.from_numpy(model.fit(bank.numpy(), label.numpy()).predict(query.numpy()))
 
 
-METHODS = {"raycl": raycl_predict, "scikit-learn": sklearn_predict}
+SIDES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "raycl": raycl_predict,
+    "scikit-learn": sklearn_predict,
+}
 
 
-def peak_mb() -> float:
-    """Return the most memory this process ever held, MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1_024
-
-
-def measure(method: str, num_rows: int, threads: int) -> dict[str, Any]:
-    """Run one method once in this process; seconds, and MB beyond the inputs."""
+def vote(side: str, num_rows: int, threads: int) -> Line:
+    """Vote once, after imports and thread pools are there."""
     torch.set_num_threads(threads)
-    query, query_label = clusters(NUM_QUERIES, seed=1)
-    bank, label = clusters(num_rows, seed=2)
-    METHODS[method](query[:300], bank[:2_000], label[:2_000])  # imports and thread pools
-    before, start, cpu = peak_mb(), time.perf_counter(), time.process_time()
-    predicted = METHODS[method](query, bank, label)
-    return {
-        "method": method,
-        "num_rows": num_rows,
-        "seconds": time.perf_counter() - start,
-        "cpu_seconds": time.process_time() - cpu,
-        "extra_mb": peak_mb() - before,
-        "top1": (predicted == query_label).double().mean().item(),
-    }
+    (query, query_label), (bank, label) = clusters(NUM_QUERIES, seed=1), clusters(num_rows, seed=2)
+    predict, predicted = SIDES[side], []
+    predict(query[:300], bank[:2_000], label[:2_000])
+    found = cost(lambda: predicted.append(predict(query, bank, label)))
+    top1 = (predicted[0] == query_label).double().mean().item()
+    return {"side": side, "rows": num_rows} | found | {"top1": top1}
 
 
 def main() -> None:
-    """Print the table."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--large", action="store_true", help="also a bank of 1,000,000 rows")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--one", nargs=2, metavar=("METHOD", "ROWS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
-        method, num_rows = arguments.one
-        print(json.dumps(measure(method, int(num_rows), arguments.threads)))
-        return
-    cases = [("raycl", BANK), ("scikit-learn", BANK)]
-    cases += [("raycl", LARGE_BANK)] if arguments.large else []
-    print(f"{NUM_QUERIES} queries x {DIM} dims, k = {K}, {arguments.threads} thread(s)")
-    print(f"{'method':14}{'bank rows':>10}{'wall s':>9}{'cpu s':>9}{'extra MB':>10}{'top-1':>8}")
-    results: list[dict[str, Any]] = []
-    for method, num_rows in cases:
-        threads = arguments.threads
-        row = run_apart(__file__, "--one", method, num_rows, "--threads", threads, num_threads=threads)
-        results.append(row)
-        print(
-            f"{method:14}{num_rows:>10}{row['seconds']:>9.2f}{row['cpu_seconds']:>9.2f}"
-            f"{row['extra_mb']:>10.0f}{row['top1']:>8.4f}",
-            flush=True,
-        )
-    write_json(arguments.json, results)
+    options = make_parser(__doc__, large=False, threads=1).parse_args()
+    cases = [*((side, ROWS) for side in SIDES), *([("raycl", MANY_ROWS)] if options.large else [])]
+    threads = options.threads
+    lines = [apart(vote, side, rows, threads, num_threads=threads) for side, rows in cases]
+    titles = {"rows": "rows", "wall_s": "wall s", "cpu_s": "CPU s", "memory_mb": "MB", "top1": "top-1"}
+    report(options, lines, table(lines, side="", **titles))
 
 
 if __name__ == "__main__":

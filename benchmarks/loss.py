@@ -1,51 +1,37 @@
 """A loss, forward and backward: raycl beside lightly, open_clip's way and the plain formula.
 
-    python benchmarks/loss.py [--loss hinge|bidirectional|queue] [--json FILE] [--sizes 1024 4096]
-        [--dims 128 512] [--num-negatives 65536] [--memory-gb 20] [--quick]
+    python benchmarks/loss.py [--loss nt_xent|hinge|bidirectional|queue] [--sizes 1024 4096] [--dims 128 512]
+        [--num-negatives 65536] [--memory-gb 20] [--quick] [--json FILE]
 
-NT-Xent by default. The hinge uses the hardest negative in row and column; lightly has none. The bidirectional
-cross-entropy stands beside the arithmetic of open_clip's loss. ``queue`` is InfoNCE over a queue (MoCo), whose
-gradient is the queries' alone; lightly normalizes its rows, copies its queue and writes the keys to it as part
-of its loss.
+The hinge uses the hardest negative in row and column; lightly has none. The bidirectional cross-entropy stands
+beside the arithmetic of open_clip's loss. ``queue`` is InfoNCE of 256 queries over a queue (MoCo), whose gradient is
+the queries' alone; lightly normalizes its rows, copies its queue and writes the keys to it as part of its loss.
 
-Time: one process, one thread, the implementations take turns, so that a busy machine is unfair
-to none; the median of the process's CPU time (other programs do not count) and of the wall's.
-Memory: a fresh process each, its peak resident memory above its memory before the loss.
-The allocator is left as it comes, for all of them.
+Time: one process, one thread, taking turns. Memory: a fresh process each, its peak above its memory before the loss.
+A loss that would take more than ``--memory-gb`` is skipped. The allocator is left as it comes, for all of them.
 """
 
 import argparse
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import describe_machine, make_parser, read_status, run_apart, summarize, take_turns, write_json
+from measuring import Line, add_times, alternate, apart, cost, make_parser, report, table, timed
 from torch import Tensor
 
 from raycl.losses import clip, hinge, info_nce, nt_xent
 
 TEMPERATURE, QUEUE_TEMPERATURE, MARGIN = 0.1, 0.07, 0.2
-# Matrices of [2 * batch, 2 * batch] float32 held at the peak, as measured at batch 4,096.
-MATRICES_HELD = {
-    "nt_xent": {"raycl": 0.0, "lightly": 4.2, "plain": 3.3},
-    "hinge": {"raycl": 0.0, "plain": 1.4},
-    "bidirectional": {"raycl": 0.0, "open_clip": 1.0, "plain": 1.0},
-    "queue": {"raycl": 0.0, "lightly": 0.0, "plain": 0.0},
-}
 Loss = Callable[..., Tensor]
 
 
-def plain(view_a: Tensor, view_b: Tensor) -> Tensor:
+def plain_nt_xent(view_a: Tensor, view_b: Tensor) -> Tensor:
     """Hold the whole matrix; one cross entropy."""
     rows = torch.cat([view_a, view_b])
-    logits = rows @ rows.T / TEMPERATURE
-    logits = logits.masked_fill(torch.eye(len(rows), dtype=torch.bool), -math.inf)
-    return F.cross_entropy(logits, torch.arange(len(rows)).roll(len(view_a)))
+    logits = (rows @ rows.T / TEMPERATURE).fill_diagonal_(-math.inf)
+    return F.cross_entropy(logits, torch.arange(len(rows), device=rows.device).roll(len(view_a)))
 
 
 def plain_hinge(query: Tensor, key: Tensor) -> Tensor:
@@ -59,182 +45,131 @@ def plain_hinge(query: Tensor, key: Tensor) -> Tensor:
 
 def plain_bidirectional(query: Tensor, key: Tensor) -> Tensor:
     """Hold the whole matrix; one cross entropy over its rows, one over its columns."""
-    logits, own = query @ key.T / TEMPERATURE, torch.arange(len(query))
+    logits, own = query @ key.T / TEMPERATURE, torch.arange(len(query), device=query.device)
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
 
 def open_clip_bidirectional(query: Tensor, key: Tensor) -> Tensor:
     """Scale the rows and take a product for each direction, as open_clip does."""
     own = torch.arange(len(query))
-    of_queries, key_tower = query / TEMPERATURE @ key.T, key / TEMPERATURE @ query.T
-    return (F.cross_entropy(of_queries, own) + F.cross_entropy(key_tower, own)) / 2
+    of_queries, of_keys = query / TEMPERATURE @ key.T, key / TEMPERATURE @ query.T
+    return (F.cross_entropy(of_queries, own) + F.cross_entropy(of_keys, own)) / 2
 
 
-def plain_queue(query: Tensor, key: Tensor, queue: Tensor) -> Tensor:
+def plain_queue(query: Tensor, key: Tensor, negatives: Tensor) -> Tensor:
     """Hold all logits, the own key's first, as MoCo's own code does; one cross entropy."""
     own = (query * key).sum(1, keepdim=True)
-    logits = torch.cat([own, query @ queue.T], dim=1) / QUEUE_TEMPERATURE
+    logits = torch.cat([own, query @ negatives.T], dim=1) / QUEUE_TEMPERATURE
     return F.cross_entropy(logits, torch.zeros(len(query), dtype=torch.int64))
 
 
-def load(loss: str, name: str, queue: Tensor) -> Loss:
-    """Return the implementation of that name; only the loss ``queue`` uses the queue [num_negatives, dim]."""
-    if name == "raycl":
-        return {
-            "nt_xent": partial(nt_xent, temperature=TEMPERATURE),
-            "hinge": partial(hinge, margin=MARGIN, hardest=True),
-            "bidirectional": partial(clip, temperature=TEMPERATURE),
-            "queue": partial(info_nce, temperature=QUEUE_TEMPERATURE, in_batch=False, negatives=queue),
-        }[loss]
-    if name == "plain":
-        return {
-            "nt_xent": plain,
-            "hinge": plain_hinge,
-            "bidirectional": plain_bidirectional,
-            "queue": partial(plain_queue, queue=queue),
-        }[loss]
-    if name == "open_clip":
-        return open_clip_bidirectional
-    try:
-        from lightly.loss import NTXentLoss
-    except ImportError:
-        sys.exit("lightly is not installed; run `uv run --extra bench python benchmarks/loss.py`")
-    if loss != "queue":
+def raycl_queue(query: Tensor, key: Tensor, negatives: Tensor) -> Tensor:
+    return info_nce(query, key, temperature=QUEUE_TEMPERATURE, in_batch=False, negatives=negatives)
+
+
+def lightly_loss(negatives: Tensor | None = None) -> Loss:
+    from lightly.loss import NTXentLoss
+
+    if negatives is None:
         return NTXentLoss(temperature=TEMPERATURE)
-    theirs = NTXentLoss(temperature=QUEUE_TEMPERATURE, memory_bank_size=tuple(queue.shape))
-    theirs.memory_bank.bank = queue.clone()
-    return theirs
+    theirs = NTXentLoss(temperature=QUEUE_TEMPERATURE, memory_bank_size=tuple(negatives.shape))
+    theirs.memory_bank.bank = negatives.clone()
+    return lambda query, key, negatives: theirs(query, key)
 
 
-def make_rows(loss: str, size: int, dim: int, num_negatives: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return two views of ``size`` unit rows that require gradients (beside a queue, the first one), and a queue."""
+# For each side: what makes its loss from the negatives, and how many matrices of [2 * batch, 2 * batch] float32 it
+# holds at its peak, as measured at batch 4,096.
+SIDES: dict[str, dict[str, tuple[Callable[[Tensor | None], Loss], float]]] = {
+    "nt_xent": {
+        "raycl": (lambda _: partial(nt_xent, temperature=TEMPERATURE), 0.0),
+        "lightly": (lightly_loss, 4.2),
+        "plain": (lambda _: plain_nt_xent, 3.3),
+    },
+    "hinge": {
+        "raycl": (lambda _: partial(hinge, margin=MARGIN, hardest=True), 0.0),
+        "plain": (lambda _: plain_hinge, 1.4),
+    },
+    "bidirectional": {
+        "raycl": (lambda _: partial(clip, temperature=TEMPERATURE), 0.0),
+        "open_clip": (lambda _: open_clip_bidirectional, 1.0),
+        "plain": (lambda _: plain_bidirectional, 1.0),
+    },
+    "queue": {
+        "raycl": (lambda _: raycl_queue, 0.0),
+        "lightly": (lightly_loss, 0.0),
+        "plain": (lambda _: plain_queue, 0.0),
+    },
+}
+
+
+def build_step(loss: str, side: str, size: int, dim: int, num_negatives: int) -> Callable[[], float]:
+    """Return what takes value and gradients once, of unit rows; beside a queue only queries have a gradient."""
     torch.manual_seed(0)
-    view_a, view_b = (each.clone() for each in F.normalize(torch.randn(2, size, dim), dim=2))
-    view_a.requires_grad_()
-    if loss != "queue":
-        return (view_a, view_b.requires_grad_()), torch.empty(0, dim)
-    return (view_a, view_b), F.normalize(torch.randn(num_negatives, dim), dim=1)
+    query, key = (each.clone() for each in F.normalize(torch.randn(2, size, dim), dim=2))
+    rows = [query.requires_grad_(), key.requires_grad_(loss != "queue")]
+    if loss == "queue":
+        rows.append(F.normalize(torch.randn(num_negatives, dim), dim=1))
+    function = SIDES[loss][side][0](*rows[2:] or [None])
+
+    def step() -> float:
+        query.grad = key.grad = None
+        value = function(*rows)
+        value.backward()
+        return value.item()
+
+    return step
 
 
-def step(loss: Loss, views: tuple[Tensor, Tensor]) -> float:
-    """Take value and gradients once."""
-    for view in views:
-        view.grad = None
-    value = loss(*views)
-    value.backward()
-    return value.item()
+def memory_mb(loss: str, side: str, *sizes: int) -> float:
+    """Return the peak memory of one step; libraries and their buffers are there before."""
+    build_step(loss, side, 64, 64, 64)()
+    return cost(build_step(loss, side, *sizes))["memory_mb"]
 
 
-def print_memory(which: str, name: str, size: int, dim: int, num_negatives: int) -> None:
-    """Print the peak extra memory (MB) of one step; runs in a process of its own."""
-    small, small_queue = make_rows(which, 64, dim, 64)
-    step(load(which, name, small_queue), small)  # libraries and their buffers are not the loss's memory
-    views, queue = make_rows(which, size, dim, num_negatives)
-    loss = load(which, name, queue)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = read_status("VmRSS")
-    step(loss, views)
-    print(read_status("VmHWM") - before)
-
-
-def measure_times(
-    loss: str, names: list[str], repeats: int, *, size: int, dim: int, num_negatives: int
-) -> dict[str, dict[str, Any]]:
-    """Return CPU and wall milliseconds of each; they take turns."""
-    views, queue = make_rows(loss, size, dim, num_negatives)
-    losses = {name: load(loss, name, queue) for name in names}
-    values = {name: step(each, views) for name, each in losses.items()}
-    steps = {name: partial(step, each, views) for name, each in losses.items()}
-    return {
-        name: {
-            "value": values[name],
-            "cpu_ms": summarize([1e3 * turn.cpu_s for turn in turns]),
-            "wall_ms": summarize([1e3 * turn.wall_s for turn in turns]),
-        }
-        for name, turns in take_turns(steps, repeats, warmup=0).items()
+def compare(loss: str, size: int, dim: int, options: argparse.Namespace) -> list[Line]:
+    """Return a line for each side at one size."""
+    sizes = size, dim, options.num_negatives
+    needed_gb = {side: held * (2 * size) ** 2 * 4 / 1e9 for side, (_, held) in SIDES[loss].items()}
+    steps = {
+        side: build_step(loss, side, *sizes) for side, gb in needed_gb.items() if gb <= options.memory_gb
     }
-
-
-def measure_cell(size: int, dim: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every implementation that fits at one size."""
-    loss, num_negatives = arguments.loss, arguments.num_negatives
-    needed_gb = {name: held * (2 * size) ** 2 * 4 / 1e9 for name, held in MATRICES_HELD[loss].items()}
-    fitting = [name for name, needed in needed_gb.items() if needed <= arguments.memory_gb]
-    sizes = {"size": size, "dim": dim, "num_negatives": num_negatives}
-    times = measure_times(loss, fitting, arguments.repeats, **sizes)
-    rows = []
-    for name in needed_gb:
-        row: dict[str, Any] = {"name": name, **sizes}
-        if name in fitting:
-            words = "--loss", loss, "--memory-of", name, size, dim, num_negatives
-            row |= times[name] | {"memory_mb": run_apart(__file__, *words, num_threads=1)}
-        else:
-            row["skipped"] = f"needs about {needed_gb[name]:.0f} GB"
-        rows.append(row)
-    return rows
-
-
-def print_cell(rows: list[dict[str, Any]]) -> None:
-    """Print one line per implementation, with its ratio to raycl."""
-    own = rows[0]
-    for row in rows:
-        label = f"{row['size']:>6} {row['dim']:>4} {row['name']:<9}"
-        if "skipped" in row:
-            print(f"{label} skipped: {row['skipped']}", flush=True)
-            continue
-        cpu, wall = row["cpu_ms"], row["wall_ms"]
-        slower = cpu["median"] / own["cpu_ms"]["median"]
-        bigger = row["memory_mb"] / own["memory_mb"]
-        print(
-            f"{label} {cpu['median']:>9.1f} ({cpu['min']:.1f}-{cpu['max']:.1f})".ljust(52)
-            + f"{wall['median']:>9.1f} {slower:>6.1f}x {row['memory_mb']:>8.1f} {bigger:>6.1f}x"
-            + f"   {row['value']:.5f}",
-            flush=True,
-        )
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--loss", choices=MATRICES_HELD, default="nt_xent")
-    parser.add_argument("--sizes", type=int, nargs="+", help="rows of a batch [1024 4096 16384; queue: 256]")
-    parser.add_argument("--dims", type=int, nargs="+", help="[128 512; queue: 128]")
-    parser.add_argument("--num-negatives", type=int, default=65_536, help="keys of the queue")
-    parser.add_argument("--repeats", type=int, help="[5; queue: 9]")
-    parser.add_argument("--memory-gb", type=float, default=8.0, help="skip losses that would take more")
-    parser.add_argument("--quick", action="store_true", help="one small size, three repeats")
-    parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    is_queue = arguments.loss == "queue"
-    if arguments.quick:
-        arguments.sizes, arguments.dims, arguments.repeats = [256 if is_queue else 1024], [128], 3
-        arguments.num_negatives = 8_192
-    arguments.sizes = arguments.sizes or ([256] if is_queue else [1024, 4096, 16384])
-    arguments.dims = arguments.dims or ([128] if is_queue else [128, 512])
-    arguments.repeats = arguments.repeats or (9 if is_queue else 5)
-    return arguments
+    values = {side: f"{step():.5f}" for side, step in steps.items()}
+    lines: Sequence[Line] = alternate({side: timed(step) for side, step in steps.items()}, options.repeats)
+    for line in lines:
+        side = line["side"]
+        line |= {"memory_mb": apart(memory_mb, loss, side, *sizes, num_threads=1), "value": values[side]}
+    add_times(lines, lines[0], "cpu_ms", "memory_mb")
+    skipped = [
+        {"side": side, "skipped": f"needs about {gb:.0f} GB"}
+        for side, gb in needed_gb.items()
+        if side not in steps
+    ]
+    return [{"size": size, "dim": dim} | line for line in [*lines, *skipped]]
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    parser = make_parser(__doc__, loss=tuple(SIDES), num_negatives=65_536, memory_gb=8.0, quick=False)
+    for name in ("sizes", "dims"):
+        parser.add_argument(f"--{name}", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int)
+    options = parser.parse_args()
+    is_queue = options.loss == "queue"
+    if options.quick:
+        options.sizes, options.dims, options.repeats = [256 if is_queue else 1_024], [128], 3
+        options.num_negatives = 8_192
+    options.sizes = options.sizes or ([256] if is_queue else [1_024, 4_096, 16_384])
+    options.dims = options.dims or ([128] if is_queue else [128, 512])
+    options.repeats = options.repeats or (9 if is_queue else 5)
     torch.set_num_threads(1)
-    arguments = parse_arguments()
-    if arguments.memory_of:
-        name, *sizes = arguments.memory_of
-        print_memory(arguments.loss, name, *map(int, sizes))
-        return
-    if "lightly" in MATRICES_HELD[arguments.loss]:
-        load(arguments.loss, "lightly", torch.ones(64, 8))  # fails at once if it is not installed
-    print("  size  dim name      CPU ms (least-most)".ljust(52) + "  wall ms   time  memory MB  value")
-    cells = []
-    for size in arguments.sizes:
-        for dim in arguments.dims:
-            rows = measure_cell(size, dim, arguments)
-            print_cell(rows)
-            cells += rows
-    temperature = QUEUE_TEMPERATURE if arguments.loss == "queue" else TEMPERATURE
-    result = {"machine": describe_machine(), "temperature": temperature, "cells": cells}
-    write_json(arguments.json, result)
+    lines = [
+        line
+        for size in options.sizes
+        for dim in options.dims
+        for line in compare(options.loss, size, dim, options)
+    ]
+    titles = {"cpu_ms": "CPU ms", "cpu_ms_times": "times", "wall_ms": "wall ms", "memory_mb": "MB"}
+    titles |= {"memory_mb_times": "times", "value": "value", "skipped": "skipped"}
+    report(options, lines, table(lines, size="rows", dim="dim", side=options.loss, **titles))
 
 
 if __name__ == "__main__":

@@ -1,49 +1,38 @@
-"""Measure the cost of the collapse monitor on a batch's embeddings, beside the step of a small encoder.
+"""The collapse monitor's look at a batch of embeddings, beside the step of a small encoder: CPU time.
 
-    python benchmarks/monitor.py [--batch-size 256] [--dims 128 512]
+    python benchmarks/monitor.py [--batch-size 256] [--dims 128 512] [--json FILE]
 
-One process, one thread. A look is taken at every logged step, by default every tenth; the step is
-forward and backward pass of a ResNet-10 of half width at 32 pixels in float32, without its data and
-its loss. Both are the median of the process's CPU time, and take turns.
+One process, one thread, taking turns. A look is taken at every logged step, by default every tenth; the step is
+forward and backward pass of a ResNet-10 of half width at 32 pixels in float32, without its data and its loss.
 """
 
-import argparse
-import statistics
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from measuring import take_turns
+from measuring import alternate, make_parser, middle, report, table, timed
 
 import raycl
 from raycl.evaluation.embedding_metrics import measure
 from raycl.models.image import build_image_encoder
 from raycl.training.process import prepare_process
 
-REPEATS = 7
-
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--dims", type=int, nargs="+", default=[128, 512])
-    options = parser.parse_args()
+    options = make_parser(__doc__, batch_size=256, dims=[128, 512]).parse_args()
     prepare_process(1)
     torch.manual_seed(0)
     encoder = build_image_encoder("resnet10", image_size=32, stem="half", width=0.5)
     images = torch.rand(2 * options.batch_size, 3, 32, 32)
     pairs = {dim: F.normalize(torch.randn(2, options.batch_size, dim), dim=2) for dim in options.dims}
-    sides: dict[str, Callable[[], object]] = {"step": lambda: encoder(images).square().mean().backward()}
-    sides |= {f"look at dim {dim}": partial(measure, *pair) for dim, pair in pairs.items()}
-    turns = take_turns(sides, REPEATS)
-    looks = {name: statistics.median(turn.cpu_s for turn in own) for name, own in turns.items()}
-    step = looks.pop("step")
-    every = raycl.recipe("simclr").log_every_steps
-    print(f"step of {options.batch_size} pairs of views: {1e3 * step:.0f} ms")
-    for name, look in looks.items():
-        print(f"{name}: {1e3 * look:.1f} ms, every {every} steps: {look / every / step:.2%} of a step")
+    sides = {"step": timed(lambda: encoder(images).square().mean().backward())}
+    sides |= {f"look at dim {dim}": timed(partial(measure, *pair)) for dim, pair in pairs.items()}
+    lines = alternate(sides, 7, warmup=1)
+    every, step = raycl.recipe("simclr").log_every_steps, middle(lines[0]["cpu_ms"])
+    for look in lines[1:]:
+        look["share"] = f"{middle(look['cpu_ms']) / every / step:.2%}"
+    titles = {"side": f"{options.batch_size} pairs", "cpu_ms": "CPU ms"}
+    report(options, lines, table(lines, **titles, share=f"of a step, every {every} steps"))
 
 
 if __name__ == "__main__":

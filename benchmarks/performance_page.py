@@ -1,26 +1,20 @@
 """The page of results: tables, commands, machine and pictures, between two marks in the page."""
 
-import io
+import importlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from comparisons import AbsentError, Benchmark, Measured, Results
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from measuring import markdown_table
-from PIL import Image
+from measuring import markdown_table, write_figure
+from pictures import BLUE, INK, ORANGE, RED, panels, save
 from suite import SECTIONS
 
 BEGIN = "<!-- benchmarks/run.py writes what follows -->"
 END = "<!-- benchmarks/run.py wrote what precedes -->"
 NEW = f"# Performance\n\n{BEGIN}\n{END}\n"
-PAPER, INK, GRAY = "#fbfaf6", "#1f2933", "#6b7680"
-BLUE, ORANGE, RED = "#3b6fb6", "#d9822b", "#c0433f"
 Records = dict[str, dict[str, Any]]  # command, commit, machine and date of each result
 
 
@@ -120,9 +114,9 @@ def section(
 def own_parts(benchmark: Benchmark, result: Any, pictures: Path, beside: Path) -> list[str]:
     """Return the table of a benchmark's own, and its picture, which is copied beside the page's."""
     parts = []
-    if benchmark.table:
+    if benchmark.has_table:
         try:
-            parts.append(benchmark.table(result))
+            parts.append(importlib.import_module(Path(benchmark.script).stem).table(result["lines"]))
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             parts.append(f"Absent: the table of {benchmark.name} ({type(error).__name__}: {error})")
     drawn = pictures / f"{benchmark.name}.png"
@@ -137,8 +131,9 @@ def own_parts(benchmark: Benchmark, result: Any, pictures: Path, beside: Path) -
 
 def row(headline: Measured) -> list[str]:
     of = headline.of
-    cells = [of.what, f"{headline.own} {of.unit}", of.peer]
-    cells += ["", ""] if headline.other is None else [f"{headline.other} {of.unit}", f"**{headline.times}**"]
+    cells = [of.what, f"{write_figure(headline.own)} {of.unit}", of.peer, "", ""]
+    if headline.other is not None:
+        cells[3:] = [f"{write_figure(headline.other)} {of.unit}", f"**{headline.times}**"]
     return [*cells, f"{of.aim:.2f}, {headline.verdict}" if headline.verdict else ""]
 
 
@@ -161,44 +156,24 @@ def draw(measured: Sequence[Measured], path: Path) -> bool:
         return False
     ratios, rows = [each.ratio or 1.0 for each in bars], range(len(bars))
     aims = [(each.of.aim, row) for row, each in enumerate(bars) if each.verdict]
-    style: dict[Any, Any] = {
-        "text.color": INK,
-        "axes.edgecolor": GRAY,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "font.size": 9,
-    }
-    style |= {"axes.facecolor": PAPER, "figure.facecolor": PAPER}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(9, 0.22 * len(bars) + 1.2), layout="constrained")
-        colors = [BLUE if ratio >= 1 else ORANGE for ratio in ratios]
-        axes.barh(rows, [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colors)
-        axes.plot(*zip(*aims, strict=True), "|", color=INK, ms=11, mew=2, label="aim") if aims else None
-        for row, each in enumerate(bars):  # in a column of their own, where no mark lies over them
-            color = RED if each.verdict == "missed" else INK
-            axes.text(1.02, row, each.times, color=color, va="center", transform=axes.get_yaxis_transform())
-        axes.axvline(1, color=INK, lw=1)
-        axes.set(xscale="log", yticks=rows, yticklabels=[f"{each.of.what} / {each.of.peer}" for each in bars])
-        axes.set_xlim(min(0.5, 0.8 * min(ratios)), max(2.0, 1.1 * max(ratios)))
-        axes.set_ylim(len(bars) - 0.4, -0.6)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
-        figure.suptitle(
-            "times that raycl is faster or smaller; a mark is the aim, red what missed it", fontsize=10
-        )
-        axes.tick_params(axis="y", length=0)
-        axes.tick_params(axis="x", labeltop=True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        save(figure, path)
+    figure, (axes,) = panels(1, 1, 9, 0.22 * len(bars) + 1.2)
+    colors = [BLUE if ratio >= 1 else ORANGE for ratio in ratios]
+    axes.barh(rows, [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colors)
+    axes.plot(*zip(*aims, strict=True), "|", color=INK, ms=11, mew=2, label="aim") if aims else None
+    for row, each in enumerate(bars):  # in a column of their own, where no mark lies over them
+        color = RED if each.verdict == "missed" else INK
+        axes.text(1.02, row, each.times, color=color, va="center", transform=axes.get_yaxis_transform())
+    axes.axvline(1, color=INK, lw=1)
+    axes.set(xscale="log", yticks=rows, yticklabels=[f"{each.of.what} / {each.of.peer}" for each in bars])
+    axes.set_xlim(min(0.5, 0.8 * min(ratios)), max(2.0, 1.1 * max(ratios)))
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    title = "times that raycl is faster or smaller; a mark is the aim, red what missed it"
+    figure.suptitle(title, fontsize=10)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labeltop=True)
+    axes.spines["left"].set_visible(False)
+    save(figure, path)
     return True
-
-
-def save(figure: plt.Figure, path: Path) -> None:
-    """Save with few colors: the file is a third as large."""
-    stream = io.BytesIO()
-    figure.savefig(stream, dpi=110)
-    plt.close(figure)
-    # By coverage, not by frequency: red and orange are rare.
-    few = Image.open(stream).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)
-    few.save(path, optimize=True)

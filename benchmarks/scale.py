@@ -1,11 +1,14 @@
 """The bank's and the queue's protocol with many workers, on one machine: time, bytes, memory, losses.
 
     python benchmarks/scale.py [--json scale.json] [--picture docs/images/scale.png] [--quick]
+        [--workers 1 2 4 ...] [--shards 1 4 16] [--rows 100000 ...] [--queue 65536] [--local-batch 64]
+        [--num-negatives 4096] [--dim 128] [--processes 8] [--blocks 5] [--steps 96] [--lose-steps 8]
 
 Shards are Ray's actors as in training. Workers are real clients, a thread each, in ``--processes``
 actors; they do nothing between the bank's calls, so a step is the protocol's alone, and they keep
 abreast as a gather would. All share this machine's cores and talk through its loopback: a step's
 wall time is the sum of everybody's work, and only CPU time a call and bytes carry over to a cluster.
+``--steps`` are a block's, shared by the workers; ``--lose-steps`` those before the snapshot, twice as many after.
 
 Each row follows from its sample and step, and read rows are checked: all ids, a sample of rows.
 The largest bank is filled, saved, and loses a shard half-way; then every row is checked.
@@ -21,15 +24,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import ray
-from measuring import describe_machine, make_parser, private_mb, summarize, write_json
+from measuring import Line, make_parser, private_mb, report, summarize
 from scale_clients import ClientGroup, Work, add_up, join, process_seconds, run, thread_seconds
 from scale_drill import lose_a_shard, num_wrong_keys
 from scale_model import bank_payload, queue_payload
-from scale_report import draw, fit, show_tables
+from scale_report import draw, text
 
 from raycl.negatives.actor import BankActor
 from raycl.negatives.bank import Bank
@@ -40,17 +43,7 @@ from raycl.ray_runtime import init_ray
 
 ITEMSIZE = 2  # float16, as rows travel by default
 AT_REST_S = 2.0
-
-
-@final
-class Progress:
-    """How many cells are measured, for the live line."""
-
-    def __init__(self, total: int) -> None:
-        self.done, self.total, self.text = 0, total, "starting"
-
-    def look(self) -> tuple[int, int, str]:
-        return self.done, self.total, self.text
+SIDES = {"memory_bank": "bank", "queue": "queue"}
 
 
 @contextmanager
@@ -76,213 +69,132 @@ def started(kind: str, shards: int, rows: int, dim: int) -> Iterator[Bank]:
             gc.collect()
 
 
-def pids_of(bank: Bank) -> list[int]:
-    return [connection.ask(BankActor.info).pid for connection in bank.connections()]
+class CpuClock:
+    """CPU seconds of some processes beyond what they take at rest."""
 
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        before, since = self._now(), time.perf_counter()
+        time.sleep(AT_REST_S)
+        self._rate_at_rest = (self._now() - before) / (time.perf_counter() - since)
+        self._began, self._since = self._now(), time.perf_counter()
 
-def seconds_of(pids: list[int]) -> float:
-    """Return the CPU seconds of these processes."""
-    return sum(map(process_seconds, pids))
+    def seconds(self) -> float:
+        """Return the seconds since this was made."""
+        return self._now() - self._began - self._rate_at_rest * (time.perf_counter() - self._since)
 
-
-def rate_at_rest(pids: list[int]) -> float:
-    """Return the CPU seconds a second that these idle processes take."""
-    before, since = seconds_of(pids), time.perf_counter()
-    time.sleep(AT_REST_S)
-    return (seconds_of(pids) - before) / (time.perf_counter() - since)
+    def _now(self) -> float:
+        return sum(map(process_seconds, self._pids))
 
 
 def busiest_s(before: list[dict[str, float]], after: list[dict[str, float]]) -> float:
     """Return the CPU seconds of each shard's busiest thread, summed over shards."""
-    return sum(
-        max(then[name] - now.get(name, 0.0) for name in then) for now, then in zip(before, after, strict=True)
-    )
+    pairs = zip(before, after, strict=True)
+    return sum(max(then[name] - now.get(name, 0.0) for name in then) for now, then in pairs)
 
 
-def measure(groups: list[Any], bank: Bank, work: Work, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(groups: list[Any], bank: Bank, work: Work, options: argparse.Namespace) -> Line:
     """Measure one number of workers with one bank; a queue must be new or restored."""
     active, join_s = join(groups, bank, work)
-    pids, step = pids_of(bank), 0
-    num_steps = max(2, math.ceil(arguments.steps / work.num_workers))
-    run(active, step, 2)
-    step += 2
-    walls: list[float] = []
-    clients = ray.get([group.pid.remote() for group in active])
-    idle = [rate_at_rest(each) for each in (pids, clients)]
-    threads, used_s = [thread_seconds(pid) for pid in pids], [seconds_of(each) for each in (pids, clients)]
-    spent_in_blocks = []
-    for _ in range(arguments.blocks):
-        wall, spent = run(active, step, num_steps)
-        step += num_steps
-        spent_in_blocks.append(spent)
-        walls.append(1e3 * wall / num_steps)
-    in_busiest_s = busiest_s(threads, [thread_seconds(pid) for pid in pids])
-    in_blocks_s = sum(walls) * num_steps / 1e3
-    shard_s, client_s = (
-        seconds_of(each) - before - at_rest * in_blocks_s
-        for each, before, at_rest in zip((pids, clients), used_s, idle, strict=True)
-    )
+    pids = [connection.ask(BankActor.info).pid for connection in bank.connections()]
+    num_steps, workers = max(2, math.ceil(options.steps / work.num_workers)), work.num_workers
+    run(active, 0, 2)
+    shard_clock, client_clock = CpuClock(pids), CpuClock(ray.get([group.pid.remote() for group in active]))
+    threads = [thread_seconds(pid) for pid in pids]
+    blocks = [run(active, 2 + number * num_steps, num_steps) for number in range(options.blocks)]
+    shard_s, client_s = shard_clock.seconds(), client_clock.seconds()
+    thread_s = busiest_s(threads, [thread_seconds(pid) for pid in pids])
     # Counted apart: to keep the answers for their sizes takes time and memory.
-    _, counted = run(active, step, 2, keeps_answers=True)
+    last = 2 + options.blocks * num_steps
+    _, counted = run(active, last, 2, keeps_answers=True)
     ray.get([group.flush.remote() for group in active])
-    total, made = add_up(spent_in_blocks), arguments.blocks * num_steps * work.num_workers
+    total, made = add_up(spent for _, spent in blocks), options.blocks * num_steps * workers
+    calls = total.num_calls
     return {
-        "kind": work.kind,
-        "workers": work.num_workers,
+        "side": SIDES[work.kind],
+        "workers": workers,
         "shards": bank.spec.num_shards,
         "rows": work.num_rows,
-        "step_ms": summarize(walls),
-        "calls_a_step": total.num_calls / made,
-        "rows_a_call": (2 * work.local_batch + work.num_negatives) * made / total.num_calls,
-        "shard_us_a_call": 1e6 * shard_s / total.num_calls,
-        "busiest_thread_us_a_call": 1e6 * in_busiest_s / total.num_calls,
-        "client_us_a_call": 1e6 * client_s / total.num_calls,
-        "cpu_at_rest": {"shards": idle[0], "clients": idle[1]},
-        "waited_ms_a_step": 1e3 * total.waited_s / made,
+        "step_ms": summarize([1e3 * wall / num_steps for wall, _ in blocks]),
+        "cpu_ms": 1e3 * (shard_s + client_s) * workers / made,
+        "calls_a_step": calls / made,
+        "rows_a_call": (2 * work.local_batch + work.num_negatives) * made / calls,
+        "shard_us": 1e6 * shard_s / calls,
+        "thread_us": 1e6 * thread_s / calls,
+        "client_us": 1e6 * client_s / calls,
+        "waited_ms": 1e3 * total.waited_s / made,
         "join_s": join_s,
-        "payload": {
-            "sent": counted.sent / 2 / work.num_workers,
-            "received": counted.received / 2 / work.num_workers,
-        },
-        "tcp": {"sent": total.tcp_sent / made, "received": total.tcp_received / made},
+        "sent": counted.sent / 2 / workers,
+        "received": counted.received / 2 / workers,
+        "tcp_sent": total.tcp_sent / made,
+        "tcp_received": total.tcp_received / made,
         "shard_mb": summarize(list(map(private_mb, pids))),
         "plan_mb": bank.spec.bytes_of(0) / 1e6,
-        "wrong": total.num_wrong + counted.num_wrong + num_wrong_keys(bank, work, step + 2),
+        "wrong": total.num_wrong + counted.num_wrong + num_wrong_keys(bank, work, last + 2),
     }
 
 
-def show(cell: dict[str, Any]) -> None:
-    step, payload, tcp = cell["step_ms"], cell["payload"], cell["tcp"]
-    print(
-        f"{cell['kind']:11} {cell['workers']:>3} {cell['shards']:>3} {cell['rows']:>10,} "
-        f"{step['median']:>8.1f} ({step['min']:.1f}-{step['max']:.1f})".ljust(56)
-        + f"{cell['calls_a_step']:>5.1f} {cell['shard_us_a_call']:>7.0f} {cell['busiest_thread_us_a_call']:>7.0f} "
-        f"{cell['client_us_a_call']:>7.0f} {cell['waited_ms_a_step']:>8.1f} "
-        f"{payload['sent'] / 1e3:>7.1f} {payload['received'] / 1e3:>7.1f} "
-        f"{tcp['sent'] / 1e3:>7.1f} {tcp['received'] / 1e3:>7.1f} "
-        f"{cell['shard_mb']['median']:>6.0f} {cell['plan_mb']:>6.1f} {cell['wrong']:>3}",
-        flush=True,
-    )
-
-
-HEADER = (
-    "kind          W   S       rows  step ms (least-most)".ljust(56)
-    + "calls  shard  thread  client   waited    sent  recvd  TCP out  TCP in  MB shard  plan wrong\n".rjust(
-        60
-    )
-    + " " * 56
-    + "/step  us/call us/call us/call ms/step   KB/step KB/step"
-)
-
-
-def plan_cells(arguments: argparse.Namespace) -> list[tuple[str, int, int, list[int]]]:
+def plan_cells(options: argparse.Namespace) -> list[tuple[str, int, int, list[int]]]:
     """Return the cells: kind, shards, rows, and numbers of workers."""
-    middle, most = arguments.rows[len(arguments.rows) // 2], max(arguments.workers)
-    banks = [("memory_bank", shards, middle, arguments.workers) for shards in arguments.shards]
-    for rows in arguments.rows:
-        if rows != middle:
-            banks.append(("memory_bank", max(arguments.shards), rows, sorted({1, most})))
-    return [*banks, ("queue", 1, arguments.queue, arguments.workers[::2])]
+    middle, most = options.rows[len(options.rows) // 2], max(options.workers)
+    banks = [("memory_bank", shards, middle, options.workers) for shards in options.shards]
+    banks += [
+        ("memory_bank", max(options.shards), rows, sorted({1, most}))
+        for rows in options.rows
+        if rows != middle
+    ]
+    return [*banks, ("queue", 1, options.queue, options.workers[::2])]
 
 
-def measure_all(
-    groups: list[Any],
-    plan: list[tuple[str, int, int, list[int]]],
-    arguments: argparse.Namespace,
-    line: Progress,
-    result: dict[str, Any],
-) -> None:
-    """Measure every cell, and lose a shard of the largest bank; store the numbers in ``result``."""
-    for kind, shards, rows, numbers in plan:
-        line.text = f"{kind}, {shards} shards, {rows:,} rows"
-        usual = Work(
-            kind=kind,
-            num_workers=1,
-            num_rows=rows,
-            local_batch=arguments.local_batch,
-            num_negatives=arguments.num_negatives if kind == "memory_bank" else 0,
-            dim=arguments.dim,
-        )
-        with started(kind, shards, rows, arguments.dim) as bank:
-            for num_workers in numbers:
-                if kind == "queue":
-                    bank.restore(0)  # its rows are numbered
-                cell = measure(groups, bank, replace(usual, num_workers=num_workers), arguments)
-                show(cell)
-                result["cells"].append(cell)
-                keep(result, arguments)
-                line.done += 1
-            if (kind, shards, rows) == ("memory_bank", max(arguments.shards), max(arguments.rows)):
-                line.text += ", of which one is lost"
-                most = replace(usual, num_workers=max(numbers))
-                result["lost_shard"] = lose_a_shard(groups, bank, most, arguments.lose_steps)
-                keep(result, arguments)
-                line.done += 1
+def measure_all(groups: list[Any], options: argparse.Namespace) -> tuple[list[Line], dict[str, Any]]:
+    """Measure every cell, and lose a shard of the largest bank; return the lines, and what was lost."""
+    lines: list[Line] = []
+    lost: dict[str, Any] = {}
+    plan = plan_cells(options)
+    total = sum(len(numbers) for *_, numbers in plan)
+    sizes = {name: getattr(options, name) for name in ("local_batch", "num_negatives", "dim")}
+    with ProgressLine("cells", lambda: (len(lines), total, "of the bank and the queue")):
+        for kind, shards, rows, numbers in plan:
+            sizes["num_negatives"] = options.num_negatives if kind == "memory_bank" else 0
+            usual = Work(kind=kind, num_workers=1, num_rows=rows, **sizes)
+            with started(kind, shards, rows, options.dim) as bank:
+                for num_workers in numbers:
+                    if kind == "queue":
+                        bank.restore(0)  # its rows are numbered
+                    lines.append(measure(groups, bank, replace(usual, num_workers=num_workers), options))
+                if (kind, shards, rows) == ("memory_bank", max(options.shards), max(options.rows)):
+                    most = replace(usual, num_workers=max(numbers))
+                    lost = lose_a_shard(groups, bank, most, options.lose_steps)
+    return lines, lost
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--picture", type=Path, help="draw the results here")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
-    parser.add_argument("--queue", type=int, default=65_536, help="keys of the queue")
-    parser.add_argument("--local-batch", type=int, default=64, help="rows of a worker and step")
-    parser.add_argument("--num-negatives", type=int, default=4_096, help="slots drawn for a step")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--processes", type=int, default=8, help="that hold the clients")
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument(
-        "--steps", type=int, default=96, help="steps a block, shared by the workers, at least 2"
-    )
-    parser.add_argument(
-        "--lose-steps", type=int, default=8, help="steps before the snapshot; twice as many after"
-    )
-    parser.add_argument("--quick", action="store_true", help="few workers and rows: half a minute")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.workers, arguments.shards, arguments.rows = [1, 2, 4], [1, 2], [10_000, 30_000, 100_000]
-        arguments.processes, arguments.blocks, arguments.steps, arguments.lose_steps = 2, 3, 8, 3
-    return arguments
-
-
-def keep(result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Write what there is, for a long run may not come to its end."""
-    write_json(arguments.json, result)
+def read_options() -> argparse.Namespace:
+    numbers = {"workers": [1, 2, 4, 8, 16, 32, 64], "shards": [1, 4, 16]}
+    numbers["rows"] = [100_000, 1_000_000, 10_000_000]
+    sizes = {"queue": 65_536, "local_batch": 64, "num_negatives": 4_096, "dim": 128, "processes": 8}
+    steps = {"blocks": 5, "steps": 96, "lose_steps": 8}
+    options = make_parser(__doc__, picture=None, quick=False, **numbers, **sizes, **steps).parse_args()
+    if options.quick:
+        options.workers, options.shards, options.rows = [1, 2, 4], [1, 2], [10_000, 30_000, 100_000]
+        options.processes, options.blocks, options.steps, options.lose_steps = 2, 3, 8, 3
+    return options
 
 
 def main() -> None:
-    """Measure, print the tables, write the JSON, draw the picture."""
-    arguments = parse_arguments()
-    started_at = time.monotonic()
+    options = read_options()
+    began = time.monotonic()
     init_ray(os.environ.get("RAY_ADDRESS") or "local")
-    plan = plan_cells(arguments)
-    line = Progress(sum(len(numbers) for *_, numbers in plan) + 1)
+    batch, dim = options.local_batch, options.dim
     model = {
-        "memory_bank": bank_payload(
-            arguments.local_batch, arguments.num_negatives, arguments.dim, itemsize=ITEMSIZE
-        )._asdict(),
-        "queue": queue_payload(arguments.local_batch, arguments.dim, itemsize=ITEMSIZE)._asdict(),
+        "bank": bank_payload(batch, options.num_negatives, dim, itemsize=ITEMSIZE)._asdict(),
+        "queue": queue_payload(batch, dim, itemsize=ITEMSIZE)._asdict(),
     }
-    result: dict[str, Any] = {
-        "machine": describe_machine() | {"cores_used": len(os.sched_getaffinity(0))},
-        "settings": {
-            name: getattr(arguments, name) for name in ("local_batch", "num_negatives", "dim", "processes")
-        },
-        "model": model,
-        "cells": [],
-    }
-    print(HEADER, flush=True)
     make_group: Any = ray.remote(num_cpus=0)(ClientGroup)
-    groups = [make_group.remote() for _ in range(arguments.processes)]
-    with ProgressLine("cells", line.look):
-        measure_all(groups, plan, arguments, line, result)
-    result |= {"fits": fit(result["cells"]), "seconds": time.monotonic() - started_at}
-    show_tables(result)
-    keep(result, arguments)
-    if arguments.picture:
-        draw(result, arguments.picture)
+    lines, lost = measure_all([make_group.remote() for _ in range(options.processes)], options)
+    more = {"lost_shard": lost, "seconds": time.monotonic() - began}
+    report(options, lines, text(lines, **more), model=model, **more)
+    if options.picture:
+        draw(lines, model, Path(options.picture))
     ray.shutdown()
 
 

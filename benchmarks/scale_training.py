@@ -1,6 +1,6 @@
-"""Measure communication and computation of a training step with 1, 2 and 4 workers, beside the formulas of ``scale_model.py``.
+"""Communication and computation of a training step with 1, 2 and 4 workers, beside the formulas of ``scale_model.py``.
 
-    python benchmarks/scale_training.py [--json scale_training.json]
+    python benchmarks/scale_training.py [--workers 1 2 4] [--batch-size 4096] [--json FILE]
 
 Processes that are joined by gloo over the loopback network, a thread each, without raycl's shared
 memory, so that the kernel counts network traffic: bytes of all connections, each way, by
@@ -9,21 +9,19 @@ averaged gradients are of one layer. The loss is InfoNCE over gathered keys, its
 gradients, in CPU time.
 """
 
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, make_parser, write_json
+from measuring import Line, alternate, in_workers, make_parser, report, table, timed
 from scale_clients import tcp_bytes
 from scale_model import gather_bytes, gather_gradient_bytes, loss_flop, parameter_gradient_bytes
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raycl.distributed import gather, rank
@@ -32,6 +30,7 @@ from raycl.losses import info_nce
 
 WIDTH, DIM = 1_536, 128
 REPEATS = 5
+GATHER, ITS_GRADIENT, PARAMETERS = "gather", "gather's gradient", "parameters' gradient"
 
 
 def sent_by(call: Callable[[], object]) -> float:
@@ -51,88 +50,62 @@ def settle() -> None:
     time.sleep(0.2)
 
 
-def measure_worker(number: int, num_workers: int, batch_size: int, folder: str) -> None:
-    """Measure in one worker, and leave a file."""
+def measure_worker(number: int, num_workers: int, batch_size: int, folder: str) -> dict[str, float]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=Path(folder, "meeting").as_uri(), rank=number, world_size=num_workers
-    )
+    meeting = Path(folder, "meeting").as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=num_workers)
     torch.manual_seed(number)
     rows = F.normalize(torch.randn(batch_size // num_workers, DIM), dim=1).requires_grad_()
     gathered = gather(rows)
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     averaged, one = average_gradients(layer, torch.device("cpu")), torch.ones(1, WIDTH)
     found = {
-        "gather": sent_by(lambda: gather(rows)),
-        "gather's gradient": sent_by(lambda: gathered.sum().backward(retain_graph=True)),
-        "parameters' gradient": sent_by(lambda: averaged(one).sum().backward()),
+        GATHER: sent_by(lambda: gather(rows)),
+        ITS_GRADIENT: sent_by(lambda: gathered.sum().backward(retain_graph=True)),
+        PARAMETERS: sent_by(lambda: averaged(one).sum().backward()),
         "loss_ms": loss_ms(rows, gathered),
     }
-    Path(folder, f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
 def loss_ms(rows: Tensor, gathered: Tensor) -> float:
     """Return the CPU milliseconds of the loss of this worker's rows among all keys."""
     query, keys = (each.detach().clone().requires_grad_() for each in (rows, gathered))
     offset = rank() * len(query)
-    taken = []
-    for _ in range(REPEATS):
-        since = time.process_time()
+
+    def step() -> None:
         own = keys[offset : offset + len(query)]
         info_nce(query, own, temperature=0.1, gathered_key=keys, offset=offset).backward()
-        taken.append(1e3 * (time.process_time() - since))
-    return statistics.median(taken)
+
+    return alternate({"loss": timed(step)}, REPEATS)[0]["cpu_ms"]["median"]
 
 
-def measure(num_workers: int, batch_size: int) -> dict[str, Any]:
-    """Measure with this many workers."""
+def compare(num_workers: int, batch_size: int) -> list[Line]:
+    """Return what was measured with so many workers, and the formulas' line."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(measure_worker, (num_workers, batch_size, folder), nprocs=num_workers)
-        found = [json.loads(Path(folder, f"{each}.json").read_text()) for each in range(num_workers)]
-    model = {
-        "gather": gather_bytes(num_workers, batch_size, DIM),
-        "gather's gradient": gather_gradient_bytes(num_workers, batch_size, DIM, scatters=False),
-        "parameters' gradient": parameter_gradient_bytes(num_workers, WIDTH**2),
-    }
+        found = in_workers(measure_worker, num_workers, num_workers, batch_size, folder)
     measured = {name: statistics.median(each[name] for each in found) for name in found[0]}
     gflop = loss_flop(num_workers, batch_size, DIM) / 1e9
-    rate = gflop / (measured["loss_ms"] / 1e3)
-    return {
-        "workers": num_workers,
-        "measured": measured,
-        "model": model | {"loss_gflop": gflop},
-        "gflop_per_s": rate,
+    model = {
+        GATHER: gather_bytes(num_workers, batch_size, DIM),
+        ITS_GRADIENT: gather_gradient_bytes(num_workers, batch_size, DIM, scatters=False),
+        PARAMETERS: parameter_gradient_bytes(num_workers, WIDTH**2),
+        "gflop": gflop,
     }
-
-
-def show(result: dict[str, Any]) -> None:
-    measured, model = result["measured"], result["model"]
-    cells = [
-        f"{measured[name] / 1e6:8.3f} {model[name] / 1e6:8.3f}"
-        for name in ("gather", "gather's gradient", "parameters' gradient")
-    ]
-    loss = f"{measured['loss_ms']:8.1f} {model['loss_gflop']:7.2f} {result['gflop_per_s']:6.1f}"
-    print(f"{result['workers']:>3}  " + "   ".join(cells) + "   " + loss, flush=True)
+    measured["gflop_per_s"] = gflop / (measured["loss_ms"] / 1e3)
+    sides = {"measured": measured, "model": model}
+    return [{"workers": num_workers, "side": side} | figures for side, figures in sides.items()]
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--batch-size", type=int, default=4_096)
-    arguments = parser.parse_args()
-    print(
-        "  W  gather, MB   model   its gradient   model   parameters', MB   model   loss, ms  GFLOP  GFLOP/s"
-    )
-    results = []
-    for num_workers in arguments.workers:
-        results.append(measure(num_workers, arguments.batch_size))
-        show(results[-1])
-    content = {"machine": describe_machine(), "batch_size": arguments.batch_size, "results": results}
-    write_json(arguments.json, content)
+    options = make_parser(__doc__, workers=[1, 2, 4], batch_size=4_096).parse_args()
+    lines = [line for number in options.workers for line in compare(number, options.batch_size)]
+    bytes_of = {name: f"{name}, bytes" for name in (GATHER, ITS_GRADIENT, PARAMETERS)}
+    titles = {"loss_ms": "loss, ms", "gflop": "GFLOP", "gflop_per_s": "GFLOP/s"}
+    report(options, lines, table(lines, workers="W", side="", **bytes_of, **titles))
 
 
 if __name__ == "__main__":

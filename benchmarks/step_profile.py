@@ -1,7 +1,8 @@
 """Where the time of a step goes, recipe by recipe: a table in milliseconds, and a stacked picture.
 
     python benchmarks/step_profile.py --images cifar10/train.parquet --pairs medquad/train.parquet
-        [--recipes simclr moco_v2 ...] [--encoder resnet18] [--json FILE] [--output step.png]
+        [--recipes simclr moco_v2 ...] [--encoder resnet18] [--precision float32] [--batch-size 256] [--workers 2]
+        [--steps 30] [--output step.png] [--json FILE]
 
 Each recipe trains as ``raycl train`` does, two workers, a Ray of its own; the numbers are means of the
 first worker's steps after the first ones, by the phases that ``metrics.jsonl`` has. A phase excludes
@@ -10,103 +11,97 @@ their own. ``wall`` is the clock's time of a step.
 """
 
 import argparse
-import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from measuring import Line, make_parser, markdown_table, report
+from training_steps import ENCODERS, logged_steps, steps_alone
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from measuring import describe_machine, make_parser, write_json
-from result_tables import PHASES, WALL, step_table
-from train_step import ENCODERS, encoder_of, steps_alone
-
-import raycl
-from raycl.records import read_metrics
-from raycl.storage import Place
+from raycl.distributed.step_timer import REST
 
 IMAGES = ("simclr", "moco_v2", "instance_discrimination")
-RECIPES = (*IMAGES, "two_tower")
+PHASES = {
+    "data": "wait for rows",
+    "views": "draw views",
+    "keys": "encode keys",
+    "forward": "forward",
+    "loss": "loss",
+    "messages": "messages",
+    "backward": "backward",
+    "update": "update",
+    "store": "queue or bank",
+    REST: "all else",
+}
+WALL = "wall"
 
 
-def main() -> None:
-    options = read_options()
-    found = {recipe: profile(recipe, options) for recipe in options.recipes}
-    report = {"steps": found, "settings": vars(options), "machine": describe_machine()}
-    print(step_table(report))
-    write_json(options.json, report)
-    if options.output:
-        draw(found, options.output)
-
-
-def profile(recipe: str, options: argparse.Namespace) -> dict[str, float]:
+def profile(recipe: str, options: argparse.Namespace) -> Line:
     """Train some steps; return the mean milliseconds of each phase, and of the whole step."""
-    settings = steps_alone(options, workers=options.workers)
+    settings = steps_alone(options, workers=options.workers, precision=options.precision)
     # Logged steps measure more than others: as rare as in a user's run, if there are steps enough.
-    settings |= {"log_every_steps": min(10, options.steps // 3)}
+    settings["log_every_steps"] = min(10, options.steps // 3)
     if recipe in IMAGES:
-        settings |= encoder_of(options)
-    size = {"image_size": 32} if recipe in IMAGES else {}
-    config = raycl.override(raycl.recipe(recipe, **size), settings)
-    data = options.images if recipe in IMAGES else options.pairs
-    with tempfile.TemporaryDirectory() as folder:
-        raycl.train(config, data=data, output=folder, quiet=True)
-        lines = [line for line in read_metrics(Place(folder)) if "loss" in line]
+        settings |= {f"encoder.{key}": value for key, value in ENCODERS[options.encoder].items()}
+    lines = logged_steps(recipe, settings, options.images if recipe in IMAGES else options.pairs)
     # The steps before the first line warm up.
     num_steps = lines[-1]["step"] - lines[0]["step"]
     laps = [(line, line["seconds"] - before["seconds"]) for before, line in pairwise(lines)]
-    spent = {name: 1e3 * sum(part(line, name) * lap for line, lap in laps) / num_steps for name in PHASES}
+    spent = {name: 1e3 * sum(share(line, name) * lap for line, lap in laps) / num_steps for name in PHASES}
     wall = 1e3 * sum(lap for _, lap in laps) / num_steps
-    return {name: value for name, value in spent.items() if value > 0} | {WALL: wall}
+    return {"side": recipe} | {name: ms for name, ms in spent.items() if ms > 0} | {WALL: wall}
 
 
-def part(line: dict[str, Any], name: str) -> float:
+def share(line: dict[str, Any], name: str) -> float:
     """Return the share of a step that a phase took."""
     return line.get("data_wait_fraction" if name == "data" else f"{name}_fraction", 0.0)
 
 
-def draw(found: dict[str, dict[str, float]], path: Path) -> None:
+def table(lines: Sequence[Line]) -> str:
+    """Return milliseconds a step by phase, a column a recipe, each with its share of the step."""
+
+    def cell(line: Line, name: str) -> str:
+        of_step = "" if name == WALL else f" ({line.get(name, 0.0) / line[WALL]:.1%})"
+        return f"{line[name]:,.1f}{of_step}" if name in line else "-"
+
+    phases = PHASES | {WALL: "the step"}
+    rows = [(title, *(cell(line, name) for line in lines)) for name, title in phases.items()]
+    return markdown_table(["ms a step", *(line["side"] for line in lines)], rows)
+
+
+def draw(lines: Sequence[Line], path: Path) -> None:
     """Draw a bar a recipe, each the whole of its step."""
-    figure, axes = plt.subplots(figsize=(9, 0.7 * len(found) + 1.8), layout="constrained")
-    left = dict.fromkeys(found, 0.0)
+    from pictures import panels, save
+
+    figure, (axes,) = panels(1, 1, 9, 0.7 * len(lines) + 1.8)
+    left, places = [0.0] * len(lines), range(len(lines))
     for number, name in enumerate(PHASES):
-        shares = [100 * parts.get(name, 0.0) / parts[WALL] for parts in found.values()]
+        shares = [100 * line.get(name, 0.0) / line[WALL] for line in lines]
         if any(shares):
-            color = plt.get_cmap("tab10")(number)
-            axes.barh(list(found), shares, left=list(left.values()), label=PHASES[name], color=color)
-        left = {recipe: left[recipe] + share for recipe, share in zip(found, shares, strict=True)}
-    axes.set_yticks(
-        range(len(found)), [f"{recipe}\n{parts[WALL]:,.0f} ms" for recipe, parts in found.items()]
-    )
+            axes.barh(places, shares, left=left, label=PHASES[name], color=f"C{number}")
+        left = [before + part for before, part in zip(left, shares, strict=True)]
+    axes.set_yticks(places, [f"{line['side']}\n{line[WALL]:,.0f} ms" for line in lines])
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="percent of the step")
     axes.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
-def read_options() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument("--images", help="Parquet file with an image column")
-    parser.add_argument("--pairs", help="Parquet file with query and document")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--encoder", choices=ENCODERS, default="resnet18", help="of images")
-    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--output", type=Path, help="draw the picture here")
+def main() -> None:
+    flags: dict[str, Any] = {"recipes": [*IMAGES, "two_tower"], "encoder": tuple(ENCODERS)}
+    flags |= {"precision": ("float32", "bfloat16"), "batch_size": 256, "workers": 2, "steps": 30}
+    parser = make_parser(__doc__, images=None, pairs=None, output=None, **flags)
     options = parser.parse_args()
-    if set(options.recipes) & set(IMAGES) and not options.images:
-        parser.error("--images is missing; give a Parquet file with an image column")
+    for name, needing in (("images", IMAGES), ("pairs", ("two_tower",))):
+        if set(options.recipes) & set(needing) and not getattr(options, name):
+            parser.error(f"--{name} is missing, and {', '.join(needing)} need it; give a Parquet file")
     if options.steps < 3:
         parser.error("--steps is below 3; the first third of them warms up")
-    if "two_tower" in options.recipes and not options.pairs:
-        parser.error(
-            "--pairs is missing; give a Parquet file with query and document, or leave two_tower out"
-        )
-    return options
+    lines = [profile(recipe, options) for recipe in options.recipes]
+    report(options, lines, table(lines))
+    if options.output:
+        draw(lines, Path(options.output))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """The benchmarks that ``run.py`` runs, in its order, with the aims of the project where there are any.
 
 Not among them are ``gpu.py``, which needs a GPU, ``scale.py``, ``autoscale.py`` and ``soak.py``, which have
-documents of their own, and ``monitor.py`` and ``bank_query.py``, which have no peer and write no JSON.
+documents of their own, and ``monitor.py`` and ``bank_query.py``, which have no peer.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from comparisons import Benchmark, Comparison, Place
-from result_tables import bank_table, chunk_table, growth_table, step_table
+from comparisons import Benchmark, Comparison
 
 IMAGES, PAIRS = "{data}/cifar10/train.parquet", "{data}/medquad/train.parquet"
 # The introduction of each section, in the page's order.
@@ -78,99 +76,102 @@ NAMES = {
     "open_clip": "open_clip's arithmetic",
     "plain": "plain torch",
     "process": "in process",
+    "read numpy": "numpy",
     "rows": "its rows",
-    "wall": "whole step",
     "whole": "whole batch",
+    "write numpy": "numpy",
 }
-Side = Callable[[str], Place]  # where a side's number lies
 
 
-def compare(what: str, unit: str, place: Side, own: str, *peers: str, **settings: Any) -> list[Comparison]:
-    """Set one side beside others that have the same place in the result."""
-    return [
-        Comparison(what=what, unit=unit, own=place(own), other=place(peer), **named(peer) | settings)
-        for peer in peers
-    ]
+def compare(
+    what: str,
+    unit: str,
+    key: str,
+    own: str,
+    *peers: str,
+    aim: float | None = None,
+    is_drawn: bool = True,
+    **case: Any,
+) -> list[Comparison]:
+    """Set the line of one side beside those of others of the same case."""
+
+    def line(side: str) -> tuple[dict[str, Any], str]:
+        return {"side": side} | case, key
+
+    shared: dict[str, Any] = {"what": what, "unit": unit, "own": line(own)}
+    if not peers:
+        return [Comparison(**shared)]
+    shared |= {"aim": aim, "is_drawn": is_drawn}
+    return [Comparison(**shared, peer=NAMES.get(peer, peer), other=line(peer)) for peer in peers]
 
 
-def named(peer: str) -> dict[str, Any]:
-    """Return the title of a peer, unless the settings give one."""
-    return {"peer": NAMES.get(peer, peer)}
-
-
-def rates(side: str) -> Place:
-    return "rates", side
-
-
-def loss(what: str, *peers: str, is_drawn: bool = True, **row: Any) -> list[Comparison]:
+def loss(what: str, *peers: str, is_drawn: bool = True, **case: Any) -> list[Comparison]:
     """Compare the CPU time and the memory of a loss."""
-
-    def cell(key: str) -> Side:
-        return lambda name: ("cells", {"name": name} | row, key)
-
     return [
-        *compare(what, "ms", cell("cpu_ms"), "raycl", *peers, is_drawn=is_drawn),
-        *compare(f"{what}, memory", "MB", cell("memory_mb"), "raycl", *peers, is_drawn=is_drawn),
+        *compare(what, "ms", "cpu_ms", "raycl", *peers, is_drawn=is_drawn, **case),
+        *compare(f"{what}, memory", "MB", "memory_mb", "raycl", *peers, is_drawn=is_drawn, **case),
     ]
 
 
-def batch_loss(kind: str, peer: str, *, dims: tuple[int, ...]) -> Benchmark:
-    """Compare a loss of a batch with a peer's at two sizes, of which the smaller one is not drawn."""
+def batch_loss(name: str, title: str, dims: dict[int, list[str]]) -> Benchmark:
+    """Compare a loss of a batch with peers, by dimension, at two sizes of which the smaller one is not drawn."""
+    comparisons = []
+    for dim, peers in dims.items():
+        comparisons += loss(f"{title}, 4,096 x {dim}", *peers, size=4_096, dim=dim)
+    comparisons += loss(f"{title}, 1,024 x 128", dims[128][0], is_drawn=False, size=1_024, dim=128)
+    flags = "--sizes 1024 4096" if name == "nt_xent" else f"--loss {name} --sizes 1024 4096"
     return Benchmark(
-        name=kind,
+        name=name,
         section="Losses and layers",
         script="loss.py",
-        flags=f"--loss {kind} --sizes 1024 4096",
+        flags=flags,
         quick="--quick",
-        comparisons=[
-            *(each for dim in dims for each in loss(f"{kind}, 4,096 x {dim}", peer, size=4_096, dim=dim)),
-            *loss(f"{kind}, 1,024 x 128", peer, is_drawn=False, size=1_024, dim=128),
-        ],
+        comparisons=comparisons,
     )
 
 
 def training(recipe: str, title: str) -> list[Benchmark]:
     """Train beside lightly; the aim of bfloat16 is over lightly in float32, as it comes."""
-    settings: dict[str, Any] = {
-        "section": "Whole training",
-        "script": "train_step.py",
-        "quick": "--batch-size 32 --steps 5 --repeats 1",
-    }
-    flags = f"--data {IMAGES} --recipe {recipe} --encoder resnet18"
-    exact, rounded = (
-        (f"{title}, ResNet-18{precision}", "samples/s", rates, "raycl") for precision in ("", ", bfloat16")
+    rate = "samples/s", "samples_per_second", "raycl"
+    exact, rounded = f"{title}, ResNet-18", f"{title}, ResNet-18, bfloat16"
+    lightly = {"side": "lightly"}, "samples_per_second"
+    in_float32 = Comparison(
+        what=rounded,
+        unit="samples/s",
+        own=({"side": "raycl"}, "samples_per_second"),
+        peer="lightly in float32",
+        other=lightly,
+        other_of=recipe,
+        aim=2.8,
     )
-    in_float32 = {"aim": 2.8, "other_of": recipe, "peer": "lightly in float32"}
+    kinds = {
+        "": [*compare(exact, *rate, "lightly", aim=1.7), *compare(exact, *rate, "encoder", aim=0.9)],
+        "bfloat16": [
+            in_float32,
+            *compare(rounded, *rate, "lightly"),
+            *compare(rounded, *rate, "encoder", aim=0.9),
+        ],
+    }
     return [
         Benchmark(
-            name=recipe,
-            flags=flags,
-            comparisons=[*compare(*exact, "lightly", aim=1.7), *compare(*exact, "encoder", aim=0.9)],
-            **settings,
-        ),
-        Benchmark(
-            name=f"{recipe}_bfloat16",
-            flags=f"{flags} --precision bfloat16",
-            comparisons=[
-                *compare(*rounded, "lightly", **in_float32),
-                *compare(*rounded, "lightly"),
-                *compare(*rounded, "encoder", aim=0.9),
-            ],
-            **settings,
-        ),
+            name=f"{recipe}_{precision}" if precision else recipe,
+            section="Whole training",
+            script="train_step.py",
+            flags=f"--data {IMAGES} --recipe {recipe} --encoder resnet18"
+            + f" --precision {precision}" * bool(precision),
+            quick="--batch-size 32 --steps 5 --repeats 1",
+            comparisons=comparisons,
+        )
+        for precision, comparisons in kinds.items()
     ]
 
 
 def towers(encoder: str, title: str) -> list[Comparison]:
     """Compare the rate and the memory of training two towers."""
-
-    def line(key: str) -> Side:
-        return lambda side: ("lines", {"encoder": encoder, "side": side}, key)
-
-    sides = "raycl", "sentence-transformers"
+    what, sides = f"two_tower, {title}", ("raycl", "sentence-transformers")
     return [
-        *compare(f"two_tower, {title}", "samples/s", line("samples_per_second"), *sides, aim=1.5),
-        *compare(f"two_tower, {title}, workers' memory", "MB", line("workers_mb"), *sides),
+        *compare(what, "samples/s", "samples_per_second", *sides, aim=1.5, encoder=encoder),
+        *compare(f"{what}, workers' memory", "MB", "workers_mb", *sides, encoder=encoder),
     ]
 
 
@@ -187,80 +188,62 @@ def data_path(size: int, data: str, *, aim: float) -> Benchmark:
             each
             for side, title in sides.items()
             for peer, hoped in (("lightly", aim), ("own views", 1.0))
-            for each in compare(title, "images/s", rates, side, peer, aim=hoped)
+            for each in compare(title, "images/s", "images_per_second", side, peer, aim=hoped)
         ],
     )
 
 
-def views(size: int, *peers: str) -> list[Comparison]:
-    def place(name: str) -> Place:
-        return "rows", {"name": name, "size": size}, "us_per_view"
-
-    return compare(f"a view of {size} pixels", "µs", place, "raycl", *peers)
-
-
 def chunks(network: str) -> list[Comparison]:
     """Compare the CPU time and the memory of a batch in chunks."""
-
-    def line(key: str) -> Side:
-        return lambda side: ("lines", {"network": network, "side": side}, key)
-
-    four, one, cached = (
-        f"{network} in chunks, 4 kept",
-        f"{network} in chunks, 1 kept",
-        ("gradcache", "sentence-transformers"),
-    )
+    four, one = f"{network} in chunks, 4 kept", f"{network} in chunks, 1 kept"
+    cached = "gradcache", "sentence-transformers"
     return [
-        *compare(four, "s", line("cpu_s"), "raycl-4", "whole", aim=1 / 1.30),
-        *compare(f"{four}, memory", "MB", line("memory_mb"), "raycl-4", "whole", aim=4.0),
-        *compare(one, "s", line("cpu_s"), "raycl-1", *cached),
-        *compare(f"{one}, memory", "MB", line("memory_mb"), "raycl-1", *cached),
+        *compare(four, "s", "cpu_s", "raycl-4", "whole", aim=1 / 1.30, network=network),
+        *compare(f"{four}, memory", "MB", "memory_mb", "raycl-4", "whole", aim=4.0, network=network),
+        *compare(one, "s", "cpu_s", "raycl-1", *cached, network=network),
+        *compare(f"{one}, memory", "MB", "memory_mb", "raycl-1", *cached, network=network),
     ]
 
 
 def batchnorm(dtype: str) -> list[Comparison]:
-    row = {"shape": [256, 64, 32, 32], "dtype": dtype, "layout": "channels_last"}
-    return compare(
-        f"synchronized BatchNorm, {dtype}", "ms", lambda kind: (row, f"{kind}_ms"), "synchronized", "nn"
-    )
-
-
-def neighbors(what: str, unit: str, key: str) -> list[Comparison]:
-    def place(method: str) -> Place:
-        return {"method": method, "num_rows": 50_000}, key
-
-    return compare(what, unit, place, "raycl", "scikit-learn")
+    case: dict[str, Any] = {"shape": "256 x 64 x 32 x 32", "layout": "channels_last", "dtype": dtype}
+    return compare(f"synchronized BatchNorm, {dtype}", "ms", "cpu_ms", "synchronized", "nn", **case)
 
 
 def bank(method: str, title: str) -> list[Comparison]:
-    row = "results", {"method": method}
-    step, memory = f"a step, {title} in an actor", f"{title}, the actor's memory"
+    memory = f"{title}, the actor's memory"
     return [
-        *compare(step, "ms", lambda where: (*row, f"{where}_step_ms"), "actor", "process"),
-        *compare(memory, "MB", lambda what: (*row, "memory", f"{what}_mb"), "held", "rows", is_drawn=False),
+        *compare(f"a step, {title} in an actor", "ms", "step_ms", "actor", "process", method=method),
+        *compare(memory, "MB", "memory_mb", "held", "rows", is_drawn=False, method=method),
     ]
 
 
-def bank_rows(verb: str, what: str, **settings: Any) -> list[Comparison]:
-    row = "results", {"method": "instance_discrimination"}, "rates"
-    return compare(what, "µs", lambda side: (*row, f"{verb} {side}", "us"), "store", "numpy", **settings)
-
-
-def wait(recipe: str) -> list[Comparison]:
-    parts = "data", "wall"
-    settings = {"aim": 1 / 0.03, "is_drawn": False}
-    return compare(
-        f"{recipe}, waiting for rows", "ms", lambda part: ("steps", recipe, part), *parts, **settings
+def wait(recipe: str) -> Comparison:
+    words = {"side": recipe}
+    return Comparison(
+        what=f"{recipe}, waiting for rows",
+        unit="ms",
+        own=(words, "data"),
+        peer="whole step",
+        other=(words, "wall"),
+        aim=1 / 0.03,
+        is_drawn=False,
     )
 
 
+def growth(kind: str, size: int, title: str) -> list[Comparison]:
+    seconds = compare(title, "s", "seconds", kind, size=size)
+    # A second step of a queue or a bank takes no memory above the first one's.
+    if kind in ("queue", "bank"):
+        return seconds
+    return seconds + compare(f"{title}, memory", "MB", "memory_mb", kind, size=size)
+
+
 def messages(what: str) -> list[Comparison]:
-    def place(side: str) -> Place:
-        return "results", {"workers": 4}, side, what
-
-    return compare(what, "bytes", place, "measured", "model", is_drawn=False)
+    return compare(what, "bytes", what, "measured", "model", is_drawn=False, workers=4)
 
 
+LIGHTLY, TORCHVISION = "lightly SimCLRTransform", "torchvision v2, PIL"
 SUITE = (
     *training("simclr", "SimCLR"),
     *training("moco_v2", "MoCo v2"),
@@ -280,25 +263,18 @@ SUITE = (
         script="augment.py",
         quick="--quick",
         comparisons=[
-            *views(32, "lightly SimCLRTransform", "torchvision v2, PIL"),
-            *views(96, "lightly SimCLRTransform"),
-            *views(224, "lightly SimCLRTransform", "torchvision v2, PIL"),
+            each
+            for size, peers in {
+                32: (LIGHTLY, TORCHVISION),
+                96: (LIGHTLY,),
+                224: (LIGHTLY, TORCHVISION),
+            }.items()
+            for each in compare(f"a view of {size} pixels", "µs", "us_per_view", "raycl", *peers, size=size)
         ],
     ),
-    Benchmark(
-        name="nt_xent",
-        section="Losses and layers",
-        script="loss.py",
-        flags="--sizes 1024 4096",
-        quick="--quick",
-        comparisons=[
-            *loss("NT-Xent, 4,096 x 128", "lightly", "plain", size=4_096, dim=128),
-            *loss("NT-Xent, 4,096 x 512", "lightly", size=4_096, dim=512),
-            *loss("NT-Xent, 1,024 x 128", "lightly", is_drawn=False, size=1_024, dim=128),
-        ],
-    ),
-    batch_loss("bidirectional", "open_clip", dims=(128, 512)),
-    batch_loss("hinge", "plain", dims=(128,)),
+    batch_loss("nt_xent", "NT-Xent", {128: ["lightly", "plain"], 512: ["lightly"]}),
+    batch_loss("bidirectional", "bidirectional", {128: ["open_clip"], 512: ["open_clip"]}),
+    batch_loss("hinge", "hinge", {128: ["plain"]}),
     Benchmark(
         name="queue_loss",
         section="Losses and layers",
@@ -318,7 +294,7 @@ SUITE = (
         section="Batches in chunks",
         script="accumulate.py",
         quick="--quick --networks resnet --sides whole raycl-1 raycl-4 gradcache sentence-transformers",
-        table=chunk_table,
+        has_table=True,
         comparisons=[*chunks("resnet"), *chunks("transformer")],
     ),
     Benchmark(
@@ -326,8 +302,8 @@ SUITE = (
         section="Neighbors",
         script="knn.py",
         comparisons=[
-            *neighbors("kNN among 50,000", "s", "cpu_seconds"),
-            *neighbors("kNN among 50,000, memory", "MB", "extra_mb"),
+            *compare("kNN among 50,000", "s", "cpu_s", "raycl", "scikit-learn", rows=50_000),
+            *compare("kNN among 50,000, memory", "MB", "memory_mb", "raycl", "scikit-learn", rows=50_000),
         ],
     ),
     Benchmark(
@@ -335,13 +311,20 @@ SUITE = (
         section="Bank",
         script="bank.py",
         quick="--blocks 1 --steps 3 --repeats 5",
-        table=bank_table,
+        has_table=True,
         comparisons=[
             *bank("moco_v2", "queue"),
             *bank("instance_discrimination", "memory bank"),
-            *bank_rows("read", "rows read from the memory bank in process"),
+            *compare("rows read from the memory bank in process", "µs", "us", "read store", "read numpy"),
             # numpy's scatter does less: it has no slot momentum.
-            *bank_rows("write", "rows written to it, with slot momentum", is_drawn=False),
+            *compare(
+                "rows written to it, with slot momentum",
+                "µs",
+                "us",
+                "write store",
+                "write numpy",
+                is_drawn=False,
+            ),
         ],
     ),
     Benchmark(
@@ -350,14 +333,9 @@ SUITE = (
         script="step_profile.py",
         flags=f"--images {IMAGES} --pairs {PAIRS} --output {{output}}/step_profile.png",
         quick="--batch-size 32 --steps 8",
-        table=step_table,
+        has_table=True,
         picture="shares of a step by phase",
-        comparisons=[
-            *wait("simclr"),
-            *wait("moco_v2"),
-            *wait("instance_discrimination"),
-            *wait("two_tower"),
-        ],
+        comparisons=[*map(wait, ("simclr", "moco_v2", "instance_discrimination", "two_tower"))],
     ),
     Benchmark(
         name="startup",
@@ -365,12 +343,9 @@ SUITE = (
         script="startup.py",
         quick="--repeats 1",
         comparisons=[
-            Comparison(what=what, unit="s", own=("seconds", key))
-            for key, what in {
-                "accepted": "command validated",
-                "worker up": "first worker ready",
-                "first step": "first step done",
-            }.items()
+            *compare("command validated", "s", "seconds", "accepted"),
+            *compare("first worker ready", "s", "seconds", "worker up"),
+            *compare("first step done", "s", "seconds", "first step"),
         ],
     ),
     Benchmark(
@@ -379,19 +354,13 @@ SUITE = (
         script="growth.py",
         flags="--output {output}/growth.png",
         quick="--quick --only queue bank batch",
-        table=growth_table,
+        has_table=True,
         picture="seconds over size",
         comparisons=[
-            Comparison(what=what, unit=unit, own=("points", kind, {"size": size}, key))
-            for kind, size, title in (
-                ("rows", 1_000_000, "an epoch of 1,000,000 rows"),
-                ("queue", 1_048_576, "a step with a queue of 1,048,576 keys"),
-                ("bank", 10_000_000, "reads and writes of a bank of 10,000,000 rows"),
-                ("batch", 65_536, "NT-Xent of 65,536 pairs"),
-            )
-            for what, unit, key in ((title, "s", "seconds"), (f"{title}, memory", "MB", "mb"))
-            # A second step of a queue or a bank takes no memory above the first one's.
-            if unit == "s" or kind in ("rows", "batch")
+            *growth("rows", 1_000_000, "an epoch of 1,000,000 rows"),
+            *growth("queue", 1_048_576, "a step with a queue of 1,048,576 keys"),
+            *growth("bank", 10_000_000, "reads and writes of a bank of 10,000,000 rows"),
+            *growth("batch", 65_536, "NT-Xent of 65,536 pairs"),
         ],
     ),
     Benchmark(
@@ -401,11 +370,11 @@ SUITE = (
         flags=f"--data {IMAGES} {{data}}/cifar10/test.parquet --steps 3",
         quick="--batch-size 2048 --steps 2",
         comparisons=[
-            Comparison(what="training", unit="samples/s", own=("step", "samples_per_second")),
-            Comparison(what="the worker's peak memory", unit="MB", own=("step", "peak_mb", "train worker")),
-            Comparison(what="NT-Xent of the batch", unit="s", own=("losses", "nt_xent", "wall_s")),
-            Comparison(what="NT-Xent's memory", unit="MB", own=("losses", "nt_xent", "memory_mb")),
-            Comparison(what="InfoNCE, 1,048,576 keys", unit="s", own=("losses", "info_nce", "wall_s")),
+            *compare("training", "samples/s", "samples_per_second", "training"),
+            *compare("the worker's peak memory", "MB", "memory_mb", "training"),
+            *compare("NT-Xent of the batch", "s", "wall_s", "nt_xent"),
+            *compare("NT-Xent's memory", "MB", "memory_mb", "nt_xent"),
+            *compare("InfoNCE, 1,048,576 keys", "s", "wall_s", "info_nce"),
         ],
     ),
     Benchmark(
