@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 import raycl
 
@@ -119,6 +118,15 @@ def memory_of(tensor: Tensor) -> Memory:
     if found is None:
         found = storage._memory = Memory()
     return found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries; torch's own function takes far longer."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [each for part in value for each in tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
 def is_on_device(tensor: Tensor) -> bool:
@@ -292,7 +300,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = tensors_in((args, kwargs))
         on_device = any(map(is_on_device, tensors))
         writes = func._schema.is_mutable
         if "device" in kwargs and kwargs["device"] is not None:
@@ -358,9 +366,7 @@ class _Operations(TorchDispatchMode):
 
     def _place(self, func: Any, tensors: list[Tensor], out: Any, *, on_device: bool, pinned: bool) -> None:
         """Mark new memory, and count a launch if the operation has work to do."""
-        outs = [
-            each for each in tree_leaves(out) if isinstance(each, Tensor) and each.layout == torch.strided
-        ]
+        outs = [each for each in tensors_in(out) if each.layout == torch.strided]
         held = {each.untyped_storage()._cdata for each in tensors if each.layout == torch.strided}
         new = [each for each in outs if each.untyped_storage()._cdata not in held]
         for each in new:
@@ -400,7 +406,7 @@ class _Functions(TorchFunctionMode):
             self._read(func, args[0])
         if func in (_T.backward, torch.autograd.backward):
             return self._go_back(args, kwargs)
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if kwargs.get("device") is not None:
             place = torch.device(kwargs["device"]).type == "cuda"
         else:
@@ -459,9 +465,8 @@ class _Functions(TorchFunctionMode):
         device = kwargs.pop("device", None)
         if func is torch.as_tensor and isinstance(value, Tensor):
             return value.to(device or value.device, kwargs.get("dtype") or value.dtype)
-        for each in tree_leaves(value):
-            if isinstance(each, Tensor) and is_on_device(each):
-                self._trace.wait("read")
+        for _ in filter(is_on_device, tensors_in(value)):
+            self._trace.wait("read")
         to_device = func is _T.new_tensor and is_on_device(args[0])
         if device is not None:
             to_device = torch.device(device).type == "cuda"

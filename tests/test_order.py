@@ -1,12 +1,15 @@
 """The order of rows in an epoch: equal batches for any number of workers, and buckets of similar lengths."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from raycl.data.in_memory import InMemoryDataset, texts_of, tokens_of
 from raycl.data.sampler import BatchShard, InMemorySampler, bucketed
+from raycl.data.streaming import StreamingSampler
 from raycl.recipes import recipe
 from tests.pairs import clicks, rows_of, small_config
 from tests.texts import invented_texts
@@ -121,3 +124,16 @@ def test_an_empty_epoch_has_no_buckets() -> None:
     nothing = np.empty(0, np.int64)
     rng = np.random.default_rng(0)
     assert len(bucketed(nothing, nothing, share=ALONE, num_buckets=3, rng=rng)) == 0
+
+
+def test_a_stream_shuffles_each_window_and_completes_its_last_batch_from_the_next() -> None:
+    def no_cluster(epoch: int) -> Any:
+        raise AssertionError("the tables are given")
+
+    sampler = StreamingSampler(open_epoch=no_cluster, formats={}, seed=3, shuffle_buffer_size=6)
+    tables = [
+        pa.table({"sample_id": ids, "label": ids}) for ids in ([0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10, 11])
+    ]
+    batches = sampler._batches(iter(tables), BatchShard(batch_size=4), 1)
+    # The first window has the rows 0 to 6, and its last three come first in the second.
+    assert [batch.sample_id.tolist() for batch in batches] == [[2, 1, 4, 0], [5, 6, 3, 11], [9, 7, 10, 8]]

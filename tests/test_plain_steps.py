@@ -89,7 +89,9 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_five_steps_equal_plain_torch(name: str) -> None:
-    worker = Worker(RECIPES[name], device=CPU)
+    # In small images group normalization has few values, and its rounding grows.
+    size = 32 if RECIPES[name].settings.get("batchnorm") == "group" else 16
+    worker = Worker(replace(RECIPES[name], image_size=size), device=CPU)
     for module in (worker.learner.tower, worker.learner.momentum_encoder, worker.learner.temperature):
         if module is not None:
             module.double()

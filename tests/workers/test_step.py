@@ -1,5 +1,6 @@
 """A complete step on several workers equals a step in one process on the whole batch."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -95,41 +96,23 @@ def test_workers_give_the_gradient_of_the_whole_batch_for_towers_and_temperature
             assert (ours - expected).norm() <= 1e-5 * expected.norm() + 1e-12
 
 
+QUEUE, SLOTS = {"negatives.capacity": 40}, {"negatives.num_negatives": 20}
+HARDEST = {"stages.0.loss": "hinge", "stages.0.hardest_negative": True, "stages.0.margin": 0.9}
 METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
     "simclr of shuffled views": {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4},
-    "simclr by the hinge with the hardest negatives": {
-        "recipe": "simclr",
-        "stages.0.loss": "hinge",
-        "stages.0.hardest_negative": True,
-        "stages.0.margin": 0.9,
-    },
-    "moco by a mixture": {
-        "recipe": "moco_v2",
-        "batchnorm_groups": 4,
-        "negatives.capacity": 40,
-        "stages.0.hinge_weight": 0.3,
-        "stages.0.margin": 0.9,
-    },
-    "moco_v2": {"batchnorm_groups": 4, "negatives.capacity": 40, "stages.0.temperature": 0.2},
-    "moco with the other keys of the batch as well": {
-        "recipe": "moco_v1",
-        "batchnorm": "synchronized",
-        "negatives.capacity": 40,
-        "negatives.in_batch": True,
-    },
-    "instance_discrimination": {
-        "batchnorm": "layer",
-        "negatives.num_negatives": 20,
-        "negatives.normalizer_momentum": 0.5,
-    },
-    "a bank's slots by their softmax, pulled": {
-        "recipe": "instance_discrimination",
-        "batchnorm": "group",
-        "negatives.num_negatives": 20,
-        "stages.0.loss": "info_nce",
-        "stages.0.proximal_weight": 0.5,
-    },
+    "simclr by the hinge with the hardest negatives": {"recipe": "simclr"} | HARDEST,
+    "moco by a mixture": {"recipe": "moco_v2", "batchnorm_groups": 4, "stages.0.hinge_weight": 0.3} | QUEUE,
+    "moco_v2": {"batchnorm_groups": 4, "stages.0.temperature": 0.2} | QUEUE,
+    "moco with the other keys of the batch as well": (
+        {"recipe": "moco_v1", "batchnorm": "synchronized", "negatives.in_batch": True} | QUEUE
+    ),
+    "instance_discrimination": {"batchnorm": "layer", "negatives.normalizer_momentum": 0.5} | SLOTS,
+    "a bank's slots by their softmax, pulled": (
+        {"recipe": "instance_discrimination", "batchnorm": "group", "stages.0.loss": "info_nce"}
+        | {"stages.0.proximal_weight": 0.5}
+        | SLOTS
+    ),
 }
 
 
@@ -174,30 +157,30 @@ def losses_weights_and_rows_after_steps(
     return losses, weights, store.state_dict()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_two_workers_have_the_same_losses_weights_and_store_as_one_worker(method: str) -> None:
-    assert_equals_the_whole_batch_on_one_worker(method, num_workers=2, chunk_size=None)
+@functools.cache
+def on_one_worker(method: str) -> tuple[list[float], list[Tensor], dict[str, Any]]:
+    return run_workers(losses_weights_and_rows_after_steps, 1, method)[0]
 
 
-@pytest.mark.parametrize(("num_workers", "chunk_size"), [(1, 12), (2, 4)])  # 16 and 8 rows
+@pytest.mark.parametrize(("num_workers", "chunk_size"), [(2, None), (1, 12), (2, 4)])  # 16 and 8 rows
 @pytest.mark.parametrize("method", METHODS)
-def test_steps_in_chunks_equal_steps_on_the_whole_batch(
-    method: str, num_workers: int, chunk_size: int
+def test_workers_and_chunks_have_the_losses_weights_and_store_of_the_whole_batch(
+    method: str, num_workers: int, chunk_size: int | None
 ) -> None:
-    assert_equals_the_whole_batch_on_one_worker(method, num_workers=num_workers, chunk_size=chunk_size)
+    assert_equals_the_whole_batch(method, num_workers, chunk_size)
 
 
 @pytest.mark.parametrize("method", ["simclr", "moco with the other keys of the batch as well"])
 def test_rows_too_large_to_gather_use_a_ring_with_the_same_result(method: str) -> None:
-    assert_equals_the_whole_batch_on_one_worker(method, num_workers=2, chunk_size=None, max_gathered_bytes=0)
+    assert_equals_the_whole_batch(method, 2, None, 0)
 
 
-def assert_equals_the_whole_batch_on_one_worker(
-    method: str, *, num_workers: int, chunk_size: int | None, **settings: int
+def assert_equals_the_whole_batch(
+    method: str, num_workers: int, chunk_size: int | None, *max_gathered_bytes: int
 ) -> None:
-    alone = run_workers(losses_weights_and_rows_after_steps, 1, method)[0]
+    alone = on_one_worker(method)
     together = run_workers(
-        losses_weights_and_rows_after_steps, num_workers, method, chunk_size, *settings.values()
+        losses_weights_and_rows_after_steps, num_workers, method, chunk_size, *max_gathered_bytes
     )
     assert len(set(alone[0])) == 5
     for losses, weights, rows in together:
