@@ -79,10 +79,7 @@ class GrowingCluster:
         return self.seen[-1]
 
     def train(
-        self,
-        *arguments: str,
-        meanwhile: Callable[[], None] = lambda: None,
-        timeout_s: float = 1_500.0,
+        self, *arguments: str, meanwhile: Callable[[], None] = lambda: None, timeout_s: float = 1_500.0
     ) -> tuple[float, float]:
         """Run ``raycl train`` as a user would; return its start and end times.
 

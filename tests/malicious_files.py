@@ -58,13 +58,7 @@ def as_tar(marker: Path) -> bytes:
     return stream.getvalue()
 
 
-FORMS: tuple[Callable[[Path], bytes], ...] = (
-    as_pickle,
-    as_text,
-    as_checkpoint,
-    as_old_checkpoint,
-    as_tar,
-)
+FORMS: tuple[Callable[[Path], bytes], ...] = (as_pickle, as_text, as_checkpoint, as_old_checkpoint, as_tar)
 
 
 def pickled_column(marker: Path, num_rows: int) -> pa.Array:

@@ -35,11 +35,7 @@ _OF_RECIPES: dict[str, dict[str, Any]] = {
     "two_tower": {"encoder.kwargs": BAG},
     "simcse": {"encoder.kwargs": TRANSFORMER},
     "esimcse": {"encoder.kwargs": TRANSFORMER},
-    "clip": {
-        "data.channels": 1,
-        "encoder.name": "tests.pairs:small_network",
-        "text_encoder.kwargs": BAG,
-    },
+    "clip": {"data.channels": 1, "encoder.name": "tests.pairs:small_network", "text_encoder.kwargs": BAG},
 }
 _NUM_DOCUMENTS = 40  # few, so that each batch contains duplicates
 

@@ -78,8 +78,7 @@ CASES = {
     "two_tower learned temperature": Case("two_tower", TEXTS | {"learn_temperature": True}),
     "two_tower negatives, ids": Case("two_tower", TEXTS, explicit=True),
     "clip": Case(
-        "clip",
-        SMALL | {"text_encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32},
+        "clip", SMALL | {"text_encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32}
     ),
 }
 

@@ -64,10 +64,7 @@ def run(tmp_path: Path) -> Path:
     config = small_config()
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     query_side, key_side = tower_of(config, seed=1), tower_of(config, seed=2)
-    state = {
-        "tower": query_side.state_dict(),
-        "momentum_encoder": MomentumEncoder(key_side).state_dict(),
-    }
+    state = {"tower": query_side.state_dict(), "momentum_encoder": MomentumEncoder(key_side).state_dict()}
     write_checkpoint(tmp_path, 5, state)
     list_checkpoint(tmp_path, 5)
     return tmp_path

@@ -12,13 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "raycl"
 LAYERS = (  # lowest first; packages in the same layer do not import each other
     {"errors", "display", "loss_specs"},
     {"address", "gpus"},
-    {
-        "ray_runtime",
-        "storage",
-        "distributed.shared_memory",
-        "tokenization",
-        "tracking.prometheus",
-    },
+    {"ray_runtime", "storage", "distributed.shared_memory", "tokenization", "tracking.prometheus"},
     {"records", "provenance", "embedding_snapshot"},
     {"distributed", "lease"},
     {"losses", "augment", "data"},

@@ -324,9 +324,7 @@ def test_weight_decay_is_chosen_on_training_rows_only(monkeypatch: pytest.Monkey
     assert accuracy == linear_accuracy(train, train_label, test, test_label)
 
 
-def test_the_best_weight_decay_is_chosen_and_the_strongest_in_a_tie(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_best_weight_decay_is_chosen_and_the_strongest_in_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     accuracy = {1e-1: 0.2, 1e-2: 0.9, 1e-3: 0.9, 1e-4: 0.5}
     monkeypatch.setattr(linear_module, "_fit", lambda rows, label, decay: decay)
     monkeypatch.setattr(linear_module, "_accuracy", lambda decay, *rest: accuracy[decay])

@@ -92,9 +92,7 @@ def test_buckets_have_the_same_rows_in_different_batches(rows: InMemoryDataset) 
     assert not np.array_equal(sorted_by_length, epoch_of(rows, length_buckets=BUCKETS, epoch=1))
 
 
-def test_neither_the_time_of_a_batch_nor_the_dropped_rows_depend_on_length(
-    rows: InMemoryDataset,
-) -> None:
+def test_neither_the_time_of_a_batch_nor_the_dropped_rows_depend_on_length(rows: InMemoryDataset) -> None:
     lengths = rows.num_tokens()
     longest_at, dropped = set(), []
     for epoch in range(20):

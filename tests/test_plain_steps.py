@@ -23,11 +23,7 @@ MOCO = SMALL | QUEUE | LARGE_QUEUE
 BANK = SMALL | {"negatives.num_negatives": 60, "stages.0.proximal_weight": 0.5}
 FEW = {"num_texts": 3 * ROWS}
 HINGE = {"stages.0.loss": "hinge"}
-SIGLIP = {
-    "stages.0.loss": "siglip",
-    "stages.0.bias": -2.0,
-    "learn_temperature": True,
-}
+SIGLIP = {"stages.0.loss": "siglip", "stages.0.bias": -2.0, "learn_temperature": True}
 MIXED = {"stages.0.hinge_weight": 0.3}
 BATCH_ONLY = {"negatives.explicit": False}
 RECIPES = {

@@ -64,16 +64,9 @@ def test_lists_of_negatives_add_nothing_but_documents(write: Write) -> None:
     assert (relevance_of(grown), excluded(grown)) == (relevance_of(plain), excluded(plain))
 
 
-def test_a_querys_own_text_and_its_matches_in_train_are_excluded_unless_relevant(
-    write: Write,
-) -> None:
+def test_a_querys_own_text_and_its_matches_in_train_are_excluded_unless_relevant(write: Write) -> None:
     test = write("test", query=["q", "q", "r", "s"], document=["a", "b", "q", "s"], label=[1, 0, 2, 1])
-    train = write(
-        "train",
-        query=["q", "q", "q", "nobody"],
-        document=["a", "c", "d", "a"],
-        label=[1, 1, 0, 1],
-    )
+    train = write("train", query=["q", "q", "q", "nobody"], document=["a", "c", "d", "a"], label=[1, 1, 0, 1])
     task = pair_task(test, train, NAMES)
     assert relevance_of(task) == {("q", "a", 1), ("q", "b", 0), ("r", "q", 2), ("s", "s", 1)}
     # "q" is also a document, and "s" matches itself. "d" does not match "q", so it stays a candidate.

@@ -242,9 +242,7 @@ def test_code_that_a_run_names_is_imported_only_if_trusted(
                 load_encoder(str(run))
 
 
-def test_trust_covers_the_modules_of_a_package_and_no_other_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trust_covers_the_modules_of_a_package_and_no_other_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRUSTED, "mine, other.networks")
     for name in ("mine:build", "mine.deep.er:build", "other.networks:build", "resnet18"):
         check_trusted(name, "encoder.json", is_text=False)

@@ -68,11 +68,7 @@ def test_all_pairs_of_a_data_set_are_scored_at_once() -> None:
     ],
 )
 def test_invalid_pairs_are_named(arguments: dict[str, Any], words: str) -> None:
-    good: dict[str, Any] = {
-        "similarity": np.arange(3.0),
-        "score": np.arange(3.0),
-        "dataset": ["sickr"] * 3,
-    }
+    good: dict[str, Any] = {"similarity": np.arange(3.0), "score": np.arange(3.0), "dataset": ["sickr"] * 3}
     with pytest.raises(DataError, match=words) as caught:
         sts_scores(**(good | arguments))
     assert ";" in str(caught.value)  # with the remedy

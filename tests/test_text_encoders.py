@@ -30,10 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def build(kind: str, **arguments: Any) -> nn.Module:
     torch.manual_seed(0)
     encoder = build_text_encoder(
-        kind.split(",")[0],
-        num_tokens=NUM_TOKENS,
-        max_length=MAX_LENGTH,
-        arguments=KINDS[kind] | arguments,
+        kind.split(",")[0], num_tokens=NUM_TOKENS, max_length=MAX_LENGTH, arguments=KINDS[kind] | arguments
     )
     for parameter in encoder.parameters():  # weights far from their initial values, where many are equal
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -77,9 +74,7 @@ def test_padding_neither_gets_nor_affects_gradients(kind: str) -> None:
         torch.testing.assert_close(short, wide, rtol=1e-5, atol=1e-7)
 
 
-def test_layers_skip_padding_and_attention_ends_at_the_longest_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_skip_padding_and_attention_ends_at_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, seen, attended = build("transformer"), [], []
     for layer in encoder.layers:  # pyright: ignore
         for part in (layer.ask, layer.mix, layer.widen, layer.narrow, layer.norm):

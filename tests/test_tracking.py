@@ -199,9 +199,7 @@ def test_training_does_not_wait_for_a_hanging_tracker() -> None:
     wait_for(lambda: blocked.steps == list(range(1, 101)))
 
 
-def test_a_tracker_that_fails_to_open_gets_all_records_later_and_one_failure_report(
-    tmp_path: Path,
-) -> None:
+def test_a_tracker_that_fails_to_open_gets_all_records_later_and_one_failure_report(tmp_path: Path) -> None:
     in_the_way = tmp_path / "board"
     in_the_way.write_text("a file where the folder should be")
     outbox = BackgroundTracker(
