@@ -1,200 +1,36 @@
 """The collapse monitor on readings of real runs, and on synthetic ones that isolate a rule."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raycl.training.collapse_monitor import CollapseMonitor
 
-SOFTMAX, MARGIN = (
-    4.8442,
-    0.2,
-)  # the trivial loss of equal embeddings: log(2 * 64 - 1), and the one of the hinge
+# Every tenth step of runs on digits of 8x8 pixels: a small convolutional network, batches of 64.
+# dipped: NT-Xent, temperature 0.2, in 2 dims; near one point for 250 steps before it starts to learn
+# untrained: NT-Xent, temperature 0.5, no BatchNorm; an untrained network maps everything to nearly one point
+# slow: the same with a learning rate of 1e-4; almost no change after 400 steps
+# switched: NT-Xent, and from the ninth reading the hinge with the hardest negative at a learning rate of 2
+# sunk: the hinge with the hardest negative from the start, at a learning rate of 0.5
+# few dims: NT-Xent without BatchNorm at a learning rate of 5; the loss falls, on two dims of 64
+# queue: InfoNCE with a momentum encoder and a queue; collapsed to a point, but the loss is a quarter below
+#     trivial, because the queue contains older points
+RECORDED = json.loads((Path(__file__).parent / "monitored_runs.json").read_text())
+SOFTMAX = 4.8442  # the trivial loss of equal embeddings: log(2 * 64 - 1)
+HEALTHY = ("dipped", "untrained", "slow")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Every tenth step of a run on digits of 8x8 pixels, a small convolutional network, batch 64."""
-
-    embedding_std: str
-    rank: str
-    gap: str
-    loss: str
-    trivial: tuple[float, ...]
-    dim: int = 64
-
-    def readings(self) -> Iterator[dict[str, Any]]:
-        texts = (self.embedding_std, self.rank, self.gap, self.loss)
-        columns = zip(*(map(float, text.split()) for text in texts), strict=True)
-        for index, (spread, rank, gap, loss) in enumerate(columns):
-            yield reading(
-                10 * index,
-                embedding_std=spread,
-                rank=rank,
-                gap=gap,
-                loss=loss,
-                trivial=self.trivial[min(index, len(self.trivial) - 1)],
-                dim=self.dim,
-            )
-
-
-# NT-Xent, temperature 0.2, in 2 dims: near one point for 250 steps before it starts to learn.
-DIPPED = Run(
-    embedding_std="""
-        0.747 0.0322 0.0326 0.0348 0.0335 0.0311 0.0308 0.0358 0.0403 0.036 0.0398 0.0388 0.0309 0.0423
-        0.0419 0.0489 0.0385 0.0443 0.0546 0.0622 0.0593 0.0509 0.07 0.0625 0.0733 0.0824 0.0892 0.103
-        0.103 0.13 0.164 0.172 0.212 0.308 0.301 0.379 0.312 0.324 0.386 0.434 0.45
-    """,
-    rank="""
-        1.96 1.15 1.15 1.16 1.15 1.15 1.14 1.16 1.18 1.16 1.18 1.17 1.14 1.19 1.18 1.21 1.17 1.19 1.23
-        1.25 1.24 1.21 1.27 1.25 1.28 1.31 1.33 1.37 1.37 1.43 1.51 1.52 1.6 1.75 1.73 1.83 1.75 1.77
-        1.84 1.89 1.9
-    """,
-    gap="""
-        -0.0021 0.00021 -3.5e-5 4.7e-5 -0.00012 8.6e-5 -4.9e-5 0.00039 0.00016 0.00019 0.00015 0.00025
-        0.00012 -0.00017 0.0004 0.00012 0.00053 0.0008 0.0003 0.00027 0.00065 0.0011 7.5e-5 0.00047
-        0.00035 0.0012 0.0018 0.0016 0.0046 0.0083 0.0083 0.0084 0.022 0.053 0.046 0.1 0.066 0.073
-        0.11 0.13 0.16
-    """,
-    loss="""
-        6.272 4.843 4.844 4.844 4.845 4.844 4.845 4.842 4.843 4.843 4.843 4.843 4.844 4.845 4.842 4.844
-        4.842 4.84 4.843 4.843 4.841 4.839 4.844 4.842 4.843 4.839 4.837 4.838 4.825 4.808 4.812 4.815
-        4.761 4.692 4.74 4.573 4.694 4.64 4.556 4.618 4.49
-    """,
-    trivial=(SOFTMAX,),
-    dim=2,
-)
-# NT-Xent, temperature 0.5, without BatchNorm: an untrained network maps everything to nearly one point.
-UNTRAINED = Run(
-    embedding_std="""
-        0.0271 0.0254 0.0285 0.0352 0.037 0.0362 0.0467 0.0522 0.0631 0.0776 0.127 0.203 0.351 0.599
-        0.557 0.418 0.765 0.745 0.784 0.857 0.824 0.811 0.879 0.898
-    """,
-    rank="""
-        1.55 1.52 1.58 1.66 1.67 1.68 1.8 1.88 1.98 2.15 2.66 3.32 4.38 6.25 5.62 5.19 7.41 7.4 7.56
-        9.36 8.97 9.24 9.9 9.93
-    """,
-    gap="""
-        -7.4e-5 3.2e-5 0.00018 0.00021 0.00021 0.00027 0.00036 0.00086 0.00023 0.0029 0.0089 0.012
-        0.069 0.21 0.26 0.091 0.42 0.4 0.45 0.55 0.46 0.54 0.62 0.66
-    """,
-    loss="""
-        4.844 4.844 4.844 4.844 4.844 4.844 4.843 4.843 4.844 4.839 4.827 4.823 4.747 4.657 4.565 4.724
-        4.447 4.363 4.333 4.239 4.317 4.135 4.086 4.051
-    """,
-    trivial=(SOFTMAX,),
-    dim=128,
-)
-# The same with a learning rate of 1e-4: almost no change after 400 steps.
-SLOW = Run(
-    embedding_std="""
-        0.0234 0.021 0.0237 0.0241 0.024 0.0238 0.0256 0.0231 0.0252 0.0238 0.0249 0.0227 0.0245 0.026
-        0.028 0.0229 0.0246 0.0277 0.0249 0.025 0.0242 0.0256 0.0275 0.0244 0.0261 0.0218 0.0227 0.024
-        0.0258 0.0269 0.0249 0.0243 0.0252 0.0256 0.0254 0.025 0.0236 0.0255 0.0258 0.0259
-    """,
-    rank="""
-        1.46 1.43 1.47 1.47 1.47 1.49 1.5 1.47 1.49 1.47 1.49 1.45 1.49 1.51 1.54 1.47 1.5 1.54 1.5 1.48
-        1.48 1.51 1.53 1.48 1.51 1.45 1.46 1.47 1.51 1.52 1.49 1.47 1.49 1.49 1.5 1.49 1.47 1.51 1.5 1.5
-    """,
-    gap="""
-        -2.9e-5 9.3e-6 2.2e-5 1.2e-7 3.6e-5 4.7e-5 0.00013 5.2e-5 -3.9e-5 6.5e-5 9.4e-5 1e-4 1e-4
-        5.1e-5 0.00012 4.9e-5 8e-5 6.1e-5 -1.8e-6 0.00012 4.5e-5 7.6e-5 3.3e-5 1e-4 7.8e-5 6.8e-5
-        6.7e-5 -2.2e-6 5.3e-5 7.9e-5 6.3e-5 3.3e-5 0.00015 6.1e-5 0.00011 0.00012 7.5e-5 0.00012
-        0.00019 0.00014
-    """,
-    loss="""
-        4.844 4.844 4.844 4.844 4.844 4.844 4.843 4.844 4.845 4.844 4.843 4.843 4.843 4.844 4.843 4.844
-        4.843 4.844 4.844 4.843 4.844 4.843 4.844 4.843 4.843 4.844 4.844 4.844 4.844 4.843 4.844 4.844
-        4.843 4.844 4.843 4.843 4.843 4.843 4.842 4.843
-    """,
-    trivial=(SOFTMAX,),
-    dim=128,
-)
-# NT-Xent, and from the ninth reading the hinge with the hardest negative at a learning rate of 2.
-SWITCHED = Run(
-    embedding_std="""
-        0.667 0.695 0.72 0.742 0.761 0.757 0.745 0.768 0.796 0.0954 0.0561 0.0341 0.0261 0.0255 0.0218
-        0.0204 0.0225 0.019
-    """,
-    rank="12.2 12.3 12.5 13.2 13.2 13.4 13.5 13.4 13.8 2.64 1.92 1.62 1.51 1.48 1.42 1.4 1.42 1.36",
-    gap="""
-        0.38 0.4 0.42 0.44 0.49 0.48 0.45 0.51 0.46 0.0015 0.00011 0.00023 -1.3e-5 8.9e-7 6.7e-5
-        7.1e-5 -9.7e-6 5.1e-5
-    """,
-    loss="""
-        3.399 3.342 3.426 3.333 3.433 3.139 3.26 3.023 0.3222 0.2071 0.2036 0.201 0.2006 0.2006 0.2004
-        0.2004 0.2005 0.2003
-    """,
-    trivial=(SOFTMAX,) * 8 + (MARGIN,),
-)
-# The hinge with the hardest negative from the start, at a learning rate of 0.5.
-SUNK = Run(
-    embedding_std="""
-        0.804 0.106 0.0744 0.05 0.0414 0.0378 0.0272 0.032 0.0265 0.0243 0.0229 0.023 0.0211 0.0224
-        0.0184 0.0204 0.0177 0.0171 0.016 0.0161 0.0157 0.0174 0.0174 0.0162 0.0143
-    """,
-    rank="""
-        24 4.8 3.22 2.58 2.35 2.3 1.91 2.1 1.91 1.85 1.78 1.79 1.7 1.79 1.62 1.7 1.6 1.58 1.55 1.54 1.53
-        1.61 1.62 1.55 1.49
-    """,
-    gap="""
-        0.0085 0.00092 0.00076 0.00041 0.00012 0.00014 8.9e-5 0.00015 3.9e-5 3.8e-5 0.00011 3.6e-5
-        4.7e-5 5.1e-5 2.5e-5 7.9e-6 4.7e-5 2.5e-5 2.7e-5 4.6e-5 2.8e-5 3.2e-5 1.8e-5 1.5e-5 4.5e-6
-    """,
-    loss="""
-        0.6226 0.2089 0.2043 0.2017 0.2011 0.2008 0.2005 0.2006 0.2004 0.2004 0.2003 0.2003 0.2003
-        0.2003 0.2002 0.2003 0.2002 0.2002 0.2001 0.2001 0.2001 0.2002 0.2002 0.2002 0.2001
-    """,
-    trivial=(MARGIN,),
-)
-# NT-Xent without BatchNorm at a learning rate of 5: the loss falls, on two dims of 64.
-FEW_DIMS = Run(
-    embedding_std="""
-        0.0243 0.0883 0.0896 0.0967 0.0865 0.18 0.254 0.181 0.168 0.206 0.159 0.262 0.217 0.417 0.312
-        0.318 0.309 0.351 0.344 0.404 0.324 0.301 0.366 0.406 0.319 0.42 0.512 0.299 0.324 0.353 0.409
-        0.376
-    """,
-    rank="""
-        1.47 1.44 1.41 1.43 1.39 1.65 1.77 1.64 1.6 1.68 1.59 1.77 1.7 1.95 1.83 1.85 1.81 1.88 1.86
-        1.93 1.85 1.82 1.9 1.93 1.84 1.94 2 1.81 1.85 1.88 1.93 1.91
-    """,
-    gap="""
-        -2.4e-5 0.0015 0.0039 0.0042 0.0034 0.027 0.056 0.023 0.028 0.039 0.032 0.079 0.056 0.19 0.12
-        0.15 0.11 0.14 0.12 0.18 0.13 0.11 0.18 0.24 0.11 0.25 0.3 0.12 0.15 0.15 0.23 0.18
-    """,
-    loss="""
-        4.844 4.838 4.82 4.813 4.819 4.734 4.733 4.726 4.661 4.672 4.69 4.595 4.543 4.459 4.481 4.349
-        4.574 4.556 4.664 4.682 4.375 4.384 4.255 4.204 4.417 4.226 4.519 4.292 4.287 4.275 4.204 4.365
-    """,
-    trivial=(SOFTMAX,),
-)
-# InfoNCE with a momentum encoder and a queue: collapsed to a point, but the loss is a quarter below
-# trivial, because the queue contains older points.
-QUEUE = Run(
-    embedding_std="""
-        0.0243 0.0583 0.0336 0.0144 0.00775 0.00495 0.00441 0.0027 0.00258 0.00221 0.00312 0.00293
-        0.00281 0.0018 0.00206 0.00152 0.00169 0.00186 0.0027 0.00289 0.00408 0.00284 0.00218 0.00263
-    """,
-    rank="""
-        1.47 1.83 1.4 1.18 1.12 1.08 1.07 1.05 1.04 1.04 1.05 1.04 1.03 1.02 1.02 1.02 1.02 1.02 1.03
-        1.03 1.04 1.03 1.03 1.03
-    """,
-    gap="""
-        -2.4e-5 5.5e-5 0.00021 0.00017 3.7e-5 1.2e-5 2.5e-5 6.9e-6 -3.5e-6 2.7e-6 5e-6 9.5e-7 3e-6
-        7.8e-7 3.2e-6 1.4e-6 1.9e-6 6e-7 9.5e-7 1.4e-6 1.1e-6 1.8e-6 7.8e-7 3.9e-6
-    """,
-    loss="""
-        4.175 6.336 5.103 4.64 5.115 5.358 5.25 5.112 5.082 5.128 5.264 5.321 5.41 5.483 5.547 5.604
-        5.671 5.747 5.803 5.82 5.801 5.774 5.726 5.615
-    """,
-    trivial=(4.1744, 6.5582, 6.9324),
-)
-HEALTHY = {"dipped": DIPPED, "untrained": UNTRAINED, "slow": SLOW}
-COLLAPSED = {"switched": SWITCHED, "sunk": SUNK, "few dims": FEW_DIMS, "queue": QUEUE}
-RUNS = HEALTHY | COLLAPSED
+def recorded(name: str) -> list[dict[str, Any]]:
+    """Return the readings of a recorded run."""
+    columns = {key: values for key, values in RECORDED[name].items() if key != "dim"}
+    rows = zip(*columns.values(), strict=True)
+    return [
+        reading(10 * index, dim=RECORDED[name]["dim"], **dict(zip(columns, row, strict=True)))
+        for index, row in enumerate(rows)
+    ]
 
 
 def reading(
@@ -215,7 +51,7 @@ def reading(
     return {"step": step, "measures": measures, "loss": loss, "collapsed_loss": trivial}
 
 
-def watch(monitor: CollapseMonitor, readings: Iterator[dict[str, Any]]) -> list[tuple[int, str]]:
+def watch(monitor: CollapseMonitor, readings: Iterable[dict[str, Any]]) -> list[tuple[int, str]]:
     """Return the steps and texts of the monitor's reports."""
     verdicts = [(each["step"], monitor.update(**each)) for each in readings]
     return [(step, verdict) for step, verdict in verdicts if verdict is not None]
@@ -232,46 +68,45 @@ NARROW = {"rank": 1.9}
 LOST = {"embedding_std": 0.5, "gap": 0.002, "loss": SOFTMAX}
 
 
-@pytest.mark.parametrize("run", HEALTHY.values(), ids=HEALTHY)
-def test_a_run_that_has_not_started_to_learn_has_not_collapsed(run: Run) -> None:
-    assert watch(CollapseMonitor(), run.readings()) == []
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_run_that_has_not_started_to_learn_has_not_collapsed(name: str) -> None:
+    assert watch(CollapseMonitor(), recorded(name)) == []
 
 
 @pytest.mark.parametrize(
-    ("run", "step", "text"),
+    ("name", "step", "text"),
     [
         (
-            SWITCHED,
+            "switched",
             110,
             "the embeddings collapsed to a point: the embedding std was 0.0954 at step 90 and 0.0341 at step 110 "
             "(healthy from 0.1), too low for 3 readings in a row; the loss 0.201 is no better than the trivial 0.2",
         ),
         (
-            SUNK,
+            "sunk",
             210,
             "the run never started to learn, its embeddings are nearly one point: the embedding std was 0.0744 at step 20 "
             "and 0.0174 at step 210 (healthy from 0.1), too low for 20 readings in a row; the loss 0.2002 is no "
             "better than the trivial 0.2",
         ),
         (  # although its loss falls
-            FEW_DIMS,
+            "few dims",
             300,
             "the embeddings collapsed to few dimensions: the effective rank was 1.77 at step 110 and 1.93 at "
             "step 300 (healthy from 2.3), too low for 20 readings in a row",
         ),
         (  # although older points of the queue keep the loss below its trivial value
-            QUEUE,
+            "queue",
             190,
             "the run never started to learn, its embeddings are nearly one point: the embedding std was 0.0243 at step 0 "
             "and 0.00289 at step 190 (healthy from 0.1), too low for 20 readings in a row",
         ),
     ],
-    ids=COLLAPSED,
 )
-def test_a_collapsed_run_is_reported_once_with_step_and_reason(run: Run, step: int, text: str) -> None:
+def test_a_collapsed_run_is_reported_once_with_step_and_reason(name: str, step: int, text: str) -> None:
     monitor = CollapseMonitor()
-    readings = [*run.readings(), *list(run.readings())[-6:] * 6]
-    assert watch(monitor, iter(readings)) == [(step, text)]
+    readings = [*recorded(name), *recorded(name)[-6:] * 6]
+    assert watch(monitor, readings) == [(step, text)]
     assert not monitor.is_healthy
 
 
@@ -431,7 +266,7 @@ def test_a_monitor_reports_only_once_despite_a_recovery() -> None:
 
 def test_a_reset_monitor_equals_a_new_one() -> None:
     used = CollapseMonitor()
-    watch(used, SWITCHED.readings())
+    watch(used, recorded("switched"))
     watch(used, sequence(*[GOOD] * 5))
     used.reset()
     assert used.is_healthy
@@ -440,11 +275,8 @@ def test_a_reset_monitor_equals_a_new_one() -> None:
 
 @pytest.mark.parametrize(
     "readings",
-    [
-        *(list(run.readings()) for run in RUNS.values()),
-        list(sequence(*[GOOD] * 3, *[POINT] * 4, GOOD, *[LOST] * 3)),
-    ],
-    ids=[*RUNS, "made up"],
+    [*map(recorded, RECORDED), list(sequence(*[GOOD] * 3, *[POINT] * 4, GOOD, *[LOST] * 3))],
+    ids=[*RECORDED, "made up"],
 )
 def test_a_restored_monitor_continues_like_an_uninterrupted_one(readings: list[dict[str, Any]]) -> None:
     def reported(monitor: CollapseMonitor, readings: list[dict[str, Any]]) -> list[tuple[str | None, bool]]:
