@@ -98,9 +98,17 @@ def _whole(tower: nn.Module, *rows: Tensor) -> Tensor:
     return tower(*rows)
 
 
-@pytest.mark.parametrize(("chunk_size", "cached_chunks"), [(20, 0), (20, 1), (8, 2), (8, 99), (1000, 1)])
-@pytest.mark.parametrize("norm", ["layer", "group", "frozen", "split", "batch"])
-@pytest.mark.parametrize("loss", [_simclr, _moco_with_hinge])
+CHUNKS = [(20, 0), (20, 1), (8, 2), (8, 99), (1000, 1)]  # rows in a chunk, and cached chunks
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "chunk_size", "cached_chunks"),
+    [
+        *[(_simclr, norm, *chunks) for norm in ("group", "batch") for chunks in CHUNKS],
+        *[(_simclr, norm, 20, 1) for norm in ("layer", "frozen", "split")],
+        *[(_moco_with_hinge, norm, 8, 2) for norm in ("layer", "group", "frozen", "split", "batch")],
+    ],
+)
 def test_chunks_of_a_resnet_give_the_gradient_and_statistics_of_the_whole_batch(
     loss: Callable[[Embed, nn.Module], Tensor], norm: str, chunk_size: int, cached_chunks: int
 ) -> None:

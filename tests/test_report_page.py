@@ -14,15 +14,8 @@ from raycl.report.writer import write_comparison, write_report
 from tests.outputs import evaluation, line_of, thumbnail, write_run, write_snapshots
 
 CHROMIUM = shutil.which("chromium")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 FORMS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
 LONG_WORD = "antidisestablishmentarianism" * 12
 
@@ -99,9 +92,9 @@ def opened(browser: Browser, path: Path, width: int, scheme: Any) -> tuple[Page,
 @pytest.mark.parametrize(
     ("name", "width", "scheme"),
     [
-        *[(name, *form) for name in ("images", "texts") for form in FORMS],
-        *[(name, 390, "dark") for name in ("unlabeled", "empty", "comparison")],
-        ("comparison", 1280, "light"),
+        *[("images", *form) for form in FORMS],
+        *[(name, 390, "dark") for name in ("texts", "unlabeled", "empty", "comparison")],
+        *[(name, 1280, "light") for name in ("texts", "comparison")],
     ],
 )
 def test_the_page_logs_nothing_fits_the_screen_and_is_accessible(
