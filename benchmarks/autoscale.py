@@ -1,6 +1,7 @@
 """A run that makes its cluster grow and lets it go again: nodes and workers over time, as a picture.
 
-    python benchmarks/autoscale.py [--workers 1:3] [--epochs 30] [--output docs/images/autoscale.png]
+    python benchmarks/autoscale.py [--workers 1:3] [--epochs 30] [--batch-size 384] [--boot-s 45]
+        [--output docs/images/autoscale.png]
 
 Starts a Ray of its own whose head has no CPU and whose autoscaler starts raylets of one CPU each on
 this machine, one after the other, each ``--boot-s`` seconds after it was asked for. ``raycl train``
@@ -10,8 +11,6 @@ Drawn is what Ray counts as alive, once a second, and the ``workers`` that each 
 JSON file of the same name with every number in it.
 """
 
-import argparse
-import json
 import os
 import signal
 import sys
@@ -22,12 +21,8 @@ from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # or Ray writes a token into the home folder
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from measuring import describe_machine
+from measuring import describe_machine, make_parser, write_json
+from pictures import BLUE, INK, PAPER, panels, save
 
 from raycl.demo.digits import write_digits
 from raycl.records import read_metrics
@@ -44,7 +39,6 @@ SETTINGS = {
     "evaluation.every_epochs": 0,
     "log_every_steps": 1,
 }
-INK, NODES, WORKERS = "#222222", "#b8b8b8", "#1f6fb4"
 
 
 def watch(cluster: GrowingCluster, *, workers: str, epochs: int, batch_size: int) -> dict[str, Any]:
@@ -81,54 +75,40 @@ def events(seen: dict[str, Any]) -> dict[str, float]:
 
 def draw(seen: dict[str, Any], path: Path) -> None:
     """Draw nodes as a ground and on it a line for each group of workers, from its first step to its last."""
-    figure, axes = plt.subplots(figsize=(8.6, 3.4), dpi=110, layout="constrained")
+    figure, (axes,) = panels(1, 1, 8.6, 3.4)
     times, nodes, _ = zip(*seen["nodes"], strict=True)
     axes.fill_between(
-        times, nodes, step="post", color=NODES, alpha=0.55, lw=0, label="nodes besides the head"
+        times, nodes, step="post", color="#b8b8b8", alpha=0.55, lw=0, label="nodes besides the head"
     )
-    for number, (since, until, workers) in enumerate(spells(seen["workers"])):
-        label = "workers that make steps" if number == 0 else None
-        axes.plot([since, until], [workers, workers], color=WORKERS, lw=4, solid_capstyle="butt", label=label)
+    label: str | None = "workers that make steps"
+    for workers, group in groupby(seen["workers"], key=itemgetter(1)):
+        steps = list(group)
+        axes.plot([steps[0][0], steps[-1][0]], [workers, workers], color=BLUE, lw=4, label=label)
+        label = None
     top = max(nodes)
-    _mark_events(axes, events(seen), top)
-    axes.set(xlabel="seconds since the run was submitted", yticks=range(top + 1), ylim=(0, top + 1.35))
-    axes.set_xlim(-0.02 * times[-1], 1.05 * times[-1])
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines["left"].set_bounds(0, top)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1.16), ncols=2, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def spells(steps: list[list[int]]) -> list[tuple[int, int, int]]:
-    """Return (since, until, workers) of each group's first and last step."""
-    groups = [list(lines) for _, lines in groupby(steps, key=itemgetter(1))]
-    return [(lines[0][0], lines[-1][0], lines[0][1]) for lines in groups]
-
-
-def _mark_events(axes: Axes, happened: dict[str, float], top: int) -> None:
-    for number, (name, at) in enumerate(happened.items()):
+    for number, (name, at) in enumerate(events(seen).items()):
         height = top + 0.35 + 0.45 * (number % 2)
         axes.plot([at, at], [0, height - 0.08], color=INK, lw=0.7, ls=":")
-        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-        axes.text(at, height, f"{name}\n{at:.0f} s", fontsize=8, color=INK, ha="center", bbox=paper)
+        paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}
+        axes.text(at, height, f"{name}\n{at:.0f} s", fontsize=8, ha="center", bbox=paper)
+    axes.set(xlabel="seconds since the run was submitted", yticks=range(top + 1), ylim=(0, top + 1.35))
+    axes.set_xlim(-0.02 * times[-1], 1.05 * times[-1])
+    axes.spines["left"].set_bounds(0, top)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1.16), ncols=2, fontsize=9)
+    save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--workers", default="1:3")
-    parser.add_argument("--epochs", type=int, default=30, help="enough for three minutes")
-    parser.add_argument("--batch-size", type=int, default=384)
-    parser.add_argument("--boot-s", type=float, default=45.0, help="from one node to the next")
-    parser.add_argument("--output", type=Path, default=Path("autoscale.png"))
-    options = parser.parse_args()
+    flags = {"workers": "1:3", "epochs": 30, "batch_size": 384, "boot_s": 45.0, "output": "autoscale.png"}
+    options = make_parser(__doc__, **flags).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is ended first
     most = int(options.workers.split(":")[-1])
     with growing_cluster(max_nodes=most, boot_s=options.boot_s) as cluster:
         seen = watch(cluster, workers=options.workers, epochs=options.epochs, batch_size=options.batch_size)
-    draw(seen, options.output)
+    picture = Path(options.output)
+    draw(seen, picture)
     seen = {"events": events(seen), **seen, "command": " ".join(sys.argv), "machine": describe_machine()}
-    options.output.with_suffix(".json").write_text(json.dumps(seen) + "\n")
+    write_json(picture.with_suffix(".json"), seen)
     for name, at in seen["events"].items():
         print(f"{at:6.0f} s  {name}")
     print(f"{seen['workers'][-1][2]} steps, {max(nodes for _, nodes, _ in seen['nodes'])} nodes at most")

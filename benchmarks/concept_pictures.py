@@ -5,21 +5,17 @@ are raycl's: such a picture shows the work of a run.
 """
 
 import argparse
-import io
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from measuring import FOLDER
+from pictures import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, plt, save
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -29,41 +25,9 @@ from raycl.evaluation.embedding_metrics import effective_rank, embedding_std, po
 from raycl.recipes import recipe
 from raycl.training.stages import stage_plans
 
-FOLDER = Path(__file__).parent.parent / "docs" / "images" / "concepts"
-PAPER, INK, GRAY, LINE = "#fbfaf6", "#1f2933", "#6b7680", "#c9ced3"
-BLUE, ORANGE, GREEN, RED = "#3b6fb6", "#d9822b", "#2f8f5b", "#c0433f"
+GRAY, LINE = FAINT, "#c9ced3"
 PALE = {BLUE: "#dfe9f6", ORANGE: "#fbe8d3", GREEN: "#daf0e3", RED: "#f7dedd", GRAY: "#eceff1", INK: PAPER}
-
-plt.rcParams |= {
-    "font.size": 12,
-    "text.color": INK,
-    "axes.edgecolor": GRAY,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.facecolor": PAPER,
-    "figure.facecolor": PAPER,
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="draw the pictures of the concepts")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; without one, all")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in parser.parse_args().names or PICTURES:
-        save(PICTURES[name](), name)
-
-
-def save(figure: Figure, name: str) -> None:
-    """Write few colors: a drawing has no more, and the file is a third as large.
-
-    Photographs keep 200, which is enough at this size.
-    """
-    stream = io.BytesIO()
-    figure.savefig(stream, dpi=110 if name == "views" else 130)
-    plt.close(figure)
-    picture = Image.open(stream).convert("RGB")
-    picture.quantize(200 if name == "views" else 64).save(FOLDER / f"{name}.png", optimize=True)
+plt.rcParams["font.size"] = 12
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
@@ -227,8 +191,6 @@ def draw_stages() -> Figure:
     batch_axes.set(ylabel="batch size", ylim=(0, 1_280))
     rate_axes.set(ylabel="learning rate", ylim=(0, None))
     hinge_axes.set(ylabel="hinge weight", xlabel="thousand samples seen", ylim=(-0.04, 0.6))
-    for axes in (batch_axes, rate_axes, hinge_axes):
-        axes.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
     figure.tight_layout()
     return figure
@@ -348,6 +310,16 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "collapse": draw_collapse,
     "views": draw_views,
 }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="draw the pictures of the concepts")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; without one, all")
+    for name in parser.parse_args().names or PICTURES:
+        path = FOLDER.parent / "docs" / "images" / "concepts" / f"{name}.png"
+        photographs = name == "views"  # keep 200 colors, which is enough at this size
+        save(PICTURES[name](), path, dpi=110 if photographs else 130, num_colors=200 if photographs else 64)
+
 
 if __name__ == "__main__":
     main()

@@ -37,7 +37,9 @@ def as_logs(axes: Axes, horizontal: str, vertical: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel=horizontal, ylabel=vertical)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        axis.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+        )
         axis.set_minor_formatter(NullFormatter())
 
 

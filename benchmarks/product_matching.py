@@ -1,6 +1,6 @@
 """Product offers: which negatives teach a tower to distinguish the same product from another one.
 
-    python benchmarks/product_matching.py --data FOLDER [--output FOLDER] [--json FILE]
+    python benchmarks/product_matching.py --data FOLDER [--output FOLDER] [--set key.path=value] [--json FILE]
 
 FOLDER holds train.parquet and test.parquet with the columns ``dataset``, ``query``, ``document`` and ``label``. One
 tower is trained on the pairs of all data sets, in five ways: with the negatives of the batch, with
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch.nn.functional as F
-from measuring import describe_machine, make_parser, write_json
+from measuring import Line, make_parser, report, table
 
 import raycl
 from raycl.config.overrides import parse_setting
@@ -47,81 +47,62 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def judge(run: str, test: pa.Table) -> dict[str, float]:
+def precisions(similarity: Any, test: pa.Table) -> dict[str, float]:
     """Return the average precision of each data set's pairs."""
-    query, key = (raycl.load_encoder(run, side=side) for side in ("query", "key"))
-    rows = {
-        "query": query.encode(test["query"].to_pylist()),
-        "document": key.encode(test["document"].to_pylist()),
-    }
-    left, right = (F.normalize(each, dim=1) for each in rows.values())
-    similarity, label = (left * right).sum(1).numpy(), test["label"].to_numpy()
-    names = test["dataset"].to_numpy()
+    names, label = test["dataset"].to_numpy(), test["label"].to_numpy()
     return {
         name: average_precision(similarity[names == name], label[names == name])
         for name in sorted(set(names))
     }
 
 
+def judge(run: str, test: pa.Table) -> dict[str, float]:
+    towers = {"query": raycl.load_encoder(run, side="query"), "document": raycl.load_encoder(run, side="key")}
+    query, key = (F.normalize(tower.encode(test[name].to_pylist()), dim=1) for name, tower in towers.items())
+    return precisions((query * key).sum(1).numpy(), test)
+
+
 def floor(train: pa.Table, test: pa.Table) -> dict[str, float]:
     """Return the average precision of TF-IDF."""
-    found = {}
-    for name in sorted(set(test["dataset"].to_pylist())):
-        own, other = (table.filter(pc.field("dataset") == name) for table in (test, train))
-        corpus = [
-            text
-            for table in (own, other)
-            for column in ("query", "document")
-            for text in table[column].to_pylist()
-        ]
-        similarity = tfidf_similarity(own["query"].to_pylist(), own["document"].to_pylist(), corpus)
-        found[name] = average_precision(similarity, own["label"].to_numpy())
+    found: dict[str, float] = {}
+    for name in test["dataset"].unique().to_pylist():
+        own, other = (part.filter(pc.field("dataset") == name) for part in (test, train))
+        sides = [part[column].to_pylist() for part in (own, other) for column in ("query", "document")]
+        corpus = [text for texts in sides for text in texts]
+        found |= precisions(tfidf_similarity(sides[0], sides[1], corpus), own)
     return found
 
 
-def run_ways(
-    train: Path, test: pa.Table, folder: Path, settings: dict[str, Any]
-) -> dict[str, dict[str, float]]:
-    """Train in each way; return the average precisions by way and data set."""
-    found = {}
-    for way, own in WAYS.items():
-        data = train
-        if "mined" in way:
-            data = folder / "mined.parquet"
-            if not data.exists():
-                mined = mine_negatives(
-                    str(folder / "mixed"), str(train), str(data), num_negatives=4, quiet=True
-                )
-                print(mined)
-        config = raycl.override(raycl.recipe("two_tower"), TOWER | settings | own)
-        output = folder / way.replace(" + ", "-").replace(", ", "-").replace(" ", "-")
-        result = raycl.train(config, data=str(data), output=str(output), quiet=True)
-        found[way] = judge(str(output), test)
-        print(
-            f"{way:26} {result.seconds:5.0f} s  " + "  ".join(f"{n} {v:.3f}" for n, v in found[way].items())
-        )
-    return found
+def train_way(way: str, train: Path, folder: Path, settings: dict[str, Any]) -> str:
+    """Train in one way, on mined negatives if its name says so; return the run."""
+    data = train
+    if "mined" in way:
+        data = folder / "mined.parquet"
+        if not data.exists():
+            print(mine_negatives(str(folder / "mixed"), str(train), str(data), num_negatives=4, quiet=True))
+    config = raycl.override(raycl.recipe("two_tower"), TOWER | settings | WAYS[way])
+    output = folder / way.replace(" + ", "-").replace(", ", "-").replace(" ", "-")
+    print(f"{way}: {raycl.train(config, data=str(data), output=str(output), quiet=True).seconds:.0f} s")
+    return str(output)
 
 
 def main() -> None:
-    """Train, judge, print the table."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
-    parser.add_argument("--output", type=Path, help="keep the runs here")
+    parser = make_parser(__doc__, data=Path, output=None)
     parser.add_argument("--set", action="append", default=[], help="a setting of all runs, key.path=value")
     options = parser.parse_args()
     train, test = options.data / "train.parquet", pq.read_table(options.data / "test.parquet")
     settings = dict(parse_setting(each) for each in options.set)
+    found = {"TF-IDF": floor(pq.read_table(train), test)}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.output or Path(temporary)
-        found = run_ways(train, test, folder, settings)
-    found = {"TF-IDF": floor(pq.read_table(train), test)} | found
-    names = sorted(found["TF-IDF"])
-    print(f"\n| | {' | '.join(names)} | above TF-IDF |\n|---|{'---|' * (len(names) + 1)}")
+        folder = Path(options.output or temporary)
+        for way in WAYS:
+            found[way] = judge(train_way(way, train, folder, settings), test)
+    names, least = sorted(found["TF-IDF"]), found["TF-IDF"]
+    lines: list[Line] = []
     for way, scores in found.items():
-        above = sum(scores[name] > found["TF-IDF"][name] for name in names)
-        print(f"| {way} | {' | '.join(f'{scores[name]:.3f}' for name in names)} | {above} |")
-    write_json(options.json, {"machine": describe_machine(), "average_precision": found})
+        above = sum(scores[name] > least[name] for name in names)
+        lines.append({"side": way, **scores, "above": above})
+    report(options, lines, table(lines, side="", **{name: name for name in names}, above="above TF-IDF"))
 
 
 if __name__ == "__main__":

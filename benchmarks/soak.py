@@ -9,7 +9,6 @@ Ray's object store. At last the run is asked to stop, and its surviving processe
 counted. Beside the picture lies a JSON file of the same name with every number in it.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
@@ -28,12 +26,9 @@ from typing import Any
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # or Ray writes a token into the home folder
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import ray
-from measuring import describe_machine
+from measuring import FOLDER, describe_machine, make_parser, processes, read_status, write_json
+from pictures import FAINT, INK, panels, save
 
 from raycl.demo.digits import write_digits
 from raycl.progress import ProgressLine
@@ -41,9 +36,8 @@ from raycl.records import read_metrics, read_result
 from raycl.storage import Place
 
 # In any environment in which raycl is installed for development.
-from tests.cluster.faults import kill_process, processes
+from tests.cluster.faults import kill_process
 
-ROOT = Path(__file__).parent.parent
 VICTIMS = ("ray::RayTrainWorker", "ray::BankActor", "ray::TrainController", "ray::MapBatches")
 KEPT = ("raylet", "gcs_server", "driver", "ray::RunCoordinator")  # what should live for the whole hour
 LOOK_S = 5.0
@@ -61,6 +55,7 @@ SETTINGS = {
     "negatives.capacity": 1_024,
     "log_every_steps": 5,
 }
+Seen = list[tuple[float, float]]  # seconds since the start, MB
 
 
 @contextmanager
@@ -84,33 +79,31 @@ def own_ray() -> Iterator[None]:
 def start_run(folder: Path) -> subprocess.Popen[bytes]:
     """Start a run of several days."""
     data, _ = write_digits(Place(str(folder / "digits")))
-    flags = ["--data", data, "--output", str(folder / "run"), "--epochs", "100000", "--batch-size", "128"]
-    flags += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
-    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "jobs/train.py", "moco_v2", "--data", data, "--output", str(folder / "run")]
+    command += ["--epochs", "100000", "--batch-size", "128"]
+    command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "jobs/train.py", "moco_v2", *flags],
-            cwd=ROOT,
-            env=os.environ | {"RAY_ADDRESS": address},
-            stdout=log,
-            stderr=log,
-        )
+        return subprocess.Popen(command, cwd=FOLDER.parent, env=environment, stdout=log, stderr=log)
 
 
 class Soak:
     """Observations of a run while it loses one process after the other."""
 
-    def __init__(self, run: subprocess.Popen[bytes], output: Place) -> None:
-        self._run, self._output, self._began = run, output, time.monotonic()
-        self.memory: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by "title pid"
-        self.store: list[tuple[float, float]] = []
+    def __init__(self, run: subprocess.Popen[bytes]) -> None:
+        self._run, self._began = run, time.monotonic()
+        self.memory: dict[str, Seen] = {}  # by "kind pid"
+        self.store: Seen = []
         self.kills: list[tuple[float, str]] = []
 
     def go_on(self, minutes: float, every_s: float) -> None:
         victims, next_kill = cycle(VICTIMS), every_s
         while self.seconds() < 60 * minutes and self._run.poll() is None:
-            self._look()
-            if self.seconds() >= next_kill:
+            now = round(self.seconds(), 1)
+            for name, held in self._held_mb():
+                self.memory.setdefault(name, []).append((now, round(held, 1)))
+            self.store.append((now, round(stored_mb(), 2)))
+            if now >= next_kill:
                 next_kill += every_s
                 title = next(victims)
                 with suppress(AssertionError):  # none of them lives just now
@@ -121,35 +114,20 @@ class Soak:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def _look(self) -> None:
-        now = self.seconds()
-        for title, pid in self._processes():
-            if held := private_mb(pid):
-                self.memory[f"{title} {pid}"].append((round(now, 1), round(held, 1)))
-        self.store.append((round(now, 1), round(stored_mb(), 2)))
-
-    def _processes(self) -> Iterator[tuple[str, int]]:
-        yield "driver", self._run.pid
-        for pid in processes("ray::"):
-            with suppress(OSError):
-                title = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[0].strip()
-                yield title.split("(")[0].split(".")[0], pid
+    def _held_mb(self) -> Iterator[tuple[str, float]]:
+        """Yield kind, number and private memory of this Ray's processes and of the driver."""
         session = ray.get_runtime_context().get_session_name()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                line = (folder / "cmdline").read_bytes().decode(errors="replace")
-                if session in line:
-                    for name in ("raylet", "gcs_server"):
-                        if line.split("\0")[0].endswith(f"/{name}"):
-                            yield name, int(folder.name)
+        for pid, (_, command) in processes().items():
+            kind = command.split("(")[0].split(".")[0].split(" ")[0]
+            if not kind.startswith("ray::"):
+                kind = Path(command.split(" ")[0]).name if session in command else ""
+            kind = "driver" if pid == self._run.pid else kind
+            held = read_status("RssAnon", pid)
+            if held and (kind.startswith("ray::") or kind in KEPT):
+                yield f"{kind} {pid}", held
 
-
-def private_mb(pid: int) -> float:
-    """Return the private memory of a process, 0 if it is gone."""
-    with suppress(OSError, IndexError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return int(status.split("RssAnon:")[1].split()[0]) / 1024
-    return 0.0
+    def by_kind(self, kind: str) -> list[Seen]:
+        return [seen for name, seen in self.memory.items() if name.split()[0] == kind]
 
 
 def stored_mb() -> float:
@@ -169,91 +147,66 @@ def actors_alive() -> list[str]:
 
 
 def draw(soak: Soak, path: Path) -> None:
-    """Draw a line for each process that lived for a minute, by its kind, and below the object store."""
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8.6, 5.2), dpi=110, sharex=True, layout="constrained", height_ratios=[3, 1]
-    )
-    kinds = [*dict.fromkeys(name.split()[0] for name in soak.memory)]
-    shown = [kind for kind in kinds if kind in KEPT or kind in VICTIMS]
-    for number, kind in enumerate(shown):
-        label = kind.removeprefix("ray::")
-        for name, seen in soak.memory.items():
-            if name.split()[0] == kind and seen[-1][0] - seen[0][0] > 10:
-                times, held = zip(*seen, strict=True)
-                above.plot([at / 60 for at in times], held, color=f"C{number}", lw=1.3, label=label)
-                label = None
+    """Draw a line for each process that lived for a while, by its kind, and below the object store."""
+    figure, (above, below) = panels(2, 1, 8.6, 5.2, sharex=True, height_ratios=[3, 1])
+    for number, kind in enumerate((*KEPT, *VICTIMS)):
+        lived = [seen for seen in soak.by_kind(kind) if seen[-1][0] - seen[0][0] > 10]
+        for index, seen in enumerate(lived):
+            label = None if index else kind.removeprefix("ray::")
+            above.plot([at / 60 for at, _ in seen], [mb for _, mb in seen], color=f"C{number}", label=label)
     for at, _ in soak.kills:
-        above.axvline(at / 60, color="#999999", lw=0.6, ls=":")
+        above.axvline(at / 60, color=FAINT, lw=0.6, ls=":")
     above.set(ylabel="own memory of a process, MB", ylim=(0, None))
     above.legend(frameon=False, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.14))
-    times, held = zip(*soak.store, strict=True)
-    below.plot([at / 60 for at in times], held, color="#444444", lw=1.2)
+    below.plot([at / 60 for at, _ in soak.store], [mb for _, mb in soak.store], color=INK)
     below.set(xlabel="minutes; dotted: a process was killed", ylabel="object store, MB", ylim=(0, None))
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save(figure, path)
 
 
-def summarize(soak: Soak) -> dict[str, dict[str, float]]:
+def quarters(soak: Soak) -> dict[str, dict[str, float]]:
     """Return by kind what its processes held in the second quarter of the time and in the last one."""
-    end = soak.store[-1][0]
-    found: dict[str, dict[str, float]] = {}
+    end, found = soak.store[-1][0], {}
     for kind in (*KEPT, *VICTIMS):
-        seen = [at_held for name, each in soak.memory.items() if name.split()[0] == kind for at_held in each]
-        quarters = [
-            [held for at, held in seen if since <= at / end < until]
-            for since, until in ((0.25, 0.5), (0.75, 1))
-        ]
-        if all(quarters):
-            found[kind] = {"second_quarter": median(quarters[0]), "last_quarter": median(quarters[1])}
+        seen = [at_mb for each in soak.by_kind(kind) for at_mb in each]
+        second = [mb for at, mb in seen if 0.25 <= at / end < 0.5]
+        last = [mb for at, mb in seen if at / end >= 0.75]
+        if second and last:
+            found[kind] = {"second_quarter": median(second), "last_quarter": median(last)}
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=120.0, help="seconds from one death to the next")
-    parser.add_argument("--output", type=Path, default=Path("soak.png"))
-    options = parser.parse_args()
+    options = make_parser(__doc__, minutes=60.0, every=120.0, output="soak.png").parse_args()
+    picture, total = Path(options.output), round(60 * options.minutes)
     with tempfile.TemporaryDirectory() as folder, own_ray(), ExitStack() as stack:
-        output = Place(str(Path(folder) / "run"))
-        before = actors_alive()
-        run = start_run(Path(folder))
+        output, log = Place(str(Path(folder) / "run")), Path(folder) / "log"
+        before, run = actors_alive(), start_run(Path(folder))
         stack.callback(run.kill)
-        soak = Soak(run, output)
-        total = round(60 * options.minutes)
-        with ProgressLine(
-            "soaking", lambda: (round(soak.seconds()), total, f"seconds, {len(soak.kills)} killed")
-        ):
+        soak = Soak(run)
+
+        def progress() -> tuple[int, int, str]:
+            return round(soak.seconds()), total, f"seconds, {len(soak.kills)} killed"
+
+        with ProgressLine("soaking", progress):
             soak.go_on(options.minutes, options.every)
         if run.poll() is not None:
-            log = options.output.with_suffix(".log")
-            log.write_text((Path(folder) / "log").read_text())
-            raise RuntimeError(f"the run ended by itself: see {log}; killed were {soak.kills}")
+            sys.exit(f"the run ended by itself, after {soak.kills} were killed:\n{log.read_text()[-20_000:]}")
         run.send_signal(signal.SIGTERM)
         status = run.wait(180)
         time.sleep(20)
-        lines = [line for line in read_metrics(output) if "loss" in line]
         result: dict[str, Any] = {
             "status": read_result(output)["status"],
             "exit_status": status,
-            "steps": lines[-1]["step"],
+            "steps": [line["step"] for line in read_metrics(output) if "loss" in line][-1],
             "kills": soak.kills,
-            "own_memory_mb": summarize(soak),
-            "object_store_mb": {"most": max(held for _, held in soak.store), "after": stored_mb()},
+            "own_memory_mb": quarters(soak),
+            "object_store_mb": {"most": max(mb for _, mb in soak.store), "after": stored_mb()},
             "actors_left": [name for name in actors_alive() if name not in before],
         }
-        log = (Path(folder) / "log").read_text()
-    draw(soak, options.output)
-    print(json.dumps(result, indent=2))
-    result |= {
-        "memory": soak.memory,
-        "store": soak.store,
-        "machine": describe_machine(),
-        "log": log[-20_000:],
-    }
-    options.output.with_suffix(".json").write_text(json.dumps(result) + "\n")
+        print(json.dumps(result, indent=2))
+        result |= {"memory": soak.memory, "store": soak.store, "machine": describe_machine()}
+        write_json(picture.with_suffix(".json"), result | {"log": log.read_text()[-20_000:]})
+    draw(soak, picture)
 
 
 if __name__ == "__main__":
