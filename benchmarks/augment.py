@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightly.transforms.simclr_transform import SimCLRTransform
 from measuring import add_times, alternate, make_parser, report, table, timed
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from torchvision.transforms import v2
 
 from raycl.augment import ImageAugmentation
 
@@ -39,6 +37,8 @@ def photos(number: int, size: int) -> np.ndarray:
 
 def torchvision_view(size: int) -> Callable[[Any], Any]:
     """Return SimCLR's view in torchvision v2, of a PIL image or a uint8 tensor."""
+    from torchvision.transforms import v2
+
     return v2.Compose(
         [
             v2.RandomResizedCrop(size, scale=(0.08, 1.0), antialias=True),
@@ -60,6 +60,8 @@ def per_view(draw: Callable[[Any], Any], images: Any) -> Callable[[], dict[str, 
 
 
 def sides(size: int, stored: int, batch_size: int) -> dict[str, Callable[[], dict[str, float]]]:
+    from lightly.transforms.simclr_transform import SimCLRTransform
+
     images = photos(batch_size, stored)
     ids = np.arange(batch_size)
     pictures = [Image.fromarray(image) for image in images[:NUM_ONE_BY_ONE]]

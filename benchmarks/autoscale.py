@@ -99,8 +99,14 @@ def draw(seen: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    flags = {"workers": "1:3", "epochs": 30, "batch_size": 384, "boot_s": 45.0, "output": "autoscale.png"}
-    options = make_parser(__doc__, **flags).parse_args()
+    flags: dict[str, Any] = {
+        "workers": "1:3",
+        "epochs": 30,
+        "batch_size": 384,
+        "boot_s": 45.0,
+        "output": "autoscale.png",
+    }
+    options = make_parser(__doc__, reports=False, **flags).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is ended first
     most = int(options.workers.split(":")[-1])
     with growing_cluster(max_nodes=most, boot_s=options.boot_s) as cluster:

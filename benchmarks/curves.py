@@ -45,7 +45,8 @@ def draw(axes: Axes, lines: Sequence[dict[str, Any]], key: str, **style: Any) ->
     marked: dict[str, Any] = {"lw": 1.2, "ms": 3.5, "marker": "o" if key == "knn_top1" else ""}
     for number, attempt in enumerate(attempts):
         label = None if number else style["label"]
-        axes.plot(*attempt, **marked, **style | {"label": label})
+        how: dict[str, Any] = marked | style | {"label": label}
+        axes.plot(*attempt, **how)
     for before, after in itertools.pairwise(line for line in lines if "loss" in line):
         if after["stage"] > before["stage"]:
             axes.axvline(before["samples"] / 1e3, color=style["color"], lw=0.7, ls="--", alpha=0.6)
@@ -87,7 +88,7 @@ def draw_runs(runs: Sequence[str], names: Sequence[str]) -> Figure:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, output="curves.png")
+    parser = make_parser(__doc__, reports=False, output="curves.png")
     parser.add_argument("runs", nargs="+", help="outputs of runs")
     parser.add_argument("--names", nargs="+", help="by default the names of their folders")
     options = parser.parse_args()

@@ -36,7 +36,7 @@ from typing import Any
 from data_path import images_per_second, write_photos
 from gpu_lightly import lightly_rate, train_lightly
 from gpu_measures import PROFILED, STRIPS, loss, profile, raycl_rate, settings_of, strips, utilization
-from measuring import FOLDER, apart, describe_machine, write_json
+from measuring import FOLDER, apart, describe_machine, make_parser, write_json
 
 PUBLISHED = {"simclr": 0.848, "moco_v2": 0.847}
 LARGEST_PLAIN = 65_536  # rows; their matrix of float32 takes 16 GiB, and autograd keeps two
@@ -182,16 +182,17 @@ def lightly(recipe: str, options: argparse.Namespace, deadline: float) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
-    parser.add_argument("--output", type=Path, default=Path("gpu"), help="folder of results and runs")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
+    flags: dict[str, Any] = {
+        "data": Path,
+        "output": Path("gpu"),
+        "minutes": 9.0,
+        "before": None,
+        "quick": False,
+    }
+    parser = make_parser(__doc__, reports=False, **flags)
     parser.add_argument("--parts", nargs="+", help="without it, all")
-    parser.add_argument("--before", type=Path, help="folder with an older package, for rate")
-    parser.add_argument("--quick", action="store_true", help="small sizes, also without a GPU")
     options = parser.parse_args()
+    options.before = options.before and Path(options.before)
     parts = tasks(options)
     if unknown := set(options.parts or ()) - parts.keys():
         parser.error(f"unknown --parts {', '.join(unknown)}; choose {', '.join(parts)}")

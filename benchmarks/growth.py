@@ -121,20 +121,12 @@ def bank(size: int) -> Line:
 
 
 def batch(size: int) -> Line:
-    import torch
-    import torch.nn.functional as F
+    from loss import build_step
 
-    from raycl.losses import nt_xent
     from raycl.training.process import prepare_process
 
     prepare_process(1)
-    view_a, view_b = F.normalize(torch.randn(2, size, DIM), dim=2)
-    view_a.requires_grad_()
-
-    def step() -> None:
-        view_a.grad = None
-        nt_xent(view_a, view_b, temperature=0.1).backward()
-
+    step = build_step("nt_xent", "raycl", size, DIM, 0)
     return median_cost(step, 5 if size <= 16_384 else 0)
 
 

@@ -15,17 +15,18 @@ import itertools
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+from loss import build_step
 from measuring import Line, apart, cost, make_parser, processes, read_status, repeating, report, table
 from training_steps import SMALL, logged_steps, steps_alone
 
-from raycl.losses import info_nce, nt_xent
+from raycl.losses import info_nce
 from raycl.training.process import available_cores, prepare_process
 
 DIM = 128
@@ -70,26 +71,27 @@ def train(data: str, options: argparse.Namespace) -> Line:
 
 
 def loss(name: str, batch_size: int) -> Line:
-    """Take a loss and its gradient once."""
+    """Take a loss and its gradient once; libraries and their buffers are there before."""
     prepare_process(available_cores())
+    build_step("nt_xent", "raycl", 64, DIM, 0)()
+    step = build_step("nt_xent", "raycl", batch_size, DIM, 0) if name == "nt_xent" else gathered_step()
+    values: list[float] = []
+    found = cost(lambda: values.append(step()))
+    return {"side": name} | found | {"value": values[0]}
+
+
+def gathered_step() -> Callable[[], float]:
+    """Return what takes InfoNCE of a slice of queries among a million gathered keys, gradient for these included."""
     torch.manual_seed(0)
-    num_rows = COLUMNS if name == "info_nce" else batch_size
-    key = F.normalize(torch.randn(num_rows, DIM), dim=1)
-    query = F.normalize(key[: SLICE if name == "info_nce" else num_rows] + 0.05 * torch.randn(DIM), dim=1)
-    query.requires_grad_()
-    key.requires_grad_()
-    nt_xent(query[:64], key[:64], temperature=0.2).backward()  # libraries and their buffers
-    query.grad = key.grad = None
-    values: list[Any] = []
+    key = F.normalize(torch.randn(COLUMNS, DIM), dim=1).requires_grad_()
+    query = F.normalize(key.detach()[:SLICE] + 0.05 * torch.randn(DIM), dim=1).requires_grad_()
 
-    def step() -> None:
-        if name == "info_nce":
-            values.append(info_nce(query, key[:SLICE], temperature=0.2, gathered_key=key))
-        else:
-            values.append(nt_xent(query, key, temperature=0.2))
-        values[0].backward()
+    def step() -> float:
+        value = info_nce(query, key[:SLICE], temperature=0.2, gathered_key=key)
+        value.backward()
+        return value.item()
 
-    return {"side": name} | cost(step) | {"value": values[0].item()}
+    return step
 
 
 def main() -> None:

@@ -27,16 +27,17 @@ FOLDER = Path(__file__).parent
 Line = dict[str, Any]
 
 
-def make_parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
-    """Return a parser with ``--json`` and a flag for each keyword, whose value is its default.
+def make_parser(doc: str | None, *, reports: bool = True, **flags: Any) -> argparse.ArgumentParser:
+    """Return a parser with a flag for each keyword, whose value is its default, and ``--json`` if it ``reports``.
 
     A type stands for a required flag, None for an optional word, False for a switch, a tuple for choices with the
     default first, and a list for several values (of these, if they are words).
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    if reports:
+        parser.add_argument("--json", type=Path, help="write the results here")
     for name, default in flags.items():
-        kind: dict[str, Any] = {"default": default, "type": type(default)}
+        kind: dict[str, Any] = {"default": default, "type": type(default)}  # a number, a word, a path
         if isinstance(default, type):
             kind = {"type": default, "required": True}
         elif default is None:

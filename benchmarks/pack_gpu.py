@@ -11,7 +11,6 @@ Needs uv and a package registry. ``packed/1``, ``packed/2``, ... have at most ``
     PYTHONPATH=$PWD:$PWD/site python benchmarks/gpu.py --data cifar10 --output gpu
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -20,7 +19,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from measuring import FOLDER, make_parser
+
 MEASURED = ("inf-cl", "lightly>=1.5.20", "pytest>=8.4", "pytest-timeout>=2.3", "hypothesis>=6.120")
 OF_TORCH = re.compile(r"torch|torchvision|triton|nvidia-.*|cuda-.*")
 GLIBC = range(39, 16, -1)  # pip takes the very number that a wheel names
@@ -28,8 +28,9 @@ LEFT_OUT = re.compile(r"ray/jars/|ray/dashboard/client/build/|ray/core/src/.*\.j
 
 
 def main() -> None:
-    options = read_options()
-    have = installed(options.have)
+    flags = {"output": "packed", "python": "3.12", "mib": 50.0}
+    options = make_parser(__doc__, reports=False, have=None, **flags).parse_args()
+    have = installed(options.have and Path(options.have))
     with tempfile.TemporaryDirectory() as folder:
         wheels = Path(folder)
         needed = [line for line in resolve(options.python) if not is_there(line, have)]
@@ -37,7 +38,9 @@ def main() -> None:
         for wheel in wheels.glob("ray-*.whl"):
             slim(wheel)
         fill(
-            sorted(wheels.glob("*.whl"), key=lambda wheel: -wheel.stat().st_size), options.output, options.mib
+            sorted(wheels.glob("*.whl"), key=lambda wheel: -wheel.stat().st_size),
+            Path(options.output),
+            options.mib,
         )
 
 
@@ -57,16 +60,8 @@ def is_there(requirement: str, have: set[str]) -> bool:
 
 def resolve(python: str) -> list[str]:
     """Return name==version of all that raycl and its measurements need."""
-    command = [
-        "uv",
-        "pip",
-        "compile",
-        str(ROOT / "pyproject.toml"),
-        "-",
-        "--no-header",
-        "--no-annotate",
-        "--quiet",
-    ]
+    command = ["uv", "pip", "compile", str(FOLDER.parent / "pyproject.toml"), "-"]
+    command += ["--no-header", "--no-annotate", "--quiet"]
     command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
     done = subprocess.run(command, input="\n".join(MEASURED), text=True, check=True, stdout=subprocess.PIPE)
     return [line.split(";")[0].strip() for line in done.stdout.splitlines() if "==" in line]
@@ -125,15 +120,6 @@ def fill(wheels: list[Path], output: Path, mib: float) -> None:
         print(f"{size:6.1f} MiB  {folder.name}  {wheel.name}")
     for part, size in enumerate(sizes, 1):
         print(f"{output / str(part)}: {size:.1f} MiB")
-
-
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, default=Path("packed"), help="folder of the parts; replaced")
-    parser.add_argument("--have", type=Path, help="names of packages that are installed there, one a line")
-    parser.add_argument("--python", default="3.12", help="version there")
-    parser.add_argument("--mib", type=float, default=50.0, help="of a part at most")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

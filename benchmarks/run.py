@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from comparisons import AbsentError, Benchmark
-from measuring import describe_machine
+from measuring import FOLDER, describe_machine, make_parser
 from performance_page import check_page, read_measured, write_page
 from suite import SUITE
 
-FOLDER = Path(__file__).parent
 RECORD = ".record.json"  # beside each result: command, commit, machine, date and seconds
 
 
@@ -125,22 +124,17 @@ def read_record(result: Path) -> dict[str, Any]:
 
 def read_options() -> argparse.Namespace:
     """Read the command line; refuse flags that would fail hours later."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path, help="folder with the data sets")
+    parser = make_parser(__doc__, reports=False, data=None, output=None, write=None, quick=False, again=False)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these; without it, all")
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes: whether all of it runs, no figures"
-    )
-    parser.add_argument("--output", type=Path, help="folder of the results [benchmarks/results]")
-    parser.add_argument("--again", action="store_true", help="replace existing results")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page and its pictures")
     options = parser.parse_args()
     by_name = {benchmark.name: benchmark for benchmark in SUITE}
     names = options.only or list(by_name)
     if unknown := [name for name in names if name not in by_name]:
         parser.exit(2, f"unknown benchmark {', '.join(unknown)}; choose {', '.join(by_name)}\n")
     options.benchmarks = [by_name[name] for name in names]
-    options.output = options.output or FOLDER / "results" / ("quick" if options.quick else "")
+    options.output = Path(options.output or FOLDER / "results" / ("quick" if options.quick else ""))
+    options.data = options.data and Path(options.data)
+    options.write = options.write and Path(options.write)
     if options.write and (fault := check_page(options.write)):
         parser.exit(2, f"{fault}\n")
     return options

@@ -169,10 +169,16 @@ def measure_all(groups: list[Any], options: argparse.Namespace) -> tuple[list[Li
 
 
 def read_options() -> argparse.Namespace:
-    numbers = {"workers": [1, 2, 4, 8, 16, 32, 64], "shards": [1, 4, 16]}
+    numbers: dict[str, Any] = {"workers": [1, 2, 4, 8, 16, 32, 64], "shards": [1, 4, 16]}
     numbers["rows"] = [100_000, 1_000_000, 10_000_000]
-    sizes = {"queue": 65_536, "local_batch": 64, "num_negatives": 4_096, "dim": 128, "processes": 8}
-    steps = {"blocks": 5, "steps": 96, "lose_steps": 8}
+    sizes: dict[str, Any] = {
+        "queue": 65_536,
+        "local_batch": 64,
+        "num_negatives": 4_096,
+        "dim": 128,
+        "processes": 8,
+    }
+    steps: dict[str, Any] = {"blocks": 5, "steps": 96, "lose_steps": 8}
     options = make_parser(__doc__, picture=None, quick=False, **numbers, **sizes, **steps).parse_args()
     if options.quick:
         options.workers, options.shards, options.rows = [1, 2, 4], [1, 2], [10_000, 30_000, 100_000]

@@ -13,7 +13,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,21 +142,15 @@ def array_bytes(message: Any) -> int:
 def tcp_bytes() -> tuple[int, int]:
     """Return the bytes that this process's open connections have sent and received, as the kernel counts."""
     sent = received = 0
-    for number in _sockets():
-        with socket.socket(fileno=number) as copy:
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed, no socket, or none of TCP
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
                 facts = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_BYTES.size)
                 acknowledged, came = _TCP_BYTES.unpack(facts)
                 sent, received = sent + acknowledged, received + came
     return sent, received
-
-
-def _sockets() -> Iterator[int]:
-    """Yield copies of this process's open sockets."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed
-            if os.readlink(entry).startswith("socket:"):
-                yield os.dup(int(entry.name))
 
 
 def process_seconds(pid: int) -> float:
@@ -292,15 +286,10 @@ class ClientGroup:
         return sum(client.waited_s for client in self._clients)
 
 
-def spread_ranks(num_workers: int, num_groups: int) -> list[list[int]]:
-    """Return the ranks of each process that has any."""
-    return [list(range(num_workers))[first::num_groups] for first in range(min(num_workers, num_groups))]
-
-
 def join(groups: list[Any], bank: Bank, work: Work) -> tuple[list[Any], float]:
     """Make the clients; return the groups that have some, and the seconds that one client took."""
-    shares = spread_ranks(work.num_workers, len(groups))
-    active = groups[: len(shares)]
+    active = groups[: work.num_workers]
+    shares = [list(range(first, work.num_workers, len(active))) for first in range(len(active))]
     seconds = ray.get(
         [group.join.remote(bank, work, ranks) for group, ranks in zip(active, shares, strict=True)]
     )

@@ -176,7 +176,7 @@ def quarters(soak: Soak) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    options = make_parser(__doc__, minutes=60.0, every=120.0, output="soak.png").parse_args()
+    options = make_parser(__doc__, reports=False, minutes=60.0, every=120.0, output="soak.png").parse_args()
     picture, total = Path(options.output), round(60 * options.minutes)
     with tempfile.TemporaryDirectory() as folder, own_ray(), ExitStack() as stack:
         output, log = Place(str(Path(folder) / "run")), Path(folder) / "log"

@@ -514,7 +514,7 @@ def test_the_page_of_the_full_suite_lists_missing_numbers(tmp_path: Path) -> Non
     assert "| resnet | raycl, BatchNorm over the whole batch | 24 (21.6-28.8) | 1.20 | 1,000 | 0.25 |" in text
     assert "| transformer | raycl, 4 kept | 20.1 (18.1-24.1) | 1.35 | 2,108 | 0.24 | - |" in text
     assert "| moco_v2 | in an actor | 100 (90-120) | 0.30% | 1.50% |" in text
-    assert "| read store | 530 | 8.21 |" in text
+    assert "| read store | 530 (477-636) | 8.21 |" in text
     assert text.count("![") == 2 and "](images/page_growth.png)" in text
     assert {path.name for path in (tmp_path / "images").iterdir()} == {"page.png", "page_growth.png"}
 

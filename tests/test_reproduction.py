@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from claims import FIGURES, find_figure
 from claims.figure import SCALES, ClaimFigure, describe_runs, find_scale
-from claims.images import NUM_PROBE_IMAGES, Evaluator, training_subset
+from claims.images import NUM_PROBE_IMAGES, num_classes, probe_images, training_subset
 from claims.markdown import Page
 from claims.plots import spread_apart
 from claims.results import OUTCOME, MetricCurve, Outcome, Results, read_curves, read_outcome
@@ -675,17 +675,20 @@ def test_the_leak_is_probed_on_images_of_all_classes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("claims.images._read", lambda *_: SortedByClass())
     figure = FIGURES["leak"]
     config = figure.config(figure.settings["cpu"][0], "cpu", seed=0)
-    evaluator = Evaluator(data="train", train="part", test="test")
-    images, ids = evaluator.probe_images(config)
+    images, ids = probe_images("test", config)
     assert len(images) == len(set(ids.tolist())) == NUM_PROBE_IMAGES
     assert np.bincount(SortedByClass.label[ids], minlength=4).min() > NUM_PROBE_IMAGES // 8
-    assert np.array_equal(ids, evaluator.probe_images(config)[1])  # the same images for all runs
+    assert np.array_equal(ids, probe_images("test", config)[1])  # the same images for all runs
 
 
 def test_a_small_data_set_is_used_as_a_whole(digits: tuple[str, str], tmp_path: Path) -> None:
     for num_rows in (None, 10**6):
         assert training_subset(digits[0], num_rows, Place(str(tmp_path))) == digits[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_an_encoder_guesses_among_all_classes(digits: tuple[str, str]) -> None:
+    assert num_classes(digits[1]) == 10
 
 
 def test_images_without_labels_are_refused(digits: tuple[str, str], tmp_path: Path) -> None:

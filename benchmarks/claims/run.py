@@ -10,10 +10,10 @@ from typing import Any, final
 
 from claims import find_figure
 from claims.figure import SCALES, ClaimFigure, ScaleName
-from claims.images import Evaluator, training_subset
+from claims.images import training_subset
 from claims.markdown import Page
 from claims.results import METRICS, MetricCurve, Outcome, Results, read_curves
-from claims.runs import PlannedRun, outcome_of, perform, plan_runs
+from claims.runs import Images, PlannedRun, outcome_of, perform, plan_runs
 from raycl.errors import ConfigError
 from raycl.ray_runtime import connect_cluster
 from raycl.storage import Place, absolute
@@ -142,7 +142,7 @@ def _perform_missing(
     assert request.data is not None and request.test is not None, "checked before"
     connect_cluster(address, debug=debug)
     subset = training_subset(request.data, SCALES[request.scale].num_train, Place(absolute(request.output)))
-    evaluator = Evaluator(data=request.data, train=subset, test=request.test)
+    images = Images(data=request.data, train=subset, test=request.test)
     start = time.monotonic()
     todo = [position for position, outcome in enumerate(outcomes) if outcome is None]
     for done, position in enumerate(todo):
@@ -154,4 +154,4 @@ def _perform_missing(
         notify(f"{run.figure.name}: {title}{left}")
         # Long runs show their own progress; short ones end before anyone can read it.
         quiet = request.scale == "cpu" and not debug
-        outcomes[position] = perform(run, evaluator, address=address, quiet=quiet, debug=debug)
+        outcomes[position] = perform(run, images, address=address, quiet=quiet, debug=debug)

@@ -1,7 +1,6 @@
 """The runs of a figure: plan them, train one, evaluate it, and store its record."""
 
 import io
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -12,17 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from claims.figure import ClaimFigure, ScaleName, Setting
-from claims.images import Evaluator
+from claims.images import num_classes, probe_images
 from claims.results import Outcome, read_outcome
 from claims.rules import MIN_SEEDS
 from raycl.batchnorm.leakage_probe import Leakage, leakage
 from raycl.config import RunConfig
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.errors import CollapseError, ConfigError, NonFiniteLossError
+from raycl.evaluation.classification import evaluate
 from raycl.inference.checkpoint_encoder import last_checkpoint
-from raycl.inference.encoder import load_encoder
 from raycl.models.build import build_towers
-from raycl.models.encoder_io import ImageEncoder
 from raycl.models.momentum import MomentumEncoder
 from raycl.records import CONFIG, RESULT, ROLLBACK, read_metrics, read_result
 from raycl.storage import Place
@@ -100,33 +98,37 @@ def outcome_of(run: PlannedRun) -> Outcome | None:
     return read_outcome(run.place)
 
 
-def perform(
-    run: PlannedRun, evaluator: Evaluator, *, address: str | None, quiet: bool, debug: bool
-) -> Outcome:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Addresses: the user's training images, those of them that runs train on, and the test images."""
+
+    data: str
+    train: str
+    test: str
+
+
+def perform(run: PlannedRun, images: Images, **how: Any) -> Outcome:
     """Train or resume the run unless it is finished, evaluate it, and store its record.
 
-    A loss that is not finite and a collapse without recovery are outcomes too. Raises the other errors of
-    ``raycl.train``.
+    ``how`` are ``address``, ``quiet`` and ``debug`` of ``raycl.train``. A loss that is not finite and a collapse
+    without recovery are outcomes too. Raises the other errors of ``raycl.train``.
     """
-    start = time.monotonic()
-    numbers, failed = {}, None
+    failed = None
     try:
         if not ((run.place / RESULT).exists() and read_result(run.place)["status"] == "finished"):
             resume = (run.place / CONFIG).exists()
-            train(
-                run.config, data=evaluator.train, output=run.place.uri, resume=resume, address=address,
-                quiet=quiet, debug=debug,
-            )  # fmt: skip
-        numbers = _measure(run, evaluator)
+            train(run.config, data=images.train, output=run.place.uri, resume=resume, **how)
+        numbers = _measure(run, images, **how)
     except (NonFiniteLossError, CollapseError) as error:
-        failed, numbers = str(error), {"knn_top1": 1.0 / evaluator.num_classes(run.config)}
+        failed, numbers = str(error), {"knn_top1": 1.0 / num_classes(images.test)}
     outcome = Outcome(
         setting=run.setting.name,
         seed=run.seed,
-        numbers=_last_metrics(run.place) | numbers | {"wall_seconds": time.monotonic() - start},
+        numbers=_last_metrics(run.place) | numbers,
         machine=describe_machine(),
-        data=evaluator.data,
-        test=evaluator.test,
+        data=images.data,
+        test=images.test,
         failed=failed,
     )
     outcome.write(run.place)
@@ -147,17 +149,17 @@ def _last_metrics(place: Place, *, over: int = 5) -> dict[str, float]:
     return numbers
 
 
-def _measure(run: PlannedRun, evaluator: Evaluator) -> dict[str, float]:
+def _measure(run: PlannedRun, images: Images, **how: Any) -> dict[str, float]:
     """Return the length of a finished run, kNN on the test images, and the leakage if asked for."""
-    encoder = load_encoder(run.place.uri)
-    assert isinstance(encoder, ImageEncoder), "the figures are of images"
-    result = read_result(run.place)
+    result, settings = read_result(run.place), run.config.evaluation
     numbers = {name: float(result[name]) for name in ("steps", "seconds", "samples_per_second")}
-    numbers |= {"knn_top1": evaluator.knn(encoder, run.config), "pixels": evaluator.pixels(run.config)}
+    neighbors: dict[str, Any] = {"k": settings.k, "temperature": settings.temperature, "gpu": run.config.gpu}
+    found = evaluate("knn", run=run.place.uri, train=images.train, test=images.test, **neighbors, **how)
+    numbers |= {"knn_top1": found["top1"], "pixels": found["baseline"]["pixels"]}
     if run.figure.probe_group_size is not None:
-        images, ids = evaluator.probe_images(run.config)
-        found = probe_run(run.place, images, ids, group_size=run.figure.probe_group_size)
-        numbers |= {"shared": found.shared, "apart": found.apart, "batchnorm_leakage": found.advantage}
+        probed = probe_images(images.test, run.config)
+        leak = probe_run(run.place, *probed, group_size=run.figure.probe_group_size)
+        numbers |= {"shared": leak.shared, "apart": leak.apart, "batchnorm_leakage": leak.advantage}
     return numbers
 
 
