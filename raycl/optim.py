@@ -47,6 +47,19 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
         group["lr"] = value
 
 
+def clip_gradient(optimizer: Optimizer, max_norm: float) -> Tensor:
+    """Scale the gradient of all parameters to an L2 norm of at most ``max_norm``, as torch's ``clip_grad_norm_``.
+
+    Returns the norm before, a scalar on the device of the parameters, without waiting for it. An infinite
+    gradient becomes NaN.
+    """
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
 @final
 class LARS(Optimizer):
     """SGD with steps scaled by the ratio of weight norm to gradient norm (You et al., 2017)."""

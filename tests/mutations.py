@@ -35,8 +35,8 @@ MUTATIONS = [
     Mutation(
         "the momentum encoder is updated before the optimizer step",
         "raycl/training/step.py",
-        "state.update()\n        state.update_momentum_encoder(momentum)",
-        "state.update_momentum_encoder(momentum)\n        state.update()",
+        "grad_norm = state.update()\n        state.update_momentum_encoder(momentum)",
+        "state.update_momentum_encoder(momentum)\n        grad_norm = state.update()",
         STEPS,
     ),
     Mutation(

@@ -146,6 +146,7 @@ class PlainRun:
         loss = self.loss(query, key, negatives, views, step)
         self.optimizer.zero_grad()
         loss.backward()
+        self.grad_norm = self.clip_gradient()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -155,6 +156,16 @@ class PlainRun:
                 follows.copy_(momentum * follows + (1 - momentum) * leads)
         self.store(query.detach() if key is None else key.detach(), views)
         return loss.item()
+
+    def clip_gradient(self) -> float:
+        """Limit the gradient of all parameters to the length in the settings; return its length before."""
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        length = math.sqrt(sum(float(each.square().sum()) for each in gradients))
+        limit = self.config.optimizer.max_grad_norm
+        for each in gradients if limit is not None and length > limit else ():
+            each *= limit / (length + 1e-6)  # as torch
+        return length
 
     def embed(self, views: Views, step: int) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return queries, keys (None where they are slots) and explicit negatives."""

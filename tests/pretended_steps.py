@@ -37,6 +37,7 @@ SMALL = {"encoder.name": "resnet10", "encoder.stem": "half", "encoder.width": 0.
 TEXTS = {"encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32}
 QUEUE = {"batchnorm_groups": 4, "negatives.capacity": 2 * ROWS}
 CHUNKS = {"stages.0.chunk_size": 16}
+CLIPPED = {"optimizer.max_grad_norm": 0.05}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ CASES = {
     "simclr bfloat16": Case("simclr", SMALL | {"precision": "bfloat16"}),
     "simclr lars": Case("simclr", SMALL | {"optimizer.name": "lars"}),
     "simclr learned temperature": Case("simclr", SMALL | {"learn_temperature": True}),
+    "simclr clipped": Case("simclr", SMALL | CLIPPED),
     "simclr blur": Case("simclr", SMALL | {"augment.blur": 0.5}),
     "simclr chunks": Case("simclr", SMALL | CHUNKS),
     "simclr chunks, group norm": Case("simclr", SMALL | CHUNKS | {"batchnorm": "group"}),

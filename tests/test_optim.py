@@ -8,7 +8,16 @@ import torch
 from torch import nn
 
 from raycl.errors import ConfigError
-from raycl.optim import build_optimizer, constant, cosine, join, linear, set_learning_rate, step_down
+from raycl.optim import (
+    build_optimizer,
+    clip_gradient,
+    constant,
+    cosine,
+    join,
+    linear,
+    set_learning_rate,
+    step_down,
+)
 
 RATE, MOMENTUM, DECAY, TRUST = 0.3, 0.8, 0.05, 0.01
 
@@ -59,6 +68,21 @@ def test_lars_leaves_parameters_without_a_gradient() -> None:
     optimizer.step()
     assert module.unused.equal(before)
     assert not module.weight.equal(Parameters().weight)
+
+
+@pytest.mark.parametrize("max_norm", [0.3, 1e3])
+def test_a_gradient_is_clipped_as_by_torch(max_norm: float) -> None:
+    ours, theirs = Parameters(), Parameters()
+    ours.bias = nn.Parameter(ours.bias.detach().float())  # as a float32 temperature beside a float64 tower
+    theirs.bias = nn.Parameter(theirs.bias.detach().float())
+    optimizer = build_optimizer("sgd", ours)
+    for module in (ours, theirs):
+        (module.weight.square().sum() + module.bias.sum() + 3 * module.zeros.sum()).backward()
+    norm = clip_gradient(optimizer, max_norm)
+    assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)), 1e-12)
+    assert ours.unused.grad is None
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
 
 
 def test_constant_never_changes() -> None:

@@ -14,7 +14,7 @@ from raycl.optim import set_learning_rate
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU
-from tests.pretended_steps import CASES, CHUNKS, QUEUE, ROWS, SMALL, TEXTS, Case, Worker
+from tests.pretended_steps import CASES, CHUNKS, CLIPPED, QUEUE, ROWS, SMALL, TEXTS, Case, Worker
 
 STEPS = 5
 # Samples repeat after three steps, and a few texts repeat often.
@@ -36,6 +36,8 @@ RECIPES = {
     "simclr hinge of all": Case("simclr", SMALL | HINGE),
     "simclr mixed": Case("simclr", SMALL | MIXED),
     "simclr local": Case("simclr", SMALL | {"batchnorm": "local"}),
+    "simclr clipped, chunks": Case("simclr", SMALL | CHUNKS | CLIPPED),
+    "two_tower clipped": Case("two_tower", TEXTS | CLIPPED | {"learn_temperature": True}, **FEW),
     "simclr layer norm": Case("simclr", SMALL | {"batchnorm": "layer"}),
     "simclr shuffled, chunks": Case(
         "simclr", SMALL | CHUNKS | {"batchnorm": "shuffled", "batchnorm_groups": 4}
@@ -109,7 +111,12 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
         torch.manual_seed(step)  # of dropout
         plain_loss = plain.step(views, names[step], step, learning_rate=0.01, momentum=0.9)
         torch.manual_seed(step)
-        assert worker.step(views, step).loss == pytest.approx(plain_loss, rel=tolerance)
+        stepped = worker.step(views, step, is_watched=True)
+        assert stepped.loss == pytest.approx(plain_loss, rel=tolerance)
+        limit = worker.config.optimizer.max_grad_norm
+        if limit is not None:
+            assert stepped.measure()["grad_norm"] == pytest.approx(plain.grad_norm)
+            assert plain.grad_norm > limit
     tolerance = max(tolerance, 1e-8)  # AdamW divides by the gradient's magnitude, which may be tiny
     assert_moved_alike(worker.weights(), weights_of(plain), before, tolerance)
     if worker.learner.momentum_encoder is not None:

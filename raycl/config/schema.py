@@ -364,6 +364,11 @@ class OptimizerConfig(Section):
     trust_coefficient: Positive = 1e-3
     """Trust coefficient of LARS (You et al., 2017)."""
 
+    max_grad_norm: Positive | None = None
+    """Largest L2 norm of the gradient of all learned parameters together; a longer gradient is scaled to
+    it. The norm before is logged as ``grad_norm``. Default: no limit.
+    """
+
 
 @final
 class EvaluationConfig(Section):

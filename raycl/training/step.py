@@ -27,18 +27,21 @@ class StepOutput:
 
     ``watched`` are queries of all workers and their positives, both [n, dim]. ``collapsed_loss`` is the
     loss if all embeddings were equal, or None if it is unknown. ``stop_requested`` is true on all workers once
-    a stop was requested from one of them.
+    a stop was requested from one of them. ``grad_norm`` is the norm of the clipped gradient before clipping.
     """
 
     loss: float
     collapsed_loss: float | None
     stop_requested: bool = False
     watched: Download | None = None
+    grad_norm: Download | None = None
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics of the watched embeddings, equal on all workers; collective."""
+        """Return the metrics of the watched embeddings and the gradient, equal on all workers; collective."""
         assert self.watched is not None, "only a watched step keeps embeddings"
         measures = measure(*self.watched.arrived()).known()
+        if self.grad_norm is not None:
+            measures["grad_norm"] = self.grad_norm.arrived()[0].item()
         # Machines round differently: without the mean, a single worker might detect a collapse.
         return dict(zip(measures, mean_over_workers(list(measures.values())), strict=True))
 
@@ -82,7 +85,7 @@ def train_step(
     with phase("backward"):
         state.backward(loss)
     with phase("update"):
-        state.update()
+        grad_norm = state.update()
         state.update_momentum_encoder(momentum)
     # Once and after the update: the store never returns keys of a failed step.
     with phase("store"):
@@ -92,6 +95,7 @@ def train_step(
         stop_requested=num_requests > 0,
         collapsed_loss=objective.collapsed_loss(batch_size=len(query) * num_workers(), stored=stored),
         watched=watched,
+        grad_norm=Download(grad_norm) if is_watched and grad_norm is not None else None,
     )
 
 

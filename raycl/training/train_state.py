@@ -21,7 +21,7 @@ from raycl.losses.objective import Objective, build_objective
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
-from raycl.optim import build_optimizer
+from raycl.optim import build_optimizer, clip_gradient
 from raycl.training.views import Views
 
 PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them
@@ -84,11 +84,13 @@ class TrainState:
         temperature: LearnedTemperature | None = None,
         momentum_encoder: MomentumEncoder | None = None,
         normalizer: NormalizingConstant | None = None,
+        max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
         """``seed`` draws the groups of shuffled BatchNorm."""
         self.tower, self.optimizer, self.temperature = tower, optimizer, temperature
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
+        self.max_grad_norm = max_grad_norm
         self._seed, self._embed_config = seed, EmbedConfig()
         self._parallel: nn.Module = tower
 
@@ -104,10 +106,11 @@ class TrainState:
         learned = nn.ModuleList(filter(None, (towers, temperature)))
         return cls(
             towers,
-            build_optimizer(module=learned, **config.optimizer.model_dump()),
+            build_optimizer(module=learned, **config.optimizer.model_dump(exclude={"max_grad_norm"})),
             temperature=temperature,
             momentum_encoder=MomentumEncoder(towers) if config.key == "momentum_encoder" else None,
             normalizer=normalizer,
+            max_grad_norm=config.optimizer.max_grad_norm,
             seed=config.seed,
         )
 
@@ -183,11 +186,14 @@ class TrainState:
         loss.backward()
         average_(parameter.grad for parameter in self._not_averaged() if parameter.grad is not None)
 
-    def update(self) -> None:
-        """Make the optimizer step."""
+    def update(self) -> Tensor | None:
+        """Make the optimizer step; return the norm of the gradient before clipping, None without clipping."""
+        limit = self.max_grad_norm
+        grad_norm = None if limit is None else clip_gradient(self.optimizer, limit)
         self.optimizer.step()
         if self.temperature is not None:
             self.temperature.clamp_()
+        return grad_norm
 
     def update_momentum_encoder(self, momentum: float) -> None:
         """Move the momentum encoder, if any, towards the tower."""

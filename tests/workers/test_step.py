@@ -100,6 +100,7 @@ QUEUE, SLOTS = {"negatives.capacity": 40}, {"negatives.num_negatives": 20}
 HARDEST = {"stages.0.loss": "hinge", "stages.0.hardest_negative": True, "stages.0.margin": 0.9}
 METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
+    "simclr with a clipped gradient": {"recipe": "simclr", "optimizer.max_grad_norm": 0.05},
     "simclr of shuffled views": {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4},
     "simclr by the hinge with the hardest negatives": {"recipe": "simclr"} | HARDEST,
     "moco by a mixture": {"recipe": "moco_v2", "batchnorm_groups": 4, "stages.0.hinge_weight": 0.3} | QUEUE,
@@ -147,10 +148,13 @@ def losses_weights_and_rows_after_steps(
         ids = torch.arange(BATCH)[rows] + (step % 2) * BATCH
         views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy())
         settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
+        settings["is_watched"] = is_clipped = config.optimizer.max_grad_norm is not None
         asked = step == 3 and rank == num_workers - 1
         stepped = train_step(learner, store, contrast, views, step=step, stop_requested=asked, **settings)
         assert stepped.stop_requested == (step == 3)  # on all workers, not only on the stopped one
         losses.append(stepped.loss)
+        if is_clipped:
+            losses.append(stepped.measure()["grad_norm"])
     weights = [parameter.detach() for parameter in tower.parameters()]
     if learner.momentum_encoder is not None:
         weights += [parameter.detach() for parameter in learner.momentum_encoder.parameters()]
@@ -182,7 +186,7 @@ def assert_equals_the_whole_batch(
     together = run_workers(
         losses_weights_and_rows_after_steps, num_workers, method, chunk_size, *max_gathered_bytes
     )
-    assert len(set(alone[0])) == 5
+    assert len(set(alone[0])) == len(alone[0])
     for losses, weights, rows in together:
         assert losses == pytest.approx(alone[0], rel=1e-4)
         for ours, expected in zip(weights, alone[1], strict=True):
