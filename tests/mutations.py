@@ -120,8 +120,8 @@ MUTATIONS = [
     Mutation(
         "momentum and its complement are swapped",
         "raycl/models/momentum.py",
-        "list(source.parameters()), 1.0 - momentum)",
-        "list(source.parameters()), momentum)",
+        "targets, 1.0 - momentum)",
+        "targets, momentum)",
         "tests/test_momentum.py",
     ),
     Mutation(

@@ -123,6 +123,7 @@ class PlainRun:
         groups = config.batchnorm_groups if config.batchnorm == "shuffled" else 1
         self.tower: Any = plain_network(tower, 0 if groups == 1 else self.stage.batch_size // groups)
         self.momentum_tower: Any = copy.deepcopy(self.tower)
+        self.average = [each.detach().clone() for each in self.tower.parameters()]
         learned = torch.tensor(
             math.log(self.stage.temperature),
             dtype=torch.float32 if config.learn_temperature else torch.float64,
@@ -152,6 +153,9 @@ class PlainRun:
         self.optimizer.step()
         with torch.no_grad():
             self.log_temperature.clamp_(min=math.log(0.01))
+            decay = min(self.config.ema_decay or 0.0, (1 + step) / (10 + step))
+            for average, leads in zip(self.average, self.tower.parameters(), strict=True):
+                average.copy_(decay * average + (1 - decay) * leads)
             for follows, leads in zip(self.momentum_tower.parameters(), self.tower.parameters(), strict=True):
                 follows.copy_(momentum * follows + (1 - momentum) * leads)
         self.store(query.detach() if key is None else key.detach(), views)

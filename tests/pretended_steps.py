@@ -57,6 +57,7 @@ CASES = {
     "simclr lars": Case("simclr", SMALL | {"optimizer.name": "lars"}),
     "simclr learned temperature": Case("simclr", SMALL | {"learn_temperature": True}),
     "simclr clipped": Case("simclr", SMALL | CLIPPED),
+    "simclr averaged": Case("simclr", SMALL | {"ema_decay": 0.2}),
     "simclr blur": Case("simclr", SMALL | {"augment.blur": 0.5}),
     "simclr chunks": Case("simclr", SMALL | CHUNKS),
     "simclr chunks, group norm": Case("simclr", SMALL | CHUNKS | {"batchnorm": "group"}),

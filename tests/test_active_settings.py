@@ -72,6 +72,7 @@ OTHERS: dict[str, Any] = {
     "bank.location": "worker",
     "bank.name": "mine",
     "bank.max_staleness": 0,
+    "ema_decay": 0.5,
     "batchnorm": "group",
     "batchnorm_groups": 4,
     "optimizer.name": "lars",
@@ -229,7 +230,7 @@ RUNS = {
 BUILT = re.compile(
     r"data\.(image_size|decode_size|channels|max_pixels)|text\.max.*|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
     r"separate_towers|projection_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init).*|bank\..*|"
-    r"batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
+    r"ema_decay|batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
 )
 
 
@@ -282,6 +283,7 @@ def built(config: RunConfig) -> Any:
         "views": build_transform(config, tokenizer),
         "towers": towers,
         "optimizer": [type(state.optimizer), state.optimizer.defaults, state.max_grad_norm],
+        "average": state.ema,
         "groups": [{**group, "params": len(group["params"])} for group in state.optimizer.param_groups],
         "lengths": [(plan.num_steps, plan.steps_per_epoch) for plan in plans],
         "learning rates": [plans[0].learning_rate(step) for step in range(0, plans[0].num_steps, 3)],

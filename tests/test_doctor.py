@@ -121,6 +121,12 @@ def test_the_state_of_each_optimizer_is_counted(name: str, states: int) -> None:
     assert parts(config)["optimizer"] == states * ONE.parameters
 
 
+def test_averaged_weights_count_as_a_copy() -> None:
+    found = parts(small(ema_decay=0.999))
+    assert found["averaged weights"] == found["weights"] > 0
+    assert parts(small())["averaged weights"] == 0
+
+
 def test_a_momentum_encoder_counts_as_a_copy_and_a_queue_as_a_buffer_per_worker() -> None:
     moco = parts(small("moco_v2"))
     assert moco["momentum encoder"] == ONE.parameters

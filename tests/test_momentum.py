@@ -135,22 +135,26 @@ def test_running_statistics_in_training_mode_come_from_the_encoders_own_forward_
     _assert_same(_running(encoder), _running(reference))
 
 
-def test_running_statistics_in_eval_mode_are_copied_from_the_source() -> None:
+def test_running_statistics_in_eval_mode_are_averaged_as_the_weights() -> None:
     tower = _tower()
     encoder = MomentumEncoder(tower).eval()
     source = _moved(tower)
+    encoder.update(source, 0.75)
+    for own, before, followed in zip(_running(encoder), _running(tower), _running(source), strict=True):
+        expected = 0.75 * before + 0.25 * followed if own.is_floating_point() else followed
+        torch.testing.assert_close(own, expected)
     encoder.update(source, 0.0)
-    _assert_same(_running(encoder), _running(source))
     _assert_same(encoder(_images()), source.eval()(_images()).detach())
 
 
-def test_only_frozen_layers_copy_their_statistics_from_the_source() -> None:
+def test_only_frozen_layers_average_the_statistics_of_the_source() -> None:
     tower = _tower()
     tower.encoder.eval()
     encoder = MomentumEncoder(tower)
     source = _moved(tower)
     encoder.update(source, 0.5)
-    _assert_same(_running(encoder.tower.encoder), _running(source.encoder))
+    expected = (_running(tower.encoder)[0] + _running(source.encoder)[0]) / 2
+    torch.testing.assert_close(_running(encoder.tower.encoder)[0], expected)
     _assert_same(_running(encoder.tower.projection_head), _running(tower.projection_head))
 
 

@@ -1,5 +1,6 @@
 """Five steps of every recipe compared with plain torch in float64: losses and weights."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -38,6 +39,8 @@ RECIPES = {
     "simclr local": Case("simclr", SMALL | {"batchnorm": "local"}),
     "simclr clipped, chunks": Case("simclr", SMALL | CHUNKS | CLIPPED),
     "two_tower clipped": Case("two_tower", TEXTS | CLIPPED | {"learn_temperature": True}, **FEW),
+    "clip averaged, chunks": Case("clip", CASES["clip"].settings | CHUNKS | {"ema_decay": 0.999}, **FEW),
+    "moco_v2 averaged": Case("moco_v2", MOCO | {"ema_decay": 0.5}),
     "simclr layer norm": Case("simclr", SMALL | {"batchnorm": "layer"}),
     "simclr shuffled, chunks": Case(
         "simclr", SMALL | CHUNKS | {"batchnorm": "shuffled", "batchnorm_groups": 4}
@@ -93,6 +96,8 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
     for module in (worker.learner.tower, worker.learner.momentum_encoder, worker.learner.temperature):
         if module is not None:
             module.double()
+    if worker.learner.ema is not None:
+        worker.learner.ema.double()
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
     names = [worker.maker.transform.example_ids(rows) for rows in worker.batches(STEPS)]
     count = synthetic_counts(names) if worker.stage.logq_correction else {}
@@ -123,6 +128,24 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
         follower = [each.detach() for each in worker.learner.momentum_encoder.parameters()]
         expected = [each.detach() for each in plain.momentum_tower.parameters()]
         assert_moved_alike(follower, expected, before, tolerance)
+    if worker.learner.ema is not None:
+        averages = [each.detach() for each in worker.learner.evaluated.parameters()]
+        assert_moved_alike(averages, plain.average, before, tolerance)
+        assert not averages[0].equal(worker.weights()[0])
+
+
+def test_averaged_weights_continue_from_a_checkpoint_to_the_last_bit() -> None:
+    first, resumed = (Worker(CASES["simclr averaged"], device=CPU) for _ in range(2))
+    batches = list(first.maker.views(first.batches(4)))
+    for step in (0, 1):
+        first.step(batches[step], step)
+    resumed.learner.load_state_dict(copy.deepcopy(first.learner.state_dict()))
+    for worker in (first, resumed):
+        for step in (2, 3):
+            worker.step(batches[step], step)
+    assert first.learner.ema is not None and first.learner.evaluated is first.learner.ema.tower
+    expected = first.learner.evaluated.state_dict()
+    assert all(each.equal(expected[name]) for name, each in resumed.learner.evaluated.state_dict().items())
 
 
 def test_a_learned_temperature_stays_above_its_minimum() -> None:

@@ -42,6 +42,9 @@ def write_run(folder: Path, config: RunConfig, towers: Towers, *steps: int) -> s
     if config.key == "momentum_encoder":
         # The momentum encoder differs and is not a result.
         learner["momentum_encoder"] = MomentumEncoder(trained(config, seed=7)).state_dict()
+    if config.ema_decay is not None:
+        # The average is the result, and the last weights are not.
+        learner = {"ema": MomentumEncoder(towers).state_dict(), "tower": trained(config, seed=8).state_dict()}
     for step in steps:
         checkpoint = folder / "checkpoints" / f"step-{step:08d}-judged"
         checkpoint.mkdir(parents=True)
@@ -74,8 +77,10 @@ def representations(run: str, side: Any) -> Tensor:
         pairs.small_config(settings=HEAD),
         pairs.small_config(settings={"separate_towers": True, **HEAD}),
         pairs.small_config("clip"),
+        of_images("simclr", ema_decay=0.999),
+        pairs.small_config(settings={"separate_towers": True, "ema_decay": 0.999, **HEAD}),
     ],
-    ids=["simclr", "group norm", "moco", "simcse", "one tower", "two towers", "clip"],
+    ids=["simclr", "group norm", "moco", "simcse", "one tower", "two towers", "clip", "average", "averages"],
 )
 def test_the_last_checkpoint_gives_the_encoder_that_a_finished_run_would_save(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]

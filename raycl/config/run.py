@@ -110,6 +110,12 @@ class RunConfig(Section):
     bank: BankConfig = BankConfig()
     """Storage of the queue or memory bank."""
 
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Evaluate and save an exponential moving average of the weights and BatchNorm statistics with this
+    decay per step, such as 0.999; step n counts with a decay of at most n / (n + 9). Default: the last
+    weights.
+    """
+
     batchnorm: Literal["synchronized", "shuffled", "layer", "group", "local"] = "synchronized"
     """Rows that share BatchNorm statistics: the rows of all workers (``synchronized``), of one worker
     (``local``), or of random groups (``shuffled``). ``layer`` and ``group`` replace BatchNorm by LayerNorm

@@ -235,6 +235,7 @@ def estimate_memory(
             "gradients": weights,
             "optimizer": weights * (OPTIMIZER_STATES[config.optimizer.name] if momentum else 0),
             "momentum encoder": weights + measured.buffers if config.key == "momentum_encoder" else 0.0,
+            "averaged weights": 0.0 if config.ema_decay is None else weights + measured.buffers,
             "activations": sum(
                 _activations(count, stage, row, waiting)
                 for count, row, waiting in zip(rows, measured.activations, measured.waiting, strict=True)

@@ -105,8 +105,10 @@ def read_checkpoint_encoders(
     print(f"{run} has not finished: using its checkpoint after step {step}", file=sys.stderr)
     towers = opened.towers(network)
     by_side = {"query": towers[0], "key": towers[-1]}  # which may share one tower
-    weights = opened.state.get("tower", {})
-    return [opened.encoder(by_side[side][1], weights, by_side[side][2]) for side in sides]
+    weights, prefix = opened.state.get("tower", {}), ""
+    if "ema" in opened.state:
+        weights, prefix = opened.state["ema"], "tower."
+    return [opened.encoder(by_side[side][1], weights, prefix + by_side[side][2]) for side in sides]
 
 
 @final

@@ -1,4 +1,4 @@
-"""The momentum encoder (He et al., 2020)."""
+"""The momentum encoder (He et al., 2020), also the average of the weights for evaluation."""
 
 import copy
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ class MomentumEncoder(nn.Module):
         """Move towards ``source``: weights <- momentum * weights + (1 - momentum) * source's.
 
         Running statistics of a BatchNorm in training mode stay, since the key side's own forward passes
-        update them. All other buffers are copied, also those of a BatchNorm in eval mode: they would
-        grow stale.
+        update them. In eval mode they are averaged as the weights, since they belong to them: copies would
+        be the statistics of the newest weights. All other buffers are copied.
 
         Args:
             source: The tower that was copied, without its ``DistributedDataParallel`` wrapper.
@@ -47,12 +47,20 @@ class MomentumEncoder(nn.Module):
         if not 0.0 <= momentum <= 1.0:
             raise ConfigError(f"momentum must lie in [0, 1], came {momentum}; 0.99 to 0.999 is usual")
         # parameters() yields a shared parameter once on both sides, so it moves once.
-        torch._foreach_lerp_(list(self.tower.parameters()), list(source.parameters()), 1.0 - momentum)
-        for own, followed in _following_buffers(self.tower, source):
-            own.copy_(followed)
+        averaged: list[Tensor] = list(self.tower.parameters())
+        targets: list[Tensor] = list(source.parameters())
+        for layer, own, followed in _following_buffers(self.tower, source):
+            if isinstance(layer, _BatchNorm) and own.is_floating_point():
+                averaged.append(own)
+                targets.append(followed)
+            else:
+                own.copy_(followed)
+        torch._foreach_lerp_(averaged, targets, 1.0 - momentum)
 
 
-def _following_buffers(tower: nn.Module, source: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+def _following_buffers(tower: nn.Module, source: nn.Module) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    """Yield the buffers of all layers, except of a BatchNorm in training mode, and the source's."""
     for layer, other in zip(tower.modules(), source.modules(), strict=True):
         if not (isinstance(layer, _BatchNorm) and layer.training):
-            yield from zip(layer.buffers(recurse=False), other.buffers(recurse=False), strict=True)
+            for own, followed in zip(layer.buffers(recurse=False), other.buffers(recurse=False), strict=True):
+                yield layer, own, followed

@@ -291,7 +291,7 @@ class Trainer:
         if rank() != 0:
             return None
         self._logger.flush()
-        save_towers(self._towers, self._job)
+        save_towers(self._state.evaluated, self._job)
         num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
         totals = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
         return Finished({**totals, "seconds": position.seconds, **self._metrics})
@@ -302,7 +302,7 @@ class Trainer:
         with self._logger.clock.paused():
             self._state.average_statistics()
             if self._evaluator is not None:
-                measured |= self._evaluator.measure(self._towers, self._device)
+                measured |= self._evaluator.measure(self._state.evaluated, self._device)
             if self._last_views is not None:
                 measured |= self._state.leakage(self._last_views, seed=self._config.seed)
         self._metrics |= measured
@@ -314,7 +314,7 @@ class Trainer:
     def _write_snapshot(self) -> None:
         if self._snapshots is not None:
             with self._logger.clock.paused():
-                self._snapshots.write(self._towers, self._device, step=self._position.step)
+                self._snapshots.write(self._state.evaluated, self._device, step=self._position.step)
 
     def _save(self, *, evaluated: bool = False, always: bool = False) -> None:
         self._checkpointer.save(

@@ -87,6 +87,7 @@ def train_step(
     with phase("update"):
         grad_norm = state.update()
         state.update_momentum_encoder(momentum)
+        state.update_ema(step=step)
     # Once and after the update: the store never returns keys of a failed step.
     with phase("store"):
         store.update(step=step)

@@ -1,9 +1,9 @@
-"""The state that training changes, except the store: towers, momentum encoder, optimizer, temperature."""
+"""The state that training changes, except the store: towers and their averages, optimizer, temperature."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -83,13 +83,16 @@ class TrainState:
         *,
         temperature: LearnedTemperature | None = None,
         momentum_encoder: MomentumEncoder | None = None,
+        ema_decay: float | None = None,
         normalizer: NormalizingConstant | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
-        """``seed`` draws the groups of shuffled BatchNorm."""
+        """``seed`` draws the groups of shuffled BatchNorm; ``ema_decay`` averages the weights."""
         self.tower, self.optimizer, self.temperature = tower, optimizer, temperature
         self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
+        self._ema_decay = ema_decay
+        self.ema = None if ema_decay is None else MomentumEncoder(tower).eval()
         self.max_grad_norm = max_grad_norm
         self._seed, self._embed_config = seed, EmbedConfig()
         self._parallel: nn.Module = tower
@@ -109,6 +112,7 @@ class TrainState:
             build_optimizer(module=learned, **config.optimizer.model_dump(exclude={"max_grad_norm"})),
             temperature=temperature,
             momentum_encoder=MomentumEncoder(towers) if config.key == "momentum_encoder" else None,
+            ema_decay=config.ema_decay,
             normalizer=normalizer,
             max_grad_norm=config.optimizer.max_grad_norm,
             seed=config.seed,
@@ -200,15 +204,27 @@ class TrainState:
         if self.momentum_encoder is not None:
             self.momentum_encoder.update(self.tower, momentum)
 
+    def update_ema(self, *, step: int) -> None:
+        """Move the average of the weights, if any, towards the tower; ``step`` counts from 0.
+
+        The decay rises from 0.1, or the initial weights would count for 1 / (1 - decay) steps.
+        """
+        if self.ema is not None and self._ema_decay is not None:
+            self.ema.update(self.tower, min(self._ema_decay, (1 + step) / (10 + step)))
+
+    @property
+    def evaluated(self) -> Towers:
+        """The towers to evaluate and save: with ``ema_decay`` their average over the steps."""
+        return self.tower if self.ema is None else cast("Towers", self.ema.tower)
+
     def average_statistics(self) -> None:
         """Give all workers the mean of their BatchNorms' running statistics; collective.
 
         Training never reads them. With the mean, all workers evaluate the same encoder, and the saved
         one has statistics of all rows.
         """
-        average_buffers(self.tower)
-        if self.momentum_encoder is not None:
-            average_buffers(self.momentum_encoder)
+        for network in filter(None, (self.tower, self.momentum_encoder, self.ema)):
+            average_buffers(network)
 
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
         """Measure the leakage of BatchNorm, if it can leak; collective."""
@@ -291,6 +307,7 @@ class TrainState:
             "optimizer": self.optimizer,
             "temperature": self.temperature,
             "momentum_encoder": self.momentum_encoder,
+            "ema": self.ema,
             "normalizer": self.normalizer,
         }
         return {name: part for name, part in parts.items() if part is not None}

@@ -163,6 +163,7 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
     assert written <= documented_metrics()
     of_others = {
         "keys_fraction",
+        "grad_norm",
         "batchnorm_leakage",
         "recall_at_10",
         "bank_restarts",

@@ -101,6 +101,7 @@ HARDEST = {"stages.0.loss": "hinge", "stages.0.hardest_negative": True, "stages.
 METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
     "simclr with a clipped gradient": {"recipe": "simclr", "optimizer.max_grad_norm": 0.05},
+    "simclr with averaged weights": {"recipe": "simclr", "ema_decay": 0.5},
     "simclr of shuffled views": {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4},
     "simclr by the hinge with the hardest negatives": {"recipe": "simclr"} | HARDEST,
     "moco by a mixture": {"recipe": "moco_v2", "batchnorm_groups": 4, "stages.0.hinge_weight": 0.3} | QUEUE,
@@ -158,6 +159,9 @@ def losses_weights_and_rows_after_steps(
     weights = [parameter.detach() for parameter in tower.parameters()]
     if learner.momentum_encoder is not None:
         weights += [parameter.detach() for parameter in learner.momentum_encoder.parameters()]
+    if learner.ema is not None:
+        learner.average_statistics()
+        weights += list(learner.evaluated.state_dict().values())
     return losses, weights, store.state_dict()
 
 
