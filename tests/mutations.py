@@ -442,7 +442,7 @@ MUTATIONS = [
         "raycl/training/loop.py",
         '        check_equal(len(train_rows), "the number of training rows")\n',
         "",
-        "tests/cluster/test_run.py",
+        "tests/workers/test_distributed.py",
     ),
     Mutation(
         "the warmup is skipped",

@@ -1,6 +1,9 @@
 """The exactness of training on several workers: gloo processes against one process."""
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raycl.data.split import Holdout
 from raycl.distributed import (
     all_agree,
     all_sum,
@@ -19,6 +23,8 @@ from raycl.distributed import (
     rank,
 )
 from raycl.errors import RayclError
+from raycl.recipes import recipe
+from raycl.training.loop import Trainer
 from tests.workers.processes import run_workers
 
 Gather = Callable[[Tensor], Tensor]
@@ -145,6 +151,17 @@ def test_check_equal_names_the_value_of_each_rank() -> None:
     assert run_workers(_check_rank, 2, 0) == [None, None]
     with pytest.raises(RayclError, match=r"the local batch .* \(rank 0: 8, rank 1: 11\)"):
         run_workers(_check_rank, 2, 3)
+
+
+def _train_on_other_rows(rank: int, num_workers: int) -> None:
+    rows = SimpleNamespace(where=lambda keep: range(8 + rank))
+    job: Any = SimpleNamespace(config=recipe("simclr"), holdout=Holdout(seed=0), load_rows=lambda: rows)
+    Trainer(job, None, torch.device("cpu"), threading.Event())
+
+
+def test_workers_with_different_numbers_of_rows_are_refused() -> None:
+    with pytest.raises(RayclError, match=r"the number of training rows .* \(rank 0: 8, rank 1: 9\)"):
+        run_workers(_train_on_other_rows, 2)
 
 
 def _place(index: int, count: int) -> tuple[int, int]:
