@@ -38,7 +38,7 @@ from raycl.storage import Place
 # In any environment in which raycl is installed for development.
 from tests.cluster.faults import kill_process
 
-VICTIMS = ("ray::RayTrainWorker", "ray::BankActor", "ray::TrainController", "ray::MapBatches")
+VICTIMS = ("ray::RayTrainWorker", "ray::QueueActor", "ray::TrainController", "ray::MapBatches")
 KEPT = ("raylet", "gcs_server", "driver", "ray::RunCoordinator")  # what should live for the whole hour
 LOOK_S = 5.0
 SETTINGS = {

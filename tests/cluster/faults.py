@@ -20,16 +20,16 @@ def wait_until(condition: Callable[[], object], *, timeout_s: float = 240.0) -> 
         time.sleep(0.02)
 
 
-def kill_process(title: str, *, timeout_s: float = 240.0) -> int:
-    """Wait for a process of the session whose title starts with ``title``, SIGKILL it, and return its id."""
+def kill_process(title: str | tuple[str, ...], *, timeout_s: float = 240.0) -> int:
+    """Wait for a process of the session whose title starts with (one of) ``title``, SIGKILL it, and return its id."""
     found: list[int] = []
     wait_until(lambda: found.extend(processes(title)) or found, timeout_s=timeout_s)
     os.kill(found[0], signal.SIGKILL)
     return found[0]
 
 
-def processes(title: str) -> list[int]:
-    """Return the processes started by the session's raylets whose title starts with ``title``."""
+def processes(title: str | tuple[str, ...]) -> list[int]:
+    """Return the processes started by the session's raylets whose title starts with (one of) ``title``."""
     session = ray.get_runtime_context().get_session_name()
     raylets = {pid for pid, line in _processes() if "raylet" in line[:200] and session in line}
     return [pid for pid, line in _processes() if line.startswith(title) and _parent(pid) in raylets]

@@ -137,7 +137,7 @@ def lose_data_worker(_: FaultedRun) -> None:
 
 
 def lose_shard(run: FaultedRun) -> None:
-    kill_process("ray::BankActor")
+    kill_process(("ray::QueueActor", "ray::MemoryBankActor"))
 
 
 def lose_node(run: FaultedRun) -> None:
