@@ -1,7 +1,8 @@
 """Optimizers without weight decay of biases and normalization weights, and schedules from step to value."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, final
 
@@ -22,18 +23,27 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
     trust_coefficient: float = 1e-3,
+    learning_rate_scales: Mapping[nn.Parameter, float] | None = None,
 ) -> Optimizer:
     """Build an optimizer for ``module``; the learning rate is set at every step.
 
     Biases and normalization weights (all parameters with fewer than two dimensions) have no weight
-    decay and no LARS scaling, as in SimCLR.
+    decay and no LARS scaling, as in SimCLR. ``learning_rate_scales`` multiply the learning rate of a
+    parameter, 1 if it is missing.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    scales, grouped = learning_rate_scales or {}, defaultdict[tuple[bool, float], list[nn.Parameter]](list)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            grouped[parameter.ndim <= 1, scales.get(parameter, 1.0)].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay, "adapt": True},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "adapt": False},
+        {
+            "params": parameters,
+            "weight_decay": 0.0 if is_vector else weight_decay,
+            "adapt": not is_vector,
+            "lr_scale": scale,
+        }
+        for (is_vector, scale), parameters in sorted(grouped.items())
     ]
-    groups = [group for group in groups if group["params"]]
     if name == "adamw":
         return AdamW(groups, lr=0.0, betas=betas, fused=True)
     if name == "sgd":
@@ -42,9 +52,9 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups, each by its scale."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("lr_scale", 1.0)  # checkpoints of earlier versions have none
 
 
 def clip_gradient(optimizer: Optimizer, max_norm: float) -> Tensor:

@@ -134,8 +134,8 @@ MUTATIONS = [
     Mutation(
         "weight decay applies to biases",
         "raycl/optim.py",
-        '[p for p in parameters if p.ndim <= 1], "weight_decay": 0.0',
-        '[p for p in parameters if p.ndim <= 1], "weight_decay": weight_decay',
+        '"weight_decay": 0.0 if is_vector else weight_decay,',
+        '"weight_decay": weight_decay,',
         "tests/test_optim.py tests/test_plain_steps.py",
     ),
     # Losses over all workers

@@ -78,6 +78,7 @@ OTHERS: dict[str, Any] = {
     "optimizer.name": "lars",
     "optimizer.betas": [0.5, 0.75],
     "optimizer.max_grad_norm": 0.5,
+    "optimizer.layer_decay": 0.75,
     "stages.0.steps": 77,
     "stages.0.chunk_size": 64,
     "stages.0.activation_checkpoint_every": 2,
@@ -234,8 +235,9 @@ BUILT = re.compile(
 )
 
 
-# If inactive: an unused parameter, unused positions, and a loss that does not exist.
+# If inactive: an unused parameter, unused positions, a loss that does not exist, a network without blocks.
 REFUSED = {
+    "optimizer.layer_decay",
     "learn_temperature",
     "text.max_document_length",
     "stages.0.hinge_weight",

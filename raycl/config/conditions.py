@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from pydantic import BaseModel
 
 from raycl.loss_specs import LOSSES, join_names
+from raycl.models.registry import is_transformer
 
 if TYPE_CHECKING:
     from raycl.config.run import RunConfig
@@ -67,6 +68,10 @@ _JITTER = Condition("augment.jitter above 0", lambda run, _: run.augment.jitter 
 _IMAGE_NETWORK = Condition("an image network, and text_encoder is a text network", lambda *_: False)
 _KNOWN_NETWORK = Condition(
     "a network that raycl builds by its name", lambda run, _: ":" not in run.encoder.name
+)
+_TRANSFORMER = Condition(
+    "a ViT or a transformer (encoder.name, or text_encoder.name of image_text)",
+    lambda run, _: any(map(is_transformer, run.encoder_names)),
 )
 _OWN_TOKENIZER = Condition(
     "a tokenizer that the run trains: without text.tokenizer and without a pretrained encoder",
@@ -172,6 +177,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "optimizer.momentum": (when("optimizer.name", "sgd", "lars"),),
     "optimizer.betas": (when("optimizer.name", "adamw"),),
     "optimizer.trust_coefficient": (when("optimizer.name", "lars"),),
+    "optimizer.layer_decay": (_TRANSFORMER,),
     "stages.N.cached_chunks": (_CHUNKS,),
     "stages.N.activation_checkpoint_every": (_CHUNKS, when("batchnorm", "synchronized", "local")),
     "stages.N.temperature": (

@@ -176,6 +176,12 @@ class RunConfig(Section):
         return self.data.kind != "image"
 
     @property
+    def encoder_names(self) -> tuple[str, ...]:
+        """The names of the networks, one or two."""
+        of_texts = (self.text_encoder.name,) if self.data.kind == "image_text" else ()
+        return (self.encoder.name, *of_texts)
+
+    @property
     def has_pretrained_tokenizer(self) -> bool:
         """Whether the tower of texts is a pretrained model, which has a tokenizer."""
         encoder = self.text_encoder if self.data.kind == "image_text" else self.encoder

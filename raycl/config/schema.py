@@ -364,6 +364,11 @@ class OptimizerConfig(Section):
     trust_coefficient: Positive = 1e-3
     """Trust coefficient of LARS (You et al., 2017)."""
 
+    layer_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Factor of the learning rate from each block of a ViT or a transformer to the block before, and to
+    the embeddings, 0 to 1 (Bao et al., 2022). Default: one learning rate.
+    """
+
     max_grad_norm: Positive | None = None
     """Largest L2 norm of the gradient of all learned parameters together; a longer gradient is scaled to
     it. The norm before is logged as ``grad_norm``. Default: no limit.

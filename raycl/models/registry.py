@@ -44,6 +44,11 @@ def check_side(side: SideName) -> SideName:
     return side
 
 
+def is_transformer(name: str) -> bool:
+    """Return whether a network that raycl builds by this name has transformer blocks."""
+    return name in VITS or name == "transformer" or name.startswith(HUGGING_FACE)
+
+
 def check_encoder_name(name: str, *, is_text: bool, key: str = "encoder.name") -> None:
     """Raise ``ConfigError`` for an unknown encoder name; any ``package.module:function`` passes."""
     known = TEXT_ENCODERS if is_text else (*RESNETS, *VITS)

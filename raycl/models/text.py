@@ -81,7 +81,9 @@ class TextTransformer(nn.Module):
         self.token_embedding = nn.Embedding(num_tokens, dim, padding_idx=PADDING)
         self.position_embedding = nn.Embedding(max_length, dim)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(_Layer(dim, num_heads, hidden_dim, dropout) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer(dim, num_heads, hidden_dim, dropout) for _ in range(num_layers)
+        )
         self.norm = nn.LayerNorm(dim)
         self._initialize()
 
@@ -111,7 +113,7 @@ class TextTransformer(nn.Module):
 
 
 @final
-class _Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Self-attention and a feed-forward network."""
 
     def __init__(self, dim: int, num_heads: int, hidden_dim: int, dropout: float) -> None:

@@ -14,10 +14,12 @@ from raycl.config import RunConfig, Stage
 from raycl.distributed import all_sum, average_, num_workers
 from raycl.distributed.ddp import average_buffers, average_gradients
 from raycl.distributed.step_timer import phase
+from raycl.errors import ConfigError
 from raycl.gradient_cache import embed_in_chunks
 from raycl.losses import NormalizingConstant
 from raycl.losses.logq import Frequencies
 from raycl.losses.objective import Objective, build_objective
+from raycl.models.blocks import learning_rate_scales
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
@@ -107,9 +109,10 @@ class TrainState:
             device = next(towers.parameters()).device
             temperature = LearnedTemperature(config.stages[0].temperature, bias=config.first_bias).to(device)
         learned = nn.ModuleList(filter(None, (towers, temperature)))
+        settings = config.optimizer.model_dump(exclude={"max_grad_norm", "layer_decay"})
         return cls(
             towers,
-            build_optimizer(module=learned, **config.optimizer.model_dump(exclude={"max_grad_norm"})),
+            build_optimizer(module=learned, **settings, learning_rate_scales=_scales(config, towers)),
             temperature=temperature,
             momentum_encoder=MomentumEncoder(towers) if config.key == "momentum_encoder" else None,
             ema_decay=config.ema_decay,
@@ -311,3 +314,18 @@ class TrainState:
             "normalizer": self.normalizer,
         }
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def _scales(config: RunConfig, towers: Towers) -> dict[nn.Parameter, float]:
+    """Return the factors of the learning rate; raises ``ConfigError`` if no encoder has blocks for them."""
+    decay = config.optimizer.layer_decay
+    if decay is None:
+        return {}
+    scales: dict[nn.Parameter, float] = {}
+    for tower in towers.towers:
+        scales |= learning_rate_scales(tower.encoder, decay)
+    if not scales:
+        raise ConfigError(
+            "optimizer.layer_decay needs the blocks of a ViT or a transformer, got none; remove it"
+        )
+    return scales

@@ -1,0 +1,31 @@
+"""The blocks of a transformer, and learning rates by block."""
+
+from torch import nn
+from torchvision.models.vision_transformer import EncoderBlock
+
+from raycl.models.text import HuggingFaceEncoder, TransformerLayer
+
+
+def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a ViT or a transformer from the first to the last; none of another network."""
+    if isinstance(encoder, HuggingFaceEncoder):
+        number = encoder.model.config.num_hidden_layers
+        lists = (each for each in encoder.modules() if isinstance(each, nn.ModuleList))
+        return next((list(each) for each in lists if len(each) == number), [])
+    return [each for each in encoder.modules() if isinstance(each, EncoderBlock | TransformerLayer)]
+
+
+def learning_rate_scales(encoder: nn.Module, decay: float) -> dict[nn.Parameter, float]:
+    """Return the factor of the learning rate of each parameter, which decays towards the input (Bao et al., 2022).
+
+    With n blocks, block i (from 0) has ``decay ** (n - i)``, and the embeddings of patches, tokens and
+    positions have ``decay ** (n + 1)``. What follows the blocks has no factor, nor has a network without blocks.
+    """
+    blocks = transformer_blocks(encoder)
+    layer_of = {each: index + 1 for index, block in enumerate(blocks) for each in block.parameters()}
+    scales: dict[nn.Parameter, float] = {}
+    for parameter in encoder.parameters() if blocks else ():
+        if layer_of.keys() <= scales.keys():
+            break  # embeddings are registered before the blocks, and the final normalization after them
+        scales[parameter] = decay ** (len(blocks) + 1 - layer_of.get(parameter, 0))
+    return scales
