@@ -26,6 +26,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from measuring import add_times, alternate, apart, make_parser, report, table
+from training_steps import open_samples, write_images
 
 WARMUP_BATCHES = 4
 NUM_PHOTOS = 2_000
@@ -59,11 +60,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     from raycl.data.in_memory import InMemoryDataset
     from raycl.data.prefetch import Prefetched
     from raycl.data.sampler import BatchShard, InMemorySampler
-    from raycl.data.sources import find_source
-    from raycl.ray_runtime import connect_cluster, fetch_tables
-    from raycl.training.coordinator import start_coordinator
-    from raycl.training.data_module import DataModule
-    from raycl.training.preflight import column_names
+    from raycl.ray_runtime import fetch_tables
     from raycl.training.process import prepare_process
     from raycl.training.transforms import build_formats, build_transform
     from raycl.training.views import ViewMaker
@@ -73,9 +70,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
     settings = {"data.cache": "stream" if stream else "materialize", "evaluation.every_epochs": 0}
     settings |= {"data.shuffle_buffer_size": SHUFFLED} if stream else {}
     config = raycl.override(raycl.recipe("simclr", image_size=options.size), settings)
-    connect_cluster(None)
-    with start_coordinator() as coordinator:
-        samples = DataModule(config, coordinator, find_source(options.data, column_names(config)), None)
+    with open_samples(config, options.data) as samples:
         if stream:
             epochs: Any = samples.stream()
         else:
@@ -183,19 +178,16 @@ def write_photos(path: Path) -> Path:
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
-    rng, files = np.random.default_rng(0), []
+    rng, photos = np.random.default_rng(0), []
     pictures = load_sample_images().images
     for number in range(NUM_PHOTOS):
         picture = pictures[number % 2]
         height = int(rng.integers(200, picture.shape[0]))
         width = height * 5 // 4
         top, left = int(rng.integers(picture.shape[0] - height)), int(rng.integers(picture.shape[1] - width))
-        part = Image.fromarray(picture[top : top + height, left : left + width]).resize((500, 400))
-        stream = io.BytesIO()
-        part.save(stream, "JPEG", quality=90)
-        files.append(stream.getvalue())
-    pq.write_table(pa.table({"image": files}), path, row_group_size=200)
-    return path
+        part = Image.fromarray(picture[top : top + height, left : left + width])
+        photos.append(np.asarray(part.resize((500, 400))))
+    return write_images(path, photos, NUM_PHOTOS, quality=90, rows_a_group=200)
 
 
 def repeat_rows(given: Path, path: Path) -> Path:

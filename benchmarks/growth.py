@@ -10,7 +10,6 @@ updated. ``batch``: NT-Xent and its gradient over so many pairs; its rows times 
 the square. Workers are in ``scale.py`` and ``scale_training.py``.
 """
 
-import io
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from measuring import Line, apart, cost, make_parser, markdown_table, report
 from pictures import BLUES, FAINT, as_logs, panels, save
+from training_steps import open_samples, write_images
 
 DIM, BATCH, NUM_DRAWN = 128, 256, 4_096
 SIZES = {
@@ -38,45 +36,22 @@ UNITS = {"rows": "rows read", "queue": "keys", "bank": "slots", "batch": "pairs"
 def rows(size: int) -> Line:
     import raycl
     from raycl.data.sampler import BatchShard
-    from raycl.data.sources import find_source
-    from raycl.ray_runtime import connect_cluster
-    from raycl.training.coordinator import start_coordinator
-    from raycl.training.data_module import DataModule
-    from raycl.training.preflight import column_names
     from raycl.training.process import prepare_process
 
     prepare_process(2)
     settings = {"data.cache": "stream", "evaluation.every_epochs": 0}
     config = raycl.override(raycl.recipe("simclr", image_size=16), settings)
+    images = np.random.default_rng(0).integers(0, 255, (2_000, 16, 16, 3), np.uint8)
     with tempfile.TemporaryDirectory() as folder:
-        data = write_images(Path(folder) / "images.parquet", size)
-        connect_cluster(None)
-        with start_coordinator() as coordinator:
-            source = find_source(str(data), column_names(config))
-            stream = DataModule(config, coordinator, source, None).stream()
-            epochs = count()
+        data = write_images(Path(folder) / "images.parquet", list(images), size)
+        with open_samples(config, str(data)) as samples:
+            stream, epochs = samples.stream(), count()
 
             def read() -> None:
                 for _ in stream.epoch_batches(BatchShard(batch_size=BATCH), epoch=next(epochs)):
                     pass
 
             return median_cost(read, 3, clock="wall_s")
-
-
-def write_images(path: Path, number: int) -> Path:
-    """Write JPEGs of 16 pixels, a few thousand different ones again and again."""
-    from PIL import Image
-
-    rng, files = np.random.default_rng(0), []
-    for _ in range(2_000):
-        stream = io.BytesIO()
-        Image.fromarray(rng.integers(0, 255, (16, 16, 3), np.uint8)).save(stream, "JPEG")
-        files.append(stream.getvalue())
-    with pq.ParquetWriter(path, pa.schema({"image": pa.binary()})) as writer:
-        for start in range(0, number, 10_000):
-            some = [files[index % len(files)] for index in range(start, min(start + 10_000, number))]
-            writer.write_table(pa.table({"image": some}))
-    return path
 
 
 def queue(size: int) -> Line:

@@ -83,26 +83,17 @@ NAMES = {
 }
 
 
-def compare(
-    what: str,
-    unit: str,
-    key: str,
-    own: str,
-    *peers: str,
-    aim: float | None = None,
-    is_drawn: bool = True,
-    **case: Any,
-) -> list[Comparison]:
-    """Set the line of one side beside those of others of the same case."""
+def compare(what: str, unit: str, key: str, own: str, *peers: str, **named: Any) -> list[Comparison]:
+    """Set the line of one side beside those of others; ``named`` are fields of a comparison, or words of the case."""
+    fields = {name: named.pop(name) for name in ("peer", "aim", "is_drawn", "other_of") if name in named}
 
     def line(side: str) -> tuple[dict[str, Any], str]:
-        return {"side": side} | case, key
+        return {"side": side} | named, key
 
     shared: dict[str, Any] = {"what": what, "unit": unit, "own": line(own)}
-    if not peers:
-        return [Comparison(**shared)]
-    shared |= {"aim": aim, "is_drawn": is_drawn}
-    return [Comparison(**shared, peer=NAMES.get(peer, peer), other=line(peer)) for peer in peers]
+    return [
+        Comparison(**shared | {"peer": NAMES.get(peer, peer), "other": line(peer)} | fields) for peer in peers
+    ] or [Comparison(**shared)]
 
 
 def loss(what: str, *peers: str, is_drawn: bool = True, **case: Any) -> list[Comparison]:
@@ -134,35 +125,32 @@ def training(recipe: str, title: str) -> list[Benchmark]:
     """Train beside lightly; the aim of bfloat16 is over lightly in float32, as it comes."""
     rate = "samples/s", "samples_per_second", "raycl"
     exact, rounded = f"{title}, ResNet-18", f"{title}, ResNet-18, bfloat16"
-    lightly = {"side": "lightly"}, "samples_per_second"
-    in_float32 = Comparison(
-        what=rounded,
-        unit="samples/s",
-        own=({"side": "raycl"}, "samples_per_second"),
-        peer="lightly in float32",
-        other=lightly,
-        other_of=recipe,
-        aim=2.8,
-    )
+    in_float32 = {"aim": 2.8, "other_of": recipe, "peer": "lightly in float32"}
+    flags = f"--data {IMAGES} --recipe {recipe} --encoder resnet18"
     kinds = {
-        "": [*compare(exact, *rate, "lightly", aim=1.7), *compare(exact, *rate, "encoder", aim=0.9)],
-        "bfloat16": [
-            in_float32,
-            *compare(rounded, *rate, "lightly"),
-            *compare(rounded, *rate, "encoder", aim=0.9),
-        ],
+        recipe: (
+            flags,
+            [*compare(exact, *rate, "lightly", aim=1.7), *compare(exact, *rate, "encoder", aim=0.9)],
+        ),
+        f"{recipe}_bfloat16": (
+            f"{flags} --precision bfloat16",
+            [
+                *compare(rounded, *rate, "lightly", **in_float32),
+                *compare(rounded, *rate, "lightly"),
+                *compare(rounded, *rate, "encoder", aim=0.9),
+            ],
+        ),
     }
     return [
         Benchmark(
-            name=f"{recipe}_{precision}" if precision else recipe,
+            name=name,
             section="Whole training",
             script="train_step.py",
-            flags=f"--data {IMAGES} --recipe {recipe} --encoder resnet18"
-            + f" --precision {precision}" * bool(precision),
+            flags=flags,
             quick="--batch-size 32 --steps 5 --repeats 1",
             comparisons=comparisons,
         )
-        for precision, comparisons in kinds.items()
+        for name, (flags, comparisons) in kinds.items()
     ]
 
 

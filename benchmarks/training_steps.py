@@ -5,8 +5,10 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,40 @@ def logged_steps(recipe: str, settings: dict[str, Any], data: str) -> list[dict[
     with tempfile.TemporaryDirectory() as folder:
         raycl.train(config, data=data, output=folder, quiet=True)
         return [line for line in read_metrics(Place(folder)) if "loss" in line]
+
+
+@contextmanager
+def open_samples(config: Any, data: str) -> Iterator[Any]:
+    """Yield the rows of a run on this data, as its worker gets them."""
+    from raycl.data.sources import find_source
+    from raycl.ray_runtime import connect_cluster
+    from raycl.training.coordinator import start_coordinator
+    from raycl.training.data_module import DataModule
+    from raycl.training.preflight import column_names
+
+    connect_cluster(None)
+    with start_coordinator() as coordinator:
+        yield DataModule(config, coordinator, find_source(data, column_names(config)), None)
+
+
+def write_images(
+    path: Path, images: Sequence[Any], number: int, *, quality: int = 75, rows_a_group: int = 10_000
+) -> Path:
+    """Write JPEGs of uint8 [height, width, 3] to a Parquet file, again from the start until there are enough."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    files = []
+    for image in images:
+        stream = io.BytesIO()
+        Image.fromarray(image).save(stream, "JPEG", quality=quality)
+        files.append(stream.getvalue())
+    with pq.ParquetWriter(path, pa.schema({"image": pa.binary()})) as writer:
+        for start in range(0, number, 10_000):
+            some = [files[index % len(files)] for index in range(start, min(start + 10_000, number))]
+            writer.write_table(pa.table({"image": some}), row_group_size=rows_a_group)
+    return path
 
 
 def build_tower(encoder: str) -> Any:
