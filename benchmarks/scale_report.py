@@ -146,7 +146,8 @@ def draw_bytes(axes: Axes, lines: Sequence[Line], model: dict[str, dict[str, int
         for at, size in enumerate(sizes):
             bar = axes.bar(at + 0.27 * (number - 1), size / 1e3, 0.25, color=color, label="" if at else label)
             axes.bar_label(bar, [f"{size / 1e3:,.0f}"], fontsize=7, color=INK)
-    axes.set(yscale="log", ylabel="KB a step and worker")
+    most_bytes = max(size for sizes in kinds.values() for size in sizes)
+    axes.set(yscale="log", ylabel="KB a step and worker", ylim=(5, 20 * most_bytes / 1e3))  # below the legend
     axes.set_xticks(range(len(places)), [f"{side},\n{way}" for side, way in places])
 
 
