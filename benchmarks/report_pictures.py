@@ -8,21 +8,25 @@ import io
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from measuring import FOLDER, make_parser
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
 
 from raycl.report.writer import write_report
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+IMAGES = FOLDER.parent / "docs" / "images"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 NUM_COLORS = 96  # enough for a page of lines and text; a third of the bytes
 
 
-def main(run: Annotated[str, typer.Argument(help="The --output of a run.")]) -> None:
+def main() -> None:
     """Write the page, and save two screenshots of it."""
+    parser = make_parser(__doc__, reports=False)
+    parser.add_argument("run", help="the --output of a run")
+    run = parser.parse_args().run
+    from playwright.sync_api import sync_playwright
+
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page = Path(folder) / "report.html"
         write_report(run, str(page))
@@ -37,7 +41,7 @@ def main(run: Annotated[str, typer.Argument(help="The --output of a run.")]) -> 
         print(f"{IMAGES / name}: {(IMAGES / name).stat().st_size:,} bytes")
 
 
-def shot(browser: Browser, page: Path, width: int, height: int, scheme: Any, *, begin: str) -> Image.Image:
+def shot(browser: Any, page: Path, width: int, height: int, scheme: Any, *, begin: str) -> Image.Image:
     """Return a screenshot of this size, scrolled to an element."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     tab = context.new_page()
@@ -49,4 +53,4 @@ def shot(browser: Browser, page: Path, width: int, height: int, scheme: Any, *, 
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

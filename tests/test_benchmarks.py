@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -183,21 +185,47 @@ def test_names_sections_and_scripts_of_the_suite_are_consistent() -> None:
     assert {each.other_of for benchmark in SUITE for each in benchmark.comparisons} <= {None, *BY_NAME}
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_scripts_accept_the_flags_of_the_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [word.format(data="d", output="o") for word in [*BY_NAME[name].words(quick=True), "--json", "x"]]
-    script = importlib.import_module(Path(words[0]).stem)
-    accepted: list[Any] = []
+def documented_commands() -> list[str]:
+    """Return the commands of benchmarks in the documents, with their flags."""
+    root = run.FOLDER.parent
+    pages = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
+    found = [re.findall(r"python benchmarks/(\w+\.py[^\n`#]*)", page.read_text()) for page in pages]
+    return sorted({command.strip() for commands in found for command in commands})
 
-    def stop(self: argparse.ArgumentParser, *_: Any) -> Any:
-        accepted.append(parse(self, words[1:]))
-        raise KeyboardInterrupt
 
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], argparse.Namespace]:
+    """Return a function that reads a script's words by its own parser, and goes no further."""
     parse = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    with pytest.raises(KeyboardInterrupt):
-        script.main()
-    assert accepted[0].json == Path("x")
+
+    def read(words: list[str]) -> argparse.Namespace:
+        found: list[argparse.Namespace] = []
+
+        def stop(parser: argparse.ArgumentParser, *_: Any) -> Any:
+            found.append(parse(parser, words[1:]))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        with pytest.raises(KeyboardInterrupt):
+            importlib.import_module(Path(words[0]).stem).main()
+        return found[0]
+
+    return read
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_scripts_accept_the_flags_of_the_suite(
+    name: str, parsed: Callable[[list[str]], argparse.Namespace]
+) -> None:
+    words = [word.format(data="d", output="o") for word in BY_NAME[name].words(quick=True)]
+    assert parsed([*words, "--json", "x"]).json == Path("x")
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_scripts_accept_the_commands_of_the_documents(
+    command: str, parsed: Callable[[list[str]], argparse.Namespace]
+) -> None:
+    parsed(shlex.split(command.replace(" --precision P", " --precision bfloat16")))
 
 
 @pytest.mark.parametrize("name", BY_NAME)
