@@ -20,6 +20,7 @@ from raycl.config.overrides import config_from_yaml, config_to_yaml, override
 from raycl.config.schema import AugmentConfig, MomentumEncoderConfig, Section, TextConfig
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
+from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_towers
 from raycl.recipes import RECIPES, recipe
 from raycl.tokenization import Vocabulary
@@ -300,11 +301,11 @@ def built(config: RunConfig) -> Any:
     if config.negatives.store != "none" and config.bank.location == "actor":
         spec = bank_spec(config, output="", name="bank", num_samples=num_samples)
         parts["bank"] = dataclasses.replace(spec, momentum=0.0) if spec.kind == "queue" else spec
-    # Passed on, but not read without chunks and own slots.
+    # Passed on, but not read without chunks, blocks and own slots.
     if stage.chunk_size is None:
-        parts["embedding"] = dataclasses.replace(
-            parts["embedding"], cached_chunks=1, activation_checkpoint_every=None
-        )
+        parts["embedding"] = dataclasses.replace(parts["embedding"], cached_chunks=1)
+        if not any(residual_blocks(each.encoder) for each in towers.towers):
+            parts["embedding"] = dataclasses.replace(parts["embedding"], activation_checkpoint_every=None)
     described = describe(parts)
     return described if config.key == "memory_bank" else without(described, "proximal_weight")
 
@@ -477,7 +478,8 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "simclr accelerator=H100": "accelerator acts only with gpu true, and this run has gpu false",
     "simclr stages.0.bias=-3": "stages.0.bias acts only with loss siglip",
     "moco_v2 bank.shards=3": "negatives.store memory_bank, and this run has negatives.store queue",
-    "simclr stages.0.activation_checkpoint_every=1": "acts only with a chunk_size",
+    "simclr stages.0.cached_chunks=2": "acts only with a chunk_size",
+    "two_tower stages.0.activation_checkpoint_every=1": "acts only with a ResNet, a ViT or a transformer, or",
     "instance_discrimination stages.0.hinge_weight=0.5": "acts only with loss nt_xent, info_nce or clip",
     "moco_v2 stages.0.proximal_weight=1.0": "with key memory_bank, and this run has key momentum",
     "clip stages.0.logq_correction=true": "data.kind pairs, and this run has data.kind image_text",

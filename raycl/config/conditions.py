@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from pydantic import BaseModel
 
 from raycl.loss_specs import LOSSES, join_names
-from raycl.models.registry import is_transformer
+from raycl.models.registry import has_blocks, is_transformer
 
 if TYPE_CHECKING:
     from raycl.config.run import RunConfig
@@ -72,6 +72,13 @@ _KNOWN_NETWORK = Condition(
 _TRANSFORMER = Condition(
     "a ViT or a transformer (encoder.name, or text_encoder.name of image_text)",
     lambda run, _: any(map(is_transformer, run.encoder_names)),
+)
+_BLOCKS = Condition(
+    "a ResNet, a ViT or a transformer, or with a chunk_size and batchnorm synchronized or local",
+    lambda run, index: (
+        any(map(has_blocks, run.encoder_names))
+        or (_CHUNKS.holds(run, index) and run.batchnorm in ("synchronized", "local"))
+    ),
 )
 _OWN_TOKENIZER = Condition(
     "a tokenizer that the run trains: without text.tokenizer and without a pretrained encoder",
@@ -179,7 +186,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "optimizer.trust_coefficient": (when("optimizer.name", "lars"),),
     "optimizer.layer_decay": (_TRANSFORMER,),
     "stages.N.cached_chunks": (_CHUNKS,),
-    "stages.N.activation_checkpoint_every": (_CHUNKS, when("batchnorm", "synchronized", "local")),
+    "stages.N.activation_checkpoint_every": (_BLOCKS,),
     "stages.N.temperature": (
         Condition(
             "a loss that has a temperature, or monitor.on_collapse rollback",

@@ -40,8 +40,8 @@ class Stage(Section):
     """
 
     activation_checkpoint_every: Count | None = None
-    """With whole-batch BatchNorm in chunks, k keeps the activations of every k-th residual block and
-    recomputes the others: less memory, one more forward pass. Default: keep all.
+    """k keeps the activations at every k-th residual block and recomputes those between: less memory, one
+    more forward pass (Chen et al., 2016). Default: keep all.
     """
 
     workers: Count | None = None

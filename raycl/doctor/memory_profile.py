@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from raycl.batchnorm import split_batchnorm
 from raycl.config import RunConfig, Stage
 from raycl.doctor.nodes import process_memory
-from raycl.gradient_cache import embed_in_chunks
+from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
+from raycl.models.blocks import residual_blocks
 from raycl.models.build import build_towers
-from raycl.models.towers import TwoTowers
+from raycl.models.towers import Tower, TwoTowers
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.process import autocast, available_cores
 
@@ -63,15 +64,17 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
 
 
 def _profile_tower(
-    config: RunConfig, stage: Stage, tower: nn.Module, make_inputs: Callable[[int], Tensor]
+    config: RunConfig, stage: Stage, tower: Tower, make_inputs: Callable[[int], Tensor]
 ) -> tuple[float, float]:
     """Return the bytes of a row with its graph, and while it waits for other chunks."""
+
+    every, blocks = stage.activation_checkpoint_every, residual_blocks(tower.encoder)
+    checkpoint_activations(tower, blocks, every=every, chunk_size=stage.chunk_size)
 
     def peak(num_rows: int, chunk_size: int | None = None) -> float:
         inputs = make_inputs(num_rows)
         embed: Callable[[Tensor], Tensor] = tower
         if chunk_size is not None:
-            every = stage.activation_checkpoint_every
             embed = partial(embed_in_chunks, tower, chunk_size=chunk_size, activation_checkpoint_every=every)
 
         def step() -> None:

@@ -1,5 +1,6 @@
-"""Gradient caching: the exact gradient of a batch larger than memory."""
+"""Gradient caching: the exact gradient of a batch larger than memory. Activation checkpointing."""
 
 from raycl.gradient_cache.cache import embed_in_chunks
+from raycl.gradient_cache.checkpointing import checkpoint_activations
 
-__all__ = ["embed_in_chunks"]
+__all__ = ["checkpoint_activations", "embed_in_chunks"]

@@ -75,7 +75,7 @@ def embed_in_chunks(
     _check(rows, chunk_size, cached_chunks)
     if _is_one_chunk(tower, rows[0], chunk_size):
         return tower(*rows)
-    if not _normalizes_over_batch(tower):
+    if not normalizes_over_batch(tower):
         chunks = _IndependentChunks(tower, chunk_size=chunk_size, cached_chunks=cached_chunks)
     elif len(rows) == 1:
         chunks = ChunkedBatchNorm(
@@ -205,7 +205,7 @@ def _is_one_chunk(tower: nn.Module, rows: Tensor, chunk_size: int) -> bool:
     return is_one
 
 
-def _normalizes_over_batch(tower: nn.Module) -> bool:
+def normalizes_over_batch(tower: nn.Module) -> bool:
     """Whether a row's embedding depends on rows that may be in other chunks."""
     return any(
         isinstance(layer, _BatchNorm)

@@ -1,6 +1,7 @@
-"""The blocks of a transformer, and learning rates by block."""
+"""The blocks of an encoder, and learning rates by block."""
 
 from torch import nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.models.vision_transformer import EncoderBlock
 
 from raycl.models.text import HuggingFaceEncoder, TransformerLayer
@@ -13,6 +14,13 @@ def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:
         lists = (each for each in encoder.modules() if isinstance(each, nn.ModuleList))
         return next((list(each) for each in lists if len(each) == number), [])
     return [each for each in encoder.modules() if isinstance(each, EncoderBlock | TransformerLayer)]
+
+
+def residual_blocks(encoder: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a ResNet, a ViT or a transformer from the first to the last; none of another network."""
+    of_resnet: list[nn.Module] = []
+    of_resnet += (each for each in encoder.modules() if isinstance(each, BasicBlock | Bottleneck))
+    return of_resnet or transformer_blocks(encoder)
 
 
 def learning_rate_scales(encoder: nn.Module, decay: float) -> dict[nn.Parameter, float]:

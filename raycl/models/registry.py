@@ -49,6 +49,11 @@ def is_transformer(name: str) -> bool:
     return name in VITS or name == "transformer" or name.startswith(HUGGING_FACE)
 
 
+def has_blocks(name: str) -> bool:
+    """Return whether a network that raycl builds by this name has residual blocks."""
+    return name in RESNETS or is_transformer(name)
+
+
 def check_encoder_name(name: str, *, is_text: bool, key: str = "encoder.name") -> None:
     """Raise ``ConfigError`` for an unknown encoder name; any ``package.module:function`` passes."""
     known = TEXT_ENCODERS if is_text else (*RESNETS, *VITS)

@@ -15,11 +15,11 @@ from raycl.distributed import all_sum, average_, num_workers
 from raycl.distributed.ddp import average_buffers, average_gradients
 from raycl.distributed.step_timer import phase
 from raycl.errors import ConfigError
-from raycl.gradient_cache import embed_in_chunks
+from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.losses import NormalizingConstant
 from raycl.losses.logq import Frequencies
 from raycl.losses.objective import Objective, build_objective
-from raycl.models.blocks import learning_rate_scales
+from raycl.models.blocks import learning_rate_scales, residual_blocks
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
@@ -34,8 +34,9 @@ PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all
 class EmbedConfig:
     """How a stage embeds its batches.
 
-    ``chunk_size`` limits the views with a graph at the same time. ``cached_chunks`` and
-    ``activation_checkpoint_every`` are arguments of :func:`~raycl.gradient_cache.embed_in_chunks`.
+    ``chunk_size`` limits the views with a graph at the same time. ``cached_chunks`` is an argument of
+    :func:`~raycl.gradient_cache.embed_in_chunks`, and ``activation_checkpoint_every`` of
+    :func:`~raycl.gradient_cache.checkpoint_activations` too.
     Shuffled BatchNorm normalizes random groups of ``rows_per_group`` rows: keys, or all views of a single
     tower. ``leak_group_size`` is the number of rows normalized together, for the leakage probe; 0 if
     BatchNorm cannot leak.
@@ -159,8 +160,17 @@ class TrainState:
         self._parallel = average_gradients(self.tower, device)
 
     def set_embed_config(self, config: EmbedConfig) -> None:
-        """Use this configuration from now on."""
+        """Use this configuration from now on; raises ``ConfigError`` if there are no activations to recompute."""
         self._embed_config = config
+        every, size = config.activation_checkpoint_every, config.chunk_size
+        acts = [
+            checkpoint_activations(each, residual_blocks(each.encoder), every=every, chunk_size=size)
+            for each in self.tower.towers
+        ]
+        if every is not None and not any(acts):
+            raise ConfigError(
+                "activation_checkpoint_every needs the blocks of a ResNet, a ViT or a transformer, got none; remove it"
+            )
         if config.rows_per_group is not None:
             for network in filter(None, (self.tower, self.momentum_encoder)):
                 split_batchnorm(network, config.rows_per_group)

@@ -1,0 +1,163 @@
+"""Activation checkpointing changes memory and time, and no value."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raycl.batchnorm import split_batchnorm
+from raycl.errors import ConfigError
+from raycl.gradient_cache import checkpoint_activations
+from raycl.models.blocks import residual_blocks
+from raycl.models.image import build_image_encoder
+from raycl.models.text import build_text_encoder
+from raycl.training.train_state import EmbedConfig
+from tests.pretend_gpu import CPU
+from tests.pretended_steps import CASES, CHUNKS, SMALL, Case, Worker
+from tests.workers.test_step import build_tower
+
+TOKENS = torch.tensor([[3, 4, 5, 9], [6, 7, 8, 0], [5, 5, 6, 7], [9, 0, 0, 0]])
+IMAGES = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def hugging_face(folder: Path, kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[kind](
+        vocab_size=50, **sizes
+    ).save_pretrained(folder)
+    arguments = {"pretrained": False}
+    return build_text_encoder(f"transformers:{folder}", num_tokens=50, max_length=8, arguments=arguments)
+
+
+def built(name: str, folder: Path) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    if name in ("bert", "roberta"):
+        return hugging_face(folder, name), TOKENS
+    if name == "transformer":
+        return build_text_encoder(name, num_tokens=50, max_length=8), TOKENS
+    encoder = build_image_encoder(name.split()[0], image_size=32, width=0.25)
+    if "shuffled" in name:
+        split_batchnorm(encoder, 2)
+    return encoder, IMAGES
+
+
+def trained(encoder: nn.Module, rows: Tensor) -> list[Tensor]:
+    """Return embeddings, gradients and buffers of two steps."""
+    found: list[Tensor] = []
+    for step in range(2):
+        torch.manual_seed(step)  # of dropout
+        encoder.zero_grad()
+        output = encoder.train()(rows)
+        output.square().sum().backward()
+        found += [output.detach(), torch.rand(3)]  # the random state continues as without recomputation
+        found += [each.grad.clone() for each in encoder.parameters() if each.grad is not None]
+        found += [each.clone() for each in encoder.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 2, 100])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "resnet50", "resnet18 shuffled", "vit_tiny", "transformer", "bert", "roberta"]
+)
+def test_recomputed_activations_change_nothing_to_the_last_bit(name: str, every: int, tmp_path: Path) -> None:
+    encoder, rows = built(name, tmp_path)
+    state = copy.deepcopy(encoder.state_dict())
+    expected = trained(encoder, rows)
+    for chosen in (every, None):
+        encoder.load_state_dict(state)
+        checkpoint_activations(encoder, residual_blocks(encoder), every=chosen)
+        calls = count_calls(encoder)
+        found = trained(encoder, rows)
+        assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+        assert encoder.state_dict().keys() == state.keys()
+        assert calls() == (4 if chosen else 2)  # of the last block in two steps
+
+
+def count_calls(encoder: nn.Module) -> Any:
+    """Count the forward passes of a layer in the last block."""
+    block = residual_blocks(encoder)[-1]
+    layer = next(each for each in block.modules() if isinstance(each, nn.LayerNorm | nn.Conv2d))
+    calls: list[None] = []
+    handle = layer.register_forward_hook(lambda *_: calls.append(None))
+
+    def counted() -> int:
+        handle.remove()
+        return len(calls)
+
+    return counted
+
+
+def saved_bytes(encoder: nn.Module, rows: Tensor) -> int:
+    """Return the bytes of the tensors that the graph of a forward pass holds, without parameters."""
+    own = {each.untyped_storage().data_ptr() for each in encoder.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = encoder(rows)
+    assert output.requires_grad
+    return sum(held.values())
+
+
+@pytest.mark.parametrize(("name", "most"), [("resnet50", 0.5), ("vit_tiny", 0.2), ("transformer", 0.2)])
+def test_the_graph_holds_less_memory(name: str, most: float, tmp_path: Path) -> None:
+    encoder, rows = built(name, tmp_path)
+    before = saved_bytes(encoder, rows)
+    checkpoint_activations(encoder, residual_blocks(encoder), every=1)
+    assert saved_bytes(encoder, rows) < most * before
+
+
+def test_a_copy_of_a_network_recomputes_with_its_own_weights() -> None:
+    encoder = build_image_encoder("resnet10", image_size=32, width=0.125)
+    checkpoint_activations(encoder, residual_blocks(encoder), every=2)
+    copied = copy.deepcopy(encoder)
+    with torch.no_grad():
+        for each in encoder.parameters():
+            each.zero_()
+    assert copied(IMAGES).any() and not encoder(IMAGES).any()
+
+
+VIT = {"encoder.name": "vit_tiny", "encoder.width": 0.2, "projection_head.batchnorm": False}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES["simclr"],
+        Case("simclr", SMALL | CHUNKS | {"batchnorm": "group"}),
+        CASES["moco_v2"],
+        CASES["simcse"],
+        CASES["simcse chunks"],
+        Case("simclr", VIT | CHUNKS),
+    ],
+    ids=["resnet", "resnet in chunks", "moco", "transformer", "transformer in chunks", "vit in chunks"],
+)
+def test_steps_are_equal_to_the_last_bit(case: Case) -> None:
+    every = case.settings | {"stages.0.activation_checkpoint_every": 1}
+    losses, weights = [], []
+    for each in (case, Case(case.recipe, every)):
+        worker = Worker(each, device=CPU)
+        for step, views in enumerate(worker.maker.views(worker.batches(2))):
+            torch.manual_seed(step)
+            losses.append(worker.step(views, step).loss)
+        weights.append([weight.detach() for weight in worker.weights()])
+        block = residual_blocks(worker.learner.tower.towers[0].encoder)[0]
+        assert ("forward" in vars(block)) == (each is not case)
+    assert losses[:2] == losses[2:]
+    assert all(a.equal(b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_network_without_blocks_is_refused_in_one_line() -> None:
+    worker = Worker(CASES["simclr"], device=CPU)
+    worker.learner.tower = build_tower()
+    with pytest.raises(ConfigError, match="needs the blocks of a ResNet, a ViT or a transformer, got none"):
+        worker.learner.set_embed_config(EmbedConfig(activation_checkpoint_every=1))
