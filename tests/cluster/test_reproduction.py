@@ -76,8 +76,8 @@ def test_a_figure_is_run_once_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(json.loads((output / "leak.json").read_text())["runs"][0]["curves"]["loss"][0]["values"]) == 3
 
     # The second call trains and evaluates nothing.
-    runs = sorted((output / RUNS).iterdir())
-    assert [run.name for run in runs] == ["leak-local-seed0", "leak-group-seed0"]
+    runs = [output / RUNS / f"leak-{name}-seed0" for name in ("local", "group")]
+    assert sorted((output / RUNS).iterdir()) == sorted(runs)
     files = [run / name for run in runs for name in (METRICS, RESULT, OUTCOME)]
     before = {file: file.stat().st_mtime_ns for file in files}
     messages.clear()
