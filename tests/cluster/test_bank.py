@@ -13,6 +13,7 @@ import pytest
 import ray
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from raycl.errors import ConfigError, RayclError, RunError
 from raycl.negatives import KeyQueue, MemoryBank, Negatives
@@ -233,13 +234,19 @@ def test_a_shard_too_large_for_every_node_is_refused_before_the_bank_starts(tmp_
 
 
 def test_a_bank_that_cannot_be_scheduled_is_refused_in_time(tmp_path: Path) -> None:
-    have = min(node["Resources"]["memory"] for node in ray.nodes())
-    rows = int(0.7 * have / 1.15 / (DIM * 4 + 16))
-    spec = a_spec(tmp_path, kind="memory_bank", capacity=2 * rows, num_shards=2, timeout_s=5.0)
-    with pytest.raises(
-        RunError, match="no place within 5 s: 2 shards need up to .* raise bank.shards"
-    ) as error:
-        start_bank(spec, np.arange(2 * rows))
+    have = int(max(node["Resources"]["memory"] for node in ray.nodes()))
+    others = placement_group([{"memory": have // 2}])
+    ray.get(others.ready(), timeout=30)
+    # Few long rows: each of two shards needs 0.6 of the memory, of which half is free.
+    rows, dim = 100, int(0.6 * have / 1.15 / 100 / 4)
+    spec = a_spec(tmp_path, kind="memory_bank", capacity=2 * rows, dim=dim, num_shards=2, timeout_s=3.0)
+    try:
+        with pytest.raises(
+            RunError, match="no place within 3 s: 2 shards need up to .* raise bank.shards"
+        ) as error:
+            start_bank(spec, np.arange(2 * rows))
+    finally:
+        remove_placement_group(others)
     assert "\n" not in str(error.value)
     assert "test" not in list_banks()
 
