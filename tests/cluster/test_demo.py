@@ -1,6 +1,7 @@
 """A short version of the demo: placed digits, a trained encoder, a table and a picture."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from raycl.config.overrides import override
 from raycl.demo.digits import NUM_PLACEMENTS, NUM_TEST, write_digits
 from raycl.demo.plan import plan_demo
 from raycl.demo.run import run_demo
@@ -35,7 +37,8 @@ def test_digits_are_equal_for_equal_seeds_and_cover_the_canvas(tmp_path: Path) -
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "demo"
-    scores = run_demo(plan_demo(str(output), epochs=1))
+    plan = plan_demo(str(output), workers=1, epochs=1)
+    scores = run_demo(replace(plan, config=override(plan.config, {"encoder.width": 0.25})))
     assert list(scores) == ["raw pixels", "untrained encoder", "trained encoder"]
     for score in scores.values():
         assert 0.1 < score["linear"] < 1.0
