@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import raycl
 from raycl.config import RunConfig
@@ -49,18 +50,24 @@ def lines_of(output: Path) -> list[dict[str, Any]]:
     return read_metrics(Place(str(output)))
 
 
-def test_a_collapsed_run_recovers_by_rollback_and_temporary_cross_entropy(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def recovered(tmp_path_factory: pytest.TempPathFactory) -> raycl.RunResult:
+    """A run that collapses twice."""
     # The third check reports the collapse. Step 9, the end of an epoch, is saved three times: after two
     # checks with one point, so that the first rollback leads to step 5; healthy, for the second; and again.
     config = collapsing_run("rollback", [8, 9, 10, 15, 16, 17])
-    result = train(config, tmp_path / "run")
-    assert events_of(tmp_path / "run") == [
+    return train(config, tmp_path_factory.mktemp("recovered") / "run")
+
+
+def test_a_collapsed_run_recovers_by_rollback_and_temporary_cross_entropy(recovered: raycl.RunResult) -> None:
+    output = Path(recovered.output)
+    assert events_of(output) == [
         ("collapse", 10),
         ("rollback", 5),
         ("collapse", 12),
         ("rollback", 9),
     ]
-    steps = steps_of(tmp_path / "run")
+    steps = steps_of(output)
     assert [line["step"] for line in steps] == [*range(1, 11), *range(6, 13), *range(10, 19)]
     # NT-Xent with 64 pairs is far above the hinge loss; it replaces it for four steps.
     by_cross_entropy = [False] * 10 + [True] * 4 + [False] * 3 + [True] * 4 + [False] * 5
@@ -68,8 +75,15 @@ def test_a_collapsed_run_recovers_by_rollback_and_temporary_cross_entropy(tmp_pa
     in_one_point = [False] * 7 + [True] * 3 + [False] * 4 + [True] * 3 + [False] * 9
     assert [line["embedding_std"] < 0.01 for line in steps] == in_one_point
     assert all(line["samples_per_second"] > 0 for line in steps)
-    assert result.final["rollbacks"] == 2
-    assert result.steps == 18
+    assert recovered.final["rollbacks"] == 2
+    assert recovered.steps == 18
+
+
+def test_a_loaded_encoder_has_the_replacements_of_batchnorm(recovered: raycl.RunResult) -> None:
+    encoder = raycl.load_encoder(recovered.output)
+    assert any(isinstance(layer, torch.nn.GroupNorm) for layer in encoder.modules())
+    assert not any(isinstance(layer, torch.nn.BatchNorm2d) for layer in encoder.modules())
+    assert "batchnorm_leakage" not in recovered.final
 
 
 @pytest.mark.drill

@@ -233,16 +233,6 @@ def found(name: str) -> Bank | None:
     return connect_bank(name) if name in list_banks() else None
 
 
-def test_a_loaded_encoder_has_the_replacements_of_batchnorm(data: Path, tmp_path: Path) -> None:
-    settings = {"encoder.name": "resnet10", "encoder.width": 0.25, "encoder.kwargs": {}}
-    config = run_of("moco_v2", **settings, **{"batchnorm": "group", "stages.0.epochs": 1, "workers": 1})
-    result = trained(config, data, tmp_path / "run")
-    encoder = raycl.load_encoder(result.output)
-    assert any(isinstance(layer, torch.nn.GroupNorm) for layer in encoder.modules())
-    assert not any(isinstance(layer, torch.nn.BatchNorm2d) for layer in encoder.modules())
-    assert "batchnorm_leakage" not in result.final
-
-
 def test_a_bank_of_another_run_is_not_replaced(data: Path, tmp_path: Path) -> None:
     other = start_bank(BankSpec(name="taken", kind="queue", dim=8, output=str(tmp_path / "x"), capacity=64))
     try:
