@@ -3,11 +3,15 @@
 import itertools
 import json
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
@@ -22,7 +26,8 @@ from raycl.errors import ConfigError, DataError, NonFiniteLossError, RunError, S
 from raycl.records import CHECKPOINT_LIST, read_metrics, read_result
 from raycl.report.writer import write_report
 from raycl.storage import Place
-from tests.images import write_digits
+from tests.conftest import BUCKET
+from tests.images import digit_files, write_digits
 from tests.settings import override_active
 from tests.test_docs import documented_metrics
 from tests.towers import without_encoder
@@ -57,11 +62,53 @@ def weights_of(output: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(output / "encoder.safetensors")
 
 
+@dataclass
+class Seen:
+    """The actors of one run, by class, and the libraries of its controller."""
+
+    started: set[str] = field(default_factory=set)
+    splits: list[set[str]] = field(default_factory=list)  # the living split coordinators at each look
+    controller_loaded: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def watch() -> Iterator[Seen]:
+    """Look at the new actors every 0.1 s from another thread."""
+    before, seen, is_over = set(ray_state.actors()), Seen(), threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.1):
+            new = {id_: facts for id_, facts in ray_state.actors().items() if id_ not in before}
+            seen.started.update(facts["ActorClassName"] for facts in new.values())
+            alive = [(id_, facts) for id_, facts in new.items() if facts["State"] == "ALIVE"]
+            seen.splits.append({id_ for id_, facts in alive if facts["ActorClassName"] == "SplitCoordinator"})
+            for _, facts in alive:
+                if facts["ActorClassName"] == "TrainController":
+                    seen.controller_loaded |= libraries_of(facts["Pid"])
+
+    with ThreadPoolExecutor(1) as threads:
+        looking = threads.submit(look)
+        try:
+            yield seen
+        finally:
+            is_over.set()
+            looking.result()
+
+
+def libraries_of(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # not started yet, or already finished
+        return set()
+    return {line.split()[-1] for line in lines if ".so" in line}
+
+
 @dataclass(frozen=True)
 class Finished:
     data: Path
     output: Path
     result: raycl.RunResult
+    seen: Seen
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +123,9 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     settings = {**SMALL, **TRACKED}
     flags = {name: settings.pop(f"stages.0.{name}") for name in ("epochs", "batch_size")}
     flags["workers"] = settings.pop("workers")
-    result = raycl.train("simclr", data=data, output=output, settings=settings, quiet=True, **flags)
-    return Finished(data, output, result)
+    with watch() as seen:
+        result = raycl.train("simclr", data=data, output=output, settings=settings, quiet=True, **flags)
+    return Finished(data, output, result, seen)
 
 
 def test_a_run_writes_all_documented_files(finished: Finished) -> None:
@@ -90,62 +138,20 @@ def test_a_run_writes_all_documented_files(finished: Finished) -> None:
     assert finished.result.invalid_rows == {"not an image": NUM_INVALID}
 
 
-@dataclass(frozen=True)
-class Watched:
-    """The actor classes started by a run, and the libraries imported by its controller."""
-
-    started: set[str]
-    controller_loaded: set[str]
-
-
-@pytest.fixture(scope="module")
-def watched(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """Watch a run of two steps from another thread."""
-    before, loaded, is_over = set(ray_state.actors()), set[str](), threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.05):
-            for id_, facts in ray_state.actors().items():
-                is_controller = facts["ActorClassName"] == "TrainController" and facts["State"] == "ALIVE"
-                if is_controller and id_ not in before:
-                    loaded.update(libraries_of(facts["Pid"]))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    config = small_run(**{"stages.0.epochs": None, "stages.0.steps": 2, "evaluation.every_epochs": 0})
-    try:
-        raycl.train(
-            config, data=str(data), output=str(tmp_path_factory.mktemp("runs") / "watched"), quiet=True
-        )
-    finally:
-        is_over.set()
-        watcher.join()
-    started = {facts["ActorClassName"] for id_, facts in ray_state.actors().items() if id_ not in before}
-    return Watched(started, loaded)
-
-
-def libraries_of(pid: int) -> set[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:  # not started yet, or already finished
-        return set()
-    return {line.split()[-1] for line in lines if ".so" in line}
-
-
-def test_a_run_starts_no_unneeded_ray_actors(watched: Watched) -> None:
-    assert {"TrainController", "RayTrainWorker", "RunCoordinator"} <= watched.started
-    assert watched.started <= {
+def test_a_run_starts_no_unneeded_ray_actors(finished: Finished) -> None:
+    assert {"TrainController", "RayTrainWorker", "RunCoordinator"} <= finished.seen.started
+    assert finished.seen.started <= {
         *("TrainController", "RayTrainWorker", "SynchronizationActor", "RunCoordinator"),
         *("_StatsActor", "_AutoscalingCoordinatorActor"),  # started by Ray Data, if this is the first run
     }
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="libraries are looked up in /proc")
-def test_the_controller_imports_no_image_libraries(watched: Watched) -> None:
-    assert any("ray/_raylet" in each for each in watched.controller_loaded)
+def test_the_controller_imports_no_image_libraries(finished: Finished) -> None:
+    assert any("ray/_raylet" in each for each in finished.seen.controller_loaded)
     # Workers start to import after the controller: a second here delays the start by a second.
     for needless in ("torchvision", "matplotlib", "PIL"):
-        assert not [each for each in watched.controller_loaded if f"/{needless}/" in each], needless
+        assert not [each for each in finished.seen.controller_loaded if f"/{needless}/" in each], needless
 
 
 def test_metrics_have_one_line_per_step_and_evaluations_between(finished: Finished) -> None:
@@ -252,11 +258,62 @@ def test_latest_and_best_checkpoint_are_kept_and_the_best_was_evaluated(finished
     assert len([name for name in kept if not name.endswith("-judged")]) <= 1  # only the latest
 
 
-def test_a_run_killed_and_resumed_within_an_epoch_equals_an_uninterrupted_run(
+def assert_equal_to(finished: Finished, output: Place) -> None:
+    expected = Place(str(finished.output))
+    whole, resumed = (
+        safetensors.torch.load((place / "encoder.safetensors").read_bytes()) for place in (expected, output)
+    )
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+    losses = [
+        [(line["step"], line["loss"]) for line in read_metrics(place) if "loss" in line]
+        for place in (expected, output)
+    ]
+    assert losses[0] == losses[1]
+    for name in (FIRST, LATEST):
+        portraits = [read_snapshot(place, name) for place in (expected, output)]
+        assert portraits[0] and portraits[1]
+        assert portraits[0].step == portraits[1].step
+        assert np.array_equal(portraits[0].embedding, portraits[1].embedding)
+
+
+@pytest.fixture(scope="module")
+def on_s3(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The finished run again, from S3 to S3; it loses a worker within an epoch and continues."""
+    data, output = Place(f"s3://{BUCKET}/data/digits.parquet"), Place(f"s3://{BUCKET}/runs/first")
+    data.write_bytes(finished.data.read_bytes())
+    marker = tmp_path_factory.mktemp("local") / "died"
+    # It crashes at step 8, after the checkpoint at step 5; neither is the end of an epoch.
+    config = small_run(**{"encoder.kwargs": {"channels": 1, "die_at": 8, "marker": str(marker)}})
+    raycl.train(config, data=data.uri, output=output.uri, quiet=True)
+    # It resumed from the checkpoint at step 5, not from the start.
+    assert int(marker.read_text()) == finished.result.steps - 5
+    return output
+
+
+def test_a_run_on_s3_that_loses_a_worker_equals_an_uninterrupted_local_run(
+    on_s3: Place, finished: Finished
+) -> None:
+    assert read_result(on_s3)["status"] == "finished"
+    assert_equal_to(finished, on_s3)
+    assert raycl.load_encoder(on_s3.uri).spec.representation_dim == 16
+
+
+def test_a_folder_of_images_on_s3_is_embedded_to_s3(on_s3: Place) -> None:
+    files, labels = digit_files(40)
+    for index, (content, label) in enumerate(zip(files, labels, strict=True)):
+        (Place(f"s3://{BUCKET}/folder") / f"{label}" / f"{index:03}.png").write_bytes(content)
+    embedded = Place(f"s3://{BUCKET}/embedded.parquet")
+    assert raycl.embed(on_s3.uri, f"s3://{BUCKET}/folder", embedded.uri, quiet=True).num_rows == 40
+    filesystem, path = embedded.resolve()
+    assert sorted(pq.read_table(path, filesystem=filesystem)["label"].to_pylist()) == sorted(labels)
+
+
+@pytest.mark.drill
+def test_a_failed_run_resumed_within_an_epoch_equals_an_uninterrupted_run(
     finished: Finished, tmp_path: Path
 ) -> None:
     output, marker = tmp_path / "killed", tmp_path / "died"
-    # It crashes at step 8, after the checkpoint at step 5; neither is the end of an epoch.
     arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
     config = small_run(**{"encoder.kwargs": arguments, "max_failures": 0})
     with pytest.raises(RunError):
@@ -264,21 +321,8 @@ def test_a_run_killed_and_resumed_within_an_epoch_equals_an_uninterrupted_run(
     assert marker.exists()
     assert read_result(Place(str(output)))["status"] == "failed"
     raycl.train(config, data=str(finished.data), output=str(output), resume=True, quiet=True)
-    # It resumed from the checkpoint at step 5, not from the start.
     assert int(marker.read_text()) == finished.result.steps - 5
-    whole, resumed = weights_of(finished.output), weights_of(output)
-    for name, value in whole.items():
-        assert torch.equal(value, resumed[name]), name
-    losses = [
-        [(line["step"], line["loss"]) for line in read_metrics(Place(str(place))) if "loss" in line]
-        for place in (finished.output, output)
-    ]
-    assert losses[0] == losses[1]
-    for name in (FIRST, LATEST):
-        portraits = [read_snapshot(Place(str(place)), name) for place in (finished.output, output)]
-        assert portraits[0] and portraits[1]
-        assert portraits[0].step == portraits[1].step
-        assert np.array_equal(portraits[0].embedding, portraits[1].embedding)
+    assert_equal_to(finished, Place(str(output)))
 
 
 @pytest.mark.drill
@@ -363,7 +407,8 @@ def test_a_nan_loss_stops_the_run_and_reports_step_and_ids(failed: Failed) -> No
 
 
 def test_one_worker_takes_the_same_steps_as_two(failed: Failed, data: Path, tmp_path: Path) -> None:
-    steps = {"stages.0.epochs": None, "stages.0.steps": 6, "workers": 1}
+    # A stage with fewer workers than the run keeps its global batch.
+    steps = {"stages.0.epochs": None, "stages.0.steps": 6, "stages.0.workers": 1}
     config = raycl.override(failed.config, steps)
     raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     alone, together = (
@@ -382,8 +427,9 @@ STREAMED = {"data.cache": "stream", "data.shuffle_buffer_size": 128, "stages.0.b
 def streamed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One uninterrupted run over a stream."""
     output = tmp_path_factory.mktemp("runs") / "streamed"
-    config = small_run(**STREAMED)
-    return Finished(data, output, raycl.train(config, data=str(data), output=str(output), quiet=True))
+    with watch() as seen:
+        result = raycl.train(small_run(**STREAMED), data=str(data), output=str(output), quiet=True)
+    return Finished(data, output, result, seen)
 
 
 def test_a_streamed_run_takes_as_many_steps_as_its_valid_rows_fill(streamed: Finished) -> None:
@@ -417,43 +463,28 @@ def test_a_streamed_run_resumes_with_its_original_settings(
         raycl.train(config, data=str(streamed.data), output=str(streamed.output), resume=True, quiet=True)
 
 
+def assert_no_split_is_left(seen: Seen, num_epochs: int) -> None:
+    # For the current and the next epoch, and briefly for the previous one.
+    assert 1 <= max(map(len, seen.splits)) <= 3
+    assert len(set().union(*seen.splits)) == num_epochs  # and none for an epoch without a reader
+
+
+def test_a_streamed_epoch_leaves_no_process_behind(streamed: Finished) -> None:
+    assert_no_split_is_left(streamed.seen, 2)
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize(
     ("length", "num_epochs"),
-    [
-        pytest.param({"stages.0.epochs": 5}, 5, marks=pytest.mark.drill),
-        ({"stages.0.epochs": None, "stages.0.steps": 25}, 3),
-    ],
+    [({"stages.0.epochs": 5}, 5), ({"stages.0.epochs": None, "stages.0.steps": 25}, 3)],
 )
-def test_a_streamed_epoch_leaves_no_process_behind(
+def test_no_later_streamed_epoch_leaves_a_process_behind(
     length: dict[str, Any], num_epochs: int, data: Path, tmp_path: Path
 ) -> None:
-    from ray._private import state
-
-    def dealing() -> set[str]:
-        return {
-            each["ActorID"]
-            for each in state.actors().values()
-            if each["ActorClassName"] == "SplitCoordinator" and each["State"] == "ALIVE"
-        }
-
-    before, seen, alive, over = dealing(), set[str](), [0], threading.Event()
-
-    def count() -> None:
-        while not over.wait(0.3):
-            found = dealing() - before
-            seen.update(found)
-            alive.append(len(found))
-
-    watching = threading.Thread(target=count)
-    watching.start()
     config = small_run(**STREAMED | length | {"evaluation.every_epochs": 0})
-    try:
+    with watch() as seen:
         raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
-    finally:
-        over.set()
-        watching.join()
-    assert 1 <= max(alive) <= 3  # for the current and the next epoch, and briefly for the previous one
-    assert len(seen) == num_epochs  # and none for an epoch without a reader
+    assert_no_split_is_left(seen, num_epochs)
 
 
 @pytest.mark.drill
@@ -520,8 +551,6 @@ def test_too_many_workers_for_the_cluster_are_refused(data: Path, tmp_path: Path
 
 
 def test_a_run_is_embedded_and_evaluated(finished: Finished, tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
     embedded = tmp_path / "embedded.parquet"
     rows = raycl.embed(str(finished.output), str(finished.data), str(embedded), quiet=True)
     assert rows.num_invalid == NUM_INVALID
