@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def stop(process: Any, ready: Callable[[], bool], wait_s: float = 0.0) -> tuple[
     return process.returncode, errors
 
 
+def signal_at(path: Path) -> None:
+    """Send SIGTERM to this process once the file exists."""
+    wait_until(path.exists)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def losses_of(output: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(Place(str(output))) if "loss" in line]
 
@@ -96,11 +103,8 @@ def test_a_stopped_run_saves_and_reports_a_checkpoint_and_resumes_exactly(
     )
     file, output = write_config(tmp_path, config), tmp_path / "run"
 
-    def ended_at(name: str, *flags: str) -> tuple[int, str]:
-        process = start(file, "--data", data, "--output", output, *flags)
-        return stop(process, lambda: (output / name).exists())
-
-    status, errors = ended_at("metrics.jsonl")
+    process = start(file, "--data", data, "--output", output)
+    status, errors = stop(process, (output / "metrics.jsonl").exists)
     assert status == 128 + signal.SIGTERM
     stopped = read_result(Place(str(output)))
     assert stopped["status"] == "stopped"
@@ -114,7 +118,11 @@ def test_a_stopped_run_saves_and_reports_a_checkpoint_and_resumes_exactly(
 
     marker.touch()
     # After the last step there is no training to stop.
-    assert ended_at("encoder.safetensors", "--resume")[0] == 0
+    signal.signal(signal.SIGTERM, lambda *_: None)  # for a signal after the run
+    with ThreadPoolExecutor(1) as threads:
+        signaled = threads.submit(signal_at, output / "encoder.safetensors")
+        raycl.train(config, data=str(data), output=str(output), resume=True, quiet=True)
+        signaled.result()
     assert read_result(Place(str(output)))["status"] == "finished"
     whole = tmp_path / "whole"
     raycl.train(config, data=str(data), output=str(whole), quiet=True)
