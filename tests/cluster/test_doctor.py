@@ -16,7 +16,7 @@ import ray
 
 from raycl.config.overrides import override
 from raycl.data.sources import find_source
-from raycl.doctor import CheckResult, examine
+from raycl.doctor import CheckResult, examine, memory
 from raycl.doctor.checks import check_access, has_autoscaler, refuses_calls_without_token
 from raycl.doctor.data import DataSummary, check_data
 from raycl.doctor.memory import check_decoded_data, check_memory
@@ -223,13 +223,20 @@ def test_the_doctor_predicts_streaming_exactly_as_a_run_decides(
     assert result.good
 
 
-def test_a_recipe_that_fits_is_green_and_a_too_large_recipe_gets_a_remedy() -> None:
+def test_a_recipe_that_fits_is_green_and_a_too_large_recipe_gets_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = {"encoder.name": "resnet10", "encoder.width": 0.25}
     config = override(recipe("simclr", image_size=16), settings)
     answers = ask_nodes(alive_nodes(), describe_node)
+    measured = memory._profile_stages(config)  # a few rows, for any batch size and number of workers
+    monkeypatch.setattr(memory, "_profile_stages", lambda _: measured)
     results, gradient_bytes = collect(check_memory(config, None, answers))
     assert results["memory of a worker"].good, results
     assert gradient_bytes > 0
+    # The network is the same: few rows are measured, for any batch size and number of workers.
+    measured = memory._profile_stages(config)
+    monkeypatch.setattr(memory, "_profile_stages", lambda _: measured)
     huge = override(config, {"stages.0.batch_size": 2**24})
     results, _ = collect(check_memory(huge, None, answers))
     assert not results["memory of a worker"].good
@@ -239,6 +246,7 @@ def test_a_recipe_that_fits_is_green_and_a_too_large_recipe_gets_a_remedy() -> N
     results, _ = collect(check_memory(on_gpus, None, answers))
     assert "8 workers need a GPU each, but the cluster has 0" in results["workers"].seen
     assert not results["workers"].good
+    monkeypatch.undo()
     wrong = override(config, {"encoder.name": "tests.cluster.networks:no_such"})
     results, gradient_bytes = collect(check_memory(wrong, None, answers))
     (red,) = results.values()

@@ -267,7 +267,8 @@ def test_sentences_are_streamed_and_evaluated_by_human_scores(tmp_path: Path) ->
     pq.write_table(pa.table({"text": [*texts, "", None]}), data)
     score = [len(set(a.split()) & set(b.split())) for a, b in itertools.pairwise(texts)]
     pq.write_table(pa.table({"sentence1": texts[:-1], "sentence2": texts[1:], "score": score}), pairs)
-    config = run_of("simcse", **{"encoder.name": "bag_of_subwords", "data.cache": "stream"})
+    settings = {"workers": 1, "encoder.name": "bag_of_subwords", "data.cache": "stream"}
+    config = run_of("simcse", **settings)
     result = raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
     assert result.invalid_rows == {"empty text": 1, "missing value": 1}
     found = raycl.evaluate("sts", run=str(tmp_path / "run"), test=str(pairs), train=str(data), quiet=True)
@@ -285,6 +286,7 @@ def test_images_and_captions_have_separate_towers(tmp_path: Path) -> None:
     config = run_of(
         "clip",
         **{
+            "workers": 1,
             "data.columns.caption": "captions",
             "data.channels": 1,
             "encoder.name": "tests.cluster.networks:small",

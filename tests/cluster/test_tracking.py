@@ -5,6 +5,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from raycl.data.read_stats import ReadStats
 from raycl.data.split import Holdout
 from raycl.records import read_metrics
 from raycl.storage import Place
+from raycl.tracking.background import BackgroundTracker
 from raycl.tracking.prometheus import METRICS
 from raycl.training.coordinator import start_coordinator
 from raycl.training.job import Job
@@ -101,8 +103,11 @@ def test_rolled_back_steps_are_not_in_tensorboard(coordinator: Any, tmp_path: Pa
 
 
 def test_a_failing_tracker_is_reported_once_and_counted_and_the_run_continues(
-    coordinator: Any, tmp_path: Path
+    coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        "raycl.tracking.trackers.BackgroundTracker", partial(BackgroundTracker, interval_s=0.5)
+    )
     in_the_way = tmp_path / "tensorboard"
     in_the_way.write_text("a file where the folder should be")
     recorder = recorder_of(tmp_path, coordinator)
@@ -115,7 +120,7 @@ def test_a_failing_tracker_is_reported_once_and_counted_and_the_run_continues(
         recorder.write(Position(step=step), {"loss": 0.5})
         recorder.flush()
         lines = read_metrics(Place(str(tmp_path)))
-        time.sleep(0.5)
+        time.sleep(0.1)
     in_the_way.unlink()
     recorder.close(finished=True)
     [notice] = ray.get(coordinator.notices.remote())
