@@ -116,13 +116,6 @@ def test_an_unknown_measure_and_a_missing_dataset_are_refused_before_reading() -
         raycl.evaluate("knn", run="run", test="test")
 
 
-def test_a_report_needs_at_least_one_run_and_no_duplicates() -> None:
-    with pytest.raises(ConfigError, match="report needs a run"):
-        raycl.write_report([])
-    with pytest.raises(ConfigError, match="a is given twice"):
-        raycl.write_report(["a", Path("a")])
-
-
 def test_the_doctor_refuses_flags_without_a_recipe() -> None:
     with pytest.raises(ConfigError, match="give one, for example raycl doctor simclr"):
         raycl.run_doctor(workers=2)

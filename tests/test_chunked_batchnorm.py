@@ -215,6 +215,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     ).eval(),
     "a layer in eval mode": with_a_layer_in_eval_mode,
     **{f"frozen {names}": partial(frozen, names) for names in ("0", "01", "13", "013", "01348")},
+    "synchronized, on one worker": lambda: synchronize(small()),
     "two places": Twice,
     "own tensors": OwnTensors,
     **{
@@ -245,41 +246,13 @@ def test_chunks_of_any_size_equal_the_whole_batch(chunk_size: int, every: int | 
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_settings_have_the_same_effect_as_in_batchnorm(settings: dict[str, Any]) -> None:
+def test_settings_have_the_same_effect_as_in_batchnorm_and_gradients_are_added(
+    settings: dict[str, Any],
+) -> None:
     tower = small(lambda channels: nn.BatchNorm2d(channels, **settings))
     reference = copy.deepcopy(tower)
     for factor in (1, 2, 3):
         assert_equals_whole(tower, rows_of() * factor, reference=reference)
-
-
-def test_synchronized_layers_on_one_worker_equal_plain_ones() -> None:
-    tower = small()
-    assert_equals_whole(synchronize(copy.deepcopy(tower)), reference=tower)
-
-
-def test_training_in_chunks_equals_training_on_whole_batches() -> None:
-    tower = small()
-    reference = copy.deepcopy(tower)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (tower, reference)]
-    for factor in (1, 2, 3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        chunked_step(tower, rows_of() * factor)
-        whole_step(reference, rows_of() * factor)
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(tower.state_dict(), reference.state_dict(), rtol=1e-9, atol=1e-9)
-    assert tower.state_dict()["1.num_batches_tracked"] == 3
-
-
-def test_gradients_are_added_to_existing_gradients() -> None:
-    tower = small()
-    reference = copy.deepcopy(tower)
-    for parameter in tower.parameters():
-        parameter.grad = torch.full_like(parameter, 3.0)
-    chunked_step(tower, rows_of())
-    whole_step(reference, rows_of())
-    torch.testing.assert_close(gradient_of(tower) - 3, gradient_of(reference), rtol=1e-8, atol=1e-10)
 
 
 def forget_gradient(parameter: Tensor) -> None:

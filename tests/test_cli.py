@@ -122,13 +122,10 @@ def digits(tmp_path: Path) -> Path:
         (["--workers", "1:2:3"], "got '1:2:3'"),
         (["--workers", "3:2"], "min_workers 3 is more than workers 2"),
         (["--workers", "1:3"], "batch_size 256 does not divide over 3 workers"),
-        (["--set", "stages.0.temperature=0"], "stages.0.temperature"),
         (["--set", "nonsense.key=0"], "unknown key nonsense.key"),
-        (["--batch-size", 32, "--set", "encoder.name=resnet19"], "unknown encoder.name 'resnet19'"),
         (["--batch-size", 32, "--set", "encoder.name=no.such:thing"], "cannot find encoder.name"),
         (["--set", "data.columns.image=img"], "no column 'img'; it has image, label"),
         (["--set", "data.columns.label=class"], "no column 'class'"),
-        (["--batch-size", 128], "a batch of 128 rows (stages.0.batch_size) is larger than the 100 rows"),
     ],
 )
 def test_invalid_flags_are_refused_in_one_line_with_status_2(
@@ -146,7 +143,6 @@ def test_invalid_flags_are_refused_in_one_line_with_status_2(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: folder / "missing", "there is nothing at"),
         (lambda folder: folder, "holds no images"),
         (lambda folder: _written(folder / "a.parquet", b"no parquet"), "cannot read"),
     ],
@@ -179,14 +175,6 @@ def test_an_unwritable_output_is_refused_before_the_run_starts(raycl, digits: Pa
     )
     assert (status, err.count("\n")) == (2, 1)
     assert "cannot write" in err
-
-
-def test_evaluating_a_missing_run_is_an_error(raycl, digits: Path) -> None:
-    status, _, err = raycl("evaluate", "knn", "--run", digits.parent, "--train", digits, "--test", digits)
-    assert status == 2
-    assert "no encoder at" in err
-    status, _, err = raycl("evaluate", "magic", "--run", digits.parent, "--train", digits, "--test", digits)
-    assert (status, "choose knn, linear, retrieval or sts" in err) == (2, True)
 
 
 def test_a_recipe_infers_the_image_size_unless_it_is_set(digits: Path, tmp_path: Path) -> None:

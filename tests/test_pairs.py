@@ -390,18 +390,6 @@ def test_the_mask_removes_exactly_the_planted_false_negatives(contrast: Objectiv
             assert bool(meets[row, column]) == (is_negative or row == column), (row, column)
 
 
-def test_explicit_negatives_precede_stored_negatives() -> None:
-    negatives, stored = torch.rand(3, 4), torch.rand(2, 4).half()
-    own, stored_ids = torch.arange(3), torch.arange(7, 9)
-    ids = ExampleIds(query=own, key=own, negative=own, num_negatives=(3,))
-    joined = StoreBatch(negatives=stored, negative_id=stored_ids).for_batch(ids, negatives)
-    assert joined.negatives is not None
-    assert joined.negative_id is not None
-    assert joined.negatives.equal(torch.cat([negatives, stored.float()]))
-    assert joined.negative_id.tolist() == [0, 1, 2, 7, 8]
-    assert StoreBatch().for_batch(ids, negatives).negatives is negatives
-
-
 @dataclass
 class RecordingLoss:
     """A loss that records its stored negatives and ids."""
@@ -462,21 +450,6 @@ def test_tokens_are_padded_to_the_longest_row_and_encode_as_they_would_alone(fir
 def test_images_are_stacked_unchanged() -> None:
     images = torch.rand(2, 3, 4, 4)
     assert stacked(images, images).equal(images.repeat(2, 1, 1, 1))
-
-
-def test_keys_are_the_documents_followed_by_the_negatives() -> None:
-    config = small_config()
-    rows = rows_of(config, clicks(8, num_negatives=[2, 0, 3]))
-    views = next(ViewMaker.of(config, drawing_of(config), CPU).views(iter([whole(rows)])))
-    learner = TrainState.build(config, towers_of(config), num_samples=None)
-    query, key, negatives = learner.embed(views, step=0)
-    assert views.view_b is not None
-    assert views.negatives is not None
-    assert key is not None
-    assert negatives is not None
-    tower = learner.tower.towers[0]
-    for rows_embedded, tokens in ((query, views.view_a), (key, views.view_b), (negatives, views.negatives)):
-        assert torch.allclose(rows_embedded, tower(tokens), atol=1e-6)
 
 
 # Images with captions
@@ -590,20 +563,6 @@ def test_a_shared_tower_has_each_parameter_once() -> None:
         tokens = torch.tensor([[5, 6], [7, 0]])
         assert torch.equal(*one(tokens, tokens))
         assert not torch.allclose(*two(tokens, tokens))
-
-
-def test_the_gradient_of_a_shared_tower_is_the_sum_of_both_sides() -> None:
-    queries, keys = torch.tensor([[5, 6, 0], [7, 8, 9]]), torch.tensor([[9, 8], [6, 5]])
-
-    def gradients(*, separate: bool) -> list[Tensor]:
-        towers = towers_of(small_config(settings={"separate_towers": separate}))
-        query, key = towers(queries, keys)
-        (query * key).sum(1).square().sum().backward()
-        sides = [[each.grad for each in tower.parameters()] for tower in towers.towers]
-        return [torch.stack(list(each)).sum(0) for each in zip(*sides, strict=True)]
-
-    for shared, both in zip(gradients(separate=False), gradients(separate=True), strict=True):
-        assert torch.allclose(shared, both, atol=1e-6)
 
 
 # The evaluator

@@ -1,7 +1,6 @@
 """Five steps of every recipe compared with plain torch in float64: losses and weights."""
 
 import copy
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.logq import Frequencies
-from raycl.models.temperature import MIN_TEMPERATURE
-from raycl.optim import set_learning_rate
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU
@@ -146,17 +143,6 @@ def test_averaged_weights_continue_from_a_checkpoint_to_the_last_bit() -> None:
     assert first.learner.ema is not None and first.learner.evaluated is first.learner.ema.tower
     expected = first.learner.evaluated.state_dict()
     assert all(each.equal(expected[name]) for name, each in resumed.learner.evaluated.state_dict().items())
-
-
-def test_a_learned_temperature_stays_above_its_minimum() -> None:
-    state = Worker(RECIPES["two_tower learned temperature"], device=CPU).learner
-    assert state.temperature is not None
-    with torch.no_grad():
-        state.temperature.log_temperature.fill_(math.log(MIN_TEMPERATURE))
-    state.temperature.log_temperature.grad = torch.tensor(1.0)  # the step lowers it
-    set_learning_rate(state.optimizer, 0.1)
-    state.update()
-    assert state.temperature().item() == pytest.approx(MIN_TEMPERATURE)
 
 
 def in_float64(views: Views) -> Views:

@@ -265,10 +265,8 @@ def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_s
     assert verdicts("momentum", good) == [True, True]
     assert verdicts("momentum", good | {"momentum-0": near(0.36)}) == [False, True]
     assert verdicts("momentum", good | {"momentum-0.9": near(0.4)}) == [True, False]
-    assert verdicts("momentum", good | {"momentum-0.999": near(0.25)}) == [
-        True,
-        False,
-    ]  # one of the two is better, not both
+    one_is_better = good | {"momentum-0.999": near(0.25)}
+    assert verdicts("momentum", one_is_better) == [True, False]
     assert verdicts("momentum", good | {"momentum-0.9": knn(0.3, 0.3)}) == [None, None]
     assert verdicts("momentum", {}) == [None, None]
     claim = claims_of("momentum", good)[0]
@@ -295,11 +293,8 @@ def test_a_reduced_leak_is_not_a_remedy_and_a_small_advantage_is_not_a_leak() ->
     planted = {"shuffled": 0.291, "group": 0.281, "layer": 0.271}
     less = {name: {"batchnorm_leakage": [value] * 3, **near(0.4)} for name, value in planted.items()}
     assert verdicts("leak", {**leaking(0.301, [0.0] * 3), **less}) == [True, True, False]
-    assert verdicts("leak", leaking(0.301, [0.0, 0.0, 0.06])) == [
-        True,
-        True,
-        False,
-    ]  # one leaking seed is enough
+    one_seed_leaks = leaking(0.301, [0.0, 0.0, 0.06])
+    assert verdicts("leak", one_seed_leaks) == [True, True, False]
     assert verdicts("leak", leaking(0.04, [0.0] * 3))[0] is False
     assert "cannot leak by construction" in FIGURES["leak"].note
 
