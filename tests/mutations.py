@@ -345,6 +345,20 @@ MUTATIONS = [
         "tests/test_views.py",
     ),
     Mutation(
+        "a stage ignores its image size",
+        "raycl/training/views.py",
+        "Prefetched(batches), image_size=image_size)",
+        "Prefetched(batches))",
+        "tests/test_epochs.py",
+    ),
+    Mutation(
+        "the memory of a stage is measured at the run's image size",
+        "raycl/doctor/memory_profile.py",
+        "config.image_size(stage)",
+        "config.data.image_size",
+        "tests/test_doctor.py",
+    ),
+    Mutation(
         "every epoch has the same order",
         "raycl/data/sampler.py",
         "rng = np.random.default_rng((self.seed, epoch))",

@@ -81,6 +81,7 @@ OTHERS: dict[str, Any] = {
     "optimizer.max_grad_norm": 0.5,
     "optimizer.layer_decay": 0.75,
     "stages.0.steps": 77,
+    "stages.0.image_size": 12,
     "stages.0.chunk_size": 64,
     "stages.0.activation_checkpoint_every": 2,
     "stages.0.workers": 2,
@@ -283,7 +284,7 @@ def built(config: RunConfig) -> Any:
     weights = [plans[0].hinge_weight(step) for step in (0, plans[0].num_steps - 1)]
     parts = {
         "formats": build_formats(config, tokenizer, columns),
-        "views": build_transform(config, tokenizer),
+        "views": build_transform(config, tokenizer).with_image_size(config.image_size(config.stages[0])),
         "towers": towers,
         "optimizer": [type(state.optimizer), state.optimizer.defaults, state.max_grad_norm],
         "average": state.ema,
@@ -478,6 +479,7 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "simclr accelerator=H100": "accelerator acts only with gpu true, and this run has gpu false",
     "simclr stages.0.bias=-3": "stages.0.bias acts only with loss siglip",
     "moco_v2 bank.shards=3": "negatives.store memory_bank, and this run has negatives.store queue",
+    "simcse stages.0.image_size=16": "acts only with data.kind image or image_text, and this run has data.kind",
     "simclr stages.0.cached_chunks=2": "acts only with a chunk_size",
     "two_tower stages.0.activation_checkpoint_every=1": "acts only with a ResNet, a ViT or a transformer, or",
     "instance_discrimination stages.0.hinge_weight=0.5": "acts only with loss nt_xent, info_nce or clip",

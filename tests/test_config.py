@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from torch import nn
 
 from raycl.config import RunConfig, Stage
 from raycl.config.overrides import config_from_dict, config_from_yaml, config_to_yaml, override
@@ -77,6 +78,7 @@ INVALID = {  # a recipe and its settings, and what the error says
     "simclr workers=2.5": ["workers", "got 2.5"],
     "simclr stages.0.epochs=abc": ["stages.0.epochs", "integer", "'abc'"],
     "simclr stages.0.steps=5": ["stages.0", "exactly one of epochs and steps"],
+    "simclr stages.0.image_size=4": ["stages.0.image_size", "8", "got 4"],
     "simclr stages.2.steps=5": ["unknown key stages.2.steps: '2' is not an index from 0 to 1"],
     "simclr augment.flip=1.5": ["augment.flip", "1.5"],
     "simclr augment.crop_scale=[0.9,0.1]": ["augment.crop_scale", "ascend"],
@@ -116,6 +118,10 @@ INCOMPATIBLE = {  # a recipe and its settings, and a pattern of the error
     "moco_v2 batchnorm_groups=6 workers=4": "groups 6 do not divide over 4 workers",
     "moco_v2 workers=4 min_workers=2 stages.0.batch_size=192": "groups 8 do not divide over 3 workers",
     "instance_discrimination batchnorm=shuffled": "needs two views per sample, and key memory_bank has one",
+    "simclr stages.1.image_size=33": "stage 1: image_size 33 is larger than data.image_size 32, the size of",
+    "simclr encoder.name=vit_tiny stages.0.image_size=16": (
+        r"^stages.0.image_size acts only with a ResNet .* and this run has encoder.name vit_tiny; remove it$"
+    ),
     "simclr stages.0.chunk_size=513": "chunk_size 513 is larger than a worker's 512 views",
     "simclr workers=2 stages.0.chunk_size=257": "chunk_size 257 is larger than a worker's 256 views",
     "simclr workers=2 min_workers=1 stages.0.chunk_size=1000": "1000 is larger than .*choose a smaller one$",
@@ -258,6 +264,27 @@ def test_a_run_needs_a_stage() -> None:
 def test_a_configuration_can_be_written_in_python() -> None:
     config = RunConfig(recipe="mine", workers=2, stages=(Stage(steps=10, batch_size=64),))
     assert config.stages[0].batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("network", "match"),
+    [
+        (
+            nn.Flatten(),
+            "gives 192 numbers for images of 8 pixels .stages.1.image_size., and 768 for 16 .*; pool its output",
+        ),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(768, 4)),
+            r"does not take images \[batch, 3, 8, 8\] \(data.channels, stages.1.image_size\)",
+        ),
+    ],
+)
+def test_a_network_must_take_the_images_of_every_stage(network: nn.Module, match: str) -> None:
+    config = override(recipe("simclr", image_size=16), {"stages.1.image_size": 8, "batchnorm": "local"})
+    with pytest.raises(ConfigError, match=match):
+        build_towers(config, network=network)
+    pooled = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    build_towers(config, network=pooled)
 
 
 def test_an_nce_stage_may_be_added_to_a_run_without_one() -> None:

@@ -201,6 +201,8 @@ def test_memory_per_row_is_measured_with_and_without_chunks() -> None:
     assert whole.waiting == (0.0,)
     larger = profile_memory(override(config, {"data.image_size": 32}), config.stages[0], None)
     assert larger.activations[0] > 3 * whole.activations[0] > 0  # four times the pixels
+    in_stage = override(config, {"data.image_size": 32, "stages.0.image_size": 16})
+    assert profile_memory(in_stage, in_stage.stages[0], None).inputs == whole.inputs
     chunked = override(config, {"stages.0.chunk_size": 8})
     in_chunks = profile_memory(chunked, chunked.stages[0], None)
     # Without batch statistics, only embeddings and their gradients are stored.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -78,7 +79,11 @@ def ids_of(epochs: Epochs, position: Position, plan: StagePlan) -> list[list[int
 def views_of(epochs: Epochs, position: Position, plan: StagePlan) -> Iterator[Views]:
     """Return the views of the epoch at this position, like the trainer."""
     return epochs.views(
-        SHARE, epoch=position.epoch, start=position.epoch_step, has_next=plan.has_epoch_after(position)
+        SHARE,
+        epoch=position.epoch,
+        start=position.epoch_step,
+        has_next=plan.has_epoch_after(position),
+        image_size=plan.stage.image_size,
     )
 
 
@@ -176,3 +181,13 @@ def test_plain_returns_the_first_epoch_without_augmentation_with_its_ids(epochs:
     assert len(batches) == 5
     for images, sample_id in batches:
         assert torch.allclose(images[:, 0, 0, 0], (sample_id / 255 - 0.5) / 0.5, atol=1e-6)
+
+
+def test_a_stage_draws_its_views_at_its_image_size_and_the_next_one_at_its_own(epochs: Epochs) -> None:
+    position = Position()
+    plans = plans_of(**{"stages.0.steps": 2, "stages.0.image_size": 12, "stages.1.image_size": None})
+    shapes = []
+    for plan in plans:
+        shapes += [views.view_a.shape[2:] for views in islice(views_of(epochs, position, plan), 2)]
+        position = position.next_step(batch_size=BATCH_SIZE).next_step(batch_size=BATCH_SIZE).next_stage()
+    assert shapes == [(12, 12)] * 2 + [(SIZE, SIZE)] * 2

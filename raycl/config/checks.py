@@ -47,6 +47,11 @@ def _problem_of_stage(run: "RunConfig", stage: Stage, hint: str) -> str | None:
     """Return the problem of a stage with a fixed number of workers; ``hint`` is about that number."""
     if problem := _check_batch(run, stage):
         return problem + hint
+    if run.image_size(stage) > run.data.image_size:
+        return (
+            f"image_size {stage.image_size} is larger than data.image_size {run.data.image_size}, the size of the "
+            "evaluation and of the saved encoder; raise data.image_size, or choose a smaller one"
+        )
     size, views = stage.chunk_size, run.local_views(stage)
     if size is not None and size > views:
         return (

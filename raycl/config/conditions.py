@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from pydantic import BaseModel
 
 from raycl.loss_specs import LOSSES, join_names
-from raycl.models.registry import has_blocks, is_transformer
+from raycl.models.registry import VITS, has_blocks, is_transformer
 
 if TYPE_CHECKING:
     from raycl.config.run import RunConfig
@@ -68,6 +68,11 @@ _JITTER = Condition("augment.jitter above 0", lambda run, _: run.augment.jitter 
 _IMAGE_NETWORK = Condition("an image network, and text_encoder is a text network", lambda *_: False)
 _KNOWN_NETWORK = Condition(
     "a network that raycl builds by its name", lambda run, _: ":" not in run.encoder.name
+)
+_ANY_SIZE = Condition(
+    "a ResNet or a network of your own, since the position embeddings of a ViT fit one size",
+    lambda run, _: run.encoder.name not in VITS,
+    "encoder.name",
 )
 _TRANSFORMER = Condition(
     "a ViT or a transformer (encoder.name, or text_encoder.name of image_text)",
@@ -185,6 +190,7 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "optimizer.betas": (when("optimizer.name", "adamw"),),
     "optimizer.trust_coefficient": (when("optimizer.name", "lars"),),
     "optimizer.layer_decay": (_TRANSFORMER,),
+    "stages.N.image_size": (_IMAGES, _ANY_SIZE),
     "stages.N.cached_chunks": (_CHUNKS,),
     "stages.N.activation_checkpoint_every": (_BLOCKS,),
     "stages.N.temperature": (

@@ -208,6 +208,10 @@ class RunConfig(Section):
             return self
         return self.model_copy(update={"workers": workers, "min_workers": None})
 
+    def image_size(self, stage: Stage) -> int:
+        """Return the side of a view of a stage, in pixels."""
+        return stage.image_size or self.data.image_size
+
     def local_batch_size(self, stage: Stage) -> int:
         """Return the number of rows of a batch on each worker."""
         return stage.batch_size // self.workers_of(stage)

@@ -29,6 +29,11 @@ class Stage(Section):
     batch_size: Annotated[int, Field(ge=2)] = 256
     """Rows per step over all workers, at least 2; a multiple of the number of workers."""
 
+    image_size: Annotated[int, Field(ge=8, le=1024)] | None = None
+    """Side of a view in pixels, at most ``data.image_size``, its default and the size of the evaluation and of
+    the saved encoder (Touvron et al., 2019; Tan and Le, 2021).
+    """
+
     chunk_size: Count | None = None
     """Views per worker embedded with their graph at a time, so that a batch may exceed memory; the result
     is the same (Gao et al., 2021). Default: all.

@@ -50,7 +50,7 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
     if config.batchnorm == "shuffled":
         split_batchnorm(towers, 2)  # the groups have no influence on the sizes
     num_tokens = config.text.vocabulary_size if tokenizer is None else tokenizer.num_tokens
-    make_inputs = [partial(_make_rows, shape, num_tokens) for shape in _row_shapes(config)]
+    make_inputs = [partial(_make_rows, shape, num_tokens) for shape in _row_shapes(config, stage)]
     sides = [towers.query, towers.key_tower] if isinstance(towers, TwoTowers) else [towers]
     measured = [_profile_tower(config, stage, *side) for side in zip(sides, make_inputs, strict=True)]
     return MemoryProfile(
@@ -105,10 +105,10 @@ def peak_bytes(call: Callable[[], object]) -> float:
     return float(peak)
 
 
-def _row_shapes(config: RunConfig) -> list[tuple[int, ...]]:
-    """Return the shape of a row for each side: an image, or a text of the greatest length."""
-    data, text = config.data, config.text
-    image = (data.channels, data.image_size, data.image_size)
+def _row_shapes(config: RunConfig, stage: Stage) -> list[tuple[int, ...]]:
+    """Return the shape of a row for each side: an image of the stage's size, or a text of the greatest length."""
+    data, text, size = config.data, config.text, config.image_size(stage)
+    image = (data.channels, size, size)
     query, document = (text.max_length,), (text.max_document_length or text.max_length,)
     sides = {"image": [image], "text": [query], "image_text": [image, query], "pairs": [query, document]}
     return sides[data.kind]

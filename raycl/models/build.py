@@ -114,6 +114,8 @@ def build_towers(
         encoder = build_encoder(config, spec, vocabulary) if network is None else network
         torch.manual_seed(config.seed + 1 + number)
         dim = _representation_dim(spec, encoder)
+        if isinstance(spec, ImageEncoderSpec):
+            _check_image_sizes(config, encoder, dim)
         made.append(Tower(encoder, build_projection_head(dim, **config.projection_head.model_dump())))
     towers: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]
     if config.batchnorm == "synchronized":
@@ -123,6 +125,20 @@ def build_towers(
     elif config.batchnorm != "local":
         replace_batchnorm(towers, config.batchnorm)
     return towers
+
+
+def _check_image_sizes(config: RunConfig, encoder: nn.Module, dim: int) -> None:
+    """Raise ``ConfigError`` unless an encoder takes the images of all stages and gives as many numbers."""
+    for index, stage in enumerate(config.stages):
+        if stage.image_size is None:
+            continue
+        size, setting = stage.image_size, f"stages.{index}.image_size"
+        found = representation_dim(encoder, image_size=size, channels=config.data.channels, setting=setting)
+        if found != dim:
+            raise ConfigError(
+                f"the encoder gives {found} numbers for images of {size} pixels ({setting}), and {dim} for "
+                f"{config.data.image_size} (data.image_size); pool its output, or remove {setting}"
+            )
 
 
 def load_tokenizer(uri: str) -> Tokenizer:

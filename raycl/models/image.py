@@ -47,9 +47,14 @@ def build_image_encoder(
     return _ScaledResNet(BLOCKS[block], list(layers), width=width, channels=channels, stem=stem)
 
 
-def representation_dim(encoder: nn.Module, *, image_size: int, channels: int) -> int:
-    """Return the width of an encoder's output; raises ``ConfigError`` unless it is [batch, dim]."""
-    inputs = f"images [batch, {channels}, {image_size}, {image_size}] (data.channels, data.image_size)"
+def representation_dim(
+    encoder: nn.Module, *, image_size: int, channels: int, setting: str = "data.image_size"
+) -> int:
+    """Return the width of an encoder's output; raises ``ConfigError`` unless it is [batch, dim].
+
+    An error names ``setting``, the origin of the size.
+    """
+    inputs = f"images [batch, {channels}, {image_size}, {image_size}] (data.channels, {setting})"
     return output_dim(encoder, torch.zeros(1, channels, image_size, image_size), inputs=inputs)
 
 

@@ -152,9 +152,13 @@ class Trainer:
         return self._end_epoch()
 
     def _epoch_views(self) -> Iterator[Views]:
-        position, has_next = self._position, self._plan.has_epoch_after(self._position)
+        position, plan = self._position, self._plan
         return self._epochs.views(
-            self._shard, epoch=position.epoch, start=position.epoch_step, has_next=has_next
+            self._shard,
+            epoch=position.epoch,
+            start=position.epoch_step,
+            has_next=plan.has_epoch_after(position),
+            image_size=plan.stage.image_size,
         )
 
     def _step(self, views: Views) -> StepOutput:

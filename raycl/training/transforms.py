@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -99,6 +99,10 @@ class Draft:
 class Transform(ABC):
     """Convert the rows of a batch to encoder inputs, on the host except for ``Draft.make``."""
 
+    def with_image_size(self, size: int) -> "Transform":
+        """Return the transform to images of another size, with the same random draws; texts stay as they are."""
+        return self
+
     @abstractmethod
     def view(self, batch: Batch, number: int) -> Draft:
         """Draw a random view of every row, a function of seed, epoch, sample and ``number``."""
@@ -145,6 +149,10 @@ class ImageTransform(Transform):
             **config.augment.model_dump(exclude={"mean", "std"}),
         )
         return cls(augmentation=augmentation, seed=config.seed)
+
+    def with_image_size(self, size: int) -> "ImageTransform":
+        """Return the transform to images of another size; crop boxes, colors and blur in pixels are the same."""
+        return replace(self, augmentation=replace(self.augmentation, size=size))
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Draw a random view of every image."""
@@ -299,6 +307,10 @@ class ImageTextTransform(Transform):
 
     image: ImageTransform
     caption: TextTransform
+
+    def with_image_size(self, size: int) -> "ImageTextTransform":
+        """Return the transform to images of another size, with the same captions."""
+        return replace(self, image=self.image.with_image_size(size))
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Return images, or tokens [batch, length]."""

@@ -82,18 +82,20 @@ class ViewMaker:
         """Return the maker of a run's views."""
         return cls(transform=transform, num_views=1 if config.key == "memory_bank" else 2, device=device)
 
-    def views(self, batches: Iterator[Batch]) -> Iterator[Views]:
+    def views(self, batches: Iterator[Batch], *, image_size: int | None = None) -> Iterator[Views]:
         """Yield the views of each batch, with the ids of the next one; collective.
 
+        ``image_size`` is the side of the images in pixels, by default ``data.image_size``.
         The next batch is drawn, and its copy to an accelerator started, during the step of this one.
         """
+        transform = self.transform if image_size is None else self.transform.with_image_size(image_size)
         batch = _next(batches)
-        sent = None if batch is None else self._send(batch)
+        sent = None if batch is None else self._send(batch, transform)
         while sent is not None:
             batch = _next(batches)
             with phase("views"):
                 views = self._make(sent, None if batch is None else batch.sample_id)
-                sent = None if batch is None else self._send(batch)
+                sent = None if batch is None else self._send(batch, transform)
             yield views
 
     def plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -102,13 +104,13 @@ class ViewMaker:
         *moved, sample_id = upload([*draft.tensors, torch.from_numpy(batch.sample_id)], self.device)
         return draft.make(*moved), sample_id
 
-    def _send(self, batch: Batch) -> "_Sent":
-        drafts = [self.transform.view(batch, number) for number in range(self.num_views)]
-        of_rows = [torch.from_numpy(batch.sample_id), self.transform.negatives(batch)]
+    def _send(self, batch: Batch, transform: Transform) -> "_Sent":
+        drafts = [transform.view(batch, number) for number in range(self.num_views)]
+        of_rows = [torch.from_numpy(batch.sample_id), transform.negatives(batch)]
         of_views = [each for draft in drafts for each in draft.tensors]
         with torch.cuda.stream(self._side_stream):
             moved = upload([*of_rows, *of_views], self.device)
-        return _Sent(batch, drafts, moved, self._exchange.start(self.transform.example_ids(batch)))
+        return _Sent(batch, drafts, moved, self._exchange.start(transform.example_ids(batch)))
 
     def _make(self, sent: "_Sent", next_ids: NDArray[np.int64] | None) -> Views:
         sample_id, negatives, *of_views = sent.moved
@@ -167,15 +169,18 @@ class Epochs:
         """Yield the batches of the first epoch without augmentation, and their ids."""
         yield from map(self._maker.plain, Prefetched(self._sampler.epoch_batches(shard, epoch=0)))
 
-    def views(self, shard: BatchShard, *, epoch: int, start: int, has_next: bool) -> Iterator[Views]:
+    def views(
+        self, shard: BatchShard, *, epoch: int, start: int, has_next: bool, image_size: int | None = None
+    ) -> Iterator[Views]:
         """Yield the views of an epoch from batch ``start`` on.
 
-        ``has_next`` means that another epoch follows: a stream then prefetches its rows.
+        ``image_size`` is the side of the images in pixels, by default ``data.image_size``. ``has_next``
+        means that another epoch follows: a stream then prefetches its rows.
         """
         continues = self._exhausted == epoch - 1 and start == 0
         self._exhausted = None
         batches = self._sampler.epoch_batches(
             shard, epoch=epoch, start=start, continues=continues, has_next=has_next
         )
-        yield from self._maker.views(Prefetched(batches))
+        yield from self._maker.views(Prefetched(batches), image_size=image_size)
         self._exhausted = epoch

@@ -121,6 +121,20 @@ def mortal(**arguments: Any) -> nn.Module:
     return Mortal(**arguments)
 
 
+class Sized(Small):
+    """Appends the side of the images of each batch to a file, with ``train`` or ``eval``."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if len(images) > 1:  # one image alone finds the width of the output
+            with Path(self._marker).open("a") as file:
+                print("train" if self.training else "eval", images.shape[-1], file=file)
+        return super().forward(images)
+
+
+def sized(**arguments: Any) -> nn.Module:
+    return Sized(**arguments)
+
+
 class Slow(nn.Module):
     """Delays each training batch by ``seconds`` until the marker exists."""
 

@@ -110,3 +110,26 @@ def assert_same_weights(output: Path, expected: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name]), name
+
+
+def test_a_stage_trains_at_its_image_size_and_is_evaluated_at_that_of_the_run(
+    data: Path, tmp_path: Path
+) -> None:
+    config = small_run(
+        **{
+            "workers": 1,
+            "encoder.name": "tests.cluster.networks:sized",
+            "encoder.kwargs": {"channels": 1, "marker": str(tmp_path / "sizes")},
+            "batchnorm": "group",
+            "stages.0.epochs": None,
+            "stages.0.steps": 2,
+            "stages.0.image_size": 8,
+            "stages.1.image_size": 12,
+            "stages.2.image_size": None,
+        }
+    )
+    raycl.train(config, data=str(data), output=str(tmp_path / "run"), quiet=True)
+    passes = [line.split() for line in (tmp_path / "sizes").read_text().splitlines()]
+    full = str(config.data.image_size)
+    assert [size for mode, size in passes if mode == "train"] == ["8"] * 2 + ["12"] * 2 + [full] * 2
+    assert {size for mode, size in passes if mode == "eval"} == {full}

@@ -66,6 +66,11 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "logq": ("two_tower", LEARNED | {"stages.0.logq_correction": True}, WITH_NEGATIVES),
     "siglip": ("two_tower", LEARNED | SIGLIP, (*PAIRS, "query_id", "document_id")),
     "images and captions": ("clip", {}, ("image", "caption")),
+    "images of a smaller stage, and captions": (
+        "clip",
+        {"data.image_size": 12, "stages.0.image_size": 8},
+        ("image", "caption"),
+    ),
     "simcse": ("simcse", LEARNED, ("text",)),
     "esimcse": ("esimcse", {"negatives.capacity": 40}, ("text",)),
 }
@@ -111,7 +116,8 @@ def losses_weights_and_rows_after_steps(
     frequencies = count_documents(config, rows, torch.device("cpu"))
     losses = []
     batches = shares(rows, rank, num_workers)
-    for step, views in enumerate(ViewMaker.of(config, transform, device).views(batches)):
+    maker = ViewMaker.of(config, transform, device)
+    for step, views in enumerate(maker.views(batches, image_size=stage.image_size)):
         contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, frequencies=frequencies)
         settings: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.9, "precision": "float32"}
         losses.append(train_step(learner, store, contrast, views, step=step, **settings).loss)
