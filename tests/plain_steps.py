@@ -7,6 +7,7 @@ so that a wiring mistake in raycl is not repeated here.
 import copy
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -219,6 +220,29 @@ class PlainRun:
             others = self.slots[other_id]
         positive = own if key is None else key
         in_batch = self.config.negatives.in_batch and key is not None
+        assert positive is not None
+        loss_of = partial(self.loss_of, ids=(query_id, key_id, other_id), views=views, in_batch=in_batch)
+        if stage.matryoshka_dims is None:
+            return loss_of(query, positive, others)
+        loss = torch.zeros((), dtype=torch.float64)
+        for dim, weight in zip(stage.matryoshka_dims, stage.matryoshka_weights, strict=True):
+            loss = loss + weight * loss_of(
+                *(F.normalize(each[:, :dim], dim=1) for each in (query, positive, others))
+            )
+        return loss
+
+    def loss_of(
+        self,
+        query: Tensor,
+        positive: Tensor,
+        others: Tensor,
+        *,
+        ids: tuple[Tensor, Tensor, Tensor],
+        views: Views,
+        in_batch: bool,
+    ) -> Tensor:
+        """Return the loss of these embeddings."""
+        stage, (query_id, key_id, other_id) = self.stage, ids
         share = 1.0 if stage.loss == "hinge" else stage.hinge_weight
         loss = torch.zeros((), dtype=torch.float64)
         if share:
@@ -234,10 +258,9 @@ class PlainRun:
                 negative_id=other_id,
             )
         if share < 1:
-            entropy = self.entropy(query, positive, others, (query_id, key_id, other_id), views)
-            loss = loss + (1 - share) * entropy
-        if own is not None:
-            loss = loss + stage.proximal_weight * (query - own).square().sum(1).mean()
+            loss = loss + (1 - share) * self.entropy(query, positive, others, ids, views)
+        if self.slots is not None:
+            loss = loss + stage.proximal_weight * (query - positive).square().sum(1).mean()
         return loss
 
     def entropy(

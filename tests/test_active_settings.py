@@ -87,6 +87,8 @@ OTHERS: dict[str, Any] = {
     "stages.0.workers": 2,
     "stages.0.loss": "hinge",
     "stages.0.final_hinge_weight": 0.25,
+    "stages.0.matryoshka_dims": [8, 4],
+    "stages.0.matryoshka_weights": [0.5, 0.25],
     "stages.0.learning_rate_scaling": "none",
     "stages.0.learning_rate_schedule": "constant",
     "stages.0.learning_rate_scope": "run",
@@ -212,7 +214,9 @@ RUNS = {
         "simclr", **{"augment.blur": 1.0, "stages.0.chunk_size": 64}
     ),
     "simclr with a hinge": lambda: image_run("simclr", **{"stages.0.loss": "hinge"}),
-    "simclr with a share of the hinge": lambda: image_run("simclr", **{"stages.0.hinge_weight": 0.5}),
+    "simclr with a share of the hinge": lambda: image_run(
+        "simclr", **{"stages.0.hinge_weight": 0.5, "stages.0.matryoshka_dims": [4, 16]}
+    ),
     "large simclr": lambda: override(recipe("simclr", image_size=65), SHAPE),  # of standard stem and blur
     "moco_v2": lambda: image_run("moco_v2"),
     "moco_v2 in workers": lambda: image_run(
@@ -340,7 +344,7 @@ REFUSED_VALUES = {
     "large simclr": f"{NOT_IN_BATCH} negatives.store",
     "moco_v2": "negatives.store stages.0.batch_size",
     "moco_v2 in workers": "negatives.store stages.0.batch_size",
-    "instance_discrimination": "negatives.store",
+    "instance_discrimination": "negatives.store stages.0.matryoshka_dims",
     "instance_discrimination in workers": "negatives.store",
     "simcse": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
     "two_tower": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
@@ -480,6 +484,7 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "simclr stages.0.bias=-3": "stages.0.bias acts only with loss siglip",
     "moco_v2 bank.shards=3": "negatives.store memory_bank, and this run has negatives.store queue",
     "simcse stages.0.image_size=16": "acts only with data.kind image or image_text, and this run has data.kind",
+    "simclr stages.0.matryoshka_weights=[1.0]": "acts only with matryoshka_dims",
     "simclr stages.0.cached_chunks=2": "acts only with a chunk_size",
     "two_tower stages.0.activation_checkpoint_every=1": "acts only with a ResNet, a ViT or a transformer, or",
     "instance_discrimination stages.0.hinge_weight=0.5": "acts only with loss nt_xent, info_nce or clip",

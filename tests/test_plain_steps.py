@@ -23,6 +23,7 @@ FEW = {"num_texts": 3 * ROWS}
 HINGE = {"stages.0.loss": "hinge"}
 SIGLIP = {"stages.0.loss": "siglip", "stages.0.bias": -2.0, "learn_temperature": True}
 MIXED = {"stages.0.hinge_weight": 0.3}
+PREFIXES = {"stages.0.matryoshka_dims": (4, 8), "stages.0.matryoshka_weights": (0.5, 2.0)}
 BATCH_ONLY = {"negatives.explicit": False}
 RECIPES = {
     **{
@@ -38,6 +39,11 @@ RECIPES = {
     "two_tower clipped": Case("two_tower", TEXTS | CLIPPED | {"learn_temperature": True}, **FEW),
     "clip averaged, chunks": Case("clip", CASES["clip"].settings | CHUNKS | {"ema_decay": 0.999}, **FEW),
     "moco_v2 averaged": Case("moco_v2", MOCO | {"ema_decay": 0.5}),
+    "simclr prefixes, chunks": Case("simclr", SMALL | CHUNKS | PREFIXES),
+    "moco_v2 prefixes": Case("moco_v2", MOCO | PREFIXES),
+    "two_tower prefixes": Case(
+        "two_tower", TEXTS | PREFIXES | {"learn_temperature": True}, explicit=True, **FEW
+    ),
     "simclr layer norm": Case("simclr", SMALL | {"batchnorm": "layer"}),
     "simclr shuffled, chunks": Case(
         "simclr", SMALL | CHUNKS | {"batchnorm": "shuffled", "batchnorm_groups": 4}

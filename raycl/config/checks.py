@@ -127,8 +127,26 @@ def _check_sources(run: "RunConfig") -> str | None:
 
 
 def _check_losses(run: "RunConfig") -> str | None:
-    found = (_problem_of_loss(run, stage.loss) for stage in run.stages)
+    found = (_problem_of_loss(run, stage.loss) or _problem_of_prefixes(run, stage) for stage in run.stages)
     return next(filter(None, found), None)
+
+
+def _problem_of_prefixes(run: "RunConfig", stage: Stage) -> str | None:
+    """Return a message if the loss or the embedding does not allow the prefixes of Matryoshka."""
+    if stage.matryoshka_dims is None:
+        return None
+    longest, dim = max(stage.matryoshka_dims), run.projection_head.dim
+    if longest > dim:
+        return (
+            f"matryoshka_dims has {longest}, and the embedding has {dim} numbers; "
+            f"remove it, or set projection_head.dim to {longest} or more"
+        )
+    if "normalizer_momentum" in LOSSES[stage.loss].settings:
+        return (
+            f"loss {stage.loss} estimates one normalizing constant, which differs between prefixes; "
+            "remove matryoshka_dims, or set loss to info_nce"
+        )
+    return None
 
 
 def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:

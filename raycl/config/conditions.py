@@ -217,6 +217,9 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
             ),
         ),
     ),
+    "stages.N.matryoshka_weights": (
+        Condition("matryoshka_dims", lambda run, index: run.stages[index].matryoshka_dims is not None),
+    ),
     "stages.N.logq_correction": (_PAIRS, _when_loss_has("logq_correction")),
     "stages.N.margin": (_HINGE,),
     "stages.N.hardest_negative": (_HINGE,),

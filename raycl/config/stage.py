@@ -84,6 +84,14 @@ class Stage(Section):
     proximal_weight: NotNegative = 0.0
     """Weight of the pull of an embedding toward its slot of the memory bank (Wu et al., 2018)."""
 
+    matryoshka_dims: tuple[Count, ...] | None = None
+    """Lengths of prefixes of the embedding to train as embeddings: the loss is the sum over the normalized
+    prefixes (Kusupati et al., 2022). Include the full length to train it too. Default: only the full length.
+    """
+
+    matryoshka_weights: tuple[Positive, ...] | None = None
+    """Weight of each prefix in the loss; default: 1."""
+
     learning_rate: Positive = 0.3
     """Peak learning rate at a batch of 256 rows; 0.3 as in SimCLR with LARS."""
 
@@ -110,6 +118,17 @@ class Stage(Section):
     def _has_one_length(self) -> Self:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("set exactly one of epochs and steps")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_weight_per_prefix(self) -> Self:
+        dims, weights = self.matryoshka_dims, self.matryoshka_weights
+        if dims is not None and (not dims or len(set(dims)) < len(dims)):
+            raise ValueError(f"matryoshka_dims must be different lengths, got {list(dims)}")
+        if dims is not None and weights is not None and len(dims) != len(weights):
+            raise ValueError(
+                f"matryoshka_weights has {len(weights)} numbers for {len(dims)} matryoshka_dims; give one per length"
+            )
         return self
 
     @property

@@ -18,6 +18,7 @@ from raycl.errors import ConfigError
 from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
 from raycl.losses import NormalizingConstant
 from raycl.losses.logq import Frequencies
+from raycl.losses.matryoshka import Matryoshka
 from raycl.losses.objective import Objective, build_objective
 from raycl.models.blocks import learning_rate_scales, residual_blocks
 from raycl.models.momentum import MomentumEncoder
@@ -138,7 +139,7 @@ class TrainState:
         assert not stage.logq_correction or frequencies is not None, (
             "documents are counted before the first step"
         )
-        return build_objective(
+        objective = build_objective(
             stage.loss,
             hinge_weight=hinge_weight,
             temperature=temperature,
@@ -154,6 +155,10 @@ class TrainState:
             normalizer=self.normalizer,
             num_samples=num_samples,
         )
+        if stage.matryoshka_dims is None:
+            return objective
+        weights = stage.matryoshka_weights or [1.0] * len(stage.matryoshka_dims)
+        return Matryoshka(objective=objective, dims=stage.matryoshka_dims, weights=weights)
 
     def wrap_ddp(self, device: torch.device) -> None:
         """Average gradients with the other workers from now on; collective."""
