@@ -164,6 +164,14 @@ class Tokenizer:
             rows.append(self._swap_padding(np.array(self._before + own + self._after, np.int32)))
         return rows
 
+    def num_prompt_tokens(self, prompt: str) -> int:
+        """Return the number of tokens before the text itself, special tokens among them; 0 without a prompt.
+
+        The space at the end of a prompt belongs to the next word.
+        """
+        own = self._tokenizer.encode(prompt.rstrip(), add_special_tokens=False).ids
+        return len(self._before) + len(own) if prompt else 0
+
     def decode(self, rows: Sequence[NDArray[np.int32]]) -> list[str]:
         """Return the texts of rows of tokens, without special tokens, as the encoder sees them."""
         texts = (self._tokenizer.decode(self._swap_padding(row).tolist()) for row in rows)

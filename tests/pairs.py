@@ -15,7 +15,7 @@ from raycl.config import RunConfig
 from raycl.data.codecs import store_all
 from raycl.data.in_memory import InMemoryDataset
 from raycl.recipes import recipe
-from raycl.tokenization import Vocabulary
+from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.preflight import column_names
 from raycl.training.transforms import build_formats
 from tests.images import digit_files, encode
@@ -62,10 +62,12 @@ def vocabulary() -> Vocabulary:
     return Vocabulary.of_texts(invented_texts(200), max_length=14, size=400, lowercase=True)
 
 
-def rows_of(config: RunConfig, values: Mapping[str, Sequence[Any]]) -> InMemoryDataset:
+def rows_of(
+    config: RunConfig, values: Mapping[str, Sequence[Any]], tokenizer: Tokenizer | None = None
+) -> InMemoryDataset:
     """Return rows of these values by role, with the ids 0, 1, 2, ..., as read from Arrow."""
     columns = column_names(config).found_in(list(values), where="the test")
-    formats = build_formats(config, vocabulary().tokenizer, columns)
+    formats = build_formats(config, tokenizer or vocabulary().tokenizer, columns)
     contents = {role: each.decode_all(values[role]) for role, each in formats.items()}
     numbers = pa.array(range(len(next(iter(values.values())))), pa.int64())
     return InMemoryDataset(

@@ -235,7 +235,7 @@ RUNS = {
 }
 # Settings used by the parts below; the driver, the data module and the trainer read the others.
 BUILT = re.compile(
-    r"data\.(image_size|decode_size|channels|max_pixels)|text\.max.*|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
+    r"data\.(image_size|decode_size|channels|max_pixels)|text\.(max.*|.*_prompt)|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
     r"separate_towers|projection_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init).*|bank\..*|"
     r"ema_decay|batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
 )
@@ -475,6 +475,8 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "simclr optimizer.betas=[0.5, 0.5]": "betas acts only with optimizer.name adamw, and this run",
     "simclr data.columns.query=q": "data.columns.query acts only with data.kind pairs",
     "simclr encoder.kwargs.dim=3": "encoder.kwargs.dim acts only with a text encoder, or a network of your",
+    "simcse text.document_prompt=a": "text.document_prompt acts only with data.kind image_text or pairs",
+    "clip text.query_prompt=a": "text.query_prompt acts only with data.kind text or pairs, and this run",
     "clip text_encoder.width=2": "text_encoder.width acts only with an image network",
     "clip stages.1.temperature=0.5": "temperature acts only with learn_temperature false, or in the",
     "clip augment.hue=0.3": "augment.hue acts only with augment.jitter above 0",

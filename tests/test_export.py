@@ -96,6 +96,7 @@ def write_texts_run(
     seed: int = 0,
     arguments: dict[str, Any] | None = None,
     dim: int = 24,
+    prompts: dict[Any, str] | None = None,
 ) -> str:
     """Write the files of a trained text encoder; return their folder."""
     tokenizer = tokenizer or TOKENIZERS["own"]()
@@ -108,6 +109,7 @@ def write_texts_run(
         representation_dim=dim,
         norm=norm,
         projection_head=head,
+        prompts=prompts or {},
     )
     torch.manual_seed(seed)
     encoder = perturbed(spec.build(), seed)
@@ -182,6 +184,22 @@ def test_each_tower_is_exported_by_its_side(tmp_path: Path) -> None:
     own = write_own(tmp_path / "own")
     write_texts_run(tmp_path / "own" / KEY, seed=3)
     assert_exports(own, tmp_path / "beside a network of your own", side="key")
+
+
+@pytest.mark.parametrize("name", ["bag_of_subwords", "transformer"])
+@pytest.mark.parametrize("query", ["ask: ", ""])
+def test_prompts_are_exported_for_queries_and_documents(query: str, name: str, tmp_path: Path) -> None:
+    run = write_texts_run(tmp_path / "run", name, prompts={"query": query, "key": "a page - "})
+    expected: dict[Any, Tensor] = {}
+    for side in ("query", "key"):
+        assert_exports(run, tmp_path / side, side=side)  # `encode` applies the prompt of its side
+        expected[side] = load_encoder(run, side=side).encode(TEXTS)
+    assert not torch.allclose(expected["query"], expected["key"], atol=1e-2)
+    for folder in ("query", "key"):
+        model = load(tmp_path / folder)
+        for side, encode in (("query", model.encode_query), ("key", model.encode_document)):
+            came = torch.from_numpy(encode(TEXTS, batch_size=6))
+            torch.testing.assert_close(came, expected[side], rtol=1e-5, atol=1e-5)
 
 
 def test_the_exported_folder_describes_its_model(tmp_path: Path) -> None:

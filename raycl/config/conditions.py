@@ -135,6 +135,8 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "text.vocabulary_size": (_OWN_TOKENIZER,),
     "text.lowercase": (_OWN_TOKENIZER,),
     "text.max_document_length": (_PAIRS,),
+    "text.query_prompt": (when("data.kind", "text", "pairs"),),
+    "text.document_prompt": (when("data.kind", "image_text", "pairs"),),
     "augment": (_IMAGES,),
     "augment.brightness": (_JITTER,),
     "augment.contrast": (_JITTER,),

@@ -197,6 +197,14 @@ class TextConfig(Section):
     max_document_length: Annotated[int, Field(ge=1, le=8_192)] | None = None
     """Tokens after which documents and negatives are truncated, 1 to 8192; default: ``max_length``."""
 
+    query_prompt: str = ""
+    """Text before each query or sentence, such as ``"query: "`` of E5 (Wang et al., 2022), in training and in
+    use; its tokens count in ``max_length``.
+    """
+
+    document_prompt: str = ""
+    """Text before each document, negative or caption, such as ``"passage: "``."""
+
     length_buckets: Count = 1
     """Number of batches whose rows are sorted by length together, into as many batches of similar lengths:
     less padding, and no negatives that are recognizable by their length. 1 does not sort.
@@ -206,6 +214,10 @@ class TextConfig(Section):
     def longest(self) -> int:
         """The largest number of tokens of a text in any role."""
         return max(self.max_length, self.max_document_length or 0)
+
+    def prompt_of(self, role: str) -> str:
+        """Return the prompt of the texts in a column with this role."""
+        return self.query_prompt if role in ("text", "query") else self.document_prompt
 
 
 @final

@@ -60,17 +60,17 @@ class TokenLists:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """One text per row, as at most ``max_length`` tokens."""
+    """One text per row after ``prompt``, as at most ``max_length`` tokens."""
 
     tokenizer: Tokenizer
     max_length: int
+    prompt: str = ""
 
     def decode_all(self, values: Sequence[Any]) -> list[NDArray[np.int32] | InvalidTextError]:
         """Return the tokens of each text, or its error."""
         texts = [_text_or_error(value) for value in values]
-        tokens = iter(
-            self.tokenizer.encode([text for text in texts if isinstance(text, str)], self.max_length)
-        )
+        prompted = [self.prompt + text for text in texts if isinstance(text, str)]
+        tokens = iter(self.tokenizer.encode(prompted, self.max_length))
         return [next(tokens) if isinstance(text, str) else text for text in texts]
 
     def store(self, decoded: Sequence[NDArray[np.int32]]) -> dict[str, pa.Array]:
@@ -85,23 +85,26 @@ class TextFormat:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TextsFormat:
-    """A list of texts per row; a single text counts as a list of one, unless lists may be empty."""
+    """A list of texts per row, each after ``prompt``.
+
+    A single text counts as a list of one, unless lists may be empty.
+    """
 
     tokenizer: Tokenizer
     max_length: int
+    prompt: str = ""
     may_be_empty: bool = False
 
     def decode_all(self, values: Sequence[Any]) -> list[list[NDArray[np.int32]] | InvalidValueError]:
         """Return the tokens of each row's texts, or an error if any text of the row is invalid."""
         rows = [self._as_list(value) for value in values]
         texts = [text for row in rows for text in row]
-        decoded = iter(TextFormat(tokenizer=self.tokenizer, max_length=self.max_length).decode_all(texts))
+        decoded = iter(self._one_per_row().decode_all(texts))
         return [self._valid_or_error([next(decoded) for _ in row]) for row in rows]
 
     def store(self, decoded: Sequence[list[NDArray[np.int32]]]) -> dict[str, pa.Array]:
         """Return the columns ``tokens``, lists of lists, and ``id``, a list per row."""
-        one_per_row = TextFormat(tokenizer=self.tokenizer, max_length=self.max_length)
-        stored = one_per_row.store([text for row in decoded for text in row])
+        stored = self._one_per_row().store([text for row in decoded for text in row])
         offsets = _offsets(decoded)
         return {name: pa.ListArray.from_arrays(offsets, column) for name, column in stored.items()}
 
@@ -109,6 +112,9 @@ class TextsFormat:
         """Return the texts of these columns."""
         tokens, text_id = columns["tokens"], columns["id"]
         return TokenLists(_tokens(tokens.flatten(), text_id.flatten()), list_lengths(tokens))
+
+    def _one_per_row(self) -> TextFormat:
+        return TextFormat(tokenizer=self.tokenizer, max_length=self.max_length, prompt=self.prompt)
 
     def _as_list(self, value: Any) -> Sequence[Any]:
         if isinstance(value, list | tuple | np.ndarray):

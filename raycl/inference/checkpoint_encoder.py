@@ -108,7 +108,9 @@ def read_checkpoint_encoders(
     weights, prefix = opened.state.get("tower", {}), ""
     if "ema" in opened.state:
         weights, prefix = opened.state["ema"], "tower."
-    return [opened.encoder(by_side[side][1], weights, prefix + by_side[side][2]) for side in sides]
+    return [
+        opened.encoder(by_side[side][1].for_side(side), weights, prefix + by_side[side][2]) for side in sides
+    ]
 
 
 @final

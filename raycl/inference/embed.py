@@ -178,7 +178,8 @@ def formats_of(encoder: ImageEncoder | TextEncoder) -> Formats:
     """Return the format in which values are decoded for an encoder, by role."""
     if isinstance(encoder, ImageEncoder):
         return {"image": encoder.spec.image_format()}
-    return {"text": TextFormat(tokenizer=encoder.tokenizer, max_length=encoder.spec.max_tokens)}
+    spec = encoder.spec
+    return {"text": TextFormat(tokenizer=encoder.tokenizer, max_length=spec.max_tokens, prompt=spec.prompt)}
 
 
 def columns_for(encoder: ImageEncoder | TextEncoder, columns: ColumnNames | None) -> ColumnNames:

@@ -27,10 +27,10 @@ def encoder_specs(config: RunConfig, tokenizer: Tokenizer | None) -> list[Encode
     assert tokenizer is not None, "texts need a tokenizer"
     text = _text_spec(config, tokenizer)
     if config.data.kind == "image_text":
-        return [_image_spec(config), text]
+        return [_image_spec(config), text.for_side("key")]
     if config.separate_towers:
         # The query tower never sees texts as long as documents.
-        return [text.model_copy(update={"cut_at": config.text.max_length}), text]
+        return [text.model_copy(update={"cut_at": config.text.max_length}), text.for_side("key")]
     return [text]
 
 
@@ -50,7 +50,11 @@ def _image_spec(config: RunConfig) -> ImageEncoderSpec:
 
 
 def _text_spec(config: RunConfig, tokenizer: Tokenizer) -> TextEncoderSpec:
+    query_prompt, key_prompt = config.text.query_prompt, config.text.document_prompt
+    if config.data.kind == "text":
+        key_prompt = query_prompt
     return TextEncoderSpec(
+        prompts={"query": query_prompt, "key": key_prompt} if query_prompt or key_prompt else {},
         num_tokens=tokenizer.num_tokens,
         max_length=config.text.longest,
         tokenizer=tokenizer.fingerprint,

@@ -105,16 +105,17 @@ class TextEncoder(nn.Module):
         return self.network(tokens)
 
     def prepare(self, texts: Sequence[str]) -> Tensor:
-        """Tokenize texts to int64 [batch, length]; raises ``DataError`` for an invalid text."""
+        """Tokenize texts after the prompt to int64 [batch, length]; raises ``DataError`` for an invalid text."""
         try:
-            rows = self.tokenizer.encode(list(map(read_text, texts)), self.spec.max_tokens)
+            prompted = [self.spec.prompt + read_text(text) for text in texts]
+            rows = self.tokenizer.encode(prompted, self.spec.max_tokens)
         except InvalidTextError as error:
             raise DataError(f"a text cannot be used: {error}; leave it out") from None
         return torch.from_numpy(padded_rows(rows)).to(_device_of(self))
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], *, batch_size: int = 256) -> Tensor:
-        """Encode texts to float32 representations [num_texts, representation_dim]."""
+        """Encode texts after the prompt of the side to float32 [num_texts, representation_dim]."""
         parts = [
             self.network(self.prepare(texts[start : start + batch_size])).float()
             for start in range(0, len(texts), batch_size)
@@ -201,7 +202,7 @@ def read_encoder(uri: str, *, side: SideName = "query") -> SavedEncoder:
             f"found no encoder at {uri} (no {SPEC}, no checkpoint); give the --output of a run"
         )
     try:
-        spec = _read_spec((output / SPEC).read_text())
+        spec = _read_spec((output / SPEC).read_text()).for_side(side)
         weights = safetensors.torch.load((output / WEIGHTS).read_bytes())
         has_head = spec.projection_head is not None
         head_weights = safetensors.torch.load((output / HEAD_WEIGHTS).read_bytes()) if has_head else {}

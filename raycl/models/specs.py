@@ -1,13 +1,14 @@
 """Encoder specs: the content of ``encoder.json``, which builds an encoder again."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from raycl.data.images import ImageFormat
 from raycl.models.image import Stem, build_image_encoder
+from raycl.models.registry import SideName
 from raycl.models.text import build_text_encoder
 
 
@@ -41,6 +42,10 @@ class EncoderSpec(BaseModel, ABC):
     @abstractmethod
     def build(self) -> nn.Module:
         """Build the encoder, untrained."""
+
+    def for_side(self, side: SideName) -> Self:
+        """Return the spec of a side; two sides that share an encoder differ in the prompt."""
+        return self
 
 
 @final
@@ -78,6 +83,7 @@ class TextEncoderSpec(EncoderSpec):
     """A text encoder and the fingerprint of its ``tokenizer``.
 
     ``cut_at`` is the number of tokens that texts are cut at, if training used fewer than ``max_length``.
+    ``prompts`` are the texts before each text of a side; the encoder applies that of ``side``.
     """
 
     kind: Literal["text"] = "text"
@@ -85,11 +91,22 @@ class TextEncoderSpec(EncoderSpec):
     max_length: int
     cut_at: int | None = None
     tokenizer: str
+    prompts: dict[SideName, str] = {}
+    side: SideName = "query"
 
     @property
     def max_tokens(self) -> int:
         """The number of tokens that texts are cut at."""
         return self.cut_at or self.max_length
+
+    @property
+    def prompt(self) -> str:
+        """The text before each text of its side, empty if there is none."""
+        return self.prompts.get(self.side, "")
+
+    def for_side(self, side: SideName) -> Self:
+        """Return the spec with the prompt of this side."""
+        return self.model_copy(update={"side": side})
 
     def build(self) -> nn.Module:
         """Build the encoder, untrained."""

@@ -77,6 +77,7 @@ class DataModule:
         """Count the tokens of the texts, with a new tokenizer unless one is given; required before decoding."""
         vocabulary = learn_vocabulary(self._config.text, tokenizer, self.columns, self._source, self._dataset)
         self._tokenizer = vocabulary.tokenizer
+        check_prompts(self._config.text, vocabulary.tokenizer)
         return vocabulary
 
     def num_train_expected(self) -> int:
@@ -237,7 +238,8 @@ def learn_vocabulary(
     columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
 
     def learn() -> Vocabulary:
-        texts = _texts_of_source(source, columns) if source else _texts_of_dataset(dataset, columns)
+        values = _values_of_source(source, columns) if source else _values_of_dataset(dataset, columns)
+        texts = (text.prompt_of(role) + each for role, column in values for each in _valid_texts(column))
         found = list(islice(texts, text.tokenizer_train_size))
         if not found:
             raise DataError("found no valid text to train a tokenizer on; check the text columns")
@@ -250,20 +252,33 @@ def learn_vocabulary(
         return ray.get(ray.remote(num_cpus=1)(learn).remote())
 
 
-def _texts_of_source(source: Source, columns: ColumnNames) -> Iterator[str]:
+def check_prompts(text: TextConfig, tokenizer: Tokenizer) -> None:
+    """Raise ``ConfigError`` if a prompt leaves no room for a text."""
+    for name, prompt, max_length in (
+        ("query_prompt", text.query_prompt, text.max_length),
+        ("document_prompt", text.document_prompt, text.max_document_length or text.max_length),
+    ):
+        length = tokenizer.num_prompt_tokens(prompt)
+        if length >= max_length:
+            raise ConfigError(
+                f"text.{name} has {length} tokens, and texts are truncated after {max_length}; "
+                "shorten it, or raise text.max_length"
+            )
+
+
+def _values_of_source(source: Source, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
     described = replace(source, columns=columns)
     # The order is random: with more texts than needed, the sample covers the whole data set.
     for number in np.random.default_rng(0).permutation(len(source.fragments)):
         for rows in described.read(source.fragments[number]):
-            for values in rows.values.values():
-                yield from _valid_texts(values)
+            yield from rows.values.items()
 
 
-def _texts_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[str]:
-    names = list(columns.contents.values())
-    for batch in dataset.select_columns(names).iter_batches(batch_format="pyarrow", batch_size=1_024):
-        for name in names:
-            yield from _valid_texts(batch[name].to_pylist())
+def _values_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
+    names = columns.contents
+    chosen = dataset.select_columns(list(names.values()))
+    for batch in chosen.iter_batches(batch_format="pyarrow", batch_size=1_024):
+        yield from ((role, batch[name].to_pylist()) for role, name in names.items())
 
 
 def _valid_texts(values: list[Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -35,16 +35,21 @@ def build_formats(config: RunConfig, tokenizer: Tokenizer | None, columns: Colum
     if kind == "image":
         return {"image": image_format(config)}
     assert tokenizer is not None, "texts need a tokenizer"
-    texts = TextsFormat(tokenizer=tokenizer, max_length=text.max_length)
+    query: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_length": text.max_length,
+        "prompt": text.query_prompt,
+    }
+    document: dict[str, Any] = query | {"prompt": text.document_prompt}
     if kind == "text":
-        return {"text": texts}
+        return {"text": TextsFormat(**query)}
     if kind == "image_text":
-        return {"image": image_format(config), "caption": texts}
-    document_length = text.max_document_length or text.max_length
+        return {"image": image_format(config), "caption": TextsFormat(**document)}
+    document["max_length"] = text.max_document_length or text.max_length
     known: dict[str, Format] = {
-        "query": TextFormat(tokenizer=tokenizer, max_length=text.max_length),
-        "document": TextFormat(tokenizer=tokenizer, max_length=document_length),
-        "negatives": TextsFormat(tokenizer=tokenizer, max_length=document_length, may_be_empty=True),
+        "query": TextFormat(**query),
+        "document": TextFormat(**document),
+        "negatives": TextsFormat(**document, may_be_empty=True),
         "query_id": IdFormat(),
         "document_id": IdFormat(),
         "negative_ids": IdFormat(in_lists=True),
@@ -179,14 +184,15 @@ class TextTransform(Transform):
     """Tokens [batch, length] of one text of each row, padded with 0 at the end.
 
     A row may hold a list of equivalent texts: two views show two texts of the list, or the same text twice.
-    The words change at random; without changes, views differ by dropout alone.
+    The words after the prompt change at random; without changes, views differ by dropout alone.
     """
 
     def __init__(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> None:
         self._role, self._seed = role, config.seed
         changes = config.text_augment.model_dump()
+        self._num_prompt_tokens = tokenizer.num_prompt_tokens(config.text.prompt_of(role))
         self._augmentation = TextAugmentation(
-            max_length=config.text.max_length,
+            max_length=max(1, config.text.max_length - self._num_prompt_tokens),
             begins_word=tokenizer.begins_word,
             special_tokens=tokenizer.special_tokens,
             **changes,
@@ -200,9 +206,11 @@ class TextTransform(Transform):
         tokens = torch.from_numpy(self.shown(batch, number).padded())
         if self._changes:
             # On the host: each change reads the new lengths, which would synchronize with a device.
-            tokens = self._augmentation(
-                tokens, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number
+            prompt, words = tokens.tensor_split([self._num_prompt_tokens], dim=1)
+            words = self._augmentation(
+                words, batch.sample_id, seed=self._seed, epoch=batch.epoch, view=number
             )
+            tokens = torch.cat([prompt, words], 1)
         return Draft((tokens,))
 
     def shown(self, batch: Batch, number: int) -> Tokens:

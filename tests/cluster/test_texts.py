@@ -261,6 +261,51 @@ def test_a_prepared_log_keeps_its_ids(ids: tuple[str, ...], click_log: Path, tmp
     assert set(columns) == (expected | {"negative_ids"} if "document_id" in ids else expected)
 
 
+def test_a_run_with_prompts_equals_a_run_on_texts_with_the_prompts(tmp_path: Path) -> None:
+    query, document = "ask: ", "a page - "
+    rows = [{"query": " ".join(text.split()[:3]), "document": text} for text in invented_texts(120, seed=4)]
+    for number, row in enumerate(rows):
+        row["negatives"] = [rows[number - 1]["document"]] * (number % 2)  # pyright: ignore[reportArgumentType]
+    with_prompts = [
+        {
+            "query": query + row["query"],
+            "document": document + row["document"],
+            "negatives": [document + each for each in row["negatives"]],
+        }
+        for row in rows
+    ]
+    prompts = {"text.query_prompt": query, "text.document_prompt": document}
+    found: list[list[Any]] = []
+    for name, values, settings in (("prompted", rows, prompts), ("written", with_prompts, {})):
+        run, data, output = str(tmp_path / name), str(tmp_path / f"{name}.parquet"), tmp_path / f"{name}-out"
+        pq.write_table(pa.Table.from_pylist(values), data)
+        config = run_of("two_tower", **{"workers": 1, "separate_towers": True, **settings})
+        raycl.train(config, data=data, output=run, quiet=True)
+        encoders = [raycl.load_encoder(run, side=side) for side in ("query", "key")]
+        weights = [value for encoder in encoders for value in encoder.state_dict().values()]
+        raycl.embed(
+            run=run,
+            data=data,
+            output=str(output),
+            columns=ColumnNames(text="document"),
+            side="key",
+            quiet=True,
+        )
+        embedded = pq.read_table(output).sort_by("sample_id")["representation"].to_pylist()
+        raycl.mine(run=run, data=data, output=f"{output}.parquet", num_negatives=2, quiet=True)
+        mined = pq.read_table(f"{output}.parquet")["negatives"].to_pylist()
+        mined = [[each.removeprefix(document) for each in row] for row in mined]
+        scores = raycl.evaluate("retrieval", run=run, test=data, baseline=False, quiet=True)
+        found.append([weights, embedded, mined, dict(scores)])
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1:] == found[1][1:]
+    with pytest.raises(
+        ConfigError, match="text.document_prompt has .* tokens, and texts are truncated after 2"
+    ):
+        long = run_of("two_tower", **prompts, **{"text.max_length": 20, "text.max_document_length": 2})
+        raycl.train(long, data=data, output=str(tmp_path / "long"), quiet=True)
+
+
 def test_sentences_are_streamed_and_evaluated_by_human_scores(tmp_path: Path) -> None:
     texts = invented_texts(400, seed=2)
     data, pairs = tmp_path / "texts.parquet", tmp_path / "sts.parquet"

@@ -20,6 +20,7 @@ from torch.nn.utils.fusion import fuse_linear_bn_eval
 
 from raycl.errors import ConfigError
 from raycl.models.encoder_io import TextEncoder
+from raycl.models.registry import SideName
 from raycl.models.specs import TextEncoderSpec
 from raycl.models.text import BagOfSubwords, HuggingFaceEncoder, TextTransformer
 from raycl.tokenization import PADDING, Tokenizer
@@ -30,6 +31,7 @@ _PACKAGE = "sentence_transformers.models"  # the name of its modules in all vers
 _PADDINGS, _UNKNOWNS = ("[PAD]", "<pad>"), ("[UNK]", "<unk>")
 _IDENTITY, _RELU = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.ReLU"
 _GELU = "torch.nn.modules.activation.GELU"
+_SIDES: dict[str, SideName] = {"query": "query", "document": "key"}  # by the name of the prompt
 _WITHOUT_POOLER = {"add_pooling_layer": False}  # omits the layer on [CLS] of models like BERT
 
 
@@ -63,8 +65,19 @@ def sentence_folder(encoder: TextEncoder) -> Files:
     ]
     files["modules.json"] = json.dumps(listed, indent=2).encode()
     return files | _config_file(
-        "config_sentence_transformers.json", model_type="SentenceTransformer", similarity_fn_name="cosine"
+        "config_sentence_transformers.json",
+        model_type="SentenceTransformer",
+        similarity_fn_name="cosine",
+        **_prompts(encoder.spec),
     )
+
+
+def _prompts(spec: TextEncoderSpec) -> dict[str, Any]:
+    """Return the prompts of ``encode_query`` and ``encode_document``; ``encode`` applies the encoder's own."""
+    if not spec.prompts:
+        return {}
+    prompts = {name: spec.for_side(side).prompt for name, side in _SIDES.items()}
+    return {"prompts": prompts, "default_prompt_name": "query" if spec.side == "query" else "document"}
 
 
 def _modules(encoder: TextEncoder) -> list[_Module]:
