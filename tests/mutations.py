@@ -155,16 +155,16 @@ MUTATIONS = [
     ),
     Mutation(
         "keys of all workers are gathered without gradient",
-        "raycl/losses/info_nce.py",
-        '"gathered_key": gather(key) if self.in_batch else None',
-        '"gathered_key": gather_detached(key) if self.in_batch else None',
+        "raycl/losses/objective.py",
+        "gather(each) if each.is_floating_point() else gather_detached(each)",
+        "gather_detached(each)",
         "tests/workers/test_losses.py",
     ),
     Mutation(
         "every worker uses the rows of the first worker as its own",
-        "raycl/losses/nt_xent.py",
-        "            gathered_b=gathered_b,\n            offset=rank() * len(query),",
-        "            gathered_b=gathered_b,\n            offset=0,",
+        "raycl/losses/objective.py",
+        '"offset": rank() * len(first)',
+        '"offset": 0',
         "tests/workers/test_losses.py",
     ),
     Mutation(

@@ -154,8 +154,8 @@ def visit_all(meet: Callable[..., None], *tensors: Tensor) -> None:
 
 
 def exceeds_gather_limit(*rows: Tensor) -> bool:
-    """Return whether these rows of all workers would take too much memory on each of them."""
-    return num_workers() * sum(each.nbytes for each in rows) > MAX_GATHERED_BYTES
+    """Return whether these rows of all workers would take too much memory on each of them; never for one worker."""
+    return num_workers() > 1 and num_workers() * sum(each.nbytes for each in rows) > MAX_GATHERED_BYTES
 
 
 @torch.no_grad()

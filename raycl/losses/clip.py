@@ -9,7 +9,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
+from raycl.distributed import exceeds_gather_limit
 from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
@@ -25,7 +25,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.info_nce import query_mask, ring_info_nce
 from raycl.losses.mutual import MutualSoftmax
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import StoreBatch, gathered
 from raycl.losses.softmax import RowGroup, evaluate_softmax
 from raycl.losses.tiled import (
     BLOCK_ROWS,
@@ -306,7 +306,7 @@ class Clip:
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
-        if num_workers() > 1 and self.log_frequency is None and exceeds_gather_limit(query, key):
+        if self.log_frequency is None and exceeds_gather_limit(query, key):
             to_keys = ring_info_nce(
                 query,
                 key,
@@ -320,13 +320,7 @@ class Clip:
         rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
         if self.log_frequency is not None:
             rows["key_log_frequency"] = self.log_frequency(ids.stored_key)
-        if num_workers() > 1:
-            rows |= {f"gathered_{name}": gather_detached(value) for name, value in rows.items()}
-            rows |= {
-                "gathered_query": gather(query),
-                "gathered_key": gather(key),
-                "offset": rank() * len(query),
-            }
+        rows |= gathered(query=query, key=key, **rows)
         if stored.negatives is not None and stored.negative_id is not None:
             rows |= {"negatives": stored.negatives, "negative_id": stored.negative_id}
             if self.log_frequency is not None and stored.negative_name is not None:

@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self, final
+from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 
-from raycl.distributed import gather, gather_detached, num_workers, rank
 from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_columns, check_gathered, check_offset, check_pair, checked_pair_ids
@@ -17,7 +16,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.info_nce import query_mask
 from raycl.losses.nce import add_proximal_term
-from raycl.losses.objective import StoreBatch, positive_of
+from raycl.losses.objective import StoreBatch, gathered, positive_of
 from raycl.losses.softmax import ColumnBlock
 from raycl.losses.tiled import (
     BLOCK_ROWS,
@@ -404,16 +403,11 @@ class Hinge:
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         key = positive_of(key, stored)
-        gathered: dict[str, Any] = {}
-        if num_workers() > 1:
-            # Gather ids even without in-batch negatives: a stored row may be the key of another worker's pair.
-            gathered = {
-                "gathered_query": gather(query) if self.bidirectional else None,
-                "gathered_key": gather(key) if self.in_batch else None,
-                "offset": rank() * len(query),
-                "gathered_query_id": gather_detached(ids.query),
-                "gathered_key_id": gather_detached(ids.key),
-            }
+        own_ids = {"query_id": ids.query, "key_id": ids.key}
+        # Ids are gathered even without in-batch negatives: a stored row may be the key of another worker's pair.
+        everyone = gathered(
+            query=query if self.bidirectional else None, key=key if self.in_batch else None, **own_ids
+        )
         loss = hinge(
             query,
             key,
@@ -421,11 +415,10 @@ class Hinge:
             hardest=self.hardest,
             in_batch=self.in_batch,
             bidirectional=self.bidirectional,
-            query_id=ids.query,
-            key_id=ids.key,
             negatives=stored.negatives,
             negative_id=stored.negative_id,
-            **gathered,
+            **own_ids,
+            **everyone,
         )
         return add_proximal_term(loss, query, stored, self.proximal_weight)
 

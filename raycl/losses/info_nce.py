@@ -8,7 +8,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
+from raycl.distributed import exceeds_gather_limit, gather_detached, rank
 from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
@@ -21,7 +21,7 @@ from raycl.losses.checks import (
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.nce import add_proximal_term
-from raycl.losses.objective import StoreBatch, positive_of
+from raycl.losses.objective import StoreBatch, gathered, positive_of
 from raycl.losses.ring import evaluate_ring
 from raycl.losses.softmax import RowGroup, evaluate_softmax
 from raycl.losses.tiled import (
@@ -284,15 +284,11 @@ class InfoNce:
             "negative_id": stored.negative_id,
         }
         key_id = ids.key if self.of_pairs else ids.query
-        if num_workers() > 1 and self.in_batch and exceeds_gather_limit(key):
+        if self.in_batch and exceeds_gather_limit(key):
             return ring_info_nce(query, key, ids.query, key_id, **settings)
         # A single id for both sides is cheaper to compare.
         own_ids = {"query_id": ids.query, "key_id": key_id} if self.of_pairs else {"sample_id": ids.query}
         settings |= {"in_batch": self.in_batch, **own_ids}
-        if num_workers() > 1 and (self.in_batch or self.of_pairs):
-            settings |= {f"gathered_{name}": gather_detached(each) for name, each in own_ids.items()}
-            settings |= {
-                "gathered_key": gather(key) if self.in_batch else None,
-                "offset": rank() * len(query),
-            }
+        if self.in_batch or self.of_pairs:
+            settings |= gathered(key=key if self.in_batch else None, **own_ids)
         return info_nce(query, key, **settings)

@@ -8,14 +8,14 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from raycl.distributed import exceeds_gather_limit, gather, gather_detached, num_workers, rank
+from raycl.distributed import exceeds_gather_limit, gather_detached, num_workers
 from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_offset, check_pair, check_sample_id, checked_ids, checked_temperature
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.mutual import MutualSoftmax
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import StoreBatch, gathered
 from raycl.losses.ring import evaluate_ring
 from raycl.losses.softmax import RowGroup, evaluate_softmax, row_blocks
 from raycl.losses.tiled import (
@@ -222,21 +222,10 @@ class NtXent:
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss; NT-Xent uses no store."""
         assert key is not None, "the configuration gives NT-Xent two views"
-        if num_workers() == 1:
-            return nt_xent(query, key, temperature=self.temperature, sample_id=ids.query)
         if exceeds_gather_limit(query, key):
             return ring_nt_xent(query, key, ids.query, temperature=self.temperature)
-        gathered_a, gathered_b = gather(torch.stack([query, key], dim=1)).unbind(1)
-        return nt_xent(
-            query,
-            key,
-            temperature=self.temperature,
-            gathered_a=gathered_a,
-            gathered_b=gathered_b,
-            offset=rank() * len(query),
-            sample_id=ids.query,
-            gathered_sample_id=gather_detached(ids.query),
-        )
+        everyone = gathered(query, key, sample_id=ids.query)
+        return nt_xent(query, key, temperature=self.temperature, sample_id=ids.query, **everyone)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from raycl.distributed import gather_uneven
+from raycl.distributed import gather, gather_detached, gather_uneven, num_workers, rank
 from raycl.loss_specs import LOSSES, MIXED, LossSettings
 from raycl.losses.example_ids import ExampleIds
 
@@ -99,6 +99,27 @@ def build_objective(loss: str, *, hinge_weight: float, **settings: Any) -> Objec
         hinge=LOSSES[MIXED].build(given),
         hinge_weight=hinge_weight,
     )
+
+
+def gathered(*views: Tensor, **own: Tensor | None) -> dict[str, Any]:
+    """Return the arguments ``gathered_*`` and ``offset`` of a loss; none for one worker. Collective.
+
+    Args:
+        views: both views [local_batch, dim] of each sample, gathered in one message as ``a`` and ``b``; or none.
+        own: this worker's rows by name, [local_batch, ...]: embeddings are gathered with gradient, ids
+            without; None is skipped.
+    """
+    if num_workers() == 1:
+        return {}
+    rows = {name: each for name, each in own.items() if each is not None}
+    everyone = {
+        f"gathered_{name}": gather(each) if each.is_floating_point() else gather_detached(each)
+        for name, each in rows.items()
+    }
+    if views:
+        everyone["gathered_a"], everyone["gathered_b"] = gather(torch.stack(views, dim=1)).unbind(1)
+    first = (*views, *rows.values())[0]
+    return {"offset": rank() * len(first), **everyone}
 
 
 def positive_of(key: Tensor | None, stored: StoreBatch) -> Tensor:

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from raycl.distributed import (
     exceeds_gather_limit,
-    gather,
     gather_detached,
-    num_workers,
     rank,
     visit_all,
 )
@@ -27,7 +25,7 @@ from raycl.losses.checks import (
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.info_nce import query_mask
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import StoreBatch, gathered
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     Gradients,
@@ -247,21 +245,10 @@ class SigLip:
         """Return the loss."""
         assert key is not None, "the configuration provides a key for each query"
         scalars: dict[str, Any] = {"temperature": self.temperature, "bias": self.bias}
-        if num_workers() == 1:
-            return siglip(query, key, query_id=ids.query, key_id=ids.key, **scalars)
         if exceeds_gather_limit(key):
             return ring_siglip(query, key, ids.query, ids.key, **scalars)
-        return siglip(
-            query,
-            key,
-            gathered_key=gather(key),
-            offset=rank() * len(query),
-            query_id=ids.query,
-            gathered_query_id=gather_detached(ids.query),
-            key_id=ids.key,
-            gathered_key_id=gather_detached(ids.key),
-            **scalars,
-        )
+        own_ids = {"query_id": ids.query, "key_id": ids.key}
+        return siglip(query, key, **scalars, **own_ids, **gathered(key=key, **own_ids))
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return None: the loss of collapsed embeddings depends on the learned temperature and bias."""

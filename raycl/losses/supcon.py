@@ -8,14 +8,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from raycl.distributed import (
-    exceeds_gather_limit,
-    gather,
-    gather_detached,
-    num_workers,
-    rank,
-    visit_all,
-)
+from raycl.distributed import exceeds_gather_limit, gather_detached, visit_all
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_companion,
@@ -28,7 +21,7 @@ from raycl.losses.checks import (
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import count_same
 from raycl.losses.nt_xent import gathered_views
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import StoreBatch, gathered
 from raycl.losses.ring import evaluate_ring
 from raycl.losses.softmax import RowGroup, evaluate_softmax
 from raycl.losses.tiled import (
@@ -227,21 +220,10 @@ class SupCon:
         """Return the loss; SupCon uses no store."""
         assert key is not None, "the configuration gives SupCon two views"
         assert ids.label is not None, "the configuration gives SupCon labels"
-        if num_workers() == 1:
-            return supcon(query, key, ids.label, temperature=self.temperature)
         if exceeds_gather_limit(query, key):
             return ring_supcon(query, key, ids.label, temperature=self.temperature)
-        gathered_a, gathered_b = gather(torch.stack([query, key], dim=1)).unbind(1)
-        return supcon(
-            query,
-            key,
-            ids.label,
-            temperature=self.temperature,
-            gathered_a=gathered_a,
-            gathered_b=gathered_b,
-            gathered_label=gather_detached(ids.label),
-            offset=rank() * len(query),
-        )
+        everyone = gathered(query, key, label=ids.label)
+        return supcon(query, key, ids.label, temperature=self.temperature, **everyone)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""
