@@ -21,7 +21,7 @@ import torch
 
 import raycl
 from raycl.config import RunConfig
-from raycl.records import read_metrics, read_result
+from raycl.records import CHECKPOINT_LIST, CHECKPOINTS, read_metrics, read_result
 from raycl.storage import Place
 from raycl.training.checkpoint import saved_steps
 from tests.cluster.faults import Node, extra_node, kill_process, wait_until
@@ -281,6 +281,8 @@ def test_an_announced_node_loss_triggers_a_checkpoint_in_time(
         wait_until(lambda: (run.output / "metrics.jsonl").exists() or run.drivers[-1].poll() is not None)
         node.announce_loss(seconds=30)
         run.wait_for_checkpoint(1)
+        listed = run.output / CHECKPOINTS / CHECKPOINT_LIST
+        wait_until(lambda: listed.exists() and b"step-" in listed.read_bytes())  # it is complete
         (saved,) = saved_steps(run.output)
         node.kill()
         assert run.end() == 0, run.log()
