@@ -261,6 +261,7 @@ def test_a_prepared_log_keeps_its_ids(ids: tuple[str, ...], click_log: Path, tmp
     assert set(columns) == (expected | {"negative_ids"} if "document_id" in ids else expected)
 
 
+@pytest.mark.drill  # test_prompts.py compares the parts without Ray
 def test_a_run_with_prompts_equals_a_run_on_texts_with_the_prompts(tmp_path: Path) -> None:
     query, document = "ask: ", "a page - "
     rows = [{"query": " ".join(text.split()[:3]), "document": text} for text in invented_texts(120, seed=4)]
