@@ -125,6 +125,8 @@ LOSSES: dict[str, LossSpec] = {
         learns=("temperature", "bias"),
         settings=("temperature", "bias"),
     ),
+    "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True),
+    "dclw": LossSpec(objective="raycl.losses.dcl:Dclw", needs_batch=True),
     "supcon": LossSpec(objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True),
 }
 

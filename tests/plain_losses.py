@@ -55,6 +55,30 @@ def plain_nt_xent(
     return F.cross_entropy(logits.masked_fill(masked, -torch.inf), positive)
 
 
+def plain_dcl(
+    view_a: Tensor,
+    view_b: Tensor,
+    temperature: Tensor,
+    *,
+    sigma: float | None = None,
+    ids: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute the loss as in the paper, row by row: no view of the row's sample is a negative."""
+    similarity = (view_a * view_b).sum(1)
+    weight = torch.ones_like(similarity)
+    if sigma is not None:
+        scores = (similarity.detach() / sigma).exp()
+        weight = 2 - scores / scores.mean()
+    rows, sample = torch.cat([view_a, view_b]), torch.arange(len(view_a)) if ids is None else ids[0]
+    losses = []
+    for i, row in enumerate(rows):
+        k = i % len(view_a)
+        negatives = rows[(sample != sample[k]).repeat(2) & (torch.arange(len(rows)) % len(view_a) != k)]
+        positive = similarity[k] / temperature
+        losses.append((negatives @ row / temperature).logsumexp(0) - weight[k] * positive)
+    return torch.stack(losses).mean()
+
+
 def plain_info_nce(
     query: Tensor,
     key: Tensor,

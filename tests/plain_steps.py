@@ -22,6 +22,7 @@ from raycl.negatives.memory_bank import draw_slots
 from raycl.training.views import Views
 from tests.plain_losses import (
     plain_bidirectional,
+    plain_dcl,
     plain_hinge,
     plain_info_nce,
     plain_nce,
@@ -277,6 +278,9 @@ class PlainRun:
         temperature = temperature if self.config.learn_temperature else temperature.detach()
         if self.stage.loss == "nt_xent":
             return plain_nt_xent(query, positive, temperature, ids=(query_id, query_id))
+        if self.stage.loss in ("dcl", "dclw"):
+            sigma = 0.5 if self.stage.loss == "dclw" else None
+            return plain_dcl(query, positive, temperature, sigma=sigma, ids=(query_id, query_id))
         if self.stage.loss == "supcon":
             assert self.names.label is not None
             return plain_supcon(torch.cat([query, positive]), self.names.label.repeat(2), temperature)

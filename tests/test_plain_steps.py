@@ -32,6 +32,10 @@ RECIPES = {
         if case.settings.get("precision") != "bfloat16"
     },
     "simclr info_nce": Case("simclr", SMALL | {"stages.0.loss": "info_nce"}),
+    "simclr dcl, chunks": Case(
+        "simclr", SMALL | CHUNKS | {"stages.0.loss": "dcl", "learn_temperature": True}
+    ),
+    "simclr dclw": Case("simclr", SMALL | {"stages.0.loss": "dclw"}),
     "simclr hinge of all": Case("simclr", SMALL | HINGE),
     "simclr mixed": Case("simclr", SMALL | MIXED),
     "simclr local": Case("simclr", SMALL | {"batchnorm": "local"}),

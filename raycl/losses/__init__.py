@@ -1,6 +1,7 @@
 """Contrastive losses: they map tensors to a scalar, without communication and without a [batch, batch] matrix."""
 
 from raycl.losses.clip import clip
+from raycl.losses.dcl import dcl
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
@@ -11,6 +12,7 @@ from raycl.losses.supcon import supcon
 __all__ = [
     "NormalizingConstant",
     "clip",
+    "dcl",
     "hinge",
     "info_nce",
     "nce",

@@ -1,6 +1,7 @@
 """NT-Xent, the loss of SimCLR (Chen et al., 2020)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, final
@@ -92,19 +93,24 @@ def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperatu
     rows = working_precision(torch.cat([view_a, view_b]))
     temperature = checked_temperature(temperature, rows)
     groups = two_views(len(view_a), len(view_a), 0)
-    all_ids = gather_detached(sample_id)
-    column_ids = all_ids.view(num_workers(), -1).repeat(1, 2).flatten()  # both views of each worker
-    mask = FalseNegativeMask(
-        (all_ids, all_ids), sample_id.repeat(2), column_ids, row_blocks=row_blocks(groups), num_own=2
-    )
+    mask = ring_mask(sample_id, row_blocks(groups))
     return fused(partial(_evaluate_by_ring, groups=groups, mask=mask), rows, temperature)
+
+
+def ring_mask(sample_id: Tensor, blocks: Sequence[slice]) -> FalseNegativeMask:
+    """Return the mask of both views of this worker among both views of each worker; collective."""
+    all_ids = gather_detached(sample_id)
+    column_ids = all_ids.view(num_workers(), -1).repeat(1, 2).flatten()
+    return FalseNegativeMask(
+        (all_ids, all_ids), sample_id.repeat(2), column_ids, row_blocks=blocks, num_own=2
+    )
 
 
 def two_views(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowGroup]:
     """Return the columns of the rows of each view and of their positives, among 2 * batch columns."""
     return (
-        RowGroup(slice(0, local_batch), positive=batch + offset, own=offset),
-        RowGroup(slice(local_batch, 2 * local_batch), positive=offset, own=batch + offset),
+        RowGroup(slice(0, local_batch), positive=batch + offset, excluded=(offset,)),
+        RowGroup(slice(local_batch, 2 * local_batch), positive=offset, excluded=(batch + offset,)),
     )
 
 

@@ -23,16 +23,16 @@ from raycl.losses.tiled import (
 
 
 class RowGroup(NamedTuple):
-    """Rows whose positives lie on one diagonal of the logits, and so do the rows themselves."""
+    """Rows whose positives lie on one diagonal of the logits, and whose excluded columns do as well."""
 
     rows: slice
     positive: int | None  # column of the first row's positive; None if the caller adds the positives
-    own: int | None = None  # column of the first row itself; None if it is not a candidate
+    excluded: tuple[int, ...] = ()  # columns that are no candidates of the first row, such as the row itself
 
     @property
     def diagonals(self) -> list[int]:
         """Return the diagonals of the logits (column - row) that are not negatives."""
-        columns = [column for column in (self.positive, self.own) if column is not None]
+        columns = self.excluded if self.positive is None else (self.positive, *self.excluded)
         return [column - self.rows.start for column in columns]
 
     def match(self, block: slice) -> slice:
@@ -202,7 +202,8 @@ class SoftmaxRows:
     def finish(self) -> Softmax:
         """Return the loss of each row after all blocks; complete the gradient of the rows."""
         if self._positive is None:
-            logsumexp = self._shift + self._total.log2()
+            # A row without candidates has no loss.
+            logsumexp = torch.where(self._total == 0, 0.0, self._shift + self._total.log2())
             softmax = Softmax(logsumexp / LOG2_E, torch.ones_like(logsumexp), logsumexp)
         else:
             softmax = finish_softmax(self._positive, self._shift, self._total)

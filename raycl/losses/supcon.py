@@ -110,8 +110,8 @@ def _checked_rows(
 def _groups(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowGroup]:
     """Return the rows of each view, which exclude themselves as candidates, among 2 * batch columns."""
     return (
-        RowGroup(slice(0, local_batch), positive=None, own=offset),
-        RowGroup(slice(local_batch, 2 * local_batch), positive=None, own=batch + offset),
+        RowGroup(slice(0, local_batch), positive=None, excluded=(offset,)),
+        RowGroup(slice(local_batch, 2 * local_batch), positive=None, excluded=(batch + offset,)),
     )
 
 

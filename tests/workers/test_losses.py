@@ -18,6 +18,7 @@ from tests.gradients import assert_close, leaves
 from tests.plain_losses import (
     WAYS,
     plain_bidirectional,
+    plain_dcl,
     plain_hinge,
     plain_info_nce,
     plain_nt_xent,
@@ -46,6 +47,8 @@ class Case:
 CASES = {
     "nt_xent": Case("nt_xent"),
     "supcon": Case("supcon"),
+    "dcl": Case("dcl"),
+    "dclw": Case("dclw"),
     "info_nce": Case("info_nce", negatives=True),
     "info_nce of pairs": Case("info_nce", pairs=True, negatives=True),
     "info_nce, negatives alone": Case("info_nce", {"in_batch": False}, pairs=True, negatives=True),
@@ -62,7 +65,7 @@ CASES = {
     )
     for number, ways in enumerate(WAYS)
 }
-BY_RING = ("nt_xent", "supcon", "info_nce", "info_nce of pairs", "clip", "siglip")
+BY_RING = ("nt_xent", "supcon", "dcl", "dclw", "info_nce", "info_nce of pairs", "clip", "siglip")
 
 
 def make_inputs() -> list[Tensor]:
@@ -122,6 +125,9 @@ def whole_batch(case: Case) -> list[Tensor]:
     in_batch = case.settings.get("in_batch", True)
     if case.loss == "nt_xent":
         loss = plain_nt_xent(query, key, temperature, ids=(pairs[0], pairs[0]))
+    elif case.loss in ("dcl", "dclw"):
+        sigma = 0.5 if case.loss == "dclw" else None
+        loss = plain_dcl(query, key, temperature, sigma=sigma, ids=(pairs[0], pairs[0]))
     elif case.loss == "supcon":
         loss = plain_supcon(torch.cat([query, key]), ids["label"].repeat(2), temperature)
     elif case.loss == "siglip":
