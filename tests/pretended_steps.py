@@ -64,6 +64,7 @@ CASES = {
     "simclr chunks, bfloat16": Case("simclr", SMALL | CHUNKS | {"precision": "bfloat16"}),
     "simclr hinge": Case("simclr", SMALL | {"stages.0.loss": "hinge", "stages.0.hardest_negative": True}),
     "simclr supcon": Case("simclr", SMALL | {"stages.0.loss": "supcon"}),
+    "simclr dclw": Case("simclr", SMALL | {"stages.0.loss": "dclw"}),
     "simclr shuffled": Case("simclr", SMALL | {"batchnorm": "shuffled", "batchnorm_groups": 4}),
     "moco_v1": Case("moco_v1", SMALL | QUEUE),
     "moco_v2": Case("moco_v2", SMALL | QUEUE),
