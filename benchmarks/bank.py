@@ -162,7 +162,8 @@ def compare(method: str, options: argparse.Namespace) -> list[Line]:
         spec = bank_spec(config_of(method), output=folder, name=method, num_samples=len(sample_id))
         # The memory of a process with almost no rows.
         tiny = replace(spec, name="tiny", capacity=1_024, output=f"{folder}/tiny")
-        small, bank = start_bank(tiny, np.arange(1_024)), start_bank(spec, sample_id)
+        ids = (None, None) if spec.kind == "queue" else (np.arange(1_024), sample_id)
+        small, bank = start_bank(tiny, ids[0]), start_bank(spec, ids[1])
         lines = compare_steps(method, bank, sample_id, options)
         if spec.kind == "memory_bank":
             lines += compare_rows(bank, sample_id, options.repeats)
