@@ -11,11 +11,12 @@ from tokenizers import processors
 from torch import Tensor
 
 from raycl.config import RunConfig
-from raycl.config.overrides import config_to_yaml
+from raycl.config.overrides import config_to_yaml, override
 from raycl.errors import ConfigError
 from raycl.inference.checkpoint_encoder import load_checkpoint_encoder
 from raycl.inference.embed import formats_of
 from raycl.models.towers import Towers
+from raycl.recipes import recipe
 from raycl.tokenization import Tokenizer
 from raycl.training.data_module import check_prompts
 from raycl.training.transforms import build_transform
@@ -180,3 +181,9 @@ def test_a_prompt_that_leaves_no_room_for_a_text_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"text.{name} has {num_tokens} tokens, .* after {num_tokens};"):
             check_prompts(long, tokenizer)
         check_prompts(long.model_copy(update={setting: num_tokens + 1}), tokenizer)
+
+
+def test_a_prompt_that_yaml_reads_as_a_mapping_is_refused_with_the_right_quotes() -> None:
+    message = r"text.query_prompt: quote the prompt within the value.*YAML read \{'query': None\}"
+    with pytest.raises(ConfigError, match=message):
+        override(recipe("two_tower"), ["text.query_prompt=query: "])

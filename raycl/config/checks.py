@@ -164,7 +164,8 @@ def _problem_of_loss(run: "RunConfig", loss: str) -> str | None:
             f"{join_names(name for name, each in LOSSES.items() if each.pairs and each.explicit_negatives)}"
         )
     if store == "none" and not (in_batch or explicit):
-        return f"{loss} has no negatives; set negatives.in_batch=true, or a negatives.store"
+        store = ", or a negatives.store" if spec.stored_negatives else ""
+        return f"{loss} has no negatives; set negatives.in_batch=true{store}"
     if spec.needs_batch and not in_batch:
         others = [
             name

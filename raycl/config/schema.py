@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, Self, final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from raycl.display import Displayable, Table, flatten
 
@@ -209,6 +209,13 @@ class TextConfig(Section):
     """Number of batches whose rows are sorted by length together, into as many batches of similar lengths:
     less padding, and no negatives that are recognizable by their length. 1 does not sort.
     """
+
+    @field_validator("query_prompt", "document_prompt", mode="before")
+    @classmethod
+    def _is_text(cls, prompt: object) -> object:
+        if not isinstance(prompt, str):
+            raise ValueError(f"quote the prompt within the value, as '\"query: \"'; YAML read {prompt!r}")
+        return prompt
 
     @property
     def longest(self) -> int:

@@ -15,7 +15,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.nt_xent import gathered_views, ring_mask
 from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.ring import evaluate_ring
+from raycl.losses.ring import evaluate_ring, subtract_positives
 from raycl.losses.softmax import RowGroup, evaluate_softmax, row_blocks
 from raycl.losses.tiled import (
     LOG2_E,
@@ -61,7 +61,7 @@ def dcl(
             gradients over workers (as in DDP) is the gradient of the whole batch.
         gathered_b: [batch, dim], view_b of all workers, gathered with gradient.
         offset: the index of this worker's first row in the gathered rows.
-        sample_id: [local_batch] int64; equal ids mean the same sample and are no negatives.
+        sample_id: [local_batch] int64; rows with equal ids are the same sample, not negatives.
         gathered_sample_id: [batch] int64, ids of the gathered rows.
 
     Returns:
@@ -169,20 +169,13 @@ def _evaluate_by_ring(
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of both views against the views of all workers, and one gradient for both roles."""
-    loss, (as_rows, as_columns, _, at_temperature) = evaluate_ring(
+    found = evaluate_ring(
         rows, rows, rows[:0], temperature, groups=groups, masks=(mask, mask), with_gradient=with_gradient
     )
     view_a, view_b = rows.chunk(2)
     similarity = (view_a * view_b).sum(1)
     weight = _weights(gather_detached(similarity), sigma, own=similarity).repeat(2)[:, None]
-    positives = weight * torch.cat([view_b, view_a])
-    mean_logit = (rows * positives).sum() / (temperature * len(rows))
-    if as_rows is not None and as_columns is not None:
-        # A row is the positive of its positive, with the same weight.
-        as_rows += as_columns - positives * (2 / (temperature * len(rows)))
-    if at_temperature is not None:
-        at_temperature = at_temperature + mean_logit / temperature
-    return loss - mean_logit, (as_rows, at_temperature)
+    return subtract_positives(found, rows, weight * torch.cat([view_b, view_a]), temperature)
 
 
 def _weights(similarity: Tensor, sigma: float | None, *, own: Tensor | None = None) -> Tensor:

@@ -106,6 +106,23 @@ def evaluate_ring(
     return softmax.loss.mean(), gradients
 
 
+def subtract_positives(
+    found: tuple[Tensor, Gradients], rows: Tensor, positives: Tensor, temperature: Tensor
+) -> tuple[Tensor, Gradients]:
+    """Subtract the logits of positives from the result of :func:`evaluate_ring` for rows as their own columns.
+
+    positives [num_rows, dim] are weighted sums of the positives of each row. Two rows have the same weight
+    for each other. Returns the loss, and the gradients of rows and temperature.
+    """
+    loss, (as_rows, as_columns, _, at_temperature) = found
+    mean_logit = (rows * positives).sum() / (temperature * len(rows))
+    if as_rows is not None and as_columns is not None:
+        as_rows += as_columns - positives * (2 / (temperature * len(rows)))
+    if at_temperature is not None:
+        at_temperature = at_temperature + mean_logit / temperature
+    return loss - mean_logit, (as_rows, at_temperature)
+
+
 def _column_gradient(
     rows: Tensor,
     columns: Tensor,

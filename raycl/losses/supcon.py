@@ -22,7 +22,7 @@ from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import count_same
 from raycl.losses.nt_xent import gathered_views
 from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.ring import evaluate_ring
+from raycl.losses.ring import evaluate_ring, subtract_positives
 from raycl.losses.softmax import RowGroup, evaluate_softmax
 from raycl.losses.tiled import (
     LOG2_E,
@@ -164,7 +164,7 @@ def _evaluate_by_ring(
     """Return the loss of both views against the views of all workers, and one gradient for both roles."""
     local_batch = len(rows) // 2
     row_label, column_label = (each.repeat(2) for each in labels)
-    loss, (as_rows, as_columns, _, at_temperature) = evaluate_ring(
+    found = evaluate_ring(
         rows,
         rows,
         rows[:0],
@@ -181,13 +181,7 @@ def _evaluate_by_ring(
 
     visit_all(meet, rows)
     positives *= _weights(row_label, column_label, rows)
-    mean_logit = (rows * positives).sum() / (temperature * len(rows))
-    if as_rows is not None and as_columns is not None:
-        # A row is a positive of its positives, with the same weight.
-        as_rows += as_columns - positives * (2 / (temperature * len(rows)))
-    if at_temperature is not None:
-        at_temperature = at_temperature + mean_logit / temperature
-    return loss - mean_logit, (as_rows, at_temperature)
+    return subtract_positives(found, rows, positives, temperature)
 
 
 def _weights(row_label: Tensor, column_label: Tensor, rows: Tensor) -> Tensor:
