@@ -81,7 +81,9 @@ RECIPES = {
     "two_tower siglip, fixed": Case(
         "two_tower", TEXTS | SIGLIP | BATCH_ONLY | {"learn_temperature": False}, **FEW
     ),
-    "image_text siglip": Case("clip", CASES["clip"].settings | SIGLIP, **FEW),
+    "siglip": Case("siglip", CASES["clip"].settings | {"stages.0.bias": -2.0}, **FEW),
+    "dcl": Case("dcl", SMALL),
+    "supcon": Case("supcon", SMALL),
     "simclr siglip, chunks": Case("simclr", SMALL | CHUNKS | SIGLIP),
     "two_tower queue": Case(
         "two_tower", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW

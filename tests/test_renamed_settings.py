@@ -10,7 +10,7 @@ from raycl.cli.plan import command_settings
 from raycl.config import leaves
 from raycl.config.overrides import RENAMED, config_from_yaml, override
 from raycl.errors import ConfigError
-from raycl.recipes import RECIPES, recipe
+from raycl.recipes import recipe
 from raycl.records import RENAMED as RENAMED_KEYS
 from raycl.records import read_metrics, read_result
 from raycl.report.history import read_history
@@ -19,13 +19,13 @@ from tests.outputs import write_run
 
 OLD = Path(__file__).parent / "old_configs"  # written by 0.1.0 before the renames, for images of 32 pixels
 GUIDE = Path(__file__).parent.parent / "docs" / "migration-names.md"
-OLD_NAMES = {"clip": "image_text"}
+RENAMED_RECIPES = {"image_text": "clip"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_config_of_an_older_version_equals_todays_recipe(name: str) -> None:
-    text = (OLD / f"{OLD_NAMES.get(name, name)}.yaml").read_text()
-    assert config_from_yaml(text) == recipe(name, image_size=32)
+@pytest.mark.parametrize("path", sorted(OLD.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_of_an_older_version_equals_todays_recipe(path: Path) -> None:
+    name = RENAMED_RECIPES.get(path.stem, path.stem)
+    assert config_from_yaml(path.read_text()) == recipe(name, image_size=32)
 
 
 def test_every_old_value_is_replaced_in_every_stage() -> None:

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from raycl.config import RunConfig
 from raycl.config.overrides import present_name
 from raycl.errors import ConfigError
-from raycl.recipes.images import instance_discrimination, moco_v1, moco_v2, simclr
-from raycl.recipes.texts import clip, esimcse, simcse, two_tower
+from raycl.recipes.images import dcl, instance_discrimination, moco_v1, moco_v2, simclr, supcon
+from raycl.recipes.texts import clip, esimcse, siglip, simcse, two_tower
 
 RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "simclr": simclr,
+    "dcl": dcl,
+    "supcon": supcon,
     "moco_v1": moco_v1,
     "moco_v2": moco_v2,
     "instance_discrimination": instance_discrimination,
@@ -17,6 +19,7 @@ RECIPES: dict[str, Callable[[int], RunConfig]] = {
     "esimcse": esimcse,
     "two_tower": two_tower,
     "clip": clip,
+    "siglip": siglip,
 }
 
 

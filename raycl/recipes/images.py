@@ -1,5 +1,7 @@
 """Recipes for images."""
 
+from typing import Any
+
 from raycl.config import (
     AugmentConfig,
     BankConfig,
@@ -29,6 +31,24 @@ def simclr(image_size: int = 224) -> RunConfig:
     small images follow appendix B.9 on CIFAR-10, with plain SGD.
     """
     return _small_simclr(image_size) if image_size <= SMALL else _large_simclr(image_size)
+
+
+def dcl(image_size: int = 224) -> RunConfig:
+    """DCL (Yeh et al., 2022): SimCLR without the positive in the denominator, for small batches.
+
+    Temperatures, epochs, and the learning rate of small images are the paper's, all else is ``simclr``.
+    """
+    if image_size <= SMALL:
+        return _simclr_with("dcl", image_size, epochs=200, temperature=0.07, learning_rate=0.03)
+    return _simclr_with("dcl", image_size, epochs=200, temperature=0.1)
+
+
+def supcon(image_size: int = 224) -> RunConfig:
+    """SupCon (Khosla et al., 2020): SimCLR with labels; all views of a class are positives.
+
+    The temperature is the paper's, all else is ``simclr``.
+    """
+    return _simclr_with("supcon", image_size, temperature=0.1)
 
 
 def moco_v1(image_size: int = 224) -> RunConfig:
@@ -134,6 +154,12 @@ def _moco(
             ),
         ),
     )
+
+
+def _simclr_with(loss: str, image_size: int, **stage: Any) -> RunConfig:
+    base = simclr(image_size)
+    changed = base.stages[0].model_copy(update={"loss": loss, **stage})
+    return base.model_copy(update={"recipe": loss, "stages": (changed,)})
 
 
 def _large_simclr(image_size: int) -> RunConfig:

@@ -115,3 +115,13 @@ def clip(image_size: int = 224) -> RunConfig:
             ),
         ),
     )
+
+
+def siglip(image_size: int = 224) -> RunConfig:
+    """SigLIP (Zhai et al., 2023): tell for each image and each caption whether they are a pair.
+
+    Temperature and bias start at the paper's values, all else is ``clip``.
+    """
+    base = clip(image_size)
+    stage = base.stages[0].model_copy(update={"loss": "siglip", "temperature": 0.1})
+    return base.model_copy(update={"recipe": "siglip", "stages": (stage,)})

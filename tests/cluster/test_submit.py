@@ -35,6 +35,8 @@ TEXTS = ["text.vocabulary_size=400"]
 QUEUE = ["negatives.capacity=128"]
 SMALL = {
     "simclr": IMAGES,
+    "dcl": IMAGES,
+    "supcon": IMAGES,
     "moco_v1": IMAGES + QUEUE,
     "moco_v2": IMAGES + QUEUE,
     "instance_discrimination": [*IMAGES, "negatives.num_negatives=64"],
@@ -42,12 +44,14 @@ SMALL = {
     "esimcse": TEXTS + QUEUE,
     "two_tower": TEXTS,
     "clip": IMAGES + TEXTS,
+    "siglip": IMAGES + TEXTS,
 }
 WRITTEN: dict[str, Callable[[Path, int], Path]] = {
     "simcse": write_texts,
     "esimcse": write_texts,
     "two_tower": write_pairs,
     "clip": write_captioned,
+    "siglip": write_captioned,
 }
 
 

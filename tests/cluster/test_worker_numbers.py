@@ -33,8 +33,11 @@ IMAGES = {
 }
 QUEUE = {"negatives.capacity": 128}
 TEXTS = {"text.vocabulary_size": 400}
+CAPTIONS = TEXTS | IMAGES | {"text_encoder.kwargs": BAG, "projection_head.dim": 16}
 OWN: dict[str, dict[str, Any]] = {
     "simclr": IMAGES,
+    "dcl": IMAGES,
+    "supcon": IMAGES,
     "moco_v1": IMAGES | QUEUE,
     "moco_v2": IMAGES | QUEUE,
     # Read without prefetching: prefetched rows depend on timing.
@@ -43,13 +46,15 @@ OWN: dict[str, dict[str, Any]] = {
     "simcse": TEXTS | {"encoder.kwargs": TRANSFORMER, "projection_head.dim": 16},
     "esimcse": TEXTS | QUEUE | {"encoder.kwargs": TRANSFORMER, "projection_head.dim": 16},
     "two_tower": TEXTS | {"encoder.kwargs": BAG, "projection_head.dim": 16},
-    "clip": TEXTS | IMAGES | {"text_encoder.kwargs": BAG, "projection_head.dim": 16},
+    "clip": CAPTIONS,
+    "siglip": CAPTIONS,
 }
 WRITTEN: dict[str, Callable[[Path, int], Path]] = {
     "simcse": write_texts,
     "esimcse": write_texts,
     "two_tower": write_pairs,
     "clip": write_captioned,
+    "siglip": write_captioned,
 }
 
 
