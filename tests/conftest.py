@@ -55,7 +55,7 @@ CORE = (  # the mathematics of a step; `pytest -n 2 -m core` takes less than a m
     "test_views.py",
     "workers/test_batchnorm.py",
     "workers/test_distributed.py",
-    "workers/test_losses.py",
+    "workers/test_objectives.py",
     "workers/test_ring.py",
     "workers/test_shuffle.py",
     "workers/test_step.py",

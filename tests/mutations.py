@@ -158,14 +158,14 @@ MUTATIONS = [
         "raycl/losses/objective.py",
         "gather(each) if each.is_floating_point() else gather_detached(each)",
         "gather_detached(each)",
-        "tests/workers/test_losses.py",
+        "tests/workers/test_objectives.py",
     ),
     Mutation(
         "every worker uses the rows of the first worker as its own",
         "raycl/losses/objective.py",
         '"offset": rank() * len(first)',
         '"offset": 0',
-        "tests/workers/test_losses.py",
+        "tests/workers/test_objectives.py",
     ),
     Mutation(
         "the log-frequency of keys is not subtracted",

@@ -1,4 +1,4 @@
-"""DCL and DCLW on one process; see also workers/test_losses.py and test_plain_steps.py."""
+"""DCL and DCLW on one process; see also workers/test_objectives.py and test_plain_steps.py."""
 
 import pytest
 import torch

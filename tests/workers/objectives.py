@@ -1,0 +1,357 @@
+"""Every objective on real workers, and its plain formula on the whole batch: one entry in ``CASES`` for each.
+
+``test_objectives.py`` compares them in float64, and ``benchmarks/objectives.py`` in float32 for
+``docs/objectives.md``.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raycl.distributed import RingTransfer, collectives
+from raycl.gradient_cache import embed_in_chunks
+from raycl.loss_specs import LOSSES, LossSettings
+from raycl.losses import NormalizingConstant
+from raycl.losses.example_ids import ExampleIds, IdExchange
+from raycl.losses.logq import Frequencies
+from raycl.losses.objective import StoreBatch
+from tests.embeddings import make_rows, make_views, worker_spans
+from tests.plain_losses import (
+    plain_bidirectional,
+    plain_dcl,
+    plain_hinge,
+    plain_info_nce,
+    plain_nce,
+    plain_nt_xent,
+    plain_siglip,
+    plain_supcon,
+)
+from tests.tiles import tiny_tiles_in
+from tests.workers.processes import run_workers
+
+# The number of explicit negatives per worker, which varies between batches of clicks.
+NUM_NEGATIVES = {1: (16,), 2: (5, 11), 3: (0, 9, 7), 4: (3, 0, 9, 4)}
+NUM_SLOTS, MARGIN = 50_000, 0.3
+FREQUENCIES = Frequencies(
+    torch.arange(10_000), -5 * torch.rand(10_000, generator=torch.Generator().manual_seed(4))
+)
+GATHERS, ALONE = "gathers at any size", "gathers no embeddings"  # losses without a ring
+INPUTS = ("query", "key", "temperature", "bias", "explicit negatives", "queue")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The sizes and circumstances of a comparison; the defaults are the most difficult small one.
+
+    ``chunks`` above 1 puts a linear tower of unit rows before each side, whose weights then replace the rows.
+    """
+
+    scale: int = 1
+    dim: int = 5
+    dtype: torch.dtype = torch.float64
+    temperature: float = 0.2
+    num_workers: int = 1
+    by_ring: bool = False
+    chunks: int = 1
+    queue: bool = True
+    explicit: bool = True
+    repeated_ids: bool = True
+    tiny_tiles: bool = True
+
+    @property
+    def batch(self) -> int:
+        """The number of pairs of all workers."""
+        return 24 * self.scale
+
+    @property
+    def num_negatives(self) -> tuple[int, ...]:
+        """The number of explicit negatives of each worker."""
+        return tuple(self.scale * number for number in NUM_NEGATIVES[self.num_workers])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The rows [batch, dim], scalars and ids of the whole batch; ``others`` are all rows of explicit negatives and stores."""
+
+    query: Tensor
+    key: Tensor
+    temperature: Tensor
+    bias: Tensor
+    others: Tensor
+    query_id: Tensor
+    key_id: Tensor
+    other_id: Tensor
+    label: Tensor
+
+    @property
+    def pair_ids(self) -> tuple[Tensor, Tensor]:
+        """The ids of queries and keys."""
+        return self.query_id, self.key_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A loss of the product with its settings, its plain formula, and the run that uses it.
+
+    ``pairs`` means that queries and keys have ids of their own, ``negatives`` that it uses further negatives,
+    ``own_slot`` that the positive is a slot of a memory bank. ``no_ring`` says why large batches use no ring.
+    ``run`` are settings of the recipe.
+    """
+
+    loss: str
+    plain: Callable[[Batch], Tensor]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    pairs: bool = False
+    negatives: bool = False
+    own_slot: bool = False
+    no_ring: str = ""
+    recipe: str = "simclr"
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+
+def of_views(plain: Callable[..., Tensor], **settings: Any) -> Callable[[Batch], Tensor]:
+    """Return a plain formula of two views of each sample."""
+    return lambda batch: plain(
+        batch.query, batch.key, batch.temperature, ids=(batch.query_id, batch.query_id), **settings
+    )
+
+
+def _info_nce(batch: Batch, *, in_batch: bool = True, pairs: bool = True) -> Tensor:
+    ids: dict[str, Any] = {"pair_ids": batch.pair_ids} if pairs else {"ids": (batch.query_id, batch.query_id)}
+    rows = batch.query, batch.key, batch.temperature, batch.others
+    return plain_info_nce(*rows, in_batch=in_batch, negative_id=batch.other_id, **ids)
+
+
+def _clip(batch: Batch, **frequencies: Tensor) -> Tensor:
+    return plain_bidirectional(
+        batch.query,
+        batch.key,
+        batch.temperature,
+        batch.others,
+        query_id=batch.query_id,
+        key_id=batch.key_id,
+        negative_id=batch.other_id,
+        **frequencies,
+    )
+
+
+def _clip_logq(batch: Batch) -> Tensor:
+    return _clip(
+        batch,
+        key_log_frequency=FREQUENCIES(batch.key_id),
+        negative_log_frequency=FREQUENCIES(batch.other_id),
+    )
+
+
+def _siglip(batch: Batch) -> Tensor:
+    return plain_siglip(batch.query, batch.key, batch.temperature, batch.bias, pair_ids=batch.pair_ids)
+
+
+def _supcon(batch: Batch) -> Tensor:
+    return plain_supcon(torch.cat([batch.query, batch.key]), batch.label.repeat(2), batch.temperature)
+
+
+def _nce(batch: Batch) -> Tensor:
+    """Estimate the normalizing constant from the batch, as the first step does."""
+    noise, masked = batch.others.detach(), batch.query_id[:, None] == batch.other_id
+    logits = (batch.query @ noise.T / batch.temperature).detach().masked_fill(masked, -torch.inf)
+    mean = logits.flatten().logsumexp(0).item() - math.log((~masked).sum().item())
+    rows = batch.query, batch.key.detach(), noise, batch.temperature
+    return plain_nce(*rows, NUM_SLOTS, math.log(NUM_SLOTS) + mean, masked)
+
+
+def _hinge(batch: Batch, **settings: bool) -> Tensor:
+    return plain_hinge(
+        batch.query,
+        batch.key,
+        batch.others,
+        margin=MARGIN,
+        pair_ids=batch.pair_ids,
+        negative_id=batch.other_id,
+        **settings,
+    )
+
+
+def _hinge_case(*, hardest: bool, bidirectional: bool) -> Case:
+    return Case(
+        loss="hinge",
+        plain=lambda batch: _hinge(batch, hardest=hardest, bidirectional=bidirectional),
+        settings={"hardest": hardest, "learns_keys": bidirectional},
+        no_ring=GATHERS,
+        **OF_PAIRS,
+        run={"stages.0.hardest_negative": hardest, "key": "tower" if bidirectional else "momentum_encoder"},
+    )
+
+
+OF_PAIRS: dict[str, Any] = {"pairs": True, "negatives": True, "recipe": "two_tower"}
+OUTSIDE_BATCH: dict[str, Any] = {"negatives.in_batch": False}
+CASES = {
+    "nt_xent": Case(loss="nt_xent", plain=of_views(plain_nt_xent)),
+    "info_nce": Case(loss="info_nce", plain=lambda batch: _info_nce(batch, pairs=False), negatives=True),
+    "info_nce of pairs": Case(loss="info_nce", plain=_info_nce, **OF_PAIRS),
+    "info_nce, negatives alone": Case(
+        loss="info_nce",
+        plain=lambda batch: _info_nce(batch, in_batch=False),
+        settings={"in_batch": False},
+        no_ring=ALONE,
+        **OF_PAIRS,
+        run=OUTSIDE_BATCH,
+    ),
+    "clip": Case(loss="clip", plain=_clip, **OF_PAIRS),
+    "clip, logq": Case(
+        loss="clip",
+        plain=_clip_logq,
+        settings={"log_frequency": FREQUENCIES},
+        no_ring=GATHERS,
+        **OF_PAIRS,
+        run={"stages.0.logq_correction": True},
+    ),
+    "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
+    "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
+    "dclw": Case(loss="dclw", plain=of_views(plain_dcl, sigma=0.5)),
+    "supcon": Case(loss="supcon", plain=_supcon),
+    "nce": Case(loss="nce", plain=_nce, own_slot=True, no_ring=ALONE, recipe="instance_discrimination"),
+    "hinge": _hinge_case(hardest=False, bidirectional=True),
+    "hinge of the hardest": _hinge_case(hardest=True, bidirectional=True),
+    "hinge of queries": _hinge_case(hardest=False, bidirectional=False),
+    "hinge of queries, of the hardest": _hinge_case(hardest=True, bidirectional=False),
+    "hinge, negatives alone": Case(
+        loss="hinge",
+        plain=lambda batch: _hinge(batch, in_batch=False, bidirectional=False),
+        settings={"in_batch": False},
+        no_ring=ALONE,
+        **OF_PAIRS,
+        run=OUTSIDE_BATCH,
+    ),
+}
+
+
+class _Tower(nn.Module):
+    """A linear network whose rows have unit length."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows @ self.weight.T, dim=1)
+
+
+def make_views_of(setup: Setup) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, or the rows that become them in chunks."""
+    return make_views(setup.batch, setup.dim, noise=1.0)
+
+
+def make_inputs(setup: Setup) -> list[Tensor]:
+    """Return all tensors that get a gradient, in the order of ``INPUTS``."""
+    sides = make_views_of(setup)
+    if setup.chunks > 1:
+        sides = tuple(make_rows(setup.dim, setup.dim, seed=seed) for seed in (5, 6))
+    scalars = torch.tensor(setup.temperature), torch.tensor(-2.0)
+    others = (
+        make_rows(16 * setup.scale, setup.dim),
+        make_rows(40 * setup.scale, setup.dim, seed=7),
+    )
+    return [nn.Parameter(each.to(setup.dtype)) for each in (*sides, *scalars, *others)]
+
+
+def make_ids(case: Case, setup: Setup) -> dict[str, Tensor]:
+    """Return the ids of queries, keys, explicit negatives and queue, and labels."""
+    batch, k = setup.batch, setup.scale
+    query, key = torch.arange(batch), torch.arange(batch)
+    negative, queue = 3 * batch + torch.arange(16 * k), 5 * batch + torch.arange(40 * k)
+    if setup.repeated_ids:
+        # The first and the last pairs, on different workers, share a query; the next and the last ones share a key.
+        # So the last key is a positive of the first query, and it is also among the explicit negatives.
+        query[-k:], key[-k:] = torch.arange(k), torch.arange(k, 2 * k)
+        negative[:k], negative[9 * k : 10 * k], negative[-k:] = key[-k:], key[-k:], key[-k:] + k
+        queue = torch.arange(40 * k) % (31 * k)
+    ids = {"query": query, "key": key if case.pairs else query, "negative": negative, "queue": queue}
+    return ids | {"label": torch.arange(batch) % (5 * k)}
+
+
+def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[list[Tensor], int]:
+    """Return the loss and all gradients, and the number of transfers around the ring."""
+    case, inputs = CASES[name], make_inputs(setup)
+    ids, own, sizes = make_ids(case, setup), worker_spans(setup.batch, num_workers)[rank], setup.num_negatives
+    explicit = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    has_explicit = case.negatives and setup.explicit
+    names = ExampleIds(
+        query=ids["query"][own, None],
+        key=ids["key"][own, None],
+        negative=ids["negative"][explicit, None] if has_explicit else None,
+        label=ids["label"][own],
+    )
+    batch, stored = IdExchange(torch.device("cpu")).start(names)(), StoreBatch()
+    query, key = inputs[0][own], inputs[1][own]
+    if setup.chunks > 1:
+        size = -(-setup.batch // (num_workers * setup.chunks))
+        query, key = (
+            embed_in_chunks(_Tower(weight), rows[own].to(setup.dtype), chunk_size=size)
+            for weight, rows in zip(inputs, make_views_of(setup), strict=False)
+        )
+    if case.own_slot:
+        stored = StoreBatch(key=key.detach(), negatives=inputs[5].detach(), negative_id=ids["queue"])
+    elif case.negatives and setup.queue:
+        stored = StoreBatch(negatives=inputs[5], negative_id=ids["queue"])
+    stored = stored.for_batch(batch, inputs[4][explicit] if has_explicit else None)
+    settings = {"pairs": case.pairs, "margin": MARGIN, **case.settings}
+    settings |= {"num_samples": NUM_SLOTS, "normalizer": NormalizingConstant(NUM_SLOTS)}
+    objective = LOSSES[case.loss].build(LossSettings(temperature=inputs[2], bias=inputs[3], **settings))
+    rooms = ("softmax", "siglip", "hinge", "nce")
+    tiles = tiny_tiles_in(*rooms) if setup.tiny_tiles else contextlib.nullcontext()
+    limit = patch.object(collectives, "MAX_GATHERED_BYTES", 0 if setup.by_ring else 2**60)
+    with tiles, limit, patch.object(collectives, "RingTransfer", wraps=RingTransfer) as transfers:
+        loss = objective(query, None if case.own_slot else key, stored, batch)
+        return results(loss, inputs), transfers.call_count
+
+
+def results(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the loss and its gradients, with zeros for unused inputs."""
+    loss.backward()
+    return [loss.detach(), *(torch.zeros_like(each) if each.grad is None else each.grad for each in inputs)]
+
+
+def on_workers(name: str, setup: Setup) -> list[Tensor]:
+    """Return the loss and the gradients as DDP averages them; check that a ring is used when it is expected."""
+    found = run_workers(on_a_worker, setup.num_workers, name, setup)
+    expected = setup.by_ring and not CASES[name].no_ring and setup.num_workers > 1
+    assert all((transfers > 0) == expected for _, transfers in found), f"{name}: {found[0][1]} transfers"
+    return [torch.stack(each).mean(0) for each in zip(*(each for each, _ in found), strict=True)]
+
+
+def on_the_whole_batch(name: str, setup: Setup) -> list[Tensor]:
+    """Return the plain loss of the whole batch in float64, and its gradients at the inputs of the setup."""
+    return _on_the_whole_batch(name, replace(setup, num_workers=1, by_ring=False, tiny_tiles=False))
+
+
+@cache
+def _on_the_whole_batch(name: str, setup: Setup) -> list[Tensor]:
+    case, inputs = CASES[name], [nn.Parameter(each.double()) for each in make_inputs(setup)]
+    ids, sides = make_ids(case, setup), inputs[:2]
+    if setup.chunks > 1:
+        rows = make_views_of(setup)
+        sides = [_Tower(weight)(each.double()) for weight, each in zip(sides, rows, strict=True)]
+    used = {"negative": case.negatives and setup.explicit}
+    used["queue"] = case.own_slot or (case.negatives and setup.queue)
+    pools = dict(zip(("negative", "queue"), inputs[4:], strict=True))
+    batch = Batch(
+        query=sides[0],
+        key=sides[1],
+        temperature=inputs[2],
+        bias=inputs[3],
+        others=torch.cat([pool[: len(pool) if used[kind] else 0] for kind, pool in pools.items()]),
+        query_id=ids["query"],
+        key_id=ids["key"],
+        other_id=torch.cat([ids[kind][: len(pool) if used[kind] else 0] for kind, pool in pools.items()]),
+        label=ids["label"],
+    )
+    return results(case.plain(batch), inputs)

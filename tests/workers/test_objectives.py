@@ -1,0 +1,24 @@
+"""Every loss over real workers, with a gather or a ring, equals the plain formula on the whole batch."""
+
+import pytest
+
+from tests.gradients import assert_close
+from tests.workers.objectives import CASES, Setup, on_the_whole_batch, on_workers
+
+
+@pytest.mark.parametrize("num_workers", (1, 2, 3, 4))
+@pytest.mark.parametrize("by_ring", (False, True))
+@pytest.mark.parametrize("name", CASES)
+def test_workers_give_the_loss_and_gradients_of_the_whole_batch(
+    name: str, by_ring: bool, num_workers: int
+) -> None:
+    setup = Setup(num_workers=num_workers, by_ring=by_ring)
+    expected = on_the_whole_batch(name, setup)
+    assert expected[1].norm() > 1e-3
+    assert_close(on_workers(name, setup), expected, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_embeddings_in_chunks_give_the_gradient_of_both_towers(name: str) -> None:
+    setup = Setup(num_workers=2, chunks=3)
+    assert_close(on_workers(name, setup), on_the_whole_batch(name, setup), 1e-9, 1e-12)
