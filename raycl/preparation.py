@@ -22,7 +22,7 @@ from raycl.ray_runtime import connect_cluster, unwrap_ray_errors
 from raycl.recipes import recipe
 from raycl.tokenization import InvalidTextError, Tokenizer, read_text
 from raycl.training.coordinator import rows_in, start_coordinator
-from raycl.training.data_module import learn_vocabulary
+from raycl.training.data_set import learn_vocabulary
 
 
 def pack_images(
@@ -126,7 +126,7 @@ def make_tokenizer(
     source = find_source(data, columns)
     with writing_new(output, is_file=True) as place:
         connect_cluster(address, debug=debug)
-        tokenizer = learn_vocabulary(settings, None, columns, source, None).tokenizer
+        tokenizer = learn_vocabulary(settings, None, columns, [source]).tokenizer
         place.write_text(tokenizer.to_json())
         return tokenizer
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raycl.config.overrides import override
+from raycl.data.columns import ColumnNames
+from raycl.data.sources import Source
 from raycl.errors import ConfigError
 from raycl.losses import nt_xent, supcon
 from raycl.losses.example_ids import ExampleIds, IdExchange
@@ -144,9 +146,11 @@ def test_supcon_is_refused_without_two_views(name: str, changes: dict[str, Any],
 
 def test_samples_without_labels_are_refused() -> None:
     config = override(recipe("simclr", image_size=32), {"stages.0.loss": "supcon"})
-    source: Any = type("Source", (), {"columns": None, "classes": None, "has_labels": False})()
+    source = Source(
+        uri="", kind="folder", fragments=(), columns=ColumnNames(), classes=None, has_labels=False
+    )
     with pytest.raises(ConfigError, match=r"loss supcon needs labels.*--set data.columns.label=NAME"):
-        DataModule(config, None, source, None)
+        DataModule(config, None, source)
 
 
 @pytest.mark.parametrize(

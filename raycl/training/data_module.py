@@ -1,8 +1,5 @@
 """The samples of a run: read once and kept in memory, or streamed every epoch."""
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
 from typing import Any, final
 
 import numpy as np
@@ -10,9 +7,7 @@ import ray
 from numpy.typing import NDArray
 
 from raycl.config import RunConfig, TextConfig
-from raycl.data.click_logs import check_labels, group_dataset, group_source, grouped_columns
-from raycl.data.columns import ColumnNames
-from raycl.data.decode import Decoder, Keep, classes_of, columns_of, decode_dataset, decode_source
+from raycl.data.decode import Decoder, Keep
 from raycl.data.sources import Fragment, Source
 from raycl.data.split import Holdout, make_split
 from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
@@ -20,11 +15,10 @@ from raycl.errors import ConfigError, DataError
 from raycl.loss_specs import LOSSES
 from raycl.models.build import load_tokenizer
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
-from raycl.ray_runtime import fetch_tables, object_store_bytes, unwrap_ray_errors
+from raycl.ray_runtime import fetch_tables, object_store_bytes
 from raycl.storage import Place
-from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
-from raycl.training.coordinator import rows_in
-from raycl.training.preflight import column_names
+from raycl.tokenization import Tokenizer, Vocabulary
+from raycl.training.data_set import DataSet, learn_vocabulary
 from raycl.training.transforms import build_formats
 
 JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
@@ -32,27 +26,18 @@ JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per ev
 
 @final
 class DataModule:
-    """The samples of a run: their number, columns and classes, and how to read them.
+    """The samples of a run: their number, columns and classes, and how to read them."""
 
-    Labeled pairs are grouped by query first, which reads all of them.
-    """
-
-    def __init__(self, config: RunConfig, coordinator: Any, source: Source | None, dataset: Any) -> None:
-        """Give a source, or else a Ray Dataset."""
-        self._config, self._coordinator, self._source, self._dataset = config, coordinator, source, dataset
-        self._num_clicks: int | None = None
-        self.columns = source.columns if source else columns_of(dataset, column_names(config))
-        if config.data.kind == "pairs":
-            check_labels(self.columns)
-            if self.columns.label is not None:
-                self._group()
-        self.classes = source.classes if source else classes_of(self._dataset, self.columns)
-        if not self._has_labels and (losses := [s.loss for s in config.stages if LOSSES[s.loss].labels]):
+    def __init__(self, config: RunConfig, coordinator: Any, data: Source | ray.data.Dataset) -> None:
+        self._config, self._coordinator = config, coordinator
+        self._data = DataSet(config, coordinator, data)
+        self.columns, self.classes = self._data.columns, self._data.classes
+        if not self._data.has_labels and (losses := [s.loss for s in config.stages if LOSSES[s.loss].labels]):
             raise ConfigError(
                 f"loss {losses[0]} needs labels, but the samples have none; "
                 "name their column with --set data.columns.label=NAME"
             )
-        self.num_rows = self._source.num_rows if self._source else self._dataset.count()
+        self.num_rows = self._data.num_rows
         self.streamed = self._must_stream()
         self.holdout = self._hold_out()
         self._tokenizer: Tokenizer | None = None
@@ -60,13 +45,7 @@ class DataModule:
     @property
     def can_be_judged(self) -> bool:
         """Whether the samples allow periodic evaluation: they have labels, or are pairs."""
-        if self._config.has_two_towers:
-            return True
-        return self._has_labels
-
-    @property
-    def _has_labels(self) -> bool:
-        return self._source.has_labels if self._source else self.columns.label is not None
+        return self._config.has_two_towers or self._data.has_labels
 
     @property
     def is_evaluated(self) -> bool:
@@ -75,30 +54,30 @@ class DataModule:
 
     def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
         """Count the tokens of the texts, with a new tokenizer unless one is given; required before decoding."""
-        vocabulary = learn_vocabulary(self._config.text, tokenizer, self.columns, self._source, self._dataset)
+        vocabulary = learn_vocabulary(self._config.text, tokenizer, self.columns, [self._data.rows])
         self._tokenizer = vocabulary.tokenizer
         check_prompts(self._config.text, vocabulary.tokenizer)
         return vocabulary
 
     def num_train_expected(self) -> int:
         """Return the number of training rows if all rows are valid."""
-        num_candidates = self._num_evaluation_rows() if self._source else self.num_rows
+        num_candidates = self._num_evaluation_rows() if self._data.source else self.num_rows
         return self.num_rows - round(num_candidates * self.holdout.test)
 
     def num_read_first(self) -> int:
         """Return the number of rows to read before training; for a click log, the rows that became pairs."""
-        if self._num_clicks is not None:
-            return self._num_clicks
-        return self._num_evaluation_rows() if self.streamed and self._source else self.num_rows
+        if self._data.num_clicks is not None:
+            return self._data.num_clicks
+        return self._num_evaluation_rows() if self.streamed and self._data.source else self.num_rows
 
     def rows_to_keep(self) -> ray.data.Dataset | None:
         """Return the decoded rows to keep in memory: all, or only the evaluation rows of a stream, if any."""
         if not self.streamed:
-            return self._decode(self._decoder())
+            return self._data.decode(self._decoder())
         if not self.is_evaluated:
             return None
         decoder = self._decoder(self.holdout.is_evaluated, count=self.holdout.is_test)
-        return self._decode(decoder, self._evaluation_fragments())
+        return self._data.decode(decoder, self._evaluation_fragments())
 
     def sample_ids(self, decoded: ray.data.Dataset | None) -> NDArray[np.int64]:
         """Return the distinct training ids, sorted; without ``decoded``, ids of invalid rows as well.
@@ -109,26 +88,30 @@ class DataModule:
             tables = fetch_tables(decoded.select_columns(["sample_id"]))
             found = np.unique(np.concatenate([table["sample_id"].to_numpy() for table in tables]))
             return found[self.holdout.is_train(found)]
-        if self._source is None:
+        if self._data.source is None:
             raise DataError(
                 "a memory bank needs the ids of all samples before the first step, which a streamed dataset does "
                 "not provide; give the address of the data, or set data.cache=materialize"
             )
         evaluated = self._evaluation_fragments() if self.holdout.test else ()
-        others = [fragment for fragment in self._source.fragments if fragment not in set(evaluated)]
-        ids = self._source.sample_ids(evaluated)
-        return np.unique(np.concatenate([ids[self.holdout.is_train(ids)], self._source.sample_ids(others)]))
+        others = [fragment for fragment in self._data.fragments if fragment not in set(evaluated)]
+        ids = self._data.source.sample_ids(evaluated)
+        return np.unique(
+            np.concatenate([ids[self.holdout.is_train(ids)], self._data.source.sample_ids(others)])
+        )
 
     def stream(self) -> StreamingSampler:
         """Return the training rows, read again every epoch."""
         decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
-        if self._source is None:
-            opened = stream_dataset(self._dataset, self.columns, decoder, seed=seed, classes=self.classes)
+        if self._data.source is None:
+            opened = stream_dataset(
+                self._data.dataset, self.columns, decoder, seed=seed, classes=self.classes
+            )
         else:
-            first_ids = {fragment.first_id for fragment in self._source.fragments}
+            first_ids = {fragment.first_id for fragment in self._data.fragments}
             evaluated = {fragment.first_id for fragment in self._evaluation_fragments()}
             kept_whole = frozenset(first_ids - evaluated)
-            opened = stream_source(self._source, decoder, seed=seed, kept_whole=kept_whole)
+            opened = stream_source(self._data.source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,
             formats=decoder.formats,
@@ -137,11 +120,6 @@ class DataModule:
             length_buckets=self._config.text.length_buckets,
         )
 
-    def _decode(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
-        if self._source is not None:
-            return decode_source(self._source, decoder, fragments)
-        return decode_dataset(self._dataset, self.columns, decoder, classes=self.classes)
-
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(
             formats=build_formats(self._config, self._tokenizer, self.columns),
@@ -149,22 +127,8 @@ class DataModule:
             holdout=self.holdout,
             keep=keep,
             count=count,
-            counts_rows=self._num_clicks is None,
+            counts_rows=self._data.num_clicks is None,
         )
-
-    def _group(self) -> None:
-        grouped = (
-            group_source(self._source, self._coordinator)
-            if self._source is not None
-            else group_dataset(self._dataset, self.columns, self._coordinator)
-        )
-        self._source, self._dataset = None, grouped.materialize()
-        rows = rows_in(self._coordinator)
-        rows.check(self._config.data.max_invalid_fraction)
-        self._num_clicks = rows.num_rows
-        self.columns = grouped_columns(self.columns)
-        if self._dataset.count() == 0:
-            raise DataError("no query has a document with label 1; training needs positive pairs")
 
     def _must_stream(self) -> bool:
         """Whether the decoded rows are too many for half of a node's object store."""
@@ -181,7 +145,7 @@ class DataModule:
         if settings.every_epochs == 0 or not self.can_be_judged:
             return Holdout(seed=self._config.seed)
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
-        in_fragments = self._source is not None and self.streamed
+        in_fragments = self._data.source is not None and self.streamed
         num_rows = self._num_evaluation_rows() if in_fragments else self.num_rows
         return make_split(
             num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
@@ -189,16 +153,13 @@ class DataModule:
 
     def _evaluation_fragments(self) -> tuple[Fragment, ...]:
         """Return enough evenly spaced fragments for the evaluation; all fragments of a small data set."""
-        fragments = self._source.fragments if self._source is not None else ()
+        fragments = self._data.fragments
         settings = self._config.evaluation
         enough = JUDGED_PART * (settings.num_test + settings.num_train)
         return fragments[:: max(1, self.num_rows // enough)]
 
     def _num_evaluation_rows(self) -> int:
         return sum(fragment.num_rows for fragment in self._evaluation_fragments())
-
-
-ROLES = ("text", "caption", "query", "document", "negatives")
 
 
 def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Tokenizer | None:
@@ -228,30 +189,6 @@ def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Token
     return own
 
 
-def learn_vocabulary(
-    text: TextConfig, tokenizer: Tokenizer | None, columns: ColumnNames, source: Source | None, dataset: Any
-) -> Vocabulary:
-    """Count the tokens of these columns, with a tokenizer trained on them unless one is given.
-
-    Raises ``DataError`` if no text is valid.
-    """
-    columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
-
-    def learn() -> Vocabulary:
-        values = _values_of_source(source, columns) if source else _values_of_dataset(dataset, columns)
-        texts = (text.prompt_of(role) + each for role, column in values for each in _valid_texts(column))
-        found = list(islice(texts, text.tokenizer_train_size))
-        if not found:
-            raise DataError("found no valid text to train a tokenizer on; check the text columns")
-        size, lowercase = text.vocabulary_size, text.lowercase
-        return Vocabulary.of_texts(found, tokenizer, max_length=text.longest, size=size, lowercase=lowercase)
-
-    if source is None:
-        return learn()
-    with unwrap_ray_errors():  # near the data, not on the client
-        return ray.get(ray.remote(num_cpus=1)(learn).remote())
-
-
 def check_prompts(text: TextConfig, tokenizer: Tokenizer) -> None:
     """Raise ``ConfigError`` if a prompt leaves no room for a text."""
     for name, prompt, max_length in (
@@ -264,27 +201,3 @@ def check_prompts(text: TextConfig, tokenizer: Tokenizer) -> None:
                 f"text.{name} has {length} tokens, and texts are truncated after {max_length}; "
                 "shorten it, or raise text.max_length"
             )
-
-
-def _values_of_source(source: Source, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
-    described = replace(source, columns=columns)
-    # The order is random: with more texts than needed, the sample covers the whole data set.
-    for number in np.random.default_rng(0).permutation(len(source.fragments)):
-        for rows in described.read(source.fragments[number]):
-            yield from rows.values.items()
-
-
-def _values_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
-    names = columns.contents
-    chosen = dataset.select_columns(list(names.values()))
-    for batch in chosen.iter_batches(batch_format="pyarrow", batch_size=1_024):
-        yield from ((role, batch[name].to_pylist()) for role, name in names.items())
-
-
-def _valid_texts(values: list[Any]) -> Iterator[str]:
-    for value in values:
-        for text in value if isinstance(value, list | tuple) else [value]:
-            try:
-                yield read_text(text)
-            except InvalidTextError:
-                continue  # counted when the rows are decoded

@@ -138,7 +138,8 @@ def train_validated(
         start_coordinator({"run": output.name, "recipe": config.recipe}) as coordinator,
         GracefulShutdown(coordinator, output, run.lease.check) as shutdown,
     ):
-        data = DataModule(config, coordinator, run.source, dataset)
+        rows: Any = dataset if run.source is None else run.source
+        data = DataModule(config, coordinator, rows)
         _report_skipped(data, run, report)
         described = describe_data(config, run.data, data.num_rows, data.classes, streamed=data.streamed)
         _check_data(run, data, described)

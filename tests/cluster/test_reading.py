@@ -119,7 +119,7 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
             "evaluation.num_train": 200,
         },
     )
-    samples = DataModule(config, coordinator, source, None)
+    samples = DataModule(config, coordinator, source)
     judged_on = samples.rows_to_keep()
     assert judged_on is not None
     evaluated = {row["sample_id"] for row in judged_on.take_all()}
@@ -164,8 +164,8 @@ def test_a_dataset_has_the_same_rows_as_its_files(tmp_path: Path, coordinator: A
     config = raycl.override(raycl.recipe("simclr", image_size=16), {"evaluation.every_epochs": 0})
     source = find_source(str(tmp_path / "plain.parquet"))
     kinds = [
-        DataModule(config, coordinator, source, None),
-        DataModule(config, coordinator, None, hugging_face),
+        DataModule(config, coordinator, source),
+        DataModule(config, coordinator, hugging_face),
     ]
     assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
     files, dataset = (
@@ -173,7 +173,7 @@ def test_a_dataset_has_the_same_rows_as_its_files(tmp_path: Path, coordinator: A
     )
     assert files == dataset
     with pytest.raises(DataError, match="labels must be integers or text, column 'label' of the dataset"):
-        DataModule(config, coordinator, None, ray.data.from_items([{"image": b"", "label": 0.5}]))
+        DataModule(config, coordinator, ray.data.from_items([{"image": b"", "label": 0.5}]))
 
 
 def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:

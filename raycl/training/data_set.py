@@ -1,0 +1,144 @@
+"""One data set of a run: its rows, columns and classes, from files or from the user's Ray Dataset."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, zip_longest
+from typing import Any, final
+
+import numpy as np
+import ray
+
+from raycl.config import RunConfig, TextConfig
+from raycl.data.click_logs import check_labels, group_dataset, group_source, grouped_columns
+from raycl.data.columns import ColumnNames
+from raycl.data.decode import Decoder, classes_of, columns_of, decode_dataset, decode_source
+from raycl.data.read_stats import ReadStats
+from raycl.data.sources import Fragment, Source
+from raycl.errors import DataError
+from raycl.ray_runtime import unwrap_ray_errors
+from raycl.tokenization import InvalidTextError, Tokenizer, Vocabulary, read_text
+from raycl.training.coordinator import rows_in
+from raycl.training.preflight import column_names
+
+ROLES = ("text", "caption", "query", "document", "negatives")
+
+
+@final
+class DataSet:
+    """One data set of a run: a source, or a Ray Dataset.
+
+    Labeled pairs are grouped by query first, which reads all of them.
+    """
+
+    def __init__(self, config: RunConfig, coordinator: Any, data: Source | ray.data.Dataset) -> None:
+        self._coordinator, self._config = coordinator, config
+        self.source = data if isinstance(data, Source) else None
+        self.dataset: Any = None if self.source else data
+        self.num_clicks: int | None = None  # the rows of a click log that became pairs
+        self.columns = self.source.columns if self.source else columns_of(self.dataset, column_names(config))
+        if config.data.kind == "pairs":
+            check_labels(self.columns)
+            if self.columns.label is not None:
+                self._group()
+        self.classes = self.source.classes if self.source else classes_of(self.dataset, self.columns)
+        self.num_rows: int = self.source.num_rows if self.source else self.dataset.count()
+
+    @property
+    def rows(self) -> Source | ray.data.Dataset:
+        """The source, or the Ray Dataset, which may be a grouped click log."""
+        return self.source or self.dataset
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the rows have labels."""
+        return self.source.has_labels if self.source else self.columns.label is not None
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments of a source; none of a Ray Dataset."""
+        return self.source.fragments if self.source else ()
+
+    def stats(self) -> ReadStats:
+        """Return the counts of the rows read so far."""
+        return rows_in(self._coordinator)
+
+    def decode(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
+        """Return the decoded rows of all fragments, or of these."""
+        if self.source is not None:
+            return decode_source(self.source, decoder, fragments)
+        return decode_dataset(self.dataset, self.columns, decoder, classes=self.classes)
+
+    def _group(self) -> None:
+        grouped = (
+            group_source(self.source, self._coordinator)
+            if self.source is not None
+            else group_dataset(self.dataset, self.columns, self._coordinator)
+        )
+        self.source, self.dataset = None, grouped.materialize()
+        rows = self.stats()
+        rows.check(self._config.data.max_invalid_fraction)
+        self.num_clicks = rows.num_rows
+        self.columns = grouped_columns(self.columns)
+        if self.dataset.count() == 0:
+            raise DataError("no query has a document with label 1; training needs positive pairs")
+
+
+def learn_vocabulary(
+    text: TextConfig,
+    tokenizer: Tokenizer | None,
+    columns: ColumnNames,
+    data: Sequence[Source | ray.data.Dataset],
+) -> Vocabulary:
+    """Count the tokens of these columns, with a tokenizer trained on them unless one is given.
+
+    Raises ``DataError`` if no text is valid.
+    """
+    columns = replace(columns, **{role: None for role in columns.asked if role not in ROLES})
+
+    def learn() -> Vocabulary:
+        texts = [_texts(text, _values_of(each, columns)) for each in data]
+        # In turn: otherwise a large data set would leave no room for the next one.
+        in_turn = (each for group in zip_longest(*texts) for each in group if each is not None)
+        found = list(islice(in_turn, text.tokenizer_train_size))
+        if not found:
+            raise DataError("found no valid text to train a tokenizer on; check the text columns")
+        size, lowercase = text.vocabulary_size, text.lowercase
+        return Vocabulary.of_texts(found, tokenizer, max_length=text.longest, size=size, lowercase=lowercase)
+
+    if not isinstance(data[0], Source):
+        return learn()
+    with unwrap_ray_errors():  # near the data, not on the client
+        return ray.get(ray.remote(num_cpus=1)(learn).remote())
+
+
+def _texts(text: TextConfig, values: Iterator[tuple[str, list[Any]]]) -> Iterator[str]:
+    """Yield the valid texts, with their prompts."""
+    return (text.prompt_of(role) + each for role, column in values for each in _valid_texts(column))
+
+
+def _values_of(data: Source | ray.data.Dataset, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
+    return _values_of_source(data, columns) if isinstance(data, Source) else _values_of_dataset(data, columns)
+
+
+def _values_of_source(source: Source, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
+    described = replace(source, columns=columns)
+    # The order is random: with more texts than needed, the sample covers the whole data set.
+    for number in np.random.default_rng(0).permutation(len(source.fragments)):
+        for rows in described.read(source.fragments[number]):
+            yield from rows.values.items()
+
+
+def _values_of_dataset(dataset: Any, columns: ColumnNames) -> Iterator[tuple[str, list[Any]]]:
+    names = columns.contents
+    chosen = dataset.select_columns(list(names.values()))
+    for batch in chosen.iter_batches(batch_format="pyarrow", batch_size=1_024):
+        yield from ((role, batch[name].to_pylist()) for role, name in names.items())
+
+
+def _valid_texts(values: list[Any]) -> Iterator[str]:
+    for value in values:
+        for text in value if isinstance(value, list | tuple) else [value]:
+            try:
+                yield read_text(text)
+            except InvalidTextError:
+                continue  # counted when the rows are decoded
