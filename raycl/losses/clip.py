@@ -166,7 +166,7 @@ def _evaluate_local(
     if not with_gradient or not any(wanted):
         return loss, (None, None, None)
     gradients = mutual.gradients(of_queries, of_keys, wanted=wanted)
-    grad = (of_queries.one_minus_p + of_keys.one_minus_p)[:, None]
+    grad = (of_queries.positive_weight + of_keys.positive_weight)[:, None]
     for gradient, positives in zip(gradients, (keys, queries), strict=True):
         if gradient is not None:
             gradient.addcmul_(grad, positives, value=-1)

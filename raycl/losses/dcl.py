@@ -10,23 +10,12 @@ from torch import Tensor
 
 from raycl.distributed import exceeds_gather_limit, gather_detached
 from raycl.loss_specs import LossSettings
-from raycl.losses.checks import check_pair, check_sample_id, checked_ids, checked_temperature
+from raycl.losses.checks import check_pair
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.nt_xent import gathered_views, ring_mask
+from raycl.losses.nt_xent import ring_softmax_of_views, softmax_of_views
 from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.ring import evaluate_ring, subtract_positives
-from raycl.losses.softmax import RowGroup, evaluate_softmax, row_blocks
-from raycl.losses.tiled import (
-    LOG2_E,
-    Gradients,
-    fused,
-    gradient_buffers,
-    longest,
-    read_bound,
-    scaled_gradients,
-    working_precision,
-)
+from raycl.losses.softmax import RowLoss, Softmax
+from raycl.losses.tiled import LOG2_E, working_precision
 
 SIGMA = 0.5  # of DCLW, as in the paper
 
@@ -71,16 +60,21 @@ def dcl(
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
     check_pair("the two views", view_a, view_b)
-    check_sample_id(sample_id, view_a)
-    rows = working_precision(torch.cat([view_a, view_b]))
-    temperature = checked_temperature(temperature, rows)
-    columns, ids = rows, None if sample_id is None else (sample_id, sample_id)
-    if gathered_a is not None or gathered_b is not None:
-        columns = gathered_views(view_a, gathered_a, gathered_b, offset).to(rows)
-        ids = checked_ids(
-            ("sample_id", sample_id), ("gathered_sample_id", gathered_sample_id), len(columns) // 2
-        )
-    return fused(partial(_evaluate, offset=offset, ids=ids, sigma=sigma), rows, columns, temperature)
+    everyone = None
+    if gathered_a is not None and gathered_b is not None:
+        check_pair("the gathered views", gathered_a, gathered_b)
+        everyone = _similarity(gathered_a, gathered_b)
+    return softmax_of_views(
+        view_a,
+        view_b,
+        temperature=temperature,
+        row_loss=_row_loss(_similarity(view_a, view_b), everyone, sigma),
+        gathered_a=gathered_a,
+        gathered_b=gathered_b,
+        offset=offset,
+        sample_id=sample_id,
+        gathered_sample_id=gathered_sample_id,
+    )
 
 
 def ring_dcl(
@@ -97,94 +91,33 @@ def ring_dcl(
     worker's ids. Collective in the forward pass only: every worker must scale the loss equally.
     """
     check_pair("the two views", view_a, view_b)
-    check_sample_id(sample_id, view_a)
-    rows = working_precision(torch.cat([view_a, view_b]))
-    groups = _groups(len(view_a), len(view_a), 0)
-    evaluate = partial(
-        _evaluate_by_ring, groups=groups, mask=ring_mask(sample_id, row_blocks(groups)), sigma=sigma
-    )
-    return fused(evaluate, rows, checked_temperature(temperature, rows))
+    similarity = _similarity(view_a, view_b)
+    row_loss = _row_loss(similarity, gather_detached(similarity), sigma)
+    return ring_softmax_of_views(view_a, view_b, sample_id, temperature=temperature, row_loss=row_loss)
 
 
-def _groups(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowGroup]:
-    """Return the rows of each view, which have both views of their sample as no candidates."""
-    excluded = (offset, batch + offset)
-    return (
-        RowGroup(slice(0, local_batch), positive=None, excluded=excluded),
-        RowGroup(slice(local_batch, 2 * local_batch), positive=None, excluded=excluded),
-    )
+def _similarity(view_a: Tensor, view_b: Tensor) -> Tensor:
+    """Return the similarity of the views of each sample, without gradient, [num_samples]."""
+    return (working_precision(view_a.detach()) * working_precision(view_b.detach())).sum(1)
 
 
-def _evaluate(
-    rows: Tensor,
-    columns: Tensor,
-    temperature: Tensor,
-    *,
-    offset: int,
-    ids: tuple[Tensor, Tensor] | None,
-    sigma: float | None,
-    with_gradient: bool,
-) -> tuple[Tensor, Gradients]:
-    """Return the loss of rows [2 * local_batch, dim] against columns [2 * batch, dim], and its gradients."""
-    local_batch, batch, mask = len(rows) // 2, len(columns) // 2, None
-    groups = _groups(local_batch, batch, offset)
-    if ids is not None:
-        own_id, column_id = (each.repeat(2) for each in ids)
-        blocks = row_blocks(groups)
-        mask = FalseNegativeMask((column_id, column_id), own_id, column_id, row_blocks=blocks, num_own=2)
-    bound = read_bound(rows, longest(columns, rows.dtype), temperature, mask)
-    at_rows, at_columns = gradient_buffers(
-        rows, columns, temperature=temperature, with_gradient=with_gradient
-    )
-    loss = evaluate_softmax(
-        rows,
-        columns,
-        rows[:0],
-        groups=groups,
-        scale=LOG2_E / temperature,
-        bound=bound,
-        mask=mask,
-        gradients=(at_rows, at_columns, None),
-    )
-    own = slice(offset, offset + local_batch)
-    weight = _weights((columns[:batch] * columns[batch:]).sum(1), sigma)[own].repeat(2)[:, None]
-    positives = weight * torch.cat([columns[batch:][own], columns[:batch][own]])
-    loss = loss - (rows * positives).sum() / (temperature * len(rows))
-    if at_rows is not None:
-        at_rows -= positives
-    if at_columns is not None:
-        pull_a, pull_b = (weight * rows).chunk(2)
-        at_columns[batch:][own] -= pull_a
-        at_columns[:batch][own] -= pull_b
-    return loss, scaled_gradients(rows, (at_rows, at_columns), temperature, len(rows))
+def _row_loss(own: Tensor, everyone: Tensor | None, sigma: float | None) -> RowLoss:
+    """Return the loss of the rows of both views, given the similarities of this worker's and all samples."""
+    weight = torch.ones_like(own)
+    if sigma is not None:
+        everyone = own if everyone is None else everyone
+        log_mean = (everyone / sigma).logsumexp(0) - math.log(len(everyone))
+        weight = 2 - (own / sigma - log_mean).exp()
+    return partial(_decoupled, weight=weight.repeat(2))
 
 
-def _evaluate_by_ring(
-    rows: Tensor,
-    temperature: Tensor,
-    *,
-    groups: tuple[RowGroup, RowGroup],
-    mask: FalseNegativeMask,
-    sigma: float | None,
-    with_gradient: bool,
-) -> tuple[Tensor, Gradients]:
-    """Return the loss of both views against the views of all workers, and one gradient for both roles."""
-    found = evaluate_ring(
-        rows, rows, rows[:0], temperature, groups=groups, masks=(mask, mask), with_gradient=with_gradient
-    )
-    view_a, view_b = rows.chunk(2)
-    similarity = (view_a * view_b).sum(1)
-    weight = _weights(gather_detached(similarity), sigma, own=similarity).repeat(2)[:, None]
-    return subtract_positives(found, rows, weight * torch.cat([view_b, view_a]), temperature)
-
-
-def _weights(similarity: Tensor, sigma: float | None, *, own: Tensor | None = None) -> Tensor:
-    """Return the weight of each positive, given the similarities of the views of all samples."""
-    own = similarity if own is None else own
-    if sigma is None:
-        return torch.ones_like(own)
-    log_mean = (similarity / sigma).logsumexp(0) - math.log(len(similarity))
-    return 2 - (own / sigma - log_mean).exp()
+def _decoupled(
+    positive: Tensor | None, shift: Tensor, total: Tensor, block: slice, *, weight: Tensor
+) -> Softmax:
+    """Return the logsumexp over the negatives, 0 without any, minus weight [num_rows] * the positive's logit."""
+    assert positive is not None, "each view has a positive"
+    logsumexp = torch.where(total == 0, 0.0, shift + total.log2())
+    return Softmax((logsumexp - weight[block] * positive) / LOG2_E, weight[block], logsumexp)
 
 
 @final

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.softmax import Softmax, finish_softmax
+from raycl.losses.softmax import RowLoss, Softmax, cross_entropy, first_shift
 from raycl.losses.tiled import mask_diagonals, product, zero_denormals
 
 
@@ -58,18 +58,12 @@ class MutualSoftmax:
         # than the computation.
         self._buffer = rows.new_empty(spans[0][0].stop, spans[1][0].stop)
 
-    def sums(self, positive: Tensor) -> tuple[Softmax, Softmax]:
+    def sums(self, positive: Tensor, row_loss: RowLoss = cross_entropy) -> tuple[Softmax, Softmax]:
         """Return the softmax of rows and of columns, given the base-2 logits of the positives, [num_rows]."""
-        follows = self._bound is None
-        of_rows = (
-            positive.clone() if self._bound is None else self._bound.expand_as(positive),
-            torch.zeros_like(positive),
-        )
-        of_columns = (
-            of_rows
-            if self._is_symmetric
-            else (of_rows[0].clone() if follows else of_rows[0], torch.zeros_like(positive))
-        )
+        of_rows = first_shift(self._bound, self._rows), torch.zeros_like(positive)
+        of_columns = of_rows
+        if not self._is_symmetric:
+            of_columns = first_shift(self._bound, self._columns), torch.zeros_like(positive)
         for across, down in self._tiles():
             tile = self._logits(across, down)
             twice = not self._is_symmetric or across != down
@@ -82,8 +76,9 @@ class MutualSoftmax:
                 of_rows[1][across] += tile.sum(1)
                 if twice:
                     of_columns[1][down] += tile.sum(0)
-        softmax = finish_softmax(positive, *of_rows)
-        return softmax, softmax if self._is_symmetric else finish_softmax(positive, *of_columns)
+        everything = slice(0, len(positive))
+        softmax = row_loss(positive, *of_rows, everything)
+        return softmax, softmax if self._is_symmetric else row_loss(positive, *of_columns, everything)
 
     def gradients(
         self, of_rows: Softmax, of_columns: Softmax, *, wanted: tuple[bool, bool]

@@ -18,7 +18,7 @@ from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
 from raycl.losses.ring import evaluate_ring
-from raycl.losses.softmax import RowGroup, evaluate_softmax, row_blocks
+from raycl.losses.softmax import RowGroup, RowLoss, cross_entropy, evaluate_softmax, row_blocks
 from raycl.losses.tiled import (
     LOG2_E,
     Gradients,
@@ -70,16 +70,16 @@ def nt_xent(
     Raises:
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
-    check_pair("the two views", view_a, view_b)
-    check_sample_id(sample_id, view_a)
-    rows = working_precision(torch.cat([view_a, view_b]))
-    temperature = checked_temperature(temperature, rows)
-    if gathered_a is None and gathered_b is None:
-        return fused(partial(_evaluate_local, sample_id=sample_id), rows, temperature)
-    columns = gathered_views(view_a, gathered_a, gathered_b, offset).to(rows)
-    ids = checked_ids(("sample_id", sample_id), ("gathered_sample_id", gathered_sample_id), len(columns) // 2)
-    groups = two_views(len(view_a), len(columns) // 2, offset)
-    return fused(partial(_evaluate_gathered, groups=groups, ids=ids), rows, columns, temperature)
+    return softmax_of_views(
+        view_a,
+        view_b,
+        temperature=temperature,
+        gathered_a=gathered_a,
+        gathered_b=gathered_b,
+        offset=offset,
+        sample_id=sample_id,
+        gathered_sample_id=gathered_sample_id,
+    )
 
 
 def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor) -> Tensor:
@@ -88,13 +88,52 @@ def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperatu
     Has the same value, gradients and errors as :func:`nt_xent` with gathered views; ``sample_id`` are
     this worker's ids. Collective in the forward pass only: every worker must scale the loss equally.
     """
+    return ring_softmax_of_views(view_a, view_b, sample_id, temperature=temperature)
+
+
+def softmax_of_views(
+    view_a: Tensor,
+    view_b: Tensor,
+    *,
+    temperature: float | Tensor,
+    row_loss: RowLoss = cross_entropy,
+    gathered_a: Tensor | None = None,
+    gathered_b: Tensor | None = None,
+    offset: int = 0,
+    sample_id: Tensor | None = None,
+    gathered_sample_id: Tensor | None = None,
+) -> Tensor:
+    """Return the mean of ``row_loss`` over both views, with the arguments and errors of :func:`nt_xent`."""
+    check_pair("the two views", view_a, view_b)
+    check_sample_id(sample_id, view_a)
+    rows = working_precision(torch.cat([view_a, view_b]))
+    temperature = checked_temperature(temperature, rows)
+    if gathered_a is None and gathered_b is None:
+        return fused(partial(_evaluate_local, sample_id=sample_id, row_loss=row_loss), rows, temperature)
+    columns = gathered_views(view_a, gathered_a, gathered_b, offset).to(rows)
+    ids = checked_ids(("sample_id", sample_id), ("gathered_sample_id", gathered_sample_id), len(columns) // 2)
+    groups = two_views(len(view_a), len(columns) // 2, offset)
+    return fused(
+        partial(_evaluate_gathered, groups=groups, ids=ids, row_loss=row_loss), rows, columns, temperature
+    )
+
+
+def ring_softmax_of_views(
+    view_a: Tensor,
+    view_b: Tensor,
+    sample_id: Tensor,
+    *,
+    temperature: float | Tensor,
+    row_loss: RowLoss = cross_entropy,
+) -> Tensor:
+    """Return the mean of ``row_loss`` over both views, as :func:`ring_nt_xent`."""
     check_pair("the two views", view_a, view_b)
     check_sample_id(sample_id, view_a)
     rows = working_precision(torch.cat([view_a, view_b]))
     temperature = checked_temperature(temperature, rows)
     groups = two_views(len(view_a), len(view_a), 0)
     mask = ring_mask(sample_id, row_blocks(groups))
-    return fused(partial(_evaluate_by_ring, groups=groups, mask=mask), rows, temperature)
+    return fused(partial(_evaluate_by_ring, groups=groups, mask=mask, row_loss=row_loss), rows, temperature)
 
 
 def ring_mask(sample_id: Tensor, blocks: Sequence[slice]) -> FalseNegativeMask:
@@ -115,7 +154,7 @@ def two_views(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowG
 
 
 def _evaluate_local(
-    rows: Tensor, temperature: Tensor, *, sample_id: Tensor | None, with_gradient: bool
+    rows: Tensor, temperature: Tensor, *, sample_id: Tensor | None, row_loss: RowLoss, with_gradient: bool
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of rows [2 * batch, dim] against themselves, and its gradients."""
     batch = len(rows) // 2
@@ -130,13 +169,13 @@ def _evaluate_local(
         rows, None, scale=scale, bound=bound, diagonals=diagonals, spans=(cuts, cuts), mask=mask
     )
     view_a, view_b = rows.chunk(2)
-    softmax, _ = mutual.sums(((view_a * view_b).sum(1) * scale).repeat(2))
+    softmax, _ = mutual.sums(((view_a * view_b).sum(1) * scale).repeat(2), row_loss)
     loss = softmax.loss.mean()
     if not with_gradient:
         return loss, ()
     gradient, _ = mutual.gradients(softmax, softmax, wanted=(True, True))
     assert gradient is not None, "requested above"
-    grad = softmax.one_minus_p.view(2, -1).sum(0)[:, None]  # per pair, equal for both views
+    grad = softmax.positive_weight.view(2, -1).sum(0)[:, None]  # per pair, equal for both views
     for part, other_view in zip(gradient.chunk(2), (view_b, view_a), strict=True):
         part.addcmul_(grad, other_view, value=-1)
     gradient.div_(temperature * len(rows))
@@ -151,6 +190,7 @@ def _evaluate_gathered(
     *,
     groups: tuple[RowGroup, RowGroup],
     ids: tuple[Tensor, Tensor] | None,
+    row_loss: RowLoss,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of rows [2 * local_batch, dim] against columns [2 * batch, dim], and its gradients."""
@@ -170,6 +210,7 @@ def _evaluate_gathered(
         scale=LOG2_E / temperature,
         bound=bound,
         mask=mask,
+        row_loss=row_loss,
         gradients=(*gradients, None),
     )
     return loss, scaled_gradients(rows, tuple(gradients), temperature, len(rows))
@@ -181,6 +222,7 @@ def _evaluate_by_ring(
     *,
     groups: tuple[RowGroup, RowGroup],
     mask: FalseNegativeMask,
+    row_loss: RowLoss,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of both views against the views of all workers, and one gradient for both roles."""
@@ -191,6 +233,7 @@ def _evaluate_by_ring(
         temperature,
         groups=groups,
         masks=(mask, mask),
+        row_loss=row_loss,
         with_gradient=with_gradient,
     )
     if as_rows is not None and as_columns is not None:

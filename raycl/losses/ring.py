@@ -20,7 +20,15 @@ from torch import Tensor
 
 from raycl.distributed import gather_detached, num_workers, rank, visit_all
 from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.softmax import ColumnBlock, RowGroup, Softmax, SoftmaxRows, row_blocks
+from raycl.losses.softmax import (
+    ColumnBlock,
+    RowGroup,
+    RowLoss,
+    Softmax,
+    SoftmaxRows,
+    cross_entropy,
+    row_blocks,
+)
 from raycl.losses.tiled import (
     LOG2_E,
     Gradients,
@@ -41,9 +49,10 @@ def evaluate_ring(
     *,
     groups: Sequence[RowGroup],
     masks: tuple[FalseNegativeMask | None, FalseNegativeMask | None],
+    row_loss: RowLoss = cross_entropy,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Classify each row's positive among the columns of all workers and the negatives; collective.
+    """Compare each row's positive with the columns of all workers and the negatives; collective.
 
     Args:
         rows: [num_rows, dim], this worker's rows.
@@ -53,6 +62,7 @@ def evaluate_ring(
         groups: positions of the positives among this worker's columns.
         masks: false negatives of these rows among the columns of all workers, in the order of ranks, and
             the negatives; and of these columns among the rows of all workers. One mask may be both.
+        row_loss: the loss of each row; by default it classifies the positive.
         with_gradient: whether to compute gradients.
 
     Returns:
@@ -78,6 +88,7 @@ def evaluate_ring(
             bound=bound,
             gradient=at_rows,
             diagonals=group.diagonals,
+            row_loss=row_loss,
         )
         for group in groups
         for block in group.blocks
@@ -136,7 +147,7 @@ def _column_gradient(
     diagonals = [-diagonal for group in groups for diagonal in group.diagonals]
 
     def meet(worker: int, visiting: Tensor, logsumexp: Tensor) -> None:
-        # No logit exceeds the logsumexp of its row, so exp2 cannot overflow.
+        # No logit exceeds the logsumexp of a cross-entropy, so exp2 cannot overflow.
         visitors = ColumnBlock(visiting, mask=mask, first=worker * len(rows), bias=-logsumexp)
         for block in row_blocks(groups):
             masked = diagonals if worker == rank() else ()
@@ -149,5 +160,5 @@ def _column_gradient(
     for group in groups:
         if group.positive is not None:
             matched = group.match(group.rows)
-            gradient[matched] -= softmax.one_minus_p[group.rows, None] * rows[group.rows]
+            gradient[matched] -= softmax.positive_weight[group.rows, None] * rows[group.rows]
     return gradient

@@ -5,7 +5,7 @@ Columns can be local, gathered, from a queue, or from other workers of a ring; e
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -57,18 +57,41 @@ def row_blocks(groups: Sequence[RowGroup]) -> list[slice]:
 
 
 class Softmax(NamedTuple):
-    """The loss of each row; the positive is kept apart from the sum over negatives, for precision."""
+    """The loss of each row, and the weights of its gradient; the positive is kept apart for precision."""
 
-    loss: Tensor  # -log p(positive), natural
-    one_minus_p: Tensor  # 1 - p(positive)
-    logsumexp: Tensor  # over positive and negatives, base 2
+    loss: Tensor  # natural
+    positive_weight: Tensor  # the gradient of the loss with respect to the positive's logit, times -1
+    logsumexp: Tensor  # base 2; the gradient with respect to a negative's logit is 2**(logit - logsumexp)
 
 
-def finish_softmax(positive: Tensor, shift: Tensor, total: Tensor) -> Softmax:
-    """Combine positives (base-2 logits) with the sum over negatives, total * 2**shift."""
+class RowLoss(Protocol):
+    """The loss of a block of rows, given the logits of their positives and the sum over their negatives."""
+
+    def __call__(self, positive: Tensor | None, shift: Tensor, total: Tensor, block: slice) -> Softmax:
+        """Return the loss of each row of the block and its weights.
+
+        Args:
+            positive: base-2 logits of the positives, [block]; None if the caller adds the positives.
+            shift: [block]; the sum of 2**logit over the negatives of a row is total * 2**shift.
+            total: [block], 0 for a row without negatives.
+            block: the slice of rows.
+        """
+        ...
+
+
+def cross_entropy(positive: Tensor | None, shift: Tensor, total: Tensor, block: slice) -> Softmax:
+    """Return -log p(positive), or the logsumexp of the candidates without a positive, 0 if there are none."""
+    if positive is None:
+        logsumexp = torch.where(total == 0, 0.0, shift + total.log2())
+        return Softmax(logsumexp / LOG2_E, torch.ones_like(logsumexp), logsumexp)
     excess = (shift - positive + total.log2()) / LOG2_E
     loss = torch.logaddexp(excess, torch.zeros_like(excess))
     return Softmax(loss, excess.sigmoid(), positive + loss * LOG2_E)
+
+
+def first_shift(bound: Tensor | None, rows: Tensor) -> Tensor:
+    """Return the shift of each row before its first candidate, [num_rows]."""
+    return rows.new_full((len(rows),), -1e30) if bound is None else bound.expand(len(rows))
 
 
 @final
@@ -152,6 +175,7 @@ class SoftmaxRows:
         gradient: Tensor | None,
         diagonals: Sequence[int] = (),
         positive_bias: Tensor | None = None,
+        row_loss: RowLoss = cross_entropy,
     ) -> None:
         """Initialize the sums of a block of rows.
 
@@ -164,20 +188,16 @@ class SoftmaxRows:
             gradient: [num_rows, dim], zeros, the buffer of the unscaled gradient of the rows.
             diagonals: diagonals (column - row) that are not negatives, in the block with the positives.
             positive_bias: [block], added to the logits of the positives.
+            row_loss: the loss of the rows.
         """
-        self.rows, self._positives = rows[block], positives
+        self.rows, self._positives, self._row_loss = rows[block], positives, row_loss
         self._block, self._diagonals, self._scale, self._bound = block, diagonals, scale, bound
         self._positive = None
-        self._shift = (
-            rows.new_full((block.stop - block.start,), -1e30)
-            if bound is None
-            else bound.repeat(block.stop - block.start)
-        )
+        self._shift = first_shift(bound, self.rows)
         if positives is not None:
             self._positive = (self.rows * scale * positives).sum(1)
             if positive_bias is not None:
                 self._positive = self._positive + positive_bias
-            self._shift = self._positive if bound is None else self._shift
         self._total = torch.zeros_like(self._shift)
         self._grad = None if gradient is None else gradient[block]
 
@@ -201,16 +221,11 @@ class SoftmaxRows:
 
     def finish(self) -> Softmax:
         """Return the loss of each row after all blocks; complete the gradient of the rows."""
-        if self._positive is None:
-            # A row without candidates has no loss.
-            logsumexp = torch.where(self._total == 0, 0.0, self._shift + self._total.log2())
-            softmax = Softmax(logsumexp / LOG2_E, torch.ones_like(logsumexp), logsumexp)
-        else:
-            softmax = finish_softmax(self._positive, self._shift, self._total)
+        softmax = self._row_loss(self._positive, self._shift, self._total, self._block)
         if self._grad is not None:
             self._grad *= (self._shift - softmax.logsumexp).exp2_()[:, None]
             if self._positives is not None:
-                self._grad -= softmax.one_minus_p[:, None] * self._positives
+                self._grad -= softmax.positive_weight[:, None] * self._positives
         return softmax
 
     def add_column_gradients(self, kept: Sequence[KeptWeights], softmax: Softmax) -> None:
@@ -241,9 +256,10 @@ def evaluate_softmax(
     mask: FalseNegativeMask | None = None,
     biases: tuple[Tensor, Tensor] | None = None,
     in_batch: bool = True,
+    row_loss: RowLoss = cross_entropy,
     gradients: Sequence[Tensor | None],
 ) -> Tensor:
-    """Classify each row's positive among its candidates; return the mean loss over rows.
+    """Compare each row's positive with its other candidates; return the mean loss over rows.
 
     Memory: one block of logits, 256 x the candidates that require a gradient.
 
@@ -257,6 +273,7 @@ def evaluate_softmax(
         mask: false negatives among columns (if ``in_batch``) and then negatives.
         biases: biases of columns and negatives, added to the base-2 logits.
         in_batch: whether the columns are negatives too.
+        row_loss: the loss of each row; by default it classifies the positive.
         gradients: buffers that the unscaled gradients of rows, columns and negatives are added to, or None.
     """
     to_rows, to_columns, to_negatives = gradients
@@ -280,11 +297,12 @@ def evaluate_softmax(
                 gradient=to_rows,
                 diagonals=group.diagonals,
                 positive_bias=bias,
+                row_loss=row_loss,
             )
             kept = strip.meet(batch, holds_positives=True) + strip.meet(others)
             softmax = strip.finish()
             if to_columns is not None and positives is not None:
-                to_columns[group.match(block)] -= softmax.one_minus_p[:, None] * strip.rows
+                to_columns[group.match(block)] -= softmax.positive_weight[:, None] * strip.rows
             strip.add_column_gradients(kept, softmax)
             losses.append(softmax.loss)
     return torch.cat(losses).mean()
