@@ -374,10 +374,12 @@ def test_restored_bank_forgets_its_unfinished_step() -> None:
 STORES: dict[str, Callable[[], Any]] = {
     "queue": lambda: KeyQueue(7, DIM),
     "bank": lambda: MemoryBank(np.arange(7), DIM, seed=0),
+    "partition": lambda: MemoryBank(np.arange(7), DIM, seed=0, kind="partition"),
 }
 WRITES: dict[str, Callable[[Any, np.ndarray, np.ndarray], None]] = {
     "queue": lambda store, rows, ids: store.push(rows, ids, 5),
     "bank": lambda store, rows, ids: store.update(ids, rows, 5),
+    "partition": lambda store, rows, ids: store.update(ids, rows, 5),
 }
 ROWS, IDS = np.ones((3, DIM), np.float32), np.array([2, 3, 2])
 

@@ -272,6 +272,7 @@ class MemoryBankActor(BankActor[MemoryBank]):
             dtype=spec.row_dtype,
             first_slot=int(spec.first_slots[shard]),
             num_slots=spec.capacity,
+            kind=spec.kind,
         )
         for rows in snapshot.read_parts(spec, shard, step) if has_rows else ():
             store.load_part(rows)

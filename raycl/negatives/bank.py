@@ -119,9 +119,10 @@ class Bank:
     def nearest(self, query: np.ndarray, k: int = 10) -> list[Neighbors]:
         """Return for each query, [dim] or [n, dim], the k written rows of the highest cosine: exact.
 
-        Raises ``ConfigError`` for another dim, values that are not finite, zeros, or ``k`` below 1.
+        Raises ``ConfigError`` for another dim, values that are not finite, zeros, ``k`` below 1, or a bank of
+        partition functions.
         """
-        return self._nearest(checked_query(query, k, dim=self.spec.dim), k, without=None)
+        return self._nearest(query, k, without=None)
 
     def nearest_of(self, sample_id: int, k: int = 10) -> Neighbors:
         """Return the rows nearest to the newest row of a sample, without the sample's own.
@@ -134,8 +135,7 @@ class Bank:
                 f"the bank {self.spec.name!r} holds no row of sample {sample_id} now; ask for another sample, "
                 "or ask with an embedding"
             )
-        row = own.rows[own.step.argmax()]
-        return self._nearest(checked_query(row, k, dim=self.spec.dim), k, without=sample_id)[0]
+        return self._nearest(own.rows[own.step.argmax()], k, without=sample_id)[0]
 
     def stats(self) -> BankStats:
         """Count and measure all rows, and the throughput of the workers."""
@@ -163,8 +163,13 @@ class Bank:
         """
         return sum(num_rows for _, num_rows in self._slice_by_slice(BankActor.export, absolute(uri)))
 
-    def _nearest(self, queries: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
-        found: list[Neighbors] = []
+    def _nearest(self, query: np.ndarray, k: int, *, without: int | None) -> list[Neighbors]:
+        if self.spec.kind == "partition":
+            raise ConfigError(
+                f"the bank {self.spec.name!r} holds partition functions, which have no neighbors; "
+                "ask get for those of samples"
+            )
+        queries, found = checked_query(query, k, dim=self.spec.dim), list[Neighbors]()
         for start in range(0, len(queries), _QUERIES_PER_CALL):
             some = queries[start : start + _QUERIES_PER_CALL]
             parts = [part for _, part in self._slice_by_slice(BankActor.nearest, some, k, without)]

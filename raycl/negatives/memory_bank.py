@@ -1,12 +1,13 @@
 """The memory bank of instance discrimination: one slot for every sample."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from raycl.errors import ConfigError
+from raycl.negatives.partition import fill_unknown, log_mean, moved_log
 from raycl.negatives.store import Negatives, State, checked, checked_ids, empty_rows, named, negatives_in
 
 # The initial rows are drawn in blocks of this many slots of the whole bank, each with its own seed,
@@ -27,6 +28,9 @@ _GRAIN = 2.0**-40
 class MemoryBank:
     """Keep one row of length 1 for every sample, moved towards each new one (Wu et al., 2018).
 
+    With ``kind`` ``partition``, a row holds log partition functions instead (Yuan et al., 2022): it has any
+    length, is -inf until the first update, and u becomes momentum * u + (1 - momentum) * new u.
+
     Slots are in the order of the samples' ids. A shard of a bank is a contiguous range of slots, made
     with the ids of its range, ``first_slot`` and ``num_slots``. It numbers slots as the whole bank
     does, and holds the same rows, to the last bit.
@@ -45,6 +49,7 @@ class MemoryBank:
         dtype: DTypeLike = np.float32,
         first_slot: int = 0,
         num_slots: int | None = None,
+        kind: str = "memory_bank",
     ) -> None:
         """Make a bank of random rows for samples of any distinct ids, int64 [n], in any order.
 
@@ -61,12 +66,12 @@ class MemoryBank:
                 f"the shard is not in the bank: its slots are {first_slot} to {self._stop} of "
                 f"{self._num_slots}; give the first slot of its range and the bank's number of slots"
             )
-        self._seed, self._momentum = seed, momentum
+        self._seed, self._momentum, self._average = seed, momentum, _AVERAGES[kind]
         self._rows = empty_rows(len(sample_id), dim, dtype)
         self._step = np.full(len(sample_id), -1)
         self._calls: list[_Call] = []  # of the latest step
         self._latest_step: int | None = None
-        _draw_initial_rows(self._rows, first_slot, seed)
+        self._average.initialize(self._rows, first_slot, seed)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -109,14 +114,14 @@ class MemoryBank:
         step comes in between. For this the bank keeps the rows of the latest step.
         """
         rows, ids = checked(rows, sample_id, dim=self._rows.shape[1])
-        positions, units = self._samples.positions_of(ids), normalized(rows)
+        positions, units = self._samples.positions_of(ids), self._average.prepare(rows)
         if step != self._latest_step:
             self._latest_step, self._calls = step, []
         owners, came = self._with_earlier(positions, units)
-        distinct, directions = _directions(owners, came)
+        distinct, means = self._average.mean(owners, came)
         before = np.take(self._rows, distinct, axis=0)
         self._calls.append(_Call(positions, units, distinct, before))
-        self._rows[distinct] = _moved(before, directions, self._momentum)
+        self._rows[distinct] = self._average.move(before, means, self._momentum)
         self._step[distinct] = step
 
     def initialize(self, sample_id: np.ndarray, rows: np.ndarray) -> None:
@@ -154,7 +159,12 @@ class MemoryBank:
 
     def load_part(self, part: Negatives) -> None:
         """Restore the slots of the samples in ``part`` of a state."""
-        rows, ids = checked(part.rows, part.sample_id, dim=self._rows.shape[1], dtype=self._rows.dtype)
+        is_new = (part.step < 0) & np.isneginf(part.rows).all(
+            1
+        )  # without an estimate of a partition function
+        rows = np.where(is_new[:, None], 0, part.rows)
+        rows, ids = checked(rows, part.sample_id, dim=self._rows.shape[1], dtype=self._rows.dtype)
+        rows[is_new] = -np.inf
         positions = self._samples.positions_of(ids)
         self._rows[positions], self._step[positions] = rows, part.step
         self._calls = []
@@ -302,3 +312,18 @@ def _moved(before: np.ndarray, directions: np.ndarray, momentum: float) -> np.nd
 
 def _lengths(rows: np.ndarray) -> np.ndarray:
     return np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
+
+
+class _Average(NamedTuple):
+    """How a slot starts, and how the rows of a sample change it."""
+
+    initialize: Callable[[np.ndarray, int, int], None]
+    prepare: Callable[[np.ndarray], np.ndarray]
+    mean: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    move: Callable[[np.ndarray, np.ndarray, float], np.ndarray]
+
+
+_AVERAGES = {
+    "memory_bank": _Average(_draw_initial_rows, normalized, _directions, _moved),
+    "partition": _Average(fill_unknown, np.copy, log_mean, moved_log),
+}

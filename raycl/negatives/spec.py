@@ -8,7 +8,7 @@ import numpy as np
 from raycl.errors import ConfigError
 from raycl.storage import Place, absolute
 
-Kind = Literal["queue", "memory_bank"]
+Kind = Literal["queue", "memory_bank", "partition"]
 Precision = Literal["float32", "float16"]
 
 
@@ -17,8 +17,8 @@ Precision = Literal["float32", "float16"]
 class BankSpec:
     """The specification of a bank.
 
-    One actor holds a queue. A memory bank may have several shards, one actor each; a shard is a
-    contiguous range of slots.
+    One actor holds a queue. A memory bank, of rows or of partition functions, may have several shards, one
+    actor each; a shard is a contiguous range of slots.
 
     Attributes:
         name: Identifies the bank; unique in a cluster, without ``/``.

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ def a_spec(output: Path, **changed: Any) -> BankSpec:
 
 @pytest.fixture(scope="module")
 def banks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bank]]:
-    """Start a queue and a memory bank of three shards; tests begin with ``restore(0)``."""
+    """Start a queue, and memory banks of rows and of partition functions; tests begin with ``restore(0)``."""
     output = tmp_path_factory.mktemp("banks")
     slots = a_spec(output / "slots", name="memory bank", kind="memory_bank", num_shards=3)
     started = {
         "queue": start_bank(a_spec(output / "queue", name="queue")),
         "memory_bank": start_bank(slots, IDS),
+        "partition": start_bank(
+            replace(slots, name="partition", kind="partition", output=str(output / "u")), IDS
+        ),
     }
     yield started
     for bank in started.values():
@@ -58,7 +62,9 @@ def client_of(bank: Bank, rank: int = 0) -> Any:
 
 
 def store_of(bank: Bank) -> Any:
-    return KeyQueue(CAPACITY, DIM) if bank.spec.kind == "queue" else MemoryBank(IDS, DIM, seed=SEED)
+    if bank.spec.kind == "queue":
+        return KeyQueue(CAPACITY, DIM)
+    return MemoryBank(IDS, DIM, seed=SEED, kind=bank.spec.kind)
 
 
 def a_batch(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -91,9 +97,10 @@ def kill(bank: Bank, shard: int) -> None:
 
 
 KINDS = pytest.mark.parametrize("kind", ["queue", "memory_bank"])
+ALL_KINDS = pytest.mark.parametrize("kind", ["queue", "memory_bank", "partition"])
 
 
-@KINDS
+@ALL_KINDS
 def test_a_client_has_the_same_rows_as_a_local_store(banks: dict[str, Bank], kind: str) -> None:
     bank = banks[kind]
     bank.restore(0)
@@ -127,7 +134,7 @@ def test_initial_rows_are_stored_in_the_bank(banks: dict[str, Bank]) -> None:
     assert (bank.get(ids).step == -1).all()
 
 
-@KINDS
+@ALL_KINDS
 @settings(SETTINGS, max_examples=2)
 @given(st.lists(st.sampled_from([5, 11, "save", "kill"]), min_size=4, max_size=8), st.integers(0, 2))
 @example([5, "save", 11, "kill", 5, "kill", 11], 0)
@@ -144,7 +151,7 @@ def test_killed_shards_restart_with_their_rows(
             saved = {name: np.copy(value) for name, value in store.state_dict().items()}
         elif action == "kill" and bank.spec.num_shards > shard:
             kill(bank, shard)
-            if kind == "memory_bank":
+            if kind != "queue":
                 first, stop = bank.spec.first_slots[shard : shard + 2]
                 store.load_part(
                     Negatives(*(saved[name][first:stop] for name in ("rows", "sample_id", "step")))
@@ -331,7 +338,14 @@ def test_empty_banks_answer(banks: dict[str, Bank], kind: str) -> None:
             "no slot for the samples 1000000",
         ),
         (lambda banks: banks["memory_bank"].nearest_of(10**6), "no slot for the samples 1000000"),
-        (lambda _: connect_bank("missing"), "no bank 'missing': the banks here are 'memory bank', 'queue'"),
+        (
+            lambda banks: banks["partition"].nearest(np.ones(3)),
+            "partition functions, which have no neighbors",
+        ),
+        (
+            lambda _: connect_bank("missing"),
+            "no bank 'missing': the banks here are 'memory bank', 'partition', 'queue'",
+        ),
     ],
 )
 def test_unanswerable_queries_are_refused_in_one_line(
