@@ -14,7 +14,7 @@ from raycl.cli.plan import command_settings
 from raycl.data.columns import ColumnNames
 from raycl.errors import ConfigError
 from raycl.preparation import gather_texts, group_pairs, make_tokenizer, pack_images
-from raycl.training.data_module import ROLES
+from raycl.training.data_set import ROLES
 
 app = typer.Typer(help="Prepare data once for many runs.", add_completion=False)
 Data = Annotated[str, typer.Option(help="Parquet file or folder, or folder of images.")]
