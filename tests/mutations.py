@@ -170,14 +170,35 @@ MUTATIONS = [
     Mutation(
         "the log-frequency of keys is not subtracted",
         "raycl/losses/clip.py",
-        'rows["key_log_frequency"] = self.log_frequency(ids.stored_key)',
+        'own["key_log_frequency"] = self.log_frequency(ids.stored_key)',
         "pass",
     ),
     Mutation(
         "the log-frequency of explicit negatives is not subtracted",
         "raycl/losses/clip.py",
-        'rows["negative_log_frequency"] = self.log_frequency(stored.negative_name)',
+        'others["negative_log_frequency"] = self.log_frequency(stored.negative_name)',
         "pass",
+    ),
+    Mutation(
+        "the refined log-Q correction counts the positive among the drawn documents",
+        "raycl/losses/logq.py",
+        "num_negatives=num_candidates - matches",
+        "num_negatives=num_candidates - matches + 1",
+        "tests/test_bidirectional.py",
+    ),
+    Mutation(
+        "the refined log-Q correction does not exclude the positive from Q",
+        "raycl/losses/logq.py",
+        "log_frequency - torch.log1p(-log_frequency.exp())",
+        "log_frequency",
+        "tests/test_bidirectional.py",
+    ),
+    Mutation(
+        "a ring forgets the log-frequency in the gradient of its columns",
+        "raycl/losses/ring.py",
+        "tile += bias[block, None]",
+        "pass",
+        "tests/workers/test_objectives.py",
     ),
     Mutation(
         "a row of SupCon is its own positive",

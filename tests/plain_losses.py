@@ -124,6 +124,7 @@ def plain_bidirectional(
     negative_id: Tensor | None = None,
     key_log_frequency: Tensor | None = None,
     negative_log_frequency: Tensor | None = None,
+    refines_logq: bool = False,
 ) -> Tensor:
     """Write the loss down with all pairs of the batch at once; ``own`` are this worker's."""
     pair = torch.arange(len(keys))
@@ -141,7 +142,32 @@ def plain_bidirectional(
     forth = torch.cat([similarity - off, others - off_negatives], 1)
     forth = forth.masked_fill(torch.cat([false, false_negatives], 1), -torch.inf)
     back = similarity.T.masked_fill(false.T, -torch.inf)
-    return (F.cross_entropy(forth[own], pair[own]) + F.cross_entropy(back[own], pair[own])) / 2
+    if refines_logq:
+        assert key_log_frequency is not None, "the refined correction needs frequencies"
+        to_keys = plain_refined_logq(forth, similarity.diagonal(), key_log_frequency.double())[own].mean()
+    else:
+        to_keys = F.cross_entropy(forth[own], pair[own])
+    return (to_keys + F.cross_entropy(back[own], pair[own])) / 2
+
+
+def plain_refined_logq(corrected: Tensor, positive: Tensor, log_frequency: Tensor) -> Tensor:
+    """Compute the loss of Khrylchenko et al. (2025), section 3.3, row by row.
+
+    ``corrected`` [rows, candidates] are logits minus log Q, with the positives on the diagonal; ``positive``
+    [rows] are their logits; ``log_frequency`` [rows] is log Q of the positives.
+    """
+    losses = []
+    for i, row in enumerate(corrected):
+        others = torch.cat([row[:i], row[i + 1 :]])
+        others = others[others > -torch.inf]  # of the row's true negatives
+        if not len(others):
+            losses.append(0 * positive[i])
+            continue
+        # Negatives are drawn from Q without the positive: Q' = Q / (1 - Q(positive)).
+        terms = (others + (1 - log_frequency[i].exp()).log()).exp()
+        p_positive = positive[i].exp() / (positive[i].exp() + terms.mean())
+        losses.append(-(1 - p_positive).detach() * (positive[i].exp() / terms.sum()).log())
+    return torch.stack(losses)
 
 
 def plain_direction(

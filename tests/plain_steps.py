@@ -311,9 +311,10 @@ class PlainRun:
                 pair_ids=pairs,
             )
         frequency: list[Tensor | None] = [None, None]
-        if self.stage.logq_correction:
+        if self.stage.logq_correction != "none":
             texts = [self.names.key[:, 0].tolist(), self.names_of_others(views)]
-            frequency = [torch.tensor([self.count[text] for text in each]).log() for each in texts]
+            share = 1 / sum(self.count.values())
+            frequency = [torch.tensor([share * self.count[text] for text in each]).log() for each in texts]
         return plain_bidirectional(
             query,
             positive,
@@ -324,6 +325,7 @@ class PlainRun:
             negative_id=other_id,
             key_log_frequency=frequency[0],
             negative_log_frequency=frequency[1],
+            refines_logq=self.stage.logq_correction == "refined",
         )
 
     def number(self, views: Views) -> tuple[Tensor, Tensor, Tensor]:

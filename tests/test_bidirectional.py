@@ -35,14 +35,15 @@ def compare_with_plain(
     *,
     dtype: torch.dtype = torch.float64,
     own: slice | None = None,
+    refines_logq: bool = False,
     **companions: Tensor,
 ) -> Tensor:
     """Compare the value and all four gradients of one worker with the plain formula; return the value."""
     inputs = leaves(queries, keys, torch.tensor(temperature), negatives, dtype=dtype)
     exact = leaves(*inputs, dtype=torch.float64)
     mine = slice(0, len(queries)) if own is None else own
-    true = plain_bidirectional(*exact, own=mine, **companions)
-    arguments: dict[str, Any] = dict(companions)
+    true = plain_bidirectional(*exact, own=mine, refines_logq=refines_logq, **companions)
+    arguments: dict[str, Any] = companions | {"refines_logq": refines_logq}
     if own is not None:
         arguments |= {"gathered_query": inputs[0], "gathered_key": inputs[1], "offset": own.start}
         arguments |= of_worker({name: companions[name] for name in COMPANIONS if name in companions}, own)
@@ -86,8 +87,9 @@ def test_the_value_and_all_gradients_equal_the_plain_formula(
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
 @pytest.mark.parametrize("own", (None, slice(200, 600)))
+@pytest.mark.parametrize("refines_logq", (False, True))
 def test_the_loss_over_many_tiles_with_ids_and_frequencies_equals_the_plain_formula(
-    own: slice | None, dtype: torch.dtype, temperature: float
+    refines_logq: bool, own: slice | None, dtype: torch.dtype, temperature: float
 ) -> None:
     compare_with_plain(
         *make_views(700, 6, noise=1.0),
@@ -95,6 +97,7 @@ def test_the_loss_over_many_tiles_with_ids_and_frequencies_equals_the_plain_form
         make_rows(1100, 6),
         dtype=dtype,
         own=own,
+        refines_logq=refines_logq,
         **make_companions(700, 1100, num_ids=500),
     )
 
@@ -107,7 +110,7 @@ def test_the_loss_over_many_tiles_with_ids_and_frequencies_equals_the_plain_form
     dim=st.integers(1, 5),
     num_negatives=st.integers(0, 12),
     num_ids=st.none() | st.integers(1, 12),
-    frequencies=st.booleans(),
+    frequencies=st.sampled_from(("none", "simple", "refined")),
     temperature=st.sampled_from(TEMPERATURES),
     seed=st.integers(0, 10_000),
 )
@@ -118,7 +121,7 @@ def test_the_loss_of_any_sizes_and_ids_equals_the_plain_formula(
     dim: int,
     num_negatives: int,
     num_ids: int | None,
-    frequencies: bool,
+    frequencies: str,
     temperature: float,
     seed: int,
 ) -> None:
@@ -129,7 +132,10 @@ def test_the_loss_of_any_sizes_and_ids_equals_the_plain_formula(
             temperature,
             make_rows(num_negatives, dim, seed),
             own=slice(before, before + batch),
-            **make_companions(total, num_negatives, num_ids=num_ids, seed=seed, frequencies=frequencies),
+            refines_logq=frequencies == "refined",
+            **make_companions(
+                total, num_negatives, num_ids=num_ids, seed=seed, frequencies=frequencies != "none"
+            ),
         )
 
 
@@ -254,6 +260,22 @@ def test_frequencies_correct_for_frequent_candidates() -> None:
     # Keys have weights 1/3 and 1, thus 1/4 and 3/4 of the mass as positives; queries have 1/2 each.
     forth = -(torch.tensor([0.25, 0.75]).log()).mean()
     assert value.item() == pytest.approx((forth + torch.tensor(2.0).log()).item() / 2, rel=1e-6)
+
+
+def test_the_refined_correction_leaves_the_positive_out_of_the_sample() -> None:
+    """Computed by hand: of equal candidates, each query has one negative, drawn with certainty."""
+    row = F.normalize(torch.ones(2, 4), dim=1)
+    frequency = torch.tensor([0.75, 0.25]).log()
+    value = clip(row, row, temperature=0.5, key_log_frequency=frequency, refines_logq=True)
+    # Without its positive, Q' of the only negative is 1: its logit is the positive's, and p(positive) is 1/2.
+    assert value.item() == pytest.approx(torch.tensor(2.0).log().item() / 2, rel=1e-6)
+    third = F.normalize(torch.ones(3, 4), dim=1)
+    frequency = torch.tensor([0.5, 0.3, 0.2]).log()
+    value = clip(third, third, temperature=0.5, key_log_frequency=frequency, refines_logq=True)
+    # 1 / Q' = (1 - Q(positive)) / Q, summed over two negatives; a mean of m gives p = 1 / (1 + m).
+    sums = torch.tensor([0.5 / 0.3 + 0.5 / 0.2, 0.7 / 0.5 + 0.7 / 0.2, 0.8 / 0.5 + 0.8 / 0.3])
+    forth = (sums / (2 + sums) * sums.log()).mean()
+    assert value.item() == pytest.approx((forth + torch.tensor(3.0).log()).item() / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("temperature", (0.2, 0.01))
@@ -436,6 +458,7 @@ BOTH = {"gathered_query": ROWS, "gathered_key": ROWS}
             {"negatives": ROWS, "negative_log_frequency": ROWS[0]},
             "key_log_frequency is None; pass all of them or none",
         ),
+        ({"refines_logq": True}, "refines_logq needs log frequencies: key_log_frequency is None; pass both"),
         ({"key_log_frequency": ROWS[0, :2]}, "key_log_frequency does not match its rows: got [2] values"),
     ],
 )

@@ -477,11 +477,11 @@ def test_captions_are_identified_by_the_shown_text_and_images_by_id() -> None:
 
 
 def counted(rows: InMemoryDataset, *, explicit: bool) -> Any:
-    settings = {"stages.0.loss": "clip", "stages.0.logq_correction": True, "negatives.explicit": explicit}
+    settings = {"stages.0.loss": "clip", "stages.0.logq_correction": "simple", "negatives.explicit": explicit}
     return count_documents(small_config(settings=settings), rows, CPU)
 
 
-def test_frequencies_are_log_counts_over_documents_and_negatives() -> None:
+def test_frequencies_are_log_shares_of_documents_and_negatives() -> None:
     config, values = small_config(), clicks(50, num_negatives=[2, 0, 3])
     texts = [*values["document"], *(text for row in values["negatives"] for text in row)]
     counts = Counter(texts)
@@ -490,12 +490,12 @@ def test_frequencies_are_log_counts_over_documents_and_negatives() -> None:
     known = drawing_of(config).example_ids(whole(rows))
     assert known.negative is not None
     ids = torch.cat([known.key, known.negative])[:, 0]
-    expected = torch.tensor([counts[text] for text in texts]).log()
+    expected = torch.tensor([counts[text] / len(texts) for text in texts]).log()
     assert len(set(counts.values())) > 2
     assert torch.allclose(frequencies(ids), expected)
     assert frequencies(ids).dtype == torch.float32
     unknown = torch.tensor([int(ids.min()) - 1, int(ids.max()) + 1, 5])
-    assert frequencies(unknown).tolist() == [0, 0, 0]
+    assert torch.allclose(frequencies(unknown), torch.tensor(1 / len(texts)).log())
     assert frequencies(ids[:0]).shape == (0,)
 
 
@@ -504,7 +504,7 @@ def test_unused_explicit_negatives_do_not_count() -> None:
     rows = rows_of(small_config(), values)
     known = drawing_of(small_config()).example_ids(whole(rows)).key[:, 0]
     counts = Counter(values["document"])
-    expected = torch.tensor([counts[text] for text in values["document"]]).log()
+    expected = torch.tensor([counts[text] / 50 for text in values["document"]]).log()
     assert torch.allclose(counted(rows, explicit=False)(known), expected)
     assert not torch.allclose(counted(rows, explicit=True)(known), expected)
 

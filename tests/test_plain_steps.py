@@ -1,6 +1,7 @@
 """Five steps of every recipe compared with plain torch in float64: losses and weights."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -69,7 +70,12 @@ RECIPES = {
     "simcse queue": Case("simcse", {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW),
     "simcse mixed": Case("simcse", MIXED, **FEW),
     "esimcse": Case("esimcse", {"negatives.capacity": 3 * ROWS, "text_augment.repetition": 0.0}, **FEW),
-    "two_tower discount": Case("two_tower", TEXTS | {"stages.0.logq_correction": True}, explicit=True, **FEW),
+    "two_tower discount": Case(
+        "two_tower", TEXTS | {"stages.0.logq_correction": "simple"}, explicit=True, **FEW
+    ),
+    "two_tower refined discount": Case(
+        "two_tower", TEXTS | {"stages.0.logq_correction": "refined"}, explicit=True, **FEW
+    ),
     "two_tower separate": Case("two_tower", TEXTS | {"separate_towers": True}, explicit=True, **FEW),
     "two_tower separate, chunks": Case(
         "two_tower", TEXTS | CHUNKS | {"separate_towers": True}, explicit=True, **FEW
@@ -109,9 +115,11 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
         worker.learner.ema.double()
     batches = [in_float64(views) for views in worker.maker.views(worker.batches(STEPS))]
     names = [worker.maker.transform.example_ids(rows) for rows in worker.batches(STEPS)]
-    count = synthetic_counts(names) if worker.stage.logq_correction else {}
+    count = synthetic_counts(names) if worker.stage.logq_correction != "none" else {}
     worker.frequencies = Frequencies(
-        torch.tensor(sorted(count)), torch.tensor([count[each] for each in sorted(count)]).log()
+        torch.tensor(sorted(count)),
+        torch.tensor([count[each] for each in sorted(count)]).log(),
+        math.log(sum(count.values()) or 1),
     )
     state = worker.store.state_dict()
     is_bank = worker.config.key == "memory_bank"

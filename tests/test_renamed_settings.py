@@ -45,6 +45,19 @@ def test_every_old_value_is_replaced_in_every_stage() -> None:
     assert [stage.learning_rate_scope for stage in config.stages] == ["stage", "run"]
 
 
+def test_old_values_of_the_logq_correction_are_read_as_their_new_names() -> None:
+    values = yaml.safe_load((OLD / "two_tower.yaml").read_text())
+    for old, new in ((False, "none"), (True, "simple")):
+        values["stages"][0]["discount_frequent"] = old
+        assert config_from_yaml(yaml.safe_dump(values)).stages[0].logq_correction == new
+        typed = f"stages.0.logq_correction={str(old).lower()}"
+        assert override(recipe("two_tower"), [typed]).stages[0].logq_correction == new
+    with pytest.raises(
+        ConfigError, match="logq_correction: input should be 'none', 'simple' or 'refined', got"
+    ):
+        override(recipe("two_tower"), ["stages.0.logq_correction=exact"])
+
+
 def test_a_file_with_both_names_of_a_setting_is_refused() -> None:
     text = "recipe: mine\ndata: {stored_size: 32, decode_size: 64}\nstages: [{steps: 1}]"
     with pytest.raises(ConfigError, match="unknown key data.stored_size; it is now data.decode_size"):

@@ -64,9 +64,10 @@ class Stage(Section):
     bias: float = -10.0
     """Bias of ``siglip``, with the paper's initial value; learned with ``learn_temperature``."""
 
-    logq_correction: bool = False
-    """Whether ``clip`` subtracts the log frequency of a document from its logits, since frequent documents
-    are drawn as negatives more often (Yi et al., 2019).
+    logq_correction: Literal["none", "simple", "refined"] = "none"
+    """How ``clip`` corrects for frequent documents, which are drawn as negatives more often: ``simple``
+    subtracts the log frequency of a document from its logits (Yi et al., 2019); ``refined`` leaves the positive,
+    which is not drawn, uncorrected, and weights a query by 1 - p(positive) (Khrylchenko et al., 2025).
     """
 
     margin: Positive = 0.2
@@ -106,6 +107,12 @@ class Stage(Section):
 
     warmup_epochs: NotNegative = 10.0
     """Epochs of linear warmup, at most a tenth of the stage."""
+
+    @field_validator("logq_correction", mode="before")
+    @classmethod
+    def _is_a_correction(cls, value: object) -> object:
+        """Accept the values of older versions."""
+        return {True: "simple", False: "none"}[value] if isinstance(value, bool) else value
 
     @field_validator("loss")
     @classmethod

@@ -14,7 +14,6 @@ from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import (
     check_columns,
-    check_companion,
     check_gathered,
     check_offset,
     check_pair,
@@ -24,9 +23,10 @@ from raycl.losses.checks import (
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
 from raycl.losses.info_nce import query_mask, ring_info_nce
+from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_loss
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.softmax import RowGroup, evaluate_softmax
+from raycl.losses.softmax import RowGroup, cross_entropy, evaluate_softmax
 from raycl.losses.tiled import (
     BLOCK_ROWS,
     LOG2_E,
@@ -59,6 +59,7 @@ def clip(
     key_log_frequency: Tensor | None = None,
     gathered_key_log_frequency: Tensor | None = None,
     negative_log_frequency: Tensor | None = None,
+    refines_logq: bool = False,
 ) -> Tensor:
     """Classify each query's key among keys and each key's query among queries (Radford et al., 2021).
 
@@ -98,6 +99,8 @@ def clip(
             (Yi et al., 2019). Only differences matter; no gradient.
         gathered_key_log_frequency: [batch], log Q of the gathered keys.
         negative_log_frequency: [num_negatives], log Q of the negatives.
+        refines_logq: whether log Q, now of frequencies between 0 and 1, corrects the negatives of a query alone,
+            as in Khrylchenko et al. (2025); see :func:`raycl.losses.logq.refined_logq`.
 
     Returns:
         A scalar, float32 (float64 for float64 embeddings). It can be differentiated once, with
@@ -108,6 +111,8 @@ def clip(
         ConfigError: Shapes or arguments do not match, or the temperature is not above 0.
     """
     check_pair("query and key", query, key)
+    if refines_logq and key_log_frequency is None:
+        raise ConfigError("refines_logq needs log frequencies: key_log_frequency is None; pass both")
     queries, keys = _checked_batch(query, key, gathered_query, gathered_key)
     check_offset(offset, len(query), len(keys))
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
@@ -134,12 +139,19 @@ def clip(
         num_negatives=num_negatives,
     )
     rows = working_precision(queries)
-    biases = None if frequencies is None else _biases(*frequencies, rows)
+    biases = None if frequencies is None else logit_biases(*frequencies, rows)
     is_local = gathered_key is None and len(others) == 0 and not others.requires_grad and biases is None
     if is_local:
         evaluate = partial(_evaluate_local, pair_ids=ids)
         return fused(evaluate, rows, keys.to(rows), checked_temperature(temperature, rows))
-    evaluate = partial(_evaluate, own=own, pair_ids=ids, negative_id=negative_id, biases=biases)
+    evaluate = partial(
+        _evaluate,
+        own=own,
+        pair_ids=ids,
+        negative_id=negative_id,
+        biases=biases,
+        refined=key_log_frequency if refines_logq else None,
+    )
     # A half-precision queue that requires no gradient is converted tile by tile.
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, keys.to(rows), others, checked_temperature(temperature, rows))
@@ -183,9 +195,13 @@ def _evaluate(
     pair_ids: tuple[Tensor, Tensor] | None,
     negative_id: Tensor | None,
     biases: tuple[Tensor, Tensor] | None,
+    refined: Tensor | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
-    """Return the loss of the local pairs against all workers' pairs and negatives, in one pass per direction."""
+    """Return the loss of the local pairs against all workers' pairs and negatives, in one pass per direction.
+
+    ``refined`` is log Q of the local keys for the refined correction.
+    """
     group = RowGroup(slice(0, own.stop - own.start), positive=own.start)
     to_keys = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=True)
     to_queries = None
@@ -201,12 +217,16 @@ def _evaluate(
         queries, keys, negatives, temperature=temperature, with_gradient=with_gradient
     )
     at_queries, at_keys, at_negatives = gradients
+    row_loss = cross_entropy
+    if refined is not None:
+        num_candidates = len(keys) + len(negatives)
+        row_loss = refined_row_loss(refined, to_keys, num_candidates=num_candidates, dtype=queries.dtype)
     directions = (
-        (queries, keys, negatives, to_keys, biases, (at_queries, at_keys, at_negatives)),
-        (keys, queries, negatives[:0], to_queries, None, (at_keys, at_queries, None)),
+        (queries, keys, negatives, to_keys, biases, row_loss, (at_queries, at_keys, at_negatives)),
+        (keys, queries, negatives[:0], to_queries, None, cross_entropy, (at_keys, at_queries, None)),
     )
     loss = queries.new_zeros(())
-    for rows, columns, others, mask, of_columns, (at_rows, at_columns, at_others) in directions:
+    for rows, columns, others, mask, of_columns, loss_of, (at_rows, at_columns, at_others) in directions:
         at_own = None if at_rows is None else torch.zeros_like(rows[own])
         loss = loss + evaluate_softmax(
             rows[own],
@@ -217,6 +237,7 @@ def _evaluate(
             bound=bound,
             mask=mask,
             biases=of_columns,
+            row_loss=loss_of,
             gradients=(at_own, at_columns, at_others),
         )
         if at_rows is not None and at_own is not None:
@@ -243,91 +264,51 @@ def _checked_batch(
     return check_gathered("query", query, gathered_query), check_gathered("key", key, gathered_key)
 
 
-def checked_log_frequency(
-    own: Tensor | None,
-    gathered: Tensor | None,
-    of_negatives: Tensor | None,
-    *,
-    local_batch: int,
-    batch: int | None,
-    num_negatives: int | None,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Return the log frequencies of all keys and of the negatives, or None if none are given."""
-    names = ("key_log_frequency", "gathered_key_log_frequency", "negative_log_frequency")
-    if batch is None:
-        check_companion(names[1], gathered, "gathered_key", None)
-    if num_negatives is None:
-        check_companion(names[2], of_negatives, "negatives", None)
-    expected = (local_batch, batch, num_negatives)
-    given = [
-        (name, each, size)
-        for name, each, size in zip(names, (own, gathered, of_negatives), expected, strict=True)
-        if size is not None
-    ]
-    if all(each is None for _, each, _ in given):
-        return None
-    for name, each, size in given:
-        if each is None:
-            raise ConfigError(f"log frequencies are missing: {name} is None; pass all of them or none")
-        if each.shape != (size,):
-            raise ConfigError(
-                f"{name} does not match its rows: got {list(each.shape)} values for {size} rows; pass one per row"
-            )
-    of_keys = own if batch is None else gathered
-    assert of_keys is not None, "checked above"
-    return of_keys, of_negatives
-
-
-def _biases(of_keys: Tensor, of_negatives: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the base-2 biases of the logits of keys and negatives, at most 0."""
-    both = of_keys if of_negatives is None else torch.cat([of_keys, of_negatives])
-    both = both.detach().to(torch.promote_types(both.dtype, rows.dtype))
-    # A constant shift does not change the softmax, and biases up to 0 keep the bound of the logits valid.
-    both = ((both.amin() - both) * LOG2_E).to(rows)
-    return both[: len(of_keys)], both[len(of_keys) :]
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Clip:
     """Cross-entropy in both directions: queries against keys and other negatives, keys against queries.
 
-    ``log_frequency`` maps the names [n] of keys to log counts for the logQ correction, if it is enabled.
+    ``log_frequency`` maps the names [n] of keys to log Q for the log-Q correction, if it is enabled, in its
+    refined form with ``refines_logq``.
     """
 
     temperature: float | Tensor
     log_frequency: Callable[[Tensor], Tensor] | None = None
+    refines_logq: bool = False
 
     @classmethod
     def build(cls, settings: LossSettings) -> Self:
         """Return the loss with these settings."""
-        return cls(temperature=settings.temperature, log_frequency=settings.log_frequency)
+        return cls(
+            temperature=settings.temperature,
+            log_frequency=settings.log_frequency,
+            refines_logq=settings.refines_logq,
+        )
 
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss."""
         assert key is not None, "the configuration gives the symmetric cross-entropy a key for each query"
-        if self.log_frequency is None and exceeds_gather_limit(query, key):
-            to_keys = ring_info_nce(
-                query,
-                key,
-                ids.query,
-                ids.key,
-                temperature=self.temperature,
-                negatives=stored.negatives,
-                negative_id=stored.negative_id,
-            )
-            return (to_keys + ring_info_nce(key, query, ids.key, ids.query, temperature=self.temperature)) / 2
-        rows: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
-        if self.log_frequency is not None:
-            rows["key_log_frequency"] = self.log_frequency(ids.stored_key)
-        rows |= gathered(query=query, key=key, **rows)
+        own: dict[str, Any] = {"query_id": ids.query, "key_id": ids.key}
+        others: dict[str, Any] = {}
         if stored.negatives is not None and stored.negative_id is not None:
-            rows |= {"negatives": stored.negatives, "negative_id": stored.negative_id}
-            if self.log_frequency is not None and stored.negative_name is not None:
-                rows["negative_log_frequency"] = self.log_frequency(stored.negative_name)
-        return clip(query, key, temperature=self.temperature, **rows)
+            others = {"negatives": stored.negatives, "negative_id": stored.negative_id}
+        if self.log_frequency is not None:
+            own["key_log_frequency"] = self.log_frequency(ids.stored_key)
+            if others and stored.negative_name is not None:
+                others["negative_log_frequency"] = self.log_frequency(stored.negative_name)
+        settings = {"temperature": self.temperature, "refines_logq": self.refines_logq}
+        if exceeds_gather_limit(query, key):
+            to_keys = ring_info_nce(query, key, **own, **others, **settings)
+            to_queries = ring_info_nce(
+                key, query, query_id=ids.key, key_id=ids.query, temperature=self.temperature
+            )
+            return (to_keys + to_queries) / 2
+        return clip(query, key, **own, **others, **settings, **gathered(query=query, key=key, **own))
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
-        """Return the logarithm of the number of candidates, the mean of both directions."""
+        """Return the logarithm of the number of candidates, the mean of both directions; None if refined."""
+        if self.refines_logq:
+            return None
         num_stored = 0 if stored.negatives is None else len(stored.negatives)
         return (math.log(batch_size + num_stored) + math.log(batch_size)) / 2

@@ -20,10 +20,11 @@ from raycl.losses.checks import (
 )
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.logq import logit_biases, refined_row_loss
 from raycl.losses.nce import add_proximal_term
 from raycl.losses.objective import StoreBatch, gathered, positive_of
 from raycl.losses.ring import evaluate_ring
-from raycl.losses.softmax import RowGroup, evaluate_softmax
+from raycl.losses.softmax import RowGroup, cross_entropy, evaluate_softmax
 from raycl.losses.tiled import (
     LOG2_E,
     Gradients,
@@ -124,12 +125,16 @@ def ring_info_nce(
     temperature: float | Tensor,
     negatives: Tensor | None = None,
     negative_id: Tensor | None = None,
+    key_log_frequency: Tensor | None = None,
+    negative_log_frequency: Tensor | None = None,
+    refines_logq: bool = False,
 ) -> Tensor:
     """InfoNCE over the keys of all workers, which pass around a ring instead of being gathered.
 
     Has the same value, gradients and errors as :func:`info_nce` with gathered keys; the ids are this
-    worker's. ``negatives`` are not sent. Collective in the forward pass only: every worker must scale
-    the loss equally.
+    worker's. ``negatives`` are not sent. Log frequencies correct the logits as in :func:`raycl.losses.clip`; then
+    ``negatives`` are equal on all workers. Collective in the forward pass only: every worker must scale the
+    loss equally.
     """
     check_pair("query and key", query, key)
     others = query.new_empty(0, query.shape[1]) if negatives is None else negatives
@@ -156,7 +161,16 @@ def ring_info_nce(
         to_queries = FalseNegativeMask(
             (key_ids, query_ids), key_id, query_ids, row_blocks=group.blocks, num_own=1
         )
-    evaluate = partial(evaluate_ring, groups=(group,), masks=(to_keys, to_queries))
+    biases, row_loss = None, cross_entropy
+    if key_log_frequency is not None:
+        biases = logit_biases(gather_detached(key_log_frequency), negative_log_frequency, rows)
+        if refines_logq:
+            row_loss = refined_row_loss(
+                key_log_frequency, to_keys, num_candidates=len(key_ids) + len(others), dtype=rows.dtype
+            )
+    evaluate = partial(
+        evaluate_ring, groups=(group,), masks=(to_keys, to_queries), biases=biases, row_loss=row_loss
+    )
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, key.to(rows), others, temperature)
 

@@ -49,6 +49,7 @@ def evaluate_ring(
     *,
     groups: Sequence[RowGroup],
     masks: tuple[FalseNegativeMask | None, FalseNegativeMask | None],
+    biases: tuple[Tensor, Tensor] | None = None,
     row_loss: RowLoss = cross_entropy,
     with_gradient: bool,
 ) -> tuple[Tensor, Gradients]:
@@ -62,6 +63,8 @@ def evaluate_ring(
         groups: positions of the positives among this worker's columns.
         masks: false negatives of these rows among the columns of all workers, in the order of ranks, and
             the negatives; and of these columns among the rows of all workers. One mask may be both.
+        biases: biases of the columns of all workers, in the order of ranks, and of the negatives, added to the
+            base-2 logits; at most 0.
         row_loss: the loss of each row; by default it classifies the positive.
         with_gradient: whether to compute gradients.
 
@@ -74,7 +77,13 @@ def evaluate_ring(
     agreed = gather_detached(torch.stack([lengths, lengths.new_full((), wants_columns)])[None]).amax(0)
     # The second round is collective: all workers take part if one needs it.
     distinct = masks if to_rows is not to_columns else (to_columns,)
-    bound, needs_second_round = read_bound_and(rows, agreed[0], temperature, *distinct, flag=agreed[1])
+    of_columns, of_negatives = biases or (None, None)
+    spread = 0.0 if biases is None else -torch.cat(biases).amin()
+    bound, needs_second_round = read_bound_and(
+        rows, agreed[0], temperature, *distinct, spread=spread, flag=agreed[1]
+    )
+    of_worker = [None] * num_workers() if of_columns is None else of_columns.split(len(columns))
+    own_bias = of_worker[rank()]
     scale = LOG2_E / temperature
     at_rows, at_negatives = gradient_buffers(
         rows, negatives, temperature=temperature, with_gradient=with_gradient
@@ -88,17 +97,19 @@ def evaluate_ring(
             bound=bound,
             gradient=at_rows,
             diagonals=group.diagonals,
+            positive_bias=None if own_bias is None else own_bias[group.match(block)],
             row_loss=row_loss,
         )
         for group in groups
         for block in group.blocks
     ]
-    others = ColumnBlock(negatives, mask=to_columns, first=num_workers() * len(columns))
+    others = ColumnBlock(negatives, mask=to_columns, first=num_workers() * len(columns), bias=of_negatives)
     for block in blocks:
         block.meet(others)
 
     def meet(worker: int, visiting: Tensor) -> None:
-        visitors = ColumnBlock(visiting, mask=to_columns, first=worker * len(columns))
+        first = worker * len(columns)
+        visitors = ColumnBlock(visiting, mask=to_columns, first=first, bias=of_worker[worker])
         for block in blocks:
             block.meet(visitors, holds_positives=worker == rank())
 
@@ -106,11 +117,11 @@ def evaluate_ring(
     softmax = Softmax(*(torch.cat(parts) for parts in zip(*(each.finish() for each in blocks), strict=True)))
     at_columns = None
     if needs_second_round:
-        at_columns = _column_gradient(rows, columns, softmax, groups, scale, to_rows)
+        at_columns = _column_gradient(rows, columns, softmax, groups, scale, to_rows, bias=own_bias)
     if at_negatives is not None:
         for block in row_blocks(groups):
             logsumexp = softmax.logsumexp[block, None]
-            for k, _, tile in others.tiles(rows[block] * scale, block):
+            for k, _, tile in others.tiles(rows[block] * scale, block, bias=of_negatives):
                 weights = zero_denormals(tile.sub_(logsumexp)).exp2_()
                 at_negatives[others.pieces[k]] += product(weights.T, rows[block].T)
     gradients = scaled_gradients(rows, (at_rows, at_columns, at_negatives), temperature, len(rows))
@@ -141,8 +152,10 @@ def _column_gradient(
     groups: Sequence[RowGroup],
     scale: Tensor,
     mask: FalseNegativeMask | None,
+    *,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Return the unscaled gradient of this worker's columns from the rows of all workers."""
+    """Return the unscaled gradient of this worker's columns, with biases, from the rows of all workers."""
     gradient = torch.zeros_like(columns)
     diagonals = [-diagonal for group in groups for diagonal in group.diagonals]
 
@@ -154,6 +167,8 @@ def _column_gradient(
             for _, piece, tile in visitors.tiles(
                 columns[block] * scale, block, diagonals=masked, bias=visitors.bias
             ):
+                if bias is not None:
+                    tile += bias[block, None]
                 gradient[block] += product(zero_denormals(tile).exp2_(), piece.T)
 
     visit_all(meet, rows, softmax.logsumexp)

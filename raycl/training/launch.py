@@ -184,7 +184,7 @@ def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) 
     """Raise ``ConfigError`` or ``DataError`` if the data do not match the configuration or the earlier run."""
     check_size(run.config, data.num_rows)
     check_same_data(run.output, described)
-    if data.streamed and any(stage.logq_correction for stage in run.config.stages):
+    if data.streamed and any(stage.logq_correction != "none" for stage in run.config.stages):
         raise ConfigError(
             "logq_correction needs document counts, which are not available for streamed data; "
             "set data.cache=materialize, or remove it"

@@ -136,9 +136,8 @@ class TrainState:
         learned = self.temperature
         temperature = stage.temperature if learned is None else learned()
         bias = stage.bias if learned is None or learned.bias is None else learned.bias
-        assert not stage.logq_correction or frequencies is not None, (
-            "documents are counted before the first step"
-        )
+        correction = stage.logq_correction
+        assert correction == "none" or frequencies is not None, "documents are counted before the first step"
         objective = build_objective(
             stage.loss,
             hinge_weight=hinge_weight,
@@ -151,7 +150,8 @@ class TrainState:
             # Keys of a momentum encoder or a bank have no gradient.
             learns_keys=config.key == "tower",
             proximal_weight=stage.proximal_weight,
-            log_frequency=frequencies if stage.logq_correction else None,
+            log_frequency=None if correction == "none" else frequencies,
+            refines_logq=correction == "refined",
             normalizer=self.normalizer,
             num_samples=num_samples,
         )

@@ -77,8 +77,8 @@ def build_transform(config: RunConfig, tokenizer: Tokenizer | None = None) -> "T
 
 
 def count_documents(config: RunConfig, rows: InMemoryDataset, device: torch.device) -> Frequencies | None:
-    """Count the documents of these rows, if a stage has the logQ correction: explicit negatives, if used, too."""
-    if not any(stage.logq_correction for stage in config.stages):
+    """Count the documents of these rows, if a stage has the log-Q correction: explicit negatives, if used, too."""
+    if all(stage.logq_correction == "none" for stage in config.stages):
         return None
     found = []
     for batch in rows.batches(4_096):

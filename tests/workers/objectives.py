@@ -130,7 +130,7 @@ def _info_nce(batch: Batch, *, in_batch: bool = True, pairs: bool = True) -> Ten
     return plain_info_nce(*rows, in_batch=in_batch, negative_id=batch.other_id, **ids)
 
 
-def _clip(batch: Batch, **frequencies: Tensor) -> Tensor:
+def _clip(batch: Batch, **settings: Any) -> Tensor:
     return plain_bidirectional(
         batch.query,
         batch.key,
@@ -139,15 +139,16 @@ def _clip(batch: Batch, **frequencies: Tensor) -> Tensor:
         query_id=batch.query_id,
         key_id=batch.key_id,
         negative_id=batch.other_id,
-        **frequencies,
+        **settings,
     )
 
 
-def _clip_logq(batch: Batch) -> Tensor:
+def _clip_logq(batch: Batch, *, refined: bool = False) -> Tensor:
     return _clip(
         batch,
         key_log_frequency=FREQUENCIES(batch.key_id),
         negative_log_frequency=FREQUENCIES(batch.other_id),
+        refines_logq=refined,
     )
 
 
@@ -210,9 +211,15 @@ CASES = {
         loss="clip",
         plain=_clip_logq,
         settings={"log_frequency": FREQUENCIES},
-        no_ring=GATHERS,
         **OF_PAIRS,
-        run={"stages.0.logq_correction": True},
+        run={"stages.0.logq_correction": "simple"},
+    ),
+    "clip, refined logq": Case(
+        loss="clip",
+        plain=lambda batch: _clip_logq(batch, refined=True),
+        settings={"log_frequency": FREQUENCIES, "refines_logq": True},
+        **OF_PAIRS,
+        run={"stages.0.logq_correction": "refined"},
     ),
     "siglip": Case(loss="siglip", plain=_siglip, pairs=True, recipe="two_tower"),
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),

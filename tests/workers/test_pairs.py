@@ -63,7 +63,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "infonce without the batch": ("two_tower", LEARNED | QUEUE | INFO_NCE | OUTSIDE, ALL),
     "explicit negatives and nothing else": ("two_tower", INFO_NCE | OUTSIDE, ALL),
     "a mixture": ("two_tower", LEARNED | QUEUE | MIXED, ALL),
-    "logq": ("two_tower", LEARNED | {"stages.0.logq_correction": True}, WITH_NEGATIVES),
+    "logq": ("two_tower", LEARNED | {"stages.0.logq_correction": "simple"}, WITH_NEGATIVES),
+    "refined logq": ("two_tower", LEARNED | QUEUE | {"stages.0.logq_correction": "refined"}, ALL),
     "siglip": ("two_tower", LEARNED | SIGLIP, (*PAIRS, "query_id", "document_id")),
     "images and captions": ("clip", {}, ("image", "caption")),
     "images of a smaller stage, and captions": (
