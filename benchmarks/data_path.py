@@ -130,7 +130,7 @@ def own_batches(options: argparse.Namespace) -> Iterator[int]:
     from raycl.training.transforms import ImageTransform, image_format
 
     config = raycl.recipe("simclr", image_size=options.size)
-    augmentation, decode = ImageTransform.of(config).augmentation, image_format(config).decode
+    augmentation, decode = ImageTransform.of(config).augmentations[0], image_format(config).decode
 
     def drawn(rows: list[tuple[Any, float, int]]) -> Any:
         images, aspect, ids = (np.array(part) for part in zip(*rows, strict=True))

@@ -170,6 +170,8 @@ def _describe(seen: dict[str, Any], pace: float | None) -> str:
             parts.append(f"{name} {seen[metric]:.3f}")
     if pace is not None:
         parts.append(f"{pace:,.0f} samples/s")
+        if (num_views := seen.get("num_views", 2)) > 2:
+            parts.append(f"{pace * num_views:,.0f} views/s")
     return "  ".join(parts)
 
 

@@ -361,9 +361,47 @@ MUTATIONS = [
     Mutation(
         "a view depends on the position of the row in the batch",
         "raycl/training/transforms.py",
-        "drawn = self.augmentation.draw(\n            batch.sample_id,",
-        "drawn = self.augmentation.draw(\n            np.arange(len(batch)),",
+        "drawn = augmentation.draw(\n            batch.sample_id,",
+        "drawn = augmentation.draw(\n            np.arange(len(batch)),",
         "tests/test_views.py",
+    ),
+    Mutation(
+        "all views have the crop scale of the first entry",
+        "raycl/training/transforms.py",
+        "crop_scale=views.crop_scale or config.augment.crop_scale,",
+        "crop_scale=config.views[0].crop_scale or config.augment.crop_scale,",
+        "tests/test_views.py",
+    ),
+    Mutation(
+        "small views keep their size in a stage of another size",
+        "raycl/training/transforms.py",
+        "replace(each, size=scaled_size(each.size, full=full, new_full=size))",
+        "replace(each, size=size if each.size == full else each.size)",
+        "tests/test_views.py",
+    ),
+    Mutation(
+        "two views of full size count as much as a view and a crop",
+        "raycl/losses/view_pairs.py",
+        "ViewPair(query, key, 2.0)",
+        "ViewPair(query, key, 1.0)",
+    ),
+    Mutation(
+        "crops are compared with the first view only",
+        "raycl/losses/view_pairs.py",
+        "for query in crops for key in full]",
+        "for query in crops for key in full[:1]]",
+    ),
+    Mutation(
+        "BatchNorm spans one view",
+        "raycl/training/train_state.py",
+        "by_size.setdefault(view.shape[2:], [])",
+        "by_size.setdefault((*view.shape, number), [])",
+    ),
+    Mutation(
+        "a momentum encoder ignores the crops",
+        "raycl/training/train_state.py",
+        "self._encode_by_size(views.view_a, *views.further, *views.crops)",
+        "self._encode_by_size(views.view_a, *views.further)",
     ),
     Mutation(
         "a stage ignores its image size",
@@ -375,8 +413,8 @@ MUTATIONS = [
     Mutation(
         "the memory of a stage is measured at the run's image size",
         "raycl/doctor/memory_profile.py",
-        "config.image_size(stage)",
-        "config.data.image_size",
+        "for size in config.views_by_size(stage)]",
+        "for size in [config.data.image_size]]",
         "tests/test_doctor.py",
     ),
     Mutation(

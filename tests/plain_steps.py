@@ -145,8 +145,12 @@ class PlainRun:
     ) -> float:
         """Run a step with these views and row names, and return its loss."""
         self.names = names
-        query, key, negatives = self.embed(views, step)
-        loss = self.loss(query, key, negatives, views, step)
+        if views.further or views.crops:
+            key, loss = self.embed_and_compare_many(views, step)
+            query = key
+        else:
+            query, key, negatives = self.embed(views, step)
+            loss = self.loss(query, key, negatives, views, step)
         self.optimizer.zero_grad()
         loss.backward()
         self.grad_norm = self.clip_gradient()
@@ -193,6 +197,33 @@ class PlainRun:
             return pairs[:, 0], pairs[:, 1], nothing
         query, key = self.encode(self.tower, torch.cat([a, b])).chunk(2)
         return query, key, nothing
+
+    def embed_and_compare_many(self, views: Views, step: int) -> tuple[Tensor, Tensor]:
+        """Return the keys of view b, and the mean loss over all keys of full size and all other views."""
+        assert views.view_b is not None
+        full = [views.view_a, views.view_b, *views.further]
+        nothing = torch.empty(0, self.config.projection_head.dim, dtype=torch.float64)
+        if self.config.key == "momentum_encoder":
+            with torch.no_grad():
+                key = self.encode_shuffled(self.momentum_tower, views.view_b, step)
+            queries = self.encode_by_size([full[0], *full[2:], *views.crops])
+            losses = [self.loss(query, key, nothing, views, step) for query in queries]
+            return key, torch.stack(losses).mean()
+        embedded = self.encode_by_size([*full, *views.crops])
+        losses = []
+        for k in range(len(full)):
+            for v in range(len(embedded)):
+                if v != k:
+                    query, key = (v, k) if v >= len(full) else sorted((v, k))
+                    losses.append(self.loss(embedded[query], embedded[key], nothing, views, step))
+        return embedded[1], torch.stack(losses).mean()
+
+    def encode_by_size(self, views: list[Tensor]) -> list[Tensor]:
+        """Encode views; BatchNorm spans all views of one size."""
+        sizes = sorted({each.shape[-1] for each in views})
+        rows = {size: torch.cat([each for each in views if each.shape[-1] == size]) for size in sizes}
+        parts = {size: iter(self.encode(self.tower, rows[size]).split(len(views[0]))) for size in sizes}
+        return [next(parts[each.shape[-1]]) for each in views]
 
     def encode_shuffled(self, tower: nn.Module, rows: Tensor, step: int) -> Tensor:
         """Encode rows in the random order of shuffled BatchNorm, if it is used."""

@@ -37,6 +37,7 @@ SMALL = {"encoder.name": "resnet10", "encoder.stem": "half", "encoder.width": 0.
 TEXTS = {"encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim": 32}
 QUEUE = {"batchnorm_groups": 4, "negatives.capacity": 2 * ROWS}
 CHUNKS = {"stages.0.chunk_size": 16}
+VIEWS = {"augment.views": [{"count": 3}, {"count": 2, "size": 8, "crop_scale": [0.05, 0.4]}]}
 CLIPPED = {"optimizer.max_grad_norm": 0.05}
 
 
@@ -62,6 +63,8 @@ CASES = {
     "simclr chunks": Case("simclr", SMALL | CHUNKS),
     "simclr chunks, group norm": Case("simclr", SMALL | CHUNKS | {"batchnorm": "group"}),
     "simclr chunks, bfloat16": Case("simclr", SMALL | CHUNKS | {"precision": "bfloat16"}),
+    "simclr views": Case("simclr", SMALL | VIEWS),
+    "simclr views, chunks": Case("simclr", SMALL | VIEWS | CHUNKS),
     "simclr hinge": Case("simclr", SMALL | {"stages.0.loss": "hinge", "stages.0.hardest_negative": True}),
     "simclr supcon": Case("simclr", SMALL | {"stages.0.loss": "supcon"}),
     "simclr dclw": Case("simclr", SMALL | {"stages.0.loss": "dclw"}),
@@ -69,6 +72,7 @@ CASES = {
     "moco_v1": Case("moco_v1", SMALL | QUEUE),
     "moco_v2": Case("moco_v2", SMALL | QUEUE),
     "moco_v2 chunks": Case("moco_v2", SMALL | QUEUE | CHUNKS),
+    "moco_v2 views": Case("moco_v2", SMALL | QUEUE | VIEWS),
     "moco_v2 in batch": Case(
         "moco_v2",
         SMALL | {"negatives.capacity": 2 * ROWS, "batchnorm": "synchronized", "negatives.in_batch": True},

@@ -52,6 +52,7 @@ OTHERS: dict[str, Any] = {
     "data.cache": "stream",
     "text.tokenizer": "tokenizer.json",
     "text.max_document_length": 500,
+    "augment.views": [{"count": 3}, {"count": 1, "size": 8}],
     "augment.crop_scale": [0.5, 0.75],
     "augment.crop_ratio": [0.5, 0.75],
     "augment.blur_sigma": [0.5, 0.75],
@@ -472,6 +473,11 @@ def test_dropping_a_setting_also_drops_settings_that_depend_on_it() -> None:
 
 INACTIVE = {  # a recipe and a setting, and a part of the error
     "simclr text={max_length: 32}": "text.max_length acts only with data.kind text, image_text or pairs",
+    "instance_discrimination augment.views=[{count: 2}]": (
+        "augment.views acts only with key tower or momentum_encoder, and this run has key memory_bank; remove it"
+    ),
+    "simcse augment.views=[{count: 2}]": "augment.views acts only with data.kind image or image_text, and this",
+    "clip augment.views=[{count: 2}]": "augment.views acts only with data.kind image, and this run has data.kind",
     "simclr text.max_length=64": "text.max_length acts only with",
     "simclr optimizer.betas=[0.5, 0.5]": "betas acts only with optimizer.name adamw, and this run",
     "simclr data.columns.query=q": "data.columns.query acts only with data.kind pairs",

@@ -199,6 +199,78 @@ def test_unsupported_settings_of_two_towers_are_refused_with_a_working_remedy(gi
     override(recipe(name, image_size=32), [*settings, remedy])
 
 
+CROPS = 'augment.views=[{"count":2},{"count":4,"size":16,"crop_scale":[0.05,0.14]}]'
+VIEWS = {  # a recipe and its settings, the error, and settings that remove it
+    "simclr augment.views=[]": ("has no views; it must give two or more", 'augment.views=[{"count":2}]'),
+    'simclr augment.views=[{"count":1}]': (
+        "the first entry of augment.views has count 1 and size 32; it must give two or more views of data.image_size "
+        "32, since every view is compared with these",
+        "augment.views.0.count=2",
+    ),
+    'simclr augment.views=[{"count":1},{"count":3}]': (
+        "entry of augment.views has count 1",
+        "augment.views.0.count=2",
+    ),
+    'simclr augment.views=[{"count":2,"size":16}]': ("has count 2 and size 16", "augment.views.0.size=32"),
+    'simclr augment.views=[{"count":2},{"count":2,"size":40}]': (
+        "augment.views has size 40, more than data.image_size 32; choose a smaller size",
+        "augment.views.1.size=24",
+    ),
+    f"simclr {CROPS} encoder.name=vit_tiny": (
+        "augment.views has size 16, and the position embeddings of vit_tiny fit only data.image_size 32; remove size",
+        "augment.views.1.size=null",
+    ),
+    f"simclr {CROPS} batchnorm=shuffled": (
+        "batchnorm shuffled of a single tower supports two views, got 6; set batchnorm to synchronized",
+        "batchnorm=synchronized",
+    ),
+    f"simclr {CROPS} stages.0.image_size=12": (
+        "image_size 12 scales a size of augment.views to 6 pixels; choose larger sizes, so that each is at least 8",
+        "augment.views.1.size=22",
+    ),
+    f"simclr {CROPS} stages.0.chunk_size=1025": (
+        "chunk_size 1025 is larger than a worker's 1024 views",
+        "stages.0.chunk_size=1024",
+    ),
+    f"moco_v2 {CROPS} augment.views.1.count=1 stages.0.chunk_size=288": (
+        "larger than a worker's 256 views",
+        "augment.views.1.count=2",
+    ),
+    'simclr augment.views=[{"count":2,"crop_scale":[0.2,1.0]}] augment.crop_scale=[0.3,1.0]': (
+        "augment.crop_scale acts only with an entry of augment.views without a crop_scale; remove it",
+        "augment.views.0.crop_scale=null",
+    ),
+    'simclr augment.views=[{"count":0}]': (
+        "augment.views.0.count: input should be greater than or equal to 1",
+        "augment.views.0.count=2",
+    ),
+    'simclr augment.views=[{"count":2,"sise":16}]': (
+        "unknown key augment.views.0.sise; did you mean size?",
+        'augment.views=[{"count":2,"size":32}]',
+    ),
+    'simclr augment.views=[{"size":32}]': ("augment.views.0.count is missing", 'augment.views=[{"count":3}]'),
+}
+
+
+@pytest.mark.parametrize("given", VIEWS)
+def test_views_that_a_run_cannot_use_are_refused_with_a_working_remedy(given: str) -> None:
+    name, *settings = given.split()
+    message, remedy = VIEWS[given]
+    with pytest.raises(ConfigError) as caught:
+        override(recipe(name, image_size=32), settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    override(recipe(name, image_size=32), [*settings, remedy])
+
+
+def test_views_survive_a_round_trip_through_yaml_and_are_counted_by_size() -> None:
+    for name, queries in (("simclr", {32: 2, 16: 4}), ("moco_v2", {32: 1, 16: 4})):
+        config = override(recipe(name, image_size=32), [CROPS])
+        assert config_from_yaml(config_to_yaml(config)) == config
+        assert config.num_views == 6
+        assert config.views_by_size(config.stages[0]) == queries
+
+
 @pytest.mark.parametrize(("workers", "rows"), [(1, 32), (2, 32), (8, 32), (16, 16)])
 def test_shuffled_batchnorm_keeps_its_groups_down_to_one_per_worker(workers: int, rows: int) -> None:
     config = override(recipe("moco_v2"), {"workers": workers})

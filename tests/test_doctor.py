@@ -209,6 +209,17 @@ def test_memory_per_row_is_measured_with_and_without_chunks() -> None:
     assert in_chunks.waiting[0] < 0.2 * whole.activations[0]
 
 
+def test_views_of_each_size_count_with_their_own_memory() -> None:
+    views = [{"count": 3}, {"count": 4, "size": 16}]
+    config = small(**{"encoder.name": "resnet10", "encoder.width": 0.25, "augment.views": views})
+    profile = profile_memory(config, config.stages[0], None)
+    assert profile.inputs == (3 * 32 * 32 * 4, 3 * 16 * 16 * 4)
+    assert profile.activations[0] > 3 * profile.activations[1] > 0
+    estimate = estimate_memory(config, [profile], num_samples=100, row_bytes=0.0, negatives_per_pair=0.0)
+    samples = config.stages[0].batch_size
+    assert estimate.parts["views"] == samples * (3 * profile.inputs[0] + 4 * profile.inputs[1])
+
+
 def test_an_untrained_vocabulary_counts_at_its_full_size() -> None:
     arguments = {"dim": 16, "hidden_dim": 0}
     sizes = {}

@@ -57,10 +57,9 @@ def sampler() -> RecordingSampler:
 
 @pytest.fixture
 def epochs(sampler: RecordingSampler) -> Epochs:
-    drawing = ImageTransform(
-        augmentation=ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.5,)), seed=0
-    )
-    return Epochs(sampler, ViewMaker(transform=drawing, num_views=2, device=torch.device("cpu")))  # type: ignore[arg-type]
+    augmentation = ImageAugmentation(size=SIZE, channels=1, mean=(0.5,), std=(0.5,))
+    drawing = ImageTransform(augmentations=(augmentation, augmentation), seed=0)
+    return Epochs(sampler, ViewMaker(transform=drawing, num_views=2, num_full=2, device=torch.device("cpu")))  # type: ignore[arg-type]
 
 
 def plan_of(**length: int) -> StagePlan:

@@ -122,6 +122,17 @@ def test_fractions_of_an_interval_sum_to_1_without_evaluations(manual_clock: Man
     assert metrics["samples_per_second"] == pytest.approx(64 / 0.03)
 
 
+@pytest.mark.parametrize(("num_views", "rate"), [(2, None), (6, 600.0)])
+def test_a_run_with_more_than_two_views_counts_views_per_second(
+    manual_clock: ManualClock, num_views: int, rate: float | None
+) -> None:
+    clock = Clock(Position(), num_views=num_views)
+    manual_clock.move(1.0)
+    _, metrics = clock.lap(samples=100)
+    assert metrics["samples_per_second"] == pytest.approx(100)
+    assert metrics.get("views_per_second") == (None if rate is None else pytest.approx(rate))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_execution_time_of_an_accelerator_is_counted() -> None:
     timer = StepTimer(on_accelerator=True)

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from raycl.losses.logq import Frequencies
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU
-from tests.pretended_steps import CASES, CHUNKS, CLIPPED, QUEUE, ROWS, SMALL, TEXTS, Case, Worker
+from tests.pretended_steps import CASES, CHUNKS, CLIPPED, QUEUE, ROWS, SMALL, TEXTS, VIEWS, Case, Worker
 
 STEPS = 5
 # Samples repeat after three steps, and a few texts repeat often.
@@ -26,6 +27,7 @@ SIGLIP = {"stages.0.loss": "siglip", "stages.0.bias": -2.0, "learn_temperature":
 MIXED = {"stages.0.hinge_weight": 0.3}
 PREFIXES = {"stages.0.matryoshka_dims": (4, 8), "stages.0.matryoshka_weights": (0.5, 2.0)}
 BATCH_ONLY = {"negatives.explicit": False}
+LARGE_CROPS = {"augment.views": [{"count": 2}, {"count": 2, "size": 24}]}
 RECIPES = {
     **{
         name: replace(case, **FEW)
@@ -40,6 +42,21 @@ RECIPES = {
     "simclr hinge of all": Case("simclr", SMALL | HINGE),
     "simclr mixed": Case("simclr", SMALL | MIXED),
     "simclr local": Case("simclr", SMALL | {"batchnorm": "local"}),
+    "simclr views, info_nce": Case("simclr", SMALL | VIEWS | {"stages.0.loss": "info_nce"}),
+    "simclr views, queue": Case(
+        "simclr", SMALL | VIEWS | LARGE_QUEUE | {"negatives.store": "queue", "stages.0.loss": "info_nce"}
+    ),
+    "simclr views, mixed": Case("simclr", SMALL | VIEWS | MIXED | {"learn_temperature": True}),
+    "simclr views, prefixes": Case("simclr", SMALL | VIEWS | PREFIXES),
+    "simclr views, group norm, chunks": Case("simclr", SMALL | LARGE_CROPS | CHUNKS | {"batchnorm": "group"}),
+    "simclr views, small crops": Case(
+        "simclr", SMALL | {"augment.views": [{"count": 2}, {"count": 4, "size": 8}], "stages.0.loss": "dclw"}
+    ),
+    "simclr views of full size": Case("simclr", SMALL | {"augment.views": [{"count": 4}]}),
+    "moco_v2 views, synchronized, chunks": Case(
+        "moco_v2",
+        SMALL | VIEWS | CHUNKS | {"negatives.capacity": 2 * ROWS, "batchnorm": "synchronized"},
+    ),
     "simclr clipped, chunks": Case("simclr", SMALL | CHUNKS | CLIPPED),
     "two_tower clipped": Case("two_tower", TEXTS | CLIPPED | {"learn_temperature": True}, **FEW),
     "clip averaged, chunks": Case("clip", CASES["clip"].settings | CHUNKS | {"ema_decay": 0.999}, **FEW),
@@ -169,7 +186,9 @@ def in_float64(views: Views) -> Views:
     def cast(rows: Tensor | None) -> Tensor | None:
         return rows.double() if rows is not None and rows.is_floating_point() else rows
 
-    return replace(views, **{name: cast(getattr(views, name)) for name in ("view_a", "view_b", "negatives")})
+    changed: dict[str, Any] = {name: cast(getattr(views, name)) for name in ("view_a", "view_b", "negatives")}
+    changed |= {name: tuple(map(cast, getattr(views, name))) for name in ("further", "crops")}
+    return replace(views, **changed)
 
 
 def synthetic_counts(batches: list[ExampleIds]) -> dict[int, int]:

@@ -19,9 +19,9 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     look = progress.steps_made(FakeProgress)
 
-    def at(seconds: float, samples: int) -> str:
+    def at(seconds: float, samples: int, **others: int) -> str:
         now["seconds"] = seconds
-        now["progress"] = {"step": 1, "num_steps": 9, "samples": samples, "epoch": 0, "loss": 1.0}
+        now["progress"] = {"step": 1, "num_steps": 9, "samples": samples, "epoch": 0, "loss": 1.0} | others
         seen = look()
         assert seen is not None
         return seen[2].partition("loss 1.0000")[2].strip()
@@ -54,3 +54,9 @@ def test_the_pace_drops_while_a_run_stalls_and_restarts_after_a_resume(at: Any) 
     assert at(110, 1_000) == "1 samples/s"
     assert at(120, 500) == ""
     assert at(121, 550) == "50 samples/s"
+
+
+def test_the_pace_counts_views_if_a_sample_has_more_than_two(at: Any) -> None:
+    at(0, 0, num_views=6)
+    assert at(1, 1_000, num_views=6) == "1,000 samples/s  6,000 views/s"
+    assert at(2, 2_000, num_views=2) == "1,000 samples/s"

@@ -1,6 +1,7 @@
 """The views of a batch: new in each epoch, two per sample, and independent of the position in the batch."""
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from raycl.data.in_memory import Batch
 from raycl.data.texts import TokenLists, Tokens
 from raycl.recipes import recipe
 from raycl.training.transforms import ImageTransform, build_transform
-from raycl.training.views import ViewMaker
+from raycl.training.views import ViewMaker, Views
 from tests.images import photograph
 from tests.pretend_gpu import CPU
 from tests.pretended_steps import SMALL, Case, Worker, batch
@@ -98,6 +99,70 @@ def test_a_view_shows_the_same_crop_in_the_same_colors_at_every_size() -> None:
     shrunk, other = (torch.nn.functional.avg_pool2d(each, 4) for each in (large, other))
     distance = (small - shrunk).square().mean((1, 2, 3)).sqrt()
     assert (distance < 0.3 * (small - other).square().mean((1, 2, 3)).sqrt()).all()
+
+
+MANY = {"augment.views": [{"count": 3}, {"count": 4, "size": 16, "crop_scale": [0.05, 0.14]}]}
+
+
+def all_views(views: Views) -> list[Tensor]:
+    assert views.view_b is not None
+    return [views.view_a, views.view_b, *views.further, *views.crops]
+
+
+@pytest.fixture
+def many() -> Worker:
+    return Worker(Case("simclr", SMALL | MANY), device=CPU)
+
+
+def test_further_views_leave_the_first_two_as_they_are(many: Worker) -> None:
+    rows = batch(many.config, 0)
+    two = Worker(Case("simclr", SMALL), device=CPU)
+    views = next(many.maker.views(iter([rows])))
+    for one, other in zip(views_of(two.maker, rows), all_views(views)[:2], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_view_of_a_sample_has_its_size_and_its_own_draws(many: Worker) -> None:
+    views = next(many.maker.views(iter([batch(many.config, 0)])))
+    assert [len(views.further), len(views.crops)] == [1, 4]
+    assert [each.shape[-1] for each in all_views(views)] == [32, 32, 32, 16, 16, 16, 16]
+    for size in (32, 16):
+        of_size = [each for each in all_views(views) if each.shape[-1] == size]
+        for one, other in combinations(of_size, 2):
+            assert differ(one, other).all()
+
+
+def test_small_crops_show_a_part_of_the_size_in_their_crop_scale(many: Worker) -> None:
+    rows = batch(many.config, 0)
+    transform = many.maker.transform
+    assert isinstance(transform, ImageTransform)
+    area = 32 * 32
+    for number in range(7):
+        drawn = transform.view(rows, number).tensors[1]
+        share = drawn[:, 2] * drawn[:, 3] / area
+        low, high = (0.05, 0.14) if number >= 3 else (0.08, 1.0)
+        # Sides are rounded to whole pixels, of 7 at least.
+        assert (share > 0.8 * low).all() and (share < 1.2 * high).all()
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_any_number_of_workers_draws_the_same_views(many: Worker, num_workers: int) -> None:
+    rows = batch(many.config, 0)
+    whole = next(many.maker.views(iter([rows])))
+    parts = [
+        next(many.maker.views(iter([reordered(rows, part)])))
+        for part in np.array_split(np.arange(len(rows)), num_workers)
+    ]
+    for alone, *together in zip(all_views(whole), *map(all_views, parts), strict=True):
+        assert torch.equal(alone, torch.cat(together))
+
+
+def test_views_of_a_stage_keep_the_ratio_of_their_sizes(many: Worker) -> None:
+    rows = batch(many.config, 0)
+    views = next(many.maker.views(iter([rows]), image_size=20))
+    assert [each.shape[-1] for each in all_views(views)] == [20, 20, 20, 10, 10, 10, 10]
+    stage = many.stage.model_copy(update={"image_size": 20})
+    assert many.config.views_by_size(stage) == {20: 3, 10: 4}
 
 
 def reordered(rows: Batch, order: np.ndarray) -> Batch:

@@ -180,6 +180,6 @@ def probe_run(
     key_tower = MomentumEncoder(tower)
     tower.load_state_dict(state["tower"])
     key_tower.load_state_dict(state["momentum_encoder"])
-    augment = ImageTransform.of(config).augmentation
+    augment = ImageTransform.of(config).augmentations[0]
     view_a, view_b = (augment(images, ids, seed=0, epoch=0, view=view) for view in (0, 1))
     return leakage(tower, key_tower, view_a, view_b, group_size=group_size, num_groupings=num_groupings)

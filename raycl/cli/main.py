@@ -111,9 +111,11 @@ def train(
         with typed(sys.argv), reported(output):
             result = train_validated(run, address=address, debug=debug)
     judged = "".join(f", {name} {value:.4f}" for name, value in result.final.items())
+    rate = f"{result.samples_per_second:,.0f} samples/s"
+    if config.num_views > 2:
+        rate += f", {result.views_per_second:,.0f} views/s"
     print(
-        f"{result.steps} steps in {result.seconds:.0f} s ({result.samples_per_second:,.0f} samples/s){judged}; "
-        f"the encoder is in {result.output}"
+        f"{result.steps} steps in {result.seconds:.0f} s ({rate}){judged}; the encoder is in {result.output}"
     )
     if result.invalid_rows:
         causes = ", ".join(f"{count} {cause}" for cause, count in result.invalid_rows.items())

@@ -17,6 +17,7 @@ from raycl.config.schema import (
     OptimizerConfig,
     TextAugmentConfig,
     TextConfig,
+    ViewsConfig,
 )
 from raycl.config.stage import Stage
 
@@ -37,6 +38,7 @@ __all__ = [
     "Stage",
     "TextAugmentConfig",
     "TextConfig",
+    "ViewsConfig",
     "active_settings",
     "flat",
     "leaves",

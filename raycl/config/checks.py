@@ -4,8 +4,11 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from raycl.config.conditions import why_inactive
+from raycl.config.schema import SMALLEST_VIEW
 from raycl.config.stage import Stage
 from raycl.loss_specs import LOSSES, join_names
+from raycl.models.registry import VITS
 
 if TYPE_CHECKING:
     from raycl.config.run import RunConfig
@@ -15,6 +18,7 @@ def problems(run: "RunConfig") -> Iterator[str]:
     """Yield a message of one line for each problem of a run."""
     for check in (
         _check_workers,
+        _check_views,
         _check_stages,
         _check_sources,
         _check_losses,
@@ -51,6 +55,11 @@ def _problem_of_stage(run: "RunConfig", stage: Stage, hint: str) -> str | None:
         return (
             f"image_size {stage.image_size} is larger than data.image_size {run.data.image_size}, the size of the "
             "evaluation and of the saved encoder; raise data.image_size, or choose a smaller one"
+        )
+    if min(run.views_by_size(stage)) < SMALLEST_VIEW:
+        return (
+            f"image_size {stage.image_size} scales a size of augment.views to {min(run.views_by_size(stage))} pixels; "
+            f"choose larger sizes, so that each is at least {SMALLEST_VIEW}"
         )
     size, views = stage.chunk_size, run.local_views(stage)
     if size is not None and size > views:
@@ -122,6 +131,32 @@ def _check_sources(run: "RunConfig") -> str | None:
         return (
             "batchnorm shuffled needs two views of one tower, and this run has two towers; set it "
             "to synchronized, group or layer"
+        )
+    return None
+
+
+def _check_views(run: "RunConfig") -> str | None:
+    given, full = run.augment.views, run.data.image_size
+    if given is None or why_inactive(run, "augment.views"):
+        return None
+    if not given or given[0].count < 2 or given[0].size not in (None, full):
+        first = f"count {given[0].count} and size {given[0].size or full}" if given else "no views"
+        return (
+            f"the first entry of augment.views has {first}; it must give two or more views of "
+            f"data.image_size {full}, since every view is compared with these"
+        )
+    other = next((each.size for each in given if each.size not in (None, full)), None)
+    if other is not None and other > full:
+        return f"augment.views has size {other}, more than data.image_size {full}; choose a smaller size"
+    if other is not None and run.encoder.name in VITS:
+        return (
+            f"augment.views has size {other}, and the position embeddings of {run.encoder.name} fit only "
+            f"data.image_size {full}; remove size, or choose a ResNet or a network of your own"
+        )
+    if run.num_views > 2 and run.batchnorm == "shuffled" and run.key == "tower":
+        return (
+            f"batchnorm shuffled of a single tower supports two views, got {run.num_views}; "
+            "set batchnorm to synchronized, layer or group"
         )
     return None
 

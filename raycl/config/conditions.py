@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from pydantic import BaseModel
 
+from raycl.config.schema import ViewsConfig
 from raycl.loss_specs import LOSSES, join_names
 from raycl.models.registry import VITS, has_blocks, is_transformer
 
@@ -138,6 +139,15 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "text.query_prompt": (when("data.kind", "text", "pairs"),),
     "text.document_prompt": (when("data.kind", "image_text", "pairs"),),
     "augment": (_IMAGES,),
+    "augment.views": (when("data.kind", "image"), when("key", "tower", "momentum_encoder")),
+    "augment.crop_scale": (
+        Condition(
+            "an entry of augment.views without a crop_scale",
+            lambda run, _: any(
+                each.crop_scale is None for each in run.augment.views or [ViewsConfig(count=2)]
+            ),
+        ),
+    ),
     "augment.brightness": (_JITTER,),
     "augment.contrast": (_JITTER,),
     "augment.saturation": (_COLORS, _JITTER),
@@ -260,7 +270,9 @@ def why_inactive(run: "RunConfig", path: str) -> str | None:
     for length in range(1, len(parts) + 1):
         for condition in CONDITIONS.get(".".join(parts[:length]), ()):
             if not condition.holds(run, index):
-                whole = re.sub(r"\.\d+$", "", path)  # not one of the numbers of a range
+                whole = re.sub(
+                    r"(?<!^stages)\.\d+\b.*", "", path
+                )  # not one number of a range, nor of an entry
                 return f"{whole} acts only with {condition.needs}{condition.actual(run, index)}; remove it"
     return None
 

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from raycl.config import RunConfig, Stage
 from raycl.config.conditions import active_settings, flat, leaves, why_inactive
 from raycl.config.run import LENIENT
+from raycl.config.schema import ViewsConfig
 from raycl.errors import ConfigError
 
 MOST_VALUES = 100_000
@@ -273,5 +274,5 @@ def _names_at(path: Sequence[int | str]) -> list[str]:
     for part in path:
         if isinstance(part, str):
             kind = section.model_fields[part].annotation
-            section = Stage if part == "stages" else kind
+            section = {"stages": Stage, "views": ViewsConfig}.get(part, kind)
     return list(section.model_fields)

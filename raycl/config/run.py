@@ -27,6 +27,8 @@ from raycl.config.schema import (
     TextAugmentConfig,
     TextConfig,
     TrackingConfig,
+    ViewsConfig,
+    scaled_size,
 )
 from raycl.config.stage import Stage
 from raycl.loss_specs import LOSSES, cross_entropy_for
@@ -212,14 +214,41 @@ class RunConfig(Section):
         """Return the side of a view of a stage, in pixels."""
         return stage.image_size or self.data.image_size
 
+    @property
+    def views(self) -> tuple[ViewsConfig, ...]:
+        """The views of each sample by size; one view if the keys are slots of a bank."""
+        given = self.augment.views
+        if not given or why_inactive(self, "augment.views"):
+            return (ViewsConfig(count=1 if self.key == "memory_bank" else 2),)
+        return given
+
+    @property
+    def num_views(self) -> int:
+        """The number of views of each sample."""
+        return sum(each.count for each in self.views)
+
+    def view_size(self, views: ViewsConfig, stage: Stage) -> int:
+        """Return the side of these views in a stage, in pixels."""
+        full = self.data.image_size
+        return scaled_size(views.size or full, full=full, new_full=self.image_size(stage))
+
+    def views_by_size(self, stage: Stage) -> dict[int, int]:
+        """Return the number of a sample's views of each size that the tower embeds in a step."""
+        counts: dict[int, int] = {}
+        for views in self.views:
+            size = self.view_size(views, stage)
+            counts[size] = counts.get(size, 0) + views.count
+        if self.key == "momentum_encoder" or self.has_two_towers:
+            counts[self.image_size(stage)] -= 1  # the key
+        return counts
+
     def local_batch_size(self, stage: Stage) -> int:
         """Return the number of rows of a batch on each worker."""
         return stage.batch_size // self.workers_of(stage)
 
     def local_views(self, stage: Stage) -> int:
-        """Return the number of views each worker's tower embeds per step: two per sample if it encodes the keys too."""
-        both = self.key == "tower" and not self.has_two_towers
-        return self.local_batch_size(stage) * (2 if both else 1)
+        """Return the number of views that each worker's tower embeds together: views of one size."""
+        return self.local_batch_size(stage) * max(self.views_by_size(stage).values())
 
     def rows_per_group(self, stage: Stage) -> int:
         """Return the number of rows in a group of shuffled BatchNorm."""

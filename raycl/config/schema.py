@@ -11,6 +11,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+SMALLEST_VIEW = 8  # pixels
 _Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
@@ -22,6 +23,12 @@ def _ascending(values: tuple[float, float]) -> tuple[float, float]:
 
 
 Range = Annotated[tuple[Positive, Positive], AfterValidator(_ascending)]
+_CropScale = Annotated[tuple[_Share, _Share], AfterValidator(_ascending)]
+
+
+def scaled_size(size: int, *, full: int, new_full: int) -> int:
+    """Return the side of a view in pixels if the full size changes."""
+    return round(size * new_full / full)
 
 
 class Section(Displayable, BaseModel):
@@ -126,13 +133,35 @@ class DataConfig(Section):
 
 
 @final
+class ViewsConfig(Section):
+    """Random views of one size."""
+
+    count: Count
+    """Views of each sample; the first entry has at least 2."""
+
+    size: Annotated[int, Field(ge=8, le=1024)] | None = None
+    """Side of these views in pixels, at most ``data.image_size``, which is the default and the size of the first
+    entry. A stage with an ``image_size`` of its own scales all sizes by the same factor.
+    """
+
+    crop_scale: _CropScale | None = None
+    """As ``augment.crop_scale``, the default, for these views."""
+
+
+@final
 class AugmentConfig(Section):
     """The random views of an image (Chen et al., 2020); strengths as in torchvision.
 
     The defaults are SimCLR's for ImageNet.
     """
 
-    crop_scale: Annotated[tuple[_Share, _Share], AfterValidator(_ascending)] = (0.08, 1.0)
+    views: tuple[ViewsConfig, ...] | None = None
+    """Views of each sample, by size, such as ``[{count: 2}, {count: 4, size: 96, crop_scale: [0.05, 0.14]}]``, the
+    multi-crop of SwAV (Caron et al., 2020). Every view is compared with the views of the first entry. Default: two
+    views of full size.
+    """
+
+    crop_scale: _CropScale = (0.08, 1.0)
     """Range of the crop's area as a fraction of the image's area, at most 1."""
 
     crop_ratio: Range = (3 / 4, 4 / 3)

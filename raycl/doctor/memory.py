@@ -254,11 +254,11 @@ def estimate_memory(
 
 
 def _rows_of_sides(config: RunConfig, stage: Stage, negatives_per_pair: float) -> list[float]:
-    """Return the number of rows that a worker embeds with gradients, for each side."""
-    if not config.has_two_towers:
-        return [float(config.local_views(stage))]
-    explicit = negatives_per_pair if config.negatives.explicit else 0.0
+    """Return the number of rows that a worker embeds with gradients, for each side or size of views."""
     local_batch = config.local_batch_size(stage)
+    if not config.has_two_towers:
+        return [float(local_batch * count) for count in config.views_by_size(stage).values()]
+    explicit = negatives_per_pair if config.negatives.explicit else 0.0
     return [float(local_batch), local_batch * (1.0 + explicit)]
 
 

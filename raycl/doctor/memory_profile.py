@@ -29,7 +29,7 @@ FEW_ROWS = 4
 class MemoryProfile:
     """Measured bytes of a worker: its process without a network, and the network's parameters and buffers.
 
-    The tuples have one entry per side (the only tower, or query and key towers): the activations of a row, its
+    The tuples have one entry per side (query and key towers) or, for a single tower, per size of its views: the activations of a row, its
     part that stays while the chunks of other rows are embedded, and the row's own input.
     """
 
@@ -51,7 +51,8 @@ def profile_memory(config: RunConfig, stage: Stage, tokenizer: Tokenizer | None)
         split_batchnorm(towers, 2)  # the groups have no influence on the sizes
     num_tokens = config.text.vocabulary_size if tokenizer is None else tokenizer.num_tokens
     make_inputs = [partial(_make_rows, shape, num_tokens) for shape in _row_shapes(config, stage)]
-    sides = [towers.query, towers.key_tower] if isinstance(towers, TwoTowers) else [towers]
+    is_pair = isinstance(towers, TwoTowers)
+    sides = [towers.query, towers.key_tower] if is_pair else [towers] * len(make_inputs)
     measured = [_profile_tower(config, stage, *side) for side in zip(sides, make_inputs, strict=True)]
     return MemoryProfile(
         process=process,
@@ -106,11 +107,11 @@ def peak_bytes(call: Callable[[], object]) -> float:
 
 
 def _row_shapes(config: RunConfig, stage: Stage) -> list[tuple[int, ...]]:
-    """Return the shape of a row for each side: an image of the stage's size, or a text of the greatest length."""
-    data, text, size = config.data, config.text, config.image_size(stage)
-    image = (data.channels, size, size)
+    """Return the shape of a row for each side: an image of each size, or a text of the greatest length."""
+    data, text = config.data, config.text
+    images = [(data.channels, size, size) for size in config.views_by_size(stage)]
     query, document = (text.max_length,), (text.max_document_length or text.max_length,)
-    sides = {"image": [image], "text": [query], "image_text": [image, query], "pairs": [query, document]}
+    sides = {"image": images, "text": [query], "image_text": [*images, query], "pairs": [query, document]}
     return sides[data.kind]
 
 

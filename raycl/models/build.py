@@ -132,16 +132,20 @@ def build_towers(
 
 
 def _check_image_sizes(config: RunConfig, encoder: nn.Module, dim: int) -> None:
-    """Raise ``ConfigError`` unless an encoder takes the images of all stages and gives as many numbers."""
+    """Raise ``ConfigError`` unless an encoder takes the images of all sizes and gives as many numbers."""
+    full = config.data.image_size
+    by_size = {views.size or full: "augment.views" for views in config.views}
     for index, stage in enumerate(config.stages):
-        if stage.image_size is None:
+        if stage.image_size is not None:
+            by_size = dict.fromkeys(config.views_by_size(stage), f"stages.{index}.image_size") | by_size
+    for size, setting in by_size.items():
+        if size == full:
             continue
-        size, setting = stage.image_size, f"stages.{index}.image_size"
         found = representation_dim(encoder, image_size=size, channels=config.data.channels, setting=setting)
         if found != dim:
             raise ConfigError(
                 f"the encoder gives {found} numbers for images of {size} pixels ({setting}), and {dim} for "
-                f"{config.data.image_size} (data.image_size); pool its output, or remove {setting}"
+                f"{full} (data.image_size); pool its output, or remove {setting}"
             )
 
 

@@ -111,9 +111,10 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         if len(values):
             first = f"{values[0]:{form}} at first" if len(values) > 1 else ""
             headline.append((text, f"{values[-1]:{form}}", first))
-    rates = run.history["samples_per_second"].finite
-    if len(rates):
-        headline.append(("samples/s", f"{np.median(rates):,.0f}", "median"))
+    for name, text in {"samples_per_second": "samples/s", "views_per_second": "views/s"}.items():
+        rates = run.history[name].finite
+        if len(rates):
+            headline.append((text, f"{np.median(rates):,.0f}", "median"))
     return headline
 
 

@@ -55,6 +55,7 @@ class RunResult(Displayable):
     epochs: int
     seconds: float
     samples_per_second: float
+    views_per_second: float
     final: dict[str, Any]
     invalid_rows: dict[str, int]
     skipped: dict[str, int]
@@ -69,6 +70,7 @@ class RunResult(Displayable):
                 "epochs": self.epochs,
                 "seconds": round(self.seconds, 1),
                 "samples per second": round(self.samples_per_second, 1),
+                "views per second": round(self.views_per_second, 1),
                 **self.final,
                 "invalid rows": self.invalid_rows,
                 "skipped": self.skipped,
@@ -276,12 +278,14 @@ def _write_error(run: ValidatedRun, shutdown: GracefulShutdown) -> Iterator[None
 def _write_result(run: ValidatedRun, final: dict[str, Any], coordinator: Any) -> RunResult:
     rows = rows_in(coordinator)
     steps, epochs, seconds = final.pop("step"), final.pop("epoch"), final.pop("seconds")
+    samples_per_second = final.pop("samples") / max(seconds, 1e-9)
     result = RunResult(
         output=run.output.uri,
         steps=steps,
         epochs=epochs,
         seconds=seconds,
-        samples_per_second=final.pop("samples") / max(seconds, 1e-9),
+        samples_per_second=samples_per_second,
+        views_per_second=samples_per_second * run.config.num_views,
         final=final,
         invalid_rows=dict(rows.invalid),
         skipped=dict(rows.skipped),

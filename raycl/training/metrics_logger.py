@@ -23,7 +23,8 @@ class MetricsLogger:
 
     def __init__(self, job: Job, position: Position, *, num_steps: int, on_accelerator: bool = False) -> None:
         """``position`` is the start of the run, or the checkpoint that it resumes from."""
-        self.clock = Clock(position, on_accelerator=on_accelerator)
+        self._num_views = job.config.num_views
+        self.clock = Clock(position, num_views=self._num_views, on_accelerator=on_accelerator)
         self._coordinator, self._num_steps, self._position = job.coordinator, num_steps, position
         self._log: MetricsLog | None = None
         self._trackers, self._progress_sent_at = Trackers([]), 0.0
@@ -72,6 +73,7 @@ class MetricsLogger:
                 "step": position.step,
                 "num_steps": self._num_steps,
                 "samples": position.samples,
+                "num_views": self._num_views,
                 "epoch": position.epoch,
                 "loss": loss,
             }
@@ -123,7 +125,8 @@ class MetricsLogger:
 class Clock:
     """The training time, without evaluations and checkpoints, and the fraction of each phase of the steps."""
 
-    def __init__(self, position: Position, *, on_accelerator: bool = False) -> None:
+    def __init__(self, position: Position, *, num_views: int = 2, on_accelerator: bool = False) -> None:
+        self._num_views = num_views
         self._started = time.monotonic() - position.seconds
         self._paused_s = 0.0
         self._lap_samples, self._lap_seconds = position.samples, position.seconds
@@ -162,4 +165,6 @@ class Clock:
         waited = phases.pop("data", 0.0) / total
         fractions = {f"{name}_fraction": spent / total for name, spent in phases.items()}
         metrics = {"samples_per_second": throughput, "data_wait_fraction": waited, **fractions}
+        if self._num_views > 2:
+            metrics["views_per_second"] = throughput * self._num_views
         return elapsed, metrics

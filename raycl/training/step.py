@@ -13,6 +13,7 @@ from raycl.distributed.step_timer import phase
 from raycl.errors import NonFiniteLossError
 from raycl.evaluation.embedding_metrics import MAX_ROWS, measure
 from raycl.losses.objective import Objective
+from raycl.losses.view_pairs import ViewPair, mean_over_pairs
 from raycl.optim import set_learning_rate
 from raycl.training.process import autocast
 from raycl.training.stores import Store
@@ -67,10 +68,12 @@ def train_step(
     with phase("store"):
         stored = store.fetch(views, step=step)
     with phase("forward"), autocast(precision, views.view_a.device):
-        query, key, negatives = state.embed(views, step=step)
+        embedded = state.embed(views, step=step)
+    query, key = embedded.query, embedded.key
     with phase("loss"):
-        stored = stored.for_batch(views.example_ids, negatives)
-        loss = objective(query, key, stored, views.example_ids)
+        stored = stored.for_batch(views.example_ids, embedded.negatives)
+        pairs = embedded.pairs or [ViewPair(query, key)]
+        loss = mean_over_pairs(objective, pairs, stored, views.example_ids)
     with phase("store"):
         store.start_download(query if key is None else key, views)
     positive = stored.key if key is None else key

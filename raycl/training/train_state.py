@@ -1,6 +1,6 @@
 """The state that training changes, except the store: towers and their averages, optimizer, temperature."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast, final
@@ -20,12 +20,13 @@ from raycl.losses import NormalizingConstant
 from raycl.losses.logq import Frequencies
 from raycl.losses.matryoshka import Matryoshka
 from raycl.losses.objective import Objective, build_objective
+from raycl.losses.view_pairs import ViewPair, pair_views
 from raycl.models.blocks import learning_rate_scales, residual_blocks
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
 from raycl.models.towers import Towers, TwoTowers
 from raycl.optim import build_optimizer, clip_gradient
-from raycl.training.views import Views
+from raycl.training.views import Views, stacked
 
 PROBED_ROWS = 1_024  # rows of a batch for the leakage probe, which compares all of them
 
@@ -69,11 +70,16 @@ class EmbedConfig:
 
 
 class Embedded(NamedTuple):
-    """Queries and keys [local_batch, dim], and negatives [n, dim]; no keys if these are slots of a bank."""
+    """Queries and keys [local_batch, dim], and negatives [n, dim]; no keys if these are slots of a bank.
+
+    ``pairs`` are the queries and keys to compare if there are more than two views; the first query and key are
+    ``query`` and ``key``.
+    """
 
     query: Tensor
     key: Tensor | None
     negatives: Tensor | None = None
+    pairs: Sequence[ViewPair] = ()
 
 
 @final
@@ -188,13 +194,20 @@ class TrainState:
             # Before the queries, so that DDP's backward pass follows its own forward pass.
             with phase("keys"):
                 key = self._encode_keys(self.momentum_encoder, views, step)
-            return Embedded(self.encode(views.view_a), key)
+            query, *others = self._encode_by_size(views.view_a, *views.further, *views.crops)
+            pairs = [ViewPair(each, key) for each in (query, *others)] if others else ()
+            return Embedded(query, key, pairs=pairs)
         if views.view_b is None:
             return Embedded(self.encode(views.view_a), None)
         if self._embed_config.rows_per_group is not None:
             return self._encode_shuffled(views, step)
-        query, key = self.encode(views.both()).chunk(2)
-        return Embedded(query, key)
+        full = (views.view_a, views.view_b, *views.further)
+        embeddings = self._encode_by_size(*full, *views.crops)
+        query, key = embeddings[:2]
+        if len(embeddings) == 2:
+            return Embedded(query, key)
+        pairs = pair_views(embeddings[: len(full)], embeddings[len(full) :])
+        return Embedded(query, key, pairs=pairs)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Embed rows with the tower, in chunks if ``chunk_size`` is set."""
@@ -293,12 +306,24 @@ class TrainState:
         negatives = keys[len(views) :] if views.example_ids.negative is not None else None
         return Embedded(query, keys[: len(views)], negatives)
 
+    def _encode_by_size(self, *views: Tensor) -> list[Tensor]:
+        """Embed views [local_batch, ...], all views of one size in one call."""
+        by_size: dict[torch.Size, list[int]] = {}
+        for number, view in enumerate(views):
+            by_size.setdefault(view.shape[2:], []).append(number)
+        embeddings: dict[int, Tensor] = {}
+        for numbers in by_size.values():
+            rows = self.encode(stacked(*(views[number] for number in numbers)))
+            embeddings.update(zip(numbers, rows.chunk(len(numbers)), strict=True))
+        return [embeddings[number] for number in range(len(views))]
+
     def _encode_shuffled(self, views: Views, step: int) -> Embedded:
         """Embed both views in random groups; interleaving keeps their order for any number of workers."""
         assert views.view_b is not None, "keys that are views need two views"
         rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
         embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
-        return Embedded(*embeddings.unflatten(0, (-1, 2)).unbind(1))
+        query, key = embeddings.unflatten(0, (-1, 2)).unbind(1)
+        return Embedded(query, key)
 
     @torch.no_grad()
     def _encode_keys(self, encoder: MomentumEncoder, views: Views, step: int) -> Tensor:

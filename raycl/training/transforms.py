@@ -15,6 +15,7 @@ from raycl.augment.images import ImageAugmentation, center_view
 from raycl.augment.rng import uniforms
 from raycl.augment.text import TextAugmentation
 from raycl.config import RunConfig
+from raycl.config.schema import scaled_size
 from raycl.data.codecs import Format, Formats
 from raycl.data.columns import ColumnNames
 from raycl.data.ids import IdFormat
@@ -137,32 +138,49 @@ class Transform(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ImageTransform(Transform):
-    """Images [batch, channels, size, size]: cropped, colored and blurred at random, or whole."""
+    """Images [batch, channels, size, size]: cropped, colored and blurred at random, or whole.
 
-    augmentation: ImageAugmentation
+    ``augmentations`` has one for each view; whole images have the size of the first.
+    """
+
+    augmentations: tuple[ImageAugmentation, ...]
     seed: int
 
     @classmethod
     def of(cls, config: RunConfig) -> "ImageTransform":
         """Return the transform of a run."""
         mean, std = config.normalization
-        augmentation = ImageAugmentation(
-            size=config.data.image_size,
-            channels=config.data.channels,
-            mean=mean,
-            std=std,
-            **config.augment.model_dump(exclude={"mean", "std"}),
-        )
-        return cls(augmentation=augmentation, seed=config.seed)
+        settings = config.augment.model_dump(exclude={"views", "crop_scale", "mean", "std"})
+        augmentations = [
+            ImageAugmentation(
+                size=views.size or config.data.image_size,
+                crop_scale=views.crop_scale or config.augment.crop_scale,
+                channels=config.data.channels,
+                mean=mean,
+                std=std,
+                **settings,
+            )
+            for views in config.views
+            for _ in range(views.count)
+        ]
+        return cls(augmentations=tuple(augmentations), seed=config.seed)
 
     def with_image_size(self, size: int) -> "ImageTransform":
-        """Return the transform to images of another size; crop boxes, colors and blur in pixels are the same."""
-        return replace(self, augmentation=replace(self.augmentation, size=size))
+        """Return the transform to images of another size; crop boxes, colors and blur in pixels are the same.
+
+        Views of other sizes are scaled by the same factor.
+        """
+        full = self.augmentations[0].size
+        scaled = [
+            replace(each, size=scaled_size(each.size, full=full, new_full=size))
+            for each in self.augmentations
+        ]
+        return replace(self, augmentations=tuple(scaled))
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Draw a random view of every image."""
-        pixels = pixels_of(batch)
-        drawn = self.augmentation.draw(
+        pixels, augmentation = pixels_of(batch), self.augmentations[number]
+        drawn = augmentation.draw(
             batch.sample_id,
             shape=pixels.images.shape[1:3],
             seed=self.seed,
@@ -170,11 +188,11 @@ class ImageTransform(Transform):
             view=number,
             aspect=pixels.aspect,
         )
-        return Draft((torch.from_numpy(pixels.images), drawn), self.augmentation.apply)
+        return Draft((torch.from_numpy(pixels.images), drawn), augmentation.apply)
 
     def plain(self, batch: Batch) -> Draft:
         """Return whole images."""
-        settings = self.augmentation
+        settings = self.augmentations[0]
         make = partial(center_view, size=settings.size, mean=settings.mean, std=settings.std)
         return Draft((torch.from_numpy(pixels_of(batch).images),), make)
 

@@ -25,10 +25,11 @@ from raycl.training.transforms import Draft, Transform
 @final
 @dataclass(frozen=True, kw_only=True)
 class Views:
-    """One or two views [local_batch, ...] of each sample, as encoder inputs, and the sample ids.
+    """The views [local_batch, ...] of each sample, as encoder inputs, and the sample ids.
 
-    For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are the
-    explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
+    ``view_a``, ``view_b`` and ``further`` are the views of the first entry of ``augment.views``, ``crops`` those of
+    the others. For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are
+    the explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
     is its copy on the host. ``example_ids`` identify duplicates, by default by sample id. ``next_ids`` are the
     sample ids of this worker's next batch, or None at the end of an epoch.
     """
@@ -38,6 +39,8 @@ class Views:
     sample_id: Tensor
     ids: NDArray[np.int64]
     next_ids: NDArray[np.int64] | None = None
+    further: tuple[Tensor, ...] = ()
+    crops: tuple[Tensor, ...] = ()
     negatives: Tensor | None = None
     example_ids: ExampleIds = field(default=None)  # type: ignore[assignment]
 
@@ -49,38 +52,38 @@ class Views:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def both(self) -> Tensor:
-        """Return all views, [2 * local_batch, ...]: ``view_a`` followed by ``view_b``."""
-        assert self.view_b is not None, "keys that are views need two views"
-        return stacked(self.view_a, self.view_b)
-
     def keys(self) -> Tensor:
         """Return ``view_b`` followed by the negatives."""
         assert self.view_b is not None, "pairs have a key each"
         return self.view_b if self.negatives is None else stacked(self.view_b, self.negatives)
 
 
-def stacked(first: Tensor, second: Tensor) -> Tensor:
-    """Return the rows of both; tokens [batch, length] are padded to the longer length."""
-    if first.ndim == 2:
-        length = max(first.shape[1], second.shape[1])
-        first, second = (F.pad(each, (0, length - each.shape[1])) for each in (first, second))
-    return torch.cat([first, second])
+def stacked(*views: Tensor) -> Tensor:
+    """Return the rows of all views; tokens [batch, length] are padded to the longest length."""
+    if len(views) == 1:
+        return views[0]
+    if views[0].ndim == 2:
+        length = max(each.shape[1] for each in views)
+        views = tuple(F.pad(each, (0, length - each.shape[1])) for each in views)
+    return torch.cat(views)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ViewMaker:
-    """Draw the views of batches on a device: two, or one if the key is a slot of a memory bank."""
+    """Draw the views of batches on a device: ``num_full`` views of full size first."""
 
     transform: Transform
     num_views: int
+    num_full: int
     device: torch.device
 
     @classmethod
     def of(cls, config: RunConfig, transform: Transform, device: torch.device) -> "ViewMaker":
         """Return the maker of a run's views."""
-        return cls(transform=transform, num_views=1 if config.key == "memory_bank" else 2, device=device)
+        return cls(
+            transform=transform, num_views=config.num_views, num_full=config.views[0].count, device=device
+        )
 
     def views(self, batches: Iterator[Batch], *, image_size: int | None = None) -> Iterator[Views]:
         """Yield the views of each batch, with the ids of the next one; collective.
@@ -122,7 +125,9 @@ class ViewMaker:
         made = [draft.make(*(next(tensors) for _ in draft.tensors)) for draft in sent.drafts]
         return Views(
             view_a=made[0],
-            view_b=made[1] if self.num_views == 2 else None,
+            view_b=made[1] if self.num_full > 1 else None,
+            further=tuple(made[2 : self.num_full]),
+            crops=tuple(made[self.num_full :]),
             sample_id=sample_id,
             ids=sent.batch.sample_id,
             next_ids=next_ids,

@@ -98,12 +98,21 @@ def test_workers_give_the_gradient_of_the_whole_batch_for_towers_and_temperature
 
 QUEUE, SLOTS = {"negatives.capacity": 40}, {"negatives.num_negatives": 20}
 HARDEST = {"stages.0.loss": "hinge", "stages.0.hardest_negative": True, "stages.0.margin": 0.9}
+MANY = {"augment.views": [{"count": 3}, {"count": 2}]}
 METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
     "simclr with a clipped gradient": {"recipe": "simclr", "optimizer.max_grad_norm": 0.05},
     "simclr with averaged weights": {"recipe": "simclr", "ema_decay": 0.5},
     "simclr of shuffled views": {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4},
     "simclr by the hinge with the hardest negatives": {"recipe": "simclr"} | HARDEST,
+    "simclr of many views": {"recipe": "simclr"} | MANY,
+    "simclr of many views with a learned temperature": (
+        {"recipe": "simclr", "batchnorm": "layer", "learn_temperature": True} | MANY
+    ),
+    "moco_v2 of many views": {"recipe": "moco_v2", "batchnorm_groups": 4} | QUEUE | MANY,
+    "moco of many views with synchronized statistics": (
+        {"recipe": "moco_v2", "batchnorm": "synchronized"} | QUEUE | MANY
+    ),
     "moco by a mixture": {"recipe": "moco_v2", "batchnorm_groups": 4, "stages.0.hinge_weight": 0.3} | QUEUE,
     "moco_v2": {"batchnorm_groups": 4, "stages.0.temperature": 0.2} | QUEUE,
     "moco with the other keys of the batch as well": (
@@ -125,6 +134,11 @@ def config_of(method: str, num_workers: int) -> RunConfig:
     return override_active(base, {**small, "projection_head.dim": 12}, settings)
 
 
+def further_views(view_a: Tensor, view_b: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    """Return a third view of full size and two small crops, each a function of its own sample."""
+    return {"further": (view_a.flip(3) + view_b,), "crops": (view_a[:, :, :4, :4], view_b[:, :, 2:, 2:])}
+
+
 def losses_weights_and_rows_after_steps(
     rank: int,
     num_workers: int,
@@ -137,19 +151,20 @@ def losses_weights_and_rows_after_steps(
     tower = build_towers(config, None, build_tower().encoder.float())
     learner = TrainState.build(config, tower, num_samples=50)
     stage = config.stages[0]
-    contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, num_samples=50)
     learner.set_embed_config(EmbedConfig.of(config, stage))
     store = build_store(config, None, np.arange(50), torch.device("cpu"))
     learner.wrap_ddp(torch.device("cpu"))
     rows = slice(rank * BATCH // num_workers, (rank + 1) * BATCH // num_workers)
     view_a, view_b, _ = (each[rows] for each in make_views())
+    others: dict[str, Any] = further_views(view_a.float(), view_b.float()) if config.num_views > 2 else {}
     losses = []
     for step in range(5):
         # Samples alternate between steps, so that the store holds more than one batch.
         ids = torch.arange(BATCH)[rows] + (step % 2) * BATCH
-        views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy())
+        views = Views(view_a=view_a.float(), view_b=view_b.float(), sample_id=ids, ids=ids.numpy(), **others)
         settings: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9, "precision": "float32"}
         settings["is_watched"] = is_clipped = config.optimizer.max_grad_norm is not None
+        contrast = learner.objective(config, stage, hinge_weight=stage.hinge_weight, num_samples=50)
         asked = step == 3 and rank == num_workers - 1
         stepped = train_step(learner, store, contrast, views, step=step, stop_requested=asked, **settings)
         assert stepped.stop_requested == (step == 3)  # on all workers, not only on the stopped one
@@ -178,7 +193,9 @@ def test_workers_and_chunks_have_the_losses_weights_and_store_of_the_whole_batch
     assert_equals_the_whole_batch(method, num_workers, chunk_size)
 
 
-@pytest.mark.parametrize("method", ["simclr", "moco with the other keys of the batch as well"])
+@pytest.mark.parametrize(
+    "method", ["simclr", "simclr of many views", "moco with the other keys of the batch as well"]
+)
 def test_rows_too_large_to_gather_use_a_ring_with_the_same_result(method: str) -> None:
     assert_equals_the_whole_batch(method, 2, None, 0)
 
