@@ -35,6 +35,7 @@ CORE = (  # the mathematics of a step; `pytest -n 2 -m core` takes less than a m
     "test_accumulation.py",
     "test_augment.py",
     "test_bidirectional.py",
+    "test_class_batches.py",
     "test_cures.py",
     "test_epochs.py",
     "test_every_loss.py",

@@ -128,6 +128,20 @@ MUTATIONS = [
         '"weight_decay": weight_decay,',
         "tests/test_optim.py tests/test_plain_steps.py",
     ),
+    Mutation(
+        "a batch has a class twice",
+        "raycl/data/sampler.py",
+        "batch_size // samples_per_class, replace=False)",
+        "batch_size // samples_per_class, replace=True)",
+        "tests/test_class_batches.py",
+    ),
+    Mutation(
+        "a window does not begin with its largest classes",
+        "raycl/data/sampler.py",
+        "np.lexsort((rng.random(len(left)), -left))",
+        "np.lexsort((rng.random(len(left)), left == 0))",
+        "tests/test_class_batches.py",
+    ),
     # Losses over all workers
     Mutation(
         "InstDisc noise includes the slot of the query",
@@ -427,8 +441,8 @@ MUTATIONS = [
     Mutation(
         "every worker reads the rows of the first",
         "raycl/data/sampler.py",
-        "first = step * share.batch_size + share.rank * share.local_batch_size",
-        "first = step * share.batch_size",
+        "slice(share.rank * share.local_batch_size, (share.rank + 1) * share.local_batch_size)",
+        "slice(0, share.local_batch_size)",
         "tests/test_order.py",
     ),
     Mutation(

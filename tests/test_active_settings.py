@@ -50,6 +50,7 @@ OTHERS: dict[str, Any] = {
     "data.decode_size": 40,
     "data.channels": 1,
     "data.cache": "stream",
+    "data.samples_per_class": 2,
     "text.tokenizer": "tokenizer.json",
     "text.max_document_length": 500,
     "augment.views": [{"count": 3}, {"count": 1, "size": 8}],

@@ -87,6 +87,8 @@ def _check_batch(run: "RunConfig", stage: Stage) -> str | None:
             f"batch_size {stage.batch_size} does not divide over {workers} workers; "
             "batch_size counts the rows of all workers; choose a multiple"
         )
+    if problem := _check_classes(run, stage):
+        return problem
     groups = max(run.batchnorm_groups, workers)
     if run.batchnorm != "shuffled":
         return None
@@ -97,6 +99,21 @@ def _check_batch(run: "RunConfig", stage: Stage) -> str | None:
             f"batch_size {stage.batch_size} does not split into {groups} groups of at least 2 rows for "
             "shuffled BatchNorm, which needs 2 groups or more; set batchnorm_groups or --batch-size"
         )
+    return None
+
+
+def _check_classes(run: "RunConfig", stage: Stage) -> str | None:
+    """Check that a batch divides into groups of one class, on each worker."""
+    group, rows = run.data.samples_per_class, run.local_batch_size(stage)
+    if group is None:
+        return None
+    if rows % group:
+        return (
+            f"a worker's {rows} rows of a batch do not divide into groups of data.samples_per_class {group}; "
+            f"choose a batch_size that is a multiple of {group * run.workers_of(stage)}"
+        )
+    if stage.batch_size == group:
+        return f"data.samples_per_class {group} is the whole batch, which then has one class; choose a larger batch_size"
     return None
 
 

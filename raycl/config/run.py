@@ -178,6 +178,14 @@ class RunConfig(Section):
         return self.data.kind != "image"
 
     @property
+    def needs_labels(self) -> str | None:
+        """The loss or the setting that needs the classes of the samples, if any."""
+        losses = [stage.loss for stage in self.stages if LOSSES[stage.loss].labels]
+        if losses:
+            return f"loss {losses[0]}"
+        return None if self.data.samples_per_class is None else "data.samples_per_class"
+
+    @property
     def encoder_names(self) -> tuple[str, ...]:
         """The names of the networks, one or two."""
         of_texts = (self.text_encoder.name,) if self.data.kind == "image_text" else ()

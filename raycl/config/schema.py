@@ -124,6 +124,12 @@ class DataConfig(Section):
     shuffle_buffer_size: Count = 16_384
     """Rows in the shuffle buffer of streamed data; larger buffers shuffle better and need more memory."""
 
+    samples_per_class: Annotated[int, Field(ge=2)] | None = None
+    """Samples of each class in a batch, at least 2, with ``batch_size / samples_per_class`` classes drawn
+    uniformly; streamed data form as many such batches as the shuffle buffer allows. Needs labels. Default:
+    samples are drawn regardless of their class.
+    """
+
     @property
     def resolved_decode_size(self) -> int:
         """The side of a stored image in pixels, with the default applied."""

@@ -1,5 +1,6 @@
 """The order of the rows of an epoch, their global batches, and each worker's shard."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -31,12 +32,14 @@ class InMemorySampler:
     """Batches of rows in memory, in a global order seeded by (seed, epoch).
 
     The rows of the global batch of each step do not depend on the number of workers. The incomplete
-    last batch of an epoch is dropped. See :func:`bucketed` for ``length_buckets``.
+    last batch of an epoch is dropped. See :func:`bucketed` for ``length_buckets``, and
+    :func:`class_batches` for ``samples_per_class``, which leaves the number of batches unchanged.
     """
 
     rows: InMemoryDataset
     seed: int
     length_buckets: int = 1
+    samples_per_class: int | None = None
 
     def epoch_batches(
         self,
@@ -52,19 +55,30 @@ class InMemorySampler:
         ``continues`` and ``has_next`` are ignored; a stream uses them to prefetch the next epoch.
         """
         rng = np.random.default_rng((self.seed, epoch))
-        order = rng.permutation(len(self.rows))
-        num_steps = len(order) // share.batch_size
-        if self.length_buckets > 1:
-            order = bucketed(
-                order[: num_steps * share.batch_size],
-                self.rows.num_tokens(),
-                share=share,
-                num_buckets=self.length_buckets,
+        num_steps = len(self.rows) // share.batch_size
+        own = slice(share.rank * share.local_batch_size, (share.rank + 1) * share.local_batch_size)
+        if self.samples_per_class is None:
+            batches, epochs = self._order(share, num_steps, rng), itertools.repeat(epoch)
+        else:
+            batches = class_batches(
+                self.rows.label,
+                batch_size=share.batch_size,
+                samples_per_class=self.samples_per_class,
                 rng=rng,
             )
-        for step in range(start, num_steps):
-            first = step * share.batch_size + share.rank * share.local_batch_size
-            yield self.rows.take(order[first : first + share.local_batch_size], epoch=epoch)
+            # A row may be drawn several times in an epoch: each step has its own views.
+            epochs = itertools.count(epoch * num_steps)
+        for batch, number in itertools.islice(zip(batches, epochs, strict=False), start, num_steps):
+            yield self.rows.take(batch[own], epoch=number)
+
+    def _order(self, share: BatchShard, num_steps: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return the rows of each batch, [num_steps, batch_size], each row at most once."""
+        order = rng.permutation(len(self.rows))[: num_steps * share.batch_size]
+        if self.length_buckets > 1:
+            order = bucketed(
+                order, self.rows.num_tokens(), share=share, num_buckets=self.length_buckets, rng=rng
+            )
+        return order.reshape(num_steps, share.batch_size)
 
 
 def bucketed(
@@ -88,3 +102,61 @@ def bucketed(
         buckets = by_length.reshape(-1, share.local_batch_size, share.num_workers).swapaxes(1, 2)
         batches.append(buckets.reshape(-1, share.batch_size)[rng.permutation(len(buckets))])
     return np.concatenate([np.empty(0, np.int64), *(each.reshape(-1) for each in batches)])
+
+
+def class_batches(
+    label: NDArray[np.int64], *, batch_size: int, samples_per_class: int, rng: np.random.Generator
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the rows of batches without end: ``batch_size / samples_per_class`` classes, drawn uniformly.
+
+    Each class gives ``samples_per_class`` adjacent rows. Its rows are drawn in a random order, which is drawn
+    again once too few rows are left, so that a batch has no row twice and all rows of a class are equally
+    likely. Classes with fewer rows and rows without a label are not drawn.
+    """
+    classes = _rows_by_class(label, samples_per_class)
+    left = [rows[:0] for rows in classes]
+    while True:
+        parts = []
+        for number in rng.choice(len(classes), batch_size // samples_per_class, replace=False):
+            if len(left[number]) < samples_per_class:
+                left[number] = rng.permutation(classes[number])
+            parts.append(left[number][:samples_per_class])
+            left[number] = left[number][samples_per_class:]
+        yield np.concatenate(parts)
+
+
+def grouped(
+    order: NDArray[np.int64],
+    label: NDArray[np.int64],
+    *,
+    batch_size: int,
+    samples_per_class: int,
+    rng: np.random.Generator,
+) -> tuple[NDArray[np.int64], int]:
+    """Reorder rows so that as many batches as possible have ``samples_per_class`` rows of each class.
+
+    The result has the same rows as ``order``; the other rows form batches in their order, and the rows that
+    complete no batch come last. Returns also the number of rows in batches of whole groups.
+    """
+    classes = _rows_by_class(label[order], samples_per_class)
+    left = np.array([len(rows) // samples_per_class for rows in classes])
+    num_classes, batches = batch_size // samples_per_class, [np.empty(0, np.int64)]
+    while np.count_nonzero(left) >= num_classes:
+        # Classes with the most groups first, in random order among equals: this gives the most batches.
+        for number in np.lexsort((rng.random(len(left)), -left))[:num_classes]:
+            left[number] -= 1
+            batches.append(order[classes[number][left[number] * samples_per_class :][:samples_per_class]])
+    first = np.concatenate(batches)
+    order = np.concatenate([first, order[~np.isin(order, first)]])
+    complete = len(order) // batch_size * batch_size
+    whole = order[:complete].reshape(-1, batch_size)
+    order[:complete] = whole[rng.permutation(len(whole))].reshape(-1)
+    return order, len(first)
+
+
+def _rows_by_class(label: NDArray[np.int64], least: int) -> list[NDArray[np.int64]]:
+    """Return the rows of each class with at least this many; rows without a label belong to none."""
+    labeled = np.flatnonzero(label >= 0)
+    by_class = labeled[np.argsort(label[labeled], kind="stable")]
+    starts = np.flatnonzero(np.diff(label[by_class])) + 1
+    return [rows for rows in np.split(by_class, starts) if len(rows) >= least]

@@ -1,5 +1,6 @@
 """Datasets larger than memory: Ray Data reads them in every epoch, in a seeded order."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,8 +16,9 @@ from raycl.data.columns import ColumnNames
 from raycl.data.decode import Decoder, decode_dataset, decode_source
 from raycl.data.epoch_splits import EpochSplits, OpenEpoch
 from raycl.data.in_memory import Batch, InMemoryDataset
-from raycl.data.sampler import BatchShard, bucketed
+from raycl.data.sampler import BatchShard, bucketed, grouped
 from raycl.data.sources import Source
+from raycl.errors import DataError
 
 
 @final
@@ -27,7 +29,8 @@ class StreamingSampler:
     Fragments are read in an order seeded by (seed, epoch), and rows are shuffled in a buffer of
     ``shuffle_buffer_size`` rows. Ray Data splits the rows equally among workers, so that all workers
     make the same number of steps. With several ``length_buckets``, texts of similar length form a
-    batch, within the shuffle buffer; see :func:`bucketed`.
+    batch, within the shuffle buffer; see :func:`bucketed`. With ``samples_per_class``, each worker forms
+    as many batches of whole groups as its shuffle buffer allows; see :func:`grouped`.
     """
 
     open_epoch: OpenEpoch
@@ -35,7 +38,14 @@ class StreamingSampler:
     seed: int
     shuffle_buffer_size: int
     length_buckets: int = 1
+    samples_per_class: int | None = None
     _splits: EpochSplits = field(default_factory=EpochSplits, init=False, repr=False, compare=False)
+    _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
+
+    @property
+    def grouped_fraction(self) -> float:
+        """The fraction of this worker's rows so far in batches of whole groups of ``samples_per_class``."""
+        return self._counts["grouped"] / max(1, self._counts["rows"])
 
     def epoch_batches(
         self,
@@ -61,6 +71,7 @@ class StreamingSampler:
         """Yield complete batches of shuffled windows; a remainder is completed by the next window."""
         size = share.local_batch_size
         rest: list[pa.Table] = []
+        num_grouped = 0
         windows = _windows(tables, max(self.shuffle_buffer_size // share.num_workers, size))
         for number, window in enumerate(windows):
             num_rest = sum(table.num_rows for table in rest)
@@ -72,10 +83,23 @@ class StreamingSampler:
             first = min(size, complete) if num_rest else 0
             if self.length_buckets > 1:
                 order[first:complete] = self._bucketed(order[first:complete], rows, size, (epoch, number))
+            if self.samples_per_class is not None:
+                groups = self.samples_per_class
+                order, num_rows = grouped(
+                    order, rows.label, batch_size=size, samples_per_class=groups, rng=rng
+                )
+                num_grouped += num_rows
+                self._counts.update(grouped=num_rows, rows=complete)
             for begin in range(0, complete, size):
                 yield rows.take(order[begin : begin + size], epoch=epoch)
             rest = (
                 [pa.Table.from_batches([rows.arrow_rows(order[complete:])])] if complete < len(order) else []
+            )
+        if self.samples_per_class is not None and not num_grouped:
+            raise DataError(
+                f"data.samples_per_class {self.samples_per_class}: in epoch {epoch}, no shuffle buffer of worker "
+                f"{share.rank} had {size // self.samples_per_class} classes with as many samples; raise "
+                "data.shuffle_buffer_size, lower it, or set data.cache=materialize"
             )
 
     def _bucketed(

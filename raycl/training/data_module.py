@@ -8,17 +8,18 @@ from numpy.typing import NDArray
 
 from raycl.config import RunConfig, TextConfig
 from raycl.data.decode import Decoder, Keep
+from raycl.data.read_stats import ReadStats
 from raycl.data.sources import Fragment, Source
 from raycl.data.split import Holdout, make_split
 from raycl.data.streaming import StreamingSampler, stream_dataset, stream_source
 from raycl.errors import ConfigError, DataError
-from raycl.loss_specs import LOSSES
 from raycl.models.build import load_tokenizer
 from raycl.models.registry import HUGGING_FACE, TOKENIZER
 from raycl.ray_runtime import fetch_tables, object_store_bytes
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
 from raycl.training.data_set import DataSet, learn_vocabulary
+from raycl.training.preflight import check_classes
 from raycl.training.transforms import build_formats
 
 JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per evaluated row
@@ -32,9 +33,9 @@ class DataModule:
         self._config, self._coordinator = config, coordinator
         self._data = DataSet(config, coordinator, data)
         self.columns, self.classes = self._data.columns, self._data.classes
-        if not self._data.has_labels and (losses := [s.loss for s in config.stages if LOSSES[s.loss].labels]):
+        if config.needs_labels and not self._data.has_labels:
             raise ConfigError(
-                f"loss {losses[0]} needs labels, but the samples have none; "
+                f"{config.needs_labels} needs labels, but the samples have none; "
                 "name their column with --set data.columns.label=NAME"
             )
         self.num_rows = self._data.num_rows
@@ -100,6 +101,19 @@ class DataModule:
             np.concatenate([ids[self.holdout.is_train(ids)], self._data.source.sample_ids(others)])
         )
 
+    def check_classes(self, decoded: ray.data.Dataset) -> None:
+        """Raise ``ConfigError`` if the classes of all training rows form no batch; count rows that are never drawn."""
+        if self._config.needs_labels is None:
+            return
+        tables = fetch_tables(decoded.select_columns(["sample_id", "label"]))
+        ids, label = (
+            np.concatenate([each[name].to_numpy() for each in tables]) for name in ("sample_id", "label")
+        )
+        skipped = check_classes(self._config, label[self.holdout.is_train(ids)])
+        ray.get(self._coordinator.add_rows.remote("rows of no batch", ReadStats(skipped=skipped)))
+        for cause, count in skipped.items():
+            self._coordinator.add_notice.remote(f"{count} samples {cause} are never drawn")
+
     def stream(self) -> StreamingSampler:
         """Return the training rows, read again every epoch."""
         decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
@@ -118,6 +132,7 @@ class DataModule:
             seed=seed,
             shuffle_buffer_size=self._config.data.shuffle_buffer_size,
             length_buckets=self._config.text.length_buckets,
+            samples_per_class=self._config.data.samples_per_class,
         )
 
     def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:

@@ -202,6 +202,8 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
         decoded = None if dataset is None else dataset.materialize()
     rows = rows_in(coordinator)
     rows.check(config.data.max_invalid_fraction)
+    if decoded is not None and not streamed:
+        data.check_classes(decoded)
     num_train = data.num_train_expected() if streamed else rows.num_train
     check_size(config, num_train)
     needs_ids = config.negatives.store == "memory_bank"

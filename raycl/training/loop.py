@@ -74,8 +74,12 @@ class Trainer:
         train_rows = rows.where(job.holdout.is_train)
         check_equal(len(train_rows), "the number of training rows")
         transform = build_transform(config, job.tokenizer)
-        buckets = config.text.length_buckets
-        sampler = job.stream or InMemorySampler(rows=train_rows, seed=config.seed, length_buckets=buckets)
+        sampler = job.stream or InMemorySampler(
+            rows=train_rows,
+            seed=config.seed,
+            length_buckets=config.text.length_buckets,
+            samples_per_class=config.data.samples_per_class,
+        )
         self._epochs = Epochs(sampler, ViewMaker.of(config, transform, device))
         self._last_views: Views | None = None
         self._frequencies = count_documents(config, train_rows, device)
@@ -215,6 +219,7 @@ class Trainer:
                 "learning_rate": self._plan.learning_rate(position.stage_step - 1),
                 **timing,
                 **measures,
+                **self._epochs.metrics(),
                 **self._store.metrics(step=position.step - 1, seconds=seconds),
             }
             self._logger.write(position, metrics)

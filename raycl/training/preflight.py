@@ -3,9 +3,13 @@
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
@@ -89,6 +93,35 @@ def check_size(config: RunConfig, num_rows: int) -> None:
                 f"a batch of {stage.batch_size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
                 "to train on; set it lower or give more data"
             )
+
+
+def check_classes(config: RunConfig, label: NDArray[np.int64]) -> Counter[str]:
+    """Return how many training rows ``data.samples_per_class`` never draws, by cause.
+
+    ``label`` are the labels of all training rows. Raises ``ConfigError`` if a loss that needs labels finds no
+    two rows of a class, or the classes do not fill a batch.
+    """
+    _, sizes = np.unique(label[label >= 0], return_counts=True)
+    name = config.needs_labels
+    if sizes.max(initial=0) < 2:
+        raise ConfigError(
+            f"{name} finds no two samples of a class among {len(label)} training samples ({len(sizes)} classes); "
+            "name the column of the classes with --set data.columns.label=NAME"
+        )
+    group = config.data.samples_per_class
+    if group is None:
+        return Counter()
+    batch_size, is_drawn = max(stage.batch_size for stage in config.stages), sizes >= group
+    if np.count_nonzero(is_drawn) < batch_size // group:
+        raise ConfigError(
+            f"a batch of {batch_size} needs {batch_size // group} classes of at least {group} samples "
+            f"(data.samples_per_class), and {np.count_nonzero(is_drawn)} of the {len(sizes)} classes have as many; "
+            "choose a smaller batch_size, or another data.samples_per_class"
+        )
+    too_small, unlabeled = sizes[~is_drawn].sum(), np.count_nonzero(label < 0)
+    return +Counter(
+        {f"in a class of fewer than {group} samples": int(too_small), "without a label": int(unlabeled)}
+    )
 
 
 def column_names(config: RunConfig) -> ColumnNames:

@@ -170,6 +170,13 @@ class Epochs:
         self._sampler, self._maker = sampler, maker
         self._exhausted: int | None = None  # the last epoch, if it was drawn completely
 
+    def metrics(self) -> dict[str, float]:
+        """Return the fraction of streamed rows in whole groups of a class, with ``data.samples_per_class``."""
+        sampler = self._sampler
+        if not isinstance(sampler, StreamingSampler) or sampler.samples_per_class is None:
+            return {}
+        return {"grouped_fraction": sampler.grouped_fraction}
+
     def plain(self, shard: BatchShard) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of the first epoch without augmentation, and their ids."""
         yield from map(self._maker.plain, Prefetched(self._sampler.epoch_batches(shard, epoch=0)))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -279,6 +280,20 @@ def test_two_workers_share_a_streamed_epoch_evenly(stream: StreamingSampler, spl
     assert len(results[0]) == len(results[1]) == 10
     seen = [row_id for batches in results for batch in batches for row_id in batch]
     assert len(set(seen)) == len(seen) == 200
+
+
+def test_two_workers_make_equally_many_steps_whatever_their_classes(
+    stream: StreamingSampler, split_by_threads: None
+) -> None:
+    def whole_groups(each: StreamingSampler, share: BatchShard) -> list[list[int]]:
+        labels = [batch.label for batch in each.epoch_batches(share, epoch=0)]
+        return [sorted(Counter(label.tolist()).values()) for label in labels]
+
+    # Each worker has windows of 50 rows or more, of ten digits.
+    results = by_two_workers(replace(stream, samples_per_class=5, shuffle_buffer_size=100), whole_groups)
+    assert len(results[0]) == len(results[1]) == 10
+    for batches in results:
+        assert 5 <= batches.count([5, 5]) < 10
 
 
 def several(stream: StreamingSampler, share: BatchShard, epochs: Sequence[int]) -> list[list[int]]:
