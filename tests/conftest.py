@@ -45,6 +45,7 @@ CORE = (  # the mathematics of a step; `pytest -n 2 -m core` takes less than a m
     "test_momentum.py",
     "test_nce.py",
     "test_nt_xent.py",
+    "test_objective_table.py",
     "test_optim.py",
     "test_order.py",
     "test_plain_steps.py",

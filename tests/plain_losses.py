@@ -247,7 +247,7 @@ def plain_supcon(
     losses = []
     for i in range(len(rows)) if own is None else own:
         others = [j for j in range(len(rows)) if j != i]
-        logits = torch.stack([rows[i] @ rows[j] / temperature for j in others])
+        logits = (rows @ rows[i] / temperature)[others]
         positive = torch.tensor([bool(label[j] == label[i]) for j in others])
         losses.append(-(logits[positive] - logits.exp().sum().log()).sum() / positive.sum())
     return torch.stack(losses).mean()

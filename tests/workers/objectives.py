@@ -22,7 +22,7 @@ from raycl.loss_specs import LOSSES, LossSettings
 from raycl.losses import NormalizingConstant
 from raycl.losses.example_ids import ExampleIds, IdExchange
 from raycl.losses.logq import Frequencies
-from raycl.losses.objective import StoreBatch
+from raycl.losses.objective import Objective, StoreBatch
 from tests.embeddings import make_rows, make_views, worker_spans
 from tests.plain_losses import (
     plain_bidirectional,
@@ -116,6 +116,11 @@ class Case:
     recipe: str = "simclr"
     run: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def in_batch(self) -> bool:
+        """Whether the other rows of the batch are negatives."""
+        return self.settings.get("in_batch", not self.own_slot)
+
 
 def of_views(plain: Callable[..., Tensor], **settings: Any) -> Callable[[Batch], Tensor]:
     """Return a plain formula of two views of each sample."""
@@ -187,24 +192,26 @@ def _hinge_case(*, hardest: bool, bidirectional: bool) -> Case:
         plain=lambda batch: _hinge(batch, hardest=hardest, bidirectional=bidirectional),
         settings={"hardest": hardest, "learns_keys": bidirectional},
         no_ring=GATHERS,
-        **OF_PAIRS,
+        negatives=True,
+        pairs=bidirectional,
+        recipe="two_tower" if bidirectional else "simclr",
         run={"stages.0.hardest_negative": hardest, "key": "tower" if bidirectional else "momentum_encoder"},
     )
 
 
 OF_PAIRS: dict[str, Any] = {"pairs": True, "negatives": True, "recipe": "two_tower"}
-OUTSIDE_BATCH: dict[str, Any] = {"negatives.in_batch": False}
+QUEUE_ALONE: dict[str, Any] = {"negatives.in_batch": False, "negatives.store": "queue"}
 CASES = {
     "nt_xent": Case(loss="nt_xent", plain=of_views(plain_nt_xent)),
     "info_nce": Case(loss="info_nce", plain=lambda batch: _info_nce(batch, pairs=False), negatives=True),
     "info_nce of pairs": Case(loss="info_nce", plain=_info_nce, **OF_PAIRS),
-    "info_nce, negatives alone": Case(
+    "info_nce, queue alone": Case(
         loss="info_nce",
         plain=lambda batch: _info_nce(batch, in_batch=False),
         settings={"in_batch": False},
         no_ring=ALONE,
         **OF_PAIRS,
-        run=OUTSIDE_BATCH,
+        run=QUEUE_ALONE,
     ),
     "clip": Case(loss="clip", plain=_clip, **OF_PAIRS),
     "clip, logq": Case(
@@ -230,13 +237,13 @@ CASES = {
     "hinge of the hardest": _hinge_case(hardest=True, bidirectional=True),
     "hinge of queries": _hinge_case(hardest=False, bidirectional=False),
     "hinge of queries, of the hardest": _hinge_case(hardest=True, bidirectional=False),
-    "hinge, negatives alone": Case(
+    "hinge, queue alone": Case(
         loss="hinge",
         plain=lambda batch: _hinge(batch, in_batch=False, bidirectional=False),
         settings={"in_batch": False},
         no_ring=ALONE,
         **OF_PAIRS,
-        run=OUTSIDE_BATCH,
+        run=QUEUE_ALONE,
     ),
 }
 
@@ -310,15 +317,20 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
     elif case.negatives and setup.queue:
         stored = StoreBatch(negatives=inputs[5], negative_id=ids["queue"])
     stored = stored.for_batch(batch, inputs[4][explicit] if has_explicit else None)
-    settings = {"pairs": case.pairs, "margin": MARGIN, **case.settings}
-    settings |= {"num_samples": NUM_SLOTS, "normalizer": NormalizingConstant(NUM_SLOTS)}
-    objective = LOSSES[case.loss].build(LossSettings(temperature=inputs[2], bias=inputs[3], **settings))
+    objective = build_objective(case, inputs[2], inputs[3])
     rooms = ("softmax", "siglip", "hinge", "nce")
     tiles = tiny_tiles_in(*rooms) if setup.tiny_tiles else contextlib.nullcontext()
     limit = patch.object(collectives, "MAX_GATHERED_BYTES", 0 if setup.by_ring else 2**60)
     with tiles, limit, patch.object(collectives, "RingTransfer", wraps=RingTransfer) as transfers:
         loss = objective(query, None if case.own_slot else key, stored, batch)
         return results(loss, inputs), transfers.call_count
+
+
+def build_objective(case: Case, temperature: Tensor, bias: Tensor) -> Objective:
+    """Return the objective of a case, whose normalizing constant comes from its first batch."""
+    settings = {"pairs": case.pairs, "margin": MARGIN, **case.settings}
+    settings |= {"num_samples": NUM_SLOTS, "normalizer": NormalizingConstant(NUM_SLOTS)}
+    return LOSSES[case.loss].build(LossSettings(temperature=temperature, bias=bias, **settings))
 
 
 def results(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
