@@ -182,6 +182,20 @@ MUTATIONS = [
         "tests/workers/test_objectives.py",
     ),
     Mutation(
+        "every worker uses the views of the first worker as its own",
+        "raycl/losses/views.py",
+        "gather_detached(ids), rank() * len(ids)",
+        "gather_detached(ids), 0",
+        "tests/workers/test_objectives.py",
+    ),
+    Mutation(
+        "the gradient of a view as a positive of another view is missing",
+        "raycl/losses/views.py",
+        "to_columns[b].addcmul_(share, views[a], value=-1)",
+        "pass",
+        "tests/test_nt_xent.py",
+    ),
+    Mutation(
         "the log-frequency of keys is not subtracted",
         "raycl/losses/clip.py",
         'own["key_log_frequency"] = self.log_frequency(ids.stored_key)',
@@ -217,8 +231,8 @@ MUTATIONS = [
     Mutation(
         "a row of SupCon is its own positive",
         "raycl/losses/supcon.py",
-        "weight * (_class_sums(row_label, columns, column_label) - rows)",
-        "weight * _class_sums(row_label, columns, column_label)",
+        "self._weight * (totals[self._own] - self._rows)",
+        "self._weight * totals[self._own].repeat(2, 1, 1)",
         "tests/test_supcon.py",
     ),
     Mutation(

@@ -12,7 +12,7 @@ from raycl.batchnorm import shuffled, synchronized
 from raycl.distributed import device_copy
 from raycl.distributed.device_copy import Download
 from raycl.gradient_cache.chunked_batchnorm import statistics
-from raycl.losses import mutual, objective
+from raycl.losses import mutual, views
 from raycl.losses.objective import StoreBatch
 from raycl.models.temperature import LearnedTemperature
 from raycl.training import stores
@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[str, int, Plant, str]] = {
         "moco_v2", 1, replacing(stores._DeviceCopy, "fetch", fetch_host_ids), "device",
     ),
     "rows are gathered from the host": (
-        "simclr", 2, replacing(objective, "gather_detached", gather_from_host), "NCCL sends no",
+        "simclr", 2, replacing(views, "gather_detached", gather_from_host), "NCCL sends no",
     ),
     "rows with gaps are gathered": (
         "moco_v2", 2, replacing(shuffled, "gather_detached", gather_strided), "contiguous",

@@ -21,8 +21,8 @@ from raycl.losses.checks import (
     checked_temperature,
 )
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.info_nce import query_mask, ring_info_nce
+from raycl.losses.false_negatives import key_mask, query_mask
+from raycl.losses.info_nce import ring_info_nce
 from raycl.losses.logq import checked_log_frequency, logit_biases, refined_row_loss
 from raycl.losses.mutual import MutualSoftmax
 from raycl.losses.objective import StoreBatch, gathered
@@ -204,12 +204,7 @@ def _evaluate(
     """
     group = RowGroup(slice(0, own.stop - own.start), positive=own.start)
     to_keys = query_mask(pair_ids, own, negative_id, group.blocks, in_batch=True)
-    to_queries = None
-    if pair_ids is not None:
-        query_id, key_id = pair_ids
-        to_queries = FalseNegativeMask(
-            (key_id, query_id), key_id[own], query_id, row_blocks=group.blocks, num_own=1
-        )
+    to_queries = key_mask(pair_ids, own, group.blocks)
     length = torch.stack([longest(each, queries.dtype) for each in (keys, negatives)]).amax()
     spread = 0.0 if biases is None else -torch.cat(biases).amin()
     bound = read_bound(queries, length, temperature, to_keys, to_queries, spread=spread)
@@ -228,7 +223,7 @@ def _evaluate(
     loss = queries.new_zeros(())
     for rows, columns, others, mask, of_columns, loss_of, (at_rows, at_columns, at_others) in directions:
         at_own = None if at_rows is None else torch.zeros_like(rows[own])
-        loss = loss + evaluate_softmax(
+        softmax = evaluate_softmax(
             rows[own],
             columns,
             others,
@@ -240,6 +235,7 @@ def _evaluate(
             row_loss=loss_of,
             gradients=(at_own, at_columns, at_others),
         )
+        loss = loss + softmax.loss.mean()
         if at_rows is not None and at_own is not None:
             at_rows[own] += at_own
     # Every logit belongs to a query, so the gradient of the queries gives the gradient of the temperature.

@@ -1,21 +1,20 @@
 """Decoupled contrastive learning, DCL and DCLW (Yeh et al., 2022)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from raycl.distributed import exceeds_gather_limit, gather_detached
+from raycl.distributed import gather_detached
 from raycl.loss_specs import LossSettings
-from raycl.losses.checks import check_pair
-from raycl.losses.example_ids import ExampleIds
-from raycl.losses.nt_xent import ring_softmax_of_views, softmax_of_views
-from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.softmax import RowLoss, Softmax
+from raycl.losses.objective import StoreBatch
+from raycl.losses.softmax import Softmax
 from raycl.losses.tiled import LOG2_E, working_precision
+from raycl.losses.views import Everyone, ViewsObjective, softmax_of_views
 
 SIGMA = 0.5  # of DCLW, as in the paper
 
@@ -59,41 +58,18 @@ def dcl(
     Raises:
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
-    check_pair("the two views", view_a, view_b)
-    everyone = None
-    if gathered_a is not None and gathered_b is not None:
-        check_pair("the gathered views", gathered_a, gathered_b)
-        everyone = _similarity(gathered_a, gathered_b)
-    return softmax_of_views(
-        view_a,
-        view_b,
-        temperature=temperature,
-        row_loss=_row_loss(_similarity(view_a, view_b), everyone, sigma),
-        gathered_a=gathered_a,
-        gathered_b=gathered_b,
-        offset=offset,
-        sample_id=sample_id,
-        gathered_sample_id=gathered_sample_id,
+    return Dcl(temperature=temperature, sigma=sigma).checked_loss(
+        (view_a, view_b), sample_id, (gathered_a, gathered_b), gathered_sample_id, offset
     )
 
 
-def ring_dcl(
-    view_a: Tensor,
-    view_b: Tensor,
-    sample_id: Tensor,
-    *,
-    temperature: float | Tensor,
-    sigma: float | None = None,
-) -> Tensor:
-    """DCL over the views of all workers, which pass around a ring instead of being gathered.
-
-    Has the same value, gradients and errors as :func:`dcl` with gathered views; ``sample_id`` are this
-    worker's ids. Collective in the forward pass only: every worker must scale the loss equally.
-    """
-    check_pair("the two views", view_a, view_b)
-    similarity = _similarity(view_a, view_b)
-    row_loss = _row_loss(similarity, gather_detached(similarity), sigma)
-    return ring_softmax_of_views(view_a, view_b, sample_id, temperature=temperature, row_loss=row_loss)
+def _weights(views: Sequence[Tensor], everyone: Everyone | None, sigma: float) -> Tensor:
+    """Return the weight of each sample's positives, [local_batch]; collective with a ring."""
+    own = of_all = _similarity(*views)
+    if everyone is not None:
+        of_all = gather_detached(own) if everyone.views is None else _similarity(*everyone.views)
+    log_mean = (of_all / sigma).logsumexp(0) - math.log(len(of_all))
+    return 2 - (own / sigma - log_mean).exp()
 
 
 def _similarity(view_a: Tensor, view_b: Tensor) -> Tensor:
@@ -101,47 +77,31 @@ def _similarity(view_a: Tensor, view_b: Tensor) -> Tensor:
     return (working_precision(view_a.detach()) * working_precision(view_b.detach())).sum(1)
 
 
-def _row_loss(own: Tensor, everyone: Tensor | None, sigma: float | None) -> RowLoss:
-    """Return the loss of the rows of both views, given the similarities of this worker's and all samples."""
-    weight = torch.ones_like(own)
-    if sigma is not None:
-        everyone = own if everyone is None else everyone
-        log_mean = (everyone / sigma).logsumexp(0) - math.log(len(everyone))
-        weight = 2 - (own / sigma - log_mean).exp()
-    return partial(_decoupled, weight=weight.repeat(2))
-
-
-def _decoupled(
-    positive: Tensor | None, shift: Tensor, total: Tensor, block: slice, *, weight: Tensor
+def decoupled(
+    positive: Tensor | None, shift: Tensor, total: Tensor, block: slice, *, weight: Tensor | None = None
 ) -> Softmax:
-    """Return the logsumexp over the negatives, 0 without any, minus weight [num_rows] * the positive's logit."""
-    assert positive is not None, "each view has a positive"
+    """Return the logsumexp over the candidates, 0 without any, minus the logit of the positive.
+
+    ``weight`` [num_rows] multiplies the logits of the positives.
+    """
+    assert positive is not None, "each row has a positive"
+    of_positive = torch.ones_like(positive) if weight is None else weight[block]
     logsumexp = torch.where(total == 0, 0.0, shift + total.log2())
-    return Softmax((logsumexp - weight[block] * positive) / LOG2_E, weight[block], logsumexp)
+    return Softmax((logsumexp - of_positive * positive) / LOG2_E, of_positive, logsumexp)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Dcl:
+class Dcl(ViewsObjective):
     """Each view against the views of all other samples of the global batch; DCLW with a ``sigma``."""
 
-    temperature: float | Tensor
     sigma: float | None = None
 
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return DCL with these settings."""
-        return cls(temperature=settings.temperature)
-
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
-        """Return the loss; DCL uses no store."""
-        assert key is not None, "the configuration gives DCL two views"
-        if exceeds_gather_limit(query, key):
-            return ring_dcl(query, key, ids.query, temperature=self.temperature, sigma=self.sigma)
-        everyone = gathered(query, key, sample_id=ids.query)
-        return dcl(
-            query, key, temperature=self.temperature, sigma=self.sigma, sample_id=ids.query, **everyone
-        )
+    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
+        """Return the loss of checked views, given this worker's ids."""
+        weight = None if self.sigma is None else _weights(views, everyone, self.sigma).repeat(2)
+        row_loss = partial(decoupled, weight=weight)
+        return softmax_of_views(views, ids, everyone, temperature=self.temperature, row_loss=row_loss)
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of negatives."""

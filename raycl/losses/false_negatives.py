@@ -77,6 +77,36 @@ class FalseNegativeMask:
         return mask
 
 
+def query_mask(
+    pair_ids: tuple[Tensor, Tensor] | None,
+    own: slice,
+    negative_id: Tensor | None,
+    row_blocks: Sequence[slice],
+    *,
+    in_batch: bool,
+) -> FalseNegativeMask | None:
+    """Return the mask of this worker's queries against all keys (if ``in_batch``) and the negatives."""
+    column_ids = [] if pair_ids is None or not in_batch else [pair_ids[1]]
+    column_ids += [] if negative_id is None else [negative_id]
+    if pair_ids is None or not column_ids:
+        return None
+    return FalseNegativeMask(
+        pair_ids,
+        pair_ids[0][own],
+        column_ids[0] if len(column_ids) == 1 else torch.cat(column_ids),
+        row_blocks=row_blocks,
+        num_own=int(in_batch),
+    )
+
+
+def key_mask(
+    pair_ids: tuple[Tensor, Tensor] | None, own: slice, row_blocks: Sequence[slice]
+) -> FalseNegativeMask | None:
+    """Return the mask of this worker's keys against all queries."""
+    swapped = None if pair_ids is None else (pair_ids[1], pair_ids[0])
+    return query_mask(swapped, own, None, row_blocks, in_batch=True)
+
+
 def mask_same(tile: Tensor, row_ids: Tensor, column_ids: Tensor) -> None:
     """Set the logits of candidates with the row's id to -inf, in place."""
     tile.masked_fill_(row_ids[:, None] == column_ids, -math.inf)

@@ -13,8 +13,7 @@ from raycl.errors import ConfigError
 from raycl.loss_specs import LossSettings
 from raycl.losses.checks import check_columns, check_gathered, check_offset, check_pair, checked_pair_ids
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.info_nce import query_mask
+from raycl.losses.false_negatives import FalseNegativeMask, key_mask, query_mask
 from raycl.losses.nce import add_proximal_term
 from raycl.losses.objective import StoreBatch, gathered, positive_of
 from raycl.losses.softmax import ColumnBlock
@@ -262,12 +261,8 @@ def _masks(
     """Return the masks of this worker's queries among the candidates, and of its keys among the queries."""
     to_keys = query_mask(pairs.ids, pairs.own_ids, pairs.negative_id, blocks, in_batch=pairs.in_batch)
     to_queries = None
-    if pairs.ids is not None and pairs.bidirectional:
-        query_id, key_id = pairs.ids
-        row_blocks = [] if is_shared else blocks
-        to_queries = FalseNegativeMask(
-            (key_id, query_id), key_id[pairs.own_ids], query_id, row_blocks=row_blocks, num_own=1
-        )
+    if pairs.bidirectional:
+        to_queries = key_mask(pairs.ids, pairs.own_ids, [] if is_shared else blocks)
     read_scalars(masks=(to_keys, to_queries))
     return to_keys, to_queries
 

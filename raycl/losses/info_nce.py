@@ -19,7 +19,7 @@ from raycl.losses.checks import (
     checked_temperature,
 )
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import FalseNegativeMask
+from raycl.losses.false_negatives import key_mask, query_mask
 from raycl.losses.logq import logit_biases, refined_row_loss
 from raycl.losses.nce import add_proximal_term
 from raycl.losses.objective import StoreBatch, gathered, positive_of
@@ -158,9 +158,7 @@ def ring_info_nce(
     to_keys = to_queries = query_mask((query_ids, key_ids), own, negative_id, group.blocks, in_batch=True)
     if key_ids is not query_ids:
         # With one id for both sides, a key has the false negatives of its query.
-        to_queries = FalseNegativeMask(
-            (key_ids, query_ids), key_id, query_ids, row_blocks=group.blocks, num_own=1
-        )
+        to_queries = key_mask((query_ids, key_ids), own, group.blocks)
     biases, row_loss = None, cross_entropy
     if key_log_frequency is not None:
         biases = logit_biases(gather_detached(key_log_frequency), negative_log_frequency, rows)
@@ -168,9 +166,18 @@ def ring_info_nce(
             row_loss = refined_row_loss(
                 key_log_frequency, to_keys, num_candidates=len(key_ids) + len(others), dtype=rows.dtype
             )
-    evaluate = partial(
-        evaluate_ring, groups=(group,), masks=(to_keys, to_queries), biases=biases, row_loss=row_loss
-    )
+
+    def evaluate(*inputs: Tensor, with_gradient: bool) -> tuple[Tensor, Gradients]:
+        softmax, gradients = evaluate_ring(
+            *inputs,
+            groups=(group,),
+            masks=(to_keys, to_queries),
+            biases=biases,
+            row_loss=row_loss,
+            with_gradient=with_gradient,
+        )
+        return softmax.loss.mean(), scaled_gradients(inputs[0], gradients, inputs[3], local)
+
     others = others.to(rows) if others.requires_grad else others
     return fused(evaluate, rows, key.to(rows), others, temperature)
 
@@ -195,7 +202,7 @@ def evaluate_info_nce(
     gradients = gradient_buffers(
         rows, columns, negatives, temperature=temperature, with_gradient=with_gradient
     )
-    loss = evaluate_softmax(
+    softmax = evaluate_softmax(
         rows,
         columns,
         negatives,
@@ -206,29 +213,7 @@ def evaluate_info_nce(
         in_batch=in_batch,
         gradients=gradients,
     )
-    return loss, scaled_gradients(rows, tuple(gradients), temperature, len(rows))
-
-
-def query_mask(
-    pair_ids: tuple[Tensor, Tensor] | None,
-    own: slice,
-    negative_id: Tensor | None,
-    row_blocks: list[slice],
-    *,
-    in_batch: bool,
-) -> FalseNegativeMask | None:
-    """Return the mask of this worker's queries against all keys (if ``in_batch``) and the negatives."""
-    column_ids = [] if pair_ids is None or not in_batch else [pair_ids[1]]
-    column_ids += [] if negative_id is None else [negative_id]
-    if pair_ids is None or not column_ids:
-        return None
-    return FalseNegativeMask(
-        pair_ids,
-        pair_ids[0][own],
-        torch.cat(column_ids),
-        row_blocks=row_blocks,
-        num_own=int(in_batch),
-    )
+    return softmax.loss.mean(), scaled_gradients(rows, tuple(gradients), temperature, len(rows))
 
 
 def _checked_columns(

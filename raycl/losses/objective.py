@@ -101,13 +101,11 @@ def build_objective(loss: str, *, hinge_weight: float, **settings: Any) -> Objec
     )
 
 
-def gathered(*views: Tensor, **own: Tensor | None) -> dict[str, Any]:
+def gathered(**own: Tensor | None) -> dict[str, Any]:
     """Return the arguments ``gathered_*`` and ``offset`` of a loss; none for one worker. Collective.
 
-    Args:
-        views: both views [local_batch, dim] of each sample, gathered in one message as ``a`` and ``b``; or none.
-        own: this worker's rows by name, [local_batch, ...]: embeddings are gathered with gradient, ids
-            without; None is skipped.
+    ``own`` are this worker's rows by name, [local_batch, ...]: embeddings are gathered with gradient, ids without;
+    None is skipped.
     """
     if num_workers() == 1:
         return {}
@@ -116,9 +114,7 @@ def gathered(*views: Tensor, **own: Tensor | None) -> dict[str, Any]:
         f"gathered_{name}": gather(each) if each.is_floating_point() else gather_detached(each)
         for name, each in rows.items()
     }
-    if views:
-        everyone["gathered_a"], everyone["gathered_b"] = gather(torch.stack(views, dim=1)).unbind(1)
-    first = (*views, *rows.values())[0]
+    first = next(iter(rows.values()))
     return {"offset": rank() * len(first), **everyone}
 
 

@@ -26,6 +26,7 @@ from raycl.losses.softmax import (
     RowLoss,
     Softmax,
     SoftmaxRows,
+    concatenated,
     cross_entropy,
     row_blocks,
 )
@@ -36,7 +37,6 @@ from raycl.losses.tiled import (
     longest,
     product,
     read_bound_and,
-    scaled_gradients,
     zero_denormals,
 )
 
@@ -52,7 +52,7 @@ def evaluate_ring(
     biases: tuple[Tensor, Tensor] | None = None,
     row_loss: RowLoss = cross_entropy,
     with_gradient: bool,
-) -> tuple[Tensor, Gradients]:
+) -> tuple[Softmax, Gradients]:
     """Compare each row's positive with the columns of all workers and the negatives; collective.
 
     Args:
@@ -69,7 +69,7 @@ def evaluate_ring(
         with_gradient: whether to compute gradients.
 
     Returns:
-        The mean loss over rows, and the gradients of rows, columns, negatives and temperature.
+        The loss of each row, and the unscaled gradients of rows, columns and negatives.
     """
     to_columns, to_rows = masks
     wants_columns = with_gradient and columns.requires_grad
@@ -114,7 +114,7 @@ def evaluate_ring(
             block.meet(visitors, holds_positives=worker == rank())
 
     visit_all(meet, columns)
-    softmax = Softmax(*(torch.cat(parts) for parts in zip(*(each.finish() for each in blocks), strict=True)))
+    softmax = concatenated([block.finish() for block in blocks])
     at_columns = None
     if needs_second_round:
         at_columns = _column_gradient(rows, columns, softmax, groups, scale, to_rows, bias=own_bias)
@@ -124,25 +124,7 @@ def evaluate_ring(
             for k, _, tile in others.tiles(rows[block] * scale, block, bias=of_negatives):
                 weights = zero_denormals(tile.sub_(logsumexp)).exp2_()
                 at_negatives[others.pieces[k]] += product(weights.T, rows[block].T)
-    gradients = scaled_gradients(rows, (at_rows, at_columns, at_negatives), temperature, len(rows))
-    return softmax.loss.mean(), gradients
-
-
-def subtract_positives(
-    found: tuple[Tensor, Gradients], rows: Tensor, positives: Tensor, temperature: Tensor
-) -> tuple[Tensor, Gradients]:
-    """Subtract the logits of positives from the result of :func:`evaluate_ring` for rows as their own columns.
-
-    positives [num_rows, dim] are weighted sums of the positives of each row. Two rows have the same weight
-    for each other. Returns the loss, and the gradients of rows and temperature.
-    """
-    loss, (as_rows, as_columns, _, at_temperature) = found
-    mean_logit = (rows * positives).sum() / (temperature * len(rows))
-    if as_rows is not None and as_columns is not None:
-        as_rows += as_columns - positives * (2 / (temperature * len(rows)))
-    if at_temperature is not None:
-        at_temperature = at_temperature + mean_logit / temperature
-    return loss - mean_logit, (as_rows, at_temperature)
+    return softmax, (at_rows, at_columns, at_negatives)
 
 
 def _column_gradient(

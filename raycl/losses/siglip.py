@@ -23,8 +23,7 @@ from raycl.losses.checks import (
     checked_temperature,
 )
 from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import FalseNegativeMask
-from raycl.losses.info_nce import query_mask
+from raycl.losses.false_negatives import FalseNegativeMask, key_mask, query_mask
 from raycl.losses.objective import StoreBatch, gathered
 from raycl.losses.tiled import (
     BLOCK_ROWS,
@@ -148,10 +147,8 @@ def _evaluate(
 ) -> tuple[Tensor, Gradients]:
     """Return the loss of rows [local_batch, dim] and its gradients; columns are gathered, or local with a ring."""
     blocks = list(spans(0, len(rows), BLOCK_ROWS))
-    mask, back = query_mask(pair_ids, own, None, blocks, in_batch=True), None
-    if by_ring and pair_ids is not None:
-        query_id, key_id = pair_ids
-        back = FalseNegativeMask((key_id, query_id), key_id[own], query_id, row_blocks=blocks, num_own=1)
+    mask = query_mask(pair_ids, own, None, blocks, in_batch=True)
+    back = key_mask(pair_ids, own, blocks) if by_ring else None
     check_temperature(*read_scalars(temperature, masks=(mask, back)))
     wants_rows = rows.requires_grad or temperature.requires_grad
     at_rows, at_columns = gradient_buffers(

@@ -60,8 +60,13 @@ class Softmax(NamedTuple):
     """The loss of each row, and the weights of its gradient; the positive is kept apart for precision."""
 
     loss: Tensor  # natural
-    positive_weight: Tensor  # the gradient of the loss with respect to the positive's logit, times -1
+    positive_weight: Tensor  # the gradient of the loss with respect to the logits of positives, times -1
     logsumexp: Tensor  # base 2; the gradient with respect to a negative's logit is 2**(logit - logsumexp)
+
+
+def concatenated(blocks: Sequence[Softmax]) -> Softmax:
+    """Return the rows of all blocks."""
+    return blocks[0] if len(blocks) == 1 else Softmax(*map(torch.cat, zip(*blocks, strict=True)))
 
 
 class RowLoss(Protocol):
@@ -258,8 +263,8 @@ def evaluate_softmax(
     in_batch: bool = True,
     row_loss: RowLoss = cross_entropy,
     gradients: Sequence[Tensor | None],
-) -> Tensor:
-    """Compare each row's positive with its other candidates; return the mean loss over rows.
+) -> Softmax:
+    """Compare each row's positive with its other candidates; return the loss of each row.
 
     Memory: one block of logits, 256 x the candidates that require a gradient.
 
@@ -281,7 +286,7 @@ def evaluate_softmax(
     batch = ColumnBlock(columns, mask=mask, bias=column_bias, in_batch=in_batch, gradient=to_columns)
     first = len(columns) if in_batch else 0
     others = ColumnBlock(negatives, mask=mask, first=first, bias=negative_bias, gradient=to_negatives)
-    losses = []
+    found = []
     for group in groups:
         for block in group.blocks:
             positives = group.positives(columns, block)
@@ -304,5 +309,5 @@ def evaluate_softmax(
             if to_columns is not None and positives is not None:
                 to_columns[group.match(block)] -= softmax.positive_weight[:, None] * strip.rows
             strip.add_column_gradients(kept, softmax)
-            losses.append(softmax.loss)
-    return torch.cat(losses).mean()
+            found.append(softmax)
+    return concatenated(found)

@@ -1,40 +1,19 @@
 """SupCon, the supervised contrastive loss (Khosla et al., 2020)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from raycl.distributed import exceeds_gather_limit, gather_detached, visit_all
-from raycl.loss_specs import LossSettings
-from raycl.losses.checks import (
-    check_companion,
-    check_offset,
-    check_pair,
-    check_sample_id,
-    checked_ids,
-    checked_temperature,
-)
-from raycl.losses.example_ids import ExampleIds
-from raycl.losses.false_negatives import count_same
-from raycl.losses.nt_xent import gathered_views
-from raycl.losses.objective import StoreBatch, gathered
-from raycl.losses.ring import evaluate_ring, subtract_positives
-from raycl.losses.softmax import RowGroup, evaluate_softmax
-from raycl.losses.tiled import (
-    LOG2_E,
-    Gradients,
-    add_rows,
-    fused,
-    gradient_buffers,
-    longest,
-    read_bound,
-    scaled_gradients,
-    working_precision,
-)
+from raycl.distributed import visit_all
+from raycl.losses.dcl import decoupled
+from raycl.losses.objective import StoreBatch
+from raycl.losses.tiled import add_rows
+from raycl.losses.views import Everyone, Layout, ViewsObjective, softmax_of_views
 
 
 def supcon(
@@ -73,151 +52,92 @@ def supcon(
     Raises:
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
-    rows, temperature = _checked_rows(view_a, view_b, label, temperature)
-    columns, labels = rows, label
-    if gathered_a is None and gathered_b is None:
-        check_companion("gathered_label", gathered_label, "gathered_a", None)
-        check_offset(offset, len(view_a), len(view_a))
-    else:
-        columns = gathered_views(view_a, gathered_a, gathered_b, offset).to(rows)
-        ids = checked_ids(("label", label), ("gathered_label", gathered_label), len(columns) // 2)
-        assert ids is not None, "the label is given"
-        labels = ids[1]
-    evaluate = partial(_evaluate, labels=(label, labels), offset=offset)
-    return fused(evaluate, rows, columns, temperature)
-
-
-def ring_supcon(view_a: Tensor, view_b: Tensor, label: Tensor, *, temperature: float | Tensor) -> Tensor:
-    """SupCon over the views of all workers, which pass around a ring instead of being gathered.
-
-    Has the same value, gradients and errors as :func:`supcon` with gathered views; ``label`` are this
-    worker's labels. Collective in the forward pass only: every worker must scale the loss equally.
-    """
-    rows, temperature = _checked_rows(view_a, view_b, label, temperature)
-    return fused(partial(_evaluate_by_ring, labels=(label, gather_detached(label))), rows, temperature)
-
-
-def _checked_rows(
-    view_a: Tensor, view_b: Tensor, label: Tensor, temperature: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return both views, [2 * local_batch, dim], and the temperature."""
-    check_pair("the two views", view_a, view_b)
-    check_sample_id(label, view_a, "label")
-    rows = working_precision(torch.cat([view_a, view_b]))
-    return rows, checked_temperature(temperature, rows)
-
-
-def _groups(local_batch: int, batch: int, offset: int) -> tuple[RowGroup, RowGroup]:
-    """Return the rows of each view, which exclude themselves as candidates, among 2 * batch columns."""
-    return (
-        RowGroup(slice(0, local_batch), positive=None, excluded=(offset,)),
-        RowGroup(slice(local_batch, 2 * local_batch), positive=None, excluded=(batch + offset,)),
+    return SupCon(temperature=temperature).checked_loss(
+        (view_a, view_b), label, (gathered_a, gathered_b), gathered_label, offset
     )
 
 
-def _evaluate(
-    rows: Tensor,
-    columns: Tensor,
-    temperature: Tensor,
-    *,
-    labels: tuple[Tensor, Tensor],
-    offset: int,
-    with_gradient: bool,
-) -> tuple[Tensor, Gradients]:
-    """Return the loss of rows [2 * local_batch, dim] against columns [2 * batch, dim], and its gradients.
+@final
+class _ClassMeans:
+    """The mean of the positives of each row: all other views of its class. Its weight in the loss is 1."""
 
-    The mean of -log p is a logsumexp over candidates minus the mean logit of the positives.
-    """
-    local_batch, batch = len(rows) // 2, len(columns) // 2
-    row_label, column_label = (each.repeat(2) for each in labels)
-    bound = read_bound(rows, longest(columns, rows.dtype), temperature)
-    at_rows, at_columns = gradient_buffers(
-        rows, columns, temperature=temperature, with_gradient=with_gradient
-    )
-    groups = _groups(local_batch, batch, offset)
-    loss = evaluate_softmax(
-        rows,
-        columns,
-        rows[:0],
-        groups=groups,
-        scale=LOG2_E / temperature,
-        bound=bound,
-        gradients=(at_rows, at_columns, None),
-    )
-    weight = _weights(row_label, column_label, rows)
-    positives = weight * (_class_sums(row_label, columns, column_label) - rows)
-    loss = loss - (rows * positives).sum() / (temperature * len(rows))
-    if at_rows is not None:
-        at_rows -= positives
-    if at_columns is not None:
-        weighted = weight * rows
-        at_columns -= _class_sums(column_label, weighted, row_label)
-        for view, part in enumerate(weighted.chunk(2)):
-            first = view * batch + offset
-            at_columns[first : first + local_batch] += part
-    return loss, scaled_gradients(rows, (at_rows, at_columns), temperature, len(rows))
+    exclude_samples: ClassVar[bool] = False
 
+    def __init__(
+        self,
+        rows: Tensor,
+        columns: Tensor | None,
+        layout: Layout,
+        *,
+        label: Tensor,
+        everyone: Everyone | None,
+    ) -> None:
+        """Sum the views of each class of this worker; collective if the columns pass around a ring."""
+        self._rows, self._layout = rows.unflatten(0, (layout.num_views, -1)), layout
+        # Every row is a column, and two rows have the same weight for each other.
+        self._is_symmetric = columns is None or columns is rows
+        labels, first, size = label, 0, len(label)
+        if everyone is not None and everyone.ids is not None:
+            labels, first = everyone.ids, everyone.offset
+        ordered = label.sort().values
+        place = torch.searchsorted(ordered, labels).clamp(max=size - 1)
+        # The place of the class of each sample; the last one is for classes of other workers.
+        self._places = torch.where(ordered[place] == labels, place, size)
+        self._own = self._places[first : first + size]
+        totals = rows.new_zeros(size + 1, rows.shape[1])
 
-def _evaluate_by_ring(
-    rows: Tensor, temperature: Tensor, *, labels: tuple[Tensor, Tensor], with_gradient: bool
-) -> tuple[Tensor, Gradients]:
-    """Return the loss of both views against the views of all workers, and one gradient for both roles."""
-    local_batch = len(rows) // 2
-    row_label, column_label = (each.repeat(2) for each in labels)
-    found = evaluate_ring(
-        rows,
-        rows,
-        rows[:0],
-        temperature,
-        groups=_groups(local_batch, local_batch, 0),
-        masks=(None, None),
-        with_gradient=with_gradient,
-    )
-    positives = -rows
+        def add(worker: int, visiting: Tensor) -> None:
+            views = visiting.unflatten(0, (layout.num_views, -1)).sum(0)
+            add_rows(totals, self._places[worker * size :][: len(views)], views)
 
-    def meet(worker: int, visiting: Tensor) -> None:
-        theirs = labels[1][worker * local_batch : (worker + 1) * local_batch].repeat(2)
-        positives.add_(_class_sums(row_label, visiting, theirs))
+        if columns is None:
+            visit_all(add, rows)
+        else:
+            add(0, columns)
+        counts = rows.new_zeros(size + 1, 1)
+        add_rows(counts, self._places, rows.new_ones(len(labels), 1))
+        self._weight = 1 / (layout.num_views * counts[self._own] - 1)
+        self._means = (self._weight * (totals[self._own] - self._rows)).flatten(0, 1)
 
-    visit_all(meet, rows)
-    positives *= _weights(row_label, column_label, rows)
-    return subtract_positives(found, rows, positives, temperature)
+    def logits(self, scale: Tensor) -> Tensor:
+        """Return the base-2 mean logits of the positives, [num_rows]."""
+        return (self._rows.flatten(0, 1) * self._means).sum(1) * scale
 
-
-def _weights(row_label: Tensor, column_label: Tensor, rows: Tensor) -> Tensor:
-    """Return one over the number of positives of each row, [num_rows, 1]."""
-    return 1 / (count_same(row_label, column_label) - 1).to(rows)[:, None]
-
-
-def _class_sums(label: Tensor, columns: Tensor, column_label: Tensor) -> Tensor:
-    """Return the sum of the columns with each label, [num_labels, dim]."""
-    ordered = column_label.sort().values
-    totals = torch.zeros_like(columns)
-    add_rows(totals, torch.searchsorted(ordered, column_label), columns)
-    place = torch.searchsorted(ordered, label).clamp(max=len(ordered) - 1)
-    return torch.where((ordered[place] == label)[:, None], totals[place], 0.0)
+    def subtract(self, weight: Tensor, at_rows: Tensor | None, at_columns: Tensor | None) -> None:
+        """Subtract the gradients of the mean logits from buffers, unscaled."""
+        if at_rows is not None:
+            at_rows -= self._means
+        if at_columns is None:
+            return
+        if self._is_symmetric:
+            at_columns -= self._means
+            return
+        shares = self._weight * self._rows
+        totals = self._rows.new_zeros(len(self._own) + 1, shares.shape[2])
+        add_rows(totals, self._own, shares.sum(0))
+        at_columns.unflatten(0, (self._layout.num_views, -1)).sub_(totals[self._places])
+        self._layout.own(at_columns).add_(shares)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SupCon:
+class SupCon(ViewsObjective):
     """Each view against all other views of the global batch; the views of its class are positives."""
 
-    temperature: float | Tensor
+    id_name: ClassVar[str] = "label"
 
-    @classmethod
-    def build(cls, settings: LossSettings) -> Self:
-        """Return the loss with these settings."""
-        return cls(temperature=settings.temperature)
-
-    def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
-        """Return the loss; SupCon uses no store."""
-        assert key is not None, "the configuration gives SupCon two views"
-        assert ids.label is not None, "the configuration gives SupCon labels"
-        if exceeds_gather_limit(query, key):
-            return ring_supcon(query, key, ids.label, temperature=self.temperature)
-        everyone = gathered(query, key, label=ids.label)
-        return supcon(query, key, ids.label, temperature=self.temperature, **everyone)
+    def loss(self, views: Sequence[Tensor], ids: Tensor | None, everyone: Everyone | None) -> Tensor:
+        """Return the loss of checked views, given this worker's labels."""
+        assert ids is not None, "labels are required"
+        # The mean of -log p over positives is the logsumexp over candidates minus the mean logit of the positives.
+        return softmax_of_views(
+            views,
+            None,
+            everyone,
+            temperature=self.temperature,
+            row_loss=decoupled,
+            positives=partial(_ClassMeans, label=ids, everyone=everyone),
+        )
 
     def collapsed_loss(self, *, batch_size: int, stored: StoreBatch) -> float | None:
         """Return the logarithm of the number of candidates."""

@@ -114,10 +114,10 @@ def read_bound_and(
 ) -> tuple[Tensor | None, bool]:
     """Return the bound of :func:`read_bound` and a flag on the device, in one transfer."""
     bound = longest_column * longest(rows, rows.dtype) * (LOG2_E / temperature)
-    flag = rows.new_zeros(()) if flag is None else flag
-    value, span, is_set = read_scalars(temperature, 2 * bound + spread, flag, masks=masks)
+    flags = [] if flag is None else [flag]
+    value, span, *is_set = read_scalars(temperature, 2 * bound + spread, *flags, masks=masks)
     check_temperature(value)
-    return (bound if span <= SAFE_SPREAD else None), bool(is_set)
+    return (bound if span <= SAFE_SPREAD else None), any(is_set)
 
 
 def check_temperature(temperature: float) -> None:
@@ -183,16 +183,18 @@ def temperature_gradient(
     return (gradient * rows).sum() * (-share / temperature)
 
 
-def scaled_gradients(rows: Tensor, gradients: Gradients, temperature: Tensor, num_terms: int) -> Gradients:
+def scaled_gradients(
+    rows: Tensor, gradients: Gradients, temperature: Tensor, num_terms: int, *, share: float = 1.0
+) -> Gradients:
     """Divide the gradients by temperature * ``num_terms``, in place; append the gradient of the temperature.
 
-    The gradient of the temperature is computed from the first gradient, which belongs to the rows.
+    It is ``share`` of the one computed from the first gradient, which belongs to the rows.
     """
     for gradient in gradients:
         if gradient is not None:
             gradient.div_(temperature * num_terms)
     own = gradients[0]
-    return (*gradients, None if own is None else temperature_gradient(rows, own, temperature))
+    return (*gradients, None if own is None else temperature_gradient(rows, own, temperature, share))
 
 
 def zero_denormals(logits: Tensor) -> Tensor:

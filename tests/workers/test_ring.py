@@ -13,14 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raycl.distributed import RingTransfer, collectives, use_shared_memory
+from raycl.distributed import RingTransfer, collectives, gather_detached, use_shared_memory
 from raycl.errors import ConfigError
 from raycl.losses import info_nce, nt_xent
 from raycl.losses.clip import Clip
 from raycl.losses.example_ids import ExampleIds
 from raycl.losses.info_nce import InfoNce, ring_info_nce
-from raycl.losses.nt_xent import NtXent, ring_nt_xent
+from raycl.losses.nt_xent import NtXent
 from raycl.losses.objective import Objective, StoreBatch
+from raycl.losses.views import Everyone, check_views, softmax_of_views
 from tests.gradients import assert_close
 from tests.workers.processes import run_workers
 
@@ -68,6 +69,14 @@ def results(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     """Return the loss, and the gradients of twice the loss for inputs that require one."""
     wanted = [each for each in inputs if each.requires_grad]
     return [loss.detach(), *(torch.autograd.grad(2 * loss, wanted) if wanted else ())]
+
+
+def ring_nt_xent(view_a: Tensor, view_b: Tensor, sample_id: Tensor, *, temperature: float | Tensor) -> Tensor:
+    """Return NT-Xent by a ring of any number of workers."""
+    views = view_a, view_b
+    check_views(views, "sample_id", sample_id)
+    everyone = Everyone(None, gather_detached(sample_id), collectives.rank() * len(sample_id))
+    return softmax_of_views(views, sample_id, everyone, temperature=temperature)
 
 
 def objective(loss: str, temperature: Tensor) -> Objective:
