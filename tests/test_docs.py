@@ -326,6 +326,12 @@ def test_every_recipe_is_in_the_list_of_recipes() -> None:
     assert set(linked) == set(RECIPES)
 
 
+def test_the_columns_of_every_recipe_are_in_the_page_about_data() -> None:
+    section = (DOCS / "guides" / "data.md").read_text().partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(RECIPES)
+
+
 # Troubleshooting
 
 TROUBLE = (DOCS / "troubleshooting.md").read_text()

@@ -107,6 +107,7 @@ RECIPES = {
     "siglip": Case("siglip", CASES["clip"].settings | {"stages.0.bias": -2.0}, **FEW),
     "dcl": Case("dcl", SMALL),
     "supcon": Case("supcon", SMALL),
+    "simcse supcon": Case("simcse", {"stages.0.loss": "supcon"}, **FEW),
     "simclr siglip, chunks": Case("simclr", SMALL | CHUNKS | SIGLIP),
     "two_tower queue": Case(
         "two_tower", TEXTS | {"negatives.store": "queue", "negatives.capacity": 3 * ROWS}, **FEW
