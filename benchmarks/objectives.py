@@ -219,9 +219,10 @@ BOTH_WAYS: dict[str, Any] = {
 PEERS: dict[str, dict[str, tuple[str, Callable[[], Loss]]]] = {
     "nt_xent": {
         "NTXentLoss": ("lightly", lambda: _lightly("NTXentLoss")),
-        "NTXentLoss ": (
+        # Its NTXentLoss holds a matrix of positive pairs by negative pairs: 8,192 x 67 million.
+        "SupConLoss": (
             "pytorch_metric_learning",
-            lambda: _metric_learning("NTXentLoss", has_labels=False),
+            lambda: _metric_learning("SupConLoss", has_labels=False),
         ),
     },
     "info_nce of pairs": {

@@ -1,0 +1,220 @@
+"""One exact step of a million pairs: the losses clip and siglip over workers in a ring, against float64.
+
+    python benchmarks/million_pairs.py [--pairs 1048576] [--workers 4] [--losses clip siglip] [--samples 64] [--json FILE]
+
+Each worker is a process with its share of the pairs: unit rows of 128 numbers, and keys that are queries with noise.
+The loss is called as in a training step, and rows pass around the ring; for fewer pairs the ring is forced. Time covers
+the step, and memory the peak of the whole process until then. Afterwards each worker computes the loss and
+the gradient of some of its queries and keys in float64, in tiles over all pairs. The first worker prints the progress
+every minute. Time grows with the square of the number of pairs.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from measuring import Line, in_workers, make_parser, read_status, repeating, report, table
+from torch import Tensor
+
+from raycl.distributed import all_sum, collectives, gather_detached, num_workers, rank
+from raycl.losses import tiled
+from raycl.losses.example_ids import ExampleIds
+from raycl.losses.objective import StoreBatch, build_objective
+from raycl.losses.tiled import spans
+from raycl.training.process import available_cores
+
+DIM, NOISE = 128, 0.1
+TEMPERATURES, BIAS = {"clip": 0.05, "siglip": 0.1}, -10.0
+PRODUCTS = {"clip": 8, "siglip": 4}  # matrix products with all rows
+ROWS, COLUMNS = 512, 1_024  # of a tile in float64
+Pair = tuple[Tensor, Tensor]
+Reference = tuple[float, Pair]  # the loss of all pairs, and the gradients of the sampled queries and keys
+
+
+def make_pairs(worker: int, local: int) -> Pair:
+    """Return the queries and keys of a worker, float32 [local, 128]."""
+    generator = torch.Generator().manual_seed(worker)
+    query = F.normalize(torch.randn(local, DIM, generator=generator), dim=1)
+    return query, F.normalize(query + NOISE * torch.randn(local, DIM, generator=generator), dim=1)
+
+
+def measure(worker: int, meeting: str, loss: str, options: dict[str, int]) -> Line:
+    """Join the other workers, and compare a step with its reference."""
+    workers = options["workers"]
+    torch.set_num_threads(max(1, available_cores() // workers))
+    timeout = timedelta(days=1)  # a worker may be hours ahead of another
+    dist.init_process_group("gloo", init_method=meeting, rank=worker, world_size=workers, timeout=timeout)
+    line = compare(loss, options["pairs"] // workers, options["samples"] // workers)
+    dist.destroy_process_group()
+    return line
+
+
+def compare(loss: str, local: int, num_samples: int) -> Line:
+    """Return time and memory of a step with ``local`` pairs a worker, and its errors at sampled rows."""
+    line, value, gradients = take_step(loss, local)
+    generator = torch.Generator().manual_seed(num_workers() + rank())
+    samples = torch.randperm(local, generator=generator)[:num_samples]
+    began = time.monotonic()
+    true_value, true_gradients = REFERENCES[loss](local, samples)
+    line |= {"reference_s": time.monotonic() - began, "value": true_value}
+    line["loss_error"] = abs(value - true_value) / abs(true_value)
+    for side, ours, true in zip(("query", "key"), gradients, true_gradients, strict=True):
+        # Like DDP: a worker's loss is the mean over its own pairs, and a step averages over workers.
+        errors = (ours[samples].double() / num_workers() - true).square().sum(1)
+        squares = true.square().sum(1)
+        of_errors, total = all_sum(torch.stack([errors.sum(), squares.sum()])).tolist()
+        line[f"{side}_error"] = (of_errors / total) ** 0.5
+        line[f"worst_{side}_error"] = (errors / squares).amax().sqrt().item()
+    return line
+
+
+def take_step(loss: str, local: int) -> tuple[Line, float, Pair]:
+    """Return time and memory of a step, the loss of all pairs, and the gradients of this worker's rows."""
+    query, key = (each.requires_grad_() for each in make_pairs(rank(), local))
+    scalars = {"temperature": TEMPERATURES[loss], "bias": BIAS}
+    learned = {name: torch.tensor(each, requires_grad=True) for name, each in scalars.items()}
+    objective = build_objective(loss, hinge_weight=0.0, pairs=True, **learned)
+    ids = rank() * local + torch.arange(local)
+    began = time.monotonic()
+    with patch.object(collectives, "MAX_GATHERED_BYTES", 0), printed_progress(loss, local):
+        value = objective(query, key, StoreBatch(), ExampleIds(query=ids, key=ids.clone()))
+        value.backward()
+    line = {"wall_s": time.monotonic() - began, "peak_mb": read_status("VmHWM")}
+    assert query.grad is not None, "queries have a gradient"
+    assert key.grad is not None, "keys have a gradient"
+    return line, all_sum(value.double()).item() / num_workers(), (query.grad, key.grad)
+
+
+@contextmanager
+def printed_progress(loss: str, local: int) -> Iterator[None]:
+    """Print the matrix products of the first worker every minute."""
+    done, began, original = [0], time.monotonic(), tiled.product
+
+    def counted(left: Tensor, right: Tensor, *more: Any) -> Tensor:
+        done[0] += len(left) * len(right) * left.shape[1]
+        return original(left, right, *more)
+
+    def say() -> None:
+        rounds = done[0] / (local * local * num_workers() * DIM)
+        print(
+            f"{loss}: {rounds:.2f} of {PRODUCTS[loss]} products, {time.monotonic() - began:,.0f} s",
+            flush=True,
+        )
+
+    with ExitStack() as stack:
+        for room in ("softmax", "ring", "siglip"):  # not by a path: the function siglip shadows its module
+            stack.enter_context(patch.object(sys.modules[f"raycl.losses.{room}"], "product", counted))
+        if rank() == 0:
+            stack.enter_context(repeating(say, every_s=60))
+        yield
+
+
+# The same in float64
+
+
+def tiles(rows: Tensor, side: int, local: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yield slices of rows and of all columns, the columns, and their similarities; side 0 are queries."""
+    for worker in range(num_workers()):
+        columns = make_pairs(worker, local)[side]
+        for span in spans(0, local, COLUMNS):
+            part = columns[span].double()
+            everywhere = slice(worker * local + span.start, worker * local + span.stop)
+            for block in spans(0, len(rows), ROWS):
+                yield block, everywhere, part, rows[block] @ part.T
+
+
+def clip_reference(local: int, samples: Tensor) -> Reference:
+    """Compute the loss of CLIP: the logsumexp of each query over keys, and of each key over queries."""
+    temperature, num_pairs = torch.tensor(TEMPERATURES["clip"]).item(), local * num_workers()
+    sides = [each.double() for each in make_pairs(rank(), local)]
+    of_queries = torch.zeros(local, dtype=torch.float64)
+    of_keys = torch.zeros(num_pairs, dtype=torch.float64)
+    for block, columns, _, tile in tiles(sides[0], 1, local):
+        tile.sub_(1).div_(temperature).exp_()  # the similarities are at most 1
+        of_queries[block] += tile.sum(1)
+        of_keys[columns] += tile.sum(0)
+    logsumexp = [each.log() + 1 / temperature for each in (gather_detached(of_queries), all_sum(of_keys))]
+    positive = (sides[0] * sides[1]).sum(1) / temperature
+    value = (torch.stack(logsumexp).sum() / 2 - all_sum(positive.sum())) / num_pairs
+    own, gradients = rank() * local + samples, []
+    for side, rows in enumerate(sides):
+        gradient = -2 * sides[1 - side][samples]
+        for _, columns, part, tile in tiles(rows[samples], 1 - side, local):
+            logits = tile / temperature
+            weights = (logits - logsumexp[side][own, None]).exp() + (
+                logits - logsumexp[1 - side][columns]
+            ).exp()
+            gradient += weights @ part
+        gradients.append(gradient / (2 * num_pairs * temperature))
+    return value.item(), (gradients[0], gradients[1])
+
+
+def siglip_reference(local: int, samples: Tensor) -> Reference:
+    """Compute the loss of SigLIP over all combinations of queries and keys."""
+    temperature, num_pairs = torch.tensor(TEMPERATURES["siglip"]).item(), local * num_workers()
+    sides = [each.double() for each in make_pairs(rank(), local)]
+    total = -((sides[0] * sides[1]).sum(1) / temperature + BIAS).sum()
+    for _, _, _, tile in tiles(sides[0], 1, local):
+        total += F.softplus(tile.div_(temperature).add_(BIAS), threshold=40).sum()
+    gradients = []
+    for side, rows in enumerate(sides):
+        gradient = -sides[1 - side][samples]
+        for _, _, part, tile in tiles(rows[samples], 1 - side, local):
+            gradient += tile.div_(temperature).add_(BIAS).sigmoid_() @ part
+        gradients.append(gradient / (num_pairs * temperature))
+    return all_sum(total).item() / num_pairs, (gradients[0], gradients[1])
+
+
+REFERENCES: dict[str, Callable[[int, Tensor], Reference]] = {
+    "clip": clip_reference,
+    "siglip": siglip_reference,
+}
+
+
+def summarized(lines: list[Line]) -> Line:
+    """Return the largest figure of all workers."""
+    return {key: max(line[key] for line in lines) for key in lines[0]}
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line; refuse numbers that cannot be shared equally."""
+    parser = make_parser(__doc__, pairs=2**20, workers=4, losses=list(REFERENCES), samples=64)
+    options = parser.parse_args()
+    for name in ("pairs", "samples"):
+        if getattr(options, name) < options.workers or getattr(options, name) % options.workers:
+            parser.exit(2, f"--{name} must be a multiple of the {options.workers} workers\n")
+    return options
+
+
+def main() -> None:
+    options = read_options()
+    numbers = {name: getattr(options, name) for name in ("pairs", "workers", "samples")}
+    lines = []
+    for loss in options.losses:
+        with tempfile.TemporaryDirectory() as folder:
+            meeting = Path(folder, "meeting").as_uri()
+            found = in_workers(measure, options.workers, meeting, loss, numbers)
+        lines.append({"side": loss} | numbers | summarized(found))
+    titles = {
+        "wall_s": "step s",
+        "peak_mb": "MB of a worker",
+        "value": "loss",
+        "loss_error": "error of the loss",
+    }
+    for side in ("query", "key"):
+        titles |= {f"{side}_error": f"error of {side} gradients", f"worst_{side}_error": "worst row"}
+    report(options, lines, table(lines, side="", pairs="pairs", **titles, reference_s="reference s"))
+
+
+if __name__ == "__main__":
+    main()
