@@ -172,8 +172,9 @@ def test_the_text_of_a_figure_describes_its_runs(figure: ClaimFigure, scale) -> 
     configs = [figure.config(setting, scale, seed=0) for setting in figure.settings[scale]]
     text = describe_runs(scale, configs)
     stages = [stage for config in configs for stage in config.stages]
-    epochs = sum(stage.epochs or 0 for stage in configs[0].stages)
-    assert text.endswith(f", {epochs} epochs" if epochs else f", {stages[0].steps} steps")
+    epochs = [sum(stage.epochs or 0 for stage in config.stages) for config in configs]
+    lengths = " or ".join(dict.fromkeys(f"{each} epochs" for each in epochs))
+    assert text.endswith(f", {lengths}" if any(epochs) else f", {stages[0].steps} steps")
     assert f" {SCALES[scale].image_size} pixels" in text
     assert configs[0].encoder.name in text
     has_one_size = len({stage.batch_size for stage in stages}) == 1
@@ -271,6 +272,24 @@ def test_momentum_zero_is_worst_if_below_all_others_and_slow_is_better_if_both_s
     assert verdicts("momentum", {}) == [None, None]
     claim = claims_of("momentum", good)[0]
     assert "fail" not in claim.text  # the worst run may still be a good one
+
+
+def test_more_views_are_better_if_they_exceed_two_views_at_as_many_encoded_pixels() -> None:
+    good = {
+        name: near(value) for name, value in {"two": 0.3, "four": 0.4, "eight": 0.35, "crops": 0.45}.items()
+    }
+    assert verdicts("views", good) == [True, True, True]
+    assert verdicts("views", good | {"crops": near(0.301)}) == [False, True, True]
+    assert verdicts("views", good | {"eight": near(0.3)}) == [True, True, False]
+    assert verdicts("views", good | {"two": knn(0.2, 0.2)}) == [None, None, None]
+    for scale in SCALES:
+        pixels = set()
+        for setting in FIGURES["views"].settings[scale]:
+            config = FIGURES["views"].config(setting, scale, seed=0)
+            stage = config.stages[0]
+            by_size = config.views_by_size(stage)
+            pixels.add((stage.epochs or 0) * sum(size**2 * count for size, count in by_size.items()))
+        assert len(pixels) == 1
 
 
 def leaking(as_is: float, cured: list[float], accuracy: float = 0.3) -> Planted:

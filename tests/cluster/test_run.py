@@ -170,6 +170,7 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
     of_others = {
         "keys_fraction",
         "grad_norm",
+        "views_per_second",
         "batchnorm_leakage",
         "recall_at_10",
         "bank_restarts",
