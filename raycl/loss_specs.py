@@ -23,6 +23,7 @@ class LossSpec:
         needs_batch: whether the other rows of the batch must be negatives.
         labels: whether it requires labels.
         mixes: whether a hinge may be mixed into it.
+        predicts: whether its queries may pass through a prediction head.
         learns: scalars that can be learned: ``temperature``, ``bias``.
         settings: the settings of the loss, by their names in the configuration.
     """
@@ -36,6 +37,7 @@ class LossSpec:
     needs_batch: bool = False
     labels: bool = False
     mixes: bool = False
+    predicts: bool = False
     learns: tuple[str, ...] = ("temperature",)
     settings: tuple[str, ...] = ("temperature",)
 
@@ -90,6 +92,7 @@ LOSSES: dict[str, LossSpec] = {
         stored_negatives=True,
         explicit_negatives=True,
         mixes=True,
+        predicts=True,
         settings=("temperature", "proximal_weight"),
     ),
     "clip": LossSpec(

@@ -38,6 +38,25 @@ MUTATIONS = [
         "state.update_momentum_encoder(momentum)\n        grad_norm = state.update()",
     ),
     Mutation(
+        "a query of a symmetric loss has its own view as the key",
+        "raycl/training/train_state.py",
+        "if other != view",
+        "if other == view",
+    ),
+    Mutation(
+        "the keys pass the prediction head",
+        "raycl/training/train_state.py",
+        "[normalize(each, dim=1) for each in keys",
+        "[prediction_head(each) for each in keys",
+    ),
+    Mutation(
+        "the gradient of the prediction head stays the worker's own",
+        "raycl/training/train_state.py",
+        "filter(None, (self.prediction_head, self.temperature)):\n            yield",
+        "filter(None, (self.temperature,)):\n            yield",
+        "tests/workers/test_step.py",
+    ),
+    Mutation(
         "the store is updated twice per step",
         "raycl/training/step.py",
         "        store.update(step=step)\n",
@@ -67,23 +86,11 @@ MUTATIONS = [
     Mutation(
         "MoCo keys are computed from the view of the query",
         "raycl/training/train_state.py",
-        "return encode(views.view_b)",
-        "return encode(views.view_a)",
+        "[views.view_b], step)",
+        "[views.view_a], step)",
     ),
     Mutation(
-        "shuffled MoCo keys are computed from the view of the query",
-        "raycl/training/train_state.py",
-        "return encode_shuffled(encode, views.view_b,",
-        "return encode_shuffled(encode, views.view_a,",
-    ),
-    Mutation(
-        "the keys have the same shuffle at every step",
-        "raycl/training/train_state.py",
-        "views.view_b, seed=self._seed, step=step)",
-        "views.view_b, seed=self._seed, step=0)",
-    ),
-    Mutation(
-        "both views have the same shuffle at every step",
+        "views have the same shuffle at every step",
         "raycl/training/train_state.py",
         "rows, seed=self._seed, step=step)",
         "rows, seed=self._seed, step=0)",
@@ -97,8 +104,8 @@ MUTATIONS = [
     Mutation(
         "the learned temperature's gradient is not averaged",
         "raycl/training/train_state.py",
-        "            yield from self.temperature.parameters()",
-        "            pass",
+        "(self.prediction_head, self.temperature)):\n            yield",
+        "(self.prediction_head,)):\n            yield",
         "tests/workers",
     ),
     Mutation(
@@ -118,8 +125,8 @@ MUTATIONS = [
     Mutation(
         "embeddings are not normalized",
         "raycl/models/towers.py",
-        "return F.normalize(projected.to(torch.promote_types(projected.dtype, torch.float32)), dim=1)",
-        "return projected.to(torch.promote_types(projected.dtype, torch.float32))",
+        "return F.normalize(projected, dim=1) if self._normalize else projected",
+        "return projected",
     ),
     Mutation(
         "weight decay applies to biases",

@@ -117,6 +117,7 @@ class PlainRun:
         config: RunConfig,
         tower: nn.Module,
         *,
+        prediction_head: nn.Module | None = None,
         slots: Tensor | None = None,
         count: Mapping[int, int] | None = None,
     ) -> None:
@@ -125,6 +126,11 @@ class PlainRun:
         groups = config.batchnorm_groups if config.batchnorm == "shuffled" else 1
         self.tower: Any = plain_network(tower, 0 if groups == 1 else self.stage.batch_size // groups)
         self.momentum_tower: Any = copy.deepcopy(self.tower)
+        self.prediction_head: Any = None
+        if prediction_head is not None:
+            self.prediction_head = plain_network(
+                prediction_head, 0 if groups == 1 else self.stage.batch_size // groups
+            )
         self.average = [each.detach().clone() for each in self.tower.parameters()]
         learned = torch.tensor(
             math.log(self.stage.temperature),
@@ -133,7 +139,7 @@ class PlainRun:
         self.log_temperature = nn.Parameter(learned.double())
         self.bias = nn.Parameter(torch.tensor(self.stage.bias, dtype=torch.float64))
         scalars = [self.log_temperature, *([self.bias] if self.stage.loss == "siglip" else [])]
-        self.optimizer = plain_optimizer(config, [*self.tower.parameters(), *scalars])
+        self.optimizer = plain_optimizer(config, [*self.weights(), *scalars])
         dtype = getattr(torch, config.bank.dtype)
         self.queue, self.queue_names = torch.empty(0, config.projection_head.dim, dtype=dtype), list[int]()
         self.slots = None if slots is None else slots.double()
@@ -145,7 +151,9 @@ class PlainRun:
     ) -> float:
         """Run a step with these views and row names, and return its loss."""
         self.names = names
-        if views.further or views.crops:
+        if self.prediction_head is not None:
+            loss, query, key = self.predicted_loss(views, step)
+        elif views.further or views.crops:
             key, loss = self.embed_and_compare_many(views, step)
             query = key
         else:
@@ -166,6 +174,11 @@ class PlainRun:
                 follows.copy_(momentum * follows + (1 - momentum) * leads)
         self.store(query.detach() if key is None else key.detach(), views)
         return loss.item()
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return the weights of the tower and the prediction head."""
+        head = [] if self.prediction_head is None else self.prediction_head.parameters()
+        return [*self.tower.parameters(), *head]
 
     def clip_gradient(self) -> float:
         """Limit the gradient of all parameters to the length in the settings; return its length before."""
@@ -224,6 +237,37 @@ class PlainRun:
         rows = {size: torch.cat([each for each in views if each.shape[-1] == size]) for size in sizes}
         parts = {size: iter(self.encode(self.tower, rows[size]).split(len(views[0]))) for size in sizes}
         return [next(parts[each.shape[-1]]) for each in views]
+
+    def predicted_loss(self, views: Views, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean loss of q1 among k2 and q2 among k1, as in the pseudo code of MoCo v3; also q1 and k2.
+
+        Further views are queries among the keys of the two views; these are the only ones of full size.
+        """
+        z1, z2 = self.project(self.tower, views, step).chunk(2)
+        k1, k2 = z1, z2
+        if self.config.key == "momentum_encoder":
+            with torch.no_grad():
+                k1, k2 = self.project(self.momentum_tower, views, step).chunk(2)
+        k1, k2 = F.normalize(k1, dim=1), F.normalize(k2, dim=1)
+        crops = [self.tower.projection_head(self.tower.encoder(each)) for each in views.crops]
+        q1, q2, *others = self.encode(self.prediction_head, torch.cat([z1, z2, *crops])).split(len(z1))
+        none = torch.empty(0, self.config.projection_head.dim, dtype=torch.float64)
+        pairs = [(q1, k2), (q2, k1), *((q, k) for q in others for k in (k1, k2))]
+        losses = [self.loss(query, key, none, views, step) for query, key in pairs]
+        return torch.stack(losses).mean(), q1, k2
+
+    def project(self, tower: nn.Module, views: Views, step: int) -> Tensor:
+        """Return the projections of both views before normalization."""
+        assert views.view_b is not None
+        rows = torch.cat([views.view_a, views.view_b])
+        if self.config.batchnorm != "shuffled" or (
+            self.config.key == "momentum_encoder" and tower is self.tower
+        ):
+            return tower.projection_head(tower.encoder(rows))
+        mixed = torch.stack(rows.chunk(2), 1).flatten(0, 1)  # by sample: a0, b0, a1, b1, ...
+        order = permutation(len(mixed), seed=self.config.seed, step=step)
+        found = tower.projection_head(tower.encoder(mixed[order]))[order.argsort()]
+        return torch.cat([found[::2], found[1::2]])
 
     def encode_shuffled(self, tower: nn.Module, rows: Tensor, step: int) -> Tensor:
         """Encode rows in the random order of shuffled BatchNorm, if it is used."""

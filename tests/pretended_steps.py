@@ -38,6 +38,7 @@ TEXTS = {"encoder.kwargs": {"dim": 32, "hidden_dim": 32}, "projection_head.dim":
 QUEUE = {"batchnorm_groups": 4, "negatives.capacity": 2 * ROWS}
 CHUNKS = {"stages.0.chunk_size": 16}
 VIEWS = {"augment.views": [{"count": 3}, {"count": 2, "size": 8, "crop_scale": [0.05, 0.4]}]}
+VIT = {"encoder.width": 0.125, "projection_head.hidden_dim": 32, "prediction_head.hidden_dim": 32}
 CLIPPED = {"optimizer.max_grad_norm": 0.05}
 
 
@@ -77,6 +78,8 @@ CASES = {
         "moco_v2",
         SMALL | {"negatives.capacity": 2 * ROWS, "batchnorm": "synchronized", "negatives.in_batch": True},
     ),
+    # Not AdamW, which moves a weight as far for a gradient of rounding size.
+    "moco_v3": Case("moco_v3", VIT | {"optimizer.name": "sgd"}),
     "instance_discrimination": Case("instance_discrimination", SMALL | {"negatives.num_negatives": 20}),
     "simcse": Case("simcse"),
     "simcse chunks": Case("simcse", CHUNKS),
@@ -134,7 +137,7 @@ class Worker:
 
     def weights(self) -> list[torch.Tensor]:
         """Return all learned parameters."""
-        modules = [self.learner.tower, self.learner.temperature]
+        modules = [self.learner.tower, self.learner.prediction_head, self.learner.temperature]
         return [each.detach() for module in modules if module is not None for each in module.parameters()]
 
     def step(self, views: Any, step: int, *, is_watched: bool = False) -> StepOutput:

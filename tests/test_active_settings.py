@@ -67,6 +67,8 @@ OTHERS: dict[str, Any] = {
     "text_encoder.kwargs": {"dim": 72},
     "projection_head.num_layers": 1,
     "projection_head.hidden_dim": 24,
+    "prediction_head.num_layers": 2,
+    "prediction_head.hidden_dim": 20,
     "key": "momentum_encoder",
     "momentum_encoder.final_momentum": 0.25,
     "negatives.store": "queue",
@@ -109,6 +111,7 @@ OTHER_THAN = {  # where the value above is the run's own
     ("bank.location", "worker"): "actor",
     ("data.channels", "1"): 3,
     ("optimizer.name", "lars"): "sgd",
+    ("prediction_head.num_layers", "2"): 3,
     ("stages.0.loss", "hinge"): "info_nce",
 }
 
@@ -225,6 +228,11 @@ RUNS = {
     "moco_v2 in workers": lambda: image_run(
         "moco_v2", **{"bank.location": "worker", "optimizer.name": "adamw"}
     ),
+    "moco_v3": lambda: override(
+        recipe("moco_v3", image_size=16),
+        {"encoder.width": 0.5, "projection_head.hidden_dim": 16, "prediction_head.hidden_dim": 16}
+        | {"stages.0.batch_size": 128},
+    ),
     "instance_discrimination": lambda: image_run("instance_discrimination"),
     "instance_discrimination in workers": lambda: image_run(
         "instance_discrimination", **{"bank.location": "worker", "stages.0.loss": "info_nce"}
@@ -239,13 +247,14 @@ RUNS = {
 # Settings used by the parts below; the driver, the data module and the trainer read the others.
 BUILT = re.compile(
     r"data\.(image_size|decode_size|channels|max_pixels)|text\.(max.*|.*_prompt)|augment\..*|text_augment\..*|encoder\..*|text_encoder\..*|"
-    r"separate_towers|projection_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init).*|bank\..*|"
+    r"separate_towers|projection_head\..*|prediction_head\..*|learn_temperature|momentum_encoder\..*|negatives\.(?!bank_init).*|bank\..*|"
     r"ema_decay|batchnorm.*|optimizer\..*|stages\.0\.(?!workers|logq).*"
 )
 
 
 # If inactive: an unused parameter, unused positions, a loss that does not exist, a network without blocks.
 REFUSED = {
+    "prediction_head.num_layers",
     "optimizer.layer_decay",
     "learn_temperature",
     "text.max_document_length",
@@ -292,7 +301,8 @@ def built(config: RunConfig) -> Any:
     parts = {
         "formats": build_formats(config, tokenizer, columns),
         "views": build_transform(config, tokenizer).with_image_size(config.image_size(config.stages[0])),
-        "towers": towers,
+        "towers": [towers, state.prediction_head],
+        "frozen": [not each.requires_grad for each in towers.parameters()],
         "optimizer": [type(state.optimizer), state.optimizer.defaults, state.max_grad_norm],
         "average": state.ema,
         "groups": [{**group, "params": len(group["params"])} for group in state.optimizer.param_groups],
@@ -347,6 +357,7 @@ REFUSED_VALUES = {
     "large simclr": f"{NOT_IN_BATCH} negatives.store",
     "moco_v2": "negatives.store stages.0.batch_size",
     "moco_v2 in workers": "negatives.store stages.0.batch_size",
+    "moco_v3": f"{NOT_IN_BATCH} augment.views data.image_size stages.0.image_size",  # of whole patches
     "instance_discrimination": "negatives.store stages.0.matryoshka_dims",
     "instance_discrimination in workers": "negatives.store",
     "simcse": f"{NOT_IN_BATCH} encoder.name projection_head.dim",
@@ -501,6 +512,9 @@ INACTIVE = {  # a recipe and a setting, and a part of the error
     "moco_v2 stages.0.proximal_weight=1.0": "with key memory_bank, and this run has key momentum",
     "clip stages.0.logq_correction=simple": "data.kind pairs, and this run has data.kind image_text",
     "instance_discrimination learn_temperature=true": "acts only with loss nt_xent, info_nce, clip",
+    "simclr prediction_head.num_layers=2": "prediction_head.num_layers acts only with loss info_nce in all stages",
+    "clip prediction_head.num_layers=2": "acts only with data.kind image or text, and this run has data.kind image",
+    "moco_v2 encoder.freeze_patches=true": "acts only with a ViT, and this run has encoder.name resnet18",
     "clip separate_towers=true": "acts only with data.kind pairs, and this run has data.kind image_text",
     "simclr monitor.max_rollbacks=2": "acts only with monitor.on_collapse rollback",
     "simcse augment.flip=0.1": "augment.flip acts only with data.kind image or image_text",

@@ -14,7 +14,7 @@ from raycl.losses.logq import Frequencies
 from raycl.training.views import Views
 from tests.plain_steps import PlainRun
 from tests.pretend_gpu import CPU
-from tests.pretended_steps import CASES, CHUNKS, CLIPPED, QUEUE, ROWS, SMALL, TEXTS, VIEWS, Case, Worker
+from tests.pretended_steps import CASES, CHUNKS, CLIPPED, QUEUE, ROWS, SMALL, TEXTS, VIEWS, VIT, Case, Worker
 
 STEPS = 5
 # Samples repeat after three steps, and a few texts repeat often.
@@ -26,6 +26,8 @@ HINGE = {"stages.0.loss": "hinge"}
 SIGLIP = {"stages.0.loss": "siglip", "stages.0.bias": -2.0, "learn_temperature": True}
 MIXED = {"stages.0.hinge_weight": 0.3}
 PREFIXES = {"stages.0.matryoshka_dims": (4, 8), "stages.0.matryoshka_weights": (0.5, 2.0)}
+HEADS = {"projection_head.hidden_dim": 32, "prediction_head.hidden_dim": 32}
+PREDICTED = {"stages.0.loss": "info_nce", "prediction_head.num_layers": 2}
 BATCH_ONLY = {"negatives.explicit": False}
 LARGE_CROPS = {"augment.views": [{"count": 2}, {"count": 2, "size": 24}]}
 RECIPES = {
@@ -76,6 +78,25 @@ RECIPES = {
     "moco_v2 mixed, in batch": Case(
         "moco_v2", SMALL | LARGE_QUEUE | MIXED | {"batchnorm": "synchronized", "negatives.in_batch": True}
     ),
+    "moco_v3": Case("moco_v3", VIT),
+    "moco_v3 chunks": Case("moco_v3", VIT | CHUNKS),
+    "moco_v3 shuffled, queue": Case(
+        "moco_v3",
+        SMALL
+        | LARGE_QUEUE
+        | HEADS
+        | {"batchnorm": "shuffled", "batchnorm_groups": 4, "negatives.store": "queue"},
+    ),
+    "moco_v3 prefixes, mixed": Case("moco_v3", SMALL | HEADS | PREFIXES | MIXED),
+    "simclr predicted, shuffled": Case(
+        "simclr",
+        SMALL | PREDICTED | {"batchnorm": "shuffled", "batchnorm_groups": 4, "learn_temperature": True},
+    ),
+    "moco_v3 crops": Case(
+        "moco_v3",
+        SMALL | HEADS | {"augment.views": [{"count": 2}, {"count": 1, "size": 8, "crop_scale": [0.05, 0.4]}]},
+    ),
+    "simcse predicted": Case("simcse", PREDICTED, **FEW),
     "instance_discrimination": Case("instance_discrimination", BANK),
     "instance_discrimination, first estimate": Case(
         "instance_discrimination", BANK | {"negatives.normalizer_momentum": None}
@@ -126,7 +147,8 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
     # In small images group normalization has few values, and its rounding grows.
     size = 32 if RECIPES[name].settings.get("batchnorm") == "group" else 16
     worker = Worker(replace(RECIPES[name], image_size=size), device=CPU)
-    for module in (worker.learner.tower, worker.learner.momentum_encoder, worker.learner.temperature):
+    learner = worker.learner
+    for module in (learner.tower, learner.prediction_head, learner.momentum_encoder, learner.temperature):
         if module is not None:
             module.double()
     if worker.learner.ema is not None:
@@ -142,7 +164,11 @@ def test_five_steps_equal_plain_torch(name: str) -> None:
     state = worker.store.state_dict()
     is_bank = worker.config.key == "memory_bank"
     plain = PlainRun(
-        worker.config, worker.learner.tower, slots=state["rows"] if is_bank else None, count=count
+        worker.config,
+        worker.learner.tower,
+        prediction_head=worker.learner.prediction_head,
+        slots=state["rows"] if is_bank else None,
+        count=count,
     )
     # Banks compute in float32, and counts are float32 as well.
     tolerance = 3e-6 if is_bank or count else 1e-10
@@ -201,7 +227,7 @@ def synthetic_counts(batches: list[ExampleIds]) -> dict[int, int]:
 def weights_of(plain: PlainRun) -> list[Tensor]:
     learned = [plain.log_temperature] if plain.config.learn_temperature else []
     learned += [plain.bias] if learned and plain.stage.loss == "siglip" else []
-    return [each.detach() for each in [*plain.tower.parameters(), *learned]]
+    return [each.detach() for each in [*plain.weights(), *learned]]
 
 
 def assert_moved_alike(

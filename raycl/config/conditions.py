@@ -108,6 +108,10 @@ _MIXES = Condition(
 _HINGE = Condition(
     "loss hinge or a hinge_weight above 0", lambda run, index: run.stages[index].has_hinge, "stages.N.loss"
 )
+_PREDICTED = Condition(
+    f"loss {join_names(name for name, spec in LOSSES.items() if spec.predicts)} in all stages",
+    lambda run, _: all(LOSSES[stage.loss].predicts for stage in run.stages),
+)
 _LEARNS_TEMPERATURE = join_names(name for name, spec in LOSSES.items() if spec.learns)
 
 # By setting or section, a stage's as ``stages.N.NAME``; all conditions of a setting and its sections must hold.
@@ -167,12 +171,25 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
             lambda run, _: run.data.kind in ("text", "pairs") or ":" in run.encoder.name,
         ),
     ),
+    "encoder.freeze_patches": (
+        _IMAGES,
+        Condition("a ViT", lambda run, _: run.encoder.name in VITS, "encoder.name"),
+    ),
     "text_encoder": (when("data.kind", "image_text"),),
     "text_encoder.stem": (_IMAGE_NETWORK,),
     "text_encoder.width": (_IMAGE_NETWORK,),
+    "text_encoder.freeze_patches": (_IMAGE_NETWORK,),
     "separate_towers": (_PAIRS,),
     "projection_head.hidden_dim": (_HIDDEN_LAYERS,),
     "projection_head.batchnorm": (_HIDDEN_LAYERS,),
+    "prediction_head": (
+        when("data.kind", "image", "text"),
+        when("key", "tower", "momentum_encoder"),
+        _PREDICTED,
+    ),
+    "prediction_head.hidden_dim": (
+        Condition("prediction_head.num_layers 2 or 3", lambda run, _: run.prediction_head.num_layers > 1),
+    ),
     "learn_temperature": (
         Condition(
             f"loss {_LEARNS_TEMPERATURE} in a stage, or monitor.on_collapse rollback",

@@ -23,6 +23,7 @@ from raycl.config.schema import (
     NegativesConfig,
     OptimizerConfig,
     Positive,
+    PredictionHeadConfig,
     Section,
     TextAugmentConfig,
     TextConfig,
@@ -94,6 +95,9 @@ class RunConfig(Section):
 
     projection_head: HeadConfig = HeadConfig()
     """Projection head of each tower."""
+
+    prediction_head: PredictionHeadConfig = PredictionHeadConfig()
+    """Prediction head of the queries."""
 
     learn_temperature: bool = False
     """Whether to learn the temperature, starting at the first stage's, above 0.01 as in CLIP."""
@@ -173,6 +177,11 @@ class RunConfig(Section):
         return self.data.kind in ("pairs", "image_text")
 
     @property
+    def has_prediction_head(self) -> bool:
+        """Whether queries pass a prediction head; then all views of a sample are queries."""
+        return self.prediction_head.num_layers > 0
+
+    @property
     def has_texts(self) -> bool:
         """Whether the samples contain texts."""
         return self.data.kind != "image"
@@ -246,7 +255,7 @@ class RunConfig(Section):
         for views in self.views:
             size = self.view_size(views, stage)
             counts[size] = counts.get(size, 0) + views.count
-        if self.key == "momentum_encoder" or self.has_two_towers:
+        if (self.key == "momentum_encoder" and not self.has_prediction_head) or self.has_two_towers:
             counts[self.image_size(stage)] -= 1  # the key
         return counts
 

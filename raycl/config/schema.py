@@ -299,6 +299,11 @@ class EncoderConfig(Section):
     kwargs: dict[str, Any] = {}
     """Keyword arguments of a text encoder or a custom network."""
 
+    freeze_patches: bool = False
+    """Whether the patch projection of a ViT keeps its random weights, which makes training stable (Chen et al.,
+    2021).
+    """
+
 
 @final
 class HeadConfig(Section):
@@ -315,6 +320,21 @@ class HeadConfig(Section):
 
     batchnorm: bool = True
     """Whether the hidden layers have BatchNorm."""
+
+
+@final
+class PredictionHeadConfig(Section):
+    """The prediction head, which maps projections to queries; keys have none (Grill et al., 2020).
+
+    With it all views of a sample are queries, those of full size are keys too, and the loss is the mean over all
+    queries and the keys of other views: with two views, over both directions.
+    """
+
+    num_layers: Literal[0, 1, 2, 3] = 0
+    """Linear layers; 0 means no prediction head."""
+
+    hidden_dim: Count | None = None
+    """Width of the hidden layers, which have BatchNorm; default: the dimension of the embedding."""
 
 
 @final

@@ -1,6 +1,6 @@
 """Encoders and towers from the configuration of a run."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -9,12 +9,14 @@ from raycl.batchnorm import replace_batchnorm, split_batchnorm, synchronize
 from raycl.config import RunConfig
 from raycl.errors import ConfigError, StorageError
 from raycl.models.image import representation_dim
-from raycl.models.registry import OWN, TOKENIZER
+from raycl.models.registry import OWN, TOKENIZER, VITS
 from raycl.models.specs import EncoderSpec, HeadSpec, ImageEncoderSpec, TextEncoderSpec
 from raycl.models.text import text_representation_dim
 from raycl.models.towers import Tower, Towers, TwoTowers, build_projection_head
 from raycl.storage import Place
 from raycl.tokenization import Tokenizer, Vocabulary
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def encoder_specs(config: RunConfig, tokenizer: Tokenizer | None) -> list[EncoderSpec]:
@@ -81,6 +83,8 @@ def build_encoder(config: RunConfig, spec: EncoderSpec, vocabulary: Vocabulary |
     """
     torch.manual_seed(config.seed)
     encoder = spec.build()
+    if config.encoder.freeze_patches and spec.name in VITS:
+        encoder.conv_proj.requires_grad_(False)  # pyright: ignore[reportCallIssue]
     weights = None if vocabulary is None else vocabulary.weights
     if weights is not None and isinstance(spec, TextEncoderSpec) and hasattr(encoder, "start_weights"):
         encoder.start_weights(torch.tensor(weights))  # pyright: ignore[reportCallIssue]
@@ -105,6 +109,7 @@ def build_towers(
 ) -> Towers:
     """Build encoders and projection heads, with BatchNorm replaced as configured.
 
+    A prediction head takes projections before their normalization.
     ``network`` is the user's own encoder, which replaces the only one. Raises ``ConfigError`` if the run
     has two.
     """
@@ -120,15 +125,31 @@ def build_towers(
         dim = _representation_dim(spec, encoder)
         if isinstance(spec, ImageEncoderSpec):
             _check_image_sizes(config, encoder, dim)
-        made.append(Tower(encoder, build_projection_head(dim, **config.projection_head.model_dump())))
+        head = build_projection_head(dim, **config.projection_head.model_dump())
+        made.append(Tower(encoder, head, normalize=not config.has_prediction_head))
     towers: Towers = TwoTowers(made[0], made[-1]) if config.has_two_towers else made[0]
+    return _with_batchnorm(towers, config)
+
+
+def build_prediction_head(config: RunConfig) -> Tower | None:
+    """Build the prediction head, which returns queries [batch, dim] of unit length; None without one."""
+    if not config.has_prediction_head:
+        return None
+    torch.manual_seed(config.seed + 3)  # 1 and 2 are the projection heads
+    dim = config.projection_head.dim
+    head = build_projection_head(dim, **config.prediction_head.model_dump(), dim=dim)
+    return _with_batchnorm(Tower(nn.Identity(), head), config)
+
+
+def _with_batchnorm(network: Network, config: RunConfig) -> Network:
+    """Replace BatchNorm in a network as configured."""
     if config.batchnorm == "synchronized":
-        synchronize(towers)
+        synchronize(network)
     elif config.batchnorm == "shuffled":
-        split_batchnorm(towers, config.rows_per_group(config.stages[0]))
+        split_batchnorm(network, config.rows_per_group(config.stages[0]))
     elif config.batchnorm != "local":
-        replace_batchnorm(towers, config.batchnorm)
-    return towers
+        replace_batchnorm(network, config.batchnorm)
+    return network
 
 
 def _check_image_sizes(config: RunConfig, encoder: nn.Module, dim: int) -> None:

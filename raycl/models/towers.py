@@ -11,12 +11,13 @@ from raycl.errors import ConfigError
 
 @final
 class Tower(nn.Module):
-    """Encode examples and project them onto the unit sphere."""
+    """Encode examples and project them, onto the unit sphere if ``normalize``."""
 
-    def __init__(self, encoder: nn.Module, projection_head: nn.Module) -> None:
+    def __init__(self, encoder: nn.Module, projection_head: nn.Module, *, normalize: bool = True) -> None:
         super().__init__()
         self.encoder = encoder
         self.projection_head = projection_head
+        self._normalize = normalize
 
     @property
     def towers(self) -> tuple["Tower", ...]:
@@ -24,9 +25,10 @@ class Tower(nn.Module):
         return (self,)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return embeddings [batch, dim] of unit length, at least in float32, also under autocast."""
+        """Return embeddings [batch, dim], at least in float32, also under autocast."""
         projected = self.projection_head(self.encoder(rows))
-        return F.normalize(projected.to(torch.promote_types(projected.dtype, torch.float32)), dim=1)
+        projected = projected.to(torch.promote_types(projected.dtype, torch.float32))
+        return F.normalize(projected, dim=1) if self._normalize else projected
 
 
 @final

@@ -11,6 +11,7 @@ from raycl.config import (
     MomentumEncoderConfig,
     NegativesConfig,
     OptimizerConfig,
+    PredictionHeadConfig,
     RunConfig,
     Stage,
 )
@@ -81,6 +82,38 @@ def moco_v2(image_size: int = 224) -> RunConfig:
         head=HeadConfig(num_layers=2, batchnorm=False),
         temperature=0.1 if is_small else 0.2,
         learning_rate_schedule="cosine",
+    )
+
+
+def moco_v3(image_size: int = 224) -> RunConfig:
+    """MoCo v3 (Chen et al., 2021): a ViT, whose prediction of each view is classified among the keys of the batch.
+
+    Large images follow the paper's section 5 with the views of SimCLR. Small images use a batch, heads and an
+    encoder of their size.
+    """
+    is_small = image_size <= SMALL
+    return RunConfig(
+        recipe="moco_v3",
+        data=DataConfig(image_size=image_size),
+        augment=AugmentConfig(
+            brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1, blur=0.0 if is_small else 0.5
+        ),
+        encoder=EncoderConfig(name="vit_tiny" if is_small else "vit_small", freeze_patches=True),
+        projection_head=HeadConfig(num_layers=3, hidden_dim=1_024 if is_small else 4_096, dim=256),
+        prediction_head=PredictionHeadConfig(num_layers=2, hidden_dim=1_024 if is_small else 4_096),
+        key="momentum_encoder",
+        momentum_encoder=MomentumEncoderConfig(momentum=0.99, final_momentum=1.0),
+        optimizer=OptimizerConfig(name="adamw", weight_decay=0.1),
+        stages=(
+            Stage(
+                epochs=300,
+                batch_size=256 if is_small else 4_096,
+                loss="info_nce",
+                temperature=0.2,
+                learning_rate=1.5e-4,
+                warmup_epochs=40.0,
+            ),
+        ),
     )
 
 

@@ -1,12 +1,13 @@
-"""The state that training changes, except the store: towers and their averages, optimizer, temperature."""
+"""The state that training changes, except the store: towers and their averages, heads, optimizer, temperature."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from torch.optim import Optimizer
 
 from raycl.batchnorm import encode_shuffled, leakage, split_batchnorm
@@ -22,9 +23,10 @@ from raycl.losses.matryoshka import Matryoshka
 from raycl.losses.objective import Objective, build_objective
 from raycl.losses.view_pairs import ViewPair, pair_views
 from raycl.models.blocks import learning_rate_scales, residual_blocks
+from raycl.models.build import build_prediction_head
 from raycl.models.momentum import MomentumEncoder
 from raycl.models.temperature import LearnedTemperature
-from raycl.models.towers import Towers, TwoTowers
+from raycl.models.towers import Tower, Towers, TwoTowers
 from raycl.optim import build_optimizer, clip_gradient
 from raycl.training.views import Views, stacked
 
@@ -72,7 +74,7 @@ class EmbedConfig:
 class Embedded(NamedTuple):
     """Queries and keys [local_batch, dim], and negatives [n, dim]; no keys if these are slots of a bank.
 
-    ``pairs`` are the queries and keys to compare if there are more than two views; the first query and key are
+    ``pairs`` are the queries and keys to compare if there are more than one of each; the first query and key are
     ``query`` and ``key``.
     """
 
@@ -92,6 +94,7 @@ class TrainState:
         optimizer: Optimizer,
         *,
         temperature: LearnedTemperature | None = None,
+        prediction_head: Tower | None = None,
         momentum_encoder: MomentumEncoder | None = None,
         ema_decay: float | None = None,
         normalizer: NormalizingConstant | None = None,
@@ -100,7 +103,8 @@ class TrainState:
     ) -> None:
         """``seed`` draws the groups of shuffled BatchNorm; ``ema_decay`` averages the weights."""
         self.tower, self.optimizer, self.temperature = tower, optimizer, temperature
-        self.momentum_encoder, self.normalizer = momentum_encoder, normalizer
+        self.prediction_head, self.normalizer = prediction_head, normalizer
+        self.momentum_encoder = momentum_encoder
         self._ema_decay = ema_decay
         self.ema = None if ema_decay is None else MomentumEncoder(tower).eval()
         self.max_grad_norm = max_grad_norm
@@ -113,15 +117,19 @@ class TrainState:
         normalizer = temperature = None
         if num_samples is not None:  # for every loss: a stage of NCE may be appended to a finished run
             normalizer = NormalizingConstant(num_samples, momentum=config.negatives.normalizer_momentum)
+        device = next(towers.parameters()).device
+        prediction_head = build_prediction_head(config)
+        if prediction_head is not None:
+            prediction_head.to(device)
         if config.learn_temperature:
-            device = next(towers.parameters()).device
             temperature = LearnedTemperature(config.stages[0].temperature, bias=config.first_bias).to(device)
-        learned = nn.ModuleList(filter(None, (towers, temperature)))
+        learned = nn.ModuleList(filter(None, (towers, prediction_head, temperature)))
         settings = config.optimizer.model_dump(exclude={"max_grad_norm", "layer_decay"})
         return cls(
             towers,
             build_optimizer(module=learned, **settings, learning_rate_scales=_scales(config, towers)),
             temperature=temperature,
+            prediction_head=prediction_head,
             momentum_encoder=MomentumEncoder(towers) if config.key == "momentum_encoder" else None,
             ema_decay=config.ema_decay,
             normalizer=normalizer,
@@ -183,24 +191,28 @@ class TrainState:
                 "activation_checkpoint_every needs the blocks of a ResNet, a ViT or a transformer, got none; remove it"
             )
         if config.rows_per_group is not None:
-            for network in filter(None, (self.tower, self.momentum_encoder)):
+            for network in filter(None, (self.tower, self.prediction_head, self.momentum_encoder)):
                 split_batchnorm(network, config.rows_per_group)
 
     def embed(self, views: Views, *, step: int) -> Embedded:
         """Return the embeddings of a batch."""
         if isinstance(self.tower, TwoTowers):
             return self._embed_pairs(self.tower, views)
+        if self.prediction_head is not None:
+            return self._embed_predicted(self.prediction_head, views, step)
         if self.momentum_encoder is not None:
             # Before the queries, so that DDP's backward pass follows its own forward pass.
             with phase("keys"):
-                key = self._encode_keys(self.momentum_encoder, views, step)
+                assert views.view_b is not None, "a momentum encoder's keys are views"
+                (key,) = self._encode_keys(self.momentum_encoder, [views.view_b], step)
             query, *others = self._encode_by_size(views.view_a, *views.further, *views.crops)
             pairs = [ViewPair(each, key) for each in (query, *others)] if others else ()
             return Embedded(query, key, pairs=pairs)
         if views.view_b is None:
             return Embedded(self.encode(views.view_a), None)
         if self._embed_config.rows_per_group is not None:
-            return self._encode_shuffled(views, step)
+            query, key = self._encode_shuffled(self.encode, (views.view_a, views.view_b), step)
+            return Embedded(query, key)
         full = (views.view_a, views.view_b, *views.further)
         embeddings = self._encode_by_size(*full, *views.crops)
         query, key = embeddings[:2]
@@ -254,7 +266,7 @@ class TrainState:
         Training never reads them. With the mean, all workers evaluate the same encoder, and the saved
         one has statistics of all rows.
         """
-        for network in filter(None, (self.tower, self.momentum_encoder, self.ema)):
+        for network in filter(None, (self.tower, self.prediction_head, self.momentum_encoder, self.ema)):
             average_buffers(network)
 
     def leakage(self, views: Views, *, seed: int) -> dict[str, float]:
@@ -277,7 +289,7 @@ class TrainState:
 
     def is_finite(self) -> bool:
         """Whether all weights are finite."""
-        modules = filter(None, (self.tower, self.temperature))
+        modules = filter(None, (self.tower, self.prediction_head, self.temperature))
         return all(bool(each.isfinite().all()) for module in modules for each in module.parameters())
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,8 +305,8 @@ class TrainState:
         """Yield the parameters whose gradient is only this worker's after the backward pass."""
         if self._embed_config.chunk_size is not None:
             yield from self.tower.parameters()
-        if self.temperature is not None:
-            yield from self.temperature.parameters()
+        for each in filter(None, (self.prediction_head, self.temperature)):
+            yield from each.parameters()
 
     def _embed_pairs(self, towers: TwoTowers, views: Views) -> Embedded:
         if self._embed_config.chunk_size is None:
@@ -305,6 +317,28 @@ class TrainState:
         # Keep an empty tensor if this batch has no negatives, since other workers may have some.
         negatives = keys[len(views) :] if views.example_ids.negative is not None else None
         return Embedded(query, keys[: len(views)], negatives)
+
+    def _embed_predicted(self, prediction_head: Tower, views: Views, step: int) -> Embedded:
+        """Embed all views as queries, and those of full size as keys of the others."""
+        assert views.view_b is not None, "keys that are views need two views"
+        full = (views.view_a, views.view_b, *views.further)
+        keys: Sequence[Tensor] = ()
+        if self.momentum_encoder is not None:
+            with phase("keys"):
+                keys = self._encode_keys(self.momentum_encoder, full, step)
+        if self.momentum_encoder is None and self._embed_config.rows_per_group is not None:
+            projected = self._encode_shuffled(self.encode, full, step)
+        else:
+            projected = self._encode_by_size(*full, *views.crops)
+        queries = prediction_head(torch.cat(projected)).chunk(len(projected))
+        keys = [normalize(each, dim=1) for each in keys or projected[: len(full)]]
+        pairs = [
+            ViewPair(query, key)
+            for view, query in enumerate(queries)
+            for other, key in enumerate(keys)
+            if other != view
+        ]
+        return Embedded(queries[0], keys[1], pairs=pairs)
 
     def _encode_by_size(self, *views: Tensor) -> list[Tensor]:
         """Embed views [local_batch, ...], all views of one size in one call."""
@@ -317,21 +351,20 @@ class TrainState:
             embeddings.update(zip(numbers, rows.chunk(len(numbers)), strict=True))
         return [embeddings[number] for number in range(len(views))]
 
-    def _encode_shuffled(self, views: Views, step: int) -> Embedded:
-        """Embed both views in random groups; interleaving keeps their order for any number of workers."""
-        assert views.view_b is not None, "keys that are views need two views"
-        rows = torch.stack([views.view_a, views.view_b], dim=1).flatten(0, 1)
-        embeddings = encode_shuffled(self.encode, rows, seed=self._seed, step=step)
-        query, key = embeddings.unflatten(0, (-1, 2)).unbind(1)
-        return Embedded(query, key)
+    def _encode_shuffled(
+        self, encode: Callable[[Tensor], Tensor], views: Sequence[Tensor], step: int
+    ) -> tuple[Tensor, ...]:
+        """Embed views in random groups; interleaving keeps their order for any number of workers."""
+        rows = torch.stack(list(views), dim=1).flatten(0, 1)
+        embeddings = encode_shuffled(encode, rows, seed=self._seed, step=step)
+        return embeddings.unflatten(0, (-1, len(views))).unbind(1)
 
     @torch.no_grad()
-    def _encode_keys(self, encoder: MomentumEncoder, views: Views, step: int) -> Tensor:
-        assert views.view_b is not None, "a momentum encoder's keys are views"
+    def _encode_keys(self, encoder: MomentumEncoder, views: Sequence[Tensor], step: int) -> Sequence[Tensor]:
         encode = encoder if self._embed_config.chunk_size is None else partial(self._in_chunks, encoder)
         if self._embed_config.rows_per_group is None:
-            return encode(views.view_b)
-        return encode_shuffled(encode, views.view_b, seed=self._seed, step=step)
+            return encode(stacked(*views)).chunk(len(views))
+        return self._encode_shuffled(encode, views, step)
 
     def _in_chunks(self, network: nn.Module, rows: Tensor) -> Tensor:
         config = self._embed_config
@@ -349,6 +382,7 @@ class TrainState:
             "tower": self.tower,
             "optimizer": self.optimizer,
             "temperature": self.temperature,
+            "prediction_head": self.prediction_head,
             "momentum_encoder": self.momentum_encoder,
             "ema": self.ema,
             "normalizer": self.normalizer,

@@ -34,6 +34,7 @@ def run_of(method: str, **settings: Any) -> RunConfig:
     """``small_run`` with another method."""
     stores: dict[str, dict[str, Any]] = {
         "moco_v2": {"negatives.capacity": CAPACITY},
+        "moco_v3": {"projection_head.hidden_dim": 64, "prediction_head.hidden_dim": 64},
         "instance_discrimination": {"negatives.num_negatives": 100, "batchnorm": "synchronized"},
     }
     return small_run(method, **{**stores[method], **settings})
@@ -151,6 +152,20 @@ def test_streamed_data_trains_with_slots_prefetched_one_step_ahead(data: Path, t
     trained_on = np.flatnonzero(holdout.is_train(np.arange(NUM_IMAGES)))
     assert snapshot_of(tmp_path / "run", result.steps)["sample_id"].tolist() == trained_on.tolist()
     assert np.isfinite(losses_of(tmp_path / "run")).all()
+
+
+@pytest.mark.parametrize("method", ["moco_v3"])
+def test_a_run_with_a_prediction_head_that_loses_a_worker_equals_an_uninterrupted_run(
+    method: str, data: Path, tmp_path: Path
+) -> None:
+    result = trained(run_of(method), data, tmp_path / "whole")
+    marker = tmp_path / "died"
+    arguments = {"channels": 1, "die_at": 8, "marker": str(marker)}
+    trained(run_of(method, **{"encoder.kwargs": arguments}), data, tmp_path / "run")
+    assert int(marker.read_text()) == result.steps - 5
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
+    assert all(name.startswith("layers.") for name in weights_of(tmp_path / "run"))
+    assert result.final["knn_top1"] > 0.2
 
 
 @pytest.mark.drill

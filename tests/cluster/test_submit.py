@@ -39,6 +39,7 @@ SMALL = {
     "supcon": IMAGES,
     "moco_v1": IMAGES + QUEUE,
     "moco_v2": IMAGES + QUEUE,
+    "moco_v3": IMAGES,
     "instance_discrimination": [*IMAGES, "negatives.num_negatives=64"],
     "simcse": TEXTS,
     "esimcse": TEXTS + QUEUE,

@@ -41,6 +41,7 @@ OWN: dict[str, dict[str, Any]] = {
     "supcon": IMAGES | {"stages.0.temperature": 0.2, "data.samples_per_class": 4},
     "moco_v1": IMAGES | QUEUE,
     "moco_v2": IMAGES | QUEUE,
+    "moco_v3": IMAGES,
     # Read without prefetching: prefetched rows depend on timing.
     "instance_discrimination": IMAGES
     | {"negatives.num_negatives": 64, "batchnorm": "synchronized", "bank.max_staleness": 0},

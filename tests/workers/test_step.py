@@ -99,6 +99,8 @@ def test_workers_give_the_gradient_of_the_whole_batch_for_towers_and_temperature
 QUEUE, SLOTS = {"negatives.capacity": 40}, {"negatives.num_negatives": 20}
 HARDEST = {"stages.0.loss": "hinge", "stages.0.hardest_negative": True, "stages.0.margin": 0.9}
 MANY = {"augment.views": [{"count": 3}, {"count": 2}]}
+# AdamW would enlarge the rounding of small gradients.
+HEADS = {"projection_head.hidden_dim": 24, "prediction_head.hidden_dim": 24, "optimizer.name": "sgd"}
 METHODS: dict[str, dict[str, Any]] = {
     "simclr": {},
     "simclr with a clipped gradient": {"recipe": "simclr", "optimizer.max_grad_norm": 0.05},
@@ -117,6 +119,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "moco_v2": {"batchnorm_groups": 4, "stages.0.temperature": 0.2} | QUEUE,
     "moco with the other keys of the batch as well": (
         {"recipe": "moco_v1", "batchnorm": "synchronized", "negatives.in_batch": True} | QUEUE
+    ),
+    "moco_v3": HEADS,
+    "moco_v3 with a queue and shuffled views": (
+        {"recipe": "moco_v3", "batchnorm": "shuffled", "batchnorm_groups": 4, "negatives.store": "queue"}
+        | HEADS
+        | QUEUE
+    ),
+    "simclr with predicted and shuffled views": (
+        {"recipe": "simclr", "batchnorm": "shuffled", "batchnorm_groups": 4, "stages.0.loss": "info_nce"}
+        | {"prediction_head.num_layers": 2}
     ),
     "instance_discrimination": {"batchnorm": "layer", "negatives.normalizer_momentum": 0.5} | SLOTS,
     "a bank's slots by their softmax, pulled": (
@@ -171,9 +183,8 @@ def losses_weights_and_rows_after_steps(
         losses.append(stepped.loss)
         if is_clipped:
             losses.append(stepped.measure()["grad_norm"])
-    weights = [parameter.detach() for parameter in tower.parameters()]
-    if learner.momentum_encoder is not None:
-        weights += [parameter.detach() for parameter in learner.momentum_encoder.parameters()]
+    modules = (tower, learner.prediction_head, learner.momentum_encoder)
+    weights = [each.detach() for module in modules if module is not None for each in module.parameters()]
     if learner.ema is not None:
         learner.average_statistics()
         weights += list(learner.evaluated.state_dict().values())
@@ -194,7 +205,7 @@ def test_workers_and_chunks_have_the_losses_weights_and_store_of_the_whole_batch
 
 
 @pytest.mark.parametrize(
-    "method", ["simclr", "simclr of many views", "moco with the other keys of the batch as well"]
+    "method", ["simclr", "simclr of many views", "moco with the other keys of the batch as well", "moco_v3"]
 )
 def test_rows_too_large_to_gather_use_a_ring_with_the_same_result(method: str) -> None:
     assert_equals_the_whole_batch(method, 2, None, 0)
