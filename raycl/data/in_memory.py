@@ -20,12 +20,16 @@ Content = Pixels | Tokens | TokenLists | Ids
 @final
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The contents of some rows by role, such as ``image``, with their ids and labels."""
+    """The contents of some rows by role, such as ``image``, with their ids and labels.
+
+    ``data_set`` is the number of their data set if a run has several.
+    """
 
     contents: Mapping[str, Content]
     sample_id: NDArray[np.int64]
     label: NDArray[np.int64]
     epoch: int = 0
+    data_set: int = 0
 
     def __len__(self) -> int:
         return len(self.sample_id)

@@ -41,6 +41,10 @@ class InMemorySampler:
     length_buckets: int = 1
     samples_per_class: int | None = None
 
+    def num_batches(self, batch_size: int) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self.rows) // batch_size
+
     def epoch_batches(
         self,
         share: BatchShard,
@@ -55,7 +59,7 @@ class InMemorySampler:
         ``continues`` and ``has_next`` are ignored; a stream uses them to prefetch the next epoch.
         """
         rng = np.random.default_rng((self.seed, epoch))
-        num_steps = len(self.rows) // share.batch_size
+        num_steps = self.num_batches(share.batch_size)
         own = slice(share.rank * share.local_batch_size, (share.rank + 1) * share.local_batch_size)
         if self.samples_per_class is None:
             batches, epochs = self._order(share, num_steps, rng), itertools.repeat(epoch)
