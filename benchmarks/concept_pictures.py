@@ -177,7 +177,7 @@ def draw_stages() -> Figure:
         stages
         | {"stages.1.batch_size": 256, "stages.2.batch_size": 1_024, "stages.2.final_hinge_weight": 0.5},
     )
-    plans = stage_plans(grown, num_train=45_000)
+    plans = stage_plans(grown, num_train=[45_000])
     figure, (batch_axes, rate_axes, hinge_axes) = plt.subplots(3, 1, figsize=(8.6, 5.0), sharex=True)
     seen = 0
     for plan, color in zip(plans, (BLUE, GREEN, ORANGE), strict=True):

@@ -74,8 +74,7 @@ def raycl_batches(options: argparse.Namespace, *, stream: bool) -> Iterator[int]
         if stream:
             epochs: Any = samples.stream()
         else:
-            rows = samples.rows_to_keep()
-            assert rows is not None, "without a stream, every row is kept"
+            [rows] = samples.rows_to_keep()
             formats = build_formats(config, None, samples.columns)
             epochs = InMemorySampler(rows=InMemoryDataset(fetch_tables(rows), formats), seed=0)
         views = ViewMaker.of(config, build_transform(config), torch.device("cpu"))

@@ -57,7 +57,7 @@ def open_samples(config: Any, data: str) -> Iterator[Any]:
 
     connect_cluster(None)
     with start_coordinator() as coordinator:
-        yield DataModule(config, coordinator, find_source(data, column_names(config)))
+        yield DataModule(config, coordinator, [find_source(data, column_names(config))])
 
 
 def write_images(

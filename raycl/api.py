@@ -27,8 +27,8 @@ def train(
     recipe: Address | RunConfig,
     *,
     output: Address,
-    data: Address | None = None,
-    dataset: "ray.data.Dataset | None" = None,
+    data: Address | Sequence[Address] | None = None,
+    dataset: "ray.data.Dataset | Sequence[ray.data.Dataset] | None" = None,
     encoder: "nn.Module | None" = None,
     workers: int | str | None = None,
     gpu: bool | None = None,
@@ -44,6 +44,9 @@ def train(
 ) -> "RunResult":
     """Pretrain an encoder on the samples at ``data`` or in a Ray Dataset, and write it to ``output``.
 
+    Several addresses or Ray Datasets are mixed: all rows of a batch come from one of them, in proportion to their
+    sizes or to the setting ``data.weights``.
+
     ``recipe`` is a recipe's name, a file ending in ``.yaml``, or a ``RunConfig``. The options from ``workers``
     ("2:8" for a range) to ``settings`` (a dict such as ``{"encoder.name": "resnet18"}``, or strings
     ``key.path=value``) override parts of it, as the flags of ``raycl train`` do. ``encoder`` may be a module of
@@ -54,17 +57,19 @@ def train(
     """
     if (data is None) == (dataset is None):
         raise ConfigError("give exactly one of data (an address) and dataset (a Ray Dataset)")
-    uri = None if data is None else str(data)
+    uris, datasets = list(map(str, _listed(data))), _listed(dataset)
+    if not (uris or datasets):
+        raise ConfigError("the list of data sets is empty; give at least one")
     flags = run_flags(workers=workers, gpu=gpu, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed)
-    config, source = plan_run(_named(recipe), data=uri or dataset, flags=flags, settings=settings)
+    config, sources = plan_run(_named(recipe), data=uris or datasets, flags=flags, settings=settings)
     from raycl.training.launch import train as launch
 
     return launch(
         config,
         output=str(output),
-        data=uri,
-        source=source,
-        dataset=dataset,
+        data=uris,
+        sources=sources,
+        datasets=datasets,
         encoder=encoder,
         resume=resume,
         address=address,
@@ -113,6 +118,11 @@ def evaluate(
             f"evaluate {measure} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}"
         )
     return evaluator(**places, **common, **options)
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return what was given once or in a list; nothing for None."""
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
 
 
 def _named(recipe: Address | RunConfig) -> str | RunConfig:
@@ -217,8 +227,8 @@ def plan_examined(
     Raises ``ConfigError``; problems of the data are reported by the checks of the data.
     """
     try:
-        return plan_run(recipe, data=data, flags=flags, settings=settings).config
+        return plan_run(recipe, data=[data] if data else [], flags=flags, settings=settings).config
     except (DataError, StorageError):
         if data is None:
             raise  # the YAML file cannot be read
-    return plan_run(recipe, data=None, flags=flags, settings=settings).config
+    return plan_run(recipe, data=[], flags=flags, settings=settings).config

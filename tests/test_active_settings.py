@@ -49,6 +49,7 @@ OTHERS: dict[str, Any] = {
     "data.kind": "text",
     "data.decode_size": 40,
     "data.channels": 1,
+    "data.weights": [3.0, 1.0],
     "data.cache": "stream",
     "data.samples_per_class": 2,
     "text.tokenizer": "tokenizer.json",
@@ -296,7 +297,7 @@ def built(config: RunConfig) -> Any:
     towers = build_towers(config, vocabulary)
     num_samples = 50 if config.negatives.store == "memory_bank" else None
     state = TrainState.build(config, towers, num_samples=num_samples)
-    stage, plans = config.stages[0], stage_plans(config, num_train=2_560)
+    stage, plans = config.stages[0], stage_plans(config, num_train=[2_560])
     weights = [plans[0].hinge_weight(step) for step in (0, plans[0].num_steps - 1)]
     parts = {
         "formats": build_formats(config, tokenizer, columns),

@@ -39,7 +39,7 @@ def test_recipes_files_and_configurations_accept_the_same_flags(digits: Path, tm
     (tmp_path / "mine.yaml").write_text(raycl.config_to_yaml(config))
     for settings in ({"precision": "bfloat16"}, ["precision=bfloat16"]):
         named, read, stated = (
-            plan_run(each, data=str(digits), flags=flags, settings=settings).config
+            plan_run(each, data=[str(digits)], flags=flags, settings=settings).config
             for each in ("simclr", str(tmp_path / "mine.yaml"), config)
         )
         assert named == read == stated
@@ -62,10 +62,10 @@ class Arrays:
 
 def test_a_recipe_infers_the_image_size_from_a_dataset() -> None:
     arrays: Any = Arrays("image")
-    assert plan_run("simclr", data=arrays, flags={}, settings={}).config.data.image_size == 12
+    assert plan_run("simclr", data=[arrays], flags={}, settings={}).config.data.image_size == 12
     unnamed: Any = Arrays("img")
     with pytest.raises(DataError, match="the dataset has no column 'image'; it has img"):
-        plan_run("simclr", data=unnamed, flags={}, settings={})
+        plan_run("simclr", data=[unnamed], flags={}, settings={})
 
 
 @pytest.mark.parametrize(

@@ -284,4 +284,4 @@ def test_samples_without_labels_are_refused() -> None:
         uri="", kind="folder", fragments=(), columns=ColumnNames(), classes=None, has_labels=False
     )
     with pytest.raises(ConfigError, match=r"data.samples_per_class needs labels.*--set data.columns.label"):
-        DataModule(config, None, source)
+        DataModule(config, None, [source])

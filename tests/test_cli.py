@@ -90,7 +90,7 @@ def test_workers_are_a_number_or_a_range(digits: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps(elastic.model_dump(mode="json")))
     ranges = {}
     for flag in (None, "3", "1:4", "2:2"):
-        config = plan_run(str(file), data=str(digits), flags=run_flags(workers=flag), settings=[]).config
+        config = plan_run(str(file), data=[str(digits)], flags=run_flags(workers=flag), settings=[]).config
         ranges[flag] = config.worker_range(config.stages[0])
     assert ranges == {None: (2, 4), "3": (3, 3), "1:4": (1, 4), "2:2": (2, 2)}
 
@@ -178,12 +178,12 @@ def test_an_unwritable_output_is_refused_before_the_run_starts(raycl, digits: Pa
 
 
 def test_a_recipe_infers_the_image_size_unless_it_is_set(digits: Path, tmp_path: Path) -> None:
-    assert plan_run("simclr", data=str(digits), flags={}, settings=[]).config.data.image_size == 16
-    set_size = plan_run("simclr", data=str(digits), flags={}, settings=["data.image_size=24"]).config
+    assert plan_run("simclr", data=[str(digits)], flags={}, settings=[]).config.data.image_size == 16
+    set_size = plan_run("simclr", data=[str(digits)], flags={}, settings=["data.image_size=24"]).config
     assert set_size.data.image_size == 24
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_bytes(encode(photograph(), "JPEG"))
-    large = plan_run("simclr", data=str(tmp_path / "photos"), flags={}, settings=[]).config
+    large = plan_run("simclr", data=[str(tmp_path / "photos")], flags={}, settings=[]).config
     assert large.data.image_size == 224
     assert large.encoder.name == "resnet50"
 
@@ -192,7 +192,7 @@ def test_flags_and_settings_override_a_file(digits: Path, tmp_path: Path) -> Non
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps(recipe("simclr", image_size=32).model_dump(mode="json")))
     flags = {"stages.0.epochs": None, "stages.0.steps": 5, "seed": 3}
-    config = plan_run(str(file), data=str(digits), flags=flags, settings=["precision=bfloat16"]).config
+    config = plan_run(str(file), data=[str(digits)], flags=flags, settings=["precision=bfloat16"]).config
     assert (config.stages[0].steps, config.stages[0].epochs, config.seed) == (5, None, 3)
     assert config.precision == "bfloat16"
 

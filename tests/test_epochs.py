@@ -68,7 +68,7 @@ def plan_of(**length: int) -> StagePlan:
 
 def plans_of(**settings: object) -> list[StagePlan]:
     stages = {"stages.0.batch_size": BATCH_SIZE, "stages.0.epochs": None}
-    return stage_plans(raycl.override(raycl.recipe("simclr"), stages | settings), num_train=NUM_ROWS)
+    return stage_plans(raycl.override(raycl.recipe("simclr"), stages | settings), num_train=[NUM_ROWS])
 
 
 def ids_of(epochs: Epochs, position: Position, plan: StagePlan) -> list[list[int]]:

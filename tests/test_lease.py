@@ -275,12 +275,12 @@ def test_each_file_of_a_folder_has_its_own_writer(output: Place) -> None:
 
 def test_only_one_run_per_output_is_admitted(tmp_path: Path) -> None:
     config = raycl.recipe("simclr")
-    with validate_run(config, output=str(tmp_path / "run"), resume=False, data=None) as admission:
+    with validate_run(config, output=str(tmp_path / "run"), resume=False) as admission:
         admission.lease.check()
         for resume in (False, True):
             with (
                 pytest.raises(ConfigError, match="has been writing to"),
-                validate_run(config, output=str(tmp_path / "run"), resume=resume, data=None),
+                validate_run(config, output=str(tmp_path / "run"), resume=resume),
             ):
                 raise AssertionError("two at once")
 

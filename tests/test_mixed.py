@@ -1,16 +1,36 @@
 """Several data sets in one run: each batch has rows of one of them, in proportion to sizes or weights."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+import raycl
+from raycl.config import RunConfig
 from raycl.data.in_memory import Batch, InMemoryDataset
 from raycl.data.mixed import MixedSampler, batch_counts
 from raycl.data.sampler import BatchShard, InMemorySampler
+from raycl.data.sources import find_source
+from raycl.errors import ConfigError, RayclError
+from raycl.storage import Place
+from raycl.training.data_module import DataModule
+from raycl.training.preflight import (
+    check_data_sets,
+    check_same_data,
+    check_sizes,
+    describe_data,
+    validate_run,
+)
+from raycl.training.stages import Position, stage_plans
+from raycl.training.views import build_sampler
+from tests.images import write_digits
 
 BATCH_SIZE = 4
 SIZES = (50, 23, 9)  # 12, 5 and 2 complete batches
@@ -164,3 +184,169 @@ def test_equal_weights_draw_as_many_batches_of_each_as_the_round_robin_of_senten
     assert set(theirs.values()) == {min(PASSES)}
     assert max(ours.values()) - min(ours.values()) <= 1  # but over a whole epoch
     assert ours.total() == sum(PASSES)
+
+
+# A run
+
+
+def run_of(**settings: Any) -> RunConfig:
+    whole = {"stages.0.batch_size": BATCH_SIZE, "data.cache": "materialize", "workers": 1}
+    return raycl.override(raycl.recipe("simclr", image_size=16), whole | settings)
+
+
+def test_a_run_on_one_data_set_has_the_batches_of_its_sampler() -> None:
+    [own] = sampler_of(50).samplers
+    built = build_sampler(run_of(seed=7), [own.rows])
+    assert isinstance(built, InMemorySampler)
+    expected = ids_of(InMemorySampler(rows=own.rows, seed=7).epoch_batches(WHOLE, epoch=3))
+    assert ids_of(built.epoch_batches(WHOLE, epoch=3)) == expected
+
+
+def test_data_sets_of_a_run_have_orders_of_their_own() -> None:
+    twins = [each.rows for each in sampler_of(40, 40, equal_ids=True).samplers]
+    mixed = list(build_sampler(run_of(), twins).epoch_batches(WHOLE, epoch=0))
+    first, second = (ids_of(each for each in mixed if each.data_set == number) for number in (0, 1))
+    assert np.unique(first).tolist() == np.unique(second).tolist() == list(range(40))
+    assert first != second
+
+
+def test_a_plan_adds_up_the_batches_of_the_data_sets() -> None:
+    config = run_of(**{"stages.0.epochs": 3})
+    [plan] = stage_plans(config, num_train=SIZES)
+    assert (plan.steps_per_epoch, plan.num_steps) == (sum(PASSES), 3 * sum(PASSES))
+
+
+def test_a_position_counts_the_steps_of_each_data_set_if_there_are_several() -> None:
+    position = Position(data_set_steps=(0, 0))
+    for number in (1, 1, 0):
+        position = position.next_step(batch_size=BATCH_SIZE, data_set=number)
+    assert (position.data_set_steps, position.step) == ((1, 2), 3)
+    assert position.next_epoch().next_stage().data_set_steps == (1, 2)
+    assert Position().next_step(batch_size=BATCH_SIZE).data_set_steps == ()
+
+
+@pytest.mark.parametrize(
+    ("number", "settings", "message"),
+    [
+        (
+            1,
+            {"data.weights": [1]},
+            r"data.weights acts only with several data sets \(--data A --data B\); remove it",
+        ),
+        (3, {"data.weights": [1, 2]}, "data.weights has 2 numbers, and there are 3 data sets; give one per"),
+        (2, {"data.weights": []}, "data.weights has 0 numbers, and there are 2 data sets"),
+        (
+            2,
+            {"data.cache": "stream"},
+            "data.cache=stream reads one data set, and there are 2; set data.cache=",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_number_of_data_sets_are_refused(
+    number: int, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check_data_sets(run_of(**settings), number)
+
+
+@pytest.mark.parametrize("name", ["moco_v2", "instance_discrimination"])
+def test_a_store_of_negatives_is_refused_with_several_data_sets(name: str) -> None:
+    config = raycl.recipe(name, image_size=16)
+    check_data_sets(config, 1)
+    with pytest.raises(
+        ConfigError, match=f"negatives.store {config.negatives.store} would keep rows of all 2"
+    ):
+        check_data_sets(config, 2)
+
+
+@pytest.mark.parametrize("weights", ["[0, 1]", "[-1, 1]", "[.nan, 1]", "[.inf, 1]", "[a, 1]", "3"])
+def test_weights_are_finite_and_above_zero(weights: str) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.weights") as caught:
+        raycl.override(raycl.recipe("simclr"), [f"data.weights={weights}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_without_a_batch_is_refused_by_name() -> None:
+    check_sizes(run_of(), {"a": 4, "b": 4})
+    with pytest.raises(
+        RayclError, match=r"a batch of 4 rows .* is larger than the 3 rows to train on in b; set it"
+    ):
+        check_sizes(run_of(), {"a": 9, "b": 3})
+    with pytest.raises(
+        RayclError, match="larger than the 3 rows to train on; set it lower or give more data"
+    ):
+        check_sizes(run_of(), {"a": 3})
+    weighted = run_of(**{"data.weights": [1000, 1]})
+    with pytest.raises(RayclError, match="gives b none of the 6 batches of an epoch; raise its weight"):
+        check_sizes(weighted, {"a": 12, "b": 12})
+
+
+def test_a_data_set_given_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(write_digits(tmp_path / "digits.parquet", 20)), "digits.parquet"]
+    with (
+        pytest.raises(
+            ConfigError, match="digits.parquet is given twice; give it once, and raise its number in"
+        ),
+        validate_run(run_of(), output=str(tmp_path / "run"), resume=False, data=given),
+    ):
+        raise AssertionError("accepted")
+
+
+def test_a_run_resumes_only_with_the_same_data_sets_in_the_same_order(tmp_path: Path) -> None:
+    def described(*rows: int) -> dict[str, Any]:
+        return describe_data(run_of(), [str(each) for each in rows], rows, None, streamed=False)
+
+    assert "rows_per_data_set" not in described(700)
+    for rows in ((400, 300), (700,)):
+        (tmp_path / "data.json").write_text(json.dumps(described(*rows)))
+        check_same_data(Place(str(tmp_path)), described(*rows))
+        message = (
+            "the run began with .*, and --resume got data sets of 300, 400 rows; give the same data sets"
+        )
+        with pytest.raises(ConfigError, match=message):
+            check_same_data(Place(str(tmp_path)), described(300, 400))
+
+
+def folder_of(path: Path, *classes: str) -> str:
+    for name in classes:
+        (path / name).mkdir(parents=True)
+        (path / name / "1.png").write_bytes(b"")
+    return str(path)
+
+
+def test_equal_class_names_of_two_data_sets_are_one_class(tmp_path: Path) -> None:
+    first, second = folder_of(tmp_path / "a", "cat", "dog"), folder_of(tmp_path / "b", "ant", "dog", "cat")
+    samples = DataModule(run_of(), None, [find_source(each) for each in (first, second)])
+    assert samples.classes == ("ant", "cat", "dog")
+    labels = [label for each in samples.data_sets for part in each.fragments for label in part.labels]
+    assert labels == [1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"label": [1, 2]},
+            "the labels of .*/b.parquet are integers, and those of another data set are text",
+        ),
+        (
+            {},
+            r"a.parquet has the columns image, label, and .*/b.parquet has the columns image; give all data sets",
+        ),
+    ],
+)
+def test_data_sets_of_other_columns_or_labels_are_refused(
+    other: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for name, columns in (("a", {"label": ["cat", "dog"]}), ("b", other)):
+        pq.write_table(pa.table({"image": [b"", b""], **columns}), tmp_path / f"{name}.parquet")
+    sources = [find_source(str(tmp_path / f"{name}.parquet")) for name in "ab"]
+    with pytest.raises(RayclError, match=message):
+        DataModule(run_of(), None, sources)
+
+
+def test_rows_with_labels_are_found_by_their_labels_and_not_by_ids_that_data_sets_share() -> None:
+    tables = [pa.table({"sample_id": [0, 1, 2], "label": labels}) for labels in ([4, -1, 5], [-1, 6, -1])]
+    rows = InMemoryDataset(tables, {}).labeled()
+    assert (rows.sample_id.tolist(), rows.label.tolist()) == ([0, 1, 2], [4, 6, 5])

@@ -128,7 +128,7 @@ def test_a_data_set_is_listed_once_for_both_image_size_and_checks(
 
     for module in ("raycl.data.sources", "raycl.training.preflight"):
         monkeypatch.setattr(f"{module}.find_source", find)
-    monkeypatch.setattr("raycl.training.launch.train_validated", lambda run, **_: run.source)
+    monkeypatch.setattr("raycl.training.launch.train_validated", lambda run, **_: run.sources[0])
     data = str(write_digits(tmp_path / "digits.parquet", 40))
     source: Any = raycl.train("simclr", data=data, output=str(tmp_path / "run"), batch_size=8)
     assert source.num_rows == 40
@@ -144,10 +144,10 @@ def test_python_functions_refuse_the_same_input(tmp_path: Path, monkeypatch: pyt
     config = config.model_copy(update={"encoder": config.encoder.model_copy(update={"name": "mine"})})
     output = str(tmp_path / "run")
     with pytest.raises(RayclError, match="unknown encoder.name 'mine'"):
-        train(config, data=digits, output=output)
+        train(config, data=[digits], output=output)
     # A module of the same name replaces the function.
-    monkeypatch.setattr("raycl.training.preflight.check_size", lambda *_: None)
-    assert train(config, data=digits, output=output, encoder=object()) == "admitted"  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("raycl.training.preflight.check_sizes", lambda *_: None)
+    assert train(config, data=[digits], output=output, encoder=object()) == "admitted"  # pyright: ignore[reportArgumentType]
 
 
 def test_only_a_local_ray_is_known_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ def plans_of(**settings: object) -> list[StagePlan]:
     stages = {"stages.0.epochs": 2, "stages.0.batch_size": 64, "stages.0.learning_rate": 1.0}
     later = {"stages.1.batch_size": 256}
     config = raycl.override(raycl.recipe("simclr"), {**stages, **settings, **later})
-    return stage_plans(config, num_train=NUM_TRAIN)
+    return stage_plans(config, num_train=[NUM_TRAIN])
 
 
 def rates(plan: StagePlan) -> list[float]:

@@ -150,7 +150,7 @@ def test_samples_without_labels_are_refused() -> None:
         uri="", kind="folder", fragments=(), columns=ColumnNames(), classes=None, has_labels=False
     )
     with pytest.raises(ConfigError, match=r"loss supcon needs labels.*--set data.columns.label=NAME"):
-        DataModule(config, None, source)
+        DataModule(config, None, [source])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def save(config: RunConfig, output: Path) -> Towers:
         output=Place(str(output)),
         blocks=(),
         stream=None,
-        num_train=1,
+        num_train=(1,),
         holdout=Holdout(seed=0),
         coordinator=None,
         is_evaluated=False,

@@ -118,7 +118,7 @@ def perform(run: PlannedRun, images: Images, **how: Any) -> Outcome:
     try:
         if not ((run.place / RESULT).exists() and read_result(run.place)["status"] == "finished"):
             resume = (run.place / CONFIG).exists()
-            train(run.config, data=images.train, output=run.place.uri, resume=resume, **how)
+            train(run.config, data=[images.train], output=run.place.uri, resume=resume, **how)
         numbers = _measure(run, images, **how)
     except (NonFiniteLossError, CollapseError) as error:
         failed, numbers = str(error), {"knn_top1": 1.0 / num_classes(images.test)}

@@ -77,7 +77,13 @@ def recipes(
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="Recipe name or .yaml file.")],
-    data: Annotated[str, typer.Option(help="Parquet file or folder, or folder of images; local or s3://.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="Parquet file or folder, or folder of images; local or s3://. May be repeated: each batch has "
+            "rows of one data set."
+        ),
+    ],
     output: Annotated[str, typer.Option(help="Folder of the run; local or s3://.")],
     workers: Workers = None,
     gpu: Gpu = False,
@@ -96,12 +102,14 @@ def train(
     flags = run_flags(
         workers=workers, gpu=gpu or None, epochs=epochs, steps=steps, batch_size=batch_size, seed=seed
     )
-    config, source = plan_run(recipe, data=data, flags=flags, settings=settings or [])
+    config, sources = plan_run(recipe, data=data, flags=flags, settings=settings or [])
     from raycl.provenance import typed
     from raycl.report.writer import reported
     from raycl.training.preflight import validate_run
 
-    with validate_run(config, output=output, resume=resume, data=data, source=source, address=address) as run:
+    with validate_run(
+        config, output=output, resume=resume, data=data, sources=sources, address=address
+    ) as run:
         # All checks above run without loading Ray and torch.
         from raycl.ray_runtime import prestart_ray
 
@@ -117,6 +125,8 @@ def train(
     print(
         f"{result.steps} steps in {result.seconds:.0f} s ({rate}){judged}; the encoder is in {result.output}"
     )
+    for name, counts in result.data_sets.items():
+        print(f"{name}: {counts['rows']:,} rows, {counts['steps']:,} steps")
     if result.invalid_rows:
         causes = ", ".join(f"{count} {cause}" for cause, count in result.invalid_rows.items())
         print(f"invalid rows: {causes}")

@@ -24,18 +24,19 @@ class RunPlan(NamedTuple):
     """The configuration of a run, and its data if they were found for the image size."""
 
     config: RunConfig
-    source: "Source | None" = None
+    sources: "tuple[Source, ...]" = ()
 
 
 def plan_run(
     run: str | RunConfig,
     *,
-    data: "str | ray.data.Dataset | None",
+    data: "Sequence[str | ray.data.Dataset]",
     flags: Mapping[str, Any],
     settings: Settings,
 ) -> RunPlan:
     """Plan the run of a recipe, a YAML file or a ``RunConfig``, with flags and then settings applied.
 
+    ``data`` are the addresses of the data sets, or Ray Datasets; none if they are unknown.
     The image size of a recipe is the shorter side of the first images, at most 224, unless
     ``data.image_size`` is set. Raises ``ConfigError`` or ``DataError``.
     """
@@ -61,9 +62,9 @@ def plan_run(
     from raycl.training.preflight import column_names
 
     columns = column_names(requested)
-    source = find_source(data, columns) if isinstance(data, str) else None
-    size = _peek_image_size(data if source is None else source, columns)  # pyright: ignore[reportArgumentType]
-    return RunPlan(override(recipe(run, image_size=size), overrides), source)
+    sources = tuple(find_source(each, columns) for each in data if isinstance(each, str))
+    size = _peek_image_size(sources or data, columns)  # pyright: ignore[reportArgumentType]
+    return RunPlan(override(recipe(run, image_size=size), overrides), sources)
 
 
 def run_flags(
@@ -114,12 +115,12 @@ def _check_flags(flags: Mapping[str, Any], config: RunConfig, name: str) -> None
         )
 
 
-def _peek_image_size(data: "Source | ray.data.Dataset | None", columns: "ColumnNames") -> int:
-    """Return the median shorter side of the first valid images, between 8 and 224 pixels."""
+def _peek_image_size(data: "Sequence[Source | ray.data.Dataset]", columns: "ColumnNames") -> int:
+    """Return the median shorter side of the first valid images of all data, between 8 and 224 pixels."""
     from raycl.data.images import InvalidImageError, image_sides
 
     sides = []
-    for content in _first_images(data, columns):
+    for content in (image for each in data for image in _first_images(each, columns)):
         try:
             sides.append(min(image_sides(content)))
         except InvalidImageError:
@@ -127,14 +128,12 @@ def _peek_image_size(data: "Source | ray.data.Dataset | None", columns: "ColumnN
     return max(8, min(LARGEST, int(statistics.median(sides)))) if sides else LARGEST
 
 
-def _first_images(data: "Source | ray.data.Dataset | None", columns: "ColumnNames") -> list[Any]:
+def _first_images(data: "Source | ray.data.Dataset", columns: "ColumnNames") -> list[Any]:
     from raycl.data.sources import Source
 
     if isinstance(data, Source):
         first = next(data.read(data.fragments[0]), None)
         return [] if first is None else list(first.values["image"][:NUM_PEEKED])
-    if data is None:
-        return []
     from raycl.data.decode import columns_of
 
     image = columns_of(data, columns).image or "image"

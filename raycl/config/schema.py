@@ -99,6 +99,11 @@ class DataConfig(Section):
     columns: Columns = Columns()
     """Names of the columns."""
 
+    weights: tuple[Positive, ...] | None = None
+    """Shares of the batches of an epoch, one per data set, if there are several (``--data A --data B``);
+    default: in proportion to their sizes, so that an epoch is one pass over each.
+    """
+
     image_size: Annotated[int, Field(ge=8, le=1024)] = 224
     """Side of a view in pixels, 8 to 1024."""
 

@@ -46,19 +46,21 @@ _PAIR = pa.schema(
 GROUPED = ColumnNames(image=None, query="query", document="document", negatives="negatives")
 
 
-def group_source(source: Source, coordinator: Any) -> ray.data.Dataset:
+def group_source(source: Source, coordinator: Any, *, prefix: str = "") -> ray.data.Dataset:
     """Return the pairs of a labeled source; see :func:`group_rows`."""
 
     def read(described: Source, fragment: Fragment) -> Iterator[pa.Table]:
         stats = ReadStats()
         for rows in described.read(fragment):
             yield _valid_rows(rows.values, labels_as_given(rows, described), rows.where, stats)
-        ray.get(coordinator.add_rows.remote(f"{fragment.name}, labeled", stats))
+        ray.get(coordinator.add_rows.remote(f"{prefix}{fragment.name}, labeled", stats))
 
-    return group_rows(map_fragments(source, read), coordinator)
+    return group_rows(map_fragments(source, read), coordinator, prefix=prefix)
 
 
-def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, coordinator: Any) -> ray.data.Dataset:
+def group_dataset(
+    dataset: ray.data.Dataset, columns: ColumnNames, coordinator: Any, *, prefix: str = ""
+) -> ray.data.Dataset:
     """Return the pairs of the user's labeled dataset; see :func:`group_rows`."""
     label = columns.label
     assert label is not None, "a labeled dataset has a column of labels"
@@ -67,23 +69,25 @@ def group_dataset(dataset: ray.data.Dataset, columns: ColumnNames, coordinator: 
         values, labels, stats = values_of(batch, columns), batch[label].to_pylist(), ReadStats()
         where = [f"row {place} of a batch" for place in range(len(labels))]
         valid = _valid_rows(values, labels, where, stats)
-        ray.get(coordinator.add_rows.remote(f"labeled {_hash_of([values, labels])}", stats))
+        ray.get(coordinator.add_rows.remote(f"{prefix}labeled {_hash_of([values, labels])}", stats))
         return valid
 
-    return group_rows(dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow"), coordinator)
+    labeled = dataset.map_batches(read, batch_size=1_024, batch_format="pyarrow")
+    return group_rows(labeled, coordinator, prefix=prefix)
 
 
-def group_rows(labeled: ray.data.Dataset, coordinator: Any) -> ray.data.Dataset:
+def group_rows(labeled: ray.data.Dataset, coordinator: Any, *, prefix: str = "") -> ray.data.Dataset:
     """Return one row per positive: query, document, and the unclicked documents of the query.
 
     Rows belong to the same query if they share ``query_id``, or the text if there are no ids. Repeated
     pairs count once, and a document that was clicked at least once is not a negative of that query.
-    The coordinator counts the skipped rows.
+    The coordinator counts the skipped rows, by names that begin with ``prefix``.
     """
     grouped = labeled.groupby("group").map_groups(_pairs_of_group, batch_format="pyarrow")
 
     def finish(table: pa.Table) -> pa.Table:
-        ray.get(coordinator.add_rows.remote(*_skipped_in(table)))
+        name, stats = _skipped_in(table)
+        ray.get(coordinator.add_rows.remote(f"{prefix}{name}", stats))
         kept = table.filter(table["document"].is_valid())
         return kept.select([name for name in kept.column_names if not name.startswith("num_")])
 

@@ -31,7 +31,8 @@ class Decoder:
 
     A row with an invalid value is skipped, and the coordinator counts it by cause. Rows that ``keep`` refuses
     are not decoded; ``count`` selects the decoded rows that are counted (by default all). The rows of a click
-    log were counted before they were grouped into pairs: ``counts_rows=False``.
+    log were counted before they were grouped into pairs: ``counts_rows=False``. ``prefix`` precedes the names of
+    the fragments, by which the coordinator counts.
     """
 
     formats: Formats
@@ -40,6 +41,7 @@ class Decoder:
     keep: Keep | None = None
     count: Keep | None = None
     counts_rows: bool = True
+    prefix: str = ""
 
     def tables(self, fragment: str, batches: Iterator[RawRows]) -> Iterator[pa.Table]:
         """Yield the valid rows of one fragment, in order, in blocks of at most 64 MiB."""
@@ -53,7 +55,7 @@ class Decoder:
         # A stream reads the rows of the periodic evaluation separately.
         name = f"{fragment}, to evaluate" if self.count else fragment
         # Wait, so that the counts of skipped rows are known before the rows are used.
-        ray.get(self.coordinator.add_rows.remote(name, stats))
+        ray.get(self.coordinator.add_rows.remote(f"{self.prefix}{name}", stats))
         nothing = {role: [] for role in self.formats}
         yield pa.concat_tables(block or [self._table(nothing, [], [])]).combine_chunks()
 

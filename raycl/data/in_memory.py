@@ -78,17 +78,19 @@ class InMemoryDataset:
 
     def where(self, keep: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> Self:
         """Return the rows whose ids ``keep`` accepts, sorted by id, so that the order of blocks does not matter."""
-        positions = np.flatnonzero(keep(self.sample_id))
+        return self._chosen(keep(self.sample_id))
+
+    def labeled(self) -> Self:
+        """Return the rows that have a label, sorted by id."""
+        return self._chosen(self.label >= 0)
+
+    def _chosen(self, kept: NDArray[np.bool_]) -> Self:
+        positions = np.flatnonzero(kept)
         positions = positions[np.argsort(self.sample_id[positions], kind="stable")]
         chosen = copy.copy(self)
         chosen.sample_id, chosen.label = self.sample_id[positions], self.label[positions]
         chosen._place = self._place[positions]
         return chosen
-
-    def labeled(self) -> Self:
-        """Return the rows that have a label, sorted by id."""
-        known = self.sample_id[self.label >= 0]
-        return self.where(lambda ids: np.isin(ids, known))
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all rows in order; the last batch may be short."""

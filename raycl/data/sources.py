@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -118,6 +118,15 @@ class Source:
     def num_rows(self) -> int:
         """The number of all rows, invalid ones included."""
         return sum(fragment.num_rows for fragment in self.fragments)
+
+    def with_classes(self, classes: tuple[str, ...]) -> "Source":
+        """Return the same rows with labels that number ``classes``, which contain the own names."""
+        numbers = [classes.index(name) for name in self.classes or ()]
+        fragments = tuple(
+            replace(fragment, labels=tuple(numbers[label] for label in fragment.labels))
+            for fragment in self.fragments
+        )
+        return replace(self, fragments=fragments, classes=classes)
 
     def read(self, fragment: Fragment) -> Iterator[RawRows]:
         """Yield the rows of one fragment in batches; raises ``StorageError`` or ``DataError``."""

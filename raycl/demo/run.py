@@ -55,7 +55,7 @@ def run_demo(plan: DemoPlan, *, debug: bool = False) -> dict[str, dict[str, floa
     console.print("kNN during training: held-out placements of training digits; at the end: unseen digits")
     run = (place / RUN).uri
     with reported(run):
-        result = train(plan.config, data=train_uri, output=run, debug=debug)
+        result = train(plan.config, data=[train_uri], output=run, debug=debug)
     console.print(
         f"trained {result.steps} steps in {result.seconds:.0f} s, {result.samples_per_second:,.0f} samples/s"
     )

@@ -86,11 +86,12 @@ class RunCoordinator:
         """Return the age of the last heartbeat."""
         return time.monotonic() - self._last_heartbeat
 
-    def rows(self) -> ReadStats:
-        """Return the counts over all fragments."""
+    def rows(self, prefix: str = "") -> ReadStats:
+        """Return the counts over all fragments whose names begin with ``prefix``."""
         total = ReadStats()
-        for _, stats in sorted(self._fragments.items(), key=itemgetter(0)):
-            total.merge(stats)
+        for fragment, stats in sorted(self._fragments.items(), key=itemgetter(0)):
+            if fragment.startswith(prefix):
+                total.merge(stats)
         return total
 
     def _restore(self, journal: Path) -> None:
@@ -122,12 +123,12 @@ class RunCoordinator:
                 yield Reading(name, count, cause)
 
 
-def rows_in(coordinator: Any) -> ReadStats:
-    """Return the counts of the rows read so far; retries while Ray restarts a dead actor."""
+def rows_in(coordinator: Any, prefix: str = "") -> ReadStats:
+    """Return the counts of ``RunCoordinator.rows`` so far; retries while Ray restarts a dead actor."""
     until = time.monotonic() + _RESTART_S
     while True:
         try:
-            return ray.get(coordinator.rows.remote())  # pyright: ignore[reportReturnType]
+            return ray.get(coordinator.rows.remote(prefix))  # pyright: ignore[reportReturnType]
         except (ActorDiedError, ActorUnavailableError):
             if time.monotonic() > until:
                 raise

@@ -1,5 +1,6 @@
 """The samples of a run: read once and kept in memory, or streamed every epoch."""
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -29,24 +30,39 @@ JUDGED_PART = 20  # rows in the evaluation fragments of a large data set, per ev
 class DataModule:
     """The samples of a run: their number, columns and classes, and how to read them."""
 
-    def __init__(self, config: RunConfig, coordinator: Any, data: Source | ray.data.Dataset) -> None:
+    def __init__(
+        self, config: RunConfig, coordinator: Any, data: Sequence[Source | ray.data.Dataset]
+    ) -> None:
         self._config, self._coordinator = config, coordinator
-        self._data = DataSet(config, coordinator, data)
-        self.columns, self.classes = self._data.columns, self._data.classes
-        if config.needs_labels and not self._data.has_labels:
+        is_one = len(data) == 1
+        self.data_sets = [
+            DataSet(config, coordinator, each, number=None if is_one else number)
+            for number, each in enumerate(data)
+        ]
+        self._first = self.data_sets[0]  # the only one of a stream
+        _check_columns(self.data_sets)
+        if not is_one:
+            _share_classes(self.data_sets)
+        self.columns, self.classes = self._first.columns, self._first.classes
+        if config.needs_labels and not self._first.has_labels:
             raise ConfigError(
                 f"{config.needs_labels} needs labels, but the samples have none; "
                 "name their column with --set data.columns.label=NAME"
             )
-        self.num_rows = self._data.num_rows
+        self.num_rows = sum(each.num_rows for each in self.data_sets)
         self.streamed = self._must_stream()
+        if self.streamed and not is_one:
+            raise ConfigError(
+                f"the {len(data)} data sets are larger than half of a node's object store, and only one data set "
+                "can be streamed; set data.cache=materialize, or give less data"
+            )
         self.holdout = self._hold_out()
         self._tokenizer: Tokenizer | None = None
 
     @property
     def can_be_judged(self) -> bool:
         """Whether the samples allow periodic evaluation: they have labels, or are pairs."""
-        return self._config.has_two_towers or self._data.has_labels
+        return self._config.has_two_towers or self._first.has_labels
 
     @property
     def is_evaluated(self) -> bool:
@@ -55,77 +71,90 @@ class DataModule:
 
     def learn_vocabulary(self, tokenizer: Tokenizer | None) -> Vocabulary:
         """Count the tokens of the texts, with a new tokenizer unless one is given; required before decoding."""
-        vocabulary = learn_vocabulary(self._config.text, tokenizer, self.columns, [self._data.rows])
+        vocabulary = learn_vocabulary(
+            self._config.text, tokenizer, self.columns, [each.rows for each in self.data_sets]
+        )
         self._tokenizer = vocabulary.tokenizer
         check_prompts(self._config.text, vocabulary.tokenizer)
         return vocabulary
 
     def num_train_expected(self) -> int:
         """Return the number of training rows if all rows are valid."""
-        num_candidates = self._num_evaluation_rows() if self._data.source else self.num_rows
+        num_candidates = self._num_evaluation_rows() if self._first.source else self.num_rows
         return self.num_rows - round(num_candidates * self.holdout.test)
 
     def num_read_first(self) -> int:
         """Return the number of rows to read before training; for a click log, the rows that became pairs."""
-        if self._data.num_clicks is not None:
-            return self._data.num_clicks
-        return self._num_evaluation_rows() if self.streamed and self._data.source else self.num_rows
+        if self.streamed and self._first.source:
+            return self._num_evaluation_rows()
+        return sum(each.num_rows if each.num_clicks is None else each.num_clicks for each in self.data_sets)
 
-    def rows_to_keep(self) -> ray.data.Dataset | None:
-        """Return the decoded rows to keep in memory: all, or only the evaluation rows of a stream, if any."""
+    def rows_to_keep(self) -> list[ray.data.Dataset]:
+        """Return the decoded rows to keep in memory by data set: all, or only a stream's evaluation rows, if any."""
         if not self.streamed:
-            return self._data.decode(self._decoder())
+            return [each.decode(self._decoder(each)) for each in self.data_sets]
         if not self.is_evaluated:
-            return None
-        decoder = self._decoder(self.holdout.is_evaluated, count=self.holdout.is_test)
-        return self._data.decode(decoder, self._evaluation_fragments())
+            return []
+        decoder = self._decoder(self._first, self.holdout.is_evaluated, count=self.holdout.is_test)
+        return [self._first.decode(decoder, self._evaluation_fragments())]
 
-    def sample_ids(self, decoded: ray.data.Dataset | None) -> NDArray[np.int64]:
-        """Return the distinct training ids, sorted; without ``decoded``, ids of invalid rows as well.
+    def counts(self, steps: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """Return the steps and the numbers of rows of each of several data sets by name."""
+        # A single data set has no steps of its own.
+        pairs = list(zip(self.data_sets, steps, strict=True)) if steps else []
+        return {each.name: {"steps": number, **each.counts()} for each, number in pairs}
+
+    def sample_ids(self, decoded: Sequence[ray.data.Dataset]) -> NDArray[np.int64]:
+        """Return the distinct training ids, sorted; of a stream, ids of invalid rows as well.
 
         Raises ``DataError`` for a streamed dataset, whose ids are unknown before it is read.
         """
-        if decoded is not None:
-            tables = fetch_tables(decoded.select_columns(["sample_id"]))
+        if not self.streamed:
+            tables = [table for each in decoded for table in fetch_tables(each.select_columns(["sample_id"]))]
             found = np.unique(np.concatenate([table["sample_id"].to_numpy() for table in tables]))
             return found[self.holdout.is_train(found)]
-        if self._data.source is None:
+        if self._first.source is None:
             raise DataError(
                 "a memory bank needs the ids of all samples before the first step, which a streamed dataset does "
                 "not provide; give the address of the data, or set data.cache=materialize"
             )
         evaluated = self._evaluation_fragments() if self.holdout.test else ()
-        others = [fragment for fragment in self._data.fragments if fragment not in set(evaluated)]
-        ids = self._data.source.sample_ids(evaluated)
+        others = [fragment for fragment in self._first.fragments if fragment not in set(evaluated)]
+        ids = self._first.source.sample_ids(evaluated)
         return np.unique(
-            np.concatenate([ids[self.holdout.is_train(ids)], self._data.source.sample_ids(others)])
+            np.concatenate([ids[self.holdout.is_train(ids)], self._first.source.sample_ids(others)])
         )
 
-    def check_classes(self, decoded: ray.data.Dataset) -> None:
-        """Raise ``ConfigError`` if the classes of all training rows form no batch; count rows that are never drawn."""
-        if self._config.needs_labels is None:
+    def check_classes(self, decoded: Sequence[ray.data.Dataset]) -> None:
+        """Raise ``ConfigError`` if the classes of a data set's training rows form no batch.
+
+        Counts the rows that are never drawn. The rows of a stream are unknown.
+        """
+        if self._config.needs_labels is None or self.streamed:
             return
-        tables = fetch_tables(decoded.select_columns(["sample_id", "label"]))
-        ids, label = (
-            np.concatenate([each[name].to_numpy() for each in tables]) for name in ("sample_id", "label")
-        )
-        skipped = check_classes(self._config, label[self.holdout.is_train(ids)])
-        ray.get(self._coordinator.add_rows.remote("rows of no batch", ReadStats(skipped=skipped)))
-        for cause, count in skipped.items():
-            self._coordinator.add_notice.remote(f"{count} samples {cause} are never drawn")
+        for data_set, rows in zip(self.data_sets, decoded, strict=True):
+            tables = fetch_tables(rows.select_columns(["sample_id", "label"]))
+            ids, label = (
+                np.concatenate([each[name].to_numpy() for each in tables]) for name in ("sample_id", "label")
+            )
+            skipped = check_classes(self._config, label[self.holdout.is_train(ids)])
+            name = f"{data_set.prefix}rows of no batch"
+            ray.get(self._coordinator.add_rows.remote(name, ReadStats(skipped=skipped)))
+            for cause, count in skipped.items():
+                self._coordinator.add_notice.remote(f"{count} samples {cause} are never drawn")
 
     def stream(self) -> StreamingSampler:
         """Return the training rows, read again every epoch."""
-        decoder, seed = self._decoder(self.holdout.is_train), self._config.seed
-        if self._data.source is None:
+        decoder, seed = self._decoder(self._first, self.holdout.is_train), self._config.seed
+        if self._first.source is None:
             opened = stream_dataset(
-                self._data.dataset, self.columns, decoder, seed=seed, classes=self.classes
+                self._first.dataset, self.columns, decoder, seed=seed, classes=self.classes
             )
         else:
-            first_ids = {fragment.first_id for fragment in self._data.fragments}
+            first_ids = {fragment.first_id for fragment in self._first.fragments}
             evaluated = {fragment.first_id for fragment in self._evaluation_fragments()}
             kept_whole = frozenset(first_ids - evaluated)
-            opened = stream_source(self._data.source, decoder, seed=seed, kept_whole=kept_whole)
+            opened = stream_source(self._first.source, decoder, seed=seed, kept_whole=kept_whole)
         return StreamingSampler(
             open_epoch=opened,
             formats=decoder.formats,
@@ -135,14 +164,15 @@ class DataModule:
             samples_per_class=self._config.data.samples_per_class,
         )
 
-    def _decoder(self, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
+    def _decoder(self, data_set: DataSet, keep: Keep | None = None, *, count: Keep | None = None) -> Decoder:
         return Decoder(
             formats=build_formats(self._config, self._tokenizer, self.columns),
             coordinator=self._coordinator,
             holdout=self.holdout,
             keep=keep,
             count=count,
-            counts_rows=self._data.num_clicks is None,
+            counts_rows=data_set.num_clicks is None,
+            prefix=data_set.prefix,
         )
 
     def _must_stream(self) -> bool:
@@ -160,7 +190,7 @@ class DataModule:
         if settings.every_epochs == 0 or not self.can_be_judged:
             return Holdout(seed=self._config.seed)
         # A stream holds out rows of a few fragments only; with all rows in memory, any row may be held out.
-        in_fragments = self._data.source is not None and self.streamed
+        in_fragments = self._first.source is not None and self.streamed
         num_rows = self._num_evaluation_rows() if in_fragments else self.num_rows
         return make_split(
             num_rows, num_test=settings.num_test, num_train=settings.num_train, seed=self._config.seed
@@ -168,13 +198,42 @@ class DataModule:
 
     def _evaluation_fragments(self) -> tuple[Fragment, ...]:
         """Return enough evenly spaced fragments for the evaluation; all fragments of a small data set."""
-        fragments = self._data.fragments
+        fragments = self._first.fragments
         settings = self._config.evaluation
         enough = JUDGED_PART * (settings.num_test + settings.num_train)
         return fragments[:: max(1, self.num_rows // enough)]
 
     def _num_evaluation_rows(self) -> int:
         return sum(fragment.num_rows for fragment in self._evaluation_fragments())
+
+
+def _check_columns(data_sets: Sequence[DataSet]) -> None:
+    """Raise ``DataError`` unless all data sets have the same columns."""
+    first = data_sets[0]
+    for each in data_sets[1:]:
+        if (each.columns, each.has_labels) != (first.columns, first.has_labels):
+            raise DataError(
+                f"{first.name} has {_listed(first)}, and {each.name} has {_listed(each)}; "
+                "give all data sets the same columns"
+            )
+
+
+def _listed(data_set: DataSet) -> str:
+    named = list(data_set.columns.asked.values())
+    is_in_folders = data_set.has_labels and data_set.columns.label is None
+    return f"the columns {', '.join(named)}{' and class folders' if is_in_folders else ''}"
+
+
+def _share_classes(data_sets: Sequence[DataSet]) -> None:
+    """Number the text labels of all data sets by the names of all classes; integers are the same class if equal."""
+    names = {name for each in data_sets for name in each.classes or ()}
+    for each in data_sets if names else ():
+        if each.classes is None:
+            raise DataError(
+                f"the labels of {each.name} are integers, and those of another data set are text; "
+                "give integers or text in all data sets"
+            )
+        each.use_classes(tuple(sorted(names)))
 
 
 def known_tokenizer(config: RunConfig, output: Place, *, resumed: bool) -> Tokenizer | None:

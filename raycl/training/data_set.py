@@ -27,11 +27,21 @@ ROLES = ("text", "caption", "query", "document", "negatives")
 class DataSet:
     """One data set of a run: a source, or a Ray Dataset.
 
-    Labeled pairs are grouped by query first, which reads all of them.
+    Labeled pairs are grouped by query first, which reads all of them. With a ``number``, the coordinator counts
+    the rows of each data set separately.
     """
 
-    def __init__(self, config: RunConfig, coordinator: Any, data: Source | ray.data.Dataset) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        coordinator: Any,
+        data: Source | ray.data.Dataset,
+        *,
+        number: int | None = None,
+    ) -> None:
         self._coordinator, self._config = coordinator, config
+        self.prefix = "" if number is None else f"{number}: "
+        self.name = data.uri if isinstance(data, Source) else f"dataset {number or 0}"
         self.source = data if isinstance(data, Source) else None
         self.dataset: Any = None if self.source else data
         self.num_clicks: int | None = None  # the rows of a click log that became pairs
@@ -58,9 +68,20 @@ class DataSet:
         """The fragments of a source; none of a Ray Dataset."""
         return self.source.fragments if self.source else ()
 
+    def use_classes(self, classes: tuple[str, ...]) -> None:
+        """Number the text labels by these class names, which contain the own ones."""
+        self.classes = classes
+        if self.source is not None:
+            self.source = self.source.with_classes(classes)
+
     def stats(self) -> ReadStats:
         """Return the counts of the rows read so far."""
-        return rows_in(self._coordinator)
+        return rows_in(self._coordinator, self.prefix)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers of rows, with the invalid and skipped ones by cause."""
+        rows = self.stats()
+        return {"rows": rows.num_rows, "invalid_rows": dict(rows.invalid), "skipped": dict(rows.skipped)}
 
     def decode(self, decoder: Decoder, fragments: tuple[Fragment, ...] | None = None) -> ray.data.Dataset:
         """Return the decoded rows of all fragments, or of these."""
@@ -70,9 +91,9 @@ class DataSet:
 
     def _group(self) -> None:
         grouped = (
-            group_source(self.source, self._coordinator)
+            group_source(self.source, self._coordinator, prefix=self.prefix)
             if self.source is not None
-            else group_dataset(self.dataset, self.columns, self._coordinator)
+            else group_dataset(self.dataset, self.columns, self._coordinator, prefix=self.prefix)
         )
         self.source, self.dataset = None, grouped.materialize()
         rows = self.stats()

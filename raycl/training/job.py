@@ -26,16 +26,17 @@ _MIN_ROWS_CHECKED = 1_000  # rows of a stream before its invalid fraction is che
 class Job:
     """One run as its workers see it.
 
-    ``blocks`` hold all decoded rows; for a stream, only the rows for evaluation. ``workers`` is the minimum
+    ``blocks`` hold all decoded rows by data set; for a stream, only the rows for evaluation. ``num_train`` are the
+    training rows of each data set. ``workers`` is the minimum
     and the maximum number of workers that were requested. ``bank`` is set if actors hold the negatives.
     ``sample_id`` refers to the ids of the ``num_samples`` samples that a memory bank has slots for.
     """
 
     config: RunConfig
     output: Place
-    blocks: tuple[ray.ObjectRef, ...]
+    blocks: tuple[tuple[ray.ObjectRef, ...], ...]
     stream: StreamingSampler | None
-    num_train: int
+    num_train: tuple[int, ...]
     holdout: Holdout
     coordinator: Any
     is_evaluated: bool
@@ -62,15 +63,16 @@ class Job:
         """The tokenizer of the texts, if any."""
         return None if self.vocabulary is None else self.vocabulary.tokenizer
 
-    def load_rows(self) -> InMemoryDataset:
-        """Fetch the decoded rows of ``blocks``."""
-        return InMemoryDataset(
-            ray.get(list(self.blocks)), build_formats(self.config, self.tokenizer, self.columns)
-        )
+    def load_rows(self) -> tuple[InMemoryDataset, list[InMemoryDataset]]:
+        """Fetch the decoded rows of ``blocks``: of all data sets together, and of each."""
+        formats = build_formats(self.config, self.tokenizer, self.columns)
+        tables = [ray.get(list(blocks)) for blocks in self.blocks]
+        together = InMemoryDataset([table for each in tables for table in each], formats)
+        return together, [InMemoryDataset(each, formats) for each in tables]
 
     def check_streamed_rows(self) -> None:
         """Raise ``DataError`` if too many rows of the stream were invalid so far."""
         if self.stream is not None:
             rows_in(self.coordinator).check(
-                self.config.data.max_invalid_fraction, min_rows=min(_MIN_ROWS_CHECKED, self.num_train)
+                self.config.data.max_invalid_fraction, min_rows=min(_MIN_ROWS_CHECKED, sum(self.num_train))
             )

@@ -3,8 +3,8 @@
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import ray
@@ -29,8 +29,9 @@ from raycl.training.driver import GracefulShutdown, Printer, check_cluster, trai
 from raycl.training.job import Job
 from raycl.training.preflight import (
     ValidatedRun,
+    check_data_sets,
     check_same_data,
-    check_size,
+    check_sizes,
     describe_data,
     save_run_files,
     validate_run,
@@ -47,7 +48,8 @@ class RunResult(Displayable):
     """The result of a run: its output, duration, last metrics, and skipped rows.
 
     ``invalid_rows`` counts rows that cannot be decoded, by cause. ``skipped`` counts valid rows that the run does
-    not use. ``flat_images`` counts images whose pixels all have the same value; the run uses them.
+    not use. ``flat_images`` counts images whose pixels all have the same value; the run uses them. ``data_sets``
+    has the same counts, and the steps, of each of several data sets.
     """
 
     output: str
@@ -60,6 +62,7 @@ class RunResult(Displayable):
     invalid_rows: dict[str, int]
     skipped: dict[str, int]
     flat_images: int = 0
+    data_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_table(self) -> Table:
         """Show the duration, the last metrics, and the skipped rows."""
@@ -75,6 +78,7 @@ class RunResult(Displayable):
                 "invalid rows": self.invalid_rows,
                 "skipped": self.skipped,
                 "flat images": self.flat_images,
+                **self.data_sets,
             },
         )
 
@@ -83,37 +87,39 @@ def train(
     config: RunConfig,
     *,
     output: str,
-    data: str | None = None,
-    source: Source | None = None,
-    dataset: ray.data.Dataset | None = None,
+    data: Sequence[str] = (),
+    sources: Sequence[Source] = (),
+    datasets: Sequence[ray.data.Dataset] = (),
     encoder: nn.Module | None = None,
     resume: bool = False,
     address: str | None = None,
     quiet: bool = False,
     debug: bool = False,
 ) -> RunResult:
-    """Pretrain an encoder as ``raycl.train`` does; one of ``data`` and ``dataset`` is given.
+    """Pretrain an encoder as ``raycl.train`` does, on the addresses ``data`` or on ``datasets``.
 
-    ``source`` is what ``data`` holds, if it was found already.
+    ``sources`` are the data sets at these addresses, if they were found already.
     """
+    if datasets:
+        check_data_sets(config, len(datasets))
     with validate_run(
         config,
         output=output,
         resume=resume,
         data=data,
-        source=source,
+        sources=sources,
         own_encoder=encoder is not None,
         address=address,
     ) as run:
         return train_validated(
-            run, dataset=dataset, encoder=encoder, address=address, quiet=quiet, debug=debug
+            run, datasets=datasets, encoder=encoder, address=address, quiet=quiet, debug=debug
         )
 
 
 def train_validated(
     run: ValidatedRun,
     *,
-    dataset: ray.data.Dataset | None = None,
+    datasets: Sequence[ray.data.Dataset] = (),
     encoder: nn.Module | None = None,
     address: str | None = None,
     quiet: bool = False,
@@ -121,7 +127,7 @@ def train_validated(
 ) -> RunResult:
     """Pretrain an encoder as ``raycl.train`` does, after the checks of ``validate_run``.
 
-    ``dataset`` is required if the run has no address of data. Raises as ``raycl.train`` does.
+    ``datasets`` are required if the run has no address of data. Raises as ``raycl.train`` does.
     """
 
     def report(line: str) -> None:
@@ -140,10 +146,15 @@ def train_validated(
         start_coordinator({"run": output.name, "recipe": config.recipe}) as coordinator,
         GracefulShutdown(coordinator, output, run.lease.check) as shutdown,
     ):
-        rows: Any = dataset if run.source is None else run.source
-        data = DataModule(config, coordinator, rows)
+        data = DataModule(config, coordinator, run.sources or datasets)
         _report_skipped(data, run, report)
-        described = describe_data(config, run.data, data.num_rows, data.classes, streamed=data.streamed)
+        described = describe_data(
+            config,
+            [source.uri for source in run.sources],
+            [each.num_rows for each in data.data_sets],
+            data.classes,
+            streamed=data.streamed,
+        )
         _check_data(run, data, described)
         check_cluster(config, streamed=data.streamed, report=report)
         vocabulary = None
@@ -164,7 +175,7 @@ def train_validated(
                 final = train_in_groups(replace(job, bank=bank), shutdown, report, quiet=quiet)
                 shutdown.end()
                 _warn_of_leakage(config, final, report)
-                return _write_result(run, final, coordinator)
+                return _write_result(run, data, final, coordinator)
 
 
 def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Vocabulary) -> None:
@@ -175,16 +186,18 @@ def _check_towers(config: RunConfig, network: nn.Module | None, vocabulary: Voca
 
 
 def _report_skipped(data: DataModule, run: ValidatedRun, report: Printer) -> None:
-    if run.source is not None and run.source.ignored:
-        ignored = ", ".join(f"{count} {ending}" for ending, count in run.source.ignored)
-        report(f"ignored files that are not images: {ignored}")
+    for source in run.sources:
+        if source.ignored:
+            ignored = ", ".join(f"{count} {ending}" for ending, count in source.ignored)
+            where = f" in {source.uri}" if len(run.sources) > 1 else ""
+            report(f"ignored files that are not images{where}: {ignored}")
     if not data.can_be_judged and run.config.evaluation.every_epochs != 0:
         report("the samples have no labels: no periodic kNN")
 
 
 def _check_data(run: ValidatedRun, data: DataModule, described: dict[str, Any]) -> None:
     """Raise ``ConfigError`` or ``DataError`` if the data do not match the configuration or the earlier run."""
-    check_size(run.config, data.num_rows)
+    check_sizes(run.config, {each.name: each.num_rows for each in data.data_sets})
     check_same_data(run.output, described)
     if data.streamed and any(stage.logq_correction != "none" for stage in run.config.stages):
         raise ConfigError(
@@ -198,22 +211,22 @@ def _read_data(run: ValidatedRun, data: DataModule, coordinator: Any, *, quiet: 
     config, streamed = run.config, data.streamed
     title = "reading the rows for evaluation" if streamed else "reading"
     with ProgressLine(title, rows_read(coordinator, data.num_read_first()), quiet=quiet):
-        dataset = data.rows_to_keep()
-        decoded = None if dataset is None else dataset.materialize()
-    rows = rows_in(coordinator)
-    rows.check(config.data.max_invalid_fraction)
-    if decoded is not None and not streamed:
-        data.check_classes(decoded)
-    num_train = data.num_train_expected() if streamed else rows.num_train
-    check_size(config, num_train)
+        decoded = [dataset.materialize() for dataset in data.rows_to_keep()]
+    num_train = {}
+    for each in data.data_sets:
+        rows = each.stats()
+        rows.check(config.data.max_invalid_fraction)
+        num_train[each.name] = data.num_train_expected() if streamed else rows.num_train
+    data.check_classes(decoded)
+    check_sizes(config, num_train)
     needs_ids = config.negatives.store == "memory_bank"
-    sample_id = data.sample_ids(None if streamed else decoded) if needs_ids else None
+    sample_id = data.sample_ids(decoded) if needs_ids else None
     return Job(
         config=config,
         output=run.output,
-        blocks=tuple(decoded.to_arrow_refs() if decoded is not None else ()),  # pyright: ignore[reportArgumentType]
+        blocks=tuple(tuple(each.to_arrow_refs()) for each in decoded),  # pyright: ignore[reportArgumentType]
         stream=data.stream() if streamed else None,
-        num_train=num_train,
+        num_train=tuple(num_train.values()),
         holdout=data.holdout,
         coordinator=coordinator,
         is_evaluated=data.is_evaluated,
@@ -277,7 +290,7 @@ def _write_error(run: ValidatedRun, shutdown: GracefulShutdown) -> Iterator[None
         raise
 
 
-def _write_result(run: ValidatedRun, final: dict[str, Any], coordinator: Any) -> RunResult:
+def _write_result(run: ValidatedRun, data: DataModule, final: dict[str, Any], coordinator: Any) -> RunResult:
     rows = rows_in(coordinator)
     steps, epochs, seconds = final.pop("step"), final.pop("epoch"), final.pop("seconds")
     samples_per_second = final.pop("samples") / max(seconds, 1e-9)
@@ -292,9 +305,12 @@ def _write_result(run: ValidatedRun, final: dict[str, Any], coordinator: Any) ->
         invalid_rows=dict(rows.invalid),
         skipped=dict(rows.skipped),
         flat_images=rows.num_flat,
+        data_sets=data.counts(final.pop("data_set_steps")),
     )
     run.lease.check()
     values = {name: value for name, value in vars(result).items() if name != "output"}
+    if not result.data_sets:
+        del values["data_sets"]
     write_result(run.output, {"status": "finished", **values})
     return result
 

@@ -11,7 +11,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from raycl.data.sampler import BatchShard, InMemorySampler
+from raycl.data.sampler import BatchShard
 from raycl.distributed import check_equal, gather_detached, num_workers, rank, use_shared_memory
 from raycl.errors import CollapseError, DataError, NonFiniteLossError
 from raycl.models.build import build_towers
@@ -34,7 +34,7 @@ from raycl.training.step import StepOutput, train_step
 from raycl.training.stores import BankStore, Store, build_store, wait_for_all
 from raycl.training.train_state import EmbedConfig, TrainState
 from raycl.training.transforms import build_transform, count_documents
-from raycl.training.views import Epochs, ViewMaker, Views
+from raycl.training.views import Epochs, ViewMaker, Views, build_sampler
 
 
 def run_worker(settings: dict[str, ray.ObjectRef]) -> Outcome | None:
@@ -67,22 +67,19 @@ class Trainer:
         self._job, self._config, self._device = job, config, device
         self._stop_requested, self._is_stopping = stop_requested, False
         self._is_new = restored is None
-        self._position = Position() if restored is None else restored.position
+        num_sets = len(job.num_train)
+        begin = Position(data_set_steps=(0,) * num_sets if num_sets > 1 else ())
+        self._position = begin if restored is None else restored.position
         self._metrics = {} if restored is None else dict(restored.metrics)
 
-        rows = job.load_rows()
-        train_rows = rows.where(job.holdout.is_train)
-        check_equal(len(train_rows), "the number of training rows")
+        rows, data_sets = job.load_rows()
+        train_rows = [each.where(job.holdout.is_train) for each in data_sets]
+        check_equal(sum(map(len, train_rows)), "the number of training rows")
         transform = build_transform(config, job.tokenizer)
-        sampler = job.stream or InMemorySampler(
-            rows=train_rows,
-            seed=config.seed,
-            length_buckets=config.text.length_buckets,
-            samples_per_class=config.data.samples_per_class,
-        )
+        sampler = job.stream or build_sampler(config, train_rows)
         self._epochs = Epochs(sampler, ViewMaker.of(config, transform, device))
         self._last_views: Views | None = None
-        self._frequencies = count_documents(config, train_rows, device)
+        self._frequencies = [count_documents(config, each, device) for each in train_rows]
         self._evaluator = build_evaluator(config, rows, job.holdout, transform, wanted=job.is_evaluated)
         self._snapshots = build_snapshot_writer(job, rows, transform)
 
@@ -144,7 +141,9 @@ class Trainer:
             # Dropout must not depend on earlier steps, or a resumed run would differ.
             torch.manual_seed(hash((self._config.seed, self._position.step, rank())) % 2**63)
             output = self._step(views)
-            position = self._position.next_step(batch_size=self._plan.stage.batch_size)
+            position = self._position.next_step(
+                batch_size=self._plan.stage.batch_size, data_set=views.data_set
+            )
             self._position = replace(position, seconds=self._logger.clock.seconds())
             self._is_stopping = output.stop_requested
             if collapse := self._record(output):
@@ -176,7 +175,7 @@ class Trainer:
             stage,
             hinge_weight=hinge_weight,
             num_samples=self._job.num_samples,
-            frequencies=self._frequencies,
+            frequencies=self._frequencies[views.data_set] if self._frequencies else None,
         )
         try:
             return train_step(
@@ -216,6 +215,7 @@ class Trainer:
             seconds, timing = self._logger.clock.lap(position.samples)
             metrics = {
                 "loss": output.loss,
+                **self._data_set(),
                 "learning_rate": self._plan.learning_rate(position.stage_step - 1),
                 **timing,
                 **measures,
@@ -227,6 +227,11 @@ class Trainer:
                 self._job.check_streamed_rows()
         self._logger.show_progress(position, output.loss)
         return collapse
+
+    def _data_set(self) -> dict[str, int]:
+        """Return the data set of the step as a metric, if there are several."""
+        views = self._last_views
+        return {"data_set": views.data_set} if views and self._position.data_set_steps else {}
 
     def _handle_collapse(self, collapse: str) -> None:
         """Continue, roll back or raise ``CollapseError``, depending on ``monitor.on_collapse``."""
@@ -303,7 +308,8 @@ class Trainer:
         save_towers(self._state.evaluated, self._job)
         num_epochs = position.epoch + (position.epoch_step >= self._plan.steps_per_epoch)
         totals = {"step": position.step, "samples": position.samples, "epoch": num_epochs}
-        return Finished({**totals, "seconds": position.seconds, **self._metrics})
+        totals |= {"seconds": position.seconds, "data_set_steps": position.data_set_steps}
+        return Finished({**totals, **self._metrics})
 
     def _evaluate(self) -> bool:
         """Evaluate the towers and measure the leakage of BatchNorm; return whether there is an evaluator."""

@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from raycl.config import RunConfig
 from raycl.config.conditions import why_inactive
 from raycl.config.overrides import config_from_yaml, config_to_yaml, differences
 from raycl.data.columns import ColumnNames
+from raycl.data.mixed import batch_counts
 from raycl.data.sources import Source, find_source
 from raycl.errors import ConfigError, DataError
 from raycl.gpus import are_missing, check_gpus
@@ -37,14 +38,13 @@ MAY_CHANGE = re.compile(
 @final
 @dataclass(frozen=True, kw_only=True)
 class ValidatedRun:
-    """A run whose data exist and whose output has no other writer; ``data`` is None for a Ray Dataset."""
+    """A run whose data exist and whose output has no other writer; ``sources`` is empty for Ray Datasets."""
 
     config: RunConfig
     output: Place
     lease: Lease
     resumed: bool
-    data: str | None
-    source: Source | None
+    sources: tuple[Source, ...]
 
 
 @contextlib.contextmanager
@@ -53,14 +53,14 @@ def validate_run(
     *,
     output: str,
     resume: bool,
-    data: str | None,
-    source: Source | None = None,
+    data: Sequence[str] = (),
+    sources: Sequence[Source] = (),
     own_encoder: bool = False,
     address: str | None = None,
 ) -> Iterator[ValidatedRun]:
     """Check names, GPUs, output and data, and hold the lease of the output in the context.
 
-    ``source`` is what ``data`` holds, if it was found already. ``own_encoder`` means that a module replaces
+    ``sources`` are the data sets at the addresses ``data``, if they were found already. ``own_encoder`` means that a module replaces
     the encoder of the configuration. Raises ``ConfigError``, ``DataError`` or ``StorageError``.
     """
     _check_encoder_names(config, own_encoder=own_encoder)
@@ -70,11 +70,12 @@ def validate_run(
     place = Place(absolute(output))
     with writing(place) as lease:
         check_output(config, place, resume=resume)
-        if data is not None and source is None:
-            source = find_source(data, column_names(config))
-        if source is not None:
-            check_size(config, source.num_rows)
-        yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, data=data, source=source)
+        if data:
+            _check_repeated(data)
+            check_data_sets(config, len(data))
+            sources = sources or [find_source(each, column_names(config)) for each in data]
+            check_sizes(config, {source.uri: source.num_rows for source in sources})
+        yield ValidatedRun(config=config, output=place, lease=lease, resumed=resume, sources=tuple(sources))
 
 
 def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
@@ -85,14 +86,51 @@ def _check_encoder_names(config: RunConfig, *, own_encoder: bool) -> None:
         check_encoder_name(config.text_encoder.name, is_text=True, key="text_encoder.name")
 
 
-def check_size(config: RunConfig, num_rows: int) -> None:
-    """Raise ``DataError`` if the batch of a stage is larger than the data."""
+def _check_repeated(data: Sequence[str]) -> None:
+    places = [absolute(each) for each in data]
+    if repeated := next((each for each in places if places.count(each) > 1), None):
+        raise ConfigError(
+            f"--data {repeated} is given twice; give it once, and raise its number in data.weights"
+        )
+
+
+def check_data_sets(config: RunConfig, number: int) -> None:
+    """Raise ``ConfigError`` unless the settings fit this number of data sets."""
+    weights = config.data.weights
+    if weights is not None and number == 1:
+        raise ConfigError("data.weights acts only with several data sets (--data A --data B); remove it")
+    if weights is not None and len(weights) != number:
+        raise ConfigError(
+            f"data.weights has {len(weights)} numbers, and there are {number} data sets; give one per data set"
+        )
+    if number > 1 and config.data.cache == "stream":
+        raise ConfigError(
+            f"data.cache=stream reads one data set, and there are {number}; set data.cache=materialize"
+        )
+    if number > 1 and config.negatives.store != "none":
+        raise ConfigError(
+            f"negatives.store {config.negatives.store} would keep rows of all {number} data sets, and the negatives "
+            "of a batch come from one; give one data set, or set negatives.store=none"
+        )
+
+
+def check_sizes(config: RunConfig, rows: Mapping[str, int]) -> None:
+    """Raise if a data set has no batch of a stage; ``rows`` are the numbers of rows by data set."""
     for number, stage in enumerate(config.stages):
-        if num_rows < stage.batch_size:
-            raise DataError(
-                f"a batch of {stage.batch_size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
-                "to train on; set it lower or give more data"
-            )
+        size = stage.batch_size
+        for name, num_rows in rows.items():
+            if num_rows < size:
+                where = f" in {name}" if len(rows) > 1 else ""
+                raise DataError(
+                    f"a batch of {size} rows (stages.{number}.batch_size) is larger than the {num_rows} rows "
+                    f"to train on{where}; set it lower or give more data"
+                )
+        counts = batch_counts([num_rows // size for num_rows in rows.values()], config.data.weights)
+        for name, count in zip(rows, counts, strict=True):
+            if count == 0:
+                raise ConfigError(
+                    f"data.weights gives {name} none of the {sum(counts)} batches of an epoch; raise its weight"
+                )
 
 
 def check_classes(config: RunConfig, label: NDArray[np.int64]) -> Counter[str]:
@@ -175,6 +213,12 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
     if not (output / DATA).exists():
         return
     before = json.loads((output / DATA).read_text())
+    rows, now_rows = (each.get("rows_per_data_set") for each in (before, now))
+    if rows != now_rows:
+        raise ConfigError(
+            f"the run began with {_described(rows)}, and --resume got {_described(now_rows)}; "
+            "give the same data sets in the same order, or another --output"
+        )
     if before["num_rows"] != now["num_rows"]:
         raise ConfigError(
             f"the run began with {before['num_rows']} rows ({before['data'] or 'a dataset'}), and --resume got "
@@ -194,13 +238,17 @@ def check_same_data(output: Place, now: dict[str, Any]) -> None:
 
 
 def describe_data(
-    config: RunConfig, data: str | None, num_rows: int, classes: Any, *, streamed: bool
+    config: RunConfig, data: Sequence[str], rows: Sequence[int], classes: Any, *, streamed: bool
 ) -> dict[str, Any]:
-    """Return the content of ``data.json``, which a resumed run is compared with."""
+    """Return the content of ``data.json``, which a resumed run is compared with.
+
+    ``rows`` are the numbers of rows of each data set, and ``data`` their addresses, if they have any.
+    """
     ranges = [config.worker_range(stage) for stage in config.stages]
     return {
-        "data": data and absolute(data),
-        "num_rows": num_rows,
+        "data": None if not data else data[0] if len(data) == 1 else list(data),
+        "num_rows": sum(rows),
+        **({"rows_per_data_set": list(rows)} if len(rows) > 1 else {}),
         "streamed": streamed,
         "classes": classes,
         "workers": [most if least == most else f"{least}:{most}" for least, most in ranges],
@@ -217,6 +265,11 @@ def save_run_files(
     save_command_line(output)
     if vocabulary is not None:
         (output / TOKENIZER).write_text(vocabulary.tokenizer.to_json())
+
+
+def _described(rows: Sequence[int] | None) -> str:
+    """Describe the data sets of a run by their numbers of rows; None stands for a single one."""
+    return "one data set" if rows is None else f"data sets of {', '.join(map(str, rows))} rows"
 
 
 def _listed(workers: list[int | str]) -> str:

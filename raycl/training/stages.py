@@ -15,7 +15,8 @@ class Position:
     """The position of a run: ``step`` steps in total, ``epoch_step`` of them in ``epoch``.
 
     ``stage_step`` steps and ``stage_epoch`` epochs of stage ``stage`` are complete. After the last of
-    ``rollbacks``, cross-entropy replaces the hinge until step ``cross_entropy_until``.
+    ``rollbacks``, cross-entropy replaces the hinge until step ``cross_entropy_until``. ``data_set_steps`` are
+    the steps on each of several data sets.
     """
 
     step: int = 0
@@ -28,15 +29,20 @@ class Position:
     seconds: float = 0.0
     rollbacks: int = 0
     cross_entropy_until: int = 0
+    data_set_steps: tuple[int, ...] = ()
 
-    def next_step(self, *, batch_size: int) -> "Position":
-        """Return the position after one more step."""
+    def next_step(self, *, batch_size: int, data_set: int = 0) -> "Position":
+        """Return the position after one more step, on rows of this data set."""
+        steps = list(self.data_set_steps)
+        if steps:
+            steps[data_set] += 1
         return replace(
             self,
             step=self.step + 1,
             samples=self.samples + batch_size,
             epoch_step=self.epoch_step + 1,
             stage_step=self.stage_step + 1,
+            data_set_steps=tuple(steps),
         )
 
     def next_epoch(self) -> "Position":
@@ -76,12 +82,12 @@ class StagePlan:
         return not self.is_over(steps=position.stage_step + steps_left, epochs=position.stage_epoch + 1)
 
 
-def stage_plans(config: RunConfig, *, num_train: int) -> list[StagePlan]:
-    """Return the plans of all stages of a run on ``num_train`` rows."""
+def stage_plans(config: RunConfig, *, num_train: Sequence[int]) -> list[StagePlan]:
+    """Return the plans of all stages of a run on ``num_train`` rows of each data set."""
     total = sum(_num_steps(stage, num_train) * stage.batch_size for stage in config.stages)
     plans, samples_before = [], 0
     for stage in config.stages:
-        steps_per_epoch, num_steps = num_train // stage.batch_size, _num_steps(stage, num_train)
+        steps_per_epoch, num_steps = _epoch_length(stage, num_train), _num_steps(stage, num_train)
         warmup = min(round(stage.warmup_epochs * steps_per_epoch), num_steps // 10)
         first, last = stage.hinge_weight, stage.final_hinge_weight
         plan = StagePlan(
@@ -106,8 +112,13 @@ def momentum_schedule(config: RunConfig, plans: Sequence[StagePlan]) -> Schedule
     return cosine(first, last, num_steps=sum(plan.num_steps for plan in plans))
 
 
-def _num_steps(stage: Stage, num_train: int) -> int:
-    return stage.steps if stage.steps is not None else (stage.epochs or 0) * (num_train // stage.batch_size)
+def _num_steps(stage: Stage, num_train: Sequence[int]) -> int:
+    return stage.steps if stage.steps is not None else (stage.epochs or 0) * _epoch_length(stage, num_train)
+
+
+def _epoch_length(stage: Stage, num_train: Sequence[int]) -> int:
+    """Return the number of batches of an epoch, each with rows of one data set."""
+    return sum(rows // stage.batch_size for rows in num_train)
 
 
 def _learning_rate_over_stage(stage: Stage, warmup: int, num_steps: int) -> Schedule:

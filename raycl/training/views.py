@@ -1,6 +1,6 @@
 """The views of a batch, with the ids of the next batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, final
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raycl.config import RunConfig
-from raycl.data.in_memory import Batch
+from raycl.data.in_memory import Batch, InMemoryDataset
+from raycl.data.mixed import MixedSampler
 from raycl.data.prefetch import Prefetched
 from raycl.data.sampler import BatchShard, InMemorySampler
 from raycl.data.streaming import StreamingSampler
@@ -31,7 +32,8 @@ class Views:
     the others. For pairs, ``view_a`` is the query, ``view_b`` the key, and ``negatives`` [num_negatives, ...] are
     the explicit negatives in the order of the queries. ``sample_id`` is on the device of the views, and ``ids``
     is its copy on the host. ``example_ids`` identify duplicates, by default by sample id. ``next_ids`` are the
-    sample ids of this worker's next batch, or None at the end of an epoch.
+    sample ids of this worker's next batch, or None at the end of an epoch. ``data_set`` is the number of the data
+    set of all rows.
     """
 
     view_a: Tensor
@@ -43,6 +45,7 @@ class Views:
     crops: tuple[Tensor, ...] = ()
     negatives: Tensor | None = None
     example_ids: ExampleIds = field(default=None)  # type: ignore[assignment]
+    data_set: int = 0
 
     def __post_init__(self) -> None:
         if self.example_ids is None:
@@ -133,6 +136,7 @@ class ViewMaker:
             next_ids=next_ids,
             negatives=negatives,
             example_ids=sent.example_ids().on(self.device),
+            data_set=sent.batch.data_set,
         )
 
     @cached_property
@@ -158,6 +162,23 @@ def _next(batches: Iterator[Batch]) -> Batch | None:
         return next(batches, None)
 
 
+def build_sampler(config: RunConfig, data_sets: Sequence[InMemoryDataset]) -> InMemorySampler | MixedSampler:
+    """Return the sampler of the training rows of a run's data sets."""
+
+    def sampler(rows: InMemoryDataset, seed: int) -> InMemorySampler:
+        return InMemorySampler(
+            rows=rows,
+            seed=seed,
+            length_buckets=config.text.length_buckets,
+            samples_per_class=config.data.samples_per_class,
+        )
+
+    if len(data_sets) == 1:
+        return sampler(data_sets[0], config.seed)
+    samplers = [sampler(rows, hash((config.seed, number)) % 2**63) for number, rows in enumerate(data_sets)]
+    return MixedSampler(samplers=samplers, seed=config.seed, weights=config.data.weights)
+
+
 @final
 class Epochs:
     """Draw the views of a worker's batches, epoch by epoch.
@@ -166,7 +187,7 @@ class Epochs:
     the step for the same cores; on an accelerator, they are drawn there.
     """
 
-    def __init__(self, sampler: StreamingSampler | InMemorySampler, maker: ViewMaker) -> None:
+    def __init__(self, sampler: StreamingSampler | InMemorySampler | MixedSampler, maker: ViewMaker) -> None:
         self._sampler, self._maker = sampler, maker
         self._exhausted: int | None = None  # the last epoch, if it was drawn completely
 

@@ -108,6 +108,25 @@ def words(**arguments: Any) -> Words:
     return Words(**arguments)
 
 
+class Recording(Words):
+    """Appends the distinct first tokens of each batch of training to a file of its worker in ``folder``."""
+
+    def __init__(self, *, folder: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._folder = folder
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            rank = ray.train.get_context().get_world_rank()
+            with (Path(self._folder) / f"{rank}.txt").open("a") as file:
+                file.write(f"{tokens[:, 0].unique().tolist()}\n")
+        return super().forward(tokens)
+
+
+def recording(**arguments: Any) -> Recording:
+    return Recording(**arguments)
+
+
 class Mortal(Small):
     """Crashes at the second step after every start."""
 

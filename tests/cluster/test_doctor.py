@@ -217,7 +217,7 @@ def test_the_doctor_predicts_streaming_exactly_as_a_run_decides(
     )
     result = check_decoded_data(config, summary_of(data, config), ask_nodes(alive_nodes(), describe_node))
     with start_coordinator() as coordinator:
-        streamed = DataModule(config, coordinator, find_source(data, column_names(config))).streamed
+        streamed = DataModule(config, coordinator, [find_source(data, column_names(config))]).streamed
     assert ("streamed" in result.seen) == streamed
     # 24 images of 12 MiB barely fit into an object store of 300 MiB.
     assert result.good

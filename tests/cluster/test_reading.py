@@ -120,9 +120,8 @@ def test_a_large_stream_holds_out_rows_only_from_the_evaluation_fragments(
             "evaluation.num_train": 200,
         },
     )
-    samples = DataModule(config, coordinator, source)
-    judged_on = samples.rows_to_keep()
-    assert judged_on is not None
+    samples = DataModule(config, coordinator, [source])
+    [judged_on] = samples.rows_to_keep()
     evaluated = {row["sample_id"] for row in judged_on.take_all()}
     held_out = {row for row in evaluated if samples.holdout.is_test(np.array([row]))[0]}
     assert len(evaluated) == pytest.approx(0.65 * 360, abs=40)  # a tenth held out, 200 reference rows
@@ -165,16 +164,16 @@ def test_a_dataset_has_the_same_rows_as_its_files(tmp_path: Path, coordinator: A
     config = raycl.override(raycl.recipe("simclr", image_size=16), {"evaluation.every_epochs": 0})
     source = find_source(str(tmp_path / "plain.parquet"))
     kinds = [
-        DataModule(config, coordinator, source),
-        DataModule(config, coordinator, hugging_face),
+        DataModule(config, coordinator, [source]),
+        DataModule(config, coordinator, [hugging_face]),
     ]
     assert kinds[0].classes == kinds[1].classes == tuple(f"digit {digit}" for digit in range(1, 10))
     files, dataset = (
-        sorted(samples.rows_to_keep().take_all(), key=lambda row: row["sample_id"]) for samples in kinds
+        sorted(samples.rows_to_keep()[0].take_all(), key=lambda row: row["sample_id"]) for samples in kinds
     )
     assert files == dataset
     with pytest.raises(DataError, match="labels must be integers or text, column 'label' of the dataset"):
-        DataModule(config, coordinator, ray.data.from_items([{"image": b"", "label": 0.5}]))
+        DataModule(config, coordinator, [ray.data.from_items([{"image": b"", "label": 0.5}])])
 
 
 def test_a_folder_packed_into_parquet_has_the_same_rows(tmp_path: Path) -> None:

@@ -137,9 +137,9 @@ def test_a_dataset_of_clicks_keeps_its_ids_and_counts_each_row_once(tmp_path: Pa
     )
     with start_coordinator() as coordinator:
         config = run_of("two_tower", **{"evaluation.every_epochs": 0})  # no row is held out
-        samples = DataModule(config, coordinator, ray.data.from_arrow(table))
+        samples = DataModule(config, coordinator, [ray.data.from_arrow(table)])
         samples.learn_vocabulary(None)
-        decoded = samples.rows_to_keep().materialize()
+        decoded = samples.rows_to_keep()[0].materialize()
         rows = rows_in(coordinator)
     assert decoded.count() == samples.num_rows == rows.num_train == num_queries
     assert (rows.num_rows, rows.invalid) == (len(ids), {"missing id": 2})

@@ -76,7 +76,7 @@ def recorder_of(output: Path, coordinator: Any) -> MetricsLogger:
         output=Place(str(output)),
         blocks=(),
         stream=None,
-        num_train=0,
+        num_train=(0,),
         holdout=Holdout(seed=0),
         coordinator=coordinator,
         is_evaluated=False,

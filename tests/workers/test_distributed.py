@@ -155,7 +155,9 @@ def test_check_equal_names_the_value_of_each_rank() -> None:
 
 def _train_on_other_rows(rank: int, num_workers: int) -> None:
     rows = SimpleNamespace(where=lambda keep: range(8 + rank))
-    job: Any = SimpleNamespace(config=recipe("simclr"), holdout=Holdout(seed=0), load_rows=lambda: rows)
+    job: Any = SimpleNamespace(
+        config=recipe("simclr"), holdout=Holdout(seed=0), load_rows=lambda: (rows, [rows]), num_train=(8,)
+    )
     Trainer(job, None, torch.device("cpu"), threading.Event())
 
 
