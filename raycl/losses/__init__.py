@@ -5,6 +5,7 @@ from raycl.losses.dcl import dcl
 from raycl.losses.hinge import hinge
 from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
+from raycl.losses.nnclr import nnclr
 from raycl.losses.nt_xent import nt_xent
 from raycl.losses.siglip import siglip
 from raycl.losses.supcon import supcon
@@ -16,6 +17,7 @@ __all__ = [
     "hinge",
     "info_nce",
     "nce",
+    "nnclr",
     "noise_mass",
     "nt_xent",
     "proximal_term",
