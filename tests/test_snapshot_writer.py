@@ -71,7 +71,7 @@ def snapshot_writer(folder: Path, **changed: Any) -> SnapshotWriter:
     return SnapshotWriter(
         rows=rows,
         positions=np.random.default_rng(0).permutation(NUM_ROWS),
-        transform=ImageTransform(augmentation=augmentation, seed=0),
+        transform=ImageTransform(augmentations=(augmentation,) * 2, seed=0),
         output=Place(str(folder)),
         tokenizer=None,
         held_out=True,
