@@ -64,7 +64,8 @@ class LossSettings:
     ``temperature`` and ``bias`` are numbers or learned 0-d tensors; ``in_batch`` says whether the rows of
     the batch are negatives, ``pairs`` whether queries and keys have separate ids, and ``learns_keys``
     whether keys have a gradient. ``log_frequency`` maps ids of keys to the logarithm of their frequency,
-    and ``refines_logq`` applies it as in Khrylchenko et al. (2025); ``normalizer`` estimates NCE's constant for ``num_samples`` slots.
+    and ``refines_logq`` applies it as in Khrylchenko et al. (2025); ``normalizer`` estimates NCE's constant
+    for ``num_samples`` slots.
     """
 
     temperature: Any

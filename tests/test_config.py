@@ -244,6 +244,10 @@ VIEWS = {  # a recipe and its settings, the error, and settings that remove it
         "augment.views.0.count: input should be greater than or equal to 1",
         "augment.views.0.count=2",
     ),
+    'simclr augment.views=[{"cout":2}]': (
+        "unknown key augment.views.0.cout; did you mean count?",
+        'augment.views=[{"count":2}]',
+    ),
     'simclr augment.views=[{"count":2,"sise":16}]': (
         "unknown key augment.views.0.sise; did you mean size?",
         'augment.views=[{"count":2,"size":32}]',

@@ -291,9 +291,8 @@ def why_inactive(run: "RunConfig", path: str) -> str | None:
     for length in range(1, len(parts) + 1):
         for condition in CONDITIONS.get(".".join(parts[:length]), ()):
             if not condition.holds(run, index):
-                whole = re.sub(
-                    r"(?<!^stages)\.\d+\b.*", "", path
-                )  # not one number of a range, nor of an entry
+                # The whole setting, not one number of a range or one entry of a list.
+                whole = re.sub(r"(?<!^stages)\.\d+\b.*", "", path)
                 return f"{whole} acts only with {condition.needs}{condition.actual(run, index)}; remove it"
     return None
 

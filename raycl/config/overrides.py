@@ -233,6 +233,8 @@ def _one_line(error: ValidationError) -> str:
     problems = [
         each for each in error.errors(include_url=False) if each["type"] != "too_short"
     ] or error.errors()
+    # An unknown name first: it may be a misspelled one that is missing.
+    problems.sort(key=lambda each: each["type"] != "extra_forbidden")
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return _describe(problems[0]) + more
 

@@ -19,7 +19,7 @@ def nnclr(
     sample_id: Tensor | None = None,
     gathered_sample_id: Tensor | None = None,
 ) -> Tensor:
-    """Classify each prediction among those of the batch by the neighbor of its sample (Dwibedi et al., 2021, equation 3).
+    """Classify each prediction among all predictions of the batch by the neighbor of its sample (Dwibedi et al., 2021, equation 3).
 
     With the neighbor n_i of projection i and predictions p, the loss is the **mean** over i of
     -log(exp(n_i p_i / temperature) / sum over k of exp(n_i p_k / temperature)). The paper adds the two
@@ -35,7 +35,7 @@ def nnclr(
         temperature: above 0; a 0-d tensor that requires grad is learned, with an exact gradient.
         gathered_prediction: [batch, dim], the predictions of all workers, gathered with gradient.
         offset: the index of this worker's first prediction in the gathered predictions.
-        sample_id: [local_batch] int64; the predictions of other rows with the same id are no negatives.
+        sample_id: [local_batch] int64; predictions of other rows with the same id are masked.
         gathered_sample_id: [batch] int64, ids of the gathered predictions.
 
     Returns:
