@@ -177,9 +177,9 @@ def embedded(config: RunConfig, rows: InMemoryDataset, *, training: bool) -> tup
     learner.tower.train(training)
     torch.manual_seed(0)
     views = next(ViewMaker.of(config, drawing_of(config), CPU).views(iter([whole(rows)])))
-    query, key, _ = learner.embed(views, step=0)
-    assert key is not None
-    return query.detach(), key.detach()
+    found = learner.embed(views, step=0)
+    assert found.key is not None
+    return found.query.detach(), found.key.detach()
 
 
 def test_the_views_of_simcse_differ_only_by_dropout() -> None:

@@ -102,9 +102,11 @@ def test_every_setting_is_a_run_in_its_own_folder_that_fits_the_images(figure: C
 
 
 def test_the_settings_of_a_figure_train_on_equally_many_images() -> None:
-    """Except in the figure of steps, where the batch size is constant."""
+    """Except in the figures of steps, where the batch size is constant, and of views, where the pixels are."""
     for scale in SCALES:
         for figure in FIGURES.values():
+            if figure.name == "views":
+                continue
             configs = [figure.config(setting, scale, seed=0) for setting in figure.settings[scale]]
             epochs = {sum(stage.epochs or 0 for stage in config.stages) for config in configs}
             assert len(epochs) == 1, (figure.name, scale)
