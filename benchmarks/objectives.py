@@ -52,6 +52,7 @@ from tests.workers.objectives import (
     build_objective,
     on_the_whole_batch,
     on_workers,
+    other_views,
 )
 
 LIMIT = 1e-5  # of every error
@@ -254,7 +255,9 @@ def raycl_loss(name: str, size: int, dim: int) -> Loss:
     if case.own_slot or not case.in_batch:
         key = slots[0] if case.own_slot else None
         stored = StoreBatch(key=key, negatives=slots[1], negative_id=size + ids)
-    return lambda query, key: objective(query, None if case.own_slot else key, stored, batch)
+    return lambda query, key: objective(
+        query, None if case.own_slot else other_views(case, query, key), stored, batch
+    )
 
 
 def build_step(name: str, side: str, size: int, dim: int) -> Callable[[], float]:

@@ -22,6 +22,7 @@ class LossSpec:
         explicit_negatives: whether it uses negatives given with the queries.
         needs_batch: whether the other rows of the batch must be negatives.
         labels: whether it requires labels.
+        all_views: whether it compares all views of a sample at once, instead of pairs of them.
         mixes: whether a hinge may be mixed into it.
         predicts: whether its queries may pass through a prediction head.
         learns: scalars that can be learned: ``temperature``, ``bias``.
@@ -36,6 +37,7 @@ class LossSpec:
     explicit_negatives: bool = False
     needs_batch: bool = False
     labels: bool = False
+    all_views: bool = False
     mixes: bool = False
     predicts: bool = False
     learns: tuple[str, ...] = ("temperature",)
@@ -63,9 +65,9 @@ class LossSettings:
 
     ``temperature`` and ``bias`` are numbers or learned 0-d tensors; ``in_batch`` says whether the rows of
     the batch are negatives, ``pairs`` whether queries and keys have separate ids, and ``learns_keys``
-    whether keys have a gradient. ``log_frequency`` maps ids of keys to the logarithm of their frequency,
-    and ``refines_logq`` applies it as in Khrylchenko et al. (2025); ``normalizer`` estimates NCE's constant
-    for ``num_samples`` slots.
+    whether keys have a gradient. ``num_views`` is the number of views of a sample. ``log_frequency`` maps
+    ids of keys to the logarithm of their frequency, and ``refines_logq`` applies it as in Khrylchenko et
+    al. (2025); ``normalizer`` estimates NCE's constant for ``num_samples`` slots.
     """
 
     temperature: Any
@@ -75,6 +77,8 @@ class LossSettings:
     in_batch: bool = True
     pairs: bool = False
     learns_keys: bool = True
+    view_mean: str = "geometric"
+    num_views: int = 2
     proximal_weight: float = 0.0
     log_frequency: Any = None
     refines_logq: bool = False
@@ -133,6 +137,12 @@ LOSSES: dict[str, LossSpec] = {
     "dcl": LossSpec(objective="raycl.losses.dcl:Dcl", needs_batch=True),
     "dclw": LossSpec(objective="raycl.losses.dcl:Dclw", needs_batch=True),
     "supcon": LossSpec(objective="raycl.losses.supcon:SupCon", needs_batch=True, labels=True),
+    "poly_view": LossSpec(
+        objective="raycl.losses.poly_view:PolyView",
+        needs_batch=True,
+        all_views=True,
+        settings=("temperature", "view_mean"),
+    ),
 }
 
 

@@ -203,6 +203,20 @@ MUTATIONS = [
         "tests/test_nt_xent.py",
     ),
     Mutation(
+        "poly_view forgets the share of a positive in the gradient",
+        "raycl/losses/poly_view.py",
+        "log_share.exp() * excess.sigmoid()",
+        "excess.sigmoid()",
+        "tests/test_poly_view.py",
+    ),
+    Mutation(
+        "poly_view counts the other positives among the candidates",
+        "raycl/losses/views.py",
+        "excluded=tuple(own) if exclude_samples else (own[view],)",
+        "excluded=(own[view],)",
+        "tests/test_poly_view.py",
+    ),
+    Mutation(
         "the log-frequency of keys is not subtracted",
         "raycl/losses/clip.py",
         'own["key_log_frequency"] = self.log_frequency(ids.stored_key)',

@@ -240,6 +240,34 @@ def plain_nce(
     return torch.stack(losses).mean()
 
 
+def plain_poly_view(
+    views: Sequence[Tensor],
+    temperature: Tensor,
+    *,
+    mean: str,
+    ids: Tensor | None = None,
+    own: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute each probability by itself: of another view of the row's sample among the views of other samples."""
+    num_samples, rows = len(views[0]), torch.cat(list(views))
+    logits = rows @ rows.T / temperature
+    ids = torch.arange(num_samples) if ids is None else ids
+    is_negative = (ids[:, None] != ids).repeat(len(views), len(views))
+    losses = []
+    for row in range(len(rows)) if own is None else own:
+        positives = [row % num_samples + view * num_samples for view in range(len(views))]
+        log_p = torch.stack(
+            [
+                torch.cat([logits[row, [column]], logits[row][is_negative[row]]]).log_softmax(0)[0]
+                for column in positives
+                if column != row
+            ]
+        )
+        log_mean = log_p.mean() if mean == "geometric" else log_p.exp().mean().log()
+        losses.append(-log_mean)
+    return torch.stack(losses).mean()
+
+
 def plain_supcon(
     rows: Tensor, label: Tensor, temperature: Tensor, *, own: Sequence[int] | None = None
 ) -> Tensor:

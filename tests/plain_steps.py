@@ -27,6 +27,7 @@ from tests.plain_losses import (
     plain_info_nce,
     plain_nce,
     plain_nt_xent,
+    plain_poly_view,
     plain_siglip,
     plain_supcon,
 )
@@ -223,6 +224,9 @@ class PlainRun:
             losses = [self.loss(query, key, nothing, views, step) for query in queries]
             return key, torch.stack(losses).mean()
         embedded = self.encode_by_size([*full, *views.crops])
+        if self.stage.loss == "poly_view":
+            others = torch.cat(embedded[1:])
+            return embedded[1], self.loss(embedded[0], others, nothing, views, step)
         losses = []
         for k in range(len(full)):
             for v in range(len(embedded)):
@@ -339,6 +343,19 @@ class PlainRun:
             loss = loss + stage.proximal_weight * (query - positive).square().sum(1).mean()
         return loss
 
+    def of_views(self, query: Tensor, positive: Tensor, temperature: Tensor, query_id: Tensor) -> Tensor:
+        """Return a cross-entropy of the views of each sample."""
+        if self.stage.loss == "nt_xent":
+            return plain_nt_xent(query, positive, temperature, ids=(query_id, query_id))
+        if self.stage.loss in ("dcl", "dclw"):
+            sigma = 0.5 if self.stage.loss == "dclw" else None
+            return plain_dcl(query, positive, temperature, sigma=sigma, ids=(query_id, query_id))
+        if self.stage.loss == "poly_view":
+            of_sample = query, *positive.split(len(query))
+            return plain_poly_view(of_sample, temperature, mean=self.stage.view_mean, ids=query_id)
+        assert self.names.label is not None
+        return plain_supcon(torch.cat([query, positive]), self.names.label.repeat(2), temperature)
+
     def entropy(
         self,
         query: Tensor,
@@ -351,14 +368,8 @@ class PlainRun:
         query_id, key_id, other_id = ids
         temperature = self.log_temperature.exp()
         temperature = temperature if self.config.learn_temperature else temperature.detach()
-        if self.stage.loss == "nt_xent":
-            return plain_nt_xent(query, positive, temperature, ids=(query_id, query_id))
-        if self.stage.loss in ("dcl", "dclw"):
-            sigma = 0.5 if self.stage.loss == "dclw" else None
-            return plain_dcl(query, positive, temperature, sigma=sigma, ids=(query_id, query_id))
-        if self.stage.loss == "supcon":
-            assert self.names.label is not None
-            return plain_supcon(torch.cat([query, positive]), self.names.label.repeat(2), temperature)
+        if self.stage.loss in ("nt_xent", "dcl", "dclw", "supcon", "poly_view"):
+            return self.of_views(query, positive, temperature, query_id)
         if self.stage.loss == "nce":
             masked = query_id[:, None] == other_id
             logits = (query @ others.T / temperature).detach()[~masked]

@@ -69,6 +69,9 @@ CASES = {
     "simclr hinge": Case("simclr", SMALL | {"stages.0.loss": "hinge", "stages.0.hardest_negative": True}),
     "simclr supcon": Case("simclr", SMALL | {"stages.0.loss": "supcon"}),
     "simclr dclw": Case("simclr", SMALL | {"stages.0.loss": "dclw"}),
+    "simclr poly_view": Case(
+        "simclr", SMALL | {"stages.0.loss": "poly_view", "augment.views": [{"count": 4}]}
+    ),
     "simclr shuffled": Case("simclr", SMALL | {"batchnorm": "shuffled", "batchnorm_groups": 4}),
     "moco_v1": Case("moco_v1", SMALL | QUEUE),
     "moco_v2": Case("moco_v2", SMALL | QUEUE),

@@ -92,6 +92,7 @@ OTHERS: dict[str, Any] = {
     "stages.0.workers": 2,
     "stages.0.loss": "hinge",
     "stages.0.logq_correction": "refined",
+    "stages.0.view_mean": "arithmetic",
     "stages.0.final_hinge_weight": 0.25,
     "stages.0.matryoshka_dims": [8, 4],
     "stages.0.matryoshka_weights": [0.5, 0.25],
@@ -224,6 +225,9 @@ RUNS = {
     "simclr with a share of the hinge": lambda: image_run(
         "simclr", **{"stages.0.hinge_weight": 0.5, "stages.0.matryoshka_dims": [4, 16]}
     ),
+    "simclr of many views": lambda: image_run(
+        "simclr", **{"stages.0.loss": "poly_view", "augment.views": [{"count": 4}]}
+    ),
     "large simclr": lambda: override(recipe("simclr", image_size=65), SHAPE),  # of standard stem and blur
     "moco_v2": lambda: image_run("moco_v2"),
     "moco_v2 in workers": lambda: image_run(
@@ -355,6 +359,7 @@ REFUSED_VALUES = {
     "blurred simclr in chunks": f"{NOT_IN_BATCH} negatives.store",
     "simclr with a hinge": NOT_IN_BATCH,
     "simclr with a share of the hinge": f"{NOT_IN_BATCH} negatives.store",
+    "simclr of many views": f"{NOT_IN_BATCH} negatives.store",
     "large simclr": f"{NOT_IN_BATCH} negatives.store",
     "moco_v2": "negatives.store stages.0.batch_size",
     "moco_v2 in workers": "negatives.store stages.0.batch_size",

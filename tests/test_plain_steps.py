@@ -54,6 +54,14 @@ RECIPES = {
     "simclr views, small crops": Case(
         "simclr", SMALL | {"augment.views": [{"count": 2}, {"count": 4, "size": 8}], "stages.0.loss": "dclw"}
     ),
+    "simclr poly_view, arithmetic, chunks": Case(
+        "simclr",
+        SMALL
+        | VIEWS
+        | CHUNKS
+        | PREFIXES
+        | {"stages.0.loss": "poly_view", "stages.0.view_mean": "arithmetic", "learn_temperature": True},
+    ),
     "simclr views of full size": Case("simclr", SMALL | {"augment.views": [{"count": 4}]}),
     "moco_v2 views, synchronized, chunks": Case(
         "moco_v2",

@@ -254,6 +254,10 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
         Condition("matryoshka_dims", lambda run, index: run.stages[index].matryoshka_dims is not None),
     ),
     "stages.N.logq_correction": (_PAIRS, _when_loss_has("logq_correction")),
+    "stages.N.view_mean": (
+        _when_loss_has("view_mean"),
+        Condition("three or more views of a sample (augment.views)", lambda run, _: run.num_views > 2),
+    ),
     "stages.N.margin": (_HINGE,),
     "stages.N.hardest_negative": (_HINGE,),
     "stages.N.hinge_weight": (_MIXES,),

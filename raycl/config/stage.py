@@ -55,6 +55,7 @@ class Stage(Section):
     loss: str = "nt_xent"
     """``nt_xent``, ``dcl`` or ``dclw`` (Yeh et al., 2022), ``info_nce``, ``nce`` (Wu et al., 2018), ``hinge``,
     ``siglip`` (Zhai et al., 2023), ``supcon``, whose positives are all samples of a class (Khosla et al., 2020),
+    ``poly_view``, of all views of a sample at once (Shidani et al., 2024),
     or ``clip``, which classifies queries among keys and keys among queries (Radford et al., 2021).
     """
 
@@ -68,6 +69,11 @@ class Stage(Section):
     """How ``clip`` corrects for frequent documents, which are drawn as negatives more often: ``simple``
     subtracts the log frequency of a document from its logits (Yi et al., 2019); ``refined`` leaves the positive,
     which is not drawn, uncorrected, and weights a query by 1 - p(positive) (Khrylchenko et al., 2025).
+    """
+
+    view_mean: Literal["geometric", "arithmetic"] = "geometric"
+    """Mean of ``poly_view`` over the probabilities of the other views of a sample; ``arithmetic`` tolerates a view that
+    is far from the others.
     """
 
     margin: Positive = 0.2

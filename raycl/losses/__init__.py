@@ -7,6 +7,7 @@ from raycl.losses.info_nce import info_nce
 from raycl.losses.nce import NormalizingConstant, nce, noise_mass, proximal_term
 from raycl.losses.nnclr import nnclr
 from raycl.losses.nt_xent import nt_xent
+from raycl.losses.poly_view import poly_view
 from raycl.losses.siglip import siglip
 from raycl.losses.supcon import supcon
 
@@ -20,6 +21,7 @@ __all__ = [
     "nnclr",
     "noise_mass",
     "nt_xent",
+    "poly_view",
     "proximal_term",
     "siglip",
     "supcon",

@@ -59,7 +59,11 @@ def dcl(
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
     return Dcl(temperature=temperature, sigma=sigma).checked_loss(
-        (view_a, view_b), sample_id, (gathered_a, gathered_b), gathered_sample_id, offset
+        (view_a, view_b),
+        sample_id,
+        {"gathered_a": gathered_a, "gathered_b": gathered_b},
+        gathered_sample_id,
+        offset,
     )
 
 

@@ -59,11 +59,10 @@ class MutualSoftmax:
         self._buffer = rows.new_empty(spans[0][0].stop, spans[1][0].stop)
 
     def sums(self, positive: Tensor, row_loss: RowLoss = cross_entropy) -> tuple[Softmax, Softmax]:
-        """Return the softmax of rows and of columns, given the base-2 logits of the positives, [num_rows]."""
-        of_rows = first_shift(self._bound, self._rows), torch.zeros_like(positive)
-        of_columns = of_rows
+        """Return the softmax of rows and of columns, given the base-2 logits of the positives, [num_rows, ...]."""
+        of_rows = of_columns = self._first_sums(self._rows)
         if not self._is_symmetric:
-            of_columns = first_shift(self._bound, self._columns), torch.zeros_like(positive)
+            of_columns = self._first_sums(self._columns)
         for across, down in self._tiles():
             tile = self._logits(across, down)
             twice = not self._is_symmetric or across != down
@@ -128,6 +127,11 @@ class MutualSoftmax:
         if self._mask is not None:
             self._mask.apply_(tile, across, down)
         return tile
+
+    def _first_sums(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the shift and the total of each row before its first logit."""
+        shift = first_shift(self._bound, rows)
+        return shift, torch.zeros_like(shift)
 
     def _tiles(self) -> Iterator[tuple[slice, slice]]:
         if self._is_symmetric:

@@ -48,7 +48,11 @@ def nt_xent(
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
     return NtXent(temperature=temperature).checked_loss(
-        (view_a, view_b), sample_id, (gathered_a, gathered_b), gathered_sample_id, offset
+        (view_a, view_b),
+        sample_id,
+        {"gathered_a": gathered_a, "gathered_b": gathered_b},
+        gathered_sample_id,
+        offset,
     )
 
 

@@ -49,6 +49,8 @@ class StoreBatch:
 class Objective(Protocol):
     """A loss of queries and keys [local_batch, dim], their ids, and the rows of a store (``stored``).
 
+    A loss of all views takes the second view and all further ones as keys, [(num_views - 1) * local_batch, dim].
+
     It averages over this worker's queries. The mean over workers is the loss of the global batch.
     """
 

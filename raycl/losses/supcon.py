@@ -53,7 +53,7 @@ def supcon(
         ConfigError: Shapes do not match, or the temperature is not above 0.
     """
     return SupCon(temperature=temperature).checked_loss(
-        (view_a, view_b), label, (gathered_a, gathered_b), gathered_label, offset
+        (view_a, view_b), label, {"gathered_a": gathered_a, "gathered_b": gathered_b}, gathered_label, offset
     )
 
 

@@ -13,7 +13,8 @@ from raycl.losses.objective import Objective, StoreBatch
 class ViewPair(NamedTuple):
     """A view as query and another one as key, both [local_batch, dim], and the weight of their loss.
 
-    The key is None if it is a slot of a bank.
+    The key is None if it is a slot of a bank. For a loss of all views, it has the rows of all other views, one view
+    after the other.
     """
 
     query: Tensor

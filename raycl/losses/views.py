@@ -5,7 +5,7 @@ The rows are the views of this worker's samples, one view after the other. A los
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import ClassVar, NamedTuple, Protocol, Self, final
@@ -137,11 +137,13 @@ def check_views(views: Sequence[Tensor], id_name: str, ids: Tensor | None) -> No
     check_sample_id(ids, views[0], id_name)
 
 
-def _check_gathered(views: Sequence[Tensor], gathered: Sequence[Tensor | None], offset: int) -> list[Tensor]:
+def _check_gathered(
+    views: Sequence[Tensor], gathered: Mapping[str, Tensor | None], offset: int
+) -> list[Tensor]:
     """Return the views of all workers; raise unless they match this worker's."""
-    given = [each for each in gathered if each is not None]
-    if len(given) < len(views):
-        missing = "gathered_a" if gathered[0] is None else "gathered_b"
+    given = [each for each in gathered.values() if each is not None]
+    if len(given) < len(gathered):
+        missing = next(name for name, each in gathered.items() if each is None)
         raise ConfigError(f"only one view is gathered: {missing} is None; gather both or neither")
     shapes = [list(each.shape) for each in given]
     if any(each != shapes[0] for each in shapes) or shapes[0][1:] != list(views[0].shape[1:]):
@@ -288,8 +290,10 @@ class _Comparison:
         own, ids, count = self.sample_id, self.all_ids, self.layout.num_views
         if own is None or ids is None:
             return None
-        of_columns = ids.view(-1, self.layout.batch).repeat(1, count).flatten()
-        return FalseNegativeMask((ids, ids), own.repeat(count), of_columns, row_blocks=blocks, num_own=count)
+        of_rows = of_columns = own.repeat(count)
+        if ids is not own:
+            of_columns = ids.view(-1, self.layout.batch).repeat(1, count).flatten()
+        return FalseNegativeMask((ids, ids), of_rows, of_columns, row_blocks=blocks, num_own=count)
 
 
 def over_workers(views: Sequence[Tensor], ids: Tensor) -> Everyone | None:
@@ -317,7 +321,7 @@ class ViewsObjective(ABC):
     def __call__(self, query: Tensor, key: Tensor | None, stored: StoreBatch, ids: ExampleIds) -> Tensor:
         """Return the loss; no store is used."""
         assert key is not None, "the configuration gives the loss two views"
-        views, own = (query, key), ids.query if self.id_name == "sample_id" else ids.label
+        views, own = (query, *key.split(len(query))), ids.query if self.id_name == "sample_id" else ids.label
         assert own is not None, "the configuration gives the loss labels"
         return self.loss(views, own, over_workers(views, own))
 
@@ -325,15 +329,18 @@ class ViewsObjective(ABC):
         self,
         views: Sequence[Tensor],
         ids: Tensor | None,
-        gathered: Sequence[Tensor | None],
+        gathered: Mapping[str, Tensor | None],
         gathered_ids: Tensor | None,
         offset: int,
     ) -> Tensor:
-        """Return the loss of these arguments of a loss function; raise if they do not match."""
+        """Return the loss of the arguments of a loss function; raise if they do not match.
+
+        ``gathered`` are the views of all workers by the names of their arguments.
+        """
         check_views(views, self.id_name, ids)
         name = f"gathered_{self.id_name}"
-        if all(each is None for each in gathered):
-            check_companion(name, gathered_ids, "gathered_a", None)
+        if all(each is None for each in gathered.values()):
+            check_companion(name, gathered_ids, next(iter(gathered)), None)
             check_offset(offset, len(views[0]), len(views[0]))
             return self.loss(views, ids, None)
         given = _check_gathered(views, gathered, offset)

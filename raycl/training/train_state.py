@@ -17,6 +17,7 @@ from raycl.distributed.ddp import average_buffers, average_gradients
 from raycl.distributed.step_timer import phase
 from raycl.errors import ConfigError
 from raycl.gradient_cache import checkpoint_activations, embed_in_chunks
+from raycl.loss_specs import LOSSES
 from raycl.losses import NormalizingConstant
 from raycl.losses.logq import Frequencies
 from raycl.losses.matryoshka import Matryoshka
@@ -43,7 +44,7 @@ class EmbedConfig:
     :func:`~raycl.gradient_cache.checkpoint_activations` too.
     Shuffled BatchNorm normalizes random groups of ``rows_per_group`` rows: keys, or all views of a single
     tower. ``leak_group_size`` is the number of rows normalized together, for the leakage probe; 0 if
-    BatchNorm cannot leak.
+    BatchNorm cannot leak. ``all_views`` compares all views of a sample at once instead of pairs of them.
     """
 
     chunk_size: int | None = None
@@ -51,6 +52,7 @@ class EmbedConfig:
     activation_checkpoint_every: int | None = None
     rows_per_group: int | None = None
     leak_group_size: int = 0
+    all_views: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, stage: Stage) -> "EmbedConfig":
@@ -67,6 +69,7 @@ class EmbedConfig:
             cached_chunks=stage.cached_chunks,
             activation_checkpoint_every=stage.activation_checkpoint_every,
             rows_per_group=rows_per_group if config.batchnorm == "shuffled" else None,
+            all_views=LOSSES[stage.loss].all_views,
             leak_group_size=leak_group_sizes.get(config.batchnorm, 0),
         )
 
@@ -163,6 +166,8 @@ class TrainState:
             pairs=config.has_two_towers,
             # Keys of a momentum encoder or a bank have no gradient.
             learns_keys=config.key == "tower",
+            view_mean=stage.view_mean,
+            num_views=config.num_views,
             proximal_weight=stage.proximal_weight,
             log_frequency=None if correction == "none" else frequencies,
             refines_logq=correction == "refined",
@@ -218,6 +223,8 @@ class TrainState:
         query, key = embeddings[:2]
         if len(embeddings) == 2:
             return Embedded(query, key)
+        if self._embed_config.all_views:
+            return Embedded(query, key, pairs=[ViewPair(query, torch.cat(embeddings[1:]))])
         pairs = pair_views(embeddings[: len(full)], embeddings[len(full) :])
         return Embedded(query, key, pairs=pairs)
 

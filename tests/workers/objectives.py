@@ -31,6 +31,7 @@ from tests.plain_losses import (
     plain_info_nce,
     plain_nce,
     plain_nt_xent,
+    plain_poly_view,
     plain_siglip,
     plain_supcon,
 )
@@ -102,7 +103,7 @@ class Case:
     """A loss of the product with its settings, its plain formula, and the run that uses it.
 
     ``pairs`` means that queries and keys have ids of their own, ``negatives`` that it uses further negatives,
-    ``own_slot`` that the positive is a slot of a memory bank. ``no_ring`` says why large batches use no ring.
+    ``own_slot`` that the positive is a slot of a memory bank, ``third_view`` that a sample has three views. ``no_ring`` says why large batches use no ring.
     ``run`` are settings of the recipe.
     """
 
@@ -112,6 +113,7 @@ class Case:
     pairs: bool = False
     negatives: bool = False
     own_slot: bool = False
+    third_view: bool = False
     no_ring: str = ""
     recipe: str = "simclr"
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -163,6 +165,31 @@ def _siglip(batch: Batch) -> Tensor:
 
 def _supcon(batch: Batch) -> Tensor:
     return plain_supcon(torch.cat([batch.query, batch.key]), batch.label.repeat(2), batch.temperature)
+
+
+def third_view(query: Tensor, key: Tensor) -> Tensor:
+    """Return one more view of each sample, which depends on both others."""
+    return F.normalize(2 * query - key, dim=1)
+
+
+def other_views(case: Case, query: Tensor, key: Tensor) -> Tensor:
+    """Return the rows of all views but the query."""
+    return torch.cat([key, third_view(query, key)]) if case.third_view else key
+
+
+def _poly_view(batch: Batch, *, mean: str) -> Tensor:
+    views = batch.query, batch.key, third_view(batch.query, batch.key)
+    return plain_poly_view(views, batch.temperature, mean=mean, ids=batch.query_id)
+
+
+def _poly_view_case(mean: str) -> Case:
+    return Case(
+        loss="poly_view",
+        plain=lambda batch: _poly_view(batch, mean=mean),
+        settings={"view_mean": mean, "num_views": 3},
+        third_view=True,
+        run={"augment.views": [{"count": 3}], "stages.0.view_mean": mean},
+    )
 
 
 def _nce(batch: Batch) -> Tensor:
@@ -232,6 +259,8 @@ CASES = {
     "dcl": Case(loss="dcl", plain=of_views(plain_dcl)),
     "dclw": Case(loss="dclw", plain=of_views(plain_dcl, sigma=0.5)),
     "supcon": Case(loss="supcon", plain=_supcon),
+    "poly_view": _poly_view_case("geometric"),
+    "poly_view, arithmetic": _poly_view_case("arithmetic"),
     "nce": Case(loss="nce", plain=_nce, own_slot=True, no_ring=ALONE, recipe="instance_discrimination"),
     "hinge": _hinge_case(hardest=False, bidirectional=True),
     "hinge of the hardest": _hinge_case(hardest=True, bidirectional=True),
@@ -312,6 +341,7 @@ def on_a_worker(rank: int, num_workers: int, name: str, setup: Setup) -> tuple[l
             embed_in_chunks(_Tower(weight), rows[own].to(setup.dtype), chunk_size=size)
             for weight, rows in zip(inputs, make_views_of(setup), strict=False)
         )
+    key = other_views(case, query, key)
     if case.own_slot:
         stored = StoreBatch(key=key.detach(), negatives=inputs[5].detach(), negative_id=ids["queue"])
     elif case.negatives and setup.queue:
