@@ -196,13 +196,11 @@ def plain_chunks(query: Tensor, key: Tensor, *, has_positives: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(("batch", "size"), ((64, 64), (64, 32), (64, 8), (64, 1), (70, 8)))
-def test_siglip_in_chunks_of_any_size_equals_the_whole_matrix(
-    batch: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_siglip_in_chunks_of_any_size_equals_the_whole_matrix(batch: int, size: int) -> None:
     loss = of_siglip(batch)
     expected = value_and_gradients(plain_chunks(*loss.args, has_positives=True), list(loss.args))
-    with tiny_tiles_in("siglip"):
-        monkeypatch.setattr(sys.modules["raycl.losses.siglip"], "BLOCK_ROWS", size)
+    with tiny_tiles_in("siglip"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["raycl.losses.siglip"], "BLOCK_ROWS", size)
         found = value_and_gradients(loss(), list(loss.args))
     assert_close(found, expected, 1e-5)
 

@@ -101,6 +101,17 @@ def test_a_view_shows_the_same_crop_in_the_same_colors_at_every_size() -> None:
     assert (distance < 0.3 * (small - other).square().mean((1, 2, 3)).sqrt()).all()
 
 
+def test_a_snapshot_shows_two_views_though_a_memory_bank_needs_one() -> None:
+    bank = Worker(Case("instance_discrimination", SMALL), device=CPU)
+    rows, transform = batch(bank.config, 0), bank.maker.transform
+    assert isinstance(transform, ImageTransform)
+    assert bank.maker.num_views == 1
+    first, second = (transform.view(rows, number).on(CPU) for number in (0, 1))
+    assert differ(first, second).all()
+    of_two = replace(transform, augmentations=transform.augmentations * 2)
+    assert torch.equal(second, of_two.view(rows, 1).on(CPU))
+
+
 MANY = {"augment.views": [{"count": 3}, {"count": 4, "size": 16, "crop_scale": [0.05, 0.14]}]}
 
 

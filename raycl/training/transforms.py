@@ -140,7 +140,8 @@ class Transform(ABC):
 class ImageTransform(Transform):
     """Images [batch, channels, size, size]: cropped, colored and blurred at random, or whole.
 
-    ``augmentations`` has one for each view; whole images have the size of the first.
+    ``augmentations`` has one for each view. Whole images have the size of the first, and views beyond those of a
+    training step are drawn as the last: a snapshot shows two views even if the keys are slots of a memory bank.
     """
 
     augmentations: tuple[ImageAugmentation, ...]
@@ -179,7 +180,8 @@ class ImageTransform(Transform):
 
     def view(self, batch: Batch, number: int) -> Draft:
         """Draw a random view of every image."""
-        pixels, augmentation = pixels_of(batch), self.augmentations[number]
+        pixels, last = pixels_of(batch), len(self.augmentations) - 1
+        augmentation = self.augmentations[min(number, last)]
         drawn = augmentation.draw(
             batch.sample_id,
             shape=pixels.images.shape[1:3],

@@ -171,6 +171,8 @@ def test_the_metrics_of_a_run_match_the_documentation(finished: Finished) -> Non
         "keys_fraction",
         "grad_norm",
         "views_per_second",
+        "grouped_fraction",
+        "data_set",
         "batchnorm_leakage",
         "recall_at_10",
         "bank_restarts",
